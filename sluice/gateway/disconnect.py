@@ -1,8 +1,8 @@
-"""Notices that a client has left while its response is prepared."""
+"""Notices that a client has left while its response is prepared, and completes what cannot be left half done."""
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Collection
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -35,6 +35,24 @@ async def unless_left(request: Request, work: Awaitable[T]) -> T:
         working.cancel()
         leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def until_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Wait until all tasks have ended. A caller that is cancelled waits for them all the same: they must be short."""
+    try:
+        await asyncio.wait(tasks)
+    except asyncio.CancelledError:
+        await asyncio.wait(tasks)
+        for task in tasks:
+            error_of(task)  # retrieved, or asyncio logs it
+        raise
+
+
+def error_of(task: asyncio.Task[Any]) -> BaseException | None:
+    """Return what a task raised, its cancellation included; None if it has not ended, or without an error."""
+    if task.cancelled():
+        return asyncio.CancelledError()
+    return task.exception() if task.done() else None
 
 
 async def _left(request: Request) -> None:

@@ -5,11 +5,10 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import partial
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -22,6 +21,7 @@ from sluice.client import Client
 from sluice.errors import JobFailed, NoWorker, SluiceError
 from sluice.gateway.body import Body, read_body
 from sluice.gateway.caller import LOCAL, Caller
+from sluice.gateway.disconnect import error_of, until_ended
 from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError, from_client, was_refused
 from sluice.gateway.idempotency import IdempotencyKeys
 from sluice.gateway.keys.authentication import Authentication
@@ -41,18 +41,30 @@ logger = logging.getLogger("sluice.serve")
 
 _UNKNOWN_S = 2.0  # short, since a job exists as soon as it is submitted
 _OUTAGE_S = 5.0  # that a command of the front's own waits out
+_SAMPLE = 8  # events, whose mean length is taken for that of all
 _POLL_S = 0.25  # between two checks for a worker
 _REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed
 
 T = TypeVar("T")
+Submissions = dict[str, asyncio.Task[Submitted]]  # by the id of the job
 
 
-class Kept(Enum):
-    """What is left of a job that was queued. A job with events may have a result, too."""
+class Available(Enum):
+    """What the server still has of a job that was queued. A job with events may have a result, too."""
 
     EVENTS = auto()
     RESULT = auto()
     NOTHING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """What the server has of an answer: `available` is that of its first job, the bytes are those of all jobs together.
+    Those of events are their number by the mean length of the last ones."""
+
+    available: Available
+    result_bytes: int
+    event_bytes: int
 
 
 class Gateway:
@@ -101,15 +113,18 @@ class Gateway:
         bodies: Mapping[str, Mapping[str, Any]],
         *,
         outlives: bool = False,
+        has_key: bool = False,
         function: wire.Function = "chat",
     ) -> None:
         """Queue a chat completion or a token count for each id, once a worker serves their model. Raises `ApiError` and
-        `SluiceError`. If some are refused, the others are cancelled, or continue if they outlive the client; the caller
-        gets back the tokens that were reserved for the refused ones.
+        `SluiceError`. The caller gets back the tokens that were reserved for the jobs that were refused.
 
         `bodies` are the choices of one request of the contract. `outlives`: the jobs continue when the client leaves,
         unless their bodies decide. The front decides their `model`, and their `tenant` if the caller has one. An id
         that exists is not queued again.
+
+        If some jobs are refused, or the client leaves meanwhile, those that were queued are cancelled: nobody knows
+        their ids. They continue if the client finds them by its `Idempotency-Key` (`has_key`) or their bodies say so.
         """
         body = next(iter(bodies.values()))
         requested = requested_model(body)
@@ -124,34 +139,48 @@ class Gateway:
             for job_id, each in bodies.items()
         ]
         await caller.take(list(bodies), estimate(body) if function == "chat" else 0)
-        tasks = {job.id: asyncio.create_task(self._submit_once_served(caller, requested, job)) for job in jobs}
         with ExitStack() as stack:
-            if not outlives:
-                stack.callback(self._abandon_queued, tasks)
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
-            if refused := [id for id, task in tasks.items() if was_refused(task.exception())]:
-                await caller.release(refused)
-            for task in tasks.values():
-                task.result()
+            sent = self._send(jobs, wait_worker_s=0.0)
+            if not has_key and body.get("on_disconnect") != "continue":
+                stack.callback(self._abandon_queued, sent)
+            await self._complete(caller, requested, jobs, sent)
             stack.pop_all()
 
-    async def _submit_once_served(self, caller: Caller, requested: str, job: NewJob) -> Submitted:
-        """Submit a job once a worker serves its model, at once as a rule; one that exists already needs no worker."""
-        submit = partial(
-            self.client.submit, job.request, model=job.model, lane=job.lane, id=job.id, function=job.function
-        )
+    async def _complete(self, caller: Caller, requested: str, jobs: Sequence[NewJob], sent: Submissions) -> None:
+        """Wait until the submissions have ended, also if the client leaves: only what is queued can be cancelled. Those
+        without a worker are sent again when there is one. Raises the first error."""
         try:
-            submitted = await submit(wait_worker_s=0.0)
-        except NoWorker:
-            await self._wait_for_worker(caller, requested, job.model)
-            submitted = await submit()
-        if submitted.served:
-            await self.workers.note(job.model)
-        return submitted
+            await until_ended(sent.values())
+            if unserved := [job for job in jobs if isinstance(error_of(sent[job.id]), NoWorker)]:
+                await self._wait_for_worker(caller, requested, unserved[0].model)
+                sent.update(self._send(unserved))
+                await until_ended(sent.values())
+        finally:
+            if refused := [id for id, task in sent.items() if was_refused(error_of(task))]:
+                await caller.release(refused)
+        submitted = [task.result() for task in sent.values()]
+        if any(each.served for each in submitted):
+            self.workers.note(jobs[0].model)
 
-    def _abandon_queued(self, tasks: Mapping[str, asyncio.Task[Submitted]]) -> None:
+    def _send(self, jobs: Iterable[NewJob], wait_worker_s: float | None = None) -> Submissions:
+        """Submit jobs; one that exists already needs no worker."""
+        return {
+            job.id: asyncio.create_task(
+                self.client.submit(
+                    job.request,
+                    model=job.model,
+                    lane=job.lane,
+                    id=job.id,
+                    wait_worker_s=wait_worker_s,
+                    function=job.function,
+                )
+            )
+            for job in jobs
+        }
+
+    def _abandon_queued(self, sent: Submissions) -> None:
         """Cancel the jobs that were not certainly refused."""
-        queued = [id for id, task in tasks.items() if task.cancelled() or not was_refused(task.exception())]
+        queued = [id for id, task in sent.items() if not was_refused(error_of(task))]
         if queued:
             self.abandon(queued)
 
@@ -256,24 +285,27 @@ class Gateway:
             except (SluiceError, RedisError) as error:
                 logger.warning("job %s: not cancelled, although its client has left: %s", job_id, error)
 
-    async def kept(self, job_id: str) -> Kept:
-        """Return what is left of a job that was queued, running or ended."""
-        state = await self.client.state(job_id)
-        if state in ("queued", "running") or await self.retries.run(lambda: self.redis.exists(wire.log_key(job_id))):
-            return Kept.EVENTS
-        return Kept.NOTHING if state is None else Kept.RESULT
+    async def stored(self, job_ids: Sequence[str]) -> StoredAnswer:
+        """Return what the server has of the answer that these jobs make."""
+        first = job_ids[0]
 
-    async def stored_bytes(self, keys: Iterable[str]) -> int:
-        """Return the length of the strings at these keys together."""
-        wanted = list(keys)
-
-        async def read() -> list[int]:
+        async def read() -> list[Any]:
             async with self.redis.pipeline(transaction=False) as pipe:
-                for key in wanted:
-                    pipe.strlen(key)
+                pipe.hget(wire.job_key(first), "state")
+                pipe.exists(wire.body_key(first))
+                for job_id in job_ids:
+                    pipe.strlen(wire.result_key(job_id))
+                    pipe.llen(wire.log_key(job_id))
+                    pipe.lrange(wire.log_key(job_id), -_SAMPLE, -1)
                 return await pipe.execute()
 
-        return sum(await self.retries.run(read))
+        state, has_body, *sizes = await self.retries.run(read)
+        event_bytes = sum(map(_event_bytes, sizes[1::3], sizes[2::3]))
+        if sizes[1] or state in (b"queued", b"running") or (has_body and state is None):
+            available = Available.EVENTS
+        else:
+            available = Available.NOTHING if state is None else Available.RESULT
+        return StoredAnswer(available, sum(sizes[::3]), event_bytes)
 
     async def check_owner(self, caller: Caller, job_id: str) -> None:
         """Check that the job is the caller's. Raises `ApiError` 404 for another's, as for a job that does not exist."""
@@ -284,6 +316,10 @@ class Gateway:
         tenant: bytes | None = await self.retries.run(lambda: self.redis.hget(wire.job_key(job_id), "tenant"))
         if tenant is None or tenant.decode("utf-8", "replace") != caller.tenant:
             raise unknown(job_id)
+
+
+def _event_bytes(number: int, last: Sequence[bytes]) -> int:
+    return number * sum(map(len, last)) // max(1, len(last))
 
 
 def unknown(job_id: str) -> ApiError:

@@ -1,6 +1,8 @@
 """`Idempotency-Key`: a retried request finds the job of the first one."""
 
+import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -16,11 +18,15 @@ from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError, was_refused
 from sluice.transport.retries import Retries
 
+logger = logging.getLogger("sluice.serve")
+
 HEADER = "idempotency-key"
 _MAX_CHARACTERS = 255
 _LIFE_S = wire.JOB_LIFE_S + wire.RESULT_TTL_S  # as long as a job may be known
-_QUEUED = " queued"  # behind the digest, once the request has queued its jobs
-_GONE = 410
+_VERSION = "1"  # of the claims, and of the ids that follow from keys: fronts of another version refuse a claim
+_QUEUED = "queued"  # the last word, once the request has queued its jobs
+_RETRY_S = 1.0  # until a request may reach a front of the version that has claimed its key
+_CONFLICT, _GONE = 409, 410
 
 
 def key_of(request: Request) -> str | None:
@@ -37,7 +43,8 @@ def job_id(caller: Caller, route: str, key: str, prefix: str) -> str:
 
 
 def claim_key(job_id: str) -> str:
-    """String: the digest of the body that the key of this job came with, and `queued` behind it once the job was."""
+    """String: the version of the format, the digest of the body that the key of this job came with, and `queued` once
+    the job was, with spaces between."""
     return f"sluice:serve:key:{job_id}"
 
 
@@ -46,6 +53,7 @@ class IdempotencyKeys:
 
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
+        self._noting = set[asyncio.Task[None]]()
         self._release = redis.register_script((files(__package__) / "lua" / "release_key.lua").read_text())
 
     @asynccontextmanager
@@ -53,28 +61,54 @@ class IdempotencyKeys:
         """Hold a key for its body while the jobs are queued. `base` is the id that the key stands for.
 
         Yields True if the jobs were queued before: the block has to queue nothing. If the block ends in a refusal, the
-        key is free again. Raises `ApiError` 409 if the key came with another body before, and `SluiceError`."""
-        claim = claim_key(base)
-        send = partial(self._redis.set, claim, body_digest, nx=True, get=True, ex=_LIFE_S)
+        key is free again. Raises `ApiError` 409 if the key came with another body before, or if a front of another
+        version has claimed it; and `SluiceError`."""
+        key, claim = claim_key(base), f"{_VERSION} {body_digest}"
+        send = partial(self._redis.set, key, claim, nx=True, get=True, ex=_LIFE_S)
         earlier: bytes | None = await self._retries.run(send)
-        digest, *queued = (earlier or body_digest.encode()).decode().split()
-        if digest != body_digest:
-            message = "Idempotency-Key: the key was used with another body; use a new key for a new request."
-            raise ApiError(409, message, code="idempotency_key_reused")
+        was_queued = earlier is not None and _was_queued(earlier, body_digest)
         try:
-            yield bool(queued)
+            yield was_queued
         except (ApiError, SluiceError) as error:
-            if was_refused(error) and not queued:
-                await self._free(claim, job_ids, body_digest)
+            if was_refused(error) and not was_queued:
+                await self._free(key, job_ids, claim)
             raise
-        if not queued:
-            await self._retries.run(lambda: self._redis.set(claim, body_digest + _QUEUED, ex=_LIFE_S))
+        if not was_queued:
+            task = asyncio.create_task(self._note_queued(key, claim))
+            self._noting.add(task)
+            task.add_done_callback(self._noting.discard)
 
-    async def _free(self, claim: str, job_ids: Sequence[str], body_digest: str) -> None:
+    async def _note_queued(self, key: str, claim: str) -> None:
+        """Note in a claim that its jobs are queued. No request waits for it: without the note, a retry queues the jobs
+        again, which has no effect while they are known."""
+        try:
+            await self._retries.run(lambda: self._redis.set(key, f"{claim} {_QUEUED}", ex=_LIFE_S))
+        except (SluiceError, RedisError) as error:
+            logger.warning("%s: it was not noted that its jobs are queued: %s", key, error)
+
+    async def _free(self, key: str, job_ids: Sequence[str], claim: str) -> None:
         """Delete the claim unless one of its jobs was queued: by the same request, or by another with the same key."""
         jobs = [key(job_id) for job_id in job_ids for key in (wire.job_key, wire.body_key)]
         with suppress(SluiceError, RedisError):  # the refusal itself matters more
-            await self._retries.run(lambda: self._release(keys=[claim, *jobs], args=[body_digest]))
+            await self._retries.run(lambda: self._release(keys=[key, *jobs], args=[claim]))
+
+
+def _was_queued(earlier: bytes, body_digest: str) -> bool:
+    """Return True if the jobs of an earlier claim were queued. Raises `ApiError` 409 for another body or version."""
+    version, digest, *queued = [*earlier.decode("utf-8", "replace").split(), "", ""]
+    if version != _VERSION:
+        raise other_version()
+    if digest != body_digest:
+        message = "Idempotency-Key: the key was used with another body; use a new key for a new request."
+        raise ApiError(_CONFLICT, message, code="idempotency_key_reused")
+    return _QUEUED in queued
+
+
+def other_version() -> ApiError:
+    """Return the error for a key that a front of another version has claimed. The client may try again: the request may
+    reach a front of that version."""
+    message = "Idempotency-Key: another version of the front has claimed the key; try again, or use a new key."
+    return ApiError(_CONFLICT, message, code="idempotency_key_in_use", retry_after_s=_RETRY_S, retryable=True)
 
 
 def expired(remedy: str) -> ApiError:

@@ -25,6 +25,7 @@ KEEP_ALIVE = b": keep-alive\n"
 _RETRY = b"retry: 500\n"  # milliseconds; a part of the first event, for the same reason
 
 Frames = AsyncGenerator[bytes]
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each frame
 
 
 def frame(data: Any, *, event: str | None = None, id: int | str | None = None) -> bytes:
@@ -32,7 +33,7 @@ def frame(data: Any, *, event: str | None = None, id: int | str | None = None) -
     lines = [f"id: {id}"] if id is not None else []
     if event is not None:
         lines.append(f"event: {event}")
-    lines.append(f"data: {json.dumps(data, separators=(',', ':'))}")
+    lines.append(f"data: {_encode(data)}")
     return "\n".join([*lines, "", ""]).encode()
 
 

@@ -1,12 +1,18 @@
 """The live workers as a front sees them, read from the server at most once a second."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 
+from redis.exceptions import RedisError
+
 from sluice import wire
 from sluice.client import Client
+from sluice.errors import SluiceError
 from sluice.transport.retries import Retries
+
+logger = logging.getLogger("sluice.serve")
 
 _FRESH_S = 1.0  # a worker's presence lasts for a lease of seconds
 _SEEN_KEY = "sluice:serve:models"  # sorted set: models that had a worker, by Unix seconds
@@ -24,6 +30,7 @@ class Workers:
         self._redis, self._run = client.redis, retries.run
         self._served: dict[str, float] = {}  # models with a live worker, by when that was read
         self._noted: dict[str, float] = {}
+        self._recording = set[asyncio.Task[None]]()
         self._live: Sequence[Worker] = ()
         self._read_at = float("-inf")
         self._reading: asyncio.Task[list[dict[str, str]]] | None = None
@@ -37,16 +44,30 @@ class Workers:
             self._served.pop(model, None)
             return False
         self._served[model] = now
-        await self.note(model)
+        self.note(model)
         return True
 
-    async def note(self, model: str) -> None:
-        """Record for all fronts that the model is served."""
+    def note(self, model: str) -> None:
+        """Record for all fronts that the model is served. No request waits for it, or fails with it."""
         now = time.monotonic()
         if now - self._noted.get(model, float("-inf")) >= _NOTE_EVERY_S:
             self._noted[model] = now
-            await self._run(lambda: self._redis.zadd(_SEEN_KEY, {model: time.time()}))
-            await self._run(lambda: self._redis.zremrangebyscore(_SEEN_KEY, "-inf", time.time() - _SEEN_S))
+            task = asyncio.create_task(self._record(model))
+            self._recording.add(task)
+            task.add_done_callback(self._recording.discard)
+
+    async def _record(self, model: str) -> None:
+        async def send() -> None:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.zadd(_SEEN_KEY, {model: time.time()})
+                pipe.zremrangebyscore(_SEEN_KEY, "-inf", time.time() - _SEEN_S)
+                await pipe.execute()
+
+        try:
+            await self._run(send)
+        except (SluiceError, RedisError) as error:
+            self._noted.pop(model, None)  # the next request tries again
+            logger.warning("the model %s: other fronts were not told that it is served: %s", model, error)
 
     async def exists(self, model: str) -> bool:
         """Return False if other models are served and this one was not within the last day."""

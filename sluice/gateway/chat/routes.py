@@ -19,10 +19,9 @@ from sluice.gateway.chat.order import ID_PREFIX, Order, job_ids, job_ids_of, rea
 from sluice.gateway.chat.stream import error_frame, frames, seen_by
 from sluice.gateway.disconnect import unless_left
 from sluice.gateway.errors import ApiError, endpoint
-from sluice.gateway.gateway import Gateway, Kept, unknown
+from sluice.gateway.gateway import Available, Gateway, unknown
 from sluice.gateway.idempotency import expired
 from sluice.gateway.threads import json_response
-from sluice.wire import result_key
 
 _PATH = "/v1/chat/completions"
 
@@ -77,6 +76,7 @@ class _Chat:
         body = await self._gateway.read_body(request, caller)
         order = read_order(body.content, body.length, self._gateway.settings.max_body_bytes)
         caller.count_choices(order.choices)
+        caller.held.add((order.choices - 1) * body.length)  # each job has the whole body
         key = idempotency.key_of(request)
         if key is None:
             ids = job_ids(f"{ID_PREFIX}{uuid.uuid4().hex}", order.choices)
@@ -86,23 +86,28 @@ class _Chat:
             base = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
             jobs = _Jobs(job_ids(base, order.choices), True)
             await unless_left(request, self._submit_once(caller, order, jobs, base, body.digest))
-        caller.held.release()
         return _Accepted(jobs, order.stream, order.include_usage)
 
-    async def _submit(self, caller: Caller, order: Order, jobs: _Jobs) -> None:
+    async def _submit(self, caller: Caller, order: Order, jobs: _Jobs, *, has_key: bool = False) -> None:
+        """Queue the jobs. After that the caller holds nothing of the body."""
         bodies = {job_id: order.choice(index) for index, job_id in enumerate(jobs.ids)}
-        await self._gateway.submit(caller, bodies, outlives=jobs.outlive)
+        await self._gateway.submit(caller, bodies, outlives=jobs.outlive, has_key=has_key)
+        caller.held.release()
 
     async def _submit_once(self, caller: Caller, order: Order, jobs: _Jobs, base: str, digest: str) -> None:
-        """Queue the jobs of a key unless they were before. Raises `ApiError` 410 if these have expired."""
+        """Queue the jobs of a key, or join those that were queued before: the caller holds what the server has of their
+        answer. Raises `ApiError` 410 if that has expired."""
         async with self._gateway.idempotency_keys.claimed(base, jobs.ids, digest) as was_queued:
             if not was_queued:
-                return await self._submit(caller, order, jobs)
-            match await self._gateway.kept(jobs.ids[0]):
-                case Kept.NOTHING:
+                return await self._submit(caller, order, jobs, has_key=True)
+            stored = await self._gateway.stored(jobs.ids)
+            match stored.available:
+                case Available.NOTHING:
                     raise expired("the answer has expired; use a new key to have it computed again.")
-                case Kept.RESULT if order.stream:
+                case Available.RESULT if order.stream:
                     raise expired(f"the events of the answer have expired; get it at {_PATH}/{jobs.ids[0]}.")
+            caller.held.release()
+            caller.held.add(stored.event_bytes if order.stream else stored.result_bytes)
 
     async def _whole(self, jobs: _Jobs) -> dict[str, Any]:
         """Return the completion. If one job fails or the client leaves, all are cancelled."""
@@ -142,15 +147,17 @@ class _Chat:
         """Answer `GET /v1/chat/completions/{id}`: the whole answer, as soon as it has ended."""
         caller, jobs = await self._known(request)
         await caller.count_request()
-        if await self._gateway.client.state(jobs.ids[0]) is None:
+        stored = await self._gateway.stored(jobs.ids)
+        if stored.available is Available.NOTHING:
             raise unknown(jobs.ids[0])
-        caller.held.add(await self._gateway.stored_bytes(map(result_key, jobs.ids)))
+        caller.held.add(stored.result_bytes)
         completion = await unless_left(request, self._whole(jobs))
         return await json_response(completion, _headers(jobs))
 
     async def resume(self, request: Request) -> Response:
         """Answer `GET /v1/chat/completions/{id}/stream`: the stream after the events that `Last-Event-ID` names."""
-        _, jobs = await self._known(request)
+        caller, jobs = await self._known(request)
+        caller.held.add((await self._gateway.stored(jobs.ids)).event_bytes)
         seen = seen_by(request.headers.get("last-event-id"), len(jobs.ids))
         include_usage = request.query_params.get("include_usage") == "true"
         return await self._stream(request, jobs, seen, include_usage=include_usage)

@@ -15,7 +15,7 @@ from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import unless_left
 from sluice.gateway.errors import ApiError
-from sluice.gateway.gateway import Gateway, Kept
+from sluice.gateway.gateway import Available, Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.messages.body import CountBody, MessagesBody, validate
 from sluice.gateway.messages.errors import ID_PREFIX, endpoint, error_body, id_headers
@@ -74,20 +74,28 @@ class _Messages:
         omits = getattr(wanted.thinking, "display", None) == "omitted"
         key = idempotency.key_of(request)
         if key is None:
-            await unless_left(request, self._gateway.submit(caller, {request.state.request_id: chat}))
+            await unless_left(request, self._submit(caller, request.state.request_id, chat))
         else:
             request.state.request_id = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
             await unless_left(request, self._submit_once(caller, request.state.request_id, chat, body.digest))
-        caller.held.release()
         return _Accepted(request.state.request_id, bool(wanted.stream), omits, key is not None)
 
+    async def _submit(self, caller: Caller, job_id: str, chat: dict[str, Any], *, has_key: bool = False) -> None:
+        """Queue the job. After that the caller holds nothing of the body."""
+        await self._gateway.submit(caller, {job_id: chat}, outlives=has_key, has_key=has_key)
+        caller.held.release()
+
     async def _submit_once(self, caller: Caller, job_id: str, chat: dict[str, Any], digest: str) -> None:
-        """Queue the job of a key unless it was before. Raises `ApiError` 410 if its events have expired."""
+        """Queue the job of a key, or join the one that was queued before: the caller holds its events so far. Raises
+        `ApiError` 410 if these have expired."""
         async with self._gateway.idempotency_keys.claimed(job_id, [job_id], digest) as was_queued:
             if not was_queued:
-                await self._gateway.submit(caller, {job_id: chat}, outlives=True)
-            elif await self._gateway.kept(job_id) is not Kept.EVENTS:
+                return await self._submit(caller, job_id, chat, has_key=True)
+            stored = await self._gateway.stored([job_id])
+            if stored.available is not Available.EVENTS:
                 raise expired("the message has expired; use a new key to have it computed again.")
+            caller.held.release()
+            caller.held.add(stored.event_bytes)
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer `POST /v1/messages/count_tokens`."""

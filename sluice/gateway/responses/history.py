@@ -125,9 +125,10 @@ def _joined(ids: Sequence[str], found: Sequence[tuple[bytes | None, bytes | None
     """Return the items of the records and responses that were found. Raises `ApiError` if one is missing."""
     items = list[dict[str, Any]]()
     for response_id, (record, final) in zip(ids, found, strict=True):
-        if record is None or final is None:
+        parsed = None if record is None else parse_record(record)
+        if parsed is None or final is None:
             raise not_found(response_id, _PREVIOUS)
-        items += [*parse_record(record).items, *_kept_output(json.loads(final))]
+        items += [*parsed.items, *_kept_output(json.loads(final))]
     return tuple(items)
 
 

@@ -9,22 +9,27 @@ from sluice import wire
 from sluice.gateway.responses.events.head import Head
 from sluice.gateway.responses.events.stream import Fold
 
+VERSION = 1  # of the format; fronts take a record of another version for absent
 MAX_BYTES = 16_000_000  # of a conversation, as stored; a job's body is not longer either
 
 
 @dataclass(frozen=True)
 class Record:
-    """A stored response: its head, its tenant, its input items, and the responses that it continues."""
+    """A stored response: its head, its tenant, its input items, and the responses that it continues. `written_by` names
+    the HTTP request, so that it can tell its record from an equal one."""
 
     head: Head
     tenant: str | None
     items: tuple[dict[str, Any], ...]  # with ids
     previous: tuple[str, ...]  # ids, oldest first
+    written_by: str = ""
 
     def to_json(self) -> bytes:
         """Return the record as JSON."""
         head = self.head
         written = {
+            "version": VERSION,
+            "written_by": self.written_by,
             "id": head.id,
             "created_at": head.created_at,
             "echo": head.echo,
@@ -38,12 +43,14 @@ class Record:
         return json.dumps(written, separators=(",", ":")).encode()
 
 
-def parse_record(raw: bytes) -> Record:
-    """Parse what `Record.to_json` has written."""
+def parse_record(raw: bytes) -> Record | None:
+    """Parse what `Record.to_json` has written; None if the format has another version."""
     read = json.loads(raw)
+    if read.get("version") != VERSION:
+        return None
     flags = (read["summary"], read["enclosed"], read["logprobs"])
     head = Head(read["id"], read["created_at"], read["echo"], *flags)
-    return Record(head, read["tenant"], tuple(read["items"]), tuple(read["previous"]))
+    return Record(head, read["tenant"], tuple(read["items"]), tuple(read["previous"]), read["written_by"])
 
 
 def with_ids(items: Sequence[Any], suffix: str) -> tuple[dict[str, Any], ...]:

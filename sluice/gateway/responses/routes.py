@@ -20,7 +20,7 @@ from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import unless_left
 from sluice.gateway.errors import ApiError, endpoint
-from sluice.gateway.gateway import Gateway, Kept
+from sluice.gateway.gateway import Available, Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.responses.events.head import PREFIX, Head, Response, skeleton
 from sluice.gateway.responses.history import Conversation, History
@@ -85,22 +85,20 @@ class _Responses:
     async def _read(self, http: Request) -> _Accepted:
         caller = await self._gateway.authenticate(http)
         body = await self._gateway.read_body(http, caller)
-        accepted = await unless_left(http, self._accept(caller, body, idempotency.key_of(http)))
-        caller.held.release()
-        return accepted
+        return await unless_left(http, self._accept(caller, body, idempotency.key_of(http)))
 
     async def _accept(self, caller: Caller, body: Body, key: str | None) -> _Accepted:
         """Queue the job of a request, or find that of its `Idempotency-Key`."""
         request = await in_thread_if_long(body.length, read_request, body.content)
         if key is None:
             new = await self._new(caller, request, body, PREFIX + uuid.uuid4().hex)
-            return await self._queue(caller, request, new, outlives=request.background)
+            return await self._queue(caller, request, new, has_key=False)
         response_id = idempotency.job_id(caller, _PATH, key, PREFIX)
         async with self._gateway.idempotency_keys.claimed(response_id, [response_id], body.digest) as was_queued:
             if was_queued:
                 return await self._join(caller, request, body, response_id)
             new = await self._new(caller, request, body, response_id)
-            return await self._queue(caller, request, new, outlives=True)
+            return await self._queue(caller, request, new, has_key=True)
 
     async def _new(self, caller: Caller, request: ResponseRequest, body: Body, response_id: str) -> NewResponse:
         before = Conversation()
@@ -109,38 +107,43 @@ class _Responses:
         make = partial(new_response, request, before, response_id, caller.tenant)
         return await (in_thread(make) if before.items else in_thread_if_long(body.length, make))
 
-    async def _queue(self, caller: Caller, request: ResponseRequest, new: NewResponse, *, outlives: bool) -> _Accepted:
-        """Store the record, and queue the job. A record that is stored already is joined. Raises `ApiError`,
-        `SluiceError`."""
-        response_id, written = new.record.head.id, new.written
+    async def _queue(self, caller: Caller, request: ResponseRequest, new: NewResponse, *, has_key: bool) -> _Accepted:
+        """Store the record, and queue the job. After that the caller holds nothing of the body. A record that is stored
+        already is joined. Raises `ApiError`, `SluiceError`."""
+        head, written = new.record.head, new.written
+        outlives = has_key or request.background
         if new.dropped:
-            logger.info("response %s: without the hosted tools %s", response_id, ", ".join(new.dropped))
+            logger.info("response %s: without the hosted tools %s", head.id, ", ".join(new.dropped))
         async with AsyncExitStack() as stack:
             if request.store:
-                written = await self._store.create(response_id, new.written)
+                written = await self._store.create(head.id, new.written)
                 if written == new.written:
-                    stack.push_async_callback(self._forget, response_id)
-            await self._gateway.submit(caller, {response_id: new.chat}, outlives=outlives)
+                    stack.push_async_callback(self._store.delete_unqueued, head.id, written)
+                else:
+                    head = (await _parsed(written)).head
+            await self._gateway.submit(caller, {head.id: new.chat}, outlives=outlives, has_key=has_key)
             stack.pop_all()
-        head = new.record.head if written == new.written else parse_record(written).head
+        caller.held.release()
+        if written != new.written:  # its writer may have been refused meanwhile, and have deleted it
+            await self._store.create(head.id, written)
         if not request.background or request.stream:
             return _Accepted(head, request.stream, outlives)
         return _Accepted(head, False, outlives, {**skeleton(head), "status": "queued"})
 
-    async def _forget(self, response_id: str) -> None:
-        await asyncio.shield(self._store.delete(response_id))
-
     async def _join(self, caller: Caller, request: ResponseRequest, body: Body, response_id: str) -> _Accepted:
-        """Find the response that an earlier request with this key has queued. Raises `ApiError` 410 if what the request
-        asks for has expired."""
+        """Find the response that an earlier request with this key has queued. The caller holds what is stored of it.
+        Raises `ApiError` 410 if what the request asks for has expired."""
+        caller.held.release()
+        caller.held.add(await self._store.length([response_id]))
         raw = await self._store.read(response_id)
-        kept = await self._gateway.kept(response_id)
+        stored = await self._gateway.stored([response_id])
+        caller.held.add(stored.event_bytes)
         if raw is None:
-            if kept is not Kept.EVENTS:  # else it has failed, and its events say why
+            if stored.available is not Available.EVENTS:  # else it has failed, and its events say why
                 raise expired("the response has expired or was deleted; use a new key to have it computed again.")
             return _Accepted((await self._new(caller, request, body, response_id)).record.head, request.stream, True)
-        record = await in_thread_if_long(len(raw), parse_record, raw)
-        if kept is Kept.EVENTS and (request.stream or not request.background):
+        record = await _parsed(raw)
+        if stored.available is Available.EVENTS and (request.stream or not request.background):
             return _Accepted(record.head, request.stream, True)
         if request.stream:
             raise expired(f"the events of the response have expired; retrieve it at {_PATH}/{response_id}.")
@@ -165,6 +168,7 @@ class _Responses:
         if not await self._history.has_events(record):
             problem = "stream: the events of the response have expired; retrieve it without stream."
             raise ApiError(400, problem, code="stream_expired", param="stream")
+        caller.held.add((await self._gateway.stored([record.head.id])).event_bytes)
         reading = Reading(self._gateway, self._store, record.head, outlives=True)
         return await self._stream(http, reading, reading.frames(after, refuses=False), record.head)
 
@@ -220,6 +224,15 @@ class _Responses:
                     pass
         except (TimeoutError, UnknownJob):
             pass
+
+
+async def _parsed(raw: bytes) -> Record:
+    """Parse the record that another request with the same key has stored. Raises `ApiError` 409 if another version of
+    the front has written it."""
+    record = await in_thread_if_long(len(raw), parse_record, raw)
+    if record is None:
+        raise idempotency.other_version()
+    return record
 
 
 def _starting_after(query: Mapping[str, str], last_event_id: str | None) -> int:

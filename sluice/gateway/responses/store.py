@@ -1,5 +1,7 @@
 """Stored responses on the server, with a time to live."""
 
+import asyncio
+import hashlib
 import json
 import logging
 from collections.abc import Sequence
@@ -10,10 +12,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.errors import SluiceError
+from sluice.gateway.disconnect import until_ended
 from sluice.gateway.responses.events.head import Response
 from sluice.gateway.threads import in_thread_if_long, to_json
 from sluice.transport.retries import Retries
-from sluice.wire import DEAD, job_key, log_key, result_key
+from sluice.wire import DEAD, body_key, job_key, log_key, result_key
 
 logger = logging.getLogger("sluice.serve")
 
@@ -47,6 +50,7 @@ class Store:
         self._retries = retries
         self._ttl_s = ttl_s
         self._keep_final = redis.register_script(_source("keep_final"))
+        self._delete_unqueued = redis.register_script(_source("delete_unqueued"))
         self._delete_texts = redis.register_script(_source("delete_texts"))
 
     async def create(self, response_id: str, record: bytes) -> bytes:
@@ -108,6 +112,18 @@ class Store:
     async def delete(self, response_id: str) -> None:
         """Delete a record and the ended response."""
         await self._retries.run(lambda: self._redis.delete(record_key(response_id), final_key(response_id)))
+
+    async def delete_unqueued(self, response_id: str, record: bytes) -> None:
+        """Delete a record whose job was not queued. One that another request has stored stays, and so does the record
+        of a job that another request with the same id has queued. A failure is logged: the record expires."""
+        keys = [record_key(response_id), job_key(response_id), body_key(response_id)]
+        digest = hashlib.sha1(record, usedforsecurity=False).hexdigest()  # what Redis's scripts can compute
+        deleting = asyncio.create_task(self._retries.run(lambda: self._delete_unqueued(keys=keys, args=[digest])))
+        await until_ended([deleting])
+        try:
+            deleting.result()
+        except (SluiceError, RedisError):
+            logger.warning("response %s: its record was not deleted, although it failed", response_id, exc_info=True)
 
     async def delete_texts(self, response_id: str) -> bool:
         """Delete what the job of a response holds of its text. Returns False if the job has not ended."""

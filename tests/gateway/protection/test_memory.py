@@ -8,7 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import redis.asyncio
 
+from schemas import keys as names
 from sluice.gateway import ServeSettings
 from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.file import digest
@@ -108,3 +110,56 @@ async def delayed(http: httpx.AsyncClient, headers: dict[str, str]) -> httpx.Res
     await asyncio.sleep(0.1)
     body = {**CHAT, "messages": [{"role": "user", "content": "x" * 800}]}
     return await http.post(COMPLETIONS, json=body, headers=headers)
+
+
+@pytest.fixture
+def totals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that a front held after each change."""
+    add, totals = Memory.add, list[int]()
+
+    def recorded(memory: Memory, key_id: str | None, length: int) -> None:
+        add(memory, key_id, length)
+        totals.append(memory.total)
+
+    monkeypatch.setattr(Memory, "add", recorded)
+    return totals
+
+
+@pytest.mark.usefixtures("fake_worker")
+async def test_each_choice_holds_the_body_once_until_it_is_queued(http: httpx.AsyncClient, totals: list[int]) -> None:
+    content = json.dumps({**CHAT, "n": 3, "stream": True})
+    assert (await http.post(COMPLETIONS, content=content)).status_code == 200
+    await until(lambda: totals[-1] == 0)
+    assert max(totals) == 3 * len(content)
+
+
+@pytest.mark.usefixtures("fake_worker")
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_retry_holds_the_answer_that_it_joins(
+    http: httpx.AsyncClient, db: "redis.asyncio.Redis", totals: list[int], stream: bool
+) -> None:
+    body, headers = {**CHAT, "say": ["1", "2"], "stream": stream}, {"idempotency-key": "k"}
+    job_id = (await http.post(COMPLETIONS, json=body, headers=headers)).headers["x-request-id"]
+    await until(lambda: totals[-1] == 0)
+    totals.clear()
+    assert (await http.post(COMPLETIONS, json=body, headers=headers)).status_code == 200
+    await until(lambda: totals[-1] == 0)
+    events = sum(map(len, await db.lrange(names.log(job_id), 0, -1)))
+    stored = events if stream else await db.strlen(names.result(job_id))
+    released = totals.index(0)
+    assert totals[released + 1 :] == [stored, 0]
+
+
+@pytest.mark.usefixtures("fake_worker")
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_retried_message_holds_the_events_that_it_joins(
+    http: httpx.AsyncClient, db: "redis.asyncio.Redis", totals: list[int], stream: bool
+) -> None:
+    message = {"model": "default", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}], "stream": stream}
+    headers = {"idempotency-key": "k"}
+    for _ in range(2):
+        totals.clear()
+        answer = await http.post("/v1/messages", json=message, headers=headers)
+        assert answer.status_code == 200
+        await until(lambda: totals[-1] == 0)
+    assert sum(map(len, await db.lrange(names.log(answer.headers["request-id"]), 0, -1))) in totals

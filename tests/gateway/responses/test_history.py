@@ -53,7 +53,26 @@ async def test_a_record_is_read_as_it_was_written(store: Store) -> None:
     record = await put(store, 1)
     raw = await store.read("resp_1")
     assert raw is not None
-    assert parse_record(raw).to_json() == record.to_json() == raw
+    parsed = parse_record(raw)
+    assert parsed is not None
+    assert parsed.to_json() == record.to_json() == raw
+
+
+async def test_a_record_is_deleted_if_its_job_was_not_queued(store: Store, client: Client) -> None:
+    own, other = await put(store, 0, status="in_progress"), await put(store, 1, status="in_progress")
+    for record in (own, other):
+        await store.delete_unqueued(record.head.id, own.to_json())
+    assert await store.read("resp_0") is None
+    assert await store.read("resp_1") == other.to_json()
+    await client.submit([{"role": "user", "content": "Hi."}], id="resp_1")
+    await store.delete_unqueued("resp_1", other.to_json())
+    assert await store.read("resp_1") == other.to_json()
+
+
+def test_two_requests_of_the_same_second_have_records_of_their_own() -> None:
+    request = read_request({"input": "Q"})
+    written = {new_response(request, Conversation(), "resp_0", "ada").written for _ in range(5)}
+    assert len(written) == 5
 
 
 @pytest.mark.parametrize("response_id", ["resp_0", "resp_unknown", "a b", "x" * 200, "resp_0:final"])

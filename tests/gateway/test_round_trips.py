@@ -1,0 +1,94 @@
+"""The round trips to Redis that a request costs a front, and which of them its first event waits for."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis.asyncio.connection import AbstractConnection
+
+from sluice.gateway import ServeSettings
+from sluice.gateway.keys.file import digest
+from tests.fakes import FakeChat
+from tests.gateway.fronts import Front, serving
+from tests.waiting import until
+
+PATH = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "Hi."}], "say": ["1", " 2"], "stream": True}
+KEYED = {"idempotency-key": "k"}
+
+SUBMIT, LIMIT, SETTLE = ["EVALSHA"], ["EVALSHA"], ["EVALSHA"]
+CLAIM, NOTE = ["SET"], ["SET"]
+STORED = ["HGET", "EXISTS", "STRLEN", "LLEN", "LRANGE"]
+EVENTS = [["SUBSCRIBE"], ["LRANGE", "LRANGE", "EXISTS"]]
+END = [["UNSUBSCRIBE"]]
+
+pytestmark = pytest.mark.usefixtures("fake_worker")
+
+
+@pytest.fixture
+def trips(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of each round trip of a front, which runs in a thread of its own."""
+    send, trips = AbstractConnection.send_packed_command, list[list[str]]()
+
+    async def recorded(connection: Any, command: Any, *args: Any, **options: Any) -> None:
+        sent = command if isinstance(command, bytes) else b"".join(command)
+        names = re.findall(rb"\*\d+\r\n\$\d+\r\n([A-Z]+)\r\n", sent)
+        if threading.current_thread() is not threading.main_thread() and b"sluice:hub" not in sent:
+            trips.append([name.decode() for name in names])
+        await send(connection, command, *args, **options)
+
+    monkeypatch.setattr(AbstractConnection, "send_packed_command", recorded)
+    return trips
+
+
+@pytest.fixture
+def front(redis_url: str, tmp_path: Path) -> Iterator[Front]:
+    """A front that checks keys. It asks for a worker only after seconds."""
+    keys = [
+        {"id": "limited", "sha256": digest("limited"), "tenant": "a", "requests_per_minute": 1_000},
+        {"id": "free", "sha256": digest("free"), "tenant": "a"},
+    ]
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": keys}))
+    settings = ServeSettings(_env_file=None, keys=tmp_path / "keys.json", no_worker_s=40)
+    with serving(redis_url, settings) as front:
+        yield front
+
+
+async def trips_of(http: httpx.AsyncClient, trips: list[list[str]], key: str, headers: dict[str, str]) -> Any:
+    """Return the round trips of a request to a front that is warm."""
+    for _ in range(2):  # connections are opened, and scripts loaded, with the first one
+        await http.post(PATH, json=BODY, headers={"authorization": f"Bearer {key}"})
+        await until(lambda: trips[-1:] == END)
+    trips.clear()
+    answer = await http.post(PATH, json=BODY, headers={**headers, "authorization": f"Bearer {key}"})
+    assert answer.status_code == 200
+    await until(lambda: ["UNSUBSCRIBE"] in trips)
+    return sorted(trips)
+
+
+@pytest.mark.parametrize(
+    ("key", "headers", "expected"),
+    [
+        ("free", {}, [SUBMIT, *EVENTS, SETTLE, *END]),
+        ("limited", {}, [LIMIT, SUBMIT, *EVENTS, SETTLE, *END]),
+        ("free", KEYED, [CLAIM, SUBMIT, NOTE, *EVENTS, SETTLE, *END]),
+    ],
+)
+async def test_a_request_costs_few_round_trips(
+    http: httpx.AsyncClient, trips: list[list[str]], key: str, headers: dict[str, str], expected: list[list[str]]
+) -> None:
+    assert await trips_of(http, trips, key, headers) == sorted(expected)
+
+
+async def test_a_retry_reads_what_is_stored_in_one_round_trip(
+    http: httpx.AsyncClient, trips: list[list[str]], chat: FakeChat
+) -> None:
+    first = await http.post(PATH, json=BODY, headers={**KEYED, "authorization": "Bearer free"})
+    again = await trips_of(http, trips, "free", KEYED)
+    assert again == sorted([CLAIM, STORED, *EVENTS, SETTLE, *END])
+    assert first.headers["x-request-id"] in chat.began
