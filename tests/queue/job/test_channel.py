@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from redis import Redis as SyncRedis
 from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 
 from schemas import keys
 from scripts.stack import Server
@@ -140,6 +141,30 @@ async def test_many_jobs_share_a_call_and_each_has_its_own(db: Redis, ada: Desk)
     await asyncio.gather(*map(ada.publisher.flush, logs))
     for k in range(20):
         assert await contents(db, f"job-{k}") == [f"{k}/{step}" for step in range(10)]
+
+
+async def test_the_first_events_of_a_stream_are_published_before_those_of_streams_that_have_begun(
+    db: Redis, ada: Desk
+) -> None:
+    old, young = await ada.queue("old"), await ada.queue("young")
+    await ada.tell(old, "one", "two")
+    async with db.pubsub() as pubsub:
+        await pubsub.subscribe(keys.channel("old"), keys.channel("young"))
+        old.append("delta", token_ids=[], content="three")
+        young.append("delta", token_ids=[], content="one")
+        await asyncio.gather(*map(ada.publisher.flush, (old, young)))
+        heard = [message async for message in messages(pubsub, 2)]
+    assert [json.loads(data)["id"] for data in heard] == ["young", "old"]
+
+
+async def messages(pubsub: PubSub, number: int) -> AsyncIterator[bytes]:
+    """Yield the data of this many messages."""
+    async with asyncio.timeout(5):
+        while number:
+            message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=1)
+            if message is not None:
+                number -= 1
+                yield message["data"]
 
 
 async def test_one_fenced_row_does_not_hold_up_the_others(db: Redis, ada: Desk) -> None:

@@ -178,6 +178,8 @@ class Publisher:
 
     async def _write(self) -> None:
         pending = [log for log in self._logs.values() if log.pending]
+        # A reader of many streams handles the first message first, so a first token waits for no stream that has begun.
+        pending.sort(key=lambda log: log.written)
         if running := [log for log in pending if log.ending is None]:
             await self._append_step(running)
         for log in pending:
