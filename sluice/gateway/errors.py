@@ -75,7 +75,7 @@ def from_client(error: SluiceError | RedisError) -> ApiError:
 
 def was_refused(error: BaseException | None) -> bool:
     """Return True if a submission that ended with this error has certainly queued nothing."""
-    return isinstance(error, ApiError | SluiceError) and not isinstance(error, ServerUnreachable)
+    return isinstance(error, ApiError | SluiceError | OutOfMemoryError) and not isinstance(error, ServerUnreachable)
 
 
 def log_refusal(error: SluiceError | RedisError) -> None:

@@ -112,14 +112,14 @@ class Gateway:
         caller: Caller,
         bodies: Mapping[str, Mapping[str, Any]],
         *,
-        outlives: bool = False,
+        detached: bool = False,
         has_key: bool = False,
         function: wire.Function = "chat",
     ) -> None:
         """Queue a chat completion or a token count for each id, once a worker serves their model. Raises `ApiError` and
         `SluiceError`. The caller gets back the tokens that were reserved for the jobs that were refused.
 
-        `bodies` are the choices of one request of the contract. `outlives`: the jobs continue when the client leaves,
+        `bodies` are the choices of one request of the contract. `detached`: the jobs continue when the client leaves,
         unless their bodies decide. The front decides their `model`, and their `tenant` if the caller has one. An id
         that exists is not queued again.
 
@@ -133,7 +133,7 @@ class Gateway:
         if lane not in caller.lanes:
             raise ApiError(403, f"service_tier: this key may not use the lane {lane}.", code="lane_not_allowed")
         own = {"model": model} | ({"tenant": caller.tenant} if caller.tenant is not None else {})
-        policy = "continue" if outlives else "cancel"
+        policy = "continue" if detached else "cancel"
         jobs = [
             NewJob(job_id, {**each, **own, "on_disconnect": each.get("on_disconnect") or policy}, model, lane, function)
             for job_id, each in bodies.items()
@@ -270,10 +270,10 @@ class Gateway:
         task.add_done_callback(self._background.discard)
 
     @contextmanager
-    def abandoning(self, job_ids: Iterable[str], *, outlive: bool) -> Iterator[None]:
-        """Cancel these jobs, as `abandon` does, if the body fails or its client leaves, unless they outlive it."""
+    def abandoning(self, job_ids: Iterable[str], *, detached: bool) -> Iterator[None]:
+        """Cancel these jobs, as `abandon` does, if the body fails or its client leaves, unless they are detached."""
         with ExitStack() as stack:
-            if not outlive:
+            if not detached:
                 stack.callback(self.abandon, job_ids)
             yield
             stack.pop_all()

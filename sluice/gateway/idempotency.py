@@ -23,9 +23,9 @@ logger = logging.getLogger("sluice.serve")
 HEADER = "idempotency-key"
 _MAX_CHARACTERS = 255
 _LIFE_S = wire.JOB_LIFE_S + wire.RESULT_TTL_S  # as long as a job may be known
-_VERSION = "1"  # of the claims, and of the ids that follow from keys: fronts of another version refuse a claim
+_VERSION = "1"  # of the registrations, and of the ids that follow from keys: fronts of another version refuse them
 _QUEUED = "queued"  # the last word, once the request has queued its jobs
-_RETRY_S = 1.0  # until a request may reach a front of the version that has claimed its key
+_RETRY_S = 1.0  # until a request may reach a front of the version that has registered its key
 _CONFLICT, _GONE = 409, 410
 
 
@@ -42,59 +42,60 @@ def job_id(caller: Caller, route: str, key: str, prefix: str) -> str:
     return f"{prefix}{hashlib.sha256(repr((caller.tenant, route, key)).encode()).hexdigest()[:32]}"
 
 
-def claim_key(job_id: str) -> str:
+def registration_key(job_id: str) -> str:
     """String: the version of the format, the digest of the body that the key of this job came with, and `queued` once
     the job was, with spaces between."""
     return f"sluice:serve:key:{job_id}"
 
 
 class IdempotencyKeys:
-    """Claims keys for the bodies that they came with."""
+    """Registers keys for the bodies that they came with."""
 
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
         self._noting = set[asyncio.Task[None]]()
-        self._release = redis.register_script((files(__package__) / "lua" / "release_key.lua").read_text())
+        self._unregister = redis.register_script((files(__package__) / "lua" / "unregister_key.lua").read_text())
 
     @asynccontextmanager
-    async def claimed(self, base: str, job_ids: Sequence[str], body_digest: str) -> AsyncIterator[bool]:
-        """Hold a key for its body while the jobs are queued. `base` is the id that the key stands for.
+    async def registered(self, base: str, job_ids: Sequence[str], body_digest: str) -> AsyncIterator[bool]:
+        """Register a key for its body while the jobs are queued. `base` is the id that the key stands for.
 
         Yields True if the jobs were queued before: the block has to queue nothing. If the block ends in a refusal, the
         key is free again. Raises `ApiError` 409 if the key came with another body before, or if a front of another
-        version has claimed it; and `SluiceError`."""
-        key, claim = claim_key(base), f"{_VERSION} {body_digest}"
-        send = partial(self._redis.set, key, claim, nx=True, get=True, ex=_LIFE_S)
+        version has registered it; and `SluiceError`."""
+        key, registration = registration_key(base), f"{_VERSION} {body_digest}"
+        send = partial(self._redis.set, key, registration, nx=True, get=True, ex=_LIFE_S)
         earlier: bytes | None = await self._retries.run(send)
         was_queued = earlier is not None and _was_queued(earlier, body_digest)
         try:
             yield was_queued
-        except (ApiError, SluiceError) as error:
+        except (ApiError, SluiceError, RedisError) as error:
             if was_refused(error) and not was_queued:
-                await self._free(key, job_ids, claim)
+                await self._free(key, job_ids, registration)
             raise
         if not was_queued:
-            task = asyncio.create_task(self._note_queued(key, claim))
+            task = asyncio.create_task(self._note_queued(key, registration))
             self._noting.add(task)
             task.add_done_callback(self._noting.discard)
 
-    async def _note_queued(self, key: str, claim: str) -> None:
-        """Note in a claim that its jobs are queued. No request waits for it: without the note, a retry queues the jobs
-        again, which has no effect while they are known."""
+    async def _note_queued(self, key: str, registration: str) -> None:
+        """Note in a registration that its jobs are queued. No request waits for it: without the note, a retry queues
+        the jobs again, which has no effect while they are known."""
         try:
-            await self._retries.run(lambda: self._redis.set(key, f"{claim} {_QUEUED}", ex=_LIFE_S))
+            await self._retries.run(lambda: self._redis.set(key, f"{registration} {_QUEUED}", ex=_LIFE_S))
         except (SluiceError, RedisError) as error:
             logger.warning("%s: it was not noted that its jobs are queued: %s", key, error)
 
-    async def _free(self, key: str, job_ids: Sequence[str], claim: str) -> None:
-        """Delete the claim unless one of its jobs was queued: by the same request, or by another with the same key."""
+    async def _free(self, key: str, job_ids: Sequence[str], registration: str) -> None:
+        """Delete the registration unless one of its jobs was queued, by this request or by another with its key."""
         jobs = [key(job_id) for job_id in job_ids for key in (wire.job_key, wire.body_key)]
         with suppress(SluiceError, RedisError):  # the refusal itself matters more
-            await self._retries.run(lambda: self._release(keys=[key, *jobs], args=[claim]))
+            await self._retries.run(lambda: self._unregister(keys=[key, *jobs], args=[registration]))
 
 
 def _was_queued(earlier: bytes, body_digest: str) -> bool:
-    """Return True if the jobs of an earlier claim were queued. Raises `ApiError` 409 for another body or version."""
+    """Return True if the jobs of an earlier registration were queued. Raises `ApiError` 409 for another body or
+    version."""
     version, digest, *queued = [*earlier.decode("utf-8", "replace").split(), "", ""]
     if version != _VERSION:
         raise other_version()
@@ -105,9 +106,9 @@ def _was_queued(earlier: bytes, body_digest: str) -> bool:
 
 
 def other_version() -> ApiError:
-    """Return the error for a key that a front of another version has claimed. The client may try again: the request may
-    reach a front of that version."""
-    message = "Idempotency-Key: another version of the front has claimed the key; try again, or use a new key."
+    """Return the error for a key that a front of another version has registered. The client may try again: the request
+    may reach a front of that version."""
+    message = "Idempotency-Key: another version of the front uses the key; try again, or use a new key."
     return ApiError(_CONFLICT, message, code="idempotency_key_in_use", retry_after_s=_RETRY_S, retryable=True)
 
 

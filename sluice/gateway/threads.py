@@ -1,4 +1,4 @@
-"""Keeps long texts of clients off the event loop, in a few threads of their own."""
+"""Converts long JSON outside of the event loop, in a few threads."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what the work returns, done in one of the threads for long texts. Raises its errors."""
+    """Return what the work returns, done in one of the threads. Raises its errors."""
     return await asyncio.get_running_loop().run_in_executor(_pool, partial(work, *args, **kwargs))
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import httpx
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
 
 from schemas import keys
 from sluice import Client, QueueFull
+from sluice.gateway.responses.store import Store
 from tests.gateway.fronts import Front
 from tests.queue.helpers import field
 from tests.waiting import until
@@ -115,6 +117,18 @@ async def test_a_server_out_of_memory_is_overloaded_and_nothing_is_queued(
     assert answer.status_code == (529 if path == MESSAGES else 503)  # Anthropic's status for it, and OpenAI's
     assert (answer.headers["x-should-retry"], answer.headers["retry-after"]) == ("true", "5")
     assert await db.zcard(QUEUE) == 0
+
+
+async def test_a_server_that_is_out_of_memory_for_the_record_leaves_the_key_free(
+    http: httpx.AsyncClient, db: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*_: object) -> bytes:
+        raise OutOfMemoryError("OOM command not allowed")
+
+    monkeypatch.setattr(Store, "create", full)
+    answer = await http.post(RESPONSES, json=BODIES[RESPONSES], headers={"idempotency-key": "k"})
+    assert answer.status_code == 503
+    assert [key async for key in db.scan_iter("sluice:serve:key:*")] == []
 
 
 async def test_a_refused_request_leaves_the_record_of_another_with_its_key(

@@ -16,7 +16,7 @@ from schemas.keys import Lane
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, settings, until, working
 from worker.queue.job.claims import Claim
-from worker.queue.rows import MOST_COUNTS, free_rows, offline_rows
+from worker.queue.rows import MAX_COUNTS, free_rows, offline_rows
 from worker.queue.server.clock import ServerClock
 
 NOON = datetime(2026, 3, 13, 12, tzinfo=UTC)
@@ -31,14 +31,14 @@ def claims(interactive: int, batch: int) -> list[Claim]:
 @pytest.mark.parametrize("lane", keys.LANES)
 def test_token_counts_take_no_row(lane: Lane) -> None:
     known, running = settings("", max_rows=4, reserved_rows=0), claims(1, 1)
-    counts = [replace(claim, is_count=True) for claim in claims(MOST_COUNTS // 2, MOST_COUNTS // 2)]
+    counts = [replace(claim, is_count=True) for claim in claims(MAX_COUNTS // 2, MAX_COUNTS // 2)]
     assert free_rows(lane, [*running, *counts], known, NOON) == free_rows(lane, running, known, NOON) > 0
 
 
 @pytest.mark.parametrize("lane", keys.LANES)
 def test_token_counts_beyond_those_take_rows(lane: Lane) -> None:
     known = settings("", max_rows=4, reserved_rows=0)
-    counts = [replace(claim, is_count=True, lane=lane) for claim in claims(MOST_COUNTS + 3, 0)]
+    counts = [replace(claim, is_count=True, lane=lane) for claim in claims(MAX_COUNTS + 3, 0)]
     assert free_rows(lane, counts, known, NOON) == 4 - 3
 
 

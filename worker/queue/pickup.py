@@ -13,7 +13,7 @@ from worker.errors import OwnershipLost
 from worker.queue.cancel_keys import CancelKeys
 from worker.queue.job.claims import Claim, Claims
 from worker.queue.job.takeover import Takeover
-from worker.queue.rows import MOST_COUNTS, free_rows
+from worker.queue.rows import MAX_COUNTS, free_rows
 from worker.queue.running import RunningJobs
 from worker.queue.server.outage import until_redis_answers
 from worker.queue.server.readiness import Readiness
@@ -84,7 +84,7 @@ class Pickup:
     async def _poll_lane(self, lane: Lane, *, sweep: bool) -> None:
         limit = max(0, free_rows(lane, self._jobs.claims(), self._settings, self._server.clock.utc()))
         if limit or sweep or self._claims.needs_reconcile(lane):
-            counts = MOST_COUNTS - sum(claim.is_count for claim in self._jobs.claims())
+            counts = MAX_COUNTS - sum(claim.is_count for claim in self._jobs.claims())
             claimed = await self._take(lane, limit, max(0, counts))
             self._takeover.record_answer()
             self.readiness.record_answer()

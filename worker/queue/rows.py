@@ -8,7 +8,7 @@ from worker.queue.job.claims import Claim
 from worker.schedule_times import Hours
 from worker.settings import Settings
 
-MOST_COUNTS = 8  # token counts at once that take no row: they share the text threads with the prompts of chats
+MAX_COUNTS = 8  # token counts at once that take no row: they share the text threads with the prompts of chats
 
 
 def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: datetime) -> int:
@@ -16,11 +16,11 @@ def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: d
 
     Interactive jobs ignore offline rows: if rows are short, offline rows are preempted, see
     `worker.schedule.admission`. Offline jobs leave `reserved_rows` free, so that the first interactive jobs need no
-    preemption, and outside of `batch_hours` they take at most `batch_off_hours_rows`. `MOST_COUNTS` token counts take
+    preemption, and outside of `batch_hours` they take at most `batch_off_hours_rows`. `MAX_COUNTS` token counts take
     no row; further ones count as rows, so that a worker claims no more of them than of chats.
     """
     counts = [claim for claim in running if claim.is_count]
-    taken = [*(claim for claim in running if not claim.is_count), *counts[MOST_COUNTS:]]
+    taken = [*(claim for claim in running if not claim.is_count), *counts[MAX_COUNTS:]]
     rows, offline = len(taken), sum(claim.lane == "batch" for claim in taken)
     if lane == "interactive":
         return settings.max_rows - (rows - offline)

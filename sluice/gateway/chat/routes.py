@@ -40,10 +40,10 @@ def routes(gateway: Gateway) -> list[Route]:
 
 @dataclass(frozen=True, slots=True)
 class _Jobs:
-    """The jobs of one answer. `outlive`: they continue when the client leaves."""
+    """The jobs of one answer. `detached`: they continue when the client leaves."""
 
     ids: Sequence[str]
-    outlive: bool
+    detached: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ class _Chat:
     async def _submit(self, caller: Caller, order: Order, jobs: _Jobs, *, has_key: bool = False) -> None:
         """Queue the jobs. After that the caller holds nothing of the body."""
         bodies = {job_id: order.choice(index) for index, job_id in enumerate(jobs.ids)}
-        await self._gateway.submit(caller, bodies, outlives=jobs.outlive, has_key=has_key)
+        await self._gateway.submit(caller, bodies, detached=jobs.detached, has_key=has_key)
         caller.held.release()
 
     async def _submit_once(self, caller: Caller, order: Order, jobs: _Jobs, base: str, digest: str) -> None:
         """Queue the jobs of a key, or join those that were queued before: the caller holds what the server has of their
         answer. Raises `ApiError` 410 if that has expired."""
-        async with self._gateway.idempotency_keys.claimed(base, jobs.ids, digest) as was_queued:
+        async with self._gateway.idempotency_keys.registered(base, jobs.ids, digest) as was_queued:
             if not was_queued:
                 return await self._submit(caller, order, jobs, has_key=True)
             stored = await self._gateway.stored(jobs.ids)
@@ -113,7 +113,7 @@ class _Chat:
         """Return the completion. If one job fails or the client leaves, all are cancelled."""
         tasks = [asyncio.create_task(self._gateway.result(job_id)) for job_id in jobs.ids]
         try:
-            with self._gateway.abandoning(jobs.ids, outlive=jobs.outlive):
+            with self._gateway.abandoning(jobs.ids, detached=jobs.detached):
                 return whole(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
@@ -138,7 +138,7 @@ class _Chat:
                 self._gateway.metrics.first_token(model, time.monotonic() - started)
 
         source = frames(jobs.ids, self._gateway.events, include_usage=include_usage, seen=seen, on_first=on_first)
-        with self._gateway.abandoning(jobs.ids, outlive=jobs.outlive):
+        with self._gateway.abandoning(jobs.ids, detached=jobs.detached):
             async with aclosing(source):
                 async for frame in source:
                     yield frame

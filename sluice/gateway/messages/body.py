@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 from sluice.gateway.errors import ApiError
 from sluice.gateway.messages.blocks import CacheControl, Message, Strict, Text, TextContent
 
-_MOST_MESSAGE_CHARACTERS = 500
+_MAX_MESSAGE_CHARACTERS = 500
 
 
 class CustomTool(Strict):
@@ -148,7 +148,7 @@ def validate(kind: type[B], body: dict[str, Any]) -> B:
         raise ApiError(400, "The request is nested too deeply; flatten it.", code="invalid_request") from None
     place = _place(first["loc"])
     message = f"{place}: {first['msg']}" if place else first["msg"]
-    raise ApiError(400, message[:_MOST_MESSAGE_CHARACTERS], code="invalid_request", param=place or None)
+    raise ApiError(400, message[:_MAX_MESSAGE_CHARACTERS], code="invalid_request", param=place or None)
 
 
 _SHAPES = {"string", "array"}

@@ -41,13 +41,13 @@ def routes(gateway: Gateway) -> list[Route]:
 
 @dataclass(frozen=True, slots=True)
 class _Accepted:
-    """A request whose job is queued. It holds nothing of the body. `outlives`: the job continues when the client
+    """A request whose job is queued. It holds nothing of the body. `detached`: the job continues when the client
     leaves."""
 
     job_id: str
     stream: bool
     omit_thinking: bool
-    outlives: bool
+    detached: bool
 
 
 class _Messages:
@@ -61,10 +61,10 @@ class _Messages:
         accepted = await self._accept(request)
         job_id, omits = accepted.job_id, accepted.omit_thinking
         if accepted.stream:
-            frames = self._frames(job_id, outlives=accepted.outlives, omit_thinking=omits)
+            frames = self._frames(job_id, detached=accepted.detached, omit_thinking=omits)
             return await self._stream(request, frames)
         reading = self._whole(job_id, omit_thinking=omits)
-        whole = await self._unless_left(request, reading, outlives=accepted.outlives)
+        whole = await self._unless_left(request, reading, detached=accepted.detached)
         return await json_response(whole, id_headers(job_id))
 
     async def _accept(self, request: Request) -> _Accepted:
@@ -82,13 +82,13 @@ class _Messages:
 
     async def _submit(self, caller: Caller, job_id: str, chat: dict[str, Any], *, has_key: bool = False) -> None:
         """Queue the job. After that the caller holds nothing of the body."""
-        await self._gateway.submit(caller, {job_id: chat}, outlives=has_key, has_key=has_key)
+        await self._gateway.submit(caller, {job_id: chat}, detached=has_key, has_key=has_key)
         caller.held.release()
 
     async def _submit_once(self, caller: Caller, job_id: str, chat: dict[str, Any], digest: str) -> None:
         """Queue the job of a key, or join the one that was queued before: the caller holds its events so far. Raises
         `ApiError` 410 if these have expired."""
-        async with self._gateway.idempotency_keys.claimed(job_id, [job_id], digest) as was_queued:
+        async with self._gateway.idempotency_keys.registered(job_id, [job_id], digest) as was_queued:
             if not was_queued:
                 return await self._submit(caller, job_id, chat, has_key=True)
             stored = await self._gateway.stored([job_id])
@@ -104,7 +104,7 @@ class _Messages:
         job_id: str = request.state.request_id
         await unless_left(request, self._gateway.submit(caller, {job_id: prompt}, function="count"))
         caller.held.release()
-        counted = await self._unless_left(request, self._gateway.result(job_id), outlives=False)
+        counted = await self._unless_left(request, self._gateway.result(job_id), detached=False)
         return JSONResponse({"input_tokens": counted["usage"]["prompt_tokens"]}, headers=id_headers(job_id))
 
     async def _read(self, request: Request) -> tuple[Caller, Body]:
@@ -115,9 +115,9 @@ class _Messages:
             raise ApiError(400, message, code="invalid_request")
         return caller, await self._gateway.read_body(request, caller)
 
-    async def _unless_left(self, request: Request, work: Awaitable[T], *, outlives: bool) -> T:
+    async def _unless_left(self, request: Request, work: Awaitable[T], *, detached: bool) -> T:
         """Return what the work returns. Cancels the job if the work fails or the client leaves."""
-        with self._gateway.abandoning([request.state.request_id], outlive=outlives):
+        with self._gateway.abandoning([request.state.request_id], detached=detached):
             return await unless_left(request, work)
 
     async def _whole(self, job_id: str, *, omit_thinking: bool) -> dict[str, Any]:
@@ -140,10 +140,10 @@ class _Messages:
             heartbeat=_frame(PING),
         )
 
-    async def _frames(self, job_id: str, *, outlives: bool, omit_thinking: bool) -> AsyncGenerator[bytes]:
+    async def _frames(self, job_id: str, *, detached: bool, omit_thinking: bool) -> AsyncGenerator[bytes]:
         """Yield the frames. If the job fails or the client leaves, it is cancelled."""
         stream = MessageStream(omit_thinking=omit_thinking)
-        with self._gateway.abandoning([job_id], outlive=outlives):
+        with self._gateway.abandoning([job_id], detached=detached):
             async with aclosing(self._gateway.events(job_id)) as events:
                 async for event in events:
                     for each in stream.events(event):

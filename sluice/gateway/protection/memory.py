@@ -1,10 +1,10 @@
-"""The bytes of clients' texts that a front holds at once: bodies that are read and queued, and stored answers."""
+"""The bytes of bodies and stored answers that a front holds at once."""
 
 from collections import Counter
 
 from sluice.gateway.errors import SERVER, ApiError
 
-_RETRY_S = 1.0  # until one of the texts may have been queued or sent
+_RETRY_S = 1.0  # until a body may have been queued, or an answer sent
 _SHARE = 4  # a key may hold a quarter of all, so that one cannot fill the front
 
 
@@ -12,7 +12,7 @@ class Memory:
     """Counts the bytes that the requests of a front hold, in all and by key."""
 
     def __init__(self, limit: int, longest: int) -> None:
-        """`limit`: of all requests. `longest`: the longest text, which every key may hold."""
+        """`limit`: of all requests. `longest`: the longest body, which every key may hold."""
         self._limit = limit
         self._key_limit = max(limit // _SHARE, longest)
         self._by_key = Counter[str | None]()
@@ -30,10 +30,10 @@ class Memory:
         """Check that `length` more bytes may be held. Raises `ApiError`: 429 for the key's limit, 503 for the
         front's."""
         if key_id is not None and self._by_key[key_id] + length > self._key_limit:
-            message = f"The texts of this key's requests exceed {self._key_limit:,} bytes; send fewer of them at once."
+            message = f"This key's bodies and answers exceed {self._key_limit:,} bytes at once; send fewer of them."
             raise ApiError(429, message, "requests", code="too_many_bytes", retry_after_s=_RETRY_S)
         if self.total + length > self._limit:
-            message = "The front holds as many texts of requests as it may; try again later."
+            message = "The front holds as many bytes of bodies and answers as it may; try again later."
             raise ApiError(503, message, SERVER, code="overloaded", retry_after_s=_RETRY_S)
 
     def add(self, key_id: str | None, length: int) -> None:

@@ -18,7 +18,7 @@ from sluice.gateway.responses.request.fields import refusal
 from sluice.gateway.responses.store import Store
 from sluice.gateway.threads import in_thread_if_long
 
-_MOST_RESPONSES = 1000  # in one conversation
+_MAX_RESPONSES = 1000  # in one conversation
 _RESULT_S = 1.0  # for a result that is stored, or has expired
 _CALLS = ("function_call", "custom_tool_call")
 _PREVIOUS = "previous_response_id"
@@ -61,7 +61,7 @@ class History:
             status = "in_progress" if state == "running" or not record.head.background else "queued"
             return {**skeleton(record.head), "status": status}
         response = await self._ended(record.head)
-        await self._store.keep_final(response)
+        await self._store.store_final(response)
         return response
 
     async def has_events(self, record: Record) -> bool:
@@ -75,13 +75,13 @@ class History:
         `previous_response_id`."""
         last = await self.find(caller, response_id, _PREVIOUS)
         ids = (*last.previous, response_id)
-        if len(ids) > _MOST_RESPONSES:
+        if len(ids) > _MAX_RESPONSES:
             raise refusal(_PREVIOUS, f"the conversation has {len(ids):,} responses; begin a new one.")
         response = await self.current(last)
         if response["status"] in ("queued", "in_progress"):
             raise refusal(_PREVIOUS, "the response has not ended yet; wait for it, or cancel it.")
         items = await self._items(caller, ids[:-1])
-        return Conversation(ids, (*items, *last.items, *_kept_output(response)))
+        return Conversation(ids, (*items, *last.items, *_completed_output(response)))
 
     async def items(self, caller: Caller, record: Record) -> tuple[dict[str, Any], ...]:
         """Return the items that a response was made from."""
@@ -128,7 +128,7 @@ def _joined(ids: Sequence[str], found: Sequence[tuple[bytes | None, bytes | None
         parsed = None if record is None else parse_record(record)
         if parsed is None or final is None:
             raise not_found(response_id, _PREVIOUS)
-        items += [*parsed.items, *_kept_output(json.loads(final))]
+        items += [*parsed.items, *_completed_output(json.loads(final))]
     return tuple(items)
 
 
@@ -153,6 +153,6 @@ def _final(head: Head, kind: type[wire.Failed | wire.Cancelled], **more: Any) ->
     return fold.response
 
 
-def _kept_output(response: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _completed_output(response: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the output of a response without the calls that were cut off."""
     return [item for item in response["output"] if item["type"] not in _CALLS or item["status"] == "completed"]

@@ -27,13 +27,13 @@ _FIRST_EVENT_S = 1.0  # within which a failure still becomes an HTTP status
 
 
 class Reading:
-    """One reader of a job's events. `outlives`: the job continues when the reader leaves."""
+    """One reader of a job's events. `detached`: the job continues when the reader leaves."""
 
-    def __init__(self, gateway: Gateway, store: Store, head: Head, *, outlives: bool) -> None:
+    def __init__(self, gateway: Gateway, store: Store, head: Head, *, detached: bool) -> None:
         self._gateway = gateway
         self._store = store
         self._head = head
-        self._outlives = outlives
+        self._detached = detached
         self._fold = Fold(head)
         self._source = ReadAhead(gateway.events(head.id))
         self._is_over = False
@@ -45,7 +45,7 @@ class Reading:
                 for event in events:
                     await self._check(event)
                     self._fold.add(event)
-            await self._keep()
+            await self._store_end()
             return self._fold.response
         finally:
             await asyncio.shield(self._close())
@@ -83,17 +83,17 @@ class Reading:
                 return made
         if self._fold.ended:
             self._is_over = True
-            await self._keep()
+            await self._store_end()
         return made
 
     async def _close(self) -> None:
         await self._source.close()
-        if not self._outlives and not self._is_over and not self._fold.ended:
+        if not self._detached and not self._is_over and not self._fold.ended:
             self._gateway.abandon([self._head.id])
 
-    async def _keep(self) -> None:
+    async def _store_end(self) -> None:
         if self._head.echo["store"] and self._fold.ended:
-            await self._store.keep_final(self._fold.response)
+            await self._store.store_final(self._fold.response)
 
     async def _check(self, event: wire.Event) -> None:
         """Raise `JobFailed` for a failure. Nothing is kept of such a response."""

@@ -54,12 +54,12 @@ def routes(gateway: Gateway) -> list[Route]:
 
 @dataclass(frozen=True)
 class _Accepted:
-    """A request whose job is queued, or was before. `outlives`: the job continues when the client leaves; `response` is
+    """A request whose job is queued, or was before. `detached`: the job continues when the client leaves; `response` is
     the answer if no event has to be awaited."""
 
     head: Head
     stream: bool
-    outlives: bool
+    detached: bool
     response: Response | None = None
 
 
@@ -77,7 +77,7 @@ class _Responses:
         head = accepted.head
         if accepted.response is not None:
             return await json_response(accepted.response, _headers(head))
-        reading = Reading(self._gateway, self._store, head, outlives=accepted.outlives)
+        reading = Reading(self._gateway, self._store, head, detached=accepted.detached)
         if accepted.stream:
             return await self._stream(http, reading, reading.frames(refuses=True), head)
         return await json_response(await unless_left(http, reading.whole()), _headers(head))
@@ -94,7 +94,7 @@ class _Responses:
             new = await self._new(caller, request, body, PREFIX + uuid.uuid4().hex)
             return await self._queue(caller, request, new, has_key=False)
         response_id = idempotency.job_id(caller, _PATH, key, PREFIX)
-        async with self._gateway.idempotency_keys.claimed(response_id, [response_id], body.digest) as was_queued:
+        async with self._gateway.idempotency_keys.registered(response_id, [response_id], body.digest) as was_queued:
             if was_queued:
                 return await self._join(caller, request, body, response_id)
             new = await self._new(caller, request, body, response_id)
@@ -111,7 +111,7 @@ class _Responses:
         """Store the record, and queue the job. After that the caller holds nothing of the body. A record that is stored
         already is joined. Raises `ApiError`, `SluiceError`."""
         head, written = new.record.head, new.written
-        outlives = has_key or request.background
+        detached = has_key or request.background
         if new.dropped:
             logger.info("response %s: without the hosted tools %s", head.id, ", ".join(new.dropped))
         async with AsyncExitStack() as stack:
@@ -121,14 +121,14 @@ class _Responses:
                     stack.push_async_callback(self._store.delete_unqueued, head.id, written)
                 else:
                     head = (await _parsed(written)).head
-            await self._gateway.submit(caller, {head.id: new.chat}, outlives=outlives, has_key=has_key)
+            await self._gateway.submit(caller, {head.id: new.chat}, detached=detached, has_key=has_key)
             stack.pop_all()
         caller.held.release()
         if written != new.written:  # its writer may have been refused meanwhile, and have deleted it
             await self._store.create(head.id, written)
         if not request.background or request.stream:
-            return _Accepted(head, request.stream, outlives)
-        return _Accepted(head, False, outlives, {**skeleton(head), "status": "queued"})
+            return _Accepted(head, request.stream, detached)
+        return _Accepted(head, False, detached, {**skeleton(head), "status": "queued"})
 
     async def _join(self, caller: Caller, request: ResponseRequest, body: Body, response_id: str) -> _Accepted:
         """Find the response that an earlier request with this key has queued. The caller holds what is stored of it.
@@ -169,7 +169,7 @@ class _Responses:
             problem = "stream: the events of the response have expired; retrieve it without stream."
             raise ApiError(400, problem, code="stream_expired", param="stream")
         caller.held.add((await self._gateway.stored([record.head.id])).event_bytes)
-        reading = Reading(self._gateway, self._store, record.head, outlives=True)
+        reading = Reading(self._gateway, self._store, record.head, detached=True)
         return await self._stream(http, reading, reading.frames(after, refuses=False), record.head)
 
     async def cancel(self, http: Request) -> HttpResponse:
@@ -180,22 +180,22 @@ class _Responses:
         return await self._current(record)
 
     async def delete(self, http: Request) -> HttpResponse:
-        """Answer `DELETE /v1/responses/{id}`. If the job has not ended, it is cancelled, and its text deleted at its
-        end."""
+        """Answer `DELETE /v1/responses/{id}`. If the job has not ended, it is cancelled, and its content deleted at
+        its end."""
         _, record = await self._find(http)
         response_id = record.head.id
         await self._gateway.cancel(response_id)
         await self._store.delete(response_id)
-        if not await self._store.delete_texts(response_id):
+        if not await self._store.delete_content(response_id):
             self._gateway.in_background(self._delete_later(response_id))
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def _delete_later(self, response_id: str) -> None:
-        """Delete the texts of a response when its job has ended. If the front ends before that, they expire."""
+        """Delete the content of a response when its job has ended. If the front ends before that, they expire."""
         try:
             for _ in range(_DELETE_TRIES):
                 await self._wait_for_end(response_id)
-                if await self._store.delete_texts(response_id):
+                if await self._store.delete_content(response_id):
                     return
         except (ApiError, SluiceError, RedisError) as error:
             logger.warning("response %s: its text was not deleted: %s", response_id, error)

@@ -49,9 +49,9 @@ class Store:
         self._redis = redis
         self._retries = retries
         self._ttl_s = ttl_s
-        self._keep_final = redis.register_script(_source("keep_final"))
+        self._store_final = redis.register_script(_source("store_final"))
         self._delete_unqueued = redis.register_script(_source("delete_unqueued"))
-        self._delete_texts = redis.register_script(_source("delete_texts"))
+        self._delete_content = redis.register_script(_source("delete_content"))
 
     async def create(self, response_id: str, record: bytes) -> bytes:
         """Store a record as JSON unless the response has one, and return the stored one."""
@@ -95,13 +95,13 @@ class Store:
 
         return sum(await self._retries.run(read))
 
-    async def keep_final(self, response: Response) -> None:
+    async def store_final(self, response: Response) -> None:
         """Store a response that has ended, unless it was deleted. A failure is logged: the response can be made again
         from its job, until that has expired."""
         written = await to_json(response)
         keys = [record_key(response["id"]), final_key(response["id"])]
         try:
-            await self._retries.run(lambda: self._keep_final(keys=keys, args=[written, self._ttl_s]))
+            await self._retries.run(lambda: self._store_final(keys=keys, args=[written, self._ttl_s]))
         except (SluiceError, RedisError):
             logger.warning("response %s: its end was not stored", response["id"], exc_info=True)
 
@@ -125,10 +125,10 @@ class Store:
         except (SluiceError, RedisError):
             logger.warning("response %s: its record was not deleted, although it failed", response_id, exc_info=True)
 
-    async def delete_texts(self, response_id: str) -> bool:
-        """Delete what the job of a response holds of its text. Returns False if the job has not ended."""
+    async def delete_content(self, response_id: str) -> bool:
+        """Delete the content that the job of a response has. Returns False if the job has not ended."""
         keys = [job_key(response_id), log_key(response_id), result_key(response_id), DEAD]
-        return bool(await self._retries.run(lambda: self._delete_texts(keys=keys, args=[response_id])))
+        return bool(await self._retries.run(lambda: self._delete_content(keys=keys, args=[response_id])))
 
     async def _renew(self, keys: Sequence[str]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:

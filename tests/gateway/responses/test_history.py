@@ -45,7 +45,7 @@ async def put(store: Store, number: int, *, tenant: str | None = "ada", status: 
     await store.create(new.record.head.id, new.written)
     if status != "in_progress":
         output = [{"id": f"msg_{number}", "type": "message", "role": "assistant", "content": [], "status": status}]
-        await store.keep_final({**skeleton(new.record.head), "status": status, "output": output})
+        await store.store_final({**skeleton(new.record.head), "status": status, "output": output})
     return new.record
 
 
@@ -126,7 +126,7 @@ async def test_a_response_in_progress_cannot_be_continued(history: History, stor
     assert (refused.value.status, refused.value.param) == (400, "previous_response_id")
 
 
-@pytest.mark.parametrize(("limit", "value"), [("_MOST_RESPONSES", 1), ("MAX_BYTES", 100)])
+@pytest.mark.parametrize(("limit", "value"), [("_MAX_RESPONSES", 1), ("MAX_BYTES", 100)])
 async def test_a_conversation_has_a_limit(
     history: History, store: Store, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
@@ -158,7 +158,7 @@ async def test_the_end_of_a_job_without_events_is_that_of_its_response(
 async def test_a_response_that_was_deleted_does_not_come_back_with_its_end(store: Store, db: Redis) -> None:
     record = await put(store, 0, status="in_progress")
     await store.delete("resp_0")
-    await store.keep_final({**skeleton(record.head), "status": "completed"})
+    await store.store_final({**skeleton(record.head), "status": "completed"})
     assert not await db.exists(record_key("resp_0"), final_key("resp_0"))
 
 

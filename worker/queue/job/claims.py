@@ -108,7 +108,7 @@ class Claims:
                     worker=self._worker,
                     lane=lane,
                     life_ms=JOB_LIFE_MS,
-                    most_body_bytes=self._inline_bytes,
+                    max_body_bytes=self._inline_bytes,
                     takeover=int(takeover),
                     suspects=suspects,
                     reply_lost=int(lost),

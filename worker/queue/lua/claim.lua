@@ -1,7 +1,7 @@
 -- Claim up to `want` waiting jobs of one queue, at a cost that does not depend on its length.
 -- KEYS  queue
 -- ARGV  by name: want, counts (token counts to claim besides: they take no row), lease_ms, worker, lane, life_ms,
---       most_body_bytes, takeover (1 if expired leases may be taken over), suspects (number of suspects on probation here), reply_lost (1 if an earlier reply may have been lost);
+--       max_body_bytes, takeover (1 if expired leases may be taken over), suspects (number of suspects on probation here), reply_lost (1 if an earlier reply may have been lost);
 --       lists: running (ids of the jobs that run on this worker; only used with reply_lost), tenants (each tenant and
 --       its running rows), resume_fields (fields of the job's hash to return), count_tenants (the tenant of each token
 --       count that runs on this worker)

@@ -2,7 +2,7 @@
 -- KEYS  job, log, channel, result, queue, and the keys to delete
 -- ARGV  by name: life_ms, attempt, seq, state, result, log_ttl_ms, result_ttl_ms, dead_letter (or ''); a list: events
 -- Returns 'done', 'fenced', or the length of a list that has lost events.
-local DEAD, MOST_DEAD = 'sluice:dead', 1000
+local DEAD, MAX_DEAD = 'sluice:dead', 1000
 local job, log, channel, result, queue = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local arguments = read_arguments({ events = true })
 local events = arguments.events
@@ -17,7 +17,7 @@ if verdict then return verdict == 'conflict' and 'fenced' or verdict end
 local function store_dead_letter(id, letter)
   local letters = redis.pcall('HLEN', DEAD)
   if type(letters) ~= 'number' then redis.call('DEL', DEAD) -- not a hash: a foreign value
-  elseif letters >= MOST_DEAD then
+  elseif letters >= MAX_DEAD then
     local all, oldest, oldest_at = redis.call('HGETALL', DEAD), nil, math.huge
     for i = 1, #all, 2 do
       local readable, decoded = pcall(cjson.decode, all[i + 1])

@@ -30,7 +30,7 @@ local function take_ownership(index, job, arguments, now)
   local events = events_of(id)
   if events > 0 then redis.call('PEXPIRE', 'sluice:log:' .. id, arguments.life_ms) end
   -- No body for a job past its deadline, since thousands may expire together.
-  local body, bytes = body_of(id, expired and 0 or tonumber(arguments.most_body_bytes))
+  local body, bytes = body_of(id, expired and 0 or tonumber(arguments.max_body_bytes))
   return { 'job_id', id, 'attempt', attempt, 'crashes', job.crashes, 'lease_expirations', job.expirations,
     'cancelled', redis.call('EXISTS', 'sluice:cancel:' .. id), 'expired', expired and 1 or 0,
     'is_count', job.is_count and 1 or 0, 'queued_ms', job.score, 'events', events, 'body', body, 'body_bytes', bytes,

@@ -1,7 +1,7 @@
 -- Read the state of a job, and put it into the index of its queue.
 
 local RECHECK_MS = 500 -- interval of lease checks: a worker of a version without an index may release a job
-local MOST_ID_BYTES = 8192
+local MAX_ID_BYTES = 8192
 local notes = {}       -- descriptions of deleted foreign values, for the worker's log
 
 local function delete_foreign(key, kind)
@@ -17,7 +17,7 @@ local function drop_long_id(queue, id)
 end
 
 -- True for a number that HINCRBY accepts.
-local function is_count(text)
+local function is_counter(text)
   return #text <= 15 and (text == '0' or string.match(text, '^[1-9]%d*$') ~= nil)
 end
 
@@ -33,7 +33,7 @@ local function read_job(id, score)
   local fields = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt',
     'function')
   for _, at in ipairs({ 2, 6, 7 }) do
-    if fields.err or (fields[at] and not is_count(fields[at])) then
+    if fields.err or (fields[at] and not is_counter(fields[at])) then
       delete_foreign(key, fields.err and 'no hash' or 'a count that is no number')
       fields = {}
     end
@@ -91,7 +91,7 @@ local function index_job(index, id)
   remove_from_index(index, id)
   local score = redis.call('ZSCORE', index.queue, id)
   if not score then return end
-  if #id > MOST_ID_BYTES then
+  if #id > MAX_ID_BYTES then
     drop_long_id(index.queue, id)
     return
   end

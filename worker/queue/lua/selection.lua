@@ -4,7 +4,7 @@
 -- The state of a selection: `index`; `now`; `lease_ms`; `takeover`: true if jobs whose lease expired may be selected;
 -- `want`: the number of rows that are still free; `rows`: the rows of each line on this worker, by the line's name.
 
-local MOST_COUNTS_OF_TENANT = 4 -- at once, so that one tenant's long prompts leave others the rest
+local MAX_COUNTS_OF_TENANT = 4 -- at once, so that one tenant's long prompts leave others the rest
 
 -- Return the state of a job if it waits. Otherwise correct its place in the index and return nil.
 local function waiting_job(selection, id)
@@ -81,7 +81,7 @@ local function counts_in_turn(selection, want, tenants)
   for _, head in ipairs(redis.call('ZRANGEBYLEX', counts, '[h', due, 'LIMIT', 0, want + #tenants)) do
     local line = string.sub(head, 17)
     if not first_of(counts, line) then redis.call('ZREM', counts, head) end -- a line that was lost
-    while #jobs < want and (taken[line] or 0) < MOST_COUNTS_OF_TENANT do
+    while #jobs < want and (taken[line] or 0) < MAX_COUNTS_OF_TENANT do
       local job = pop_count(selection, line)
       if not job then break end
       taken[line] = (taken[line] or 0) + 1

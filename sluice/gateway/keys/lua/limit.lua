@@ -13,7 +13,7 @@
 -- What a job did not use comes back as if it had never been reserved. So it does not count for a bucket that has been
 -- full since: that would grant the same minute twice. For this the buckets remember their highest levels.
 local MINUTE_MS = 60000
-local MOST_PEAKS = 32
+local MAX_PEAKS = 32
 local time = redis.call('TIME')
 local now_ms = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -48,7 +48,7 @@ local function begin_change(buckets, level)
   local peaks, written = peaks_of(buckets), {}
   while peaks[1] and peaks[#peaks].level <= level do table.remove(peaks) end
   peaks[#peaks + 1] = { change = change, level = level }
-  if #peaks > MOST_PEAKS then -- the second lasts as long as before, and counts as high as the first
+  if #peaks > MAX_PEAKS then -- the second lasts as long as before, and counts as high as the first
     peaks[2].level = peaks[1].level
     table.remove(peaks, 1)
   end

@@ -35,7 +35,7 @@ _INCLUDABLE = frozenset(
 )  # fmt: skip
 _SUMMARIES = ("auto", "concise", "detailed")
 _REASONING_FIELDS = ("effort", "summary", "generate_summary", "context")
-_MOST_METADATA = 16
+_MAX_METADATA = 16
 _METADATA_CHARACTERS = (64, 512)  # of a name, and of a value
 
 
@@ -150,8 +150,8 @@ def _response_format(format: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _metadata(body: Mapping[str, Any]) -> dict[str, Any]:
     metadata = fields.optional_mapping(body.get("metadata"), "metadata")
-    if len(metadata) > _MOST_METADATA:
-        raise refusal("metadata", f"it has {len(metadata):,} entries; at most {_MOST_METADATA} are kept.")
+    if len(metadata) > _MAX_METADATA:
+        raise refusal("metadata", f"it has {len(metadata):,} entries; at most {_MAX_METADATA} are kept.")
     for name, value in metadata.items():
         longest_name, longest = _METADATA_CHARACTERS
         if len(name) > longest_name:

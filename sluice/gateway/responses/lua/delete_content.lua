@@ -1,4 +1,4 @@
--- Delete the texts of a job that has ended: its events, its result and its dead letter. Its state stays, so the id is not
+-- Delete the content of a job that has ended: its events, its result and its dead letter. Its state stays, so the id is not
 -- run again.
 -- KEYS  job, log, result, dead letters
 -- ARGV  id
