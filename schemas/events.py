@@ -29,7 +29,7 @@ class Usage(Sent):
         default=None, description="Answer tokens that the request's `prediction` held; absent without a prediction."
     )
     rejected_prediction_tokens: TokenCount | None = Field(
-        default=None, description="Tokens of the prediction that were tried and not drawn; absent without a prediction."
+        default=None, description="Tokens of the prediction that were tried in vain; absent without a prediction."
     )
 
 

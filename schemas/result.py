@@ -49,13 +49,15 @@ class SpecPrefill(Sent):
 
 class DraftCounts(Sent):
     proposed: TokenCount = Field(description="Tokens of drafts that were verified.")
-    accepted: TokenCount = Field(description="Those that the model drew as well.")
+    accepted: TokenCount = Field(description="Those that became a part of the answer.")
 
 
 class SpeculationReport(DraftCounts):
     """Speculation of the attempt that finished the job."""
 
-    tokens_per_forward: float = Field(description="Mean tokens that a forward has drawn for this job.")
+    tokens_per_forward: float = Field(
+        description="Tokens of the answer by the forwards that have drawn them, or its end."
+    )
     kinds: dict[str, DraftCounts] = Field(
         description="By the source of the drafts: `copy`, `prediction`, `grammar`, and others."
     )

@@ -193,7 +193,7 @@ class Chat:
         if step.finish_reason and not self._output.stopped:
             delta += self._output.flush(step.finish_reason)
         ended = "stop" if self._output.stopped else step.finish_reason
-        self._recorder.sampled(step.token, delta, self._logprobs(step), rows, at=step.at, last=ended is not None)
+        self._recorder.sampled(step, delta, self._logprobs(step), rows, last=ended is not None)
         if self._grammar and (error := self._grammar.error):
             if error.internal:
                 raise RuntimeError(f"the sampled token violates the grammar: {error.reason}")

@@ -7,7 +7,7 @@ import pytest
 from schemas import ChatRequest
 from schemas.result import SpeculationReport
 from worker.chat.speculation import Counts, SpeculationReceipt, draft_limit
-from worker.schedule.outcomes import Speculated
+from worker.schedule.outcomes import Sampled, Speculated
 from worker.schedule.report import DraftUse
 from worker.settings import Settings
 
@@ -23,24 +23,61 @@ def test_a_request_limits_its_drafts(speculation: Any, limit: int | None) -> Non
     assert draft_limit(request, Settings(model="m", speculation="off")) == 0
 
 
+def answered(receipt: SpeculationReceipt, *forwards: tuple[Speculated | None, int]) -> SpeculationReceipt:
+    """Record forwards, each with its draft and the number of tokens that it has drawn, and return the receipt."""
+    for verified, drawn in forwards:
+        if verified:
+            receipt.record(verified)
+        for place in range(1, drawn + 1):
+            receipt.count(Sampled("a", place, accepted=place < drawn))
+    return receipt
+
+
 def test_a_receipt_counts_drafts_by_their_kind() -> None:
-    receipt = SpeculationReceipt()
-    for verified in VERIFIED:
-        receipt.record(verified)
-    report = receipt.as_result(tokens=12)
+    receipt = answered(SpeculationReceipt(), (None, 1), *((each, each.accepted + 1) for each in VERIFIED), (None, 1))
+    report = receipt.as_result()
     assert report == {
         "proposed": 14,
         "accepted": 8,
-        "tokens_per_forward": 3.0,
+        "tokens_per_forward": 2.6,  # 1 + 8 + 2 + 1 + 1 tokens, by five forwards
         "kinds": {"copy": {"proposed": 10, "accepted": 7}, "prediction": {"proposed": 4, "accepted": 1}},
     }
     assert receipt.predicted == Counts(4, 1)
     SpeculationReport.model_validate(report)
 
 
+def test_a_stop_sequence_within_a_draft_leaves_out_what_follows() -> None:
+    receipt = answered(SpeculationReceipt(), (None, 1))
+    receipt.record(Speculated("a", "copy", 7, 7))
+    for place in range(3):  # the third is the last of the answer
+        receipt.count(Sampled("a", place, accepted=True))
+    assert receipt.as_result() == {
+        "proposed": 7,
+        "accepted": 3,
+        "tokens_per_forward": 2.0,  # 1 + 3 tokens, by two forwards
+        "kinds": {"copy": {"proposed": 7, "accepted": 3}},
+    }
+
+
+def test_the_next_input_of_a_row_is_not_a_token_of_the_forward_that_verifies_after_it() -> None:
+    receipt = SpeculationReceipt()
+    receipt.record(Speculated("a", "copy", 2, 2))
+    for accepted in (False, True, True, False):  # the first was drawn by the forward before, and comes with the others
+        receipt.count(Sampled("a", 5, accepted=accepted))
+    report = receipt.as_result()
+    assert report
+    assert report["tokens_per_forward"] == 2.0
+
+
+def test_the_end_of_an_answer_takes_a_forward_and_is_no_token() -> None:
+    receipt = answered(SpeculationReceipt(requested=True), *[(None, 1)] * 4)
+    receipt.count(Sampled("a", None, "stop"))
+    assert receipt.as_result() == {"proposed": 0, "accepted": 0, "tokens_per_forward": 0.8, "kinds": {}}
+
+
 def test_a_receipt_without_drafts_is_given_if_the_request_asks() -> None:
-    assert SpeculationReceipt().as_result(tokens=5) is None
-    report = SpeculationReceipt(requested=True).as_result(tokens=5)
+    assert answered(SpeculationReceipt(), (None, 1)).as_result() is None
+    report = answered(SpeculationReceipt(requested=True), (None, 1), (None, 1)).as_result()
     assert report == {"proposed": 0, "accepted": 0, "tokens_per_forward": 1.0, "kinds": {}}
 
 
@@ -51,7 +88,6 @@ def test_a_step_counts_its_drafts_by_position() -> None:
 
 
 def test_a_receipt_counts_the_tokens_of_a_draft_by_their_own_kinds() -> None:
-    receipt = SpeculationReceipt()
-    kinds = ("grammar", "grammar", "grammar_guess", "grammar")
-    receipt.record(Speculated("a", "grammar", 4, 2, kinds))
-    assert (receipt.of("grammar"), receipt.of("grammar_guess")) == (Counts(3, 2), Counts(1, 0))
+    kinds = ("grammar", "grammar_guess", "grammar", "grammar")
+    receipt = answered(SpeculationReceipt(), (Speculated("a", "grammar", 4, 3, kinds), 4))
+    assert (receipt.of("grammar"), receipt.of("grammar_guess")) == (Counts(3, 2), Counts(1, 1))

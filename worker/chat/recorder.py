@@ -13,7 +13,7 @@ from worker.chat.speculation import SpeculationReceipt
 from worker.json_bytes import dumps
 from worker.queue.job.job import Job, JobResult
 from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
-from worker.schedule.outcomes import Phase, Prefilled, SpecPrefillApplied, SpecPrefillSkipped, Speculated
+from worker.schedule.outcomes import Phase, Prefilled, Sampled, SpecPrefillApplied, SpecPrefillSkipped, Speculated
 from worker.text.output.output import Output, OutputDelta, concat
 
 logger = logging.getLogger("sluice.jobs")
@@ -75,15 +75,16 @@ class JobRecorder:
         """Prepare the receipt that the request is due."""
         self._speculation.requested = request.speculation is not None or request.prediction is not None
         if request.prediction is not None:
-            self._count_predicted()
+            self._job.usage.accepted_prediction_tokens = self._job.usage.rejected_prediction_tokens = 0
 
     def speculated(self, verified: Speculated) -> None:
         """Record a draft that was verified."""
         self._speculation.record(verified)
-        if self._job.usage.accepted_prediction_tokens is not None:
-            self._count_predicted()
+        self._count_predicted()
 
     def _count_predicted(self) -> None:
+        if self._job.usage.accepted_prediction_tokens is None:  # the request has no prediction
+            return
         counts = self._speculation.predicted
         self._job.usage.accepted_prediction_tokens = counts.accepted
         self._job.usage.rejected_prediction_tokens = counts.proposed - counts.accepted
@@ -135,21 +136,9 @@ class JobRecorder:
         self._job.usage.kept_tokens = self._specprefill.kept_tokens
         self._leave(self._state.model_copy(update={"specprefill": self._specprefill}))
 
-    def sampled(
-        self,
-        token: int | None,
-        delta: OutputDelta,
-        logprobs: Entry | None,
-        rows: int,
-        *,
-        at: float | None = None,
-        last: bool,
-    ) -> None:
-        """Record a row's outcome of one step.
-
-        `token` is None if the step ended the answer without one. `rows`: rows in the step. `at`: monotonic seconds at
-        which the engine had made the token; None is now. `last`: if True, gathered output is emitted at once.
-        """
+    def sampled(self, step: Sampled, delta: OutputDelta, logprobs: Entry | None, rows: int, *, last: bool) -> None:
+        """Record a token of the answer, or its end. `rows`: rows in the step. `last`: if True, gathered output is
+        emitted at once."""
         now = time.monotonic()
         gap_s, self._last_at = now - self._last_at if self._steps else None, now
         if self._steps == 0:
@@ -157,9 +146,12 @@ class JobRecorder:
         self._rows, self._steps = self._rows + rows, self._steps + 1
         self._pending += delta
         self._job.made_progress()
-        if token is not None:
-            self._ids.append(token)
-            self._pace.count(now if at is None else at)
+        self._speculation.count(step)
+        if step.accepted:
+            self._count_predicted()
+        if step.token is not None:
+            self._ids.append(step.token)
+            self._pace.count(now if step.at is None else step.at)
             self._job.usage.completion_tokens += 1
             self._metrics.token(self._job.claim.lane, gap_s)
         if logprobs is not None:
@@ -206,7 +198,7 @@ class JobRecorder:
             timings=timings,
             stop_sequence=output.stop_sequence,
             specprefill=as_result(self._specprefill, self._job.usage.prompt_tokens, timings["prefill_s"]),
-            speculation=self._speculation.as_result(self._steps),
+            speculation=self._speculation.as_result(),
             rows_mean=round(self._rows / max(self._steps, 1), 2),
         )
         whole = completion(self._job, request, self._context, answered)

@@ -1,5 +1,6 @@
 """Speculation of a job: what the request allows, the predicted text, and the receipt."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,7 +8,7 @@ from schemas import ChatRequest
 from schemas.speculation import DraftLimit
 from worker.chat.context import WorkerContext
 from worker.queue.job.claims import Claim
-from worker.schedule.outcomes import Speculated
+from worker.schedule.outcomes import Sampled, Speculated
 from worker.schedule.speculation.copies import PREDICTION
 from worker.settings import Settings
 
@@ -36,16 +37,34 @@ class Counts:
 
 @dataclass(slots=True)
 class SpeculationReceipt:
-    """Counts of one attempt."""
+    """Counts of one attempt. Tokens count as accepted once they are a part of the answer: a stop sequence may end it
+    within a draft."""
 
     requested: bool = False  # by a field of the request: then a receipt is due, even if nothing was drafted
     _kinds: dict[str, Counts] = field(default_factory=dict)
+    _accepted: Iterator[str] = field(default_factory=lambda: iter(()))  # kinds of the last draft's accepted tokens
+    _tokens: int = 0  # of the answer
+    _forwards: int = 0  # that have drawn them, or the end of the answer
+    _within: bool = False  # the last token was accepted, so the same forward has drawn the next one
 
     def record(self, verified: Speculated) -> None:
-        """Add a draft that was verified."""
-        for place, kind in enumerate(verified.kinds or (verified.kind,) * verified.proposed):
-            counts = self.of(kind)
-            self._kinds[kind] = Counts(counts.proposed + 1, counts.accepted + (place < verified.accepted))
+        """Add a draft that was verified, before the tokens that it has brought."""
+        kinds = verified.kinds or (verified.kind,) * verified.proposed
+        for kind in kinds:
+            self._add(kind, proposed=1)
+        self._accepted = iter(kinds[: verified.accepted])
+
+    def count(self, step: Sampled) -> None:
+        """Add a token of the answer, or its end."""
+        self._tokens += step.token is not None
+        self._forwards += not self._within
+        self._within = step.accepted
+        if step.accepted:
+            self._add(next(self._accepted), accepted=1)
+
+    def _add(self, kind: str, *, proposed: int = 0, accepted: int = 0) -> None:
+        counts = self.of(kind)
+        self._kinds[kind] = Counts(counts.proposed + proposed, counts.accepted + accepted)
 
     def of(self, kind: str) -> Counts:
         """Return the counts of one proposer."""
@@ -56,8 +75,8 @@ class SpeculationReceipt:
         """Counts of drafts from the predicted text."""
         return self.of(PREDICTION)
 
-    def as_result(self, tokens: int) -> dict[str, Any] | None:
-        """Return the report for the stored result; None if there is nothing to report. `tokens`: of this attempt."""
+    def as_result(self) -> dict[str, Any] | None:
+        """Return the report for the stored result; None if there is nothing to report."""
         if not self._kinds and not self.requested:
             return None
         proposed = sum(counts.proposed for counts in self._kinds.values())
@@ -65,6 +84,5 @@ class SpeculationReceipt:
         kinds = {
             kind: {"proposed": counts.proposed, "accepted": counts.accepted} for kind, counts in self._kinds.items()
         }
-        # Each forward of the row draws one token after those that it accepts.
-        per_forward = round(tokens / max(1, tokens - accepted), 2) if tokens else 0.0
+        per_forward = round(self._tokens / self._forwards, 2) if self._forwards else 0.0
         return {"proposed": proposed, "accepted": accepted, "tokens_per_forward": per_forward, "kinds": kinds}

@@ -233,12 +233,12 @@ class Engine:
         self._computed += len(step_tokens)
         at = time.monotonic()
         for step_token in step_tokens:
-            row, token, finite, logprobs = step_token
+            row, token, finite, logprobs, accepted = step_token
             if not finite or token in self._eos_ids or len(row.answer) + 1 == row.request.max_tokens:
                 yield from self._end_row(step_token, at)
                 continue
             row.deliver(token)
-            yield Sampled(row.id, token, None, logprobs, at)
+            yield Sampled(row.id, token, None, logprobs, at, accepted)
         self._active.sweep()
         for row in failed:
             yield self._active.fail(row.id)

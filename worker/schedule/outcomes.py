@@ -84,6 +84,7 @@ class Sampled:
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None  # if the request wants them and there is a token
     at: float | None = field(default=None, compare=False)  # time.monotonic() when the host received it
+    accepted: bool = False  # it was in a draft, so the forward that has verified it has drawn another token as well
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,14 @@ def test_a_draft_is_reported_before_the_tokens_that_it_has_brought(reports: list
             assert len(tokens) >= draft.accepted
 
 
+def test_the_accepted_tokens_of_an_answer_are_marked(reports: list[StepReport]) -> None:
+    for report in reports:
+        tokens = [each for each in report.outcomes if isinstance(each, Sampled)]
+        accepted = {draft.id: draft.accepted for draft in verified([report])}
+        assert {id: sum(each.accepted for each in tokens if each.id == id) for id in accepted} == accepted
+        assert not any(each.accepted for each in tokens if each.id not in accepted)
+
+
 def test_a_request_limits_its_drafts(reports: list[StepReport]) -> None:
     longest = {id: max((each.proposed for each in verified(reports) if each.id == id), default=0) for id in IDS}
     assert longest["free"] > longest["limited"] > longest["plain"] == 0

@@ -50,12 +50,14 @@ class PendingTokens:
 
 
 class StepToken(NamedTuple):
-    """A token that a row has drawn. `finite` is False if it was drawn from non-finite logits."""
+    """A token that a row has drawn. `finite` is False if it was drawn from non-finite logits. `accepted`: it was in the
+    row's draft."""
 
     row: Row
     token: int
     finite: bool
     logprobs: Logprobs | None
+    accepted: bool = False
 
 
 # At most `max_draft` tokens of which none ends an answer; None for a row whose next input ends its answer.
@@ -339,7 +341,7 @@ def _delivered(row_input: StepToken, draft: Draft, kept: Kept) -> Iterator[StepT
     if draft is None:
         return
     row.mark_verified(len(kept.tokens))
-    for drawn in kept.tokens:
+    for place, drawn in enumerate(kept.tokens, start=1):
         if row.request.grammar and drawn.finite:
             row.request.grammar.accept(drawn.token)
-        yield StepToken(row, drawn.token, drawn.finite, drawn.logprobs)
+        yield StepToken(row, drawn.token, drawn.finite, drawn.logprobs, accepted=place < len(kept.tokens))
