@@ -45,7 +45,7 @@ def speculator(*proposers: Counting, sudden: Counting | None = None) -> Speculat
     return Speculator(proposers, sudden=every, max_draft=MAX_DRAFT, recurrence=recurrence_of(model("qwen3")))
 
 
-def run(drafting: Speculator, step_s: float = 0.02, rows: int = 3) -> Run:
+def run(drafting: Speculator, step_s: float = 1.0, rows: int = 3) -> Run:
     driven = Run(model("qwen3"), speculator=drafting, step_s=step_s)
     for index in range(rows):
         driven.submit(GenerationRequest(str(index), prompt(9, index), ANSWER))
@@ -120,3 +120,24 @@ def test_a_step_verifies_drafts_within_the_limit_of_its_gap(monkeypatch: pytest.
     while len(driven.engine):
         verified += [each for each in driven.step().outcomes if isinstance(each, Speculated)]
     assert bool(verified) == (seconds > 0)
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let drafts add so many seconds to a step."""
+    monkeypatch.setattr(GapLimit, "verify_s", lambda limit, plain_s, *, running: plain_s + seconds)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 1e-9])
+def test_the_limit_of_a_gap_is_no_evidence_against_a_proposer(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    answers = run(speculator()).drain()
+    proposer = Counting(0.95, answers)
+    driven = run(speculator(proposer))
+    limited(monkeypatch, seconds)
+    driven.until(lambda: len(driven.generated["0"]) > 60)
+    assert proposer.asked["0"] <= 3 if seconds < 0 else proposer.asked["0"] >= 50
+    limited(monkeypatch, 100.0)
+    before, verified = proposer.asked["0"], list[Speculated]()
+    for _ in range(3):
+        verified += [each for each in driven.step().outcomes if isinstance(each, Speculated)]
+    assert proposer.asked["0"] == before + 3
+    assert verified

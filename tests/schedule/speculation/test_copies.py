@@ -5,13 +5,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.speculation.rows import PlainRow, row
-from worker.schedule.speculation.copies import COPY, PREDICTION, WINDOW, CopyProposer
+from worker.schedule.speculation.copies import (
+    _INDEXED_PER_OFFER,
+    _INDEXED_PER_STEP,
+    COPY,
+    PREDICTION,
+    WINDOW,
+    CopyProposer,
+)
+from worker.schedule.speculation.ngrams import NgramIndex
 from worker.schedule.speculation.offer import MAX_DRAFT
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 def drafted(proposer: CopyProposer, answering: PlainRow) -> tuple[int, ...]:
+    proposer.begin_step([answering])
     offer = proposer.offer(answering)
     return offer.tokens if offer else ()
 
@@ -26,6 +35,19 @@ def steps(proposer: CopyProposer, answering: PlainRow, text: list[int]) -> int:
         answering.answer += rest[: right + 1]
         forwards += 1
     return forwards
+
+
+@pytest.fixture
+def indexed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens that each call has indexed."""
+    catch_up, counts = NgramIndex.catch_up, list[int]()
+
+    def counting(index: NgramIndex, most: int) -> int:
+        counts.append(catch_up(index, most))
+        return counts[-1]
+
+    monkeypatch.setattr(NgramIndex, "catch_up", counting)
+    return counts
 
 
 def random_text(length: int, seed: int = 0) -> list[int]:
@@ -146,8 +168,46 @@ def test_a_row_that_has_lost_tokens_is_read_anew() -> None:
 def test_a_long_prompt_is_indexed_over_several_steps() -> None:
     prompt = [*range(WINDOW + 100), 40_000, 40_001, 40_002]
     proposer, answering = CopyProposer(), row(prompt)
-    assert drafted(proposer, answering) == ()
-    for _ in range(WINDOW // 512 + 1):
-        proposer.offer(answering)
     answering.answer += [60_000, 60_001, 60_002]
+    assert drafted(proposer, answering) == ()
+    for _ in range(WINDOW // _INDEXED_PER_STEP):
+        proposer.begin_step([answering])
     assert drafted(proposer, answering)[0] == 60_003
+
+
+def test_rows_that_are_not_asked_are_indexed(indexed: list[int]) -> None:
+    """Asked at last, they have hardly anything left to index."""
+    proposer, rows = CopyProposer(), [row(random_text(2_000, seed), id=str(seed)) for seed in range(20)]
+    for token in range(60):
+        for each in rows:
+            each.answer.append(40_000 + token)
+        proposer.begin_step(rows)
+    indexed.clear()
+    for each in rows:
+        each.answer += each.request.prompt[1_000:1_003]
+        assert drafted(proposer, each) == each.request.prompt[1_003:1_010]
+    assert sum(indexed) <= 60 * len(rows)
+
+
+def test_a_step_indexes_few_tokens_of_all_rows(indexed: list[int]) -> None:
+    proposer, text = CopyProposer(), random_text(5_000)
+    rows = [row(text, prediction=text, id=str(number)) for number in range(12)]
+    for each in rows[:6]:
+        each.answer += text  # they resume
+    for _ in range(100):
+        indexed.clear()
+        proposer.begin_step(rows)
+        assert sum(indexed) <= _INDEXED_PER_STEP
+        for each in rows:
+            proposer.offer(each)
+        assert sum(indexed) <= _INDEXED_PER_STEP + 2 * _INDEXED_PER_OFFER * len(rows)
+
+
+def test_a_row_that_resumes_finds_its_place_in_the_prediction() -> None:
+    text = random_text(1_000)
+    answering = row([1, 2], prediction=text)
+    answering.answer += text[:700]
+    proposer = CopyProposer()
+    for _ in range(3):
+        proposer.begin_step([answering])
+    assert drafted(proposer, answering) == tuple(text[700:707])

@@ -29,9 +29,11 @@ class Verifications:
         return self._speculator.max_draft
 
     def worthwhile(self, groups: Sequence[DecodeBatch], gap: GapLimit | None = None) -> list[DecodeBatch]:
-        """Return the groups that are expected to gain from drafts in their next step. `gap`: limit of the step."""
+        """Return the groups that are expected to gain from drafts in their next step. Called once in each step. `gap`:
+        limit of the step."""
         if not self.max_draft:
             return []
+        self._speculator.begin_step(row for group in groups for row in group.rows)
         self._more_s = self._share_s(groups, gap) if gap else inf
         return [group for group in groups if self._is_worthwhile(group)]
 
@@ -42,10 +44,14 @@ class Verifications:
         return (gap.verify_s(plain_s, running=running) - plain_s) / max(1, len(groups))
 
     def _is_worthwhile(self, group: DecodeBatch) -> bool:
+        if self._more_s <= 0:  # no draft fits into the gap
+            return False
         backoff = self._backoffs.setdefault(group, Backoff())
         due = backoff.is_due()
         worthwhile = self._speculator.is_worthwhile(group.rows, all_proposers=due, more_s=self._more_s)
-        if due:
+        # A draft that the gap has no room for is no evidence against its proposer.
+        limited = self._more_s < self._speculator.widest_more_s(len(group.rows))
+        if due and (worthwhile or not limited):
             backoff.observe(worthwhile)
         return worthwhile
 

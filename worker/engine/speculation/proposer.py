@@ -1,6 +1,7 @@
 """What a source of drafts is to the engine."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from worker.schedule.speculation.offer import DraftedRow, Offer
 
@@ -18,3 +19,11 @@ class Proposer(Protocol):
 
     def forget(self, row: DraftedRow) -> None:
         """Free what is held for a row. It may be offered again after that."""
+
+
+@runtime_checkable
+class SteppedProposer(Proposer, Protocol):
+    """A proposer that has work in each step, whether or not it is asked in it."""
+
+    def begin_step(self, rows: Sequence[DraftedRow]) -> None:
+        """Do a bounded part of the work that later offers for these rows need. They are all rows that take drafts."""

@@ -1,6 +1,6 @@
 """Decide which drafts a group of rows verifies in its next forward, and report to their proposers what was right."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.head_drafts import PromptEntries
 from worker.engine.speculation.head_proposer import FedTokens, HeadInput, HeadProposer
 from worker.engine.speculation.positions import allowed
-from worker.engine.speculation.proposer import Proposer
+from worker.engine.speculation.proposer import Proposer, SteppedProposer
 from worker.schedule.memory import CHUNK, MemoryModel
 from worker.schedule.outcomes import Speculated
 from worker.schedule.request import GenerationRequest
@@ -101,6 +101,7 @@ class Speculator:
         self._costs = ForwardCosts()
         self._offered: dict[str, _Proposal] = {}  # by row: the last offer
         self._proposals: dict[str, _Proposal] = {}  # by row: the draft under verification
+        self._stepped = [each for each in self._proposers if isinstance(each, SteppedProposer)]
 
     @property
     def uses_head(self) -> bool:
@@ -116,6 +117,21 @@ class Speculator:
         """Return the expected seconds of a step without drafts, or None before any was measured, or if there are no
         drafts."""
         return self._costs.seconds(rows, 1) if self._costs.measured else None
+
+    def widest_more_s(self, rows: int) -> float:
+        """Return the expected seconds that a forward with the longest drafts takes more than a plain one; 0 before any
+        forward was measured."""
+        return (
+            self._costs.seconds(rows, 1 + self.max_draft) - self._costs.seconds(rows, 1)
+            if self._costs.measured
+            else 0.0
+        )
+
+    def begin_step(self, rows: Iterable[SpeculatingRow]) -> None:
+        """Let proposers do their work of each step for these rows, whether or not they are asked in it."""
+        taking = [row for row in rows if row.request.max_draft != 0 and not row.recomputed]
+        for proposer in self._stepped:
+            proposer.begin_step(taking)
 
     def is_worthwhile(self, rows: Sequence[SpeculatingRow], *, all_proposers: bool = True, more_s: float = inf) -> bool:
         """Return True if a forward of these rows is expected to gain from drafts. Asks each proposer at most once for

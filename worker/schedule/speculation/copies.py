@@ -10,7 +10,10 @@ COPY = "copy"
 PREDICTION = "prediction"
 
 WINDOW = 65_536  # tokens of a row that can be copied: at most 2 MB a row, as much again for a prediction
-_INDEXED_PER_OFFER = 2_048  # tokens, so that a long prompt is divided among steps
+_INDEXED_PER_STEP = 1_024  # tokens of all rows, a quarter of a millisecond: a long prompt is divided among steps
+_INDEXED_PER_OFFER = 32  # tokens of each row, which it has drawn since the last step that has indexed it
+_OTHERS_PER_STEP = 2  # rows that are not far behind: each of 32 rows is visited every 16 steps
+_FOLLOWED = 64  # tokens of an answer that a new row may have and is compared with its prediction from the beginning
 _COPY_GRAM = 3  # tokens: a shorter ending occurs by chance
 _PREDICTION_GRAM = 2  # a predicted text is short, and mostly right
 _CLASSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # lengths of endings with a chance of their own
@@ -26,14 +29,31 @@ class CopyProposer:
     def __init__(self) -> None:
         self._shared = SharedChances(_prior)
         self._rows = dict[str, RowCopies]()
+        self._turn = 0
+
+    def begin_step(self, rows: Sequence[DraftedRow]) -> None:
+        """Index a part of the rows' texts: row by row, those of which much is left, and a few others."""
+        left, others = _INDEXED_PER_STEP, _OTHERS_PER_STEP
+        for _ in rows:
+            self._turn = (self._turn + 1) % len(rows)
+            indexed = self._followed(rows[self._turn]).index(left)
+            left -= indexed
+            others -= indexed <= _INDEXED_PER_OFFER
+            if left <= 0 or others <= 0:
+                return
 
     def offer(self, row: DraftedRow) -> Offer | None:
         """Return a draft after the row's last token, or None if its ending is new."""
+        return self._followed(row).offer()
+
+    def _followed(self, row: DraftedRow) -> "RowCopies":
+        """Return the texts of a row, with its answer up to now."""
         copies = self._rows.get(row.id)
         if copies is None or copies.answered > len(row.answer):
-            copies = self._rows[row.id] = RowCopies(row.request.prompt, row.request.prediction, self._shared)
-        copies.extend(row.answer[copies.answered :])
-        return copies.offer()
+            copies = self._rows[row.id] = RowCopies(row, self._shared)
+        if copies.answered < len(row.answer):
+            copies.extend(row.answer[copies.answered :])
+        return copies
 
     def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
         """Do nothing: `offer` learns from the row's tokens."""
@@ -46,20 +66,18 @@ class CopyProposer:
 class RowCopies:
     """The texts that one row may copy from."""
 
-    def __init__(self, prompt: Sequence[int], prediction: Sequence[int], shared: SharedChances) -> None:
-        own = NgramIndex(prompt, _COPY_GRAM, WINDOW)
+    def __init__(self, row: DraftedRow, shared: SharedChances) -> None:
+        # Following a long answer, of a row that resumes, token by token would delay the step.
+        answer = row.answer if len(row.answer) > _FOLLOWED else ()
+        prediction = row.request.prediction
+        own = NgramIndex([*row.request.prompt[-WINDOW:], *answer[-WINDOW:]], _COPY_GRAM, WINDOW)
         self._chances = RowChances(shared)
         self._text = own
         self._sources = [_Source(COPY, own, own)]
         if prediction:
             expected = NgramIndex(prediction[:WINDOW], _PREDICTION_GRAM, WINDOW)
-            self._sources.append(_Source(PREDICTION, expected, own, place=0))
-        self.answered = 0  # tokens of the answer that were appended
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the indexes."""
-        return sum(source.nbytes for source in self._sources)
+            self._sources.append(_Source(PREDICTION, expected, own, place=None if answer else 0))
+        self.answered = len(answer)  # tokens of the answer that are in the text
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens that were drawn, and learn from them up to the first that was expected wrongly."""
@@ -72,10 +90,15 @@ class RowCopies:
                 source.advance(token, dropped=dropped)
         self.answered += len(tokens)
 
+    def index(self, most: int) -> int:
+        """Index up to `most` tokens, and return their number."""
+        return sum(source.index(most // len(self._sources)) for source in self._sources)
+
     def offer(self) -> Offer | None:
         """Return the draft of the likelier source."""
         for source in self._sources:
-            source.catch_up(_INDEXED_PER_OFFER)
+            source.index(_INDEXED_PER_OFFER)
+            source.look_up()
         likely = [(self._chances.chance(source.kind), source) for source in self._sources if source.place is not None]
         if not likely:
             return None
@@ -101,14 +124,12 @@ class _Source:
         """Proposer and class of the ending's length."""
         return self._kinds[self._agreeing]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the index."""
-        return self._index.nbytes
+    def index(self, most: int) -> int:
+        """Index up to `most` tokens, and return their number."""
+        return self._index.catch_up(most) if self._index.behind else 0
 
-    def catch_up(self, most: int) -> None:
-        """Index at most `most` tokens, and look up the row's ending if its place is not known."""
-        self._index.catch_up(most)
+    def look_up(self) -> None:
+        """Look up the row's ending, if its place is not known."""
         if self.place is None:
             self._find()
 
@@ -135,7 +156,7 @@ class _Source:
     def _find(self) -> None:
         """Look up the row's ending. Prefers the longest agreement, then the place where a text goes on."""
         self.place, self._agreeing = None, 0
-        found = [pair for pair in self._index.places(self._context.tokens) if pair[0] < len(self._index)]
+        found = [*self._index.places(self._context.tokens)]
         if found:
             self._follow(*max(found, key=lambda pair: (pair[1], -self._distance(pair[0]))))
 

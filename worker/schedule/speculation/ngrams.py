@@ -1,7 +1,7 @@
 """Finds the places in a text at which its current ending has occurred before."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 MAX_AGREEMENT = 32  # tokens of an ending that are compared; longer ones count as this long
 _CANDIDATES = 8  # places that a lookup compares, the most recent first
@@ -16,12 +16,10 @@ class NgramIndex:
     Indexing a token and a lookup each take constant time. Takes 4 bytes a token for the tokens, 4 for the chain and 4
     to 8 for the table, which covers at most `2 * window` tokens: beyond, the first half is dropped."""
 
-    def __init__(self, tokens: Iterable[int], size: int, window: int) -> None:
+    def __init__(self, tokens: Sequence[int], size: int, window: int) -> None:
         """`size`: tokens of an n-gram. `window`: the last tokens that can always be found again."""
-        self.tokens = array("i", tokens)
+        self.tokens = array("i", tokens[-window:])
         self._size, self._window = size, window
-        if len(self.tokens) > window:
-            self._drop(len(self.tokens) - window)
         self._begin()
 
     def __len__(self) -> int:
@@ -43,12 +41,12 @@ class NgramIndex:
         self.tokens.append(token)
         if len(self.tokens) < 2 * self._window:
             return False
-        self._drop(self._window)
+        del self.tokens[: self._window]
         self._begin()
         return True
 
-    def catch_up(self, most: int) -> None:
-        """Index at most `most` more tokens."""
+    def catch_up(self, most: int) -> int:
+        """Index up to `most` more tokens, and return their number."""
         start = len(self._previous)
         end = min(len(self.tokens), start + most)
         first = min(max(start, self._size), end)
@@ -61,6 +59,7 @@ class NgramIndex:
             last[slot] = place
         if end > _CROWDED * len(self._last):
             self._begin()
+        return end - start
 
     def _grams(self, first: int, end: int) -> Iterator[tuple[int, ...]]:
         """Yield the n-gram before each of these places."""
@@ -79,9 +78,6 @@ class NgramIndex:
             if (agreeing := agreement(self.tokens, place, context)) >= self._size:
                 yield place, agreeing
             place = self._previous[place]
-
-    def _drop(self, count: int) -> None:
-        del self.tokens[:count]
 
     def _begin(self) -> None:
         """Begin an empty index, of a size that fits the sequence."""

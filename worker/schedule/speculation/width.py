@@ -103,6 +103,8 @@ class ForwardCosts:
 
     def _plain(self, rows: int) -> float:
         """Return the cost of a plain step, by the nearest number of rows that has run one."""
+        if (rows, 1) in self._shapes:
+            return self._shapes[rows, 1].seconds()
         measured = [number for number, width in self._shapes if width == 1]
         if not measured:
             (number, width), shape = min(self._shapes.items(), key=lambda item: abs(item[0][0] - rows))
