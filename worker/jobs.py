@@ -78,7 +78,9 @@ class Chat:
                 prediction=prepared.prediction,
             )
             self._recorder.consider_speculation(request)
-            self._grammar = await context.codec.grammar(request, prompt, job.claim.lane)
+            self._grammar = await context.codec.grammar(
+                request, prompt, job.claim.lane, drafts=generation_request.max_draft != 0
+            )
             generation_request = await self._begin(request, prompt, replace(generation_request, grammar=self._grammar))
             logger.info("%s prepared: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
             try:

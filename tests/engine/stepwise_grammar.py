@@ -7,6 +7,8 @@ from worker.schedule.request import GrammarAhead
 
 
 class StepwiseGrammar(ABC):
+    takes_drafts = True
+
     @abstractmethod
     def accept(self, token: int) -> None: ...
 

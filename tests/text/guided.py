@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -75,12 +76,13 @@ class Model:
         assert guide
         return guide
 
-    def quick_guide(self, asked: ChatRequest) -> RowGrammar:
-        """Return the grammar state without a trial in a child process."""
+    def quick_guide(self, asked: ChatRequest, clock: Callable[[], float] = lambda: 0.0) -> RowGrammar:
+        """Return the grammar state without a trial in a child process. `clock`: of the time that drafts take."""
         wish = constraint_of(asked)
         assert wish
         grammar = Grammars(markup_of(self.tokenizer, self.dialect)).grammar(wish, reasoned=False)
-        return RowGrammar(compile_grammar(self.vocabulary, grammar), frozenset({EOS, OTHER_EOS}))
+        matcher, drafts = (compile_grammar(self.vocabulary, grammar) for _ in range(2))
+        return RowGrammar(matcher, frozenset({EOS, OTHER_EOS}), drafts=drafts, clock=clock)
 
     def takes(self, guide: RowGrammar, text: str) -> bool:
         """True if the grammar allows all of the text, and its end."""

@@ -65,6 +65,11 @@ class GrammarState(Protocol):
     def accepted(self) -> int:
         """Number of tokens of the answer that were accepted."""
 
+    @property
+    def takes_drafts(self) -> bool:
+        """False after an error, and while earlier drafts have taken too much time: then nothing is known `ahead`, and
+        `valid_prefix` allows no token."""
+
     def ahead(self, draft: Sequence[int]) -> GrammarAhead:
         """Return what may come after a draft, which the grammar must allow. Leaves the state as it was."""
 
@@ -74,7 +79,7 @@ class GrammarState(Protocol):
 
     def masks_along(self, draft: Sequence[int]) -> list[bytes | None]:
         """Return the masks before each token of a draft and after the last, and leave the state as it was. Fewer if the
-        grammar does not allow the draft, or exceeds its limits on the way: the draft ends there."""
+        grammar does not allow the draft, exceeds its limits or takes too much time on the way: the draft ends there."""
 
     @property
     def error(self) -> GrammarError | None:

@@ -91,12 +91,16 @@ class TextCodec:
         """Tokenize a text that an answer may copy, on a text thread."""
         return await self.run(lane, len(text), lambda check: tuple(self._tokenizer.encode(text)), tenant)
 
-    async def grammar(self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive") -> GrammarState | None:
-        """Return the grammar of the answer, or None if the answer is free.
+    async def grammar(
+        self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive", *, drafts: bool = False
+    ) -> GrammarState | None:
+        """Return the grammar of the answer, or None if the answer is free. `drafts`: the row may take drafts.
 
         Raises `JobFailure` for a schema that cannot be enforced.
         """
-        return await (await self._grammar_states()).create(request, prompt, lane) if request.constrains_answer else None
+        if not request.constrains_answer:
+            return None
+        return await (await self._grammar_states()).create(request, prompt, lane, drafts=drafts)
 
     async def _grammar_states(self) -> "GrammarStates":
         if self._grammars is None:

@@ -56,7 +56,7 @@ class Requests:
     ) -> GenerationRequest:
         asked = ChatRequest.model_validate({"messages": messages, **task.fields})
         prompt = self._loop.run(self._codec.prompt(asked))
-        grammar = self._loop.run(self._codec.grammar(asked, prompt))
+        grammar = self._loop.run(self._codec.grammar(asked, prompt, drafts=True))
         ends = self._model.tokenizer.eos_token_ids if task.endless else ()
         bias = tuple((token, _NEVER) for token in sorted(ends))
         sampling = Sampling(temperature=task.temperature, logit_bias=bias, seed=index)

@@ -1,8 +1,10 @@
 """Grammars for rows: some constrain the answer, and some fail. Each is described by a value, its plan, so that equal
 ones can be made for the engine and for the reference."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 
 from tests.engine.machine.families import Family
 from tests.engine.machine.faults import OnPurpose
@@ -11,6 +13,7 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.schedule.request import GrammarState
 from worker.text.grammar.guide import llguidance_tokenizer
 from worker.text.grammar.lark import Grammar
+from worker.text.grammar.reader import _AT_ONCE_S
 from worker.text.grammar.row_grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
 
@@ -104,7 +107,10 @@ def _mask(allowed: list[int], count: int) -> bytes:
 
 @dataclass(frozen=True)
 class Json:
-    """An object after `SCHEMA`, by llguidance."""
+    """An object after `SCHEMA`, by llguidance. `slow`: each of its works for a draft takes as long as a row may save up
+    nearly."""
+
+    slow: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,8 @@ Plan = Json | Picky | Forces | Raises | Forbids
 
 def make(family: Family, plan: Plan | None) -> GrammarState | None:
     match plan:
-        case Json():
-            return _json(family)
+        case Json(slow):
+            return _json(family, count(0.0, 0.75 * _AT_ONCE_S).__next__ if slow else lambda: 0.0)
         case Picky():
             return _Picky(family)
         case Forces(token, at):
@@ -152,10 +158,11 @@ def without_failure(plan: Plan | None) -> Plan | None:
     return None if isinstance(plan, Raises | Forbids) else plan
 
 
-def _json(family: Family) -> GrammarState:
+def _json(family: Family, clock: Callable[[], float]) -> GrammarState:
     tokenizer = MLXTokenizer(family.model.tokenizer)
     vocabulary = llguidance_tokenizer(tokenizer, family.model.vocab)
     assert vocabulary is not None
     grammar = Grammar({})
     written = grammar.starting_with(grammar.json(SCHEMA, "response_format"))
-    return RowGrammar(compile_grammar(vocabulary, written), frozenset({family.end}))
+    matcher, drafts = (compile_grammar(vocabulary, written) for _ in range(2))
+    return RowGrammar(matcher, frozenset({family.end}), drafts=drafts, clock=clock)

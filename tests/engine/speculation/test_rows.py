@@ -154,6 +154,18 @@ def test_drafts_beyond_the_most_tokens_change_nothing(family: str) -> None:
     assert_equal(without, *drafted(model(family), beyond, limited))
 
 
+def slowly_guided(run: Run) -> None:
+    """Rows with a grammar, of which every other has little time for drafts, and ends them early."""
+    for index in range(6):
+        grammar = grammars.make(Family("qwen3"), grammars.Json(slow=index % 2 == 0))
+        run.add(str(index), prompt(9, index), max_tokens=24, sampling=SAMPLINGS[index % 5], grammar=grammar)
+    run.drain()
+
+
+def test_drafts_that_end_since_their_masks_take_too_long_change_nothing() -> None:
+    assert_equal(*pair(model("qwen3"), slowly_guided))
+
+
 # Half precision
 
 

@@ -6,8 +6,10 @@ import pytest
 from tests.schedule.speculation.rows import PlainRow, row
 from tests.text.guided import EOS, by, model, request
 from tests.text.structured import Schema
+from worker.schedule.request import GrammarAhead
 from worker.schedule.speculation.forced import GRAMMAR, GUESS, GrammarProposer
 from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.text.grammar.row_grammar import RowGrammar
 
 REPORT: Schema = {
     "type": "object",
@@ -78,6 +80,24 @@ def test_guesses_by_habit_lead_to_more_that_is_forced(separators: tuple[str, str
     later = forwards(proposer, constrained("later"), report(17, False, separators))
     assert later < first < tokens
     assert tokens / later >= 4
+
+
+@pytest.mark.parametrize("value", ["key", "enum"])
+def test_a_long_text_is_not_read_anew_for_each_draft(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    long = "".join(chr(ord("a") + number % 26) for number in range(3_000))
+    schema: Schema = {"type": "object", "properties": {long: {"type": "null"}}, "required": [long]}
+    schema, text = (schema, f'{{"{long}": null}}') if value == "key" else ({"enum": [long]}, f'"{long}"')
+    ahead, calls = RowGrammar.ahead, list[int]()
+
+    def counting(grammar: RowGrammar, draft: Sequence[int]) -> GrammarAhead:
+        calls.append(len(draft))
+        return ahead(grammar, draft)
+
+    monkeypatch.setattr(RowGrammar, "ahead", counting)
+    tokens = len(model().tokenizer.encode(text))
+    answering = row([1], grammar=model().quick_guide(request(**by(schema))))
+    assert forwards(GrammarProposer(), answering, text) <= tokens / 6
+    assert len(calls) <= tokens / 40
 
 
 def test_a_guess_has_a_kind_and_a_chance_of_its_own() -> None:

@@ -48,7 +48,17 @@ def grammar(format: str = "json_tools", thinking: str = "closed", **fields: Any)
     begun = REASONING[thinking]
     written = Grammars(markup_of(own.tokenizer, own.dialect)).grammar(constraint, reasoned=begun is not None)
     reasoning = None if begun is None else ReasoningState(reasoning_mask(), begun=begun)
-    return RowGrammar(compile_grammar(own.vocabulary, written), frozenset(ENDS), reasoning)
+    matcher, drafts = (compile_grammar(own.vocabulary, written) for _ in range(2))
+    return RowGrammar(matcher, frozenset(ENDS), reasoning, drafts=drafts, clock=lambda: 0.0)
+
+
+def limited(schema: Schema, **limits: int) -> RowGrammar:
+    """Return the state of a grammar whose matchers have these limits."""
+    written = json.dumps({"grammars": [{"json_schema": schema}]})
+    matcher, drafts = (
+        LLMatcher(model().vocabulary, written, log_level=0, limits=LLParserLimits(**limits)) for _ in range(2)
+    )
+    return RowGrammar(matcher, frozenset(ENDS), drafts=drafts, clock=lambda: 0.0)
 
 
 def fed(tokens: list[int], *args: Any, **fields: Any) -> RowGrammar:
@@ -176,9 +186,7 @@ def test_a_forced_end_is_not_offered() -> None:
 
 def test_a_draft_that_exceeds_the_parsers_limits_harms_no_answer() -> None:
     wide = {"type": "object", "properties": {f"property_{number}": {"type": "integer"} for number in range(400)}}
-    written = json.dumps({"grammars": [{"json_schema": wide}]})
-    matcher = LLMatcher(model().vocabulary, written, log_level=0, limits=LLParserLimits(max_items_in_row=300))
-    state = RowGrammar(matcher, frozenset(ENDS))
+    state = limited(wide, max_items_in_row=300)
     mask, draft = state.bitmask(), model().tokenizer.encode('{"')
     assert state.ahead(draft).mask is None
     assert (state.error, state.bitmask()) == (None, mask)
@@ -188,6 +196,33 @@ def test_a_draft_that_exceeds_the_parsers_limits_harms_no_answer() -> None:
     state.accept(draft[0])
     state.bitmask()
     assert state.error
+
+
+PATTERNS: Schema = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "pattern": "^(foo|bar|baz)[a-z]{2,8}[0-9]{1,5}$"},
+        "b": {"type": "string", "pattern": "^[0-9]{3}-[a-z]{4}$"},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("states", range(40, 101, 10))
+def test_drafts_do_not_use_up_the_states_of_the_lexer(states: int) -> None:
+    """With few states an answer ends early; no sooner with wrong drafts, which need others."""
+    tokens = model().tokenizer.encode(json.dumps({"a": "fooabcd123", "b": "123-abcd"}))
+    wrong = [model().tokenizer.encode(text) for text in ("bazxyzw99", "zz", "12345", '": "baz', "foozzz55", "999-zzzz")]
+    plain, drafted = limited(PATTERNS, max_lexer_states=states), limited(PATTERNS, max_lexer_states=states)
+    for token in tokens:
+        drafted.ahead([])
+        for draft in wrong:
+            drafted.masks_along(draft[:7])
+        assert drafted.bitmask() == plain.bitmask()
+        plain.accept(token)
+        drafted.accept(token)
+        assert drafted.error == plain.error
 
 
 def test_more_tokens_than_are_recorded_cannot_be_taken_back() -> None:

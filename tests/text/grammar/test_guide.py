@@ -51,6 +51,14 @@ async def test_the_end_itself_changes_nothing() -> None:
     assert guide.error is None
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+async def test_a_grammar_reads_drafts_if_its_row_may_take_them(drafts: bool) -> None:
+    guide = await model().guides.create(request(**by(CITY)), Prompt((1,), "closed"), drafts=drafts)
+    assert guide
+    assert guide.takes_drafts == drafts
+    assert (len(guide.masks_along(model().tokenizer.encode('{"c'))) > 1) == drafts
+
+
 async def test_a_property_cannot_be_spelled_another_way_than_its_schema_knows() -> None:
     asked = by({"type": "object", "properties": {"a": {"type": "integer"}}})
     assert model().takes(await model().guide(**asked), '{"a": 1, "b": "x"}')

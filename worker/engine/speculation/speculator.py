@@ -161,8 +161,8 @@ class Speculator:
     def _ask(self, row: SpeculatingRow, proposers: Sequence[Proposer]) -> Offer | None:
         """Return the offer of which the most tokens are expected, and hold it for `drafts`."""
         best: _Proposal | None = None
-        most = 0.0
-        for proposer in proposers:
+        most, grammar = 0.0, row.request.grammar
+        for proposer in proposers if grammar is None or grammar.takes_drafts else ():
             offer = proposer.offer(row)
             if offer and (expected := expected_tokens(offer, 1 + self.max_draft)) > most:
                 best, most = _Proposal(proposer, offer, len(row.answer)), expected

@@ -30,14 +30,19 @@ class GrammarProposer:
     def offer(self, row: DraftedRow) -> Offer | None:
         """Return a draft after the row's last token, or None if it has no grammar, or nothing is known to follow."""
         grammar = row.request.grammar
-        if grammar is None or grammar.error:
+        if grammar is None or not grammar.takes_drafts:
             return None
         own, habits = self._row(row), self._habits_of(row.request.namespace)
+        last = own.draft
         own.learn(row.answer, habits)
+        sure = own.chances.chance(_FORCED)
+        if draft := last.continued(row.answer, sure):
+            own.draft = draft
+            return draft.offer()
         pending = [*row.answer[grammar.accepted :]]
         if pending and (len(pending) > MAX_DRAFT or grammar.valid_prefix(pending) < len(pending)):
             return None
-        own.draft = _draft(grammar, pending, len(row.answer), habits, own.chances.chance(_FORCED))
+        own.draft = _draft(grammar, pending, len(row.answer), habits, sure)
         return own.draft.offer()
 
     def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
@@ -94,11 +99,14 @@ class _Draft:
         self.kinds = list[str]()
         self._chance = 1.0  # that all its tokens are right
         self.choices = dict[int, int]()  # by the number of tokens before it: its place, see `Habits`
+        self._rest: tuple[int, ...] = ()  # tokens that are forced after it
 
-    def force(self, tokens: Sequence[int], chance: float) -> None:
+    def force(self, tokens: tuple[int, ...], chance: float) -> None:
         """Append tokens that the grammar forces."""
-        for token in tokens[: MAX_DRAFT - len(self.tokens)]:
+        room = MAX_DRAFT - len(self.tokens)
+        for token in tokens[:room]:
             self._append(token, chance, GRAMMAR)
+        self._rest = tokens[room:]
 
     def guess(self, mask: bytes, habits: Habits) -> bool:
         """Append the usual token among those of a mask. Returns False if there is none."""
@@ -117,6 +125,16 @@ class _Draft:
         self.chances.append(chance)
         self.kinds.append(kind)
         self._chance *= chance
+
+    def continued(self, answer: Sequence[int], chance: float) -> "_Draft | None":
+        """Return a draft after the answer, if that has followed this one and enough is forced after it: a long text is
+        not tokenized anew in each step. `chance`: of a forced token."""
+        expected, drawn = (*self.tokens, *self._rest), len(answer) - self.start
+        if len(expected) - drawn < MAX_DRAFT or tuple(answer[self.start :]) != expected[:drawn]:
+            return None
+        draft = _Draft(len(answer))
+        draft.force(expected[drawn:], chance)
+        return draft
 
     def offer(self) -> Offer | None:
         """Return the draft, or None if it is empty."""

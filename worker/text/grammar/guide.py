@@ -48,19 +48,21 @@ class GrammarStates:
         self._grammars = Grammars(self._markup)
         self._reasoning_mask = _reasoning_mask(tokenizer, vocabulary, model_format, self._count)
 
-    async def create(self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive") -> "RowGrammar | None":
-        """Return the grammar of a request, or None if the answer is unconstrained. Raises `JobFailure` if the
-        constraint is not supported or cannot be satisfied."""
+    async def create(
+        self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive", *, drafts: bool = False
+    ) -> "RowGrammar | None":
+        """Return the grammar of a request, or None if the answer is unconstrained. `drafts`: it may read drafts. Raises
+        `JobFailure` if the constraint is not supported or cannot be satisfied."""
         constraint = constraint_of(request)
         if constraint is None:
             return None
         try:
-            return await self._create(constraint, request, prompt, lane)
+            return await self._create(constraint, request, prompt, lane, drafts=drafts)
         except JobFailure as refusal:
             raise refusal.about(constraint.field) from refusal.__cause__
 
     async def _create(
-        self, constraint: OutputConstraint, request: ChatRequest, prompt: Prompt, lane: Lane
+        self, constraint: OutputConstraint, request: ChatRequest, prompt: Prompt, lane: Lane, *, drafts: bool
     ) -> "RowGrammar":
         if self._tokenizer is None:
             raise JobFailure(
@@ -70,8 +72,10 @@ class GrammarStates:
         run = partial(self._compiler.run, lane, tenant)
         begun = await run(self._begun, self._tokenizer, request, prompt)
         reasoning = None if begun else self._reasoning_state(prompt)
-        matcher = await self._matcher(self._tokenizer, constraint, reasoning is not None, lane, tenant)
-        state = await run(RowGrammar, matcher, self._ends, reasoning, begun)
+        compiled = partial(self._matcher, self._tokenizer, constraint, reasoning is not None, lane, tenant)
+        matcher = await compiled()
+        ahead = await compiled() if drafts else None
+        state = await run(partial(RowGrammar, matcher, self._ends, reasoning, begun, drafts=ahead))
         if state.error:
             raise JobFailure(
                 "invalid_request",
