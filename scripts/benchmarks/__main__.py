@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from scripts.benchmarks import batch, disk, engine, prefix, quality, sampling, specprefill, spine, start, vision
+from scripts.benchmarks import batch, engine, prefix, quality, sampling, specprefill, spine, start, vision
+from scripts.benchmarks.disk import command as disk
 from scripts.benchmarks.front import command as front
 from scripts.benchmarks.serve import command, options
 from scripts.benchmarks.speculation import command as speculation_command

@@ -16,6 +16,7 @@ from worker.schedule.request import GenerationRequest
 
 CACHE_BYTES = 8 << 30  # more than any of these measurements stores in memory
 ANSWER = 4  # tokens
+WARM_UP = 300  # tokens: the speed of prefill is measured by them
 _WARM_UPS = count(1)
 
 
@@ -26,14 +27,16 @@ class Worker:
         """`folder`: of the prefixes on disk; None: they are kept in memory only."""
         self._woken = threading.Event()
         self._requests = 0
+        self._tier: DiskTier | None = None
         options = StoreOptions(folder, 1 << 50) if folder else None
 
         def open_tier(model: Model) -> DiskTier:
             assert options is not None
-            return DiskTier(model.network, model.fingerprint, options, self._woken.set)
+            self._tier = DiskTier(model.network, model.fingerprint, options, self._woken.set)
+            return self._tier
 
         self.engine = Engine(model, step_s=1.0, prefix_bytes=prefix_bytes, open_tier=open_tier if options else None)
-        self.answer(prompt(300, seed=-next(_WARM_UPS)), boundaries=())  # no file has it, so it measures prefill
+        self.answer(prompt(WARM_UP, seed=-next(_WARM_UPS)), boundaries=())  # no file has it, so it measures prefill
 
     def answer(self, tokens: tuple[int, ...], boundaries: tuple[int, ...]) -> "Answer":
         """Run a request alone to its end."""
@@ -55,9 +58,19 @@ class Worker:
                     answer.append(outcome.token)
         return Answer(first_s, cached, tuple(answer))
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the prefix cache."""
+        return self.engine.step().prefix.nbytes
+
     def close(self) -> None:
         """Write all prefixes to disk."""
         self.engine.close()
+
+    def abandon(self) -> None:
+        """End the threads of the disk tier without writing what is in memory."""
+        if self._tier:
+            self._tier.close(time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""`scripts/bench prefix --disk`: the prefix cache on disk."""

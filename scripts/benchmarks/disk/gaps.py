@@ -1,0 +1,113 @@
+"""Gaps between the tokens of running rows while prefixes are written and read."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from scripts.benchmarks.disk.figures import Figure, at_most
+from scripts.benchmarks.engine import prompt
+from worker.engine.cache.disk import store_of
+from worker.engine.engine import Engine
+from worker.engine.model.load import Model
+from worker.prefix_store.format import Place, Tensor
+from worker.prefix_store.reader import Reading
+from worker.prefix_store.store import PrefixStore, StoreOptions
+from worker.prefix_store.writer import NewPlace
+from worker.schedule.request import GenerationRequest
+
+MAX_GAPS = 1.25
+ROWS = 4
+# A place of 1,024 tokens of a model with eight KV layers: keys and values of eight heads of 128 numbers of 16 bits.
+TENSOR_BYTES = 2 << 20
+TENSORS = 16
+_PHASES = 16  # of traffic, each with as many quiet steps after it
+_MOST_TOKENS = 8000  # of an answer: more than rows decode meanwhile
+
+
+def figures(model: Model, folder: Path, nbytes: int) -> Iterator[Figure]:
+    """Compare steps beside traffic with those between: prefixes of `nbytes` in all are written and read in portions,
+    and after each the rows decode as many steps without it."""
+    engine = Engine(model, step_s=1.0, prefix_bytes=0)
+    for row in range(ROWS):
+        engine.add(GenerationRequest(f"running {row}", prompt(32, row), _MOST_TOKENS))
+    for _ in range(20):
+        engine.step()
+    busy, quiet = list[float](), list[float]()
+    traffic = Traffic(folder)
+    places = max(_PHASES, nbytes // (TENSORS * TENSOR_BYTES))
+    for phase in range(_PHASES):
+        traffic.begin(places * (phase + 1) // _PHASES - places * phase // _PHASES)
+        steps = len(busy)
+        while traffic.advance():
+            busy.append(_step_s(engine))
+        quiet += [_step_s(engine) for _ in range(len(busy) - steps)]
+    traffic.close()
+    if len(engine) < ROWS:
+        raise RuntimeError("rows have ended meanwhile; the measurement is void: give fewer --gigabytes")
+    engine.close()
+    p99_busy, p99_quiet = (_percentile(each, 99) for each in (busy, quiet))
+    medians = f"medians {1000 * statistics.median(busy):.1f} and {1000 * statistics.median(quiet):.1f} ms"
+    detail = f" ({1000 * p99_busy:.1f} and {1000 * p99_quiet:.1f} ms, {medians}, {len(busy):,} steps each)"
+    yield at_most(
+        f"gap p99 of {ROWS} rows while {traffic.nbytes / 1e9:.1f} GB are written and read, against without",
+        p99_busy / p99_quiet,
+        MAX_GAPS,
+        detail,
+    )
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100)[percent - 1]
+
+
+def _step_s(engine: Engine) -> float:
+    began = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - began
+
+
+class Traffic:
+    """Places that are written and then read, as evictions and loads do it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._store: PrefixStore = store_of(StoreOptions(folder, 1 << 50), "traffic", lambda: None)
+        self._store.open()
+        content = Random(0).randbytes(TENSOR_BYTES)
+        self._tensors = tuple(Tensor("U8", (TENSOR_BYTES,), content) for _ in range(TENSORS))
+        self._written = 0  # places
+        self._read = 0
+        self._end = 0  # of this portion
+        self._reading: Reading | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were read, and so also written."""
+        return self._read * TENSORS * TENSOR_BYTES
+
+    def begin(self, places: int) -> None:
+        """Begin a portion of so many places."""
+        self._end += places
+
+    def advance(self) -> bool:
+        """Hand over the next place if there is room, and begin to read another if none is read. Returns False once all
+        of the portion are read."""
+        if self._written < self._end and self._store.write(self._place(self._written)):
+            self._written += 1
+        if self._reading is not None and self._reading.done:
+            if not self._reading.places:
+                raise RuntimeError("a place cannot be read; the measurement is void")
+            self._read += 1
+            self._reading = None
+        if self._reading is None and self._read < self._written:
+            chain = self._store.find("", (self._read,), stateful=False)
+            self._reading = self._store.read(chain) if chain else None
+        return self._read < self._end
+
+    def close(self) -> None:
+        """End the store's threads."""
+        self._store.close(60)
+
+    def _place(self, number: int) -> NewPlace:
+        return NewPlace((number,), False, Place("", (number,), "{}", self._tensors))
