@@ -151,10 +151,10 @@ class Folder:
         try:
             with self._locked():
                 record = self._read_record()
-                if not fits_budget(size, record.nbytes, self._daily_bytes):
-                    return NotStored.DAILY_LIMIT
                 if size > self._max_bytes:
                     return NotStored.QUOTA
+                if not fits_budget(size, record.nbytes, self._daily_bytes):
+                    return NotStored.DAILY_LIMIT
                 scan = self._enforced(size)
                 if scan.nbytes + size > self._max_bytes:
                     return NotStored.QUOTA
