@@ -14,6 +14,7 @@ from worker.schedule.grouping import MeasuredCost, StepCost
 from worker.schedule.memory import MAX_ROWS
 from worker.schedule.outcomes import (
     Encoded,
+    Outcome,
     Prefilled,
     Refused,
     RowFailed,
@@ -145,29 +146,32 @@ class Run:
         self.steps += 1
         report = self.engine.step()
         for outcome in report.outcomes:
-            assert outcome.id not in self.ended, "an outcome after the end of a request"
-            match outcome:
-                case Sampled(id, token, finish_reason, logprobs):
-                    self.generated[id] += [] if token is None else [token]
-                    self.logprobs[id] += [logprobs.token] if logprobs else []
-                    if finish_reason:
-                        self.ended[id] = finish_reason
-                case RowFailed(id):
-                    self.ended[id] = "faulted"
-                case Refused(id, message):
-                    self.ended[id], self.refused[id] = "refused", message
-                case SpecPrefillApplied(id, kept_ranges):
-                    self.kept_ranges[id] = kept_ranges
-                case SpecPrefillSkipped(id, reason):
-                    self.skipped[id] = reason
-                case Scored(id):
-                    self.scored[id] += 1
-                case Encoded(id):
-                    self.encoded[id] += 1
-                case Prefilled(id, cached=cached):
-                    self.chunks[id] += 1
-                    self.cached[id] = cached
+            self.receive(outcome)
         return report
+
+    def receive(self, outcome: Outcome) -> None:
+        assert outcome.id not in self.ended, "an outcome after the end of a request"
+        match outcome:
+            case Sampled(id, token, finish_reason, logprobs):
+                self.generated[id] += [] if token is None else [token]
+                self.logprobs[id] += [logprobs.token] if logprobs else []
+                if finish_reason:
+                    self.ended[id] = finish_reason
+            case RowFailed(id):
+                self.ended[id] = "faulted"
+            case Refused(id, message):
+                self.ended[id], self.refused[id] = "refused", message
+            case SpecPrefillApplied(id, kept_ranges):
+                self.kept_ranges[id] = kept_ranges
+            case SpecPrefillSkipped(id, reason):
+                self.skipped[id] = reason
+            case Scored(id):
+                self.scored[id] += 1
+            case Encoded(id):
+                self.encoded[id] += 1
+            case Prefilled(id, cached=cached):
+                self.chunks[id] += 1
+                self.cached[id] = cached
 
     def drain(self, *, max_steps: int = 5000) -> dict[str, list[int]]:
         self.until(lambda: not len(self.engine), max_steps=max_steps)
@@ -195,9 +199,17 @@ class Run:
         return self.engine._admission._held_bytes()
 
     def preempt(self, id: str) -> None:
-        """Preempt a row without need. It is readmitted after `readmit`, or when another row ends."""
+        """Preempt a row without need. It is readmitted after `readmit`, or when another row ends. It may end instead, by
+        the token that it has drawn."""
         with mx.stream(generation_stream):
-            self.engine._preempt(id)
+            for outcome in self.engine._preempt(id):
+                self.receive(outcome)
+
+    def spill(self) -> None:
+        """Give up the saved caches of all preempted rows, as if memory were short."""
+        with mx.stream(generation_stream):
+            for candidate in self.engine._admission._waiting.values():
+                self.engine._prefills.spill_rows(candidate.drop_cache())
 
     def readmit(self, *, keep_caches: bool = True) -> None:
         """Have waiting rows admitted in the next step, with their saved caches or without."""

@@ -124,8 +124,9 @@ def test_cache_of_a_preempted_row_is_saved_only_if_it_fits_besides_the_row_that_
         admission.add(sized("new", 500))
         assert decided(admission, sized("a", 500, "batch"), sized("b", 500, "batch")) == {"new": Admit(preempt=("b",))}
         before = admission.free_bytes
-        admission.requeue(preempted("b", 500, held=400))
+        dropped = admission.requeue(preempted("b", 500, held=400))
         assert caches(admission) == kept
+        assert [each.row.id for each in dropped] == ([] if kept else ["b"])
         assert before - admission.free_bytes == 400_000 * len(kept)
 
 
@@ -253,7 +254,7 @@ def test_a_plan_changes_nothing_until_it_is_applied() -> None:
     assert plan(admission, sized("here", 200)) == planned
     assert planned.drop_caches == ("b", "a")
     assert planned.overtaken == {"a": 0, "b": 0}
-    admission.apply(planned)
+    assert [dropped.row.id for dropped in admission.apply(planned)] == ["b", "a"]
     assert (admission.free_bytes, admission.longest_chunk) == (planned.shares.free_bytes, planned.shares.longest_chunk)
     assert caches(admission) == []
     assert not admission.needs_decision

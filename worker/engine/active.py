@@ -34,6 +34,9 @@ class ActiveRows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __contains__(self, id: str) -> bool:
+        return id in self._rows
+
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows, the oldest first."""
         return iter(self._rows.values())
@@ -53,9 +56,12 @@ class ActiveRows:
         self._running.restore(preempted)
 
     def preempt(self, id: str) -> WaitingRequest:
-        """Remove a row, and return its request, with its cache if it was decoding. Blocks."""
+        """Remove a row, and return its request, with its cache if it was decoding. What the prefill has computed is
+        written to disk if that pays. Blocks."""
         row = self._rows[id]
-        saved_row = None if id in self._prefills else self._running.preempt(row)
+        decodes = any(each is row for _, each in self._running)  # else it is in prefill, or has lost its cache
+        saved_row = self._running.preempt(row) if decodes else None
+        self._prefills.spill(id)
         self.remove(id)
         return WaitingRequest(row.resumable_request(), saved_row, preempted=True)
 

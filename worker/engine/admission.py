@@ -36,11 +36,14 @@ class WaitingRequest:
     preempted: bool = False  # it was active before
     estimate: RowEstimate | None = None  # cached until the request, its cache or `overtaken` changes
 
-    def drop_cache(self) -> None:
-        """Drop the saved cache, if there is one: it is recomputed when the row is admitted again."""
+    def drop_cache(self) -> list[PreemptedRow]:
+        """Drop and return the saved row, if there is one: when the request is admitted again, it continues from its
+        tokens."""
+        dropped = [self.saved_row] if self.saved_row else []
         if self.saved_row:
             self.request, self.saved_row = self.saved_row.row.resumable_request(), None
             self.estimate = None
+        return dropped
 
     def estimated(self, costs: MemoryModel) -> RowEstimate:
         """Return its estimate, as `row_estimate` does; computed again only after a change."""
@@ -88,13 +91,16 @@ class AdmissionController:
         self._waiting[request.id] = WaitingRequest(request)
         self.mark_dirty()
 
-    def requeue(self, candidate: WaitingRequest) -> None:
-        """Put a preempted row first in its lane. Drops saved caches if memory is short, the youngest row's first."""
+    def requeue(self, candidate: WaitingRequest) -> list[PreemptedRow]:
+        """Put a preempted row first in its lane. Drops saved caches if memory is short, the youngest row's first, and
+        returns their rows."""
         self._waiting = {candidate.request.id: candidate, **self._waiting}
         with_caches, (reserved, available) = self._requests_with_caches(), self.reserved_bytes
+        dropped = list[PreemptedRow]()
         while with_caches and reserved + self._held_bytes() > available:
-            with_caches.pop().drop_cache()
+            dropped += with_caches.pop().drop_cache()
         self._shares = self._reservation.shares(self._corrected(), self._held_bytes())
+        return dropped
 
     def requests(self, ids: Iterable[str]) -> list[GenerationRequest]:
         """Return these waiting requests."""
@@ -138,18 +144,18 @@ class AdmissionController:
             bounds = best_bounds(waiting, active, decoding, bounds, limits)
         return plan_admission(waiting, active, decoding, bounds, limits)
 
-    def apply(self, plan: AdmissionPlan) -> None:
+    def apply(self, plan: AdmissionPlan) -> list[PreemptedRow]:
         """Drop the saved caches, and take over the bounds and the reservation. The rows to admit or to refuse keep
-        waiting until `pop`."""
+        waiting until `pop`. Returns the rows whose caches were dropped."""
         self.needs_decision = False
         self._num_plans += 1
-        for id in plan.drop_caches:
-            self._waiting[id].drop_cache()
+        dropped = [row for id in plan.drop_caches for row in self._waiting[id].drop_cache()]
         for id, rows in plan.overtaken.items():
             self._waiting[id].set_overtaken(rows)
         self._bounds = plan.bounds
         self._reservation = plan.reservation
         self._shares = plan.shares
+        return dropped
 
     def calibrate(
         self,
@@ -171,6 +177,10 @@ class AdmissionController:
         if self.calibration.record_step(predicted, used):
             self.mark_dirty()
         return self.calibration.compare()
+
+    def count_prefix(self, added_bytes: int) -> None:
+        """Count bytes that caches that outlive a request have taken over from rows in this step: see `calibrate`."""
+        self._prefix_bytes += added_bytes
 
     def headroom(self, rows: Iterable[RowEstimate], decoding: Decoding) -> int:
         """Return the bytes left if exactly these rows are active, in the groups that they would decode in; negative if

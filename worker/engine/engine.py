@@ -179,10 +179,12 @@ class Engine:
             yield from self._apply(plan)
 
     def _apply(self, plan: AdmissionPlan) -> Iterator[Outcome]:
-        self._admission.apply(plan)
+        prefix_bytes = self._caches.nbytes
+        self._prefills.spill_rows(self._admission.apply(plan))
         self._running.set_bounds(plan.bounds)
         for id in plan.preempt:
-            self._preempt(id)
+            yield from self._preempt(id)
+        self._admission.count_prefix(self._caches.nbytes - prefix_bytes)
         if plan.reservation.must_tighten:
             self._running.tighten()
         self._caches.touch(self._admission.requests(plan.admit))
@@ -202,11 +204,15 @@ class Engine:
         for row in self._active:
             yield self._admission.estimate(row.request, groups.get(row.id), self._prefills.images(row.id))
 
-    def _preempt(self, id: str) -> None:
-        """Preempt an active row and requeue it, with its cache if it was decoding and memory allows."""
-        self._admission.requeue(self._active.preempt(id))
-        self._preempted += 1
-        logger.info("%s: preempted", id)
+    def _preempt(self, id: str) -> Iterator[Outcome]:
+        """Preempt an active row and requeue it, with its cache if it was decoding and memory allows. The tokens drawn
+        so far are delivered first: only then can a state that has read all tokens but the last be used again."""
+        if id not in self._prefills:
+            yield from self._deliver(*self._running.collect_drawn())
+        if id in self._active:  # else that was its last token
+            self._prefills.spill_rows(self._admission.requeue(self._active.preempt(id)))
+            self._preempted += 1
+            logger.info("%s: preempted", id)
 
     @step_part
     def _decode(self) -> Iterator[Outcome]:

@@ -66,6 +66,11 @@ class PrefixStore:
         return self._writer.pending_bytes
 
     @property
+    def room_bytes(self) -> int:
+        """Bytes that can be handed over now to be written."""
+        return self._writer.room_bytes
+
+    @property
     def read_bytes_s(self) -> float:
         """Measured speed of reading, in bytes per second."""
         return self._reader.bytes_per_s

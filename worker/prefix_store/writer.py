@@ -86,6 +86,11 @@ class Writer:
         """Bytes in memory that wait to be written."""
         return self._pending.value
 
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that may wait in addition."""
+        return max(0, self._max_pending_bytes - self.pending_bytes)
+
     def write(self, place: NewPlace) -> bool:
         """Write a place later: see `PrefixStore.write`."""
         waiting = self.pending_bytes

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from worker.engine.thread import EngineThread
 from worker.engine.upstream.streams import clear_streams
 from worker.prefix_store.reader import Reader
 from worker.prefix_store.store import PrefixStore, StoreOptions
+from worker.prefix_store.writer import Writer
 from worker.schedule.cache.disk import NotStored, StoreResult
 from worker.schedule.outcomes import Loaded, Outcome, Sampled
 from worker.schedule.request import GenerationRequest
@@ -48,16 +50,18 @@ class Worker(Run):
         max_bytes: int = 10**9,
         opened: Model | None = None,
         step_s: float = 0.02,
+        memory: int | None = None,
+        max_pending_bytes: int = 10**9,
     ) -> None:
         """`opened`: another model than the family's."""
         self.woken = threading.Event()
+        options = StoreOptions(folder, max_bytes, max_pending_bytes=max_pending_bytes)
         super().__init__(
             opened or model(family),
             step_s=step_s,
+            memory=memory,
             prefix_bytes=prefix_bytes,
-            open_tier=lambda opened: DiskTier(
-                opened.network, opened.fingerprint, StoreOptions(folder, max_bytes), self.woken.set
-            ),
+            open_tier=lambda opened: DiskTier(opened.network, opened.fingerprint, options, self.woken.set),
         )
 
     def say(self, family: str, tokens: tuple[int, ...], *boundaries: int, namespace: str = "") -> int:
@@ -554,3 +558,80 @@ def test_a_prefix_that_is_too_short_for_a_state_is_reported(tmp_path: Path) -> N
 def test_without_a_folder_nothing_is_stored() -> None:
     run = Run(model("llama"), step_s=0.02, prefix_bytes=10**9)
     assert run.engine.store_prefix("", DOCUMENT) == StoreResult(0, missing=NotStored.NO_FOLDER)
+
+
+# Preempted rows
+
+
+def begun(family: str, folder: Path, **options: Any) -> Worker:
+    """Return a worker with a row that has got a part of its answer."""
+    run = Worker(family, folder, **options)
+    run.add("row", DOCUMENT, max_tokens=ANSWER, lane="batch")
+    run.until(lambda: len(run.generated["row"]) >= 2)
+    return run
+
+
+def continued(run: Worker, family: str) -> int:
+    """Let the preempted row continue, to the right end; return the number of tokens that it has not computed again."""
+    run.readmit()
+    while len(run.engine):
+        run.step()
+    run.close()
+    assert tuple(run.generated["row"]) == lonely(family, DOCUMENT, ANSWER)
+    return run.cached["row"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_an_offline_row_whose_memory_another_needs_continues_from_the_disk(tmp_path: Path, family: str) -> None:
+    costs = replace(model(family).costs, weights_bytes=mx.get_active_memory())
+    memory = costs.peak_bytes([[1500 + ANSWER]])  # so both rows do not fit together, nor a row and a saved cache
+    run = begun(family, tmp_path, opened=replace(model(family), costs=costs), memory=memory)
+    run.add("urgent", prompt(1500, 5), max_tokens=ANSWER)
+    assert run.step().num_preemptions == 1
+    assert run.held_bytes == 0
+    delivered = len(run.generated["row"])
+    settled_writes(run)
+    run.until(lambda: "urgent" in run.ended)
+    assert continued(run, family) == len(DOCUMENT) + delivered - 1
+
+
+@SOME
+def test_a_preempted_row_is_not_written_if_computing_it_is_faster(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.engine.prefill.queue.load_limit_s", lambda *_, **__: None)
+    run = begun(family, tmp_path)
+    run.preempt("row")
+    run.spill()
+    settled_writes(run)
+    assert not [*tmp_path.glob("*.safetensors")]
+    assert continued(run, family) <= len(DOCUMENT) - 1  # its prompt is in memory
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let files be written only after the event is set, and be of 64 tokens at most."""
+    go = threading.Event()
+    write = Writer._write
+
+    def hang(*arguments: Any) -> Any:
+        assert go.wait(20)
+        return write(*arguments)
+
+    monkeypatch.setattr(Writer, "_write", hang)
+    monkeypatch.setattr("worker.engine.cache.durable.MAX_SEGMENT_TOKENS", 64)
+    yield go
+    go.set()
+
+
+@pytest.mark.parametrize(("family", "found"), [("llama", 64), ("qwen3_5", 0)])
+def test_what_may_not_wait_of_a_preempted_row_is_computed(
+    tmp_path: Path, family: str, found: int, full: threading.Event
+) -> None:
+    run = begun(family, tmp_path, prefix_bytes=1, max_pending_bytes=1)
+    run.preempt("row")
+    run.spill()  # the first file may wait alone; it is useless without the state
+    full.set()
+    settled_writes(run)
+    run.engine._caches.prefix._max_bytes = 10**9  # type: ignore[union-attr]
+    assert continued(run, family) == found

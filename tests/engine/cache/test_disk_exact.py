@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.cache.test_disk import ANSWER, DOCUMENT, Worker, cached, settled, turn_of
-from tests.engine.cache.test_prefix import ALL, BY_TOKEN, STATEFUL, lonely
+from tests.engine.cache.test_prefix import ALL, BY_TOKEN, SOME, STATEFUL, lonely
 from tests.engine.prefill.test_specprefill import WISH, drafted
 from tests.engine.tiny import FAMILIES, build, model_of, prompt
 from tests.engine.vision import cases
@@ -18,8 +18,7 @@ from tests.engine.vision.cases import Prompt
 from tests.engine.vision.checkpoints import CONFIGS
 from worker.engine.cache.prefix import PrefixCache
 from worker.engine.model.load import Model
-from worker.schedule.outcomes import Logprobs, Sampled
-from worker.schedule.report import StepReport
+from worker.schedule.outcomes import Logprobs, Outcome, Sampled
 
 BOUNDARY = 40
 LONG_ANSWER = 12
@@ -34,16 +33,15 @@ def always_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 class Chat(Worker):
     """A worker that keeps the log probabilities of each token, with twenty alternatives."""
 
-    def __init__(self, family: str, folder: Path, *, opened: Model | None = None) -> None:
+    def __init__(self, family: str, folder: Path, *, opened: Model | None = None, step_s: float = 10.0) -> None:
+        """`step_s`: by default, a prompt is computed in one chunk."""
         self.details = defaultdict[str, list[Logprobs]](list)
-        super().__init__(family, folder, opened=opened, step_s=10.0)  # a prompt is computed in one chunk
+        super().__init__(family, folder, opened=opened, step_s=step_s)
 
-    def step(self) -> StepReport:
-        report = super().step()
-        for outcome in report.outcomes:
-            if isinstance(outcome, Sampled) and outcome.logprobs:
-                self.details[outcome.id].append(outcome.logprobs)
-        return report
+    def receive(self, outcome: Outcome) -> None:
+        super().receive(outcome)
+        if isinstance(outcome, Sampled) and outcome.logprobs:
+            self.details[outcome.id].append(outcome.logprobs)
 
     def start(self, id: str, tokens: tuple[int, ...], *, max_tokens: int = ANSWER, namespace: str = "") -> None:
         boundaries = (BOUNDARY,)
@@ -154,6 +152,83 @@ def test_a_prefix_from_disk_yields_the_tokens_of_a_miss_and_the_bits_of_a_hit_in
     assert from_disk == from_memory
 
 
+def preempted(run: Chat, id: str, tokens: int, *, on_disk: bool = True) -> int:
+    """Preempt a row after `tokens` tokens of its answer. Returns the number of tokens that it has got. `on_disk`: memory
+    is short, so that its cache is given up; else it is kept."""
+    run.until(lambda: len(run.generated[id]) >= tokens)
+    run.preempt(id)
+    assert id not in run.ended
+    if on_disk:
+        run.spill()
+        run.evict()
+    return len(run.generated[id])
+
+
+def with_long_answer(family: str) -> tuple[int, ...]:
+    """Return a prompt that the model does not answer with an end of the sequence."""
+    prompts = (prompt(len(DOCUMENT), seed) for seed in range(9, 99))
+    return next(tokens for tokens in prompts if len(lonely(family, tokens, LONG_ANSWER)) == LONG_ANSWER)
+
+
+@ALL
+def test_a_preempted_row_continues_from_the_disk_with_the_bits_of_its_cache(tmp_path: Path, family: str) -> None:
+    runs = [Chat(family, tmp_path / name) for name in ("memory", "disk")]
+    tokens = with_long_answer(family)
+    for run in runs:
+        run.start("row", tokens, max_tokens=LONG_ANSWER)
+        delivered = preempted(run, "row", 4, on_disk=run is runs[1])
+        run.readmit()
+        run.finish()
+        run.close()
+    kept, loaded = (told(run, "row") for run in runs)
+    assert loaded.tokens == lonely(family, tokens, LONG_ANSWER)
+    assert loaded.cached == len(tokens) + delivered - 1  # all that was computed
+    assert loaded.logprobs == kept.logprobs
+
+
+@ALL
+def test_a_row_preempted_in_its_prompt_continues_from_the_disk(tmp_path: Path, family: str) -> None:
+    run = Chat(family, tmp_path, step_s=0.0)  # in several chunks
+    run.start("row", DOCUMENT)
+    run.until(lambda: sum(run.engine._prefills.lengths) > 2 * BOUNDARY)
+    (computed,) = run.engine._prefills.lengths
+    run.preempt("row")
+    run.evict()
+    run.readmit()
+    run.finish()
+    run.close()
+    assert told(run, "row").tokens == lonely(family, DOCUMENT)
+    assert run.cached["row"] == computed < len(DOCUMENT) - 1
+
+
+@SOME
+def test_no_other_tenant_finds_the_text_of_a_preempted_row(tmp_path: Path, family: str) -> None:
+    run = Chat(family, tmp_path)
+    run.start("row", DOCUMENT, max_tokens=LONG_ANSWER, namespace="a")
+    delivered = preempted(run, "row", 4)
+    run.start("other", DOCUMENT, namespace="b")
+    run.until(lambda: "other" in run.ended)
+    run.readmit()
+    run.finish()
+    run.close()
+    assert run.cached["other"] == 0
+    assert run.cached["row"] == len(DOCUMENT) + delivered - 1
+
+
+@SOME
+def test_a_preempted_row_with_dropped_tokens_is_not_taken_for_a_whole_one(tmp_path: Path, family: str) -> None:
+    run = Chat(family, tmp_path, opened=replace(drafted(family)))
+    tokens = prompt(200, 1)
+    run.add("thin", tokens, max_tokens=LONG_ANSWER, specprefill=WISH)
+    preempted(run, "thin", 4)
+    talk = *tokens, *run.generated["thin"]
+    run.start("whole", talk)
+    run.finish()
+    run.close()
+    assert run.cached["whole"] <= run.kept_ranges["thin"][0][1]
+    assert told(run, "whole").tokens == lonely(family, talk)
+
+
 @ALL
 def test_a_row_with_a_prefix_from_disk_is_right_beside_one_with_dropped_tokens(tmp_path: Path, family: str) -> None:
     opened = replace(drafted(family))
@@ -209,3 +284,20 @@ def test_a_prefix_with_an_image_is_loaded_and_another_image_is_not_taken_for_it(
     again.close()
     assert again.cached["other"] <= 40
     assert again.cached["turn"] >= len(shown.tokens) - 1
+
+
+@pytest.mark.parametrize("family", [*CONFIGS])
+def test_a_preempted_row_with_images_continues_from_the_disk_without_encoding_them_again(
+    tmp_path: Path, family: str
+) -> None:
+    given = cases.prompt(family, 40, (1, 24, 16), 30)
+    run = Chat(family, tmp_path, opened=cases.model(family))
+    run.submit(cases.image_request(family, "row", given, LONG_ANSWER, lane="batch"))
+    delivered = preempted(run, "row", 4)
+    encoded = run.encoded["row"]
+    run.readmit()
+    run.finish()
+    run.close()
+    assert run.generated["row"] == cases.alone(family, given, LONG_ANSWER)
+    assert run.cached["row"] == len(given.tokens) + delivered - 1
+    assert run.encoded["row"] == encoded > 0

@@ -57,6 +57,11 @@ class DiskTier:
         return self._store.pending_bytes
 
     @property
+    def room_bytes(self) -> int:
+        """Bytes that can be handed over now to be written."""
+        return self._store.room_bytes
+
+    @property
     def bytes_per_s(self) -> float:
         """Measured speed of reading."""
         return self._store.read_bytes_s

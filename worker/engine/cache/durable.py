@@ -1,17 +1,20 @@
 """What a prefix cache with a disk tier hands over to it, and takes back."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
 
 from worker.engine.cache.disk import DiskTier
-from worker.engine.cache.segments import KVSegment, StateSnapshot
+from worker.engine.cache.segments import KVSegment, StateSnapshot, copy_segment, snapshot_state, token_bytes
+from worker.engine.cache.slots import materialize
 from worker.engine.isolation import isolate
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reading
 from worker.prefix_store.writer import WriteReport
 from worker.schedule.cache.disk import NotStored, writes_early
-from worker.schedule.cache.prefix import Evicted, Found, Node, PrefixTree
+from worker.schedule.cache.prefix import MAX_SEGMENT_TOKENS, Evicted, Found, Node, PrefixTree
 
 Tree = PrefixTree[KVSegment, StateSnapshot]
 
@@ -101,6 +104,39 @@ class DurablePrefixes:
         for node in found.nodes:
             if node.end <= found.length and writes_early(node.uses) and node.segment:
                 self._write_node(node)
+
+    def spill_row(self, namespace: str, tokens: tuple[int, ...], cache: Sequence[Any], limit_of: LoadLimit) -> None:
+        """Let the cache of one row with these tokens be written as far as the disk lacks it, if loading that is
+        worthwhile: nodes that hold its first tokens, then copies of the rest. What cannot wait is lost; all of it if
+        the rest is useless without the state at its end."""
+        chain = self._tier.find(namespace, tokens, held=(), longer_than=0)
+        stored = len(chain.tokens) if chain else 0
+        nodes = self._nodes_after(stored, namespace, tokens)
+        start = nodes[-1].end if nodes else stored
+        ends = [*range(start + MAX_SEGMENT_TOKENS, len(tokens), MAX_SEGMENT_TOKENS), len(tokens)]
+        state = snapshot_state(cache, 0)
+        sizes = [node.nbytes for node in nodes]
+        sizes += [(end - begin) * token_bytes(cache) for begin, end in pairwise([start, *ends])]
+        sizes[-1] += state.nbytes
+        load = LoadSize(len(tokens) - stored, stored, tuple(sizes), self._tier.bytes_per_s, 0)
+        if limit_of(load) is None or (state.layers and sum(sizes) > self._tier.room_bytes):
+            return
+        materialize(state.layers)
+        if not all(map(self._write_node, nodes)):
+            return
+        for begin, end in pairwise([start, *ends]):
+            segment = copy_segment(cache, 0, begin, end)
+            at_end = state if state.layers and end == len(tokens) else None
+            if not self._write(namespace, tokens[:end], end - begin, segment, at_end):
+                return
+
+    def _nodes_after(self, stored: int, namespace: str, tokens: tuple[int, ...]) -> list[Node[KVSegment, StateSnapshot]]:
+        """Return the nodes that hold the tokens after the first `stored` ones, which are on disk, but not the last
+        token. All nodes if one of them begins where no file ends."""
+        path, matched = self._tree.walk(namespace, tokens)
+        path = [node for node in path if node.end <= matched and node.end < len(tokens)]
+        nodes = [node for node in path if node.end > stored]
+        return path if nodes and nodes[0].end - len(nodes[0].tokens) < stored else nodes
 
     def store(self, namespace: str, tokens: tuple[int, ...], attempt: Storing) -> Storing:
         """Let what the tree holds along these tokens be written and pinned, as far as it can wait to be written now.

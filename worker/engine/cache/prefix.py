@@ -171,6 +171,15 @@ class PrefixCache:
             spacing=CLOSE_TOKENS if self.stateful else 1,
         )
 
+    def spill_row(self, namespace: str, tokens: tuple[int, ...], cache: Sequence[Any], limit_of: LoadLimit) -> None:
+        """Let the cache of one row that is given up be written to disk, if there is a disk tier, and if loading it is
+        expected to be faster than computing it. The row must have computed exactly these tokens, at consecutive
+        positions. Blocks while tokens that no prefix holds are copied. A failure is logged. `limit_of`: see
+        `LoadLimit`."""
+        if self._durable:
+            with isolate(f"writing the cache of a row of {len(tokens)} tokens to disk"):
+                self._durable.spill_row(namespace, tokens, cache, limit_of)
+
     def close(self) -> None:
         """Write all prefixes to disk, if there is a disk tier, as far as time allows. Blocks. The cache must not be
         used afterwards."""

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
 from worker.engine.cache.disk import DiskTier
+from worker.engine.cache.durable import LoadLimit
 from worker.engine.cache.prefix import PrefixCache
 from worker.engine.model.load import Model
 from worker.engine.prefill.scoring import Draft
@@ -64,6 +66,12 @@ class EngineCaches:
         if self.prefix and row.request.lane == "interactive" and not row.num_dropped:
             for cache, index in cache_of(row):
                 self.prefix.insert(row.request.namespace, row.cache_key(*ending), cache, index)
+
+    def spill(self, preempted: PreemptedRow, limit_of: LoadLimit) -> None:
+        """Let the cache of a preempted row be written to disk: see `PrefixCache.spill_row`."""
+        row = preempted.row
+        if self.prefix and not row.num_dropped:
+            self.prefix.spill_row(row.request.namespace, row.cache_key(), preempted.snapshot.row, limit_of)
 
     def close(self) -> None:
         """Write the prefixes to disk, if there is a disk tier. Blocks."""

@@ -1,13 +1,14 @@
 """The queue of prompts being prefilled: which of them advance in a step, and by how many tokens."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from statistics import mean
 from typing import Protocol, cast
 
 import mlx.nn as nn
 
+from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
 from worker.engine.cache.durable import LoadSize
 from worker.engine.isolation import isolate
@@ -156,6 +157,16 @@ class PrefillQueue:
     def remove(self, id: str) -> None:
         """Drop a prompt and what it has computed. An unknown id is ignored."""
         self._tasks.pop(id, None)
+
+    def spill(self, id: str) -> None:
+        """Let what a prompt has computed be written to disk: see `PrefixCache.spill_row`. An unknown id is ignored."""
+        if id in self._tasks:
+            self._tasks[id].spill(self._load_limit_s)
+
+    def spill_rows(self, dropped: Iterable[PreemptedRow]) -> None:
+        """Let the caches of rows that were decoding be written to disk: see `PrefixCache.spill_row`."""
+        for preempted in dropped:
+            self._caches.spill(preempted, self._load_limit_s)
 
     def pop_computed(self, id: str) -> PromptTask | None:
         """Remove and return the prompt if nothing is left to compute; else return None."""

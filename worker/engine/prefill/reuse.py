@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from worker.engine.cache.durable import LoadLimit
 from worker.engine.cache.prefix import PrefixCache
 from worker.schedule.cache.prefix import MAX_SEGMENT_TOKENS
 from worker.schedule.request import GenerationRequest
@@ -59,6 +60,11 @@ class PrefixReuse:
         if self._cache and self._inserts and self._is_due(self._cache, done):
             self._cache.insert(self._namespace, self._key[:done], cache)
             self._inserted = done
+
+    def spill(self, done: int, cache: list[Any], limit_of: LoadLimit) -> None:
+        """Let the first `done` tokens, which `cache` holds, be written to disk: see `PrefixCache.spill_row`."""
+        if self._cache and self._inserts and 0 < done <= len(self._key):
+            self._cache.spill_row(self._namespace, self._key[:done], cache, limit_of)
 
     def _is_due(self, cache: PrefixCache, done: int) -> bool:
         if cache.stateful:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.row import Row
+from worker.engine.cache.durable import LoadLimit
 from worker.engine.cache.pack import Pack
 from worker.engine.cache.prefix import PrefixCache
 from worker.engine.isolation import isolate
@@ -240,6 +241,10 @@ class PromptTask:
             return (stage.report,)
         outcomes, self._outcomes = self._outcomes, []
         return (*outcomes, stage.report)
+
+    def spill(self, limit_of: LoadLimit) -> None:
+        """Let what is computed before the first dropped token be written to disk: see `PrefixCache.spill_row`."""
+        self._reuse.spill(self._spans.length, self._spans.cache, limit_of)
 
     @property
     def is_computed(self) -> bool:
