@@ -199,8 +199,8 @@ class Run:
         return self.engine._admission._held_bytes()
 
     def preempt(self, id: str) -> None:
-        """Preempt a row without need. It is readmitted after `readmit`, or when another row ends. It may end instead, by
-        the token that it has drawn."""
+        """Preempt a row without need. It is readmitted after `readmit`, or when another row ends. If the token that it
+        has drawn is its last, it ends instead."""
         with mx.stream(generation_stream):
             for outcome in self.engine._preempt(id):
                 self.receive(outcome)

@@ -153,8 +153,8 @@ def test_a_prefix_from_disk_yields_the_tokens_of_a_miss_and_the_bits_of_a_hit_in
 
 
 def preempted(run: Chat, id: str, tokens: int, *, on_disk: bool = True) -> int:
-    """Preempt a row after `tokens` tokens of its answer. Returns the number of tokens that it has got. `on_disk`: memory
-    is short, so that its cache is given up; else it is kept."""
+    """Preempt a row after `tokens` tokens of its answer. Returns the number of tokens that it has got. `on_disk`: its
+    cache is given up, as if memory were short; else it is kept."""
     run.until(lambda: len(run.generated[id]) >= tokens)
     run.preempt(id)
     assert id not in run.ended

@@ -109,7 +109,7 @@ class DurablePrefixes:
         """Let the cache of one row with these tokens be written as far as the disk lacks it, if loading that is
         worthwhile: nodes that hold its first tokens, then copies of the rest. What cannot wait is lost; all of it if
         the rest is useless without the state at its end."""
-        chain = self._tier.find(namespace, tokens, held=(), longer_than=0)
+        chain = self.find_whole(namespace, tokens, 0)
         stored = len(chain.tokens) if chain else 0
         nodes = self._nodes_after(stored, namespace, tokens)
         start = nodes[-1].end if nodes else stored
@@ -130,7 +130,9 @@ class DurablePrefixes:
             if not self._write(namespace, tokens[:end], end - begin, segment, at_end):
                 return
 
-    def _nodes_after(self, stored: int, namespace: str, tokens: tuple[int, ...]) -> list[Node[KVSegment, StateSnapshot]]:
+    def _nodes_after(
+        self, stored: int, namespace: str, tokens: tuple[int, ...]
+    ) -> list[Node[KVSegment, StateSnapshot]]:
         """Return the nodes that hold the tokens after the first `stored` ones, which are on disk, but not the last
         token. All nodes if one of them begins where no file ends."""
         path, matched = self._tree.walk(namespace, tokens)
@@ -232,6 +234,10 @@ class DurablePrefixes:
         held = [node.end for node in path if node.end <= end]
         return self._tier.find(namespace, tokens, held=held, longer_than=matched)
 
+    def find_whole(self, namespace: str, tokens: tuple[int, ...], matched: int) -> Chain | None:
+        """Return the files that hold the first tokens, more than `matched`, without any help of memory."""
+        return self._tier.find(namespace, tokens, held=(), longer_than=matched)
+
     def size_of(self, chain: Chain, matched: int) -> LoadSize:
         """Return the size of the load of these files, of which memory holds the first `matched` tokens."""
         tokens = len(chain.tokens) - matched
@@ -250,6 +256,10 @@ class DurablePrefixes:
             self._readings.append(weakref.ref(reading))
         return reading
 
+    def read_apart(self, chain: Chain) -> Reading:
+        """Start to read files as `read` does, but not for the tree: their bytes are the caller's to count."""
+        return self._tier.read(chain)
+
     def give_up(self, reading: Reading, waited_s: float) -> None:
         """Record that a reading took too long: until the reader has ended it, no prefix is found."""
         self._tier.give_up(reading, waited_s)
@@ -264,9 +274,13 @@ class DurablePrefixes:
             self._forget_load(reading)
 
     def restored(self, reading: Reading) -> "list[Restored]":
-        """Return what was read, file by file, which is the caller's to insert. Raises ValueError if it is not of this
-        network."""
+        """Return what was read for the tree, file by file, which is the caller's to insert. Raises ValueError if it is
+        not of this network."""
         self._forget_load(reading)
+        return self.restored_apart(reading)
+
+    def restored_apart(self, reading: Reading) -> "list[Restored]":
+        """Return what was read with `read_apart`, file by file. Raises ValueError if it is not of this network."""
         names = (place.header.name for place in reading.places)
         pairs = zip(names, map(self._tier.restore, reading.places), strict=True)
         return [Restored(name.start, name.end, segment, snapshot) for name, (segment, snapshot) in pairs]

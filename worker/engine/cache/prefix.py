@@ -41,6 +41,7 @@ class StartedLoad:
 
     reading: Reading
     limit_s: float  # after which the prompt is computed instead
+    for_row: bool = False  # into the memory of the prompt's row: see `PrefixCache.read_for_row`
 
 
 class PrefixCache:
@@ -101,9 +102,8 @@ class PrefixCache:
             self._durable.write_early(found)
         segments = [node.segment for node in found.nodes if node.segment]
         state, surplus = (found.holder.snapshot, found.holder.end - found.length) if found.holder else (None, 0)
-        capacity = -(-len(tokens) // BUFFER_TOKENS) * BUFFER_TOKENS
         states = state.before(surplus) if state else iter(())
-        cache = restore_cache(cache, segments, states, found.length, capacity=capacity)
+        cache = restore_cache(cache, segments, states, found.length, capacity=_capacity(len(tokens)))
         slots.materialize(cache)
         return cache, found.length
 
@@ -203,6 +203,37 @@ class PrefixCache:
         self._shrink(self._room)
         return StartedLoad(reading, limit_s)
 
+    def read_for_row(
+        self, namespace: str, tokens: tuple[int, ...], limit_of: LoadLimit, row_bytes: int
+    ) -> StartedLoad | None:
+        """Start to read the longest prefix on disk into memory that is reserved for its row, and that the row does not
+        use yet, if that is worthwhile: for a prefix that does not fit into the cache. `row_bytes`: the most bytes to
+        read. `restore_row` then takes the result."""
+        matched = self.match_length(namespace, tokens)
+        if self._durable is None or (chain := self._durable.find_whole(namespace, tokens, matched)) is None:
+            return None
+        limit_s = limit_of(self._durable.size_of(chain, matched))
+        if limit_s is None or chain.nbytes > row_bytes:
+            return None
+        return StartedLoad(self._durable.read_apart(chain), limit_s, for_row=True)
+
+    def restore_row(self, reading: Reading, tokens: int) -> tuple[list[Any], int]:
+        """Return a new cache of one row with what was read for it, and room for `tokens` tokens, and the prefix's
+        length; 0 if nothing was read, or after a failure, which is logged. The caller owns the cache. Blocks until it
+        is computed."""
+        cache, length = make_prompt_cache(self._network), 0
+        with isolate(f"loading a row of {len(reading.chain.tokens)} tokens from disk"):
+            parts = self._durable.restored_apart(reading) if self._durable else []
+            while parts and self.stateful and not parts[-1].snapshot:  # a later file was bad
+                parts.pop()
+            if parts:
+                states = parts[-1].snapshot.before(0) if parts[-1].snapshot else iter(())
+                end = parts[-1].end
+                loaded = restore_cache(cache, [part.segment for part in parts], states, end, capacity=_capacity(tokens))
+                slots.materialize(loaded)
+                cache, length = loaded, end
+        return cache, length
+
     def _touch_all(self, namespace: str, tokens: tuple[int, ...]) -> None:
         """Mark all nodes along these tokens as most recently used, also those without a state."""
         path, matched = self._tree.walk(namespace, tokens)
@@ -241,3 +272,8 @@ class PrefixCache:
             self._tree.discard(first)
         if self._durable:
             self._durable.forget(namespace, tokens)
+
+
+def _capacity(tokens: int) -> int:
+    """Return the tokens that the buffers of a row have room for."""
+    return -(-tokens // BUFFER_TOKENS) * BUFFER_TOKENS

@@ -6,24 +6,29 @@ from worker.engine.cache.durable import LoadLimit
 from worker.engine.cache.prefix import PrefixCache, StartedLoad
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.schedule.outcomes import Loaded
+from worker.schedule.request import GenerationRequest
 
 
 class Load(Stage):
     """Waits for another thread to read the prefix, and inserts it into the prefix cache, from which the prompt is then
-    loaded like any other. Not needed if the disk holds no more than memory, or if computing is expected to be
-    faster. Given up if it takes longer than that."""
+    loaded like any other. If it does not fit there, it is loaded into the row's own cache. Not needed if the disk holds
+    no more than memory, or if computing is expected to be faster. Given up if it takes longer than that."""
 
     phase: Phase = Loaded.phase
     before_prefix = True
     takes_chunk = False
 
-    def __init__(self, id: str, namespace: str, key: tuple[int, ...], prefix: PrefixCache, limit_of: LoadLimit) -> None:
-        """`id`: of the request. `key`: cache key of the tokens that may be loaded."""
-        self._id = id
-        self._namespace = namespace
-        self._key = key
+    def __init__(
+        self, request: GenerationRequest, tokens: int, prefix: PrefixCache, limit_of: LoadLimit, row_bytes: int
+    ) -> None:
+        """`tokens`: number of first tokens that may be loaded. `row_bytes`: bytes that are reserved for the row's
+        cache."""
+        self._id = request.id
+        self._namespace = request.namespace
+        self._key = request.cache_key(request.tokens[:tokens])
         self._prefix = prefix
         self._limit_of = limit_of
+        self._row_bytes = row_bytes
         self._decided = False
         self._reported = False
         self._load: StartedLoad | None = None
@@ -70,7 +75,9 @@ class Load(Stage):
         self._decided = True
         self._start = min(start, len(self._key))
         self._began_s = time.monotonic()
-        self._load = self._prefix.read_from_disk(self._namespace, self._key, self._limit_of)
+        self._load = self._prefix.read_from_disk(
+            self._namespace, self._key, self._limit_of
+        ) or self._prefix.read_for_row(self._namespace, self._key, self._limit_of, self._row_bytes)
 
     def advance(self, tokens: int) -> Progress | Ended:
         """Insert what was read into the prefix cache, or give up. Blocks while the memory of a part is copied, if the
@@ -87,7 +94,9 @@ class Load(Stage):
         return Ended(0)
 
     def _insert(self, load: StartedLoad) -> Ended:
-        gained = max(0, self._prefix.insert_from_disk(load.reading) - self._start)
+        loaded = self._prefix.restore_row(load.reading, len(self._key)) if load.for_row else None
+        length = loaded[1] if loaded else self._prefix.insert_from_disk(load.reading)
+        gained = max(0, length - self._start)
         self._start += gained
         self._load = None
-        return Ended(gained)
+        return Ended(gained, loaded=loaded if gained else None)

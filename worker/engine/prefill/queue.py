@@ -120,8 +120,8 @@ class PrefillQueue:
             first.append(EncodeImages(row.id, inputs, vision.family.encode))
         spans = ComputeSpans(self._network, row.request, inputs, head=self._head)
         if (prefix := self._caches.prefix) and prefix.on_disk:
-            key = row.request.cache_key(row.request.tokens[: spans.num_dense])
-            first.insert(0, Load(row.id, row.request.namespace, key, prefix, self._load_limit_s))
+            row_bytes = self._model.costs.row_bytes(row.end)
+            first.insert(0, Load(row.request, spans.num_dense, prefix, self._load_limit_s, row_bytes))
         if self._caches.draft:
             first += self._score_stages(row.request, self._caches.draft, window_of(spans.cache))
         self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added_s=time.monotonic())

@@ -55,6 +55,10 @@ class PrefixReuse:
                 return cache, length
         return None
 
+    def skip(self, done: int) -> None:
+        """Record that the first `done` tokens were loaded otherwise: they are not inserted on their own."""
+        self._inserted = done
+
     def insert_if_due(self, done: int, cache: list[Any]) -> None:
         """Insert the first `done` tokens, which `cache` holds, at checkpoints or every `MAX_SEGMENT_TOKENS`. Blocks."""
         if self._cache and self._inserts and self._is_due(self._cache, done):

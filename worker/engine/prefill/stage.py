@@ -1,7 +1,7 @@
 """The interface of a stage of a prompt: images are encoded, tokens are scored, and spans of tokens are computed."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from worker.schedule.memory import NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import Outcome, SpecPrefillApplied, SpecPrefillSkipped
@@ -18,10 +18,12 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """Result of an advance that ended the stage. `tokens`: number of tokens computed. `choice`: the tokens of the
-    prompt that the later stages compute, if this stage has chosen them."""
+    prompt that the later stages compute, if this stage has chosen them. `loaded`: a cache of the row, and the number of
+    first tokens in it, if this stage has loaded them."""
 
     tokens: int
     choice: SpecPrefillApplied | SpecPrefillSkipped | None = None
+    loaded: tuple[list[Any], int] | None = None
 
 
 class Stage(Protocol):

@@ -206,7 +206,11 @@ class PromptTask:
         return Progress(spans.length - start) if spans.remaining else Ended(spans.length - start)
 
     def _conclude(self, result: Progress | Ended | None) -> None:
-        """Apply the choice of tokens to compute, if the result has one."""
+        """Apply the choice of tokens to compute, if the result has one, and continue from the cache that it has
+        loaded."""
+        if isinstance(result, Ended) and result.loaded:
+            self._spans.load(*result.loaded)
+            self._reuse.skip(self._spans.length)
         if isinstance(result, Ended) and result.choice:
             self._choose(result.choice)
 
@@ -235,12 +239,13 @@ class PromptTask:
             self._refresh_stages()  # images that were cached with the prefix may have to be encoded now
 
     def _pop_outcomes(self, advanced: Stage) -> tuple[Outcome, ...]:
-        """Return the choice of tokens, if any, and the progress."""
+        """Return the choice of tokens, if any, and the progress; also that of the last stage once all is loaded."""
         stage = advanced if advanced in self._first else self._spans
-        if stage.before_prefix:
-            return (stage.report,)
+        first = (stage.report,) if stage.before_prefix else ()
+        if first and not self.is_computed:
+            return first
         outcomes, self._outcomes = self._outcomes, []
-        return (*outcomes, stage.report)
+        return (*first, *outcomes, self._spans.report if first else stage.report)
 
     def spill(self, limit_of: LoadLimit) -> None:
         """Let what is computed before the first dropped token be written to disk: see `PrefixCache.spill_row`."""
