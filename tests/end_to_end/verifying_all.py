@@ -1,12 +1,14 @@
-"""`python -m worker` that verifies every draft: it takes any forward to cost next to nothing."""
+"""`python -m worker` that verifies every draft: it takes forwards and drafts to cost next to nothing."""
 
 from worker.__main__ import main
+from worker.schedule.speculation.drafting import DraftingCosts
 from worker.schedule.speculation.width import ForwardCosts
 
 
 def run_worker() -> None:
     ForwardCosts.measured = True  # type: ignore[assignment, method-assign]
     ForwardCosts.seconds = lambda self, rows, width: 1e-6  # type: ignore[method-assign]
+    DraftingCosts.plain_steps = lambda self, rows, depth: 0.0  # type: ignore[method-assign]
     main()
 
 

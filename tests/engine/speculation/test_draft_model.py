@@ -48,6 +48,34 @@ def test_a_row_with_many_new_tokens_is_drafted_again_after_it_has_caught_up() ->
     assert draft.draft(rows, DEPTH) == {id: expected("qwen3_5", tokens) for id, tokens in rows.items()}
 
 
+def test_one_row_at_a_time_is_outside_the_batch() -> None:
+    draft, texts = DraftRows(draft_of("qwen3_5")), {name: prompt(800, seed) for seed, name in enumerate("ab", 1)}
+    for step in range(6):
+        rows = {name: text[: 700 + step] for name, text in texts.items()}
+        drafts = draft.draft(rows, DEPTH)
+        assert len(draft._behind) == (step < 5)
+    assert drafts == {name: expected("qwen3_5", tokens) for name, tokens in rows.items()}
+
+
+def test_rows_without_a_new_token_are_not_drafted_again() -> None:
+    draft, rows = DraftRows(draft_of("qwen3")), {"a": prompt(9, 1)}
+    assert draft.draft(rows, DEPTH) != {}
+    assert draft.draft(rows, DEPTH) == {}
+    rows = {"a": (*rows["a"], 4)}
+    assert draft.draft(rows, DEPTH) == {"a": expected("qwen3", rows["a"])}
+
+
+def test_a_row_that_waits_for_another_to_catch_up_goes_on_by_some_tokens() -> None:
+    draft, long, short = DraftRows(draft_of("qwen3_5")), prompt(900, 1), prompt(80, 2)
+    draft.draft({"a": short[:9]}, DEPTH)
+    assert draft.draft({"b": long[:700], "a": short[:40]}, DEPTH) == {}
+    for step in range(1, 6):
+        rows = {"b": long[: 700 + step], "a": short[: 40 + step]}
+        drafts = draft.draft(rows, DEPTH)
+        assert drafts == {id: expected("qwen3_5", rows[id]) for id in drafts}
+    assert drafts.keys() == rows.keys()
+
+
 def test_a_long_prompt_is_computed_in_several_steps() -> None:
     draft, text = DraftRows(draft_of("qwen3")), prompt(3 * _CATCH_UP, 1)
     steps = 0
@@ -91,10 +119,13 @@ def test_a_row_is_offered_its_draft_once_its_next_input_is_known() -> None:
 
 def test_chances_follow_what_was_right_and_a_batch_that_is_gone_holds_nothing() -> None:
     proposer, row, batch = DraftModelProposer(draft_of("qwen3"), DEPTH), Answering("a", prompt(9, 1), [7]), Batch()
-    before = proposer.foresee(row).chances[0]
+    before = proposer.foresee(row)
     for _ in range(10):
         proposer.kept(row, DEPTH, 0)
-    assert proposer.foresee(row).chances[0] < before
+    after = proposer.foresee(row)
+    assert before is not None
+    assert after is not None
+    assert after.chances[0] < before.chances[0]
     proposer.prepare(batch, [row])
     assert proposer.nbytes > 0
     del batch

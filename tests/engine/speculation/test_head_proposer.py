@@ -8,6 +8,7 @@ import pytest
 from tests.engine.speculation.test_head_drafts import DEPTH, Sequence, head_of, reference_of, sequence
 from worker.engine.speculation.head_proposer import MTP, FedTokens, HeadInput, HeadProposer
 from worker.schedule.request import GenerationRequest
+from worker.schedule.speculation.offer import Offer
 
 NAME = "qwen3_5"
 END = 70
@@ -117,16 +118,34 @@ def test_a_row_without_a_forward_in_its_batch_is_offered_nothing() -> None:
     assert offered(proposer, rows) == [None]
 
 
+def foreseen(proposer: HeadProposer, own: Answering) -> Offer:
+    offer = proposer.foresee(own)
+    assert offer is not None
+    return offer
+
+
+def test_a_row_that_leaves_its_batch_holds_no_slot_there() -> None:
+    proposer, batch = HeadProposer(head_of(NAME), DEPTH), Batch()
+    rows = joined(proposer, row("a", 1, 9), row("b", 2, 4))
+    fed = forward(rows, [1, 3])
+    proposer.prepare(batch, inputs(rows), fed)
+    assert proposer.nbytes_of(batch) == proposer.nbytes > 0
+    proposer.leave("a")
+    proposer.leave("b")
+    assert proposer.nbytes_of(batch) == 0
+    assert offered(proposer, rows[:1]) == [rows[0].sequence.expected()], "it is offered its last draft all the same"
+
+
 def test_chances_are_learned_by_depth() -> None:
     proposer, own = HeadProposer(head_of(NAME), DEPTH), row("a", 1, 9)
-    before = proposer.foresee(own).chances
+    before = foreseen(proposer, own).chances
     for _ in range(20):
         proposer.kept(own, 3, 1)
-    first, second, third = proposer.foresee(own).chances
+    first, second, third = foreseen(proposer, own).chances
     assert first > before[0]
     assert second < before[1]
     assert third == before[2], "a token after a wrong one is not compared"
-    assert proposer.foresee(own).kind == MTP
+    assert foreseen(proposer, own).kind == MTP
 
 
 def test_a_forgotten_row_is_offered_nothing_and_a_batch_that_is_gone_holds_nothing() -> None:
@@ -141,10 +160,11 @@ def test_a_forgotten_row_is_offered_nothing_and_a_batch_that_is_gone_holds_nothi
     assert proposer.nbytes == 0
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_draft_is_as_deep_as_it_was_asked_for(depth: int) -> None:
-    proposer, rows = HeadProposer(head_of(NAME), depth), [row("a", 1, 9)]
+@pytest.mark.parametrize(("most", "depth"), [(1, None), (DEPTH, 1), (DEPTH, 2), (2, DEPTH)])
+def test_a_draft_is_as_deep_as_it_was_asked_for(most: int, depth: int | None) -> None:
+    proposer, rows = HeadProposer(head_of(NAME), most), [row("a", 1, 9)]
     joined(proposer, *rows)
     fed = forward(rows, [2])
-    proposer.prepare(Batch(), inputs(rows), fed)
+    assert proposer.prepare(Batch(), inputs(rows), fed, depth)
+    depth = min(depth or most, most)
     assert offered(proposer, rows) == [rows[0].sequence.expected()[:depth]]

@@ -80,8 +80,8 @@ class Groups:
 
     @property
     def buffers(self) -> list[int]:
-        """Allocated bytes of the caches, by group."""
-        return [group.nbytes for group in self._groups]
+        """Allocated bytes of the caches, by group, those of networks that draft included."""
+        return [group.nbytes + self.verifications.nbytes_of(group) for group in self._groups]
 
     def step(self, gap: GapLimit | None = None) -> tuple[list[StepToken], list[Row]]:
         """Launch the next decode step of all groups, return the tokens of the last one that are not known yet, and the
@@ -251,6 +251,7 @@ class Groups:
         self._stopwatch.invalidate()
         with self._in_transit(row):
             preempted = self._group_of(row).preempt(row)
+            self.verifications.leave(row)
         self._drop_empty()
         return preempted
 
@@ -292,6 +293,7 @@ class Groups:
             for row in members:
                 if row not in destination.rows:
                     with self._in_transit(row):
+                        self.verifications.leave(row)
                         destination.restore(self._group_of(row).preempt(row))
                     self._track(destination)
         self._drop_empty()

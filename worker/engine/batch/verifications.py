@@ -65,15 +65,18 @@ class Verifications:
         is worthwhile after these inputs, or if a plain step is needed: see `DecodeBatch.verify`. Blocks. `alone`: the
         device does nothing else meanwhile, so the time counts."""
         began = time.perf_counter()
-        self._speculator.prepare(group, inputs, group.fed)
-        drafts = self._speculator.drafts(inputs, self._more_s)
+        drafted = self._speculator.prepare(group, inputs, group.fed, self._more_s)
+        prepared = time.perf_counter()
+        if drafted and alone:
+            self._speculator.observe_drafting(drafted, prepared - began)
+        drafts = self._speculator.drafts(inputs, self._more_s - (prepared - began))
         if not any(drafts):
             return None
         step = group.verify(inputs, drafts, self._speculator.recurrence)
         if step is None:
             return None
         self.drafts += self._speculator.observe_verified(inputs, drafts, step.right)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - prepared
         width = 1 + max(len(draft) for draft in drafts if draft)
         self.tokens = max(self.tokens, len(inputs) * width)
         if alone:
@@ -89,6 +92,14 @@ class Verifications:
         self._backoffs.pop(group, None)
         for each in rows:
             self._speculator.add_prompt(each.row.id, each.entries)
+
+    def nbytes_of(self, group: DecodeBatch) -> int:
+        """Return the bytes that networks which draft hold for the rows of a group."""
+        return self._speculator.nbytes_of(group)
+
+    def leave(self, row: Row) -> None:
+        """Free what is held for the row's place in its group."""
+        self._speculator.leave(row)
 
     def forget(self, row: Row) -> None:
         """Free what is held for the drafts of a row."""

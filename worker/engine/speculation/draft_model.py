@@ -1,8 +1,8 @@
 """Offers drafts of a small model with the vocabulary of the served one, computed for all rows of a batch at once."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, overload
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -13,8 +13,9 @@ from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrence import Recurrence
 from worker.engine.cache.slot_arrays import SlotArraysCache
 from worker.engine.cache.verification import verification
+from worker.engine.speculation.network_proposer import NetworkProposer
 from worker.engine.upstream.mlx_lm import make_prompt_cache
-from worker.schedule.speculation.chances import Kind, RowChances, SharedChances
+from worker.schedule.memory import UNLIMITED_TOKENS
 from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 
 DRAFT = "draft"
@@ -22,6 +23,10 @@ DEPTH = 4  # tokens of a draft
 _WIDEST = 1 + MAX_DRAFT  # tokens of a row in one forward of the batch
 _CATCH_UP = 256  # tokens outside the batch that one step computes, so that a long prompt delays no step
 _PRIOR = 0.7
+# Tokens of a prompt that are read for each token of the answer that is still to come: a draft model reads a token in a
+# small part of the time of a decode step.
+_READ_PER_TOKEN = 8
+_LIKELY_ANSWER = 256  # tokens: `max_tokens` is often far more than an answer has
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,72 +55,93 @@ class _CatchingUp:
 
 
 class DraftRows:
-    """The draft's caches of the rows of one batch. For the engine's thread."""
+    """The draft's caches of the rows of one batch. For the engine's thread.
+
+    At most one row at a time is outside the batch, so that no more memory than that of a further row is needed."""
 
     def __init__(self, draft: DraftNetwork) -> None:
         self._draft = draft
         self._cache: list[Any] = []
         self._fed: dict[str, int] = {}  # tokens in the cache, by row in the order of the slots
-        self._behind: dict[str, _CatchingUp] = {}
+        self._behind: dict[str, _CatchingUp] = {}  # the row outside the batch
+        self.caught_up = 0  # tokens that the last call of `draft` has computed outside the batch
 
     @property
     def nbytes(self) -> int:
         """Allocated bytes of the caches."""
         return slots.bytes_of(self._cache) + sum(slots.bytes_of(row.cache) for row in self._behind.values())
 
-    def draft(self, rows: Mapping[str, Sequence[int]], depth: int) -> dict[str, tuple[int, ...]]:
-        """Return `depth` tokens after each row, of those whose tokens are all computed. Blocks. `rows`: all tokens of
-        each row of the batch, by its id; at least one is new since the last call."""
-        self._keep(rows.keys())
-        self._move_behind(id for id, fed in list(self._fed.items()) if len(rows[id]) - fed > _WIDEST)
-        self._catch_up({id: tokens for id, tokens in rows.items() if len(tokens) + depth <= self._draft.context})
-        new = [[*rows[id][fed:]] for id, fed in self._fed.items()]
-        if not new:
-            return {}
-        drafts = self._drafted(new, depth)
-        self._fed = {id: len(rows[id]) for id in self._fed}
-        return dict(zip(self._fed, map(tuple, drafts), strict=True))
+    def missing(self, id: str, tokens: int) -> int:
+        """Return how many of a row's first `tokens` tokens are not computed."""
+        behind = self._behind.get(id)
+        return tokens - (behind.fed if behind else self._fed.get(id, 0))
 
-    def _keep(self, ids: Iterable[str]) -> None:
+    def draft(
+        self, rows: Mapping[str, Sequence[int]], depth: int, ends: Mapping[str, int] | None = None
+    ) -> dict[str, tuple[int, ...]]:
+        """Return `depth` tokens after each row, of those whose tokens are all computed. Blocks. `rows`: all tokens of
+        each row of the batch, by its id. If one has no new token since the last call, there are no drafts. `ends`: the
+        most tokens that each will have."""
+        self.caught_up = 0
+        self.keep(rows.keys())
+        self._catch_up({id: tokens for id, tokens in rows.items() if len(tokens) + depth <= self._draft.context}, ends)
+        new = {id: rows[id][fed : fed + _WIDEST] for id, fed in self._fed.items()}
+        if not all(new.values()) or not new:  # each row of a forward keeps at least one token
+            return {}
+        drafts = self._drafted([*new.values()], depth)
+        self._fed = {id: fed + len(new[id]) for id, fed in self._fed.items()}
+        drafted = zip(self._fed.items(), drafts, strict=True)
+        return {id: tuple(tokens) for (id, fed), tokens in drafted if fed == len(rows[id])}
+
+    def keep(self, ids: Collection[str]) -> None:
         """Drop all other rows."""
-        ids = {*ids}
         self._behind = {id: row for id, row in self._behind.items() if id in ids}
+        self._select(ids)
+
+    def drop(self, id: str) -> None:
+        """Drop a row, if it is there."""
+        self.keep((self._fed.keys() | self._behind.keys()) - {id})
+
+    def _select(self, ids: Collection[str]) -> None:
         order = [index for index, id in enumerate(self._fed) if id in ids]
         if len(order) < len(self._fed):
             slots.select_rows(self._cache, order)
             self._fed = {id: fed for id, fed in self._fed.items() if id in ids}
 
-    def _move_behind(self, ids: Iterable[str]) -> None:
-        """Take rows with many new tokens out of the batch."""
-        for id in ids:
-            index = [*self._fed].index(id)
-            self._behind[id] = _CatchingUp(slots.restore(slots.snapshot(self._cache, index)), self._fed[id])
-            self._keep(self._fed.keys() - {id} | self._behind.keys())
+    def _catch_up(self, rows: Mapping[str, Sequence[int]], ends: Mapping[str, int] | None) -> None:
+        """Compute tokens of rows outside the batch, one row after the other, and add those that have caught up.
+        Blocks."""
+        late = [
+            id for id, tokens in rows.items() if len(tokens) - self._fed.get(id, 0) > _WIDEST or id not in self._fed
+        ]
+        for id in sorted(late, key=lambda id: id not in self._behind):  # the row that is outside already comes first
+            if (self._behind and id not in self._behind) or self.caught_up >= _CATCH_UP:
+                return  # until the row that is outside has caught up
+            row = self._taken_out(id)
+            self.caught_up += row.advance(self._draft.network, rows[id], _CATCH_UP - self.caught_up)
+            if row.fed == len(rows[id]) - 1 > 0:
+                self._join(id, ends[id] + MAX_DRAFT if ends else UNLIMITED_TOKENS)
 
-    def _catch_up(self, rows: Mapping[str, Sequence[int]]) -> None:
-        """Compute tokens of the rows outside the batch, and add those that have caught up. Blocks."""
-        left = _CATCH_UP
-        for id, tokens in rows.items():
-            if id in self._fed:
-                continue
-            behind = self._behind.setdefault(id, _CatchingUp(make_prompt_cache(self._draft.network), 0))
-            left -= behind.advance(self._draft.network, tokens, left)
-            if behind.fed and behind.fed == len(tokens) - 1:
-                self._join(id, self._behind.pop(id))
-            if left <= 0:
-                return
+    def _taken_out(self, id: str) -> _CatchingUp:
+        """Return a row that is not in the batch from now on."""
+        if id in self._fed:
+            at = [*self._fed].index(id)
+            self._behind[id] = _CatchingUp(slots.restore(slots.snapshot(self._cache, at)), self._fed[id])
+            self._select(self._fed.keys() - {id})
+        return self._behind.setdefault(id, _CatchingUp(make_prompt_cache(self._draft.network), 0))
 
-    def _join(self, id: str, row: _CatchingUp) -> None:
+    def _join(self, id: str, end: int) -> None:
+        row = self._behind.pop(id)
         if not self._cache:
             self._cache = slots.empty_batch_of(row.cache, MAX_DRAFT)
-        slots.join(self._cache, row.cache)
+        slots.join(self._cache, row.cache, end=end)
         self._fed[id] = row.fed
 
     def _drafted(self, new: Sequence[Sequence[int]], depth: int) -> list[list[int]]:
         """Feed each row its new tokens, and return the greedy continuations."""
         width, counts = max(map(len, new)), [len(tokens) for tokens in new]
         padded = mx.array([[*tokens, *[tokens[-1]] * (width - len(tokens))] for tokens in new])
-        if width == 1:  # every row keeps its token
+        if set(counts) == {1}:  # every row keeps its token
             logits = self._draft.network(padded, cache=self._cache)
         else:
             with verification(self._cache, width) as verifying:
@@ -138,55 +164,88 @@ class DraftRows:
             layer.roll_back() if isinstance(layer, SlotArraysCache) else layer.drop_last(depth - 1)
 
 
-class DraftModelProposer:
-    """Offers the drafts that `prepare` has computed. For the engine's thread."""
+class _RowTokens(Sequence[int]):
+    """A row's prompt and answer, of which a few tokens are read at a time."""
 
-    kind = DRAFT
+    def __init__(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        self._prompt, self._answer = prompt, answer
+
+    def __len__(self) -> int:
+        return len(self._prompt) + len(self._answer)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> int | tuple[int, ...]:
+        if isinstance(at, int):
+            return self[at : at + 1][0]
+        start, stop, _ = at.indices(len(self))
+        prompt = len(self._prompt)
+        answer = self._answer[max(0, start - prompt) : max(0, stop - prompt)]
+        return (*self._prompt[start:stop], *answer)
+
+
+class DraftModelProposer(NetworkProposer):
+    """Offers the drafts that `prepare` has computed. For the engine's thread.
+
+    It reads whole prompts, so rows with images or with tokens that were dropped get no drafts."""
 
     def __init__(self, draft: DraftNetwork, depth: int = DEPTH) -> None:
-        """`depth`: tokens of a draft."""
-        self._draft, self._depth = draft, depth
+        """`depth`: most tokens of a draft."""
+        super().__init__(DRAFT, [_PRIOR] * depth)
+        self._draft = draft
         self._batches = WeakKeyDictionary[Any, DraftRows]()
-        self._drafts: dict[str, tuple[int, tuple[int, ...]]] = {}  # by row: tokens of its answer, and those after them
-        self._shared = SharedChances(_prior)
-        self._chances: dict[str, RowChances] = {}
+        self._fed: dict[str, int] = {}  # by row: its first tokens that are computed
 
     @property
     def nbytes(self) -> int:
         """Allocated bytes of the caches."""
         return sum(rows.nbytes for rows in self._batches.values())
 
-    def prepare(self, batch: Any, rows: Sequence[DraftedRow]) -> None:
-        """Compute drafts for the rows of a batch. Blocks. `rows`: with their next inputs as a part of the answer."""
+    def nbytes_of(self, batch: Any) -> int:
+        """Return the part of `nbytes` for the rows of one batch."""
+        own = self._batches.get(batch)
+        return own.nbytes if own else 0
+
+    def prepare(self, batch: Any, rows: Sequence[DraftedRow], depth: int | None = None) -> bool:
+        """Compute drafts for the rows of a batch. Returns False if there are none, or if prompts were computed too,
+        since the time is then not that of drafts. Blocks. `rows`: with their next inputs as a part of the answer.
+        `depth`: tokens of the drafts; None: the most."""
         own = self._batches.setdefault(batch, DraftRows(self._draft))
-        tokens = {row.id: (*row.request.prompt, *row.answer) for row in rows}
-        drafts = own.draft(tokens, self._depth)
-        self._drafts |= {row.id: (len(row.answer), drafts[row.id]) for row in rows if row.id in drafts}
+        read = [row for row in rows if self._is_read(row)]
+        tokens = {row.id: _RowTokens(row.request.prompt, row.answer) for row in read}
+        ends = {row.id: len(row.request.prompt) + row.request.max_tokens for row in read}
+        drafts = own.draft(tokens, min(depth or self.depth, self.depth), ends)
+        for row in rows:
+            self._fed.pop(row.id, None)
+        for row in read:
+            self._fed[row.id] = len(tokens[row.id]) - own.missing(row.id, len(tokens[row.id]))
+            if row.id in drafts:
+                self.hold(row.id, len(row.answer), drafts[row.id])
+        return bool(drafts) and not own.caught_up
 
-    def offer(self, row: DraftedRow) -> Offer | None:
-        """Return the draft after the row's last token, if it is computed."""
-        answered, tokens = self._drafts.get(row.id, (None, ()))
-        return Offer(DRAFT, tokens, self.foresee(row).chances) if answered == len(row.answer) else None
+    def foresee(self, row: DraftedRow) -> Offer | None:
+        """Return an offer as `NetworkProposer` does; None for a row whose answer is too short for what it lacks."""
+        return super().foresee(row) if self._is_read(row) else None
 
-    def foresee(self, row: DraftedRow) -> Offer:
-        """Return an offer with the chances of the row's next draft, whose tokens are not computed yet."""
-        chances = self._chances_of(row.id)
-        return Offer(DRAFT, (0,) * self._depth, (chances.chance((DRAFT, 0)),) * self._depth)
+    def _is_read(self, row: DraftedRow) -> bool:
+        request = row.request
+        if request.images or request.kept_ranges is not None:
+            return False
+        tokens = len(request.prompt) + len(row.answer)
+        left = min(request.max_tokens - len(row.answer), _LIKELY_ANSWER)
+        return tokens < self._draft.context and tokens - self._fed.get(row.id, 0) <= _READ_PER_TOKEN * left + _WIDEST
 
-    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
-        """Learn from a draft how often its tokens are right."""
-        self._chances_of(row.id).observe_draft((DRAFT, 0), offered, kept_tokens)
+    def leave(self, id: str) -> None:
+        """Free a row's slot in its batch."""
+        self._fed.pop(id, None)
+        for rows in self._batches.values():
+            rows.drop(id)
 
     def forget(self, row: DraftedRow) -> None:
-        """Free what is held for a row, but for its slot in a batch, which is freed when that drafts next or ends."""
-        self._drafts.pop(row.id, None)
-        self._chances.pop(row.id, None)
-
-    def _chances_of(self, id: str) -> RowChances:
-        if id not in self._chances:
-            self._chances[id] = RowChances(self._shared)
-        return self._chances[id]
-
-
-def _prior(kind: Kind) -> float:
-    return _PRIOR
+        """Free what is held for a row."""
+        super().forget(row)
+        self.leave(row.id)

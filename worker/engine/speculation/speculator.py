@@ -3,64 +3,20 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from worker.engine.cache.recurrence import NoRecurrence, Recurrence
 from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.head_drafts import PromptEntries
-from worker.engine.speculation.head_proposer import FedTokens, HeadInput, HeadProposer
+from worker.engine.speculation.head_proposer import FedTokens, HeadProposer
+from worker.engine.speculation.inputs import RowInput, SpeculatingRow, undelivered, view
+from worker.engine.speculation.networks import Ahead, Drafting, Networks
 from worker.engine.speculation.positions import allowed
 from worker.engine.speculation.proposer import Proposer, SteppedProposer
 from worker.schedule.memory import CHUNK, MemoryModel
 from worker.schedule.outcomes import Speculated
-from worker.schedule.request import GenerationRequest
 from worker.schedule.speculation.offer import DraftedRow, Offer
-from worker.schedule.speculation.width import ForwardCosts, choose_width, expected_tokens, likeliest
-
-
-class SpeculatingRow(Protocol):
-    """The part of a row that decides about its drafts."""
-
-    request: GenerationRequest
-    answer: list[int]
-    recomputed: bool
-
-    @property
-    def id(self) -> str:
-        """Id of the request."""
-
-    @property
-    def end(self) -> int:
-        """The most tokens that it will have in the cache."""
-
-    @property
-    def last_unfed(self) -> bool:
-        """True if its next input is in the answer already."""
-
-
-class RowInput(Protocol):
-    """The next input of a row."""
-
-    @property
-    def row(self) -> SpeculatingRow:
-        """The row."""
-
-    @property
-    def token(self) -> int:
-        """The token."""
-
-    @property
-    def finite(self) -> bool:
-        """False if it was drawn from non-finite logits."""
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A row with its next input as a part of the answer."""
-
-    id: str
-    request: GenerationRequest
-    answer: Sequence[int]
+from worker.schedule.speculation.width import Costs, ForwardCosts, choose_width, expected_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +48,13 @@ class Speculator:
         answer; none is fed as a part of a draft, so no state runs past one."""
         networks = [network for network in (head, draft) if network]
         every = [*sudden, *proposers, *networks]
+        self._costs = ForwardCosts()
         self._sudden: Sequence[Proposer] = sudden if max_draft else ()
         self._proposers: Sequence[Proposer] = [*sudden, *proposers] if max_draft else ()
-        self._networks: Sequence[HeadProposer | DraftModelProposer] = networks if max_draft else ()
+        self._networks = Networks(networks if max_draft else (), self._costs, self._width)
         self.max_draft = max_draft if every else 0
         self.recurrence = recurrence or NoRecurrence()
         self.eos_ids = frozenset(eos_ids)
-        self._costs = ForwardCosts()
         self._offered: dict[str, _Proposal] = {}  # by row: the last offer
         self._proposals: dict[str, _Proposal] = {}  # by row: the draft under verification
         self._stepped = [each for each in self._proposers if isinstance(each, SteppedProposer)]
@@ -106,7 +62,7 @@ class Speculator:
     @property
     def uses_head(self) -> bool:
         """True if drafts of an MTP head are offered, which needs the hidden states of all forwards."""
-        return any(isinstance(network, HeadProposer) for network in self._networks)
+        return self._networks.have_head
 
     def reserving(self, costs: MemoryModel) -> MemoryModel:
         """Return the memory model with what drafts need."""
@@ -138,25 +94,21 @@ class Speculator:
         each row. If the rows' next inputs are not known yet, the drafts must begin with them. `all_proposers`: not only
         the sudden ones. `more_s`: most seconds that the forward may take more than a plain one."""
         proposers = self._proposers if all_proposers else self._sudden
-        networks = self._networks if all_proposers else ()
+        networks = self._networks if all_proposers else None
         if not proposers and not networks:
             return False
-        offers = [self._foreseen(row, proposers, networks) for row in rows]
-        return any(offers) and self._width(offers, more_s) > 1
+        ahead = [Ahead(row, self._most(row), self._foreseen(row, proposers)) for row in rows]
+        if networks:
+            return networks.is_worthwhile(ahead, more_s)
+        known = [each.known for each in ahead]
+        return any(known) and self._width(known, self._costs, more_s) > 1
 
-    def _foreseen(
-        self,
-        row: SpeculatingRow,
-        proposers: Sequence[Proposer],
-        networks: Sequence[HeadProposer | DraftModelProposer],
-    ) -> Offer | None:
+    def _foreseen(self, row: SpeculatingRow, proposers: Sequence[Proposer]) -> Offer | None:
         """Return what is likely to be offered once the row's next input is known."""
-        if row.recomputed or not self._limit(row):  # drafts may be the cause of the failure that made it recompute
+        if not self._most(row):
             return None
         known = self._ask(row, proposers)
-        if known and not row.last_unfed:
-            known = _after_input(known)
-        return likeliest([known, *(network.foresee(row) for network in networks)]) if networks else known
+        return _after_input(known) if known and not row.last_unfed else known
 
     def _ask(self, row: SpeculatingRow, proposers: Sequence[Proposer]) -> Offer | None:
         """Return the offer of which the most tokens are expected, and hold it for `drafts`."""
@@ -172,22 +124,29 @@ class Speculator:
         self._offered[row.id] = best
         return best.offer
 
-    def prepare(self, batch: Any, inputs: Sequence[RowInput], fed: FedTokens | None) -> None:
-        """Let the head or the draft model, of which more right tokens are expected, draft for all rows of a batch after
-        their next inputs. Blocks. `fed`: the last forward of the batch."""
+    def prepare(
+        self, batch: Any, inputs: Sequence[RowInput], fed: FedTokens | None, more_s: float = inf
+    ) -> Drafting | None:
+        """Let a network draft for all rows of a batch after their next inputs, if that is expected to pay, and return
+        what it did. Blocks. `fed`: the last forward of the batch. `more_s`: see `is_worthwhile`."""
         if not self._networks:
-            return
-        network = max(self._networks, key=lambda each: sum(_expected(each, row_input) for row_input in inputs))
-        if isinstance(network, HeadProposer):
-            network.prepare(batch, [_head_input(each) for each in inputs], fed)
-        else:
-            network.prepare(batch, [_view(each.row, each.token) for each in inputs])
+            return None
+        return self._networks.prepare(batch, inputs, [self._ahead_of(each) for each in inputs], fed, more_s)
+
+    def _ahead_of(self, row_input: RowInput) -> Ahead:
+        """Return a row whose next input is known."""
+        most = 0 if self._ends(row_input) else self._most(row_input.row)
+        held = self._held(row_input.row, undelivered(row_input)) if most else None
+        return Ahead(view(row_input), most, held.offer if held else None)
+
+    def observe_drafting(self, drafting: Drafting, seconds: float) -> None:
+        """Record the seconds of a draft of a network."""
+        if plain_s := self.plain_s(drafting.rows):
+            self._networks.observe(drafting, seconds / plain_s)
 
     def add_prompt(self, id: str, entries: PromptEntries | None) -> None:
         """Take over an MTP head's entries of a prompt."""
-        for network in self._networks:
-            if isinstance(network, HeadProposer):
-                network.add_prompt(id, entries)
+        self._networks.add_prompt(id, entries)
 
     def drafts(self, inputs: Sequence[RowInput], more_s: float = inf) -> list[tuple[int, ...] | None]:
         """Return the draft of each row that its next forward verifies: None if the row's input ends its answer.
@@ -195,16 +154,16 @@ class Speculator:
         there."""
         proposals = [None if self._ends(each) else self._after(each) for each in inputs]
         offers = [proposal.offer if proposal else None for proposal in proposals]
-        width = self._width(offers, more_s)
+        width = self._width(offers, self._costs, more_s)
         self._proposals |= {each.row.id: made for each, made in zip(inputs, proposals, strict=True) if made}
         drafts = [offer.tokens[: width - 1] if offer else () for offer in offers]
         return [None if self._ends(each) else draft for each, draft in zip(inputs, drafts, strict=True)]
 
-    def _width(self, offers: Sequence[Offer | None], more_s: float) -> int:
+    def _width(self, offers: Sequence[Offer | None], costs: Costs, more_s: float) -> int:
         """Return the tokens per row of the rows' next forward. Memory is reserved for a forward of `CHUNK` tokens."""
         plain_s = self.plain_s(len(offers))
         widest = max(1, min(1 + self.max_draft, CHUNK // len(offers)))
-        return choose_width(offers, self._costs, widest, None if plain_s is None else plain_s + more_s)
+        return choose_width(offers, costs, widest, None if plain_s is None else plain_s + more_s)
 
     def _ends(self, row_input: RowInput) -> bool:
         """Return True if an input that is not delivered yet is the last of its row's answer."""
@@ -216,45 +175,46 @@ class Speculator:
 
     def _after(self, row_input: RowInput) -> _Proposal | None:
         """Return the best draft after the row's next input, as far as it may be verified."""
-        row, undelivered = row_input.row, [] if row_input.row.last_unfed else [row_input.token]
-        most = min(self._limit(row), row.request.max_tokens - len(row.answer) - len(undelivered) - 1)
-        if most <= 0 or row.recomputed:
+        row, new = row_input.row, undelivered(row_input)
+        most = self._most(row)
+        if not most:
             return None
-        proposals = [self._held(row, undelivered), *self._of_networks(row_input)]
+        proposals = [self._held(row, new), *self._of_networks(row_input)]
         known = [each for each in proposals if each and each.offer.tokens]
         if not known:
             return None
         best = max(known, key=lambda each: expected_tokens(each.offer, 1 + self.max_draft))
         tokens = self._before_end(best.offer.tokens[:most])
-        count = allowed(row.request.grammar, undelivered, tokens)
+        count = allowed(row.request.grammar, new, tokens)
         return replace(best, offer=best.offer.part(0, count)) if count else None
 
-    def _held(self, row: SpeculatingRow, undelivered: Sequence[int]) -> _Proposal | None:
+    def _held(self, row: SpeculatingRow, new: Sequence[int]) -> _Proposal | None:
         """Return the last offer without the row's next input, if it was made in this step and begins with that."""
         held = self._offered.get(row.id)
         if held is None or held.answered != len(row.answer):
             return None
-        if not undelivered:
+        if not new:
             return held
-        right = held.offer.tokens[:1] == tuple(undelivered)
+        right = held.offer.tokens[:1] == tuple(new)
         return replace(held, offer=held.offer.part(1, len(held.offer.tokens))) if right else None
 
     def _of_networks(self, row_input: RowInput) -> list[_Proposal]:
         """Return the drafts that networks have prepared after the row's next input."""
         if not self._networks:
             return []
-        view = _view(row_input.row, row_input.token)
-        offered = ((network, network.offer(view)) for network in self._networks)
-        return [_Proposal(network, offer, len(view.answer)) for network, offer in offered if offer]
+        row = view(row_input)
+        return [_Proposal(network, offer, len(row.answer)) for network, offer in self._networks.offers(row)]
 
     def _before_end(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         end = next((place for place, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
         return tokens[:end]
 
-    def _limit(self, row: SpeculatingRow) -> int:
-        """Return the most tokens of a draft of this row."""
-        own = row.request.max_draft
-        return self.max_draft if own is None else min(own, self.max_draft)
+    def _most(self, row: SpeculatingRow) -> int:
+        """Return the most tokens of a draft after this row's next input."""
+        if row.recomputed:  # drafts may be the cause of the failure that made it recompute
+            return 0
+        own, left = row.request.max_draft, row.request.max_tokens - len(row.answer) - (not row.last_unfed) - 1
+        return max(0, min(left, self.max_draft if own is None else min(own, self.max_draft)))
 
     def observe_verified(
         self, inputs: Sequence[RowInput], drafts: Sequence[Sequence[int] | None], right: Sequence[int]
@@ -274,11 +234,20 @@ class Speculator:
         if self.max_draft:
             self._costs.observe(rows, width, seconds)
 
+    def nbytes_of(self, batch: Any) -> int:
+        """Return the bytes that networks hold for the rows of a batch."""
+        return self._networks.nbytes_of(batch)
+
+    def leave(self, row: DraftedRow) -> None:
+        """Free the slots of a row that leaves its batch."""
+        self._networks.leave(row.id)
+
     def forget(self, row: DraftedRow) -> None:
         """Free what proposers hold for a row."""
         self._offered.pop(row.id, None)
         self._proposals.pop(row.id, None)
-        for proposer in (*self._proposers, *self._networks):
+        self._networks.forget(row)
+        for proposer in self._proposers:
             proposer.forget(row)
 
 
@@ -288,17 +257,3 @@ def _after_input(offer: Offer) -> Offer | None:
         return None
     first, second, *chances = offer.chances
     return Offer(offer.kind, offer.tokens[1:], (first * second, *chances))
-
-
-def _head_input(each: RowInput) -> HeadInput:
-    row = each.row
-    return HeadInput(row.id, len(row.answer) + (not row.last_unfed), each.token, row.end)
-
-
-def _view(row: SpeculatingRow, token: int) -> _View:
-    return _View(row.id, row.request, row.answer if row.last_unfed else [*row.answer, token])
-
-
-def _expected(network: HeadProposer | DraftModelProposer, row_input: RowInput) -> float:
-    offer = network.foresee(row_input.row)
-    return expected_tokens(offer, 1 + len(offer.tokens))

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
+from typing import Protocol
 
 from worker.schedule.speculation.offer import Offer
 
@@ -16,6 +17,20 @@ _MOST_PACE = 2.0  # of one observation, so that a single slow step does not coun
 # Cost of a token more per row, in plain steps, before any measurement: from a dense model on a CPU.
 _TOKEN_COST = 0.05
 _ROW_TOKEN_COST = 0.03
+
+
+class Costs(Protocol):
+    """Expected seconds of forwards by rows and width, the tokens per row."""
+
+    @property
+    def measured(self) -> bool:
+        """True if any forward was measured, so that others can be estimated."""
+
+    def seconds(self, rows: int, width: int) -> float:
+        """Return the expected seconds of a forward, once any was measured."""
+
+    def hopeful_seconds(self, rows: int, width: int) -> float:
+        """Return `seconds`, but now and then less, for a shape that is hardly known and should be tried."""
 
 
 class _Shape:
@@ -156,7 +171,7 @@ def likeliest(offers: Sequence[Offer | None]) -> Offer | None:
     return max(filter(None, offers), key=lambda offer: expected_tokens(offer, 1 + len(offer.tokens)), default=None)
 
 
-def choose_width(offers: Sequence[Offer | None], costs: ForwardCosts, cap: int, budget_s: float | None = None) -> int:
+def choose_width(offers: Sequence[Offer | None], costs: Costs, cap: int, budget_s: float | None = None) -> int:
     """Return the tokens per row, 1 to `cap`, of a group's next forward: the most expected tokens per second.
 
     `offers`: of each row. `budget_s`: most seconds of the forward; a plain step may always run."""

@@ -1,0 +1,162 @@
+"""A network drafts where that is expected to pay: by how often it is right, and by what it takes."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.engine.speculation.test_draft_model import draft_of
+from tests.engine.tiny import prompt
+from worker.engine.speculation.draft_model import DRAFT, DraftModelProposer
+from worker.engine.speculation.networks import _TRIAL_EVERY
+from worker.engine.speculation.speculator import Speculator
+from worker.schedule.request import GenerationRequest
+from worker.schedule.speculation.offer import DraftedRow, Offer
+
+DEPTH = 4
+
+
+@dataclass
+class Row:
+    """A row whose next input is the last token of its answer."""
+
+    request: GenerationRequest = field(default_factory=lambda: GenerationRequest("a", prompt(9, 1), 200))
+    answer: list[int] = field(default_factory=lambda: [7])
+    recomputed = False
+    last_unfed = True
+    end = 209
+    id = "a"
+
+
+@dataclass
+class Input:
+    row: Row
+    token: int = 7
+    finite: bool = True
+
+
+class Recorder(DraftModelProposer):
+    """Records the depths that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(draft_of("qwen3"), DEPTH)
+        self.depths = list[int | None]()
+
+    def prepare(self, batch: Any, rows: Any, depth: int | None = None) -> bool:
+        self.depths.append(depth)
+        self.hold("a", len(rows[0].answer), (1,) * (depth or DEPTH))
+        return True
+
+
+class Batch:
+    """A batch."""
+
+
+class Step:
+    """Decides the steps of a row."""
+
+    def __init__(self, chance: float, token_s: float = 0.3) -> None:
+        """`chance`: how often the drafts of the network turned out right. `token_s`: seconds of a forward for each
+        token beyond the first, for which it takes one second."""
+        self.network, self.row, self.batch = Recorder(), Row(), Batch()
+        self.speculator = Speculator(draft=self.network, max_draft=7)
+        for width in range(1, 9):
+            for _ in range(3):
+                self.speculator.observe_forward(1, width, 1.0 + token_s * (width - 1))
+        for at in range(60):
+            self.network.kept(self.row, DEPTH, DEPTH if at % 10 < 10 * chance else 0)
+
+    def drafting_takes(self, plain_steps: float, depth: int = DEPTH) -> None:
+        """Measure the time of a draft."""
+        for _ in range(3):
+            self.speculator._networks._drafting[DRAFT].observe(1, depth, plain_steps)
+
+    def is_worthwhile(self) -> bool:
+        return self.speculator.is_worthwhile([self.row])
+
+    def depth(self) -> int | None:
+        """Return the tokens that the network drafts; None: it does not."""
+        before = len(self.network.depths)
+        self.speculator.prepare(self.batch, [Input(self.row)], None)
+        return self.network.depths[-1] if len(self.network.depths) > before else None
+
+    def drafts(self) -> list[tuple[int, ...] | None]:
+        return self.speculator.drafts([Input(self.row)])
+
+
+def test_a_network_drafts_as_deep_as_its_drafts_are_likely_to_be_right() -> None:
+    step = Step(chance=1.0)
+    assert step.is_worthwhile()
+    assert step.depth() == DEPTH
+    assert step.drafts() == [(1,) * DEPTH]
+
+
+@pytest.mark.parametrize(("plain_steps", "drafts"), [(0.2, True), (2.0, True), (6.0, False)])
+def test_a_network_that_takes_longer_than_it_saves_is_not_asked(plain_steps: float, drafts: bool) -> None:
+    step = Step(chance=1.0)
+    step.drafting_takes(plain_steps)
+    assert step.is_worthwhile() == drafts
+    assert (step.depth() is not None) == drafts
+
+
+def test_a_draft_is_as_deep_as_its_time_pays() -> None:
+    step = Step(chance=1.0)
+    step.drafting_takes(0.1, depth=1)
+    for depth in range(2, DEPTH + 1):
+        step.drafting_takes(8.0, depth=depth)
+    assert step.is_worthwhile()
+    assert step.depth() == 1
+
+
+def test_a_network_that_is_mostly_wrong_is_not_asked() -> None:
+    step = Step(chance=0.0)
+    step.drafting_takes(0.2)
+    assert not step.is_worthwhile()
+    assert step.depth() is None
+
+
+def test_a_network_that_did_not_pay_is_tried_now_and_then_and_not_verified() -> None:
+    step = Step(chance=0.0)
+    step.drafting_takes(0.2)
+    asked = [step.is_worthwhile() for _ in range(3 * _TRIAL_EVERY)]
+    assert sum(asked) == 3
+    assert asked[-1]
+    assert step.depth() == DEPTH
+    assert step.drafts() == [()]
+    assert step.depth() is None, "one trial is one draft"
+
+
+def test_a_network_is_not_tried_if_it_could_not_pay_either() -> None:
+    step = Step(chance=0.0, token_s=2.0)
+    assert not any(step.is_worthwhile() for _ in range(3 * _TRIAL_EVERY))
+
+
+def test_drafts_end_where_the_answer_does() -> None:
+    step = Step(chance=1.0)
+    step.row.request = GenerationRequest("a", prompt(9, 1), 4)
+    assert step.depth() == 2
+    step.row.answer = [7, 7, 7, 7]
+    assert not step.is_worthwhile()
+    assert step.depth() is None
+
+
+class Copies:
+    """A proposer that is always right."""
+
+    def offer(self, row: DraftedRow) -> Offer:
+        return Offer("copy", (5,) * 7, (0.99,) * 7)
+
+    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
+        pass
+
+    def forget(self, row: DraftedRow) -> None:
+        pass
+
+
+def test_a_network_does_not_draft_where_a_copy_is_better() -> None:
+    step = Step(chance=1.0)
+    step.speculator._proposers = [Copies()]
+    step.drafting_takes(0.5)
+    assert step.is_worthwhile()
+    assert step.depth() is None
+    assert step.drafts() == [(5,) * 7]

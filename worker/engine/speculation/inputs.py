@@ -1,0 +1,63 @@
+"""Rows and their next inputs, which drafts continue."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from worker.schedule.request import GenerationRequest
+
+
+class SpeculatingRow(Protocol):
+    """The part of a row that decides about its drafts."""
+
+    request: GenerationRequest
+    answer: list[int]
+    recomputed: bool
+
+    @property
+    def id(self) -> str:
+        """Id of the request."""
+
+    @property
+    def end(self) -> int:
+        """The most tokens that it will have in the cache."""
+
+    @property
+    def last_unfed(self) -> bool:
+        """True if its next input is in the answer already."""
+
+
+class RowInput(Protocol):
+    """The next input of a row."""
+
+    @property
+    def row(self) -> SpeculatingRow:
+        """The row."""
+
+    @property
+    def token(self) -> int:
+        """The token."""
+
+    @property
+    def finite(self) -> bool:
+        """False if it was drawn from non-finite logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """A row with its next input as a part of the answer."""
+
+    id: str
+    request: GenerationRequest
+    answer: Sequence[int]
+
+
+def undelivered(row_input: RowInput) -> list[int]:
+    """Return the row's next input, unless its answer has it already."""
+    return [] if row_input.row.last_unfed else [row_input.token]
+
+
+def view(row_input: RowInput) -> RowView:
+    """Return the row with its next input as a part of the answer."""
+    row = row_input.row
+    return RowView(row.id, row.request, row.answer if row.last_unfed else [*row.answer, row_input.token])

@@ -1,0 +1,92 @@
+"""Offers the drafts that a network has computed for all rows of a batch at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from worker.schedule.speculation.chances import Kind, RowChances, SharedChances
+from worker.schedule.speculation.offer import DraftedRow, Offer
+
+
+@dataclass(slots=True)
+class _Draft:
+    answered: int  # tokens of the row's answer that it follows
+    tokens: tuple[int, ...]
+    compared: int = 0  # of these, with what the row has drawn
+
+
+class NetworkProposer:
+    """Holds the drafts of a network, and learns by depth how often they are right: from what rows draw, whether the
+    drafts were verified or not. For the engine's thread."""
+
+    def __init__(self, kind: str, priors: Sequence[float]) -> None:
+        """`priors`: the chance of each token of a draft, if those before it are right, before any was compared."""
+        self.kind = kind
+        self._priors = tuple(priors)
+        self._drafts: dict[str, _Draft] = {}
+        self._shared = SharedChances(self._prior)
+        self._chances: dict[str, RowChances] = {}
+
+    @property
+    def depth(self) -> int:
+        """Most tokens of a draft."""
+        return len(self._priors)
+
+    def _prior(self, kind: Kind) -> float:
+        return self._priors[kind[1]]
+
+    def hold(self, id: str, answered: int, tokens: Sequence[int]) -> None:
+        """Hold a row's draft. `answered`: tokens of its answer that the draft follows."""
+        self._drafts[id] = _Draft(answered, tuple(tokens))
+
+    def offer(self, row: DraftedRow) -> Offer | None:
+        """Return the draft after the row's last token, if it is computed."""
+        draft = self._drafts.get(row.id)
+        if draft is None or draft.answered != len(row.answer):
+            return None
+        return Offer(self.kind, draft.tokens, self._chances_by_depth(row.id)[: len(draft.tokens)])
+
+    def foresee(self, row: DraftedRow) -> Offer | None:
+        """Return an offer with the chances of the row's next draft, whose tokens are not computed yet; None if it gets
+        none."""
+        self._learn(row)
+        return Offer(self.kind, (0,) * self.depth, self._chances_by_depth(row.id))
+
+    def hope_for(self, row: DraftedRow) -> Offer | None:
+        """Return `foresee` with the chances before any draft was compared: those of a better time."""
+        offer = self.foresee(row)
+        return offer and Offer(self.kind, offer.tokens, self._priors)
+
+    def _learn(self, row: DraftedRow) -> None:
+        """Compare the row's draft with the tokens that it has drawn since, up to the first wrong one."""
+        draft = self._drafts.get(row.id)
+        if draft is None:
+            return
+        drawn = row.answer[draft.answered + draft.compared : draft.answered + len(draft.tokens)]
+        for token in drawn:
+            right = token == draft.tokens[draft.compared]
+            self._chances_of(row.id).observe((self.kind, draft.compared), right)
+            draft.compared += 1
+            if not right or draft.compared == len(draft.tokens):
+                del self._drafts[row.id]
+                return
+
+    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
+        """Learn from a draft that was verified how often its tokens are right."""
+        self._drafts.pop(row.id, None)
+        chances = self._chances_of(row.id)
+        for depth in range(min(kept_tokens + 1, offered)):
+            chances.observe((self.kind, depth), depth < kept_tokens)
+
+    def forget(self, row: DraftedRow) -> None:
+        """Free what is held for a row."""
+        self._drafts.pop(row.id, None)
+        self._chances.pop(row.id, None)
+
+    def _chances_by_depth(self, id: str) -> tuple[float, ...]:
+        chances = self._chances_of(id)
+        return tuple(chances.chance((self.kind, depth)) for depth in range(self.depth))
+
+    def _chances_of(self, id: str) -> RowChances:
+        if id not in self._chances:
+            self._chances[id] = RowChances(self._shared)
+        return self._chances[id]

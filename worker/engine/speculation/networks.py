@@ -1,0 +1,161 @@
+"""The networks that draft for all rows of a group at once, and when that pays."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from worker.engine.speculation.draft_model import DraftModelProposer
+from worker.engine.speculation.head_drafts import PromptEntries
+from worker.engine.speculation.head_proposer import FedTokens, HeadInput, HeadProposer
+from worker.engine.speculation.inputs import RowInput, undelivered, view
+from worker.schedule.speculation.drafting import DraftedCosts, DraftingCosts
+from worker.schedule.speculation.offer import DraftedRow, Offer
+from worker.schedule.speculation.width import Costs, expected_tokens, likeliest
+
+Network = HeadProposer | DraftModelProposer
+
+_TRIAL_EVERY = 16  # times that networks are asked and do not pay
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A row and what is known of its next draft. `most`: tokens that this may have."""
+
+    row: DraftedRow
+    most: int
+    known: Offer | None
+
+    def with_draft(self, network: Network, *, hopeful: bool) -> Offer | None:
+        """Return what is offered if the network drafts for the row."""
+        if not self.most:
+            return None
+        drafted = network.hope_for(self.row) if hopeful else network.foresee(self.row)
+        return likeliest([self.known, drafted.part(0, self.most) if drafted else None])
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What a network has drafted: `depth` tokens for each row."""
+
+    kind: str
+    rows: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Drafts for the next forward of some rows."""
+
+    network: Network | None  # that drafts for all of them
+    width: int  # tokens per row
+    rate: float  # expected tokens per second
+
+
+class Networks:
+    """The networks of an engine, which draft where the tokens that they bring are worth their time and that of a wider
+    forward. For the engine's thread."""
+
+    def __init__(
+        self,
+        networks: Sequence[Network],
+        costs: Costs,
+        width_of: Callable[[Sequence[Offer | None], Costs, float], int],
+    ) -> None:
+        """`costs`: of forwards. `width_of(offers, costs, more_s)`: tokens per row of the forward that is best for these
+        offers, and takes at most `more_s` seconds more than a plain one."""
+        self._networks = networks
+        self._costs, self._width_of = costs, width_of
+        self._drafting = {network.kind: DraftingCosts() for network in networks}
+        self._asks = 0  # that did not pay
+        self._trying: Network | None = None  # drafts in this step although that is not expected to pay
+
+    def __bool__(self) -> bool:
+        return bool(self._networks)
+
+    @property
+    def have_head(self) -> bool:
+        """True if one of them is an MTP head."""
+        return any(isinstance(network, HeadProposer) for network in self._networks)
+
+    def is_worthwhile(self, ahead: Sequence[Ahead], more_s: float) -> bool:
+        """Return True if a forward of these rows is expected to gain from drafts, of a network or others; or if a
+        network is tried: texts change, and so does what drafts cost, so what did not pay once may pay now."""
+        self._trying = None
+        if self._plan(ahead, more_s):
+            return True
+        self._asks += 1
+        if self._asks % _TRIAL_EVERY == 0:
+            hoped = self._plan(ahead, more_s, hopeful=True)
+            self._trying = hoped.network if hoped else None
+        return self._trying is not None
+
+    def _plan(self, ahead: Sequence[Ahead], more_s: float, *, hopeful: bool = False) -> _Plan | None:
+        """Return the drafts that are expected to gain the most; None if a plain step is better. `hopeful`: networks
+        take no time, and are as often right as they were expected to be at first."""
+        plans = [self._planned(None, [each.known for each in ahead], self._costs, more_s)]
+        for network in self._networks:
+            costs = self._costs if hopeful else DraftedCosts(self._costs, self._drafting[network.kind])
+            offers = [each.with_draft(network, hopeful=hopeful) for each in ahead]
+            plans.append(self._planned(network, offers, costs, more_s))
+        return max(filter(None, plans), key=lambda plan: plan.rate, default=None)
+
+    def _planned(
+        self, network: Network | None, offers: Sequence[Offer | None], costs: Costs, more_s: float
+    ) -> _Plan | None:
+        if not any(offers) or (width := self._width_of(offers, costs, more_s)) <= 1:
+            return None
+        seconds = costs.seconds(len(offers), width) if costs.measured else 1.0
+        return _Plan(network, width, sum(expected_tokens(offer, width) for offer in offers) / seconds)
+
+    def prepare(
+        self, batch: Any, inputs: Sequence[RowInput], ahead: Sequence[Ahead], fed: FedTokens | None, more_s: float
+    ) -> Drafting | None:
+        """Let a network draft for all rows of a batch after their next inputs, if that is expected to pay, and return
+        what it has drafted; None also if its time is not that of drafts alone. Blocks. `ahead`: the same rows, with
+        these inputs. `fed`: the last forward of the batch."""
+        trying, self._trying = self._trying, None
+        plan = self._plan(ahead, more_s)
+        network = plan.network if plan else trying
+        if network is None:
+            return None
+        depth = min(plan.width - 1 if plan else network.depth, network.depth)
+        if isinstance(network, HeadProposer):
+            drafted = network.prepare(batch, [_head_input(each) for each in inputs], fed, depth)
+        else:
+            drafted = network.prepare(batch, [view(each) for each in inputs], depth)
+        return Drafting(network.kind, len(inputs), depth) if drafted else None
+
+    def observe(self, drafting: Drafting, plain_steps: float) -> None:
+        """Record how long a draft has taken, in plain steps of as many rows."""
+        self._drafting[drafting.kind].observe(drafting.rows, drafting.depth, plain_steps)
+
+    def offers(self, row: DraftedRow) -> Iterator[tuple[Network, Offer]]:
+        """Yield the drafts that networks have prepared after the row's last token."""
+        for network in self._networks:
+            if offer := network.offer(row):
+                yield network, offer
+
+    def add_prompt(self, id: str, entries: PromptEntries | None) -> None:
+        """Take over an MTP head's entries of a prompt."""
+        for network in self._networks:
+            if isinstance(network, HeadProposer):
+                network.add_prompt(id, entries)
+
+    def nbytes_of(self, batch: Any) -> int:
+        """Return the bytes that are held for the rows of a batch."""
+        return sum(network.nbytes_of(batch) for network in self._networks)
+
+    def leave(self, id: str) -> None:
+        """Free the slots of a row that leaves its batch."""
+        for network in self._networks:
+            network.leave(id)
+
+    def forget(self, row: DraftedRow) -> None:
+        """Free what is held for a row."""
+        for network in self._networks:
+            network.forget(row)
+
+
+def _head_input(each: RowInput) -> HeadInput:
+    row = each.row
+    return HeadInput(row.id, len(row.answer) + len(undelivered(each)), each.token, row.end)
