@@ -44,9 +44,10 @@ TABLE = {
     "worker.process": May("worker.errors"),
     "worker.environment": May("worker.errors", "pydantic_core"),
     "worker.bounded_json": May("schemas.keys worker.errors worker.process worker.turns"),
+    "worker.setting_checks": May("schemas.keys worker.schedule_times"),
     "worker.settings": May(
         "schemas worker.environment worker.errors worker.prefix_store.encryption worker.redis_url "
-        "worker.schedule_times",
+        "worker.setting_checks",
         "pydantic pydantic_core pydantic_settings",
     ),
     "worker.monitoring": May("schemas worker.errors worker.schedule", "prometheus_client"),

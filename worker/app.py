@@ -214,11 +214,22 @@ def _open(settings: Settings) -> "Model":
     from worker.engine.model.load import open_model
 
     model = open_model(settings.model, vision=settings.vision == "auto", trusted=settings.trust_model_code)
-    if settings.specprefill_draft_model is None:
-        return model
-    from worker.engine.prefill.draft import with_draft
+    if settings.specprefill_draft_model is not None:
+        from worker.engine.prefill.draft import with_draft
 
-    return with_draft(model, settings.specprefill_draft_model)
+        model = with_draft(model, settings.specprefill_draft_model)
+    return _with_drafts(model, settings) if settings.speculation == "auto" else model
+
+
+def _with_drafts(model: "Model", settings: Settings) -> "Model":
+    """Return the model with the networks that draft its answers: an MTP head, if there is one, and a draft model."""
+    from worker.engine.model.drafter import with_drafter
+    from worker.engine.model.head import with_head
+
+    model = with_head(model, settings.model, settings.mtp_model)
+    if settings.draft_model is None:
+        return model
+    return with_drafter(model, settings.draft_model, settings.specprefill_draft_model)
 
 
 def _die() -> None:

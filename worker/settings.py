@@ -13,12 +13,12 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from schemas.keys import MODEL_NAME, is_model_name
+from schemas.keys import MODEL_NAME
 from worker.environment import PREFIX, describe, refuse_unknown, variable
 from worker.errors import CannotStart
 from worker.prefix_store.encryption import checked_key
 from worker.redis_url import redacted, url_error
-from worker.schedule_times import Crontab, Hours
+from worker.setting_checks import checked_hours, checked_models, checked_schedule
 
 _REDIS_URL = "redis://localhost:6379/0"
 
@@ -143,6 +143,20 @@ class Settings(BaseSettings):
         description="Speculative decoding: `auto` verifies several tokens of a row in one forward when that is "
         "expected to be faster; `off` never does. Answers are the same.",
     )
+    mtp_model: str | None = Field(
+        None,
+        min_length=1,
+        description="Speculation: the original checkpoint of the model, as a folder or a hub id, whose multi-token "
+        "prediction (MTP) head drafts; conversions have often lost it. Needs `SLUICE_SPECULATION=auto`. Default: the "
+        "head in the model's own folder, if that has one.",
+    )
+    draft_model: str | None = Field(
+        None,
+        min_length=1,
+        description="Speculation: a smaller model that drafts, as a folder or a hub id. It must have the same "
+        "tokenizer as the model; it may be the one of `SLUICE_SPECPREFILL_DRAFT_MODEL`. Needs "
+        "`SLUICE_SPECULATION=auto`. Default: none.",
+    )
 
     specprefill_draft_model: str | None = Field(
         None,
@@ -219,16 +233,16 @@ class Settings(BaseSettings):
         description="Folder for offline batches: the workers run the files in its inbox/. Workers that share the work "
         "name the same folder. Default: none.",
     )
-    batch_schedule: str = Field(
+    batch_schedule: Annotated[str, AfterValidator(checked_schedule)] = Field(
         "* * * * *", description="When files are taken from the inbox: a crontab expression, in UTC."
     )
-    batch_models: str | None = Field(
+    batch_models: Annotated[str, AfterValidator(checked_models)] | None = Field(
         None,
         min_length=1,
         description="Served models for the model names in batch files, such as gpt-4o-mini=default,*=other; * stands "
         "for any other name. Default: names are taken as they are.",
     )
-    batch_hours: str | None = Field(
+    batch_hours: Annotated[str, AfterValidator(checked_hours)] | None = Field(
         None,
         description="Hours of the day, in UTC, in which offline jobs may take all rows but the reserved ones, such as "
         "22:00-06:00. Default: always.",
@@ -298,27 +312,12 @@ class Settings(BaseSettings):
             raise ValueError("it needs the prefix cache in memory; let SLUICE_PREFIX_CACHE_GB be more than 0")
         return path
 
-    @field_validator("batch_schedule")
+    @field_validator("mtp_model", "draft_model")
     @classmethod
-    def _is_a_crontab(cls, expression: str) -> str:
-        Crontab(expression)
-        return expression
-
-    @field_validator("batch_models")
-    @classmethod
-    def _names_served_models(cls, models: str | None) -> str | None:
-        for pair in models.split(",") if models else ():
-            requested, _, served = pair.partition("=")
-            if not requested or requested != requested.strip() or not is_model_name(served):
-                raise ValueError(f"{pair!r} must look like gpt-4o-mini=default")
-        return models
-
-    @field_validator("batch_hours")
-    @classmethod
-    def _are_hours(cls, hours: str | None) -> str | None:
-        if hours is not None:
-            Hours.read(hours)
-        return hours
+    def _is_used(cls, model: str | None, info: object) -> str | None:
+        if model is not None and info.data.get("speculation") == "off":  # type: ignore[attr-defined]
+            raise ValueError("it drafts only with SLUICE_SPECULATION=auto; set that too, or leave this out")
+        return model
 
     @field_validator("result_ttl_s")
     @classmethod

@@ -2,16 +2,17 @@
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.stack import WorkerProcess
+from scripts.stack import TINY_CHAT, WorkerProcess
 from sluice import Client, Delta, Event
 from tests.end_to_end.test_exact import checkpoint
+from tests.engine.tiny import CONFIGS, write_checkpoint
 
 LIST = "Repeat after me: red key lamp river market red key lamp river market red key lamp river market"
 SCHEMA = {
@@ -86,6 +87,29 @@ async def test_a_killed_workers_answers_with_a_prediction_are_resumed(
     with WorkerProcess(redis_url, model=model, speculation="auto"):
         resumed = [await client.result(job.id) for job in jobs]
     assert messages(resumed) == [messages(plain)[0]] * 2
+
+
+@pytest.mark.usefixtures("plain_worker")
+@pytest.mark.parametrize(("setting", "kind"), [("mtp_model", "mtp"), ("draft_model", "draft")])
+async def test_a_head_and_a_draft_model_change_no_answer_and_are_counted(
+    redis_url: str, client: Client, model: Path, setting: str, kind: str
+) -> None:
+    plain = await answers(client, REQUESTS, served=PLAIN)
+    given = {"module": "tests.end_to_end.verifying_all", "speculation": "auto", setting: TINY_CHAT}
+    with WorkerProcess(redis_url, model=model, **given):
+        alone = [(await answers(client, [request]))[0] for request in REQUESTS]
+        together = await answers(client, REQUESTS)
+    assert messages(alone) == messages(together) == messages(plain)
+    receipts = [result["sluice"].get("speculation", {"kinds": {}}) for result in alone]
+    assert sum(receipt["kinds"].get(kind, {"accepted": 0})["accepted"] for receipt in receipts) > 10, receipts
+
+
+def test_a_checkpoint_of_another_model_is_refused_at_start(
+    redis_url: str, refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    other = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    said = refusal(redis_url, speculation="auto", mtp_model=str(other))
+    assert said.startswith(f"SLUICE_MTP_MODEL={other}: its MTP head belongs to another model")
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,9 @@ class MemoryModel:
     state_layer_bytes: int = 0  # the largest layer's part of it
     chunk_token_bytes: int = 0  # activations, for each token of a chunk
     score_bytes: int = 0  # attention scores, for each pair of a chunk's token and one before it; 0 if not materialized
-    draft_bytes: int = 0  # the weights of a draft model
-    draft: "MemoryModel | None" = None  # of the draft model
+    draft_bytes: int = 0  # the weights of draft models
+    draft: "MemoryModel | None" = None  # of the draft model of SpecPrefill
+    drafter: "MemoryModel | None" = None  # of the draft model whose drafts are verified, with a row for each row
     encoder: EncoderCost = NO_ENCODER  # for images; its weights are in `weights_bytes`
     max_draft: int = 0  # tokens that a forward may verify for a row beyond the first
     draft_states: int = 2  # recurrent states of a row that exist while drafts are verified
@@ -147,9 +148,13 @@ class MemoryModel:
         bytes while its buffers grow: one layer at a time exists twice."""
         padded, tokens = padded_shape(rows, longest + self.max_draft, longest + self.max_draft)
         cached = [(kind, kind.cached_tokens(tokens, self.max_draft)) for kind in self.kv_layers]
-        copied = max((kind.layer_bytes * count for kind, count in cached), default=0)
-        cached_bytes = sum(kind.token_bytes * count for kind, count in cached)
-        return rows * (self.state_bytes + self._draft_state_bytes) + padded * cached_bytes, padded * copied
+        copied = padded * max((kind.layer_bytes * count for kind, count in cached), default=0)
+        held = padded * sum(kind.token_bytes * count for kind, count in cached)
+        held += rows * (self.state_bytes + self._draft_state_bytes)
+        if self.drafter:
+            drafter_bytes, drafter_copied = self.drafter.group_bytes(rows, longest)
+            return held + drafter_bytes, max(copied, drafter_copied)
+        return held, copied
 
     @property
     def _draft_state_bytes(self) -> int:
@@ -198,6 +203,9 @@ class MemoryModel:
         `copied` more, and whose longest row has `longest` tokens at its end. `chunk`: tokens of a prompt chunk, or of
         those of several prompts in one forward."""
         step = max(self.chunk_bytes(chunk, longest), copied)
+        if self.drafter:  # it computes one prompt at a time, which then joins the others in its batch
+            cached_bytes += self.drafter.row_bytes(longest)
+            step = max(step, self.drafter.chunk_bytes(CHUNK, longest))
         return cached_bytes + self.row_bytes(longest) + self.encoder.bytes_for(images) + step
 
     def peak_bytes(self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES) -> int:

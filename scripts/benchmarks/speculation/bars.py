@@ -58,7 +58,8 @@ def judge(results: Sequence[Result], step_s: float) -> list[Verdict]:
     return [
         *(verdict for result in results if _gains_nothing(result) for verdict in _without_gain(result, step_s)),
         *(verdict for bar in (*_COPYING, *_FORCED, *_HEAD) for verdict in bar.judge(results)),
-        *_head_never_slows([result for result in results if result.case.proposer == "mtp"]),
+        *_network_never_slows("mtp", results),
+        *_network_never_slows("draft", results),
     ]
 
 
@@ -78,7 +79,7 @@ def _without_gain(result: Result, step_s: float) -> Iterator[Verdict]:
     yield Verdict.at_most(f"{name}: longest gap, s", bound_s, result.gap_s)
 
 
-def _head_never_slows(results: Sequence[Result]) -> Iterator[Verdict]:
-    if results:
-        slowest = min(results, key=attrgetter("speed"))
-        yield Verdict.at_least(f"mtp, slowest case ({slowest.case.name}): × tokens/s", _NO_LOSS, slowest.speed)
+def _network_never_slows(proposer: str, results: Sequence[Result]) -> Iterator[Verdict]:
+    if own := [result for result in results if result.case.proposer == proposer]:
+        slowest = min(own, key=attrgetter("speed"))
+        yield Verdict.at_least(f"{proposer}, slowest case ({slowest.case.name}): × tokens/s", _NO_LOSS, slowest.speed)

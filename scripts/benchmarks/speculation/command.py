@@ -22,6 +22,7 @@ from scripts.benchmarks.speculation.figures import Case, NotAnswered, Result, To
 from scripts.benchmarks.speculation.requests import Requests
 from scripts.benchmarks.speculation.runner import STEP_S, Comparison, answers, cases
 from worker.engine.checkpoint import read_json
+from worker.engine.model.drafter import with_drafter
 from worker.engine.model.head import with_head
 from worker.engine.model.load import Model, open_model
 from worker.engine.speculation.heads import find_head
@@ -35,7 +36,7 @@ def main(given: argparse.Namespace) -> bool:
     console = Console(width=_WIDTH)
     try:
         with console.status(f"loading {given.model}"):
-            model = open_in_fp32(given.model, given.mtp_model)
+            model = open_in_fp32(given.model, given.mtp_model, given.draft_model)
         return Session(console, given, model).run()
     except CannotStart as error:
         return _failed(console, error)
@@ -46,16 +47,18 @@ def _failed(console: Console, error: Exception) -> bool:
     return False
 
 
-def open_in_fp32(folder: Path, head: Path | None) -> Model:
-    """Load a model and its MTP head, if it has one, to compute in fp32. In lower precision the rounding
-    of wider forwards changes tokens. Raises `CannotStart`."""
+def open_in_fp32(folder: Path, head: Path | None, draft: Path | None) -> Model:
+    """Load a model, its MTP head, if it has one, and its draft model, if one is given, to compute in fp32. In lower
+    precision the rounding of wider forwards changes tokens. Raises `CannotStart`."""
     model = open_model(str(folder), vision=False)
     if model.drafting.max_draft == 0:
         raise CannotStart(f"--model: its rows take no drafts, since {model.drafting.why_not}; give another one.")
     model.network.set_dtype(mx.float32)
     if head is None and find_head(folder, read_json(folder, "config.json")):
         head = folder
-    return with_head(model, str(folder), str(head)) if head else model
+    if head:
+        model = with_head(model, str(folder), str(head))
+    return with_drafter(model, str(draft), None) if draft else model
 
 
 class Session:
@@ -83,13 +86,14 @@ class Session:
         return complete and all(verdict.holds for verdict in verdicts)
 
     def _cases(self) -> list[Case]:
-        given, head = self._given, self._model.head is not None
+        given = self._given
+        present = [name for name in ("head", "drafter") if getattr(self._model, name)]
         if "tasks" not in given.part:
             return []
-        planned = [*cases(given.task, given.rows, given.proposer, head=head)]
+        planned = [*cases(given.task, given.rows, given.proposer, present)]
         if not planned:
             raise CannotStart(f"--proposer {' '.join(given.proposer)}: none can have an effect here; give another one.")
-        if not head:
+        if not self._model.head:
             self._console.print("[dim]the model has no MTP head, so none is measured[/]")
         return planned
 

@@ -41,6 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="a checkpoint; default: models/tiny-chat, which knows all tasks")  # fmt: skip
     parser.add_argument("--mtp-model", type=_folder, metavar="FOLDER",
                         help="the checkpoint with the MTP head; default: the model itself, if it has one")  # fmt: skip
+    parser.add_argument("--draft-model", type=_folder, metavar="FOLDER",
+                        help="a smaller model, which draft is measured with; default: none")  # fmt: skip
     parser.add_argument("--task", choices=TASKS, nargs="+", default=[*TASKS], metavar="NAME", help="default: all")
     parser.add_argument("--rows", type=positive, nargs="+", default=[*ROWS], metavar="N",
                         help="answers at once; default: 1 2 4 8 16")  # fmt: skip

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
+from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.head_proposer import DEPTH, HeadProposer
 from worker.engine.speculation.proposer import Proposer
 from worker.engine.speculation.speculator import Speculator
@@ -32,12 +34,15 @@ class Drafts:
     speculator: Callable[[Model], Speculator]
     predicted: bool = False  # requests have their predictions
     with_head: bool = False  # if the model has one
-    needs_head: bool = False
+    with_drafter: bool = False  # likewise
+    needs: Literal["head", "drafter"] | None = None
     depth: int | None = None  # tokens of every draft; None: chosen by what pays
 
     def model(self, model: Model) -> Model:
-        """Return the model with its MTP head, if that takes part: it makes forwards a little dearer."""
-        return model if self.with_head else replace(model, head=None)
+        """Return the model with its MTP head and its draft model, if they take part: a head makes forwards a little
+        dearer."""
+        head, drafter = model.head if self.with_head else None, model.drafter if self.with_drafter else None
+        return replace(model, head=head, drafter=drafter)
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
@@ -55,12 +60,18 @@ class Drafts:
 
 
 def _alone(
-    proposers: Sequence[Proposer], model: Model, head: HeadProposer | None = None, *, sudden: Sequence[Proposer] = ()
+    proposers: Sequence[Proposer],
+    model: Model,
+    *,
+    sudden: Sequence[Proposer] = (),
+    head: HeadProposer | None = None,
+    draft: DraftModelProposer | None = None,
 ) -> Speculator:
     return Speculator(
         proposers,
         sudden=sudden,
         head=head,
+        draft=draft,
         max_draft=model.drafting.max_draft,
         recurrence=model.drafting.recurrence(model.network),
         eos_ids=model.tokenizer.eos_token_ids,
@@ -69,7 +80,12 @@ def _alone(
 
 def _head_alone(model: Model) -> Speculator:
     assert model.head is not None, "cases of models without a head are left out"
-    return _alone([], model, HeadProposer(model.head))
+    return _alone([], model, head=HeadProposer(model.head))
+
+
+def _drafter_alone(model: Model) -> Speculator:
+    assert model.drafter is not None, "cases of models without a draft model are left out"
+    return _alone([], model, draft=DraftModelProposer(model.drafter))
 
 
 PROPOSERS = {
@@ -80,9 +96,12 @@ PROPOSERS = {
     "grammar": Drafts(
         "what a schema leaves no choice about", lambda model: _alone([], model, sudden=[GrammarProposer()])
     ),
-    "mtp": Drafts("the model's multi-token-prediction head", _head_alone, with_head=True, needs_head=True),
+    "mtp": Drafts("the model's multi-token-prediction head", _head_alone, with_head=True, needs="head"),
     "mtp-fixed": Drafts(
-        f"the same, with {DEPTH} tokens in every draft", _head_alone, with_head=True, needs_head=True, depth=DEPTH
+        f"the same, with {DEPTH} tokens in every draft", _head_alone, with_head=True, needs="head", depth=DEPTH
     ),
-    "all": Drafts("all proposers of a worker together", speculator_of, predicted=True, with_head=True),
+    "draft": Drafts("a draft model", _drafter_alone, with_drafter=True, needs="drafter"),
+    "all": Drafts(
+        "all proposers of a worker together", speculator_of, predicted=True, with_head=True, with_drafter=True
+    ),
 }

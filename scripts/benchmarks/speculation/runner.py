@@ -1,7 +1,7 @@
 """Runs the same requests without drafts and with them, in turn."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from scripts.benchmarks.speculation.figures import Case, Meter, Pair, Result, Run
 from scripts.benchmarks.speculation.proposers import PROPOSERS
@@ -15,12 +15,15 @@ from worker.schedule.request import GenerationRequest
 STEP_S = 0.1
 
 
-def cases(tasks: Sequence[str], rows: Sequence[int], proposers: Sequence[str], *, head: bool) -> Iterator[Case]:
-    """Yield the cases in which the proposers can have an effect. `head`: the model has an MTP head."""
+def cases(
+    tasks: Sequence[str], rows: Sequence[int], proposers: Sequence[str], present: Collection[str]
+) -> Iterator[Case]:
+    """Yield the cases in which the proposers can have an effect. `present`: what the model has of a head and a
+    drafter."""
     for task in tasks:
         for number in rows:
             for proposer in proposers:
-                if proposer in TASKS[task].proposers and (head or not PROPOSERS[proposer].needs_head):
+                if proposer in TASKS[task].proposers and PROPOSERS[proposer].needs in (None, *present):
                     yield Case(task, number, proposer)
 
 

@@ -85,7 +85,7 @@ _WEATHER_TOOL = {
 }
 
 TASKS = {
-    "recall": Task("answers that repeat a part of their prompt", _recall, ("copies", "mtp", "all")),
+    "recall": Task("answers that repeat a part of their prompt", _recall, ("copies", "mtp", "draft", "all")),
     "edit": Task(
         f"a prediction that equals the answer but for one word in {_EDITED_EVERY}",
         _count,
@@ -95,21 +95,24 @@ TASKS = {
     "tools": Task(
         "a tool call that equals one earlier in the conversation",
         _tool_call_again,
-        ("copies", "mtp", "all"),
+        ("copies", "mtp", "draft", "all"),
         fields={"tools": [_WEATHER_TOOL]},
     ),
     "json": Task(
-        "a JSON schema with long keys, whose values are choices", _json, ("grammar", "mtp", "all"), fields=_SCHEMA
+        "a JSON schema with long keys, whose values are choices",
+        _json,
+        ("grammar", "mtp", "draft", "all"),
+        fields=_SCHEMA,
     ),
     "free": Task(
         "text sampled at temperature 1, of which nothing repeats",
         _story,
-        ("copies", "mtp", "all"),
+        ("copies", "mtp", "draft", "all"),
         temperature=1.0,
         endless=True,
     ),
-    "count": Task("counting to 30 or more: nothing to copy", _count, ("copies", "mtp", "all")),
-    "mixed": Task("any skill of the tiny model", _any_skill, ("copies", "mtp", "mtp-fixed", "all")),
+    "count": Task("counting to 30 or more: nothing to copy", _count, ("copies", "mtp", "draft", "all")),
+    "mixed": Task("any skill of the tiny model", _any_skill, ("copies", "mtp", "mtp-fixed", "draft", "all")),
 }
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from worker.engine.model.check import ModelReport
 
 _ROW_LENGTHS = 2_048, 8_192, 32_768, 131_072  # in tokens
-_MTP_WITHOUT_WEIGHTS = "no: the config has MTP layers, but the files lack their weights"
+_MTP_WITHOUT_WEIGHTS = "no: the files lack its weights; SLUICE_MTP_MODEL can give them"
 
 Facts = dict[str, Any]
 
@@ -146,7 +146,8 @@ def _drafts(facts: Facts) -> str:
 def _mtp(facts: Facts) -> str:
     match facts["mtp"]:
         case "yes":
-            return f"a head of the layout {facts['mtp_kind']} (not used yet)"
+            used = "used with SLUICE_SPECULATION=auto" if facts["max_draft"] else "not used: there are no drafts"
+            return f"a {facts['mtp_kind']} head, {used}"
         case "unsupported":
             return f"a head that is not used: {facts['mtp_kind']}"
         case "without weights":

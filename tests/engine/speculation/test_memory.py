@@ -2,6 +2,7 @@
 and the recurrent states that a forward holds until it is committed."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,14 @@ from tests.engine.tiny import CONFIGS, FAMILIES, build, model_of, prompt
 from tests.engine.tiny import model as tiny_model
 from worker.engine.correction import Calibration
 from worker.engine.model.calibration import calibrated
+from worker.engine.model.head import with_head_costs
 from worker.engine.model.load import Model
+from worker.engine.speculation.head_drafts import Head
+from worker.engine.speculation.head_proposer import HeadProposer
+from worker.engine.speculation.layouts import layout_of
+from worker.engine.speculation.mtp import RecordingTrunk
+from worker.engine.speculation.speculator import Speculator
+from worker.schedule.outcomes import Speculated
 
 ROWS, PROMPT, ANSWER = 6, 60, 40
 _TEXT = CONFIGS["qwen3_5"]["text_config"]
@@ -103,6 +111,46 @@ def test_memory_of_drafts_stays_within_what_is_reserved(caches: str, steps: list
     assert oracle.right > 20
     assert 0.3 < max(steps) <= 1.05
     assert highest <= limit
+
+
+# Caches of networks that draft, which take more than all else.
+
+
+def with_wide_head() -> tuple[Model, Speculator]:
+    """Return a small model with a head of many keys and values."""
+    config = CONFIGS["qwen3_5"]
+    wide = layout_of({**config, "text_config": {**_TEXT, **_WIDE}})
+    assert wide is not None
+    network = build(config)
+    model = model_of(network, config)
+    head = Head(wide.build(), RecordingTrunk(network))
+    mx.eval(head.network.parameters())
+    costs = with_head_costs(calibrated(model.costs, network, model.context), head)
+    model = replace(model, head=head, costs=costs)
+    recurrence = model.drafting.recurrence(network)
+    return model, Speculator(head=HeadProposer(head), max_draft=7, recurrence=recurrence)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [with_wide_head])
+def test_memory_of_networks_that_draft_stays_within_what_is_reserved(
+    make: Callable[[], tuple[Model, Speculator]], steps: list[float]
+) -> None:
+    model, speculator = make()
+    gc.collect()
+    weights = mx.get_active_memory()
+    model = replace(model, costs=replace(model.costs, weights_bytes=weights, draft_bytes=0))
+    limit = speculator.reserving(model.costs).peak_bytes([[PROMPT + ROWS + ANSWER] * ROWS])
+    run = Run(model, memory=limit, speculator=speculator)
+    ask(run)
+    highest = drafted = 0
+    while len(run.engine):
+        drafted += sum(isinstance(each, Speculated) for each in run.step().outcomes)
+        highest = max(highest, mx.get_peak_memory())
+    print(f"{make.__name__}: {max(steps):.2f} of the prediction, {highest / limit:.2f} reserved")
+    assert drafted > 20
+    assert 0.3 < max(steps) <= 1.05
+    assert highest <= 1.05 * limit
 
 
 @pytest.mark.parametrize(("family", "states"), [("qwen3", 1), ("qwen3_5", 2), ("mamba2", 10), ("rwkv7", 10)])

@@ -32,7 +32,7 @@ def test_every_proposer_is_measured_with_a_task() -> None:
 
 
 def test_cases_leave_out_proposers_without_effect() -> None:
-    found = [*cases(["edit", "json"], [1, 4], [*PROPOSERS], head=False)]
+    found = [*cases(["edit", "json"], [1, 4], [*PROPOSERS], ())]
     assert found == [
         Case(task, rows, proposer)
         for task, named in (("edit", ("prediction", "all")), ("json", ("grammar", "all")))
@@ -43,5 +43,5 @@ def test_cases_leave_out_proposers_without_effect() -> None:
 
 def test_cases_of_a_head_need_one() -> None:
     named = ["mtp", "mtp-fixed"]
-    assert [*cases(["mixed"], [1], named, head=False)] == []
-    assert [*cases(["mixed"], [1], named, head=True)] == [Case("mixed", 1, each) for each in named]
+    assert [*cases(["mixed"], [1], named, ())] == []
+    assert [*cases(["mixed"], [1], named, ["head"])] == [Case("mixed", 1, each) for each in named]

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.engine.checkpoint import read_json, tensor_names
-from worker.engine.model.load import Model, model_folder
+from worker.engine.model.load import Model, model_folder, refuse_undraftable
 from worker.engine.model.profile import weights_bytes
 from worker.engine.speculation.head_drafts import Head, entry_shape
 from worker.engine.speculation.heads import files_to_download, find_head, load_head, refuse_other_model, with_config
@@ -32,7 +32,10 @@ def with_head(model: Model, path_or_hub_id: str, head_path_or_hub_id: str | None
     config = read_json(folder, "config.json")
     if head_path_or_hub_id is not None:
         name = f"SLUICE_MTP_MODEL={head_path_or_hub_id}"
+        refuse_undraftable(model, name)
         return _loaded(model, config, _head_folder(head_path_or_hub_id, config, name), name)
+    if not model.drafting.max_draft:
+        return model
     try:
         return _loaded(model, config, folder, path_or_hub_id) if find_head(folder, config) else model
     except (CannotStart, ValueError) as error:

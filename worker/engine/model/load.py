@@ -14,6 +14,7 @@ from worker.engine.checkpoint import is_path, read_json, refuse_code, similar_fo
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.drafting import NO_DRAFTS, Drafting, drafting
 from worker.engine.model.profile import profile, weights_bytes, why_not_batched
+from worker.engine.speculation.draft_model import DraftNetwork
 from worker.engine.speculation.head_drafts import Head
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, download, load_model, load_tokenizer
 from worker.engine.vision.load import TEXT_ONLY, Vision, is_vision_model, open_vision, refuse_unlike
@@ -48,6 +49,7 @@ class Model:
     draft: DraftModel | None = None
     vision: Vision | None = None  # None if images are not served
     head: Head | None = None  # an MTP head, whose trunk is called instead of the network
+    drafter: DraftNetwork | None = None  # a draft model whose drafts are verified
     drafting: Drafting = NO_DRAFTS  # how rows take drafts
 
 
@@ -87,6 +89,14 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
         vision=vision_part,
         drafting=drafts,
     )
+
+
+def refuse_undraftable(model: Model, name: str) -> None:
+    """Raise `CannotStart` if rows of the model take no drafts. `name`: the setting of what would draft, in errors."""
+    if not model.drafting.max_draft:
+        raise CannotStart(
+            f"{name}: rows of the model take no drafts, since {model.drafting.why_not}; leave the setting out."
+        )
 
 
 def _measured(

@@ -7,6 +7,7 @@ import mlx.core as mx
 from worker.engine.cache.segments import needs_states
 from worker.engine.model.load import DraftModel, Model, context_of, model_folder
 from worker.engine.model.profile import profile, weights_bytes
+from worker.engine.model.same_tokens import tokens_read
 from worker.engine.prefill.scoring import why_not_draft
 from worker.engine.prefill.sparse import why_not_sparse
 from worker.engine.tokenizer import MLXTokenizer
@@ -22,7 +23,7 @@ def with_draft(model: Model, path_or_hub_id: str) -> Model:
     try:
         draft, config = load_model(path, lazy=True)
         tokens = MLXTokenizer(load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))).tokens
-        why_not = why_not_draft(_tokens_read(model), tokens, draft)
+        why_not = why_not_draft(tokens_read(model), tokens, draft)
         if why_not is None:
             mx.eval(draft.parameters())
             why_not = why_not_sparse(model.network, model.context)
@@ -33,11 +34,3 @@ def with_draft(model: Model, path_or_hub_id: str) -> Model:
     draft_costs = profile(draft, config).costs(weights_bytes=weights_bytes(draft))
     costs = replace(model.costs, draft_bytes=draft_costs.weights_bytes, draft=draft_costs)
     return replace(model, draft=DraftModel(draft, context_of(config), needs_states(draft)), costs=costs)
-
-
-def _tokens_read(model: Model) -> list[str]:
-    """Return the model's tokens by id, without the image placeholder, which a draft does not read."""
-    tokens = MLXTokenizer(model.tokenizer).tokens
-    if model.vision:
-        tokens[model.vision.family.placeholder] = ""
-    return tokens

@@ -20,6 +20,7 @@ from worker.engine.batch.row import Row
 from worker.engine.cache.layers import layers
 from worker.engine.cache.prefix import PrefixCache
 from worker.engine.cache.segments import is_sliceable
+from worker.engine.model.same_tokens import why_not_same_tokens
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.task import PromptTask
 from worker.engine.upstream.hooks import observed_attention
@@ -238,8 +239,8 @@ def why_not_draft(target: Sequence[str], draft: Sequence[str], network: nn.Modul
     model and of its draft by id, "" for ids without a token. Builds lazy graphs and computes nothing. Must not run
     while another thread computes."""
     probe, attends, vocab = _probe_long_prompt(network)
-    if why_not := _why_not_its_tokens(target, draft, vocab):
-        return f"{why_not}. Choose a draft of the model's own family, which shares its tokens."
+    if why_not := why_not_same_tokens(target, draft, vocab):
+        return why_not
     if probe.weights:
         return None
     family = type(network).__module__.rpartition(".")[2]
@@ -269,14 +270,3 @@ def _probe_long_prompt(network: nn.Module) -> tuple[AttentionProbe, bool, int]:
 def _lengthened(buffer: mx.array) -> mx.array:
     rows, heads, _, width = buffer.shape
     return mx.zeros((rows, heads, _LONG, width), buffer.dtype)
-
-
-def _why_not_its_tokens(target: Sequence[str], draft: Sequence[str], vocab: int) -> str | None:
-    """`vocab`: number of the draft's logits, unnamed tokens included."""
-    for token, (name, draft_name) in enumerate(zip(target, draft, strict=False)):
-        if name and draft_name and name != draft_name:
-            return f"Token {token} is {name!r} in the model and {draft_name!r} in its draft"
-    unknown = (token for token, name in enumerate(target) if name and token >= vocab)
-    if (first := next(unknown, None)) is not None:
-        return f"The draft has {vocab:,} tokens, and the model's token {first} is {target[first]!r}"
-    return None
