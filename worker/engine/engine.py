@@ -132,8 +132,7 @@ class Engine:
         prompt chunks and the decode step of the call before are computed, and until its own decode step is computed if
         its tokens must not wait; else that runs on. Raises `EngineBroken` after repeated failures."""
         began = time.perf_counter()
-        rows = len(self._running)
-        evicted = self._caches.evicted
+        rows, evicted = len(self._running), self._caches.evicted
         mx.reset_peak_memory()
         self._preempted = self._longest_chunk = self._queried_tokens = self._hit_tokens = 0
         self._encoded_images = NO_IMAGES
@@ -144,11 +143,13 @@ class Engine:
             memory = self._calibrate(*rows_in_memory)
         prefix = PrefixUse(self._queried_tokens, self._hit_tokens, self._caches.evicted - evicted, self._caches.nbytes)
         self._active.check()
-        self._reported_at = time.perf_counter()
+        ended = time.perf_counter()
+        self._prefills.observe_gap(ended - self._reported_at)
+        self._reported_at = ended
         return StepReport(
             outcomes=outcomes,
             rows=rows,
-            seconds=time.perf_counter() - began,
+            seconds=ended - began,
             num_waiting=len(self._admission),
             num_preempted=self._admission.num_preempted,
             num_preemptions=self._preempted,
@@ -281,10 +282,9 @@ class Engine:
         """Compute the planned chunks. Rows whose prompt is computed join the running rows."""
         if self._running.ending:  # the last tokens of all rows are reported first, since no decode step is left to do
             return
-        if has_work := self._prefills.has_work:
-            self._running.wait()
-        if not has_work:
+        if not self._prefills.has_work:
             return
+        self._running.wait()
         elapsed_s = time.perf_counter() - self._reported_at
         self._prefills.begin_step(self._running.forward_s)
         for forward in self._prefills.plan(self._running, elapsed_s, self._admission.longest_chunk):

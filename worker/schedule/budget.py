@@ -1,5 +1,6 @@
 """Predicted prefill time, and the time that a step has for prefill without delaying the decoding rows too much."""
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
@@ -17,10 +18,13 @@ GAP_STEPS = 3
 # ... or at most this multiple of the decode time, if decoding alone takes more than half of that.
 GAP_DECODES = 2.5
 _GAP_RISE = 4.0  # seconds of a gap for each second that decoding takes beyond that half, up to `GAP_DECODES`
-# Part of the longest gap that is planned; the rest is for what is not predicted, such as rows that leave.
+# Part of the longest gap that a step with drafts may take; the rest is for what is not predicted, such as rows that
+# leave.
 PLANNED = 0.86
-# Prompts are planned to take less than the time that is left, by this multiple of the mean error of their prediction.
-_ERRORS = 2.0
+_OVERRUN_STEPS = 150  # the latest steps by which overruns are expected
+_OVERRUN_RANK = 3  # the largest overruns before this one may be due to anything
+_OVERRUN_MARGIN = 1.15  # for larger ones: a row that decodes for 30 steps should see none
+_FIRST_OVERRUN = 1.1  # before it is measured
 # What waits is to be computed by the time that the oldest prompt has waited this many seconds: prompts get the share of
 # the time that this takes.
 COMPUTED_WITHIN_S = 0.5
@@ -29,13 +33,14 @@ FIRST_STEP_WITHIN_S = 1.5
 # A chunk is worth its pass over the weights if its tokens take at least this multiple of the time of that pass.
 MIN_TOKENS_TIME_PER_PASS = 1.0
 _WEIGHT = 0.2  # of the newest measurement
-_ERROR_WEIGHT = 0.05  # of the newest error
 _TOKENS_UNIT = 1e3  # tokens are counted in this unit, so that all unknowns have similar magnitude
+_CHUNK_UNIT = 1e2  # and the tokens of a chunk in this one
 # Prior that length costs nothing: while all prompts have the same length, the cost is assigned to tokens and rows.
 _PRIOR = 0.0, 0.1
+_PASS_PRIOR = 1e-3, 1e-3  # weak: two chunks of different length tell what a pass costs
 _BYTES_UNIT = 1e8  # bytes are counted in this unit
+_COPIED_BYTES_PER_S = 2e9  # assumed before any measurement
 _GROWTH_PRIOR = 1e-3  # weak: buffers grow rarely, and one growth measures the cost well
-_FIRST_ERROR = 0.1  # before it is measured
 _GUESS = 0.1  # weight of the initial guess, relative to one measurement
 
 
@@ -140,18 +145,24 @@ class StepBudget:
         self._step_s = step_s
         self._least = least
         self._tokens, self._joins = LeastSquares(_PRIOR), LeastSquares((*_PRIOR, _GROWTH_PRIOR))
+        self._passes = LeastSquares(_PASS_PRIOR)  # seconds of chunks by their passes and tokens
         # Current time of a token relative to its long-term average. It follows changes of the device quickly, while the
         # cost of a token's position is measured only by long prompts, which are rare.
         self._pace = 1.0
-        self._error = _FIRST_ERROR  # mean error of a prompt chunk's predicted time, as a share of it
+        # Measured gaps relative to the planned ones: of the latest steps that were planned to last long.
+        self._overruns = deque([_FIRST_OVERRUN] * _OVERRUN_RANK, _OVERRUN_STEPS)
         self._tokens.observe((_GUESS, 0.0), _GUESS / tokens_per_s)
         self._joins.observe((_GUESS, 0.0, 0.0), 0.0)
+        self._joins.observe((0.0, 0.0, _GUESS), _GUESS * _BYTES_UNIT / _COPIED_BYTES_PER_S)
         self._forward_s = 0.0  # seconds of a pass over the weights
+        self._most_forward_s = 0.0  # it takes at most as long
 
     def observe_chunk(self, tokens: int, done: float, seconds: float, *, cuts: int = 0, rows: int = 1) -> None:
         """Record the measured seconds of a chunk of `tokens`, after `done` tokens of its prompt. `cuts`: number of cuts
         within the chunk, each of which took another pass over the weights. `rows`: number of prompts that computed such
         a chunk in one forward; `done` is their mean then."""
+        if rows * tokens >= self._least:
+            self._observe_passes(1 + cuts, rows * tokens, (done + tokens / 2) / _TOKENS_UNIT, seconds)
         seconds -= cuts * self._forward_s
         if rows * tokens < self._least or seconds <= 0:
             return
@@ -161,12 +172,18 @@ class StepBudget:
         pace = token_s / max(usual_s + before * before_s, 1e-9)
         self._tokens.observe((1.0, before), token_s / self._pace)
         pace = min(pace, 2 * self._pace)
-        self._error += _ERROR_WEIGHT * (abs(pace / self._pace - 1) - self._error)
         self._pace += _WEIGHT * (pace - self._pace)
 
+    def _observe_passes(self, passes: int, tokens: int, before: float, seconds: float) -> None:
+        """Learn from a chunk what a pass over the weights costs. `before`: tokens before it, in `_TOKENS_UNIT`."""
+        _, before_s = self._tokens.costs()
+        self._passes.observe((passes, tokens / _CHUNK_UNIT), seconds / self._pace - tokens * before * before_s)
+        self._forward_s = min(self._most_forward_s, self._pace * self._passes.costs()[0])
+
     def observe_forward(self, seconds: float) -> None:
-        """Record the estimated seconds of a pass over the weights."""
-        self._forward_s = seconds
+        """Record the estimated seconds of a decode step of one row: a pass over the weights takes at most as long."""
+        self._most_forward_s = seconds
+        self._forward_s = min(seconds, self._forward_s or seconds)
 
     def observe_join(self, tokens: int, growth: int, seconds: float) -> None:
         """Record the measured seconds of a row's join. `tokens`: its length; `growth`: bytes of buffers copied."""
@@ -181,10 +198,16 @@ class StepBudget:
             self._forward_s, token_s, before_s / _TOKENS_UNIT, join_s, joined_s / _TOKENS_UNIT, grown_s / _BYTES_UNIT
         )
 
+    def observe_gap(self, planned_s: float, seconds: float) -> None:
+        """Record the measured seconds of a gap between two tokens, which was planned to last `planned_s`. Short ones,
+        which could not become too long, are ignored."""
+        if planned_s >= GAP_STEPS * self._step_s / 2:
+            self._overruns.append(seconds / planned_s)
+
     @property
-    def margin(self) -> float:
-        """The time that is left for prompts, relative to the time that they are planned to take: at least 1."""
-        return 1 + _ERRORS * self._error
+    def overrun(self) -> float:
+        """The most seconds that a long gap is expected to last, relative to those that are planned."""
+        return _OVERRUN_MARGIN * sorted(self._overruns)[-_OVERRUN_RANK]
 
     def spare_s(self, running: Running, elapsed_s: float, backlog: Backlog) -> dict[Lane, float]:
         """Return the seconds that each lane's prompts may take in a step; 0 or less leaves no time. Both lanes share
@@ -194,7 +217,7 @@ class StepBudget:
             return dict.fromkeys(_LANES, ALONE_STEPS * self._step_s)
         taken_s = elapsed_s + running.decode_s
         target_s = self._step_s - taken_s
-        most_s = (PLANNED * longest_gap_s(self._step_s, running.decode_s) - taken_s) / self.margin
+        most_s = longest_gap_s(self._step_s, running.decode_s) / self.overrun - taken_s
         least_s = self.cost.of(self.cost.worthwhile, 0)
         if not running.interactive:  # no gap that a reader notices
             return {"interactive": max(target_s, most_s), "batch": max(target_s, min(least_s, most_s))}

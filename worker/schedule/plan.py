@@ -65,6 +65,7 @@ class Forward:
     end at one."""
 
     chunks: tuple[Chunk, ...]
+    seconds: float = 0.0  # expected, those included by which the joins of its rows delay or lengthen the decode step
 
 
 def may_advance(prompts: Sequence[PromptState]) -> list[PromptState]:
@@ -93,6 +94,8 @@ def _age(row: PromptState) -> tuple[bool, float]:
 
 
 def _rank(row: PromptState) -> tuple[bool, bool, float]:
+    if row.phase == "prefill" and row.done and not row.remaining:  # nothing but its join is left, which is short
+        return row.lane == "batch", False, -inf
     own_s = row.cost.of(row.remaining, row.done)
     offline = row.lane == "batch"
     late = not offline and row.waited_s + own_s > FIRST_TOKEN_S
@@ -128,17 +131,17 @@ def plan(
         chunk = _chunk(rows[0], left_s, longest, first=forced)
         if chunk is None:
             break
-        forward, seconds = _shared(chunk, rows, left_s, longest)
+        forward = _shared(chunk, rows, left_s, longest)
         forwards.append(forward)
-        spent_s += seconds
+        spent_s += forward.seconds
         computed = {each.id for each in forward.chunks}
         rows = [row for row in rows if row.id not in computed]
     return forwards
 
 
-def _shared(chunk: Chunk, rows: Sequence[PromptState], left_s: float, longest: int) -> tuple[Forward, float]:
+def _shared(chunk: Chunk, rows: Sequence[PromptState], left_s: float, longest: int) -> Forward:
     """Return the forward that computes the first row's chunk, together with chunks of other rows as far as time and
-    `longest` allow, and its seconds. A chunk that others share ends at a cut at the latest. Shorter chunks are padded
+    `longest` allow. A chunk that others share ends at a cut at the latest. Shorter chunks are padded
     to the longest, unless that takes more time than another forward."""
     row = rows[0]
     tokens = width = min(chunk.tokens, _uncut(row))
@@ -165,8 +168,8 @@ def _shared(chunk: Chunk, rows: Sequence[PromptState], left_s: float, longest: i
         seconds += more_s
         width = wider
     if len(members) == 1:
-        return Forward((chunk,)), _forward_s(row, chunk.tokens) + (_join_s(row) if chunk.joins else 0.0)
-    return Forward(tuple(each for _, each in members)), seconds
+        return Forward((chunk,), _forward_s(row, chunk.tokens) + (_join_s(row) if chunk.joins else 0.0))
+    return Forward(tuple(each for _, each in members), seconds)
 
 
 def _own_s(row: PromptState, tokens: int) -> float:

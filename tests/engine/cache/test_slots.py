@@ -30,6 +30,7 @@ from worker.engine.cache.slots import (
     restore,
     select_rows,
     snapshot,
+    step_growth,
     tighten,
 )
 from worker.engine.upstream.mlx_lm import make_prompt_cache
@@ -71,7 +72,7 @@ class Decoding:
             logits = self.network(mx.array([prompt(tokens, seed)[at : at + chunk]]), cache=row)
         return Row(self.family, (tokens, seed), [int(logits[0, -1].argmax())]), row
 
-    def start_together(self, *shapes: tuple[int, int]) -> None:
+    def start_together(self, *shapes: tuple[int, ...]) -> None:
         rows, caches = zip(*(self.computed(*shape) for shape in shapes), strict=True)
         join_all(self.batch, [Joining(cache) for cache in caches])
         self.rows += rows
@@ -115,6 +116,21 @@ def test_bytes_that_a_join_copies_are_predicted(family: str) -> None:
                 copied += new_bytes
         assert foretold == copied
         table.step()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_that_a_step_copies_are_predicted(family: str) -> None:
+    table = Decoding(family)
+    table.start_together((225, 0, 512), (9, 1))  # with spare room, buffers of 256 tokens
+    grown = 0
+    for _ in range(40):
+        foretold, before = step_growth(table.batch), [shape(each) for each in layers(table.batch)]
+        table.step()
+        copied = sum(each.nbytes for old, each in zip(before, layers(table.batch), strict=True) if old != shape(each))
+        assert foretold == copied
+        grown += copied > 0
+    if any(type(each) is SlotKVCache for each in layers(table.batch)):
+        assert grown == 1
 
 
 def shape(layer: Any) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ from tests.engine.tiny import model, prompt
 from worker.engine.batch.row import Row
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.schedule.budget import FIRST_STEP_WITHIN_S, PLANNED, StepBudget, longest_gap_s
+from worker.schedule.budget import FIRST_STEP_WITHIN_S, StepBudget, longest_gap_s
 from worker.schedule.plan import Chunk
 from worker.schedule.request import GenerationRequest, Lane
 
@@ -37,6 +37,7 @@ class Running:
     started: bool = True
     step_s: float = DECODE_S
     added_s: float = 0.0  # to that, once another has joined
+    step_copy_bytes: int = 0
 
     def __len__(self) -> int:
         return 1
@@ -54,7 +55,7 @@ def planned(made: PrefillQueue, running: Running | None = None, *, forward_s: fl
 
 
 # Planned for prompts within the longest gap, before their costs are measured.
-MOST_S = (PLANNED * longest_gap_s(STEP_S, DECODE_S) - DECODE_S) / StepBudget(STEP_S).margin
+MOST_S = longest_gap_s(STEP_S, DECODE_S) / StepBudget(STEP_S).overrun - DECODE_S
 
 
 def test_interactive_backlog_gets_the_longest_gap_and_an_offline_one_the_rest_of_the_target() -> None:
@@ -108,6 +109,26 @@ def test_row_that_makes_the_decode_step_too_long_joins_in_the_next() -> None:
     begin(made, "a backlog", 5000)
     assert planned(made, Running(added_s=MOST_S))[0] == Chunk("a", 15)
     assert planned(made, Running(added_s=MOST_S / 2))[0] == Chunk("a", 15, joins=True)
+
+
+def test_a_computed_row_joins_before_any_other_prompt() -> None:
+    made = prefills()
+    begin(made, "a", 15)
+    made.observe_join(15, 0, MOST_S)
+    [chunk] = planned(made)
+    assert chunk == Chunk("a", 15)
+    made.advance(chunk)
+    begin(made, "short", 2)
+    assert planned(made)[0] == Chunk("a", 0, joins=True)
+
+
+def test_buffers_that_the_decode_step_copies_leave_less_time() -> None:
+    made = prefills()
+    begin(made, "a", 5000)
+    for _ in range(50):
+        made.observe_join(15, 10**8, 0.05)
+    [usual], [less] = planned(made), planned(made, Running(step_copy_bytes=10**8))
+    assert usual.tokens - less.tokens == pytest.approx(0.05 * TOKENS_PER_S, rel=0.1)
 
 
 def test_cut_counts_as_a_pass_if_snapshots_are_taken() -> None:

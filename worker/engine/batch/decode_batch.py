@@ -128,9 +128,13 @@ class DecodeBatch:
         return self._cache, self.rows.index(row)
 
     def join_copy_bytes(self, tokens: int) -> int:
-        """Return the bytes of existing buffers that are copied when a row of `tokens` tokens joins; its own cache,
-        which is copied in any case, is not counted."""
+        """Return the bytes of buffers, other than its own, that are copied when a row of `tokens` tokens joins."""
         return slots.growth(self._cache, tokens)
+
+    @property
+    def step_copy_bytes(self) -> int:
+        """Bytes of buffers that are copied by the next `launch`, since they are full."""
+        return slots.step_growth(self._cache)
 
     def tighten(self) -> None:
         """Free memory that buffers still occupy after rows have left. Blocks until the running step has ended."""
@@ -147,8 +151,7 @@ class DecodeBatch:
         self.fed = self._recorded([1] * len(self.rows))
 
     def read_inputs(self) -> list[StepToken]:
-        """Return the next input of each row. Blocks until they are computed, which is the end of the launched step.
-        There must be rows."""
+        """Return the next input of each row. There must be rows. Blocks until the launched step has ended."""
         assert self._next is not None, "the batch has no rows"
         tokens, finite = cast("list[int]", self._next.tokens.tolist()), cast("list[bool]", self._next.finite.tolist())
         logprobs = self._next.logprobs

@@ -89,7 +89,7 @@ class Groups:
         failed, these are lost. Blocks until the last step has ended, or this one for groups that verify drafts: they
         return its tokens too. `gap`: limit of what drafts may add; None: no limit."""
         began = time.perf_counter()
-        lengths = self.lengths
+        lengths = [] if self.step_copy_bytes else self.lengths  # a step that copies buffers is not usual
         self._steps += 1
         self._balanced = self._balanced and self._steps % _REBALANCE_EVERY > 0
         groups = [*self._groups]
@@ -177,6 +177,11 @@ class Groups:
         return self._cost.expected_s(self.lengths)
 
     @property
+    def step_copy_bytes(self) -> int:
+        """Bytes of buffers that are copied in the next decode step, since they are full."""
+        return sum(group.step_copy_bytes for group in self._groups)
+
+    @property
     def forward_s(self) -> float:
         """Estimated seconds of a step of a single row without cached tokens."""
         return self._cost.cost().of(1, 0)
@@ -201,8 +206,7 @@ class Groups:
         self._bounds = bounds
 
     def tighten(self) -> None:
-        """Free memory that buffers still occupy after rows have left. Blocks. The rows of a group that fails are
-        lost."""
+        """Free memory that buffers still occupy. Blocks. The rows of a group that fails are lost."""
         self._stopwatch.invalidate()
         for group in [*self._groups]:
             with self._isolate(group, "tightening the buffers of a group"):
@@ -285,8 +289,7 @@ class Groups:
         if better is None:
             return
         rows = [row for group in trusted for row in group.rows]
-        targets = [[rows[i] for i in group] for group in better]
-        if not self._make_room(targets):
+        if not self._make_room(targets := [[rows[i] for i in group] for group in better]):
             return
         self._stopwatch.invalidate()
         for destination, members in destinations(targets, trusted, self._new_group):

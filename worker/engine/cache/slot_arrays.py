@@ -105,6 +105,10 @@ class SlotArraysCache(ArraysCache):
         """Return the bytes copied when a row joins: the whole state."""
         return sum(state.nbytes for state in self.cache if state is not None)
 
+    def step_growth(self) -> int:
+        """Return 0: a state does not grow."""
+        return 0
+
     def tighten(self) -> None:
         """Do nothing: a state has no spare room."""
 

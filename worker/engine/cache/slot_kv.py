@@ -162,9 +162,15 @@ class SlotKVCache:
     def growth(self, tokens: int) -> int:
         """Return the bytes of the buffers that replace these when a row of `tokens` tokens joins; 0 if it fits."""
         rows, columns = self.rows + 1, max(self._columns(), tokens)
+        return self._growth(rows, columns, self._padded_shape(rows, columns, UNLIMITED_TOKENS))
+
+    def step_growth(self) -> int:
+        """Return the bytes of the buffers that replace these when each row is fed a token; 0 if they fit."""
+        return self._growth(self.rows, self._columns(1), self._shape_needed(1))
+
+    def _growth(self, rows: int, columns: int, size: tuple[int, int]) -> int:
         if self.keys is None or not self._too_small(rows, columns):
             return 0
-        size = self._padded_shape(rows, columns, UNLIMITED_TOKENS)
         return self.nbytes * size[0] * size[1] // int(self.keys.shape[0] * self.keys.shape[2])
 
     def moved(self, order: Sequence[int]) -> list[mx.array]:

@@ -121,6 +121,11 @@ def growth(batch: Sequence[Any], tokens: int) -> int:
     return sum(layer.growth(tokens) for layer in layers(batch))
 
 
+def step_growth(batch: Sequence[Any]) -> int:
+    """Return the bytes of existing buffers that are reallocated and copied when each row is fed a token."""
+    return sum(layer.step_growth() for layer in layers(batch))
+
+
 def select_rows(batch: Sequence[Any], order: Sequence[int]) -> None:
     """Keep row `order[i]` as row i, and drop the others. Blocks until the rows that change their slot are copied."""
     batch_layers = list(layers(batch))

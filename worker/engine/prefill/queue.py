@@ -51,7 +51,11 @@ class RunningRows(Protocol):
 
     @property
     def step_s(self) -> float:
-        """Expected seconds of their next decode step."""
+        """Expected seconds of their next decode step, without those of copying buffers."""
+
+    @property
+    def step_copy_bytes(self) -> int:
+        """Bytes of their buffers that are copied in that step, since they are full."""
 
     def join_copy_bytes(self, length: int) -> int:
         """Return the bytes of other rows that are copied when a row of `length` tokens joins."""
@@ -75,6 +79,7 @@ class PrefillQueue:
         self._step = 0
         self._step_s = step_s
         self._began_s = 0.0  # time at which the step began
+        self._planned_s: float | None = None  # of the gap that the step makes; None: it makes none
         self._budgets: dict[Phase, StepBudget] = {
             # One layer of a vision encoder counts as a few tokens; until its speed is measured, advance by one token.
             "encoding": StepBudget(step_s, _ENCODER_TOKENS_PER_S, least=1),
@@ -178,6 +183,12 @@ class PrefillQueue:
         """Record the measured seconds of a row's join: see `StepBudget.observe_join`."""
         self._budgets["prefill"].observe_join(tokens, growth, seconds)
 
+    def observe_gap(self, seconds: float) -> None:
+        """Record the measured seconds between the reports of this step and of the last one."""
+        if self._planned_s is not None:
+            self._budgets["prefill"].observe_gap(self._planned_s, seconds)
+            self._planned_s = None
+
     # Steps
 
     def begin_step(self, forward_s: float) -> None:
@@ -193,8 +204,8 @@ class PrefillQueue:
             task.refresh()
 
     def plan(self, running: RunningRows, elapsed_s: float, longest: int) -> list[Forward]:
-        """Return the forwards to compute in this step, for prompts whose stage is ready. Changes nothing. `elapsed_s`:
-        seconds since the last step's report. `longest`: most tokens of a forward."""
+        """Return the forwards to compute in this step, for prompts whose stage is ready. `elapsed_s`: seconds since the
+        last step's report. `longest`: most tokens of a forward."""
         # With hundreds of prompts, values shared by many are computed once.
         cost_of = cache(self.cost)
         copied, added = cache(running.join_copy_bytes), cache(running.added_step_s if running.started else _nothing)
@@ -204,9 +215,13 @@ class PrefillQueue:
         budget = self._budgets["prefill"]
         rows = Running(0, 0)
         if running.started:
-            rows = Running(len(running), running.num_interactive, running.step_s)
+            decode_s = running.step_s + running.step_copy_bytes * budget.cost.grown_s
+            rows = Running(len(running), running.num_interactive, decode_s)
         spare_s = budget.spare_s(rows, elapsed_s, backlog(prompts))
-        return plan(prompts, spare_s, self._step, longest, enough_s=rows.decode_s)
+        forwards = plan(prompts, spare_s, self._step, longest, enough_s=rows.decode_s)
+        if rows.rows:
+            self._planned_s = elapsed_s + sum(forward.seconds for forward in forwards) + rows.decode_s
+        return forwards
 
     def delays_first_step(self, delayed_s: float) -> bool:
         """Return True if rows whose answers have not begun should wait for another interactive prompt: see
