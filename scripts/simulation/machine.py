@@ -30,6 +30,7 @@ class Machine:
         self._running: list[Request] = []
         self._fed: list[Request] = []  # rows of the decode step that was launched last
         self._decode_s: float | None = None  # seconds of that step; None once it has ended
+        self._reported_s = 0.0
         self._admits_until_s = 0.0  # the host runs ahead of the device, so it knows of earlier arrivals only
         self._steps = 0
 
@@ -104,7 +105,8 @@ class Machine:
     def _post(self, collected: Sequence[Request]) -> None:
         for request in collected:
             request.token_times_s.append(self.now_s)
-        self._admits_until_s = self.now_s
+        self._planner.observe_gap(self.now_s - self._reported_s)
+        self._reported_s = self._admits_until_s = self.now_s
         if not self._running:
             self._wait()  # a step of rows that have all ended
 

@@ -31,7 +31,7 @@ def oldest(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
 
 def ratio(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
     """Return the prompts by slowdown so far: waiting time against the time that they take."""
-    return sorted(waiting, key=lambda row: (row.lane == "batch", -row.waited_s / _own_s(row)))
+    return sorted(waiting, key=lambda row: (row.lane == "batch", -row.waited_s / max(_own_s(row), 1e-9)))
 
 
 def slack(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
@@ -78,6 +78,7 @@ class Planner:
         self.policy = policy
         self._step_s, self._costs = step_s, costs
         self._budget = StepBudget(step_s)
+        self._planned_s: float | None = None  # of the gap that the step makes; None: it makes none
         self._budget.observe_forward(costs.forward_s(1, 1))
         for tokens in _WARM_UP:
             self._budget.observe_chunk(tokens, 0, costs.forward_s(1, tokens) + costs.overheads.chunk_s)
@@ -90,7 +91,9 @@ class Planner:
         enough_s = inf
         if self.policy.prefill_first:
             enough_s = self._decode_s(running)
-        return plan(rows, spare_s, step.number, 2048, enough_s=enough_s, order=self.policy.rule)
+        forwards = plan(rows, spare_s, step.number, 2048, enough_s=enough_s, order=self.policy.rule)
+        self._planned_s = sum(forward.seconds for forward in forwards) + self._decode_s(running) if running else None
+        return forwards
 
     def delays_first_step(self, waiting: Iterable[Request], delayed_s: float) -> bool:
         """Return True if the first decode step waits for another prompt. `delayed_s`: since the first row joined."""
@@ -128,6 +131,12 @@ class Planner:
         """Record the measured seconds of a prefill forward of `tokens` tokens of each prompt. `dones`: the tokens of
         each prompt before it."""
         self._budget.observe_chunk(tokens, sum(dones) / len(dones), seconds, rows=len(dones))
+
+    def observe_gap(self, seconds: float) -> None:
+        """Record the measured seconds of a gap."""
+        if self._planned_s is not None:
+            self._budget.observe_gap(self._planned_s, seconds)
+            self._planned_s = None
 
     def observe_join(self, tokens: int, seconds: float) -> None:
         """Record the measured seconds of a join of a row of `tokens` tokens."""
