@@ -77,7 +77,8 @@ def test_a_start_keeps_foreign_files_and_the_quota(tmp_path: Path) -> None:
 
 def test_conversations_find_more_with_the_disk(tmp_path: Path, kv: Model) -> None:
     alone, with_disk = conversations.figures(kv, tmp_path, 20)  # two fit into memory
-    assert alone.value < 0.5 < with_disk.value <= 1
+    # How much more depends on the machine: what is faster computed than loaded is not loaded.
+    assert alone.value < with_disk.value <= 1
 
 
 @pytest.mark.parametrize(("value", "holds"), [(1.25, True), (1.26, False)])
