@@ -186,15 +186,20 @@ class Gateway:
 
     async def _wait_for_worker(self, caller: Caller, requested: str, model: str) -> None:
         """Wait until a worker serves the model. Raises `ApiError` if there is no such model, or no worker in time."""
-        if not await self.workers.exists(model):
-            served = {worker.get("model", "") for worker in await self.workers.live()}
-            usable = served if caller.models is None else served & caller.models
-            raise from_client(NoWorker(requested, list(usable))) if usable else model_not_found(requested)
         until = time.monotonic() + self.settings.no_worker_s
+        await self._check_exists(caller, requested, model)
         while not await self.workers.is_served(model):
             if time.monotonic() >= until:
                 raise _no_worker(requested)
             await asyncio.sleep(_POLL_S)
+            await self._check_exists(caller, requested, model)  # a worker of another model may have started
+
+    async def _check_exists(self, caller: Caller, requested: str, model: str) -> None:
+        """Raise `ApiError` if other models are served and this one is not known."""
+        if not await self.workers.exists(model):
+            served = {worker.get("model", "") for worker in await self.workers.live()}
+            usable = served if caller.models is None else served & caller.models
+            raise from_client(NoWorker(requested, list(usable))) if usable else model_not_found(requested)
 
     async def events(self, job_id: str, after: int = -1) -> AsyncGenerator[Event]:
         """Yield the job's events after `after`, as `Client.stream` does.

@@ -1,23 +1,21 @@
 """`python -m worker` with the endless tokenizer, one of whose services fails when a job runs."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from schemas.keys import Lane
 from tests.end_to_end import endless_tokenizer
 from worker.__main__ import main
 from worker.engine.tokenizer import MLXTokenizer
-from worker.queue.presence import Presence
+from worker.queue.presence import Presence, Running
 
 _publish = Presence.run
 _UNTIL_IT_TOKENIZES_S = 0.5
 
 
-async def _fail(
-    presence: Presence, running: Callable[[], Mapping[Lane, int]], on_waiting: Callable[[Lane, int], None]
-) -> None:
+async def _fail(presence: Presence, running: Running, on_waiting: Callable[[Lane, int], None]) -> None:
     keeping = asyncio.create_task(_publish(presence, running, on_waiting))
-    while not sum(running().values()):
+    while not sum(running.by_lane().values()):
         await asyncio.sleep(0.02)
     await asyncio.sleep(_UNTIL_IT_TOKENIZES_S)
     keeping.cancel()

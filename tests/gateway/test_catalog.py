@@ -1,13 +1,18 @@
-"""`/v1/models`: which names there are, and what each can."""
+"""Which models there are, and what each can."""
 
+import asyncio
 from typing import Any
 
 import httpx
 import pytest
 from redis.asyncio import Redis
 
+from sluice.gateway import ServeSettings
 from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.catalog import models
+from tests.fakes import FakeChat
+from tests.gateway.fronts import serving
+from tests.queue.helpers import settings, working
 
 
 def worker(model: str, **fields: Any) -> dict[str, str]:
@@ -73,3 +78,17 @@ async def test_the_models_of_live_workers_are_listed_and_found_by_name(http: htt
     assert (await http.get("/v1/models/default")).json() == listed
     missing = await http.get("/v1/models/a/b")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_model_that_is_awaited_does_not_exist_once_a_worker_of_another_has_started(
+    redis_url: str, db: Redis, chat: FakeChat
+) -> None:
+    body = {"model": "gpt-9", "messages": [{"role": "user", "content": "Hi."}]}
+    with serving(redis_url, ServeSettings(_env_file=None, no_worker_s=60)) as front:
+        async with httpx.AsyncClient(base_url=front.url, timeout=50) as http:
+            waiting = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+            done, _ = await asyncio.wait({waiting}, timeout=0.5)
+            assert not done
+            async with working(settings(redis_url), chat.chat):
+                answer = await waiting
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
