@@ -113,7 +113,8 @@ async def test_without_a_draft_the_wish_is_refused_by_name(client: Client) -> No
 
 @pytest.mark.usefixtures("drafted")
 async def test_a_row_that_is_cancelled_while_it_is_scored_ends_at_once(client: Client) -> None:
-    job = await client.submit({"messages": LONG, "specprefill": True}, model=DRAFTED)
+    endless = {"max_tokens": 2_000, "logit_bias": {"2": -100}}  # the end of the sequence cannot be drawn
+    job = await client.submit({"messages": LONG, "specprefill": True, **endless}, model=DRAFTED)
     async for event in client.stream(job.id):
         if isinstance(event, Progress):
             await client.cancel(job.id)
