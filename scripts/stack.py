@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from http.client import HTTPConnection
 from pathlib import Path
@@ -93,7 +94,55 @@ class Server:
         self.stop()
 
 
-class WorkerProcess:
+class LoggingProcess(ABC):
+    """A process that logs to a file. Use it in a `with` block, or call `start` and `stop`."""
+
+    def __init__(self, log_file: Path) -> None:
+        self.log_file = log_file
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @abstractmethod
+    def start(self) -> Self:
+        """Start the process, and wait until it is ready. Raises RuntimeError."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stop the process, kill it after ten seconds, and delete its log."""
+
+    def log(self) -> str:
+        """Return the log so far."""
+        return self.log_file.read_text(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        """The id of the process, which must have been started."""
+        assert self.process is not None
+        return self.process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Block until the process has ended, and return its exit code. Raises subprocess.TimeoutExpired."""
+        assert self.process is not None
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End the process at once, as `kill -9` does."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class WorkerProcess(LoggingProcess):
     """A process `python -m worker` with the given settings: `max_rows=4` is SLUICE_MAX_ROWS=4. It logs to a file."""
 
     def __init__(
@@ -115,8 +164,8 @@ class WorkerProcess:
         others = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
         self._env = {**others, **ours, "PYTHONPATH": str(root), **(more_env or {})}
         # Tests in several processes use the same names.
-        self.log_file = Path(tempfile.gettempdir()) / f"sluice-{self.name}-{secrets.token_hex(4)}.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        log_file = Path(tempfile.gettempdir()) / f"sluice-{self.name}-{secrets.token_hex(4)}.log"
+        super().__init__(log_file)
 
     def start(self, *, wait: bool = True) -> Self:
         """Start the worker, and with `wait` block until it is ready. Raises RuntimeError."""
@@ -134,33 +183,13 @@ class WorkerProcess:
             key = f"sluice:worker:{self.name}"
             _wait("the worker", self.process, lambda: _exists(client, key), self.log)
 
-    def log(self) -> str:
-        """Return the log so far."""
-        return self.log_file.read_text(errors="replace")
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the worker."""
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def wait(self, timeout_s: float = 60.0) -> int:
-        """Block until the worker has ended, and return its exit code. Raises subprocess.TimeoutExpired."""
-        assert self.process is not None
-        return self.process.wait(timeout_s)
-
     def stop(self) -> None:
         """Stop the worker, kill it after ten seconds, and delete its log."""
         _end(self.process)
         self.log_file.unlink(missing_ok=True)
 
-    def __enter__(self) -> Self:
-        return self.start()
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-
-class FrontProcess:
+class FrontProcess(LoggingProcess):
     """A process `sluice serve` in a temporary folder. `no_worker_s=1` is SLUICE_SERVE_NO_WORKER_S=1."""
 
     def __init__(self, redis_url: str, *, port: int | None = None, **settings: object) -> None:
@@ -170,8 +199,7 @@ class FrontProcess:
         others = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
         self._env = {**others, **given, "SLUICE_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT)}
         self._folder = tempfile.TemporaryDirectory(prefix="sluice-front-")
-        self.log_file = Path(self._folder.name) / "front.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        super().__init__(Path(self._folder.name) / "front.log")
 
     @property
     def base_url(self) -> str:
@@ -196,42 +224,10 @@ class FrontProcess:
         finally:
             connection.close()
 
-    def log(self) -> str:
-        """Return the log so far."""
-        return self.log_file.read_text(errors="replace")
-
-    @property
-    def pid(self) -> int:
-        """The id of the process, which must have been started."""
-        assert self.process is not None
-        return self.process.pid
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the front."""
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def wait(self, timeout_s: float = 60.0) -> int:
-        """Block until the front has ended, and return its exit code. Raises subprocess.TimeoutExpired."""
-        assert self.process is not None
-        return self.process.wait(timeout_s)
-
-    def kill(self) -> None:
-        """End the front at once, as `kill -9` does."""
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-
     def stop(self) -> None:
         """Stop the front, kill it after ten seconds, and delete its log."""
         _end(self.process)
         self._folder.cleanup()
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 def free_port() -> int:

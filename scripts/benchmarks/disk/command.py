@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", action="store_true", help="measure the prefix cache on disk instead")
     disk = parser.add_argument_group(
         "with --disk",
-        "The defaults are chosen to take less than ten minutes on two cores that do nothing else. Prompts take most of "
+        "The defaults took eleven minutes on two cores that had other work too. Prompts take most of "
         "it: the time grows with --tokens and --conversations. On a machine in use the figures mean nothing.",
     )
     disk.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART",
