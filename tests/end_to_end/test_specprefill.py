@@ -13,7 +13,7 @@ import redis.asyncio
 
 from scripts.stack import WorkerProcess
 from scripts.tiny_chat.data import find_code
-from sluice import Cancelled, Client, Delta, Event, Failed, Finished, Progress
+from sluice import Cancelled, Client, Delta, Event, Failed, Finished, Progress, Started
 from tests.end_to_end.test_exact import checkpoint
 from tests.engine.tiny import CONFIGS, write_checkpoint
 
@@ -66,11 +66,17 @@ async def test_a_thinned_prompt_gets_its_answer_and_a_receipt(client: Client, mo
     assert receipt["scoring_s"] > 0
     assert receipt["prefill_s"] > 0
     assert result["sluice"]["kept_tokens"] == kept
+    events, _ = await ask(client, specprefill=True, specprefill_keep_pct=0.6)
+    assert kept < usage(events).kept_tokens < 0.9 * prompt
+
+
+@pytest.mark.usefixtures("drafted")
+async def test_a_prompt_that_is_scored_is_said_to_be(client: Client) -> None:
+    question, _ = find_code(Random(3), 250)  # long enough for an event each quarter of a second on any machine
+    events, _ = await ask(client, [{"role": "user", "content": question.text}], specprefill=True, max_tokens=1)
     phases = [event.phase for event in events if isinstance(event, Progress)]
     assert phases[:1] == ["scoring"]
     assert phases == sorted(phases, reverse=True)
-    events, _ = await ask(client, specprefill=True, specprefill_keep_pct=0.6)
-    assert kept < usage(events).kept_tokens < 0.9 * prompt
 
 
 async def receipt(client: Client, messages: list[dict[str, Any]] = LONG, **more: Any) -> Any:
@@ -116,7 +122,7 @@ async def test_a_row_that_is_cancelled_while_it_is_scored_ends_at_once(client: C
     endless = {"max_tokens": 2_000, "logit_bias": {"2": -100}}  # the end of the sequence cannot be drawn
     job = await client.submit({"messages": LONG, "specprefill": True, **endless}, model=DRAFTED)
     async for event in client.stream(job.id):
-        if isinstance(event, Progress):
+        if isinstance(event, Started):
             await client.cancel(job.id)
     assert isinstance(event, Cancelled)
     events, _ = await ask(client, [{"role": "user", "content": "Count to 5."}])

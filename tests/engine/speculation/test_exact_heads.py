@@ -14,6 +14,7 @@ from tests.engine.speculation.scenarios import eventful
 from tests.engine.speculation.test_head_drafts import head_of
 from tests.engine.tiny import model_of, prompt
 from worker.engine.cache.recurrence import Replay
+from worker.engine.model.head import Head
 from worker.engine.model.load import Model
 from worker.engine.speculation.head_proposer import HeadProposer
 from worker.engine.speculation.mtp import RecordingTrunk
@@ -35,10 +36,13 @@ def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
     verify_everything(monkeypatch)
 
 
+def with_head(head: Head, name: str) -> Model:
+    return replace(model_of(head.trunk._network, MTP_CONFIGS[name]), head=head)
+
+
 @cache
 def model(name: str) -> Model:
-    head = head_of(name)
-    return replace(model_of(head.trunk._network, MTP_CONFIGS[name]), head=head)
+    return with_head(head_of(name), name)
 
 
 class Counting(HeadProposer):
@@ -111,12 +115,12 @@ def test_rows_that_leave_change_no_other_row() -> None:
 
 
 def test_without_a_head_no_hidden_states_are_held() -> None:
-    run = Run(model("qwen3_5"), prefix_bytes=0)
+    tiny = with_head(head_of.__wrapped__("qwen3_5"), "qwen3_5")  # no other test has run the trunk of this one
+    run = Run(tiny, prefix_bytes=0)
     submit(run, 0)
     for _ in range(4):
         run.step()
-    trunk = model("qwen3_5").head
-    assert trunk is not None
-    assert isinstance(trunk.trunk, RecordingTrunk)
+    assert tiny.head is not None
+    assert isinstance(tiny.head.trunk, RecordingTrunk)
     with pytest.raises(ValueError, match="No forward"):
-        trunk.trunk.take_hidden()
+        tiny.head.trunk.take_hidden()
