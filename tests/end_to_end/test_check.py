@@ -63,7 +63,7 @@ def test_why_rows_of_a_model_take_no_drafts_is_told(tmp_path: Path, family: str)
     assert cells(check(folder)[1])["drafts"].startswith("no: its latent attention (MLA)")
     facts = json.loads(check(folder, "--json")[1])
     assert (facts["servable"], facts["max_draft"]) == (True, 0)
-    assert "expands the whole context" in facts["drafts_why_not"]
+    assert "expands the whole context" in facts["drafts_unsupported_reason"]
 
 
 def test_windows_are_told_apart_from_what_grows(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_whether_images_are_served_is_told_as_a_worker_would_do_it(tmp_path: Pat
     assert cells(check(folder, SLUICE_VISION="off")[1])["vision"] == "no. SLUICE_VISION is off."
     code, out, _ = check(folder, "--json", SLUICE_VISION="off")
     facts = json.loads(out)
-    assert (code, facts["vision"], facts["vision_why_not"]) == (0, False, "SLUICE_VISION is off.")
+    assert (code, facts["vision"], facts["vision_unsupported_reason"]) == (0, False, "SLUICE_VISION is off.")
     assert facts["encoder_bytes"] == 0
 
 

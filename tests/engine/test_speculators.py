@@ -37,7 +37,7 @@ def assert_decodes_plainly(served: Model) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "kimi_linear"])
 def test_a_family_that_would_pay_too_much_decodes_plainly(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verify_everything(monkeypatch)
-    assert model(family).drafting.why_not is not None
+    assert model(family).drafting.unsupported_reason is not None
     assert_decodes_plainly(model(family))
 
 
@@ -49,5 +49,5 @@ def test_a_family_whose_states_cannot_be_advanced_decodes_plainly(family: str, m
     verify_everything(monkeypatch)
     monkeypatch.setattr(SlotArraysCache, "commit", refuse)
     served = model_of(network(family), EVERY_FAMILY[family])
-    assert served.drafting.why_not == "its recurrent states cannot advance by a part of a forward's tokens"
+    assert served.drafting.unsupported_reason == "its recurrent states cannot advance by a part of a forward's tokens"
     assert_decodes_plainly(served)

@@ -15,7 +15,7 @@ def speculator_of(model: Model) -> Speculator:
     drafting = model.drafting
     return Speculator(
         [CopyProposer()],
-        sudden=[GrammarProposer()],
+        every_step=[GrammarProposer()],
         head=HeadProposer(model.head) if model.head else None,
         draft=DraftModelProposer(model.drafter) if model.drafter else None,
         max_draft=drafting.max_draft,

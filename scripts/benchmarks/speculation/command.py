@@ -52,7 +52,8 @@ def open_in_fp32(folder: Path, head: Path | None, draft: Path | None) -> Model:
     precision the rounding of wider forwards changes tokens. Raises `CannotStart`."""
     model = open_model(str(folder), vision=False)
     if model.drafting.max_draft == 0:
-        raise CannotStart(f"--model: its rows take no drafts, since {model.drafting.why_not}; give another one.")
+        reason = model.drafting.unsupported_reason
+        raise CannotStart(f"--model: its rows take no drafts, since {reason}; give another one.")
     model.network.set_dtype(mx.float32)
     if head is None and find_head(folder, read_json(folder, "config.json")):
         head = folder

@@ -128,19 +128,19 @@ class Pair:
         for id in sorted(self.off.answers.keys() | self.on.answers.keys()):
             plain, drafted = (run.answers.get(id, ()) for run in (self.off, self.on))
             if plain != drafted:
-                place = _first_difference(plain, drafted)
+                position = _first_difference(plain, drafted)
                 raise TokensDiffer(
-                    f"{case.name}: request {id} differs at token {place}: {_listed(plain, place)} without drafts, "
-                    f"{_listed(drafted, place)} with them"
+                    f"{case.name}: request {id} differs at token {position}: {_listed(plain, position)} without "
+                    f"drafts, {_listed(drafted, position)} with them"
                 )
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next((position for position, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _listed(tokens: Sequence[int], place: int) -> str:
-    return " ".join(map(str, tokens[place : place + 4])) or "the end"
+def _listed(tokens: Sequence[int], position: int) -> str:
+    return " ".join(map(str, tokens[position : position + 4])) or "the end"
 
 
 @dataclass(frozen=True, slots=True)

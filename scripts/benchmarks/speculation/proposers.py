@@ -63,13 +63,13 @@ def _alone(
     proposers: Sequence[Proposer],
     model: Model,
     *,
-    sudden: Sequence[Proposer] = (),
+    every_step: Sequence[Proposer] = (),
     head: HeadProposer | None = None,
     draft: DraftModelProposer | None = None,
 ) -> Speculator:
     return Speculator(
         proposers,
-        sudden=sudden,
+        every_step=every_step,
         head=head,
         draft=draft,
         max_draft=model.drafting.max_draft,
@@ -94,7 +94,7 @@ PROPOSERS = {
         "the text that the client expects", lambda model: _alone([PredictionProposer()], model), predicted=True
     ),
     "grammar": Drafts(
-        "what a schema leaves no choice about", lambda model: _alone([], model, sudden=[GrammarProposer()])
+        "what a schema leaves no choice about", lambda model: _alone([], model, every_step=[GrammarProposer()])
     ),
     "mtp": Drafts("the model's multi-token-prediction head", _head_alone, with_head=True, needs="head"),
     "mtp-fixed": Drafts(

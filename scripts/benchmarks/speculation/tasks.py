@@ -119,8 +119,8 @@ TASKS = {
 def edited(text: str) -> str:
     """Return a text in which one word in `_EDITED_EVERY` is another one."""
     words = text.split(" ")
-    for place in range(_EDITED_EVERY // 2, len(words), _EDITED_EVERY):
-        words[place] = "changed"
+    for index in range(_EDITED_EVERY // 2, len(words), _EDITED_EVERY):
+        words[index] = "changed"
     return " ".join(words)
 
 

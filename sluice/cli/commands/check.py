@@ -94,11 +94,11 @@ def _facts(report: "ModelReport") -> Facts:
         "attention_layers": profile.attention_calls,
         "max_draft": report.drafting.max_draft,
         "draft_states": report.drafting.states,
-        "drafts_why_not": report.drafting.why_not,
+        "drafts_unsupported_reason": report.drafting.unsupported_reason,
         "mtp": report.mtp.status,
         "mtp_kind": report.mtp.kind,
         "vision": report.vision_unsupported_reason is None,
-        "vision_why_not": report.vision_unsupported_reason,
+        "vision_unsupported_reason": report.vision_unsupported_reason,
         "encoder_bytes": report.encoder_bytes,
     }
 
@@ -138,7 +138,7 @@ def _print_model(facts: Facts) -> None:
 
 def _drafts(facts: Facts) -> str:
     if not facts["max_draft"]:
-        return f"no: {facts['drafts_why_not']}"
+        return f"no: {facts['drafts_unsupported_reason']}"
     states = {"none": "", "replay": "; recurrences are replayed", "stepping": "; recurrent layers run token by token"}
     return f"up to {facts['max_draft']} tokens{states[facts['draft_states']]}"
 
@@ -192,7 +192,7 @@ def _vision(facts: Facts) -> str:
     from worker.schedule.memory import format_bytes
 
     if not facts["vision"]:
-        return f"no. {facts['vision_why_not']}"
+        return f"no. {facts['vision_unsupported_reason']}"
     encoder = format_bytes(facts["encoder_bytes"]) + " of the weights" if facts["encoder_bytes"] else "of unknown size"
     return f"yes, as {facts['architecture']}; vision encoder: {encoder}"
 

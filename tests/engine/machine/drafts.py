@@ -51,9 +51,9 @@ class Drafts:
     @property
     def offered(self) -> int:
         """Drafted tokens that were verified."""
-        return sum(oracle.offered for oracle in self._oracles)
+        return sum(oracle.proposed for oracle in self._oracles)
 
     @property
     def right(self) -> int:
         """Drafted tokens that were right."""
-        return sum(oracle.right for oracle in self._oracles)
+        return sum(oracle.accepted for oracle in self._oracles)

@@ -117,5 +117,5 @@ class Machine(Rules):
         counts["SpecPrefill skipped"] = len(self.run.skipped)
         counts["failed once"] = len(self.unlucky)
         counts["images encoded"] = len(self.run.encoded)
-        counts["drafted tokens"], counts["right drafted tokens"] = self.drafts.offered, self.drafts.right
+        counts["drafted tokens"], counts["right drafted tokens"] = self.drafts.proposed, self.drafts.accepted
         return counts

@@ -69,7 +69,7 @@ def test_a_draft_model_whose_rows_cannot_draft_together_is_refused(tmp_path: Pat
 
 def test_a_model_whose_rows_take_no_drafts_takes_no_draft_model(tmp_path: Path) -> None:
     served = model()
-    served = replace(served, drafting=replace(served.drafting, max_draft=0, why_not="it has none"))
+    served = replace(served, drafting=replace(served.drafting, max_draft=0, unsupported_reason="it has none"))
     with pytest.raises(CannotStart, match="take no drafts, since it has none; leave the setting out"):
         with_drafter(served, folder(tmp_path), None)
 

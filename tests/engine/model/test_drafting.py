@@ -43,7 +43,7 @@ def test_unknown_recurrences_are_stepped(family: str) -> None:
 @pytest.mark.parametrize("family", LATENT)
 def test_latent_attention_takes_no_drafts(family: str) -> None:
     assert found(family).max_draft == 0
-    assert "latent attention" in str(found(family).why_not)
+    assert "latent attention" in str(found(family).unsupported_reason)
 
 
 def test_states_that_cannot_be_advanced_take_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_states_that_cannot_be_advanced_take_no_drafts(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(module, "_two_rows", refuse)
     assert found("qwen3_5").max_draft == 0
-    assert "recurrent states" in str(found("qwen3_5").why_not)
+    assert "recurrent states" in str(found("qwen3_5").unsupported_reason)
 
 
 @pytest.mark.parametrize(("fused", "longest"), [(8, 7), (4, 3), (2, 1), (1, 0), (0, 7)])

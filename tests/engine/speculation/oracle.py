@@ -21,7 +21,7 @@ class Oracle:
 
     def __init__(self, answers: Mapping[str, Sequence[int]], seed: int = 0, wrong: Sequence[int] = WRONG) -> None:
         self._answers, self._seed, self._wrong = answers, seed, wrong
-        self.offered = self.right = 0
+        self.proposed = self.accepted = 0
         self.held = set[str]()
 
     def offer(self, row: DraftedRow) -> Offer | None:
@@ -33,9 +33,9 @@ class Oracle:
             draft[rng.randrange(len(draft))] = rng.choice(self._wrong)
         return Offer("oracle", tuple(draft), (0.5,) * len(draft)) if draft else None
 
-    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
-        self.offered += offered
-        self.right += kept_tokens
+    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
+        self.proposed += proposed
+        self.accepted += accepted
 
     def forget(self, row: DraftedRow) -> None:
         self.held.discard(row.id)

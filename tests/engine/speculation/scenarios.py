@@ -150,5 +150,5 @@ def assert_equal(without: Run, run: Run, oracle: Oracle) -> None:
     assert run.ended == without.ended
     for id in run.logprobs.keys() & without.logprobs.keys():
         assert run.logprobs[id] == pytest.approx(without.logprobs[id], abs=1e-4)
-    assert oracle.right > 0
+    assert oracle.accepted > 0
     assert oracle.held == set()

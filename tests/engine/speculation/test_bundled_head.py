@@ -40,10 +40,10 @@ def prompts(model: Model) -> list[tuple[int, ...]]:
 class Counting(HeadProposer):
     """A proposer that counts the tokens that were right."""
 
-    right = 0
+    accepted = 0
 
-    def kept(self, row: object, offered: int, kept_tokens: int) -> None:
-        self.right += kept_tokens
+    def observe_accepted(self, row: object, proposed: int, accepted: int) -> None:
+        self.accepted += accepted
 
 
 def answers(model: Model, used: Speculator | None) -> list[list[int]]:
@@ -69,5 +69,5 @@ def test_a_forward_at_depth_three_makes_two_tokens_on_mixed_skills(
     drafted = answers(tiny_chat, used)
     assert drafted == answers(replace(tiny_chat, head=None), None)
     tokens = sum(map(len, drafted))
-    forwards = tokens - proposer.right  # each makes one token, and those of its draft that are right
+    forwards = tokens - proposer.accepted  # each makes one token, and those of its draft that are right
     assert tokens / forwards >= 2.0

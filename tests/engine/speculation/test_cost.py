@@ -23,26 +23,26 @@ ANSWER = 100
 class Counting:
     """Proposer that counts how often it is asked. Offers right tokens if it knows the answers."""
 
-    def __init__(self, chance: float, answers: Mapping[str, Sequence[int]] | None = None) -> None:
-        self.chance, self._answers = chance, answers or {}
+    def __init__(self, acceptance: float, answers: Mapping[str, Sequence[int]] | None = None) -> None:
+        self.acceptance, self._answers = acceptance, answers or {}
         self.asked = Counter[str]()
 
     def offer(self, row: DraftedRow) -> Offer | None:
         self.asked[row.id] += 1
         at, wrong = len(row.answer), (5,) * ANSWER
         tokens = tuple(self._answers.get(row.id, wrong)[at : at + MAX_DRAFT])
-        return Offer("counting", tokens, (self.chance,) * len(tokens))
+        return Offer("counting", tokens, (self.acceptance,) * len(tokens))
 
-    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
+    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
         pass
 
     def forget(self, row: DraftedRow) -> None:
         pass
 
 
-def speculator(*proposers: Counting, sudden: Counting | None = None) -> Speculator:
-    every = [sudden] if sudden else []
-    return Speculator(proposers, sudden=every, max_draft=MAX_DRAFT, recurrence=recurrence_of(model("qwen3")))
+def speculator(*proposers: Counting, every_step: Counting | None = None) -> Speculator:
+    every = [every_step] if every_step else []
+    return Speculator(proposers, every_step=every, max_draft=MAX_DRAFT, recurrence=recurrence_of(model("qwen3")))
 
 
 def run(drafting: Speculator, step_s: float = 1.0, rows: int = 3) -> Run:
@@ -63,11 +63,11 @@ def test_a_proposer_is_asked_once_for_each_row_and_step_at_most() -> None:
 
 
 def test_proposers_whose_drafts_do_not_pay_are_asked_ever_more_rarely() -> None:
-    proposer, sudden = Counting(0.001), Counting(0.001)
-    driven = run(speculator(proposer, sudden=sudden))
+    proposer, every_step = Counting(0.001), Counting(0.001)
+    driven = run(speculator(proposer, every_step=every_step))
     driven.drain()
     assert max(proposer.asked.values()) <= ANSWER / (LONGEST_PAUSE + 1) + 16
-    assert all(sudden.asked[id] >= len(answer) - 5 for id, answer in driven.generated.items())
+    assert all(every_step.asked[id] >= len(answer) - 5 for id, answer in driven.generated.items())
 
 
 def test_rows_that_join_are_asked_soon() -> None:

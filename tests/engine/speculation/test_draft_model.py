@@ -117,15 +117,15 @@ def test_a_row_is_offered_its_draft_once_its_next_input_is_known() -> None:
     assert proposer.offer(row) is None
 
 
-def test_chances_follow_what_was_right_and_a_batch_that_is_gone_holds_nothing() -> None:
+def test_rates_follow_what_was_right_and_a_batch_that_is_gone_holds_nothing() -> None:
     proposer, row, batch = DraftModelProposer(draft_of("qwen3"), DEPTH), Answering("a", prompt(9, 1), [7]), Batch()
     before = proposer.foresee(row)
     for _ in range(10):
-        proposer.kept(row, DEPTH, 0)
+        proposer.observe_accepted(row, DEPTH, 0)
     after = proposer.foresee(row)
     assert before is not None
     assert after is not None
-    assert after.chances[0] < before.chances[0]
+    assert after.acceptance[0] < before.acceptance[0]
     proposer.prepare(batch, [row])
     assert proposer.nbytes > 0
     del batch

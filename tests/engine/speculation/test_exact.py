@@ -39,7 +39,7 @@ def test_drafts_are_tested_with_at_least_twenty_families() -> None:
 def test_rows_with_drafts_draw_the_same(family: str) -> None:
     without, run, oracle = pair_of(family, joined)
     assert_equal(without, run, oracle)
-    assert oracle.right < oracle.offered
+    assert oracle.accepted < oracle.proposed
     for index in 0, 5:  # the greedy rows without penalties
         assert run.generated[str(index)] == alone(network(family), prompt(5, index), ANSWER - index)
 
@@ -54,7 +54,7 @@ def test_rows_that_are_preempted_lost_or_cancelled_draw_the_same(family: str) ->
     without, run, oracle = pair(model(family), eventful)
     # Rows without a cache are recomputed without drafts, so their logprobs come from other forwards.
     assert (run.generated, run.ended) == (without.generated, without.ended)
-    assert 0 < oracle.right < oracle.offered
+    assert 0 < oracle.accepted < oracle.proposed
     assert oracle.held == set()
 
 
@@ -64,7 +64,7 @@ def test_rows_that_resume_draw_the_same(family: str, is_guided: bool) -> None:
     whole = plain_of(family, guided if is_guided else joined).generated
     run, oracle = drafted(model(family), whole, resumed(whole, guided=is_guided))
     assert run.generated == {str(index): whole[str(index)] for index in range(6)}
-    assert oracle.right > 0
+    assert oracle.accepted > 0
 
 
 def next_turns(run: Run) -> Iterator[str]:

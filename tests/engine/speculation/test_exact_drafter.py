@@ -26,11 +26,11 @@ def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
 class Counting(DraftModelProposer):
     """A proposer that counts the drafted tokens that were verified, and those that were right."""
 
-    offered = right = 0
+    proposed = accepted = 0
 
-    def kept(self, row: object, offered: int, kept_tokens: int) -> None:
-        self.offered += offered
-        self.right += kept_tokens
+    def observe_accepted(self, row: object, proposed: int, accepted: int) -> None:
+        self.proposed += proposed
+        self.accepted += accepted
 
 
 def drafted(served: str, drafter: str, drive: Drive) -> tuple[Run, Counting]:
@@ -56,8 +56,8 @@ def test_rows_with_a_draft_model_draw_what_they_draw_without(served: str, drafte
     run, proposer = drafted(served, drafter, drive)
     without = plain(served, drive)
     assert (run.generated, run.ended) == (without.generated, without.ended)
-    assert proposer.offered > 30
-    assert proposer.right > (20 if served == drafter else -1)
+    assert proposer.proposed > 30
+    assert proposer.accepted > (20 if served == drafter else -1)
     assert proposer.nbytes == 0, "rows that have ended hold nothing"
 
 

@@ -48,10 +48,10 @@ def model(name: str) -> Model:
 class Counting(HeadProposer):
     """A proposer that counts the drafted tokens that were verified."""
 
-    offered = 0
+    proposed = 0
 
-    def kept(self, row: object, offered: int, kept_tokens: int) -> None:
-        self.offered += offered
+    def observe_accepted(self, row: object, proposed: int, accepted: int) -> None:
+        self.proposed += proposed
 
 
 def drafted(name: str, drive: Callable[[Run], None]) -> tuple[Run, Counting]:
@@ -91,7 +91,7 @@ def test_rows_with_a_head_draw_what_they_draw_without(name: str, drive: Callable
     run, proposer = drafted(name, drive)
     without = plain(name, drive)
     assert (run.generated, run.ended) == (without.generated, without.ended)
-    assert proposer.offered > 50
+    assert proposer.proposed > 50
 
 
 def removals(run: Run) -> None:
@@ -111,7 +111,7 @@ def test_rows_that_leave_change_no_other_row() -> None:
     without = plain("qwen3_5", removals)
     for id in ("0", "2", "4"):
         assert run.generated[id] == without.generated[id], id
-    assert proposer.offered > 10
+    assert proposer.proposed > 10
 
 
 def test_without_a_head_no_hidden_states_are_held() -> None:

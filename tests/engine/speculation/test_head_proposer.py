@@ -136,12 +136,12 @@ def test_a_row_that_leaves_its_batch_holds_no_slot_there() -> None:
     assert offered(proposer, rows[:1]) == [rows[0].sequence.expected()], "it is offered its last draft all the same"
 
 
-def test_chances_are_learned_by_depth() -> None:
+def test_rates_are_learned_by_depth() -> None:
     proposer, own = HeadProposer(head_of(NAME), DEPTH), row("a", 1, 9)
-    before = foreseen(proposer, own).chances
+    before = foreseen(proposer, own).acceptance
     for _ in range(20):
-        proposer.kept(own, 3, 1)
-    first, second, third = foreseen(proposer, own).chances
+        proposer.observe_accepted(own, 3, 1)
+    first, second, third = foreseen(proposer, own).acceptance
     assert first > before[0]
     assert second < before[1]
     assert third == before[2], "a token after a wrong one is not compared"

@@ -108,7 +108,7 @@ def test_memory_of_drafts_stays_within_what_is_reserved(caches: str, steps: list
         f"{caches}: {max(steps):.2f} of the prediction ({without:.2f} without drafts), {highest / limit:.2f} reserved"
     )
     assert run.generated == answers
-    assert oracle.right > 20
+    assert oracle.accepted > 20
     assert 0.3 < max(steps) <= 1.05
     assert highest <= limit
 

@@ -20,7 +20,7 @@ from worker.engine.cache.verification import Verification
 from worker.engine.sampling.sampler import draw_key
 from worker.engine.speculation import verify
 from worker.engine.speculation.positions import Position
-from worker.engine.speculation.verify import DrawnToken, Kept
+from worker.engine.speculation.verify import Accepted, DrawnToken
 from worker.text.grammar.row_grammar import RowGrammar
 
 Patch = pytest.MonkeyPatch
@@ -155,11 +155,11 @@ def drafts_use_up_no_random_keys(patch: Patch) -> None:
     patch.setattr(Row, "mark_verified", forget_draws)
 
 
-def wrong_tokens_are_kept(patch: Patch) -> None:
-    def keep_all(drawn: Sequence[DrawnToken], draft: Sequence[int], clean: Sequence[bool]) -> Kept:
-        return Kept(tuple(drawn), len(drawn), True)
+def wrong_tokens_are_accepted(patch: Patch) -> None:
+    def accept_all(drawn: Sequence[DrawnToken], draft: Sequence[int], clean: Sequence[bool]) -> Accepted:
+        return Accepted(tuple(drawn), len(drawn), True)
 
-    patch.setattr(verify, "_kept", keep_all)
+    patch.setattr(verify, "_accepted", accept_all)
 
 
 def case(mistake: Mistake, family: str, drive: Drive = joined, *, by_default: bool = False) -> Any:
@@ -191,7 +191,7 @@ MISTAKES = [
     case(penalties_count_rejected_tokens, "qwen3", penalized, by_default=True),
     case(places_share_a_random_key, "qwen3"),
     case(drafts_use_up_no_random_keys, "qwen3"),
-    case(wrong_tokens_are_kept, "qwen3"),
+    case(wrong_tokens_are_accepted, "qwen3"),
 ]
 
 
@@ -201,5 +201,5 @@ def test_a_mistake_changes_an_answer(mistake: Mistake, family: str, drive: Drive
     verify_everything(monkeypatch)
     mistake(monkeypatch)
     run, oracle = drafted(model(family), answers, drive)
-    assert oracle.offered > 0
+    assert oracle.proposed > 0
     assert run.generated != answers

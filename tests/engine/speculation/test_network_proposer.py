@@ -18,20 +18,20 @@ class Row:
         return GenerationRequest(self.id, (1, 2), 50)
 
 
-def chances(proposer: NetworkProposer, row: Row) -> tuple[float, ...]:
+def rates(proposer: NetworkProposer, row: Row) -> tuple[float, ...]:
     offer = proposer.foresee(row)
     assert offer is not None
-    return offer.chances
+    return offer.acceptance
 
 
 def compared(*drawn: int) -> tuple[float, ...]:
-    """Return the chances after a draft of 4, 5, 6 that was not verified, and these tokens, one at a time."""
+    """Return the rates after a draft of 4, 5, 6 that was not verified, and these tokens, one at a time."""
     proposer, row = NetworkProposer("any", PRIORS), Row()
     proposer.hold("a", 1, (4, 5, 6))
     for token in drawn:
         row.answer.append(token)
-        chances(proposer, row)
-    return chances(proposer, row)
+        rates(proposer, row)
+    return rates(proposer, row)
 
 
 def test_a_draft_that_was_not_verified_is_compared_with_what_the_row_draws() -> None:
@@ -57,20 +57,20 @@ def test_tokens_are_compared_as_soon_as_they_are_drawn() -> None:
 def test_a_verified_draft_is_not_compared_again() -> None:
     proposer, row = NetworkProposer("any", PRIORS), Row()
     proposer.hold("a", 1, (4, 5, 6))
-    proposer.kept(row, 2, 1)
-    learned = chances(proposer, row)
+    proposer.observe_accepted(row, 2, 1)
+    learned = rates(proposer, row)
     row.answer += [4, 9, 6]
-    assert chances(proposer, row) == learned
+    assert rates(proposer, row) == learned
 
 
 def test_what_is_hoped_for_does_not_depend_on_what_was_learned() -> None:
     proposer, row = NetworkProposer("any", PRIORS), Row()
     for _ in range(20):
-        proposer.kept(row, 3, 0)
+        proposer.observe_accepted(row, 3, 0)
     hoped = proposer.hope_for(row)
     assert hoped is not None
-    assert hoped.chances == PRIORS
-    assert chances(proposer, row)[0] < 0.3
+    assert hoped.acceptance == PRIORS
+    assert rates(proposer, row)[0] < 0.3
 
 
 def test_an_offer_is_as_long_as_the_draft() -> None:
@@ -78,6 +78,6 @@ def test_an_offer_is_as_long_as_the_draft() -> None:
     proposer.hold("a", 1, (4, 5))
     offer = proposer.offer(row)
     assert offer is not None
-    assert (offer.tokens, offer.chances) == ((4, 5), PRIORS[:2])
+    assert (offer.tokens, offer.acceptance) == ((4, 5), PRIORS[:2])
     row.answer.append(4)
     assert proposer.offer(row) is None

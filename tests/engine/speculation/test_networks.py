@@ -55,8 +55,8 @@ class Batch:
 class Step:
     """Decides the steps of a row."""
 
-    def __init__(self, chance: float, token_s: float = 0.3) -> None:
-        """`chance`: how often the drafts of the network turned out right. `token_s`: seconds of a forward for each
+    def __init__(self, acceptance: float, token_s: float = 0.3) -> None:
+        """`acceptance`: how often the drafts of the network turned out right. `token_s`: seconds of a forward for each
         token beyond the first, for which it takes one second."""
         self.network, self.row, self.batch = Recorder(), Row(), Batch()
         self.speculator = Speculator(draft=self.network, max_draft=7)
@@ -64,7 +64,7 @@ class Step:
             for _ in range(3):
                 self.speculator.observe_forward(1, width, 1.0 + token_s * (width - 1))
         for at in range(60):
-            self.network.kept(self.row, DEPTH, DEPTH if at % 10 < 10 * chance else 0)
+            self.network.observe_accepted(self.row, DEPTH, DEPTH if at % 10 < 10 * acceptance else 0)
 
     def drafting_takes(self, plain_steps: float, depth: int = DEPTH) -> None:
         """Measure the time of a draft."""
@@ -85,7 +85,7 @@ class Step:
 
 
 def test_a_network_drafts_as_deep_as_its_drafts_are_likely_to_be_right() -> None:
-    step = Step(chance=1.0)
+    step = Step(acceptance=1.0)
     assert step.is_worthwhile()
     assert step.depth() == DEPTH
     assert step.drafts() == [(1,) * DEPTH]
@@ -93,14 +93,14 @@ def test_a_network_drafts_as_deep_as_its_drafts_are_likely_to_be_right() -> None
 
 @pytest.mark.parametrize(("plain_steps", "drafts"), [(0.2, True), (2.0, True), (6.0, False)])
 def test_a_network_that_takes_longer_than_it_saves_is_not_asked(plain_steps: float, drafts: bool) -> None:
-    step = Step(chance=1.0)
+    step = Step(acceptance=1.0)
     step.drafting_takes(plain_steps)
     assert step.is_worthwhile() == drafts
     assert (step.depth() is not None) == drafts
 
 
 def test_a_draft_is_as_deep_as_its_time_pays() -> None:
-    step = Step(chance=1.0)
+    step = Step(acceptance=1.0)
     step.drafting_takes(0.1, depth=1)
     for depth in range(2, DEPTH + 1):
         step.drafting_takes(8.0, depth=depth)
@@ -109,14 +109,14 @@ def test_a_draft_is_as_deep_as_its_time_pays() -> None:
 
 
 def test_a_network_that_is_mostly_wrong_is_not_asked() -> None:
-    step = Step(chance=0.0)
+    step = Step(acceptance=0.0)
     step.drafting_takes(0.2)
     assert not step.is_worthwhile()
     assert step.depth() is None
 
 
 def test_a_network_that_did_not_pay_is_tried_now_and_then_and_not_verified() -> None:
-    step = Step(chance=0.0)
+    step = Step(acceptance=0.0)
     step.drafting_takes(0.2)
     asked = [step.is_worthwhile() for _ in range(3 * _TRIAL_EVERY)]
     assert sum(asked) == 3
@@ -127,12 +127,12 @@ def test_a_network_that_did_not_pay_is_tried_now_and_then_and_not_verified() -> 
 
 
 def test_a_network_is_not_tried_if_it_could_not_pay_either() -> None:
-    step = Step(chance=0.0, token_s=2.0)
+    step = Step(acceptance=0.0, token_s=2.0)
     assert not any(step.is_worthwhile() for _ in range(3 * _TRIAL_EVERY))
 
 
 def test_drafts_end_where_the_answer_does() -> None:
-    step = Step(chance=1.0)
+    step = Step(acceptance=1.0)
     step.row.request = GenerationRequest("a", prompt(9, 1), 4)
     assert step.depth() == 2
     step.row.answer = [7, 7, 7, 7]
@@ -146,7 +146,7 @@ class Copies:
     def offer(self, row: DraftedRow) -> Offer:
         return Offer("copy", (5,) * 7, (0.99,) * 7)
 
-    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
+    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
         pass
 
     def forget(self, row: DraftedRow) -> None:
@@ -154,7 +154,7 @@ class Copies:
 
 
 def test_a_network_does_not_draft_where_a_copy_is_better() -> None:
-    step = Step(chance=1.0)
+    step = Step(acceptance=1.0)
     step.speculator._proposers = [Copies()]
     step.drafting_takes(0.5)
     assert step.is_worthwhile()

@@ -46,8 +46,8 @@ def test_a_draft_is_reported_before_the_tokens_that_it_has_brought(reports: list
     for report in reports:
         for draft in verified([report]):
             assert draft.kind == "oracle"
-            place = report.outcomes.index(draft)
-            tokens = [each for each in report.outcomes[place:] if isinstance(each, Sampled) and each.id == draft.id]
+            index = report.outcomes.index(draft)
+            tokens = [each for each in report.outcomes[index:] if isinstance(each, Sampled) and each.id == draft.id]
             assert len(tokens) >= draft.accepted
 
 

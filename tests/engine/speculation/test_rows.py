@@ -27,7 +27,7 @@ from tests.engine.vision import cases
 from tests.engine.vision.test_rows import OTHER_ROWS, mixed
 from worker.engine.model.load import DraftModel, Model
 from worker.engine.speculation import verify
-from worker.engine.speculation.verify import DrawnToken, Kept
+from worker.engine.speculation.verify import Accepted, DrawnToken
 from worker.schedule.outcomes import Speculated
 from worker.schedule.report import StepReport
 from worker.schedule.request import Sampling, SpecPrefillParams
@@ -116,7 +116,7 @@ def test_a_row_with_dropped_tokens_resumes(family: str) -> None:
 
     run, oracle = drafted(with_draft(family), whole.generated, resume)
     assert run.generated == {id: whole.generated[id] for id in "012"}
-    assert oracle.right > 0
+    assert oracle.accepted > 0
 
 
 # Drafts beyond the end
@@ -181,15 +181,15 @@ class Verified:
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[Verified]:
     """All drafts of all forwards."""
-    decide, rows = verify._kept, list[Verified]()
+    decide, rows = verify._accepted, list[Verified]()
 
-    def recording(drawn: Sequence[DrawnToken], draft: Sequence[int], clean: Sequence[bool]) -> Kept:
-        kept = decide(drawn, draft, clean)
+    def recording(drawn: Sequence[DrawnToken], draft: Sequence[int], clean: Sequence[bool]) -> Accepted:
+        accepted = decide(drawn, draft, clean)
         if draft:
-            rows.append(Verified(tuple(draft), tuple(each.token for each in kept.tokens), kept.inputs))
-        return kept
+            rows.append(Verified(tuple(draft), tuple(each.token for each in accepted.tokens), accepted.inputs))
+        return accepted
 
-    monkeypatch.setattr(verify, "_kept", recording)
+    monkeypatch.setattr(verify, "_accepted", recording)
     return rows
 
 
@@ -233,5 +233,5 @@ def test_half_precision_keeps_drafts_by_the_same_rule(family: str, dtype: mx.Dty
         assert row.tokens[:right] == row.draft[:right]
         assert right == len(row.draft) or row.tokens[right] != row.draft[right]
     assert run.receipts == [(len(row.draft), row.inputs - 1) for row in verified]
-    assert (oracle.offered, oracle.right) == tuple(map(sum, zip(*run.receipts, strict=True)))
-    assert oracle.right > 0
+    assert (oracle.proposed, oracle.accepted) == tuple(map(sum, zip(*run.receipts, strict=True)))
+    assert oracle.accepted > 0

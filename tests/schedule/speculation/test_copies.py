@@ -56,16 +56,16 @@ def random_text(length: int, seed: int = 0) -> list[int]:
 
 
 @given(prompt=TOKENS, answer=TOKENS, prediction=st.lists(st.integers(0, 3), max_size=40))
-def test_an_offer_has_a_chance_for_each_of_a_few_tokens(
+def test_an_offer_has_an_acceptance_rate_for_each_of_a_few_tokens(
     prompt: list[int], answer: list[int], prediction: list[int]
 ) -> None:
     proposer, answering = CopyProposer(), row(prompt, prediction)
     for token in answer:
         answering.answer.append(token)
         if offer := proposer.offer(answering):
-            assert 1 <= len(offer.tokens) == len(offer.chances) <= MAX_DRAFT
+            assert 1 <= len(offer.tokens) == len(offer.acceptance) <= MAX_DRAFT
             assert {*offer.tokens} <= {*prompt, *answering.answer, *prediction}
-            assert all(0 < chance < 1 for chance in offer.chances)
+            assert all(0 < rate < 1 for rate in offer.acceptance)
 
 
 @given(prompt=TOKENS, answer=TOKENS)
@@ -130,7 +130,7 @@ def test_after_a_change_the_nearest_of_equal_places_goes_on() -> None:
     assert draft[0] == 30
 
 
-def test_chances_are_learned_without_a_forward() -> None:
+def test_acceptance_is_learned_without_a_forward() -> None:
     proposer = CopyProposer()
     prompt = [1, 2, 3, 4] * 20
     wrong = row(prompt, id="wrong")
@@ -140,12 +140,12 @@ def test_chances_are_learned_without_a_forward() -> None:
     right = row(prompt, id="right")
     offer = proposer.offer(right)
     assert offer is not None
-    before = offer.chances[0]
+    before = offer.acceptance[0]
     for number in range(40):
         right.answer.append(1 + number % 4)
         offer = proposer.offer(right)
     assert offer is not None
-    assert before < offer.chances[0]
+    assert before < offer.acceptance[0]
 
 
 def test_a_row_that_is_forgotten_begins_anew() -> None:

@@ -49,14 +49,14 @@ def report(degrees: int, raining: bool, separators: tuple[str, str] = (", ", ": 
     return json.dumps(values, separators=separators)
 
 
-def test_forced_tokens_are_offered_with_a_chance_each() -> None:
+def test_forced_tokens_are_offered_with_an_acceptance_rate_each() -> None:
     answering = constrained()
     answering.answer += model().tokenizer.encode('{"t')
     offer = GrammarProposer().offer(answering)
     assert offer is not None
     assert offer.kind == GRAMMAR
-    assert 1 <= len(offer.tokens) == len(offer.chances) == len(offer.kinds) <= MAX_DRAFT
-    assert min(offer.chances) > 0.9
+    assert 1 <= len(offer.tokens) == len(offer.acceptance) == len(offer.kinds) <= MAX_DRAFT
+    assert min(offer.acceptance) > 0.9
     assert {*offer.kinds} == {GRAMMAR}
 
 
@@ -71,7 +71,7 @@ def test_an_offer_leaves_the_grammar_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("separators", [(", ", ": "), (",", ":"), (",\n  ", ": ")], ids=["spaced", "compact", "lines"])
-def test_guesses_by_habit_lead_to_more_that_is_forced(separators: tuple[str, str]) -> None:
+def test_guesses_from_the_table_lead_to_more_that_is_forced(separators: tuple[str, str]) -> None:
     proposer = GrammarProposer()
     tokens = len(model().tokenizer.encode(report(21, True, separators)))
     first = forwards(proposer, constrained("first"), report(21, True, separators))
@@ -100,7 +100,7 @@ def test_a_long_text_is_not_read_anew_for_each_draft(monkeypatch: pytest.MonkeyP
     assert len(calls) <= tokens / 40
 
 
-def test_a_guess_has_a_kind_and_a_chance_of_its_own() -> None:
+def test_a_guess_has_a_kind_and_a_rate_of_its_own() -> None:
     proposer = GrammarProposer()
     forwards(proposer, constrained("first"), report(21, True))
     answering = constrained("second")
@@ -110,8 +110,8 @@ def test_a_guess_has_a_kind_and_a_chance_of_its_own() -> None:
     offer = proposer.offer(answering)
     assert offer is not None
     assert {*offer.kinds} == {GRAMMAR, GUESS}
-    guessed = [chance for chance, kind in zip(offer.chances, offer.kinds, strict=True) if kind == GUESS]
-    forced = [chance for chance, kind in zip(offer.chances, offer.kinds, strict=True) if kind == GRAMMAR]
+    guessed = [rate for rate, kind in zip(offer.acceptance, offer.kinds, strict=True) if kind == GUESS]
+    forced = [rate for rate, kind in zip(offer.acceptance, offer.kinds, strict=True) if kind == GRAMMAR]
     assert max(guessed) < min(forced)
 
 

@@ -15,9 +15,9 @@ def indexed(tokens: list[int], size: int, window: int = 1_000) -> NgramIndex:
 
 @given(tokens=TOKENS, size=SIZES)
 def test_a_place_follows_an_earlier_occurrence_of_the_ending(tokens: list[int], size: int) -> None:
-    for place, agreeing in indexed(tokens, size).places(tokens):
-        assert place < len(tokens)
-        assert tokens[place - agreeing : place] == tokens[len(tokens) - agreeing :]
+    for position, agreeing in indexed(tokens, size).positions(tokens):
+        assert position < len(tokens)
+        assert tokens[position - agreeing : position] == tokens[len(tokens) - agreeing :]
         assert agreeing >= size
 
 
@@ -25,23 +25,23 @@ def test_a_place_follows_an_earlier_occurrence_of_the_ending(tokens: list[int], 
 def test_an_ending_that_occurred_earlier_is_found(tokens: list[int], size: int) -> None:
     ending = tokens[len(tokens) - size :]
     occurs = any(tokens[end - size : end] == ending for end in range(size, len(tokens)))
-    assert any(indexed(tokens, size).places(tokens)) == (len(tokens) >= size and occurs)
+    assert any(indexed(tokens, size).positions(tokens)) == (len(tokens) >= size and occurs)
 
 
-@given(tokens=TOKENS, context=TOKENS, place=st.integers(0, 60))
-def test_agreement_is_the_longest_common_ending(tokens: list[int], context: list[int], place: int) -> None:
-    before = tokens[:place]
+@given(tokens=TOKENS, context=TOKENS, position=st.integers(0, 60))
+def test_agreement_is_the_longest_common_ending(tokens: list[int], context: list[int], position: int) -> None:
+    before = tokens[:position]
     longest = max(n for n in range(len(before) + 1) if before[len(before) - n :] == context[max(0, len(context) - n) :])
-    assert agreement(tokens, min(place, len(tokens)), context) == min(longest, MAX_AGREEMENT)
+    assert agreement(tokens, min(position, len(tokens)), context) == min(longest, MAX_AGREEMENT)
 
 
 def test_a_text_is_indexed_by_parts() -> None:
     tokens = [1, 2, 3, 4, 1, 2]
     index = NgramIndex(tokens, 2, 1_000)
     index.catch_up(2)
-    assert (index.behind, list(index.places(tokens))) == (4, [])
+    assert (index.behind, list(index.positions(tokens))) == (4, [])
     index.catch_up(2)
-    assert (index.behind, list(index.places(tokens))) == (2, [(2, 2)])
+    assert (index.behind, list(index.positions(tokens))) == (2, [(2, 2)])
 
 
 @given(count=st.integers(1, 3_000), window=st.integers(8, 300))
@@ -58,9 +58,9 @@ def test_the_last_window_of_a_long_text_can_be_found() -> None:
     tokens = [*range(1_000), 5, 6, *range(2_000, 2_090), 990, 991]
     index = indexed(tokens, 2, window=100)
     assert len(index) == 100
-    assert not list(index.places([5, 6])) or 5 in index.tokens
-    assert not list(index.places([990, 991]))
-    assert [index.tokens[place] for place, _ in index.places([2_003, 2_004])] == [2_005]
+    assert not list(index.positions([5, 6])) or 5 in index.tokens
+    assert not list(index.positions([990, 991]))
+    assert [index.tokens[position] for position, _ in index.positions([2_003, 2_004])] == [2_005]
 
 
 def test_a_table_that_grows_crowded_is_built_anew() -> None:
@@ -69,4 +69,4 @@ def test_a_table_that_grows_crowded_is_built_anew() -> None:
         index.append(number)
         index.catch_up(8)
     assert index.behind == 0
-    assert [index.tokens[place] for place, _ in index.places([7, 8])] == [9]
+    assert [index.tokens[position] for position, _ in index.positions([7, 8])] == [9]

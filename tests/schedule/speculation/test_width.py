@@ -9,12 +9,12 @@ from worker.schedule.speculation.offer import MAX_DRAFT, Offer
 from worker.schedule.speculation.width import ForwardCosts, choose_width, expected_tokens, likeliest
 
 CAP = MAX_DRAFT + 1
-CHANCES = st.lists(st.floats(0.005, 0.995), min_size=1, max_size=MAX_DRAFT)
-OFFERS = st.lists(st.none() | CHANCES.map(lambda chances: offer(*chances)), min_size=1, max_size=16)
+RATES = st.lists(st.floats(0.005, 0.995), min_size=1, max_size=MAX_DRAFT)
+OFFERS = st.lists(st.none() | RATES.map(lambda rates: offer(*rates)), min_size=1, max_size=16)
 
 
-def offer(*chances: float) -> Offer:
-    return Offer("copy", (1,) * len(chances), chances)
+def offer(*rates: float) -> Offer:
+    return Offer("copy", (1,) * len(rates), rates)
 
 
 def costs(seconds: Callable[[int, int], float], rows: int, widths: range = range(1, CAP + 1)) -> ForwardCosts:
@@ -68,9 +68,9 @@ def test_no_offer_means_a_plain_step() -> None:
     assert choose_width([None, None], costs(lambda rows, width: 0.01, 2), CAP) == 1
 
 
-@given(CHANCES, st.integers(1, CAP))
-def test_expected_tokens_lie_between_one_and_the_width(chances: list[float], width: int) -> None:
-    assert 1 <= expected_tokens(offer(*chances), width) <= width
+@given(RATES, st.integers(1, CAP))
+def test_expected_tokens_lie_between_one_and_the_width(rates: list[float], width: int) -> None:
+    assert 1 <= expected_tokens(offer(*rates), width) <= width
     assert expected_tokens(None, width) == 1
 
 
@@ -94,7 +94,7 @@ def test_an_unseen_width_lies_between_its_neighbours() -> None:
     assert learned.seconds(2, 4) == pytest.approx(1.6, rel=0.05)
 
 
-def test_costs_follow_the_pace_of_the_device() -> None:
+def test_costs_follow_the_speed_of_the_device() -> None:
     learned = costs(lambda rows, width: 1.0 * width, rows=1)
     for _ in range(100):
         learned.observe(1, 1, 3.0)
@@ -123,8 +123,9 @@ class Simulation:
     def __init__(self, rows: int, cost: Callable[[int, int], float], noise: float = 0.05) -> None:
         self.rows, self.cost, self.noise = rows, cost, noise
 
-    def rate(self, width_of: Callable[[list[Offer | None]], int], chance: float, believed: float, steps: int) -> float:
-        """Return tokens per second. `chance`: of a draft's token; `believed`: what is offered as such."""
+    def rate(self, width_of: Callable[[list[Offer | None]], int], right: float, believed: float, steps: int) -> float:
+        """Return tokens per second. `right`: probability that a draft's token is right; `believed`: what is
+        offered as such."""
         dice, tokens, seconds = Random(1), 0, 0.0
         learned = ForwardCosts()
         self.learned = learned
@@ -133,14 +134,14 @@ class Simulation:
             width = width_of(offers) if step else 1
             took = self.cost(self.rows, width) * dice.uniform(1 - self.noise, 1 + self.noise)
             learned.observe(self.rows, width, took)
-            tokens += sum(self.drawn(dice, chance, width) for _ in range(self.rows))
+            tokens += sum(self.drawn(dice, right, width) for _ in range(self.rows))
             seconds += took
         return tokens / seconds
 
     @staticmethod
-    def drawn(dice: Random, chance: float, width: int) -> int:
+    def drawn(dice: Random, right: float, width: int) -> int:
         drawn = 1
-        while drawn < width and dice.random() < chance:
+        while drawn < width and dice.random() < right:
             drawn += 1
         return drawn
 
@@ -164,11 +165,11 @@ def test_wrong_drafts_cost_at_most_three_percent(rows: int, cost: Callable[[int,
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
-@pytest.mark.parametrize("chance", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("right", [0.5, 0.8, 0.95])
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS.keys())
 def test_right_drafts_gain_nearly_as_much_as_the_best_fixed_width(
-    rows: int, chance: float, cost: Callable[[int, int], float]
+    rows: int, right: float, cost: Callable[[int, int], float]
 ) -> None:
     simulation = Simulation(rows, cost)
-    fixed = max(simulation.rate(lambda offers, w=width: w, chance, chance, 600) for width in range(1, CAP + 1))  # type: ignore[misc]
-    assert simulation.rate(simulation.chosen, chance, chance, 600) >= 0.93 * fixed
+    fixed = max(simulation.rate(lambda offers, w=width: w, right, right, 600) for width in range(1, CAP + 1))  # type: ignore[misc]
+    assert simulation.rate(simulation.chosen, right, right, 600) >= 0.93 * fixed

@@ -19,7 +19,7 @@ from worker.engine.speculation.head_drafts import PromptEntries
 from worker.engine.speculation.head_proposer import FedTokens
 from worker.engine.speculation.mtp import Network, RecordingTrunk
 from worker.engine.speculation.positions import positions_after, take_back
-from worker.engine.speculation.verify import DrawnToken, Kept, draw_positions
+from worker.engine.speculation.verify import Accepted, DrawnToken, draw_positions
 from worker.schedule.outcomes import Logprobs
 
 
@@ -27,11 +27,11 @@ class RowLogprobs(NamedTuple):
     """Log probabilities of a row's next input, among those of the forward that has drawn it."""
 
     step: StepLogprobs
-    place: int
+    number: int
 
     def read(self) -> Logprobs:
         """Return them. Blocks until they are computed."""
-        return self.step.rows[self.place]
+        return self.step.rows[self.number]
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class VerifiedStep:
     """A forward that has verified drafts."""
 
     tokens: list[StepToken]  # that rows have drawn and that are not delivered yet, each row's in order
-    right: list[int]  # of each row: the tokens of its draft that were right
+    accepted: list[int]  # of each row: tokens of its draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +178,19 @@ class DecodeBatch:
                 [*positions_after(each.row, each.token, draft or ())]
                 for each, draft in zip(inputs, drafts, strict=True)
             ]
-            kept = draw_positions(logits, fed, asked).keep([draft or () for draft in drafts])
-            clear = [index for index, each in enumerate(kept) if not (each.clean and each.tokens[-1].finite)]
-            if not all(each.tokens[-1].finite for each in kept):
+            accepted = draw_positions(logits, fed, asked).accept([draft or () for draft in drafts])
+            clear = [index for index, each in enumerate(accepted) if not (each.clean and each.tokens[-1].finite)]
+            if not all(each.tokens[-1].finite for each in accepted):
                 verifying.discard(clear)
                 for each in inputs:
                     take_back(each.row)
                 return None
-            counts = [each.inputs for each in kept]
+            counts = [each.inputs for each in accepted]
             verifying.commit(counts, clear)
-        self.fed = self._recorded(counts, tuple(tuple(drawn.token for drawn in each.tokens) for each in kept))
+        self.fed = self._recorded(counts, tuple(tuple(drawn.token for drawn in each.tokens) for each in accepted))
         mx.async_eval([layer.state for layer in layers(self._cache)])
-        self._next = _known([each.tokens[-1] for each in kept])
-        tokens = [token for each in zip(inputs, drafts, kept, strict=True) for token in _delivered(*each)]
+        self._next = _known([each.tokens[-1] for each in accepted])
+        tokens = [token for each in zip(inputs, drafts, accepted, strict=True) for token in _delivered(*each)]
         return VerifiedStep(tokens, [count - 1 for count in counts])
 
     def _recorded(self, counts: Sequence[int], after: tuple[tuple[int, ...], ...] | None = None) -> FedTokens | None:
@@ -329,22 +329,22 @@ def _row_logprobs(rows: list[Row], logprobs: mx.array, drawn: mx.array) -> dict[
     if len(wanting) < len(rows):
         logprobs, drawn = logprobs[mx.array(wanting)], drawn[mx.array(wanting)]
     step = StepLogprobs(logprobs, drawn, [rows[index].request.top_logprobs or 0 for index in wanting])
-    return {rows[index]: RowLogprobs(step, place) for place, index in enumerate(wanting)}
+    return {rows[index]: RowLogprobs(step, number) for number, index in enumerate(wanting)}
 
 
 def _known(drawn: Sequence[DrawnToken]) -> PendingTokens:
     return PendingTokens(mx.array([each.token for each in drawn]), mx.array([each.finite for each in drawn]), {})
 
 
-def _delivered(row_input: StepToken, draft: Draft, kept: Kept) -> Iterator[StepToken]:
+def _delivered(row_input: StepToken, draft: Draft, accepted: Accepted) -> Iterator[StepToken]:
     """Yield the tokens of a row to deliver, and record that it has drawn them."""
     row = row_input.row
     if not row.last_unfed:
         yield row_input
     if draft is None:
         return
-    row.mark_verified(len(kept.tokens))
-    for place, drawn in enumerate(kept.tokens, start=1):
+    row.mark_verified(len(accepted.tokens))
+    for number, drawn in enumerate(accepted.tokens, start=1):
         if row.request.grammar and drawn.finite:
             row.request.grammar.accept(drawn.token)
-        yield StepToken(row, drawn.token, drawn.finite, drawn.logprobs, accepted=place < len(kept.tokens))
+        yield StepToken(row, drawn.token, drawn.finite, drawn.logprobs, accepted=number < len(accepted.tokens))

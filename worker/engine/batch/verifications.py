@@ -75,7 +75,7 @@ class Verifications:
         step = group.verify(inputs, drafts, self._speculator.recurrence)
         if step is None:
             return None
-        self.drafts += self._speculator.observe_verified(inputs, drafts, step.right)
+        self.drafts += self._speculator.observe_verified(inputs, drafts, step.accepted)
         seconds = time.perf_counter() - prepared
         width = 1 + max(len(draft) for draft in drafts if draft)
         self.tokens = max(self.tokens, len(inputs) * width)

@@ -22,6 +22,7 @@ from worker.schedule.memory import MemoryModel, format_bytes
 
 # The files to download from a hub: all that are read here, and no weights.
 _TEXTS = ["*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "tiktoken.model"]
+_NO_BATCH = "its rows cannot share a batch"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -90,7 +91,7 @@ def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: b
         config=config,
         profile=found,
         costs=costs,
-        drafting=Drafting(why_not="its rows cannot share a batch") if why_not else drafting(network, found.layers),
+        drafting=drafting(network, found.layers) if why_not is None else Drafting(unsupported_reason=_NO_BATCH),
         batches=why_not is None,
         device=device.describe(),
         limit=memory,

@@ -69,4 +69,4 @@ def _why_not(way: Drafting) -> str | None:
     """Return why the rows of a draft model cannot be computed together; None if they can."""
     if way.max_draft:
         return None
-    return f"its rows cannot draft together, since {way.why_not}. Choose another draft model."
+    return f"its rows cannot draft together, since {way.unsupported_reason}. Choose another draft model."

@@ -41,7 +41,7 @@ class Drafting:
 
     max_draft: int = 0  # tokens; 0: none
     states: States = "none"
-    why_not: str | None = None  # why there are no drafts; None if there are
+    unsupported_reason: str | None = None  # why there are no drafts; None if there are
 
     def recurrence(self, network: nn.Module) -> Recurrence:
         """Return how the network's states advance by a part of a forward's tokens. Lazy."""
@@ -62,18 +62,18 @@ def drafting(network: nn.Module, found: Sequence[Layer]) -> Drafting:
     thread computes or opens a hook of `upstream.hooks`."""
     kinds = {layer.kind for layer in found}
     if "compressed" in kinds:
-        why_not = "its latent attention (MLA) expands the whole context for more than one token"
-        return Drafting(why_not=why_not)
+        reason = "its latent attention (MLA) expands the whole context for more than one token"
+        return Drafting(unsupported_reason=reason)
     if not kinds <= {"kv", "rotating", "recurrent", "unused"}:
-        return Drafting(why_not="rows of its caches cannot share a batch")
+        return Drafting(unsupported_reason="rows of its caches cannot share a batch")
     states = _states(network) if "recurrent" in kinds else "none"
     if states is None:
-        return Drafting(why_not="its recurrent states cannot advance by a part of a forward's tokens")
+        return Drafting(unsupported_reason="its recurrent states cannot advance by a part of a forward's tokens")
     max_draft = 0
     with suppress(*_FAILURES):
         max_draft = _longest(network)
     if max_draft == 0:
-        return Drafting(why_not="its attention has no kernel for a few tokens on this device")
+        return Drafting(unsupported_reason="its attention has no kernel for a few tokens on this device")
     return Drafting(max_draft, states)
 
 

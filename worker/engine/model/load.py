@@ -94,9 +94,8 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
 def refuse_undraftable(model: Model, name: str) -> None:
     """Raise `CannotStart` if rows of the model take no drafts. `name`: the setting of what would draft, in errors."""
     if not model.drafting.max_draft:
-        raise CannotStart(
-            f"{name}: rows of the model take no drafts, since {model.drafting.why_not}; leave the setting out."
-        )
+        reason = model.drafting.unsupported_reason
+        raise CannotStart(f"{name}: rows of the model take no drafts, since {reason}; leave the setting out.")
 
 
 def _measured(

@@ -93,16 +93,16 @@ class HeadProposer(NetworkProposer):
         own = self._batches.setdefault(batch, _Batch(self._head))
         own.match(rows, self._entries)
         drafted = {row.id: row for row in rows}
-        places = {id: index for index, id in enumerate(fed.ids)}
-        known = [id for id in own.ids if id in places]
+        fed_at = {id: index for index, id in enumerate(fed.ids)}
+        known = [id for id in own.ids if id in fed_at]
         if not known:
             return False
-        index = mx.array([places.get(id, 0) for id in own.ids])
-        after = [_after(drafted[id], places.get(id), fed) for id in own.ids]
-        positions = [fed.positions[places[id]] if id in places else 0 for id in own.ids]
+        index = mx.array([fed_at.get(id, 0) for id in own.ids])
+        after = [_after(drafted[id], fed_at.get(id), fed) for id in own.ids]
+        positions = [fed.positions[fed_at[id]] if id in fed_at else 0 for id in own.ids]
         drafts = own.drafts.draft(fed.hidden[index], after, positions, min(depth or self.depth, self.depth))
         for id, tokens in zip(own.ids, drafts, strict=True):
-            if id in places:
+            if id in fed_at:
                 self.hold(id, drafted[id].answered, tokens)
         return True
 
@@ -118,8 +118,8 @@ class HeadProposer(NetworkProposer):
         self.leave(row.id)
 
 
-def _after(row: HeadInput, place: int | None, fed: FedTokens) -> tuple[int, ...]:
+def _after(row: HeadInput, index: int | None, fed: FedTokens) -> tuple[int, ...]:
     """Return the tokens after those that were fed to the row; none if the forward had not this row."""
-    if place is None:
+    if index is None:
         return ()
-    return (row.token,) if fed.after is None else fed.after[place]
+    return (row.token,) if fed.after is None else fed.after[index]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worker.schedule.speculation.chances import Kind, RowChances, SharedChances
+from worker.schedule.speculation.acceptance import Kind, RowAcceptance, SharedAcceptance
 from worker.schedule.speculation.offer import DraftedRow, Offer
 
 
@@ -19,12 +19,12 @@ class NetworkProposer:
     drafts were verified or not. For the engine's thread."""
 
     def __init__(self, kind: str, priors: Sequence[float]) -> None:
-        """`priors`: the chance of each token of a draft, if those before it are right, before any was compared."""
+        """`priors`: acceptance rate of each token of a draft, if those before it are right, before any was compared."""
         self.kind = kind
         self._priors = tuple(priors)
         self._drafts: dict[str, _Draft] = {}
-        self._shared = SharedChances(self._prior)
-        self._chances: dict[str, RowChances] = {}
+        self._shared = SharedAcceptance(self._prior)
+        self._acceptance: dict[str, RowAcceptance] = {}
 
     @property
     def depth(self) -> int:
@@ -43,16 +43,16 @@ class NetworkProposer:
         draft = self._drafts.get(row.id)
         if draft is None or draft.answered != len(row.answer):
             return None
-        return Offer(self.kind, draft.tokens, self._chances_by_depth(row.id)[: len(draft.tokens)])
+        return Offer(self.kind, draft.tokens, self._rates_by_depth(row.id)[: len(draft.tokens)])
 
     def foresee(self, row: DraftedRow) -> Offer | None:
-        """Return an offer with the chances of the row's next draft, whose tokens are not computed yet; None if it gets
-        none."""
+        """Return an offer with the acceptance rates of the row's next draft, whose tokens are not computed yet; None if
+        it gets none."""
         self._learn(row)
-        return Offer(self.kind, (0,) * self.depth, self._chances_by_depth(row.id))
+        return Offer(self.kind, (0,) * self.depth, self._rates_by_depth(row.id))
 
     def hope_for(self, row: DraftedRow) -> Offer | None:
-        """Return `foresee` with the chances before any draft was compared: those of a better time."""
+        """Return `foresee` with the acceptance rates before any draft was compared: those of a better time."""
         offer = self.foresee(row)
         return offer and Offer(self.kind, offer.tokens, self._priors)
 
@@ -64,29 +64,29 @@ class NetworkProposer:
         drawn = row.answer[draft.answered + draft.compared : draft.answered + len(draft.tokens)]
         for token in drawn:
             right = token == draft.tokens[draft.compared]
-            self._chances_of(row.id).observe((self.kind, draft.compared), right)
+            self._acceptance_of(row.id).observe((self.kind, draft.compared), right)
             draft.compared += 1
             if not right or draft.compared == len(draft.tokens):
                 del self._drafts[row.id]
                 return
 
-    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
+    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
         """Learn from a draft that was verified how often its tokens are right."""
         self._drafts.pop(row.id, None)
-        chances = self._chances_of(row.id)
-        for depth in range(min(kept_tokens + 1, offered)):
-            chances.observe((self.kind, depth), depth < kept_tokens)
+        acceptance = self._acceptance_of(row.id)
+        for depth in range(min(accepted + 1, proposed)):
+            acceptance.observe((self.kind, depth), depth < accepted)
 
     def forget(self, row: DraftedRow) -> None:
         """Free what is held for a row."""
         self._drafts.pop(row.id, None)
-        self._chances.pop(row.id, None)
+        self._acceptance.pop(row.id, None)
 
-    def _chances_by_depth(self, id: str) -> tuple[float, ...]:
-        chances = self._chances_of(id)
-        return tuple(chances.chance((self.kind, depth)) for depth in range(self.depth))
+    def _rates_by_depth(self, id: str) -> tuple[float, ...]:
+        acceptance = self._acceptance_of(id)
+        return tuple(acceptance.rate((self.kind, depth)) for depth in range(self.depth))
 
-    def _chances_of(self, id: str) -> RowChances:
-        if id not in self._chances:
-            self._chances[id] = RowChances(self._shared)
-        return self._chances[id]
+    def _acceptance_of(self, id: str) -> RowAcceptance:
+        if id not in self._acceptance:
+            self._acceptance[id] = RowAcceptance(self._shared)
+        return self._acceptance[id]

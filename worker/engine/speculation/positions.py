@@ -25,16 +25,16 @@ class Position:
     """A place in a row's answer, with what the sampler and the logits processors need to draw its token."""
 
     def __init__(
-        self, row: SampledRow, request: GenerationRequest, place: int, before: Sequence[int], mask: bytes | None
+        self, row: SampledRow, request: GenerationRequest, index: int, before: Sequence[int], mask: bytes | None
     ) -> None:
-        """`request`: the row's, without its grammar. `place`: number of the token among those that the forward draws
+        """`request`: the row's, without its grammar. `index`: number of the token among those that the forward draws
         for the row. `before`: tokens between the answer of the row and this one. `mask`: the tokens that the grammar
         allows here, as in `GrammarState.bitmask`; None: any."""
         self.request, self.prompt_ids = request, row.prompt_ids
         self.mask = mask
         self.kind = row.kind
         self._row, self._before = row, before
-        self._number = row.drawn + place
+        self._number = row.drawn + index
 
     @property
     def answer(self) -> list[int]:
@@ -57,8 +57,8 @@ def positions_after(row: SampledRow, token: int, draft: Sequence[int]) -> Iterat
         for each in undelivered:
             grammar.accept(each)
         masks, request = grammar.masks_along(draft), replace(row.request, grammar=None)
-    for place, mask in enumerate(masks):
-        yield Position(row, request, place, [*undelivered, *draft[:place]], mask)
+    for index, mask in enumerate(masks):
+        yield Position(row, request, index, [*undelivered, *draft[:index]], mask)
 
 
 def take_back(row: SampledRow) -> None:

@@ -13,9 +13,9 @@ class Proposer(Protocol):
         """Return a draft that continues the row after its last token, or None. It is called at most once
         between two forwards, and not before each of them."""
 
-    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
-        """Record that the first `offered` tokens of this proposer's last offer were verified, and the first
-        `kept_tokens` of these were right."""
+    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
+        """Record that the first `proposed` tokens of this proposer's last offer were verified, and the first `accepted`
+        of these were right."""
 
     def forget(self, row: DraftedRow) -> None:
         """Free what is held for a row. It may be offered again after that."""

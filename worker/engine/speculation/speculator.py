@@ -1,4 +1,4 @@
-"""Decide which drafts a group of rows verifies in its next forward, and report to their proposers what was right."""
+"""Decide which drafts a group of rows verifies in its next forward, and report to their proposers what was accepted."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -35,22 +35,22 @@ class Speculator:
         self,
         proposers: Sequence[Proposer] = (),
         *,
-        sudden: Sequence[Proposer] = (),
+        every_step: Sequence[Proposer] = (),
         head: HeadProposer | None = None,
         draft: DraftModelProposer | None = None,
         max_draft: int = 0,
         recurrence: Recurrence | None = None,
         eos_ids: Collection[int] = (),
     ) -> None:
-        """`sudden`: proposers whose drafts begin suddenly and are mostly right, so they are asked in every step, and
-        the others less often while that does not pay. `head`, `draft`: proposers more, for all rows of a group at once.
-        `max_draft`: most tokens of a draft; 0: no drafts. `recurrence`: see `Recurrence`. `eos_ids`: tokens that end an
-        answer; none is fed as a part of a draft, so no state runs past one."""
+        """`every_step`: proposers that are asked in every step, since their drafts begin without warning and are mostly
+        right; the others are asked less often while that does not pay. `head`, `draft`: proposers more, for all rows of
+        a group at once. `max_draft`: most tokens of a draft; 0: no drafts. `recurrence`: see `Recurrence`. `eos_ids`:
+        tokens that end an answer; none is fed as a part of a draft, so no state runs past one."""
         networks = [network for network in (head, draft) if network]
-        every = [*sudden, *proposers, *networks]
+        every = [*every_step, *proposers, *networks]
         self._costs = ForwardCosts()
-        self._sudden: Sequence[Proposer] = sudden if max_draft else ()
-        self._proposers: Sequence[Proposer] = [*sudden, *proposers] if max_draft else ()
+        self._every_step: Sequence[Proposer] = every_step if max_draft else ()
+        self._proposers: Sequence[Proposer] = [*every_step, *proposers] if max_draft else ()
         self._networks = Networks(networks if max_draft else (), self._costs, self._width)
         self.max_draft = max_draft if every else 0
         self.recurrence = recurrence or NoRecurrence()
@@ -92,8 +92,8 @@ class Speculator:
     def is_worthwhile(self, rows: Sequence[SpeculatingRow], *, all_proposers: bool = True, more_s: float = inf) -> bool:
         """Return True if a forward of these rows is expected to gain from drafts. Asks each proposer at most once for
         each row. If the rows' next inputs are not known yet, the drafts must begin with them. `all_proposers`: not only
-        the sudden ones. `more_s`: most seconds that the forward may take more than a plain one."""
-        proposers = self._proposers if all_proposers else self._sudden
+        those of every step. `more_s`: most seconds that the forward may take more than a plain one."""
+        proposers = self._proposers if all_proposers else self._every_step
         networks = self._networks if all_proposers else None
         if not proposers and not networks:
             return False
@@ -206,7 +206,7 @@ class Speculator:
         return [_Proposal(network, offer, len(row.answer)) for network, offer in self._networks.offers(row)]
 
     def _before_end(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        end = next((place for place, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
+        end = next((index for index, token in enumerate(tokens) if token in self.eos_ids), len(tokens))
         return tokens[:end]
 
     def _most(self, row: SpeculatingRow) -> int:
@@ -217,14 +217,14 @@ class Speculator:
         return max(0, min(left, self.max_draft if own is None else min(own, self.max_draft)))
 
     def observe_verified(
-        self, inputs: Sequence[RowInput], drafts: Sequence[Sequence[int] | None], right: Sequence[int]
+        self, inputs: Sequence[RowInput], drafts: Sequence[Sequence[int] | None], accepted: Sequence[int]
     ) -> list[Speculated]:
-        """Record how many tokens of each draft were right."""
+        """Record how many tokens of each draft were accepted."""
         verified = list[Speculated]()
-        for row_input, draft, count in zip(inputs, drafts, right, strict=True):
+        for row_input, draft, count in zip(inputs, drafts, accepted, strict=True):
             proposal = self._proposals.pop(row_input.row.id, None)
             if draft and proposal:
-                proposal.proposer.kept(row_input.row, len(draft), count)
+                proposal.proposer.observe_accepted(row_input.row, len(draft), count)
                 kinds = proposal.offer.kinds[: len(draft)]
                 verified.append(Speculated(row_input.row.id, proposal.offer.kind, len(draft), count, kinds))
         return verified
@@ -255,5 +255,5 @@ def _after_input(offer: Offer) -> Offer | None:
     """Return an offer that begins with the row's next input, without it."""
     if len(offer.tokens) < 2:
         return None
-    first, second, *chances = offer.chances
-    return Offer(offer.kind, offer.tokens[1:], (first * second, *chances))
+    first, second, *rates = offer.acceptance
+    return Offer(offer.kind, offer.tokens[1:], (first * second, *rates))

@@ -24,8 +24,8 @@ class DrawnToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What one row keeps of a forward: the tokens of its draft that were right, and the token drawn after them."""
+class Accepted:
+    """The accepted tokens of a row's draft, and the token drawn after them."""
 
     tokens: tuple[DrawnToken, ...]  # none after one that is not finite
     inputs: int  # of the tokens that were fed, those that its cache keeps
@@ -78,27 +78,27 @@ class DrawnPositions:
     logprobs: tuple[StepLogprobs | None, list[int]]
     counts: list[int]  # positions of each row
 
-    def keep(self, drafts: Sequence[Sequence[int]]) -> list[Kept]:
-        """Return what each row keeps. Blocks until all is computed."""
+    def accept(self, drafts: Sequence[Sequence[int]]) -> list[Accepted]:
+        """Return what is accepted of each draft. Blocks until all is computed."""
         step, wanting = self.logprobs
         mx.eval(self.tokens, self.finite, self.clean, step.arrays if step else [])
         found = dict(zip(wanting, step.rows, strict=True)) if step else {}
         tokens, finite = cast("list[int]", self.tokens.tolist()), cast("list[bool]", self.finite.tolist())
         clean = cast("list[list[bool]]", self.clean.tolist())
-        kept, start = list[Kept](), 0
+        accepted, start = list[Accepted](), 0
         for row, (draft, count) in enumerate(zip(drafts, self.counts, strict=True)):
             drawn = _drawn(range(start, start + count), tokens, finite, found)
-            kept.append(_kept(drawn, draft, clean[row]))
+            accepted.append(_accepted(drawn, draft, clean[row]))
             start += count
-        return kept
+        return accepted
 
 
 def _drawn(at: range, tokens: list[int], finite: list[bool], logprobs: Mapping[int, Logprobs]) -> list[DrawnToken]:
     return [DrawnToken(tokens[i], finite[i], logprobs.get(i)) for i in at]
 
 
-def _kept(drawn: Sequence[DrawnToken], draft: Sequence[int], clean: Sequence[bool]) -> Kept:
-    right = 0
-    while right + 1 < len(drawn) and drawn[right].finite and drawn[right].token == draft[right]:
-        right += 1
-    return Kept(tuple(drawn[: right + 1]), right + 1, all(clean[right + 1 :]))
+def _accepted(drawn: Sequence[DrawnToken], draft: Sequence[int], clean: Sequence[bool]) -> Accepted:
+    accepted = 0
+    while accepted + 1 < len(drawn) and drawn[accepted].finite and drawn[accepted].token == draft[accepted]:
+        accepted += 1
+    return Accepted(tuple(drawn[: accepted + 1]), accepted + 1, all(clean[accepted + 1 :]))

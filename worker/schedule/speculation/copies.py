@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from worker.schedule.speculation.chances import Kind, RowChances, SharedChances
+from worker.schedule.speculation.acceptance import Kind, RowAcceptance, SharedAcceptance
 from worker.schedule.speculation.ngrams import NgramIndex
 from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 
@@ -16,18 +16,18 @@ _OTHERS_PER_STEP = 2  # rows that are not far behind: each of 32 rows is visited
 _FOLLOWED = 64  # tokens of an answer that a new row may have and is compared with its prediction from the beginning
 _COPY_GRAM = 3  # tokens: a shorter ending occurs by chance
 _PREDICTION_GRAM = 2  # a predicted text is short, and mostly right
-_CLASSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # lengths of endings with a chance of their own
+_CLASSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # lengths of endings with an acceptance rate of their own
 _PRIORS = {COPY: (0.3, 0.6, 0.8), PREDICTION: (0.5, 0.8, 0.9)}  # for endings below 4, below 8, and longer
 
 
 class CopyProposer:
     """Offers what has followed the longest known ending of a row earlier in its prompt or answer, or in its prediction.
 
-    Drawn tokens are compared with those that would have been offered, verified or not, so chances are learned without
-    forwards."""
+    Drawn tokens are compared with those that would have been offered, verified or not, so acceptance is learned
+    without forwards."""
 
     def __init__(self) -> None:
-        self._shared = SharedChances(_prior)
+        self._shared = SharedAcceptance(_prior)
         self._rows = dict[str, RowCopies]()
         self._turn = 0
 
@@ -55,7 +55,7 @@ class CopyProposer:
             copies.extend(row.answer[copies.answered :])
         return copies
 
-    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
+    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
         """Do nothing: `offer` learns from the row's tokens."""
 
     def forget(self, row: DraftedRow) -> None:
@@ -66,25 +66,25 @@ class CopyProposer:
 class RowCopies:
     """The texts that one row may copy from."""
 
-    def __init__(self, row: DraftedRow, shared: SharedChances) -> None:
+    def __init__(self, row: DraftedRow, shared: SharedAcceptance) -> None:
         # Following a long answer, of a row that resumes, token by token would delay the step.
         answer = row.answer if len(row.answer) > _FOLLOWED else ()
         prediction = row.request.prediction
         own = NgramIndex([*row.request.prompt[-WINDOW:], *answer[-WINDOW:]], _COPY_GRAM, WINDOW)
-        self._chances = RowChances(shared)
+        self._acceptance = RowAcceptance(shared)
         self._text = own
         self._sources = [_Source(COPY, own, own)]
         if prediction:
             expected = NgramIndex(prediction[:WINDOW], _PREDICTION_GRAM, WINDOW)
-            self._sources.append(_Source(PREDICTION, expected, own, place=None if answer else 0))
+            self._sources.append(_Source(PREDICTION, expected, own, position=None if answer else 0))
         self.answered = len(answer)  # tokens of the answer that are in the text
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens that were drawn, and learn from them up to the first that was expected wrongly."""
         for token in tokens:
-            following = [source for source in self._sources if source.place is not None]
+            following = [source for source in self._sources if source.position is not None]
             for source in following:
-                self._chances.observe(source.kind, source.expected == token)
+                self._acceptance.observe(source.kind, source.expected == token)
             dropped = self._text.append(token)
             for source in following:
                 source.advance(token, dropped=dropped)
@@ -99,24 +99,25 @@ class RowCopies:
         for source in self._sources:
             source.index(_INDEXED_PER_OFFER)
             source.look_up()
-        likely = [(self._chances.chance(source.kind), source) for source in self._sources if source.place is not None]
-        if not likely:
+        found = [source for source in self._sources if source.position is not None]
+        if not found:
             return None
-        chance, source = max(likely, key=lambda pair: pair[0])
-        tokens = source.draft(MAX_DRAFT)
-        return Offer(source.name, tokens, (chance,) * len(tokens)) if tokens else None
+        source = max(found, key=lambda source: self._acceptance.rate(source.kind))
+        tokens, rate = source.draft(MAX_DRAFT), self._acceptance.rate(source.kind)
+        return Offer(source.name, tokens, (rate,) * len(tokens)) if tokens else None
 
 
 class _Source:
-    """A text to copy from, and the place in it that the row's ending leads to."""
+    """A text to copy from, and the position in it that the row's ending leads to."""
 
-    def __init__(self, name: str, index: NgramIndex, context: NgramIndex, place: int | None = None) -> None:
-        """`context`: the row's own text, which may be `index` itself. `place`: of the token that is expected first."""
+    def __init__(self, name: str, index: NgramIndex, context: NgramIndex, position: int | None = None) -> None:
+        """`context`: the row's own text, which may be `index` itself. `position`: of the token that is expected
+        first."""
         self.name = name
-        self.place = place
+        self.position = position
         self._index, self._context = index, context
         self._agreeing = 0
-        self._left = place or 0  # the place at which the row's text has left this one
+        self._left = position or 0  # the position at which the row's text has left this one
         self._kinds = [(name, max(each for each in _CLASSES if each <= length)) for length in range(_CLASSES[-1] + 1)]
 
     @property
@@ -129,51 +130,51 @@ class _Source:
         return self._index.catch_up(most) if self._index.behind else 0
 
     def look_up(self) -> None:
-        """Look up the row's ending, if its place is not known."""
-        if self.place is None:
+        """Look up the row's ending, if its position is not known."""
+        if self.position is None:
             self._find()
 
     @property
     def expected(self) -> int:
-        """The token that would be offered first; only if there is a place."""
-        assert self.place is not None
-        return self._index.tokens[self.place]
+        """The token that would be offered first; only if there is a position."""
+        assert self.position is not None
+        return self._index.tokens[self.position]
 
     def advance(self, token: int, *, dropped: bool) -> None:
-        """Follow the row by a token, from a place. `dropped`: places of the row's own text have changed."""
-        assert self.place is not None
-        self._left = self.place + 1
+        """Follow the row by a token, from a position. `dropped`: positions of the row's own text have changed."""
+        assert self.position is not None
+        self._left = self.position + 1
         lost = dropped and self._index is self._context
         if not lost and self.expected == token:
-            self._follow(self.place + 1, self._agreeing + 1)
+            self._follow(self.position + 1, self._agreeing + 1)
         else:
-            self.place = None
+            self.position = None
 
-    def _follow(self, place: int, agreeing: int) -> None:
+    def _follow(self, position: int, agreeing: int) -> None:
         self._agreeing = min(agreeing, _CLASSES[-1])
-        self.place = place if place < len(self._index) else None
+        self.position = position if position < len(self._index) else None
 
     def _find(self) -> None:
-        """Look up the row's ending. Prefers the longest agreement, then the place where a text goes on."""
-        self.place, self._agreeing = None, 0
-        found = [*self._index.places(self._context.tokens)]
+        """Look up the row's ending. Prefers the longest agreement, then the position where a text goes on."""
+        self.position, self._agreeing = None, 0
+        found = [*self._index.positions(self._context.tokens)]
         if found:
             self._follow(*max(found, key=lambda pair: (pair[1], -self._distance(pair[0]))))
 
-    def _distance(self, place: int) -> int:
-        """Return how far a place is from where the row's text left this one; in the row's own text, from its end."""
+    def _distance(self, position: int) -> int:
+        """Return how far a position is from where the row's text left this one; in the row's own text, from its end."""
         if self._index is self._context:
-            return len(self._index) - place
-        return abs(place - self._left)
+            return len(self._index) - position
+        return abs(position - self._left)
 
     def draft(self, most: int) -> tuple[int, ...]:
-        """Return up to `most` tokens from the place on. A text that repeats itself up to its end goes on so."""
-        assert self.place is not None
+        """Return up to `most` tokens from the position on. A text that repeats itself up to its end goes on so."""
+        assert self.position is not None
         tokens = self._index.tokens
-        period = len(tokens) - self.place
+        period = len(tokens) - self.position
         if self._index is self._context and period < most:
-            return tuple(tokens[self.place + step % period] for step in range(most))
-        return tuple(tokens[self.place : self.place + most])
+            return tuple(tokens[self.position + step % period] for step in range(most))
+        return tuple(tokens[self.position : self.position + most])
 
 
 def _prior(kind: Kind) -> float:

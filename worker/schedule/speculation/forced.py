@@ -4,8 +4,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from worker.schedule.request import GrammarState
-from worker.schedule.speculation.chances import RowChances, SharedChances
-from worker.schedule.speculation.habits import Habits
+from worker.schedule.speculation.acceptance import RowAcceptance, SharedAcceptance
+from worker.schedule.speculation.guesses import GuessTable
 from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 
 GRAMMAR = "grammar"
@@ -13,7 +13,7 @@ GUESS = "grammar_guess"
 
 _FORCED = (GRAMMAR, 0)
 _SURE = 0.98  # a model's tokens may be cut differently than the grammar's text
-_LEAST_CHANCE = 0.2  # of a guess, and all tokens before it, to be right; a draft ends before a less probable one
+_MIN_ACCEPTANCE = 0.2  # of a guess, and all tokens before it, to be right; a draft ends before a less probable one
 _MOST_CHOICES = 1 / 8  # of the vocabulary: in free text, where a grammar allows more, no token is usual
 _NAMESPACES = 64
 
@@ -23,29 +23,29 @@ class GrammarProposer:
     what is forced after that."""
 
     def __init__(self) -> None:
-        self._shared = SharedChances(lambda kind: _SURE)
+        self._shared = SharedAcceptance(lambda kind: _SURE)
         self._rows = dict[str, _Row]()
-        self._habits = OrderedDict[str, Habits]()  # by namespace, so that no client's answers speed up another's
+        self._guesses = OrderedDict[str, GuessTable]()  # by namespace, so that no client's answers speed up another's
 
     def offer(self, row: DraftedRow) -> Offer | None:
         """Return a draft after the row's last token, or None if it has no grammar, or nothing is known to follow."""
         grammar = row.request.grammar
         if grammar is None or not grammar.takes_drafts:
             return None
-        own, habits = self._row(row), self._habits_of(row.request.namespace)
+        own, guesses = self._row(row), self._guesses_of(row.request.namespace)
         last = own.draft
-        own.learn(row.answer, habits)
-        sure = own.chances.chance(_FORCED)
+        own.learn(row.answer, guesses)
+        sure = own.acceptance.rate(_FORCED)
         if draft := last.continued(row.answer, sure):
             own.draft = draft
             return draft.offer()
         pending = [*row.answer[grammar.accepted :]]
         if pending and (len(pending) > MAX_DRAFT or grammar.valid_prefix(pending) < len(pending)):
             return None
-        own.draft = _draft(grammar, pending, len(row.answer), habits, sure)
+        own.draft = _draft(grammar, pending, len(row.answer), guesses, sure)
         return own.draft.offer()
 
-    def kept(self, row: DraftedRow, offered: int, kept_tokens: int) -> None:
+    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
         """Do nothing: `offer` learns from the row's tokens."""
 
     def forget(self, row: DraftedRow) -> None:
@@ -54,36 +54,36 @@ class GrammarProposer:
 
     def _row(self, row: DraftedRow) -> "_Row":
         if row.id not in self._rows:
-            self._rows[row.id] = _Row(RowChances(self._shared))
+            self._rows[row.id] = _Row(RowAcceptance(self._shared))
         return self._rows[row.id]
 
-    def _habits_of(self, namespace: str) -> Habits:
-        habits = self._habits.setdefault(namespace, Habits())
-        self._habits.move_to_end(namespace)
-        if len(self._habits) > _NAMESPACES:
-            self._habits.popitem(last=False)
-        return habits
+    def _guesses_of(self, namespace: str) -> GuessTable:
+        guesses = self._guesses.setdefault(namespace, GuessTable())
+        self._guesses.move_to_end(namespace)
+        if len(self._guesses) > _NAMESPACES:
+            self._guesses.popitem(last=False)
+        return guesses
 
 
 class _Row:
     """The last draft of a row, from which it learns."""
 
-    def __init__(self, chances: RowChances) -> None:
-        self.chances = chances
+    def __init__(self, acceptance: RowAcceptance) -> None:
+        self.acceptance = acceptance
         self.draft = _Draft(0)
 
-    def learn(self, answer: Sequence[int], habits: Habits) -> None:
+    def learn(self, answer: Sequence[int], guesses: GuessTable) -> None:
         """Compare the draft with what the answer has in its place, up to the first wrong token."""
         draft, self.draft = self.draft, _Draft(0)
         drawn = answer[draft.start : draft.start + len(draft.tokens) + 1]
-        for place, token in enumerate(drawn):
-            if place in draft.choices:
-                habits.observe(draft.choices[place], token)
-            if place == len(draft.tokens):
+        for index, token in enumerate(drawn):
+            if index in draft.choices:
+                guesses.observe(draft.choices[index], token)
+            if index == len(draft.tokens):
                 return
-            right = token == draft.tokens[place]
-            if draft.kinds[place] == GRAMMAR:
-                self.chances.observe(_FORCED, right)
+            right = token == draft.tokens[index]
+            if draft.kinds[index] == GRAMMAR:
+                self.acceptance.observe(_FORCED, right)
             if not right:
                 return
 
@@ -95,62 +95,62 @@ class _Draft:
         """`start`: tokens of the answer before it."""
         self.start = start
         self.tokens = list[int]()
-        self.chances = list[float]()
+        self.acceptance = list[float]()
         self.kinds = list[str]()
-        self._chance = 1.0  # that all its tokens are right
-        self.choices = dict[int, int]()  # by the number of tokens before it: its place, see `Habits`
+        self._all_accepted = 1.0  # the probability that all its tokens are right
+        self.choices = dict[int, int]()  # by the number of tokens before it: its key, see `GuessTable`
         self._rest: tuple[int, ...] = ()  # tokens that are forced after it
 
-    def force(self, tokens: tuple[int, ...], chance: float) -> None:
+    def force(self, tokens: tuple[int, ...], rate: float) -> None:
         """Append tokens that the grammar forces."""
         room = MAX_DRAFT - len(self.tokens)
         for token in tokens[:room]:
-            self._append(token, chance, GRAMMAR)
+            self._append(token, rate, GRAMMAR)
         self._rest = tokens[room:]
 
-    def guess(self, mask: bytes, habits: Habits) -> bool:
+    def guess(self, mask: bytes, guesses: GuessTable) -> bool:
         """Append the usual token among those of a mask. Returns False if there is none."""
         if int.from_bytes(mask, "little").bit_count() > 8 * len(mask) * _MOST_CHOICES:
             return False
-        place = hash(mask)
-        self.choices[len(self.tokens)] = place
-        guess = habits.guess(place)
-        if guess is None or self._chance * guess.chance < _LEAST_CHANCE:
+        key = hash(mask)
+        self.choices[len(self.tokens)] = key
+        guess = guesses.lookup(key)
+        if guess is None or self._all_accepted * guess.acceptance < _MIN_ACCEPTANCE:
             return False
-        self._append(guess.token, guess.chance, GUESS)
+        self._append(guess.token, guess.acceptance, GUESS)
         return True
 
-    def _append(self, token: int, chance: float, kind: str) -> None:
+    def _append(self, token: int, rate: float, kind: str) -> None:
         self.tokens.append(token)
-        self.chances.append(chance)
+        self.acceptance.append(rate)
         self.kinds.append(kind)
-        self._chance *= chance
+        self._all_accepted *= rate
 
-    def continued(self, answer: Sequence[int], chance: float) -> "_Draft | None":
+    def continued(self, answer: Sequence[int], rate: float) -> "_Draft | None":
         """Return a draft after the answer, if that has followed this one and enough is forced after it: a long text is
-        not tokenized anew in each step. `chance`: of a forced token."""
+        not tokenized anew in each step. `rate`: acceptance rate of a forced token."""
         expected, drawn = (*self.tokens, *self._rest), len(answer) - self.start
         if len(expected) - drawn < MAX_DRAFT or tuple(answer[self.start :]) != expected[:drawn]:
             return None
         draft = _Draft(len(answer))
-        draft.force(expected[drawn:], chance)
+        draft.force(expected[drawn:], rate)
         return draft
 
     def offer(self) -> Offer | None:
         """Return the draft, or None if it is empty."""
         if not self.tokens:
             return None
-        return Offer(GRAMMAR, tuple(self.tokens), tuple(self.chances), tuple(self.kinds))
+        return Offer(GRAMMAR, tuple(self.tokens), tuple(self.acceptance), tuple(self.kinds))
 
 
-def _draft(grammar: GrammarState, pending: Sequence[int], start: int, habits: Habits, sure: float) -> _Draft:
+def _draft(grammar: GrammarState, pending: Sequence[int], start: int, guesses: GuessTable, sure: float) -> _Draft:
     """Return what the grammar forces, with guesses between. `pending`: tokens that it has not accepted yet. `sure`: the
-    chance of a forced token."""
+    acceptance rate of a forced token."""
     draft = _Draft(start)
     while len(draft.tokens) < MAX_DRAFT:
         ahead = grammar.ahead([*pending, *draft.tokens])
         if ahead.forced:
             draft.force(ahead.forced, sure)
-        elif ahead.mask is None or not draft.guess(ahead.mask, habits):
+        elif ahead.mask is None or not draft.guess(ahead.mask, guesses):
             break
     return draft

@@ -1,17 +1,17 @@
-"""Finds the places in a text at which its current ending has occurred before."""
+"""Finds the positions in a text at which its current ending has occurred before."""
 
 from array import array
 from collections.abc import Iterator, Sequence
 
 MAX_AGREEMENT = 32  # tokens of an ending that are compared; longer ones count as this long
-_CANDIDATES = 8  # places that a lookup compares, the most recent first
+_CANDIDATES = 8  # positions that a lookup compares, the most recent first
 _LEAST_SLOTS = 1 << 10
 _CROWDED = 4  # indexed tokens per slot of the table from which on it is built anew, larger
 
 
 class NgramIndex:
-    """A token sequence that grows, and an index of its n-grams, as in LZ77: a hash table of the last place of each, and
-    a chain to the place before. A place is the index of a token, and stands for the tokens before it.
+    """A token sequence that grows, and an index of its n-grams, as in LZ77: a hash table of the last position of each,
+    and a chain to the position before. A position is the index of a token, and stands for the tokens before it.
 
     Indexing a token and a lookup each take constant time. Takes 4 bytes a token for the tokens, 4 for the chain and 4
     to 8 for the table, which covers at most `2 * window` tokens: beyond, the first half is dropped."""
@@ -36,7 +36,7 @@ class NgramIndex:
         return sum(each.itemsize * len(each) for each in (self.tokens, self._previous, self._last))
 
     def append(self, token: int) -> bool:
-        """Append a token to the sequence. Does not index it. Returns True if tokens were dropped: all places have
+        """Append a token to the sequence. Does not index it. Returns True if tokens were dropped: all positions have
         changed."""
         self.tokens.append(token)
         if len(self.tokens) < 2 * self._window:
@@ -50,47 +50,47 @@ class NgramIndex:
         start = len(self._previous)
         end = min(len(self.tokens), start + most)
         first = min(max(start, self._size), end)
-        self._previous.extend([-1] * (first - start))  # too few tokens come before these places
+        self._previous.extend([-1] * (first - start))  # too few tokens come before these positions
         last, previous = self._last, self._previous
         mask = len(last) - 1
-        for place, gram in enumerate(self._grams(first, end), first):
+        for position, gram in enumerate(self._grams(first, end), first):
             slot = hash(gram) & mask
             previous.append(last[slot])
-            last[slot] = place
+            last[slot] = position
         if end > _CROWDED * len(self._last):
             self._begin()
         return end - start
 
     def _grams(self, first: int, end: int) -> Iterator[tuple[int, ...]]:
-        """Yield the n-gram before each of these places."""
+        """Yield the n-gram before each of these positions."""
         return zip(*(self.tokens[first - back : end - back] for back in range(self._size, 0, -1)), strict=True)
 
-    def places(self, context: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield indexed places whose preceding tokens agree with the end of `context` in an n-gram at least, the most
-        recent first, each with the number of tokens that agree, up to `MAX_AGREEMENT`."""
+    def positions(self, context: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield indexed positions whose preceding tokens agree with the end of `context` in an n-gram at least, the
+        most recent first, each with the number of tokens that agree, up to `MAX_AGREEMENT`."""
         if len(context) < self._size:
             return
         gram = tuple(context[len(context) - self._size :])
-        place = self._last[hash(gram) & len(self._last) - 1]
+        position = self._last[hash(gram) & len(self._last) - 1]
         for _ in range(_CANDIDATES):
-            if place < 0:
+            if position < 0:
                 return
-            if (agreeing := agreement(self.tokens, place, context)) >= self._size:
-                yield place, agreeing
-            place = self._previous[place]
+            if (agreeing := agreement(self.tokens, position, context)) >= self._size:
+                yield position, agreeing
+            position = self._previous[position]
 
     def _begin(self) -> None:
         """Begin an empty index, of a size that fits the sequence."""
         slots = max(_LEAST_SLOTS, 1 << len(self.tokens).bit_length())
-        self._last = array("i", [-1]) * slots  # the last place of each slot
-        self._previous = array("i")  # by place: the place before it in the same slot, or -1
+        self._last = array("i", [-1]) * slots  # the last position of each slot
+        self._previous = array("i")  # by position: the position before it in the same slot, or -1
 
 
-def agreement(tokens: Sequence[int], place: int, context: Sequence[int]) -> int:
-    """Return the number of tokens before `place` that equal the end of `context`, up to `MAX_AGREEMENT`."""
-    most = min(MAX_AGREEMENT, place, len(context))
+def agreement(tokens: Sequence[int], position: int, context: Sequence[int]) -> int:
+    """Return the number of tokens before `position` that equal the end of `context`, up to `MAX_AGREEMENT`."""
+    most = min(MAX_AGREEMENT, position, len(context))
     end = len(context)
     for count in range(most):
-        if tokens[place - 1 - count] != context[end - 1 - count]:
+        if tokens[position - 1 - count] != context[end - 1 - count]:
             return count
     return most

@@ -15,13 +15,13 @@ class Offer:
 
     kind: str
     tokens: tuple[int, ...]
-    chances: tuple[float, ...]  # of each token: the probability that it is drawn if all tokens before it were
+    acceptance: tuple[float, ...]  # of each token: the probability that it is accepted if all before it are
     kinds: tuple[str, ...] = ()  # of each token, if they differ
 
     def part(self, start: int, end: int) -> "Offer":
         """Return the tokens from `start` to before `end`, for a row that has drawn those before them."""
         own = slice(start, end)
-        return Offer(self.kind, self.tokens[own], self.chances[own], self.kinds[own])
+        return Offer(self.kind, self.tokens[own], self.acceptance[own], self.kinds[own])
 
 
 class DraftedRow(Protocol):

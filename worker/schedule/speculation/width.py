@@ -12,8 +12,8 @@ _TRIALS = 2  # forwards of a shape until they are believed: the first one may co
 _STALE = 1_000  # forwards after which a shape's costs are measured anew when it would pay by its neighbours' costs
 _LEAST_GAIN = 1.03  # a verify forward cannot be launched before the last one's tokens are read
 _TRIAL_EVERY = 16  # forwards from one trial of a shape that is hardly known to the next
-_PACE_WEIGHT = 0.3
-_MOST_PACE = 2.0  # of one observation, so that a single slow step does not count much
+_SLOWDOWN_WEIGHT = 0.3
+_MAX_SLOWDOWN = 2.0  # of one observation, so that a single slow step does not count much
 # Cost of a token more per row, in plain steps, before any measurement: from a dense model on a CPU.
 _TOKEN_COST = 0.05
 _ROW_TOKEN_COST = 0.03
@@ -34,7 +34,7 @@ class Costs(Protocol):
 
 
 class _Shape:
-    """Measured seconds of the forwards with as many rows and tokens per row, relative to the pace at their time."""
+    """Measured seconds of the forwards with as many rows and tokens per row, relative to the slowdown at their time."""
 
     def __init__(self) -> None:
         self._seconds = deque[float](maxlen=_SAMPLES)
@@ -66,7 +66,7 @@ class ForwardCosts:
 
     def __init__(self) -> None:
         self._shapes = dict[tuple[int, int], _Shape]()
-        self._pace = 1.0  # of all forwards, relative to their first: rows grow longer, and devices slow down
+        self._slowdown = 1.0  # of all forwards, relative to their first: rows grow longer, and devices slow down
         self._forwards = 0
         self._tried_at = 0  # the last forward of a shape that was hardly known
 
@@ -77,9 +77,9 @@ class ForwardCosts:
         if not shape.is_known(self._forwards):
             self._tried_at = self._forwards
         else:
-            ratio = seconds / max(self._pace * shape.seconds(), 1e-9)
-            self._pace *= 1 + _PACE_WEIGHT * (min(ratio, _MOST_PACE) - 1)
-        shape.observe(seconds / self._pace, self._forwards)
+            ratio = seconds / max(self._slowdown * shape.seconds(), 1e-9)
+            self._slowdown *= 1 + _SLOWDOWN_WEIGHT * (min(ratio, _MAX_SLOWDOWN) - 1)
+        shape.observe(seconds / self._slowdown, self._forwards)
 
     @property
     def measured(self) -> bool:
@@ -88,7 +88,7 @@ class ForwardCosts:
 
     def seconds(self, rows: int, width: int) -> float:
         """Return the expected seconds of a forward, once any was measured."""
-        return self._pace * self._relative(rows, width)
+        return self._slowdown * self._relative(rows, width)
 
     def hopeful_seconds(self, rows: int, width: int) -> float:
         """Return `seconds`, but now and then, for a shape that is hardly known, the lowest that is possible: those of
@@ -97,7 +97,7 @@ class ForwardCosts:
         if self._forwards - self._tried_at < _TRIAL_EVERY or self._is_known(rows, width):
             return expected
         narrower = max((each for each in range(1, width) if self._is_known(rows, each)), default=None)
-        return expected if narrower is None else min(expected, self._pace * self._relative(rows, narrower))
+        return expected if narrower is None else min(expected, self._slowdown * self._relative(rows, narrower))
 
     def _is_known(self, rows: int, width: int) -> bool:
         shape = self._shapes.get((rows, width))
@@ -160,8 +160,8 @@ def _usual_excess(rows: int, width: int) -> float:
 def expected_tokens(offer: Offer | None, width: int) -> float:
     """Return the tokens that a row is expected to draw in a forward of this width: one, and those of its draft."""
     expected = reached = 1.0
-    for chance in offer.chances[: width - 1] if offer else ():
-        reached *= chance
+    for rate in offer.acceptance[: width - 1] if offer else ():
+        reached *= rate
         expected += reached
     return expected
 

@@ -1,4 +1,4 @@
-"""Learns how probable it is that a token of a draft is right."""
+"""Learns the acceptance rates of drafts: how probable it is that a token of a draft is right."""
 
 from collections.abc import Callable
 
@@ -25,18 +25,18 @@ class Acceptance:
         self._compared = self._compared * self._memory + 1
 
     @property
-    def chance(self) -> float:
+    def rate(self) -> float:
         """Probability that the next token is right, if those before it were."""
         share = (self._right + _PRIOR_TOKENS * self._prior()) / (self._compared + _PRIOR_TOKENS)
         return _LEAST if share < _LEAST else min(share, _MOST)
 
 
-class SharedChances:
+class SharedAcceptance:
     """Acceptance by kind of draft in all rows. It is the prior of each row, so that a new row tries no drafts that were
     wrong in the others."""
 
     def __init__(self, priors: Callable[[Kind], float]) -> None:
-        """`priors`: the chance of a kind that no row has tried."""
+        """`priors`: the rate of a kind that no row has tried."""
         self._kinds = dict[Kind, Acceptance]()
         self._priors = priors
 
@@ -48,27 +48,27 @@ class SharedChances:
         return self._kinds[kind]
 
 
-class RowChances:
+class RowAcceptance:
     """Acceptance by kind of draft in one row."""
 
-    def __init__(self, shared: SharedChances) -> None:
+    def __init__(self, shared: SharedAcceptance) -> None:
         self._shared = shared
         self._kinds = dict[Kind, Acceptance]()
 
-    def chance(self, kind: Kind) -> float:
+    def rate(self, kind: Kind) -> float:
         """Return the probability that the next token of a draft is right."""
         own = self._kinds.get(kind)
-        return own.chance if own else self._shared.of(kind).chance
+        return own.rate if own else self._shared.of(kind).rate
 
     def observe(self, kind: Kind, right: bool) -> None:
         """Record if a token of a draft was right, for this row and as a prior of all."""
         shared = self._shared.of(kind)
         if kind not in self._kinds:
-            self._kinds[kind] = Acceptance(lambda: shared.chance, _ROW_MEMORY)
+            self._kinds[kind] = Acceptance(lambda: shared.rate, _ROW_MEMORY)
         self._kinds[kind].observe(right)
         shared.observe(right)
 
-    def observe_draft(self, kind: Kind, offered: int, kept: int) -> None:
-        """Record a draft of `offered` tokens that was verified, of which the first `kept` were right."""
-        for place in range(min(kept + 1, offered)):
-            self.observe(kind, place < kept)
+    def observe_draft(self, kind: Kind, proposed: int, accepted: int) -> None:
+        """Record a draft of `proposed` tokens that was verified, of which the first `accepted` were right."""
+        for index in range(min(accepted + 1, proposed)):
+            self.observe(kind, index < accepted)
