@@ -79,9 +79,10 @@ def positions_count_rejected_tokens(patch: Patch) -> None:
 
     def move_on(self: SlotKVCache, counts: Sequence[int], clear: Collection[int] = ()) -> None:
         commit(self, counts, clear)
+        rows = self.slot_rows
         rejected = [widths[id(self)] - count for count in counts]
-        positions = [at + count for at, count in zip(self._positions, rejected, strict=True)]
-        self._set_rows(self._lengths, positions, self._ends)
+        positions = [at + count for at, count in zip(rows.positions, rejected, strict=True)]
+        self._set_rows(rows.lengths, positions, rows.ends)
 
     patch.setattr(SlotKVCache, "commit", move_on)
 

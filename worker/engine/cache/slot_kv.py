@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from worker.engine.cache.slot_rows import SlotRows
 from worker.engine.upstream.mlx_lm import BatchKVCache, KVCache
 from worker.schedule.memory import UNLIMITED_TOKENS, padded_shape
 
@@ -22,28 +23,15 @@ class SlotKVCache:
         self.keys: Any = None  # (rows, heads, columns, head_dim), with spare rows and columns
         self.values: Any = None
         self.nbytes = 0  # allocated, spare room included
+        self._capacity = 0, 0  # rows and columns of the buffers
         self._width = 0  # tokens per row of the forward that verifies drafts; 0: the next forward feeds one token
         self._set_rows([], [], [])
 
-    def _set_rows(self, lengths: list[int], positions: list[int], ends: list[int]) -> None:
-        """Replace the row table: for each row its tokens in the slot, the position of its next token, and the most
-        tokens that it will have."""
+    def _set_rows(self, lengths: Sequence[int], positions: Sequence[int], ends: Sequence[int]) -> None:
+        """Replace the rows: see `SlotRows`."""
         self.rows = len(lengths)
-        self._lengths = lengths
-        self._positions = positions
-        self._ends = ends
-        self._longest, self._equal_lengths = max(lengths, default=0), len(set(lengths)) <= 1
-        self._slots = mx.arange(self.rows)
-        self._row_arrays = mx.array(lengths, dtype=mx.int32), mx.array(positions, dtype=mx.int32)
-        self._steps = 0
-        self._advance(0)
-
-    def _advance(self, steps: int) -> None:
-        self._steps += steps
-        # From evaluated arrays: adding to the last sum would grow an endless graph in models that never read it.
-        lengths, positions = self._row_arrays
-        self._next = lengths + self._steps
-        self._offset = self._next if self._lengths == self._positions else positions + self._steps
+        self.slot_rows = SlotRows(lengths, positions, ends)
+        self._steps = 0  # tokens that each row was fed since
 
     # Called by a model
 
@@ -51,12 +39,12 @@ class SlotKVCache:
     def offset(self) -> mx.array:
         """Position of each row's next token, (rows,). It exceeds the row's length if tokens of the prompt were
         dropped."""
-        return self._offset
+        return self.slot_rows.next_positions(self._steps)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | None:
         """Return a boolean mask (rows, 1, N, columns) for `N` new tokens of each row, or None if every row attends to
         every column."""
-        if N == 1 and self._equal_lengths and window_size is None:
+        if N == 1 and self.slot_rows.equal_lengths and window_size is None:
             return None
         columns, last = mx.arange(self._columns(N)), self._new_tokens(N)[..., None]
         mask = columns <= last
@@ -69,10 +57,10 @@ class SlotKVCache:
         head_dim). Returns views of all rows, as in `keys_and_values`. Blocks only when buffers grow."""
         tokens = keys.shape[2]
         assert tokens == (self._width or 1), "another number of tokens than announced"
-        self._ensure_capacity(self.rows, self._columns(tokens), self._shape_needed(tokens), keys, values)
+        self._ensure_capacity(self.rows, self._columns(tokens), self.slot_rows.last_end, keys, values)
         self._write(keys, values)
         if not self._width:
-            self._advance(1)
+            self._steps += 1
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -109,7 +97,7 @@ class SlotKVCache:
         self._end_forward(counts, clear)
         lengths, positions = self._current()
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
-        self._set_rows(lengths, [at + count for at, count in zip(positions, counts, strict=True)], self._ends)
+        self._set_rows(lengths, [at + count for at, count in zip(positions, counts, strict=True)], self.slot_rows.ends)
 
     def roll_back(self, clear: Collection[int] = ()) -> None:
         """Keep none of the tokens that were fed after `begin`. `clear`: as for `commit`."""
@@ -129,7 +117,7 @@ class SlotKVCache:
     def drop_last(self, tokens: int) -> None:
         """Drop the last `tokens` tokens of each row, which were fed one by one: later ones overwrite them."""
         lengths, positions = self._current()
-        self._set_rows([n - tokens for n in lengths], [n - tokens for n in positions], self._ends)
+        self._set_rows([n - tokens for n in lengths], [n - tokens for n in positions], self.slot_rows.ends)
 
     # Rows join and leave
 
@@ -144,13 +132,12 @@ class SlotKVCache:
         for slot, (keys, values, _) in enumerate(ordered, self.rows):
             self._fill(slot, keys, values)
         lengths, current = self._current()
-        self._set_rows([*lengths, *added], [*current, *starts], [*self._ends, *ends])
+        self._set_rows([*lengths, *added], [*current, *starts], [*self.slot_rows.ends, *ends])
 
     def _make_room(self, added: Sequence[int], ends: Sequence[int], keys: mx.array, values: mx.array) -> None:
         """Allocate buffers that hold further rows of these lengths unless the present ones do."""
         rows, columns = self.rows + len(added), max(self._columns(), *added)
-        size = self._padded_shape(rows, columns, max([*self._ends, *ends]))
-        self._ensure_capacity(rows, columns, size, keys, values)
+        self._ensure_capacity(rows, columns, max(self.slot_rows.last_end, *ends), keys, values)
 
     def _fill(self, slot: int, keys: mx.array, values: mx.array) -> None:
         """Write a row's tokens to the beginning of its slot, and zeros after them."""
@@ -161,17 +148,17 @@ class SlotKVCache:
 
     def growth(self, tokens: int) -> int:
         """Return the bytes of the buffers that replace these when a row of `tokens` tokens joins; 0 if it fits."""
-        rows, columns = self.rows + 1, max(self._columns(), tokens)
-        return self._growth(rows, columns, self._padded_shape(rows, columns, UNLIMITED_TOKENS))
+        return self._growth(self.rows + 1, max(self._columns(), tokens), UNLIMITED_TOKENS)
 
     def step_growth(self) -> int:
         """Return the bytes of the buffers that replace these when each row is fed a token; 0 if they fit."""
-        return self._growth(self.rows, self._columns(1), self._shape_needed(1))
+        return self._growth(self.rows, self._columns(1), self.slot_rows.last_end)
 
-    def _growth(self, rows: int, columns: int, size: tuple[int, int]) -> int:
+    def _growth(self, rows: int, columns: int, end: int) -> int:
         if self.keys is None or not self._too_small(rows, columns):
             return 0
-        return self.nbytes * size[0] * size[1] // int(self.keys.shape[0] * self.keys.shape[2])
+        (padded, padded_columns), (held, held_columns) = self._padded_shape(rows, columns, end), self._capacity
+        return self.nbytes * padded * padded_columns // (held * held_columns)
 
     def moved(self, order: Sequence[int]) -> list[mx.array]:
         """Return copies of the rows that `filter` will write into another slot. Lazy, so that one evaluation serves all
@@ -188,22 +175,23 @@ class SlotKVCache:
             for row, slot in enumerate(i for i, index in enumerate(order) if index != i):
                 buffer[slot : slot + 1] = rows[row : row + 1]
         lengths, positions = self._current()
-        self._set_rows(*([each[index] for index in order] for each in (lengths, positions, self._ends)))
+        self._set_rows(*([each[index] for index in order] for each in (lengths, positions, self.slot_rows.ends)))
         self._shrink()
 
     def extract(self, index: int) -> Any:
         """Return one row as an mlx-lm cache. Lazy: it references the whole batch until it is evaluated."""
         cache = KVCache()
-        cache.offset = self._lengths[index] + self._steps
+        cache.offset = self.slot_rows.lengths[index] + self._steps
         cache.keys, cache.values = (mx.contiguous(b[index : index + 1, :, : cache.offset]) for b in self.state)
         return cache
 
     def position(self, index: int) -> int:
         """Return the position of the row's next token."""
-        return self._positions[index] + self._steps
+        return self.slot_rows.positions[index] + self._steps
 
     def _current(self) -> tuple[list[int], list[int]]:
-        return [n + self._steps for n in self._lengths], [n + self._steps for n in self._positions]
+        rows, steps = self.slot_rows, self._steps
+        return [n + steps for n in rows.lengths], [n + steps for n in rows.positions]
 
     def _in_order(self, row: Any) -> tuple[mx.array, mx.array, int]:
         """Return the row's keys and values, oldest token first, and the position of its next token."""
@@ -214,15 +202,16 @@ class SlotKVCache:
 
     def _write(self, keys: mx.array, values: mx.array) -> None:
         """Write tokens after each row's last."""
-        tokens, column = keys.shape[2], self._column(self._longest + self._steps)
+        rows, tokens = self.slot_rows, keys.shape[2]
+        column = self._column(rows.longest + self._steps)
         # The same columns for all rows are several times cheaper on a CPU. A ring may wrap around.
-        if self._equal_lengths and column + tokens <= self._columns(tokens):
+        if rows.equal_lengths and column + tokens <= self._columns(tokens):
             target: Any = (slice(self.rows), slice(None), slice(column, column + tokens))
         elif tokens == 1:
-            target = (self._slots, slice(None), self._column(self._next))
+            target = (rows.slots, slice(None), self._column(rows.next_indices(self._steps)))
             keys, values = keys.squeeze(2), values.squeeze(2)
         else:
-            target = (self._slots[:, None], slice(None), self._column(self._new_tokens(tokens)))
+            target = (rows.slots[:, None], slice(None), self._column(self._new_tokens(tokens)))
             keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
         self.keys[target] = keys
         if values.size:  # scattering nothing divides by zero (MLX 0.32.4), and MiniMax-M3's values have a head_dim of 0
@@ -232,11 +221,11 @@ class SlotKVCache:
 
     def _new_tokens(self, tokens: int) -> mx.array:
         """Return the indices of each row's next tokens, (rows, tokens)."""
-        return self._next[:, None] + mx.arange(tokens)
+        return self.slot_rows.next_indices(self._steps)[:, None] + mx.arange(tokens)
 
     def _columns(self, steps: int = 0) -> int:
         """Return the number of columns in use now, or after `steps` further steps."""
-        return self._longest + self._steps + steps
+        return self.slot_rows.longest + self._steps + steps
 
     def _column(self, token: Any) -> Any:
         """Return the column of the token with this index, a number or an array."""
@@ -245,26 +234,22 @@ class SlotKVCache:
     def _padded_shape(self, rows: int, columns: int, end: int) -> tuple[int, int]:
         return padded_shape(rows, columns, end)
 
-    def _shape_needed(self, steps: int = 0) -> tuple[int, int]:
-        """Return the rows and columns of buffers for the present rows, now or after `steps` further steps."""
-        return self._padded_shape(self.rows, self._columns(steps), max(self._ends, default=0))
-
-    def _ensure_capacity(
-        self, rows: int, columns: int, size: tuple[int, int], keys: mx.array, values: mx.array
-    ) -> None:
-        """Allocate buffers of this size (rows, columns) unless the present ones hold `rows` rows and `columns`
-        columns."""
+    def _ensure_capacity(self, rows: int, columns: int, end: int, keys: mx.array, values: mx.array) -> None:
+        """Allocate padded buffers for `rows` rows and `columns` columns unless the present ones hold as many. `end`:
+        the most tokens that a row will have."""
         if self.keys is None or self._too_small(rows, columns):
-            self._rebuild(size, keys, values)
+            self._rebuild(self._padded_shape(rows, columns, end), keys, values)
 
     def _too_small(self, rows: int, columns: int) -> bool:
-        return bool(rows > self.keys.shape[0] or columns > self.keys.shape[2])
+        held_rows, held_columns = self._capacity
+        return rows > held_rows or columns > held_columns
 
     def _rebuild(self, size: tuple[int, int], keys: mx.array, values: mx.array) -> None:
         """Reallocate the buffers at this size (rows, columns), and copy what is in use."""
-        # The keys come last, because `_too_small` checks their size: after a failure the next call starts over.
+        # The capacity comes last, because `_too_small` checks it: after a failure the next call starts over.
         self.values = self._rebuilt(self.values, size, values)
         self.keys = self._rebuilt(self.keys, size, keys)
+        self._capacity = size
         self.nbytes = self.keys.nbytes + self.values.nbytes
 
     def _rebuilt(self, old: mx.array | None, size: tuple[int, int], template: mx.array) -> mx.array:
@@ -281,6 +266,7 @@ class SlotKVCache:
         if self.rows == 0:
             self.keys = self.values = None
             self.nbytes = 0
+            self._capacity = 0, 0
         else:
             self._shrink_to(share=4)
 
@@ -291,6 +277,7 @@ class SlotKVCache:
 
     def _shrink_to(self, share: int) -> None:
         """Reallocate the buffers for the present rows if they have more than `share` times as many cells as needed."""
-        rows, columns = self._shape_needed()
-        if share * rows * columns < self.keys.shape[0] * self.keys.shape[2]:
+        rows, columns = self._padded_shape(self.rows, self._columns(), self.slot_rows.last_end)
+        held_rows, held_columns = self._capacity
+        if share * rows * columns < held_rows * held_columns:
             self._rebuild((rows, columns), self.keys, self.values)

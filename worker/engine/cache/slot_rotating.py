@@ -33,7 +33,7 @@ class SlotRotatingKVCache(SlotKVCache):
         """Return a boolean mask (rows, 1, N, columns) for `N` new tokens of each row, or None if every row attends to
         every column."""
         window = min(window_size or self.max_size, self.max_size)
-        if N == 1 and self._equal_lengths and self._columns(1) <= window:
+        if N == 1 and self.slot_rows.equal_lengths and self._columns(1) <= window:
             return None
         tokens, columns = self._new_tokens(N), mx.arange(self._columns(N))
         last = tokens[:, -1:]
@@ -44,7 +44,7 @@ class SlotRotatingKVCache(SlotKVCache):
     def extract(self, index: int) -> Any:
         """Return one row as mlx-lm's rotating cache, oldest token first. Lazy: it references the whole batch until it
         is evaluated."""
-        tokens = self._lengths[index] + self._steps
+        tokens = self.slot_rows.lengths[index] + self._steps
         cache = RotatingKVCache(self.max_size)
         cache._idx = min(tokens, self.max_size)
         columns = mx.arange(tokens - cache._idx, tokens) % self._ring

@@ -19,6 +19,7 @@ from worker.engine.cache.layers import layers
 from worker.engine.cache.slot_arrays import SlotArraysCache
 from worker.engine.cache.slot_kv import SlotKVCache
 from worker.engine.cache.slot_rotating import SlotRotatingKVCache
+from worker.engine.cache.slot_rows import share_rows
 from worker.engine.upstream.mlx_lm import (
     ArraysCache,
     BatchKVCache,
@@ -104,6 +105,7 @@ def join_all(batch: Sequence[Any], rows: Sequence[Joining]) -> None:
             batched.extend(joining, positions, ends)
         materialize(batch)
         undo.pop_all()
+    _share_rows(batch)
 
 
 def _has_tokens(row: Sequence[Any]) -> bool:
@@ -133,6 +135,12 @@ def select_rows(batch: Sequence[Any], order: Sequence[int]) -> None:
     mx.eval(moved)
     for layer, rows in zip(batch_layers, moved, strict=True):
         layer.filter(order, rows)
+    _share_rows(batch)
+
+
+def _share_rows(batch: Sequence[Any]) -> None:
+    """Let layers with equal rows compute the arrays of these once in each forward."""
+    share_rows(layer for layer in layers(batch) if isinstance(layer, SlotKVCache))
 
 
 def compact_order(rows: int, leaving: Collection[int]) -> list[int]:

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from worker.engine.cache.layers import layers
+from worker.engine.cache.slot_kv import SlotKVCache
+from worker.engine.cache.slot_rows import share_rows
 
 
 class CommittingLayer(Protocol):
@@ -37,6 +39,7 @@ class Verification:
         """Keep the first `counts[i]` of the tokens of row i, in all layers. Lazy. `clear`: see `CommittingLayer`."""
         for layer in self._layers:
             layer.commit(counts, clear)
+        share_rows(layer for layer in self._layers if isinstance(layer, SlotKVCache))
         self._open = False
 
     def discard(self, clear: Collection[int] = ()) -> None:

@@ -78,7 +78,7 @@ class _HeadCache(SlotKVCache):
         for slot, each in enumerate(held, self.rows):
             self._write_row(slot, each)
         lengths, current = self._current()
-        self._set_rows([*lengths, *added], [*current, *added], [*self._ends, *ends])
+        self._set_rows([*lengths, *added], [*current, *added], [*self.slot_rows.ends, *ends])
         mx.eval(self.state)
 
     def _write_row(self, slot: int, held: tuple[mx.array, mx.array] | None) -> None:
@@ -91,7 +91,7 @@ class _HeadCache(SlotKVCache):
     def continue_at(self, positions: list[int]) -> None:
         """Set the position of each row's next token."""
         lengths, _ = self._current()
-        self._set_rows(lengths, positions, self._ends)
+        self._set_rows(lengths, positions, self.slot_rows.ends)
 
 
 class HeadDrafts:
