@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks.models import random_checkpoint
-from worker.engine.batch.decode_batch import ComputedRow, PendingTokens
+from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.groups import Groups
+from worker.engine.batch.pending import PendingTokens
 from worker.engine.batch.row import Row
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
@@ -197,7 +198,7 @@ class Batch:
         self._rows += 1
         began = time.perf_counter()
         with mx.stream(generation_stream):
-            self._groups.add([ComputedRow(row, cache, PendingTokens(mx.array([10]), mx.array([True]), {}))])
+            self._groups.add([ComputedRow(row, cache, PendingTokens.known([10]))])
         return time.perf_counter() - began
 
     def step(self) -> float:

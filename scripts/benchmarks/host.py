@@ -19,7 +19,8 @@ from rich.table import Table
 
 from scripts.stack import TINY_CHAT
 from worker.engine.batch import decode_batch
-from worker.engine.batch.decode_batch import DecodeBatch, PendingTokens, StepToken
+from worker.engine.batch.decode_batch import DecodeBatch
+from worker.engine.batch.pending import PendingTokens, StepToken
 from worker.engine.batch.row import Row
 from worker.engine.engine import Engine
 from worker.engine.model.load import open_model
@@ -73,7 +74,7 @@ def _after_evaluation(collect: Callable[[DecodeBatch], list[StepToken]]) -> Call
 
     def waiting(batch: DecodeBatch) -> list[StepToken]:
         assert batch._fed is not None
-        mx.eval(batch._fed.tokens, batch._fed.finite)
+        mx.eval(batch._fed.tokens, batch._fed.norms)
         return collect(batch)
 
     return waiting
@@ -149,12 +150,11 @@ def forward_ms(rows: list[Row], width: int) -> tuple[float, float]:
     returns the same logits every time, with the logprobs of its tokens."""
     mx.random.seed(0)
     logits = 3 * mx.random.normal((len(rows), 1, width))
-    tokens = mx.zeros(len(rows), mx.int32)
-    mx.eval(logits, tokens)
+    mx.eval(logits)
     network: Any = lambda tokens, cache: logits + 0  # noqa: E731
     batch = DecodeBatch(network)
     batch.rows = rows
-    batch._next = PendingTokens(tokens, mx.ones(len(rows), mx.bool_), {})
+    batch._next = PendingTokens.known([0] * len(rows))
     times = list[tuple[float, float]]()
     for _ in range(_FORWARDS):
         began, cpu = time.perf_counter(), time.thread_time()

@@ -7,7 +7,8 @@ from dataclasses import replace
 import mlx.core as mx
 
 from worker.engine.admission import AdmissionController, WaitingRequest
-from worker.engine.batch.decode_batch import PendingTokens, PreemptedRow
+from worker.engine.batch.decode_batch import PreemptedRow
+from worker.engine.batch.pending import PendingTokens
 from worker.engine.batch.row import Row
 from worker.engine.cache.slots import Snapshot
 from worker.engine.upstream.mlx_lm import KVCache
@@ -35,9 +36,7 @@ def preempted(id: str, tokens: int, held: int = 100) -> WaitingRequest:
     layer = KVCache()
     layer.keys = layer.values = mx.zeros((1, 1, held, 125))
     layer.offset = held
-    kept = PreemptedRow(
-        Row.of(sized(id, tokens, "batch")), Snapshot([layer], None), PendingTokens(mx.array([1]), mx.array([True]), {})
-    )
+    kept = PreemptedRow(Row.of(sized(id, tokens, "batch")), Snapshot([layer], None), PendingTokens.known([1]))
     return WaitingRequest(kept.row.request, kept, preempted=True)
 
 

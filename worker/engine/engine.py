@@ -8,8 +8,8 @@ import mlx.core as mx
 
 from worker.engine.active import ActiveRows
 from worker.engine.admission import AdmissionController
-from worker.engine.batch.decode_batch import StepToken
 from worker.engine.batch.groups import Groups
+from worker.engine.batch.pending import StepToken
 from worker.engine.batch.row import Row
 from worker.engine.cache.disk import DiskTier
 from worker.engine.cache.durable import Storing

@@ -8,8 +8,9 @@ import pytest
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, FixedCost
 from tests.engine.tiny import network, prompt
-from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, PendingTokens
+from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch
 from worker.engine.batch.groups import Groups
+from worker.engine.batch.pending import PendingTokens
 from worker.engine.batch.row import Row
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.schedule.grouping import StepCost
@@ -29,7 +30,7 @@ class DecodingRows:
         cache = make_prompt_cache(self._network)
         self._network(mx.array([computed]), cache=cache)
         row = Row.of(GenerationRequest(str(seed), (*computed, last), 100))
-        self.groups.add([ComputedRow(row, cache, PendingTokens(mx.array([last]), mx.array([True]), {}))])
+        self.groups.add([ComputedRow(row, cache, PendingTokens.known([last]))])
         return row
 
     def next_tokens(self) -> Iterator[mx.array]:

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from worker.engine.batch.decode_batch import forward
+from worker.engine.batch.pending import forward
 from worker.engine.batch.row import Row
 from worker.schedule.request import GenerationRequest, Sampling
 

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
 from tests.selection import examples
-from worker.engine.batch import decode_batch as rows_module
 from worker.engine.batch.row import Row
 from worker.engine.model.load import Model, open_model
-from worker.engine.sampling import sampler as sampling_module
-from worker.engine.sampling.sampler import Kind, draw, draw_key, kind_of
+from worker.engine.sampling.sampler import Sampler, _RowsAlike, draw, draw_key, kind_of
 from worker.schedule.request import GenerationRequest, Sampling
 
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -273,17 +271,17 @@ def test_seeded_row_draws_the_same_while_others_join_and_leave(model: Model) -> 
 def test_rows_of_one_kind_are_drawn_in_one_call(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[list[int]] = []  # the rows of each call, for each step
 
-    def step(logprobs: mx.array, rows: list[Row]) -> mx.array:
+    def step(sampler: Sampler, logprobs: mx.array) -> mx.array:
         steps.append([])
-        return draw(logprobs, rows)
+        return draw_step(sampler, logprobs)
 
-    def call(kind: Kind, logprobs: mx.array, rows: list[Row]) -> mx.array:
+    def call(alike: _RowsAlike, logprobs: mx.array) -> mx.array:
         steps[-1].append(logprobs.shape[0])
-        return draw_alike(kind, logprobs, rows)
+        return draw_alike(alike, logprobs)
 
-    draw_alike = sampling_module._draw_alike
-    monkeypatch.setattr(rows_module, "draw", step)
-    monkeypatch.setattr(sampling_module, "_draw_alike", call)
+    draw_step, draw_alike = Sampler.__call__, _RowsAlike.draw
+    monkeypatch.setattr(Sampler, "__call__", step)
+    monkeypatch.setattr(_RowsAlike, "draw", call)
     hows = [
         Sampling(),
         Sampling(1.0, seed=1),

@@ -1,64 +1,23 @@
 """Rows that decode together: one forward for all of them, of one token each or of several."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import mlx.core as mx
 
+from worker.engine.batch.pending import BatchSampling, PendingTokens, StepToken, forward
 from worker.engine.batch.row import Row
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrence import Recurrence
 from worker.engine.cache.slot_kv import SlotKVCache
 from worker.engine.cache.verification import verification
-from worker.engine.sampling.logprobs import StepLogprobs
-from worker.engine.sampling.processors import Processor, processors_for
-from worker.engine.sampling.sampler import draw
 from worker.engine.speculation.head_drafts import PromptEntries
 from worker.engine.speculation.head_proposer import FedTokens
 from worker.engine.speculation.mtp import Network, RecordingTrunk
 from worker.engine.speculation.positions import positions_after, take_back
-from worker.engine.speculation.verify import Accepted, DrawnToken, draw_positions
-from worker.schedule.outcomes import Logprobs
-
-
-class RowLogprobs(NamedTuple):
-    """Log probabilities of a row's next input, among those of the forward that has drawn it."""
-
-    step: StepLogprobs
-    number: int
-
-    def read(self) -> Logprobs:
-        """Return them. Blocks until they are computed."""
-        return self.step.rows[self.number]
-
-
-@dataclass(slots=True)
-class PendingTokens:
-    """The next input of each row: a token that was drawn, or the last one of a prompt. Lazy."""
-
-    tokens: mx.array  # (rows,)
-    finite: mx.array  # (rows,), boolean: True if all logits of the row were finite
-    logprobs: dict[Row, RowLogprobs]  # of the rows that want logprobs and have drawn their token
-
-    def compute(self) -> None:
-        """Start computing the arrays, without blocking. If they were first computed as a part of the next step, they
-        could be read only at its end, a step late."""
-        steps = {each.step for each in self.logprobs.values()}
-        mx.async_eval(self.tokens, self.finite, [step.arrays for step in steps])
-
-
-class StepToken(NamedTuple):
-    """A token that a row has drawn. `finite` is False if it was drawn from non-finite logits. `accepted`: it was in the
-    row's draft."""
-
-    row: Row
-    token: int
-    finite: bool
-    logprobs: Logprobs | None
-    accepted: bool = False
-
+from worker.engine.speculation.verify import Accepted, draw_positions
 
 # At most `max_draft` tokens of which none ends an answer; None for a row whose next input ends its answer.
 Draft = Sequence[int] | None
@@ -110,7 +69,7 @@ class DecodeBatch:
         self._cache: list[Any] = []
         self._fed: PendingTokens | None = None
         self._next: PendingTokens | None = None
-        self._processors: list[Processor] | None = None  # of the rows; None after these have changed
+        self._sampling: BatchSampling | None = None  # of the rows; None after these have changed
         self.fed: FedTokens | None = None  # by the last forward, if the network records its hidden states
 
     @property
@@ -144,21 +103,16 @@ class DecodeBatch:
         """Feed each row its next token, and start computing the one after it. Does not wait for the device. There must
         be rows."""
         assert self._next is not None, "the batch has no rows"
-        if self._processors is None:
-            self._processors = processors_for(self.rows, [not row.last_unfed for row in self.rows])
+        if self._sampling is None:
+            self._sampling = BatchSampling([*self.rows], [not row.last_unfed for row in self.rows])
         self._fed = self._next
-        self._next = forward(self._network, self._cache, self.rows, self._fed.tokens, self._processors)
+        self._next = forward(self._network, self._cache, self.rows, self._fed.tokens, self._sampling)
         self.fed = self._recorded([1] * len(self.rows))
 
     def read_inputs(self) -> list[StepToken]:
         """Return the next input of each row. There must be rows. Blocks until the launched step has ended."""
         assert self._next is not None, "the batch has no rows"
-        tokens, finite = cast("list[int]", self._next.tokens.tolist()), cast("list[bool]", self._next.finite.tolist())
-        logprobs = self._next.logprobs
-        return [
-            StepToken(row, token, is_finite, logprobs[row].read() if row in logprobs else None)
-            for row, token, is_finite in zip(self.rows, tokens, finite, strict=True)
-        ]
+        return self._next.read(self.rows)
 
     def verify(
         self, inputs: Sequence[StepToken], drafts: Sequence[Draft], recurrence: Recurrence
@@ -169,7 +123,7 @@ class DecodeBatch:
         fed = [(each.token, *(draft or ())) for each, draft in zip(inputs, drafts, strict=True)]
         width = max(map(len, fed))
         padded = [[*each, *[each[-1]] * (width - len(each))] for each in fed]
-        self._processors = None
+        self._sampling = None
         with verification(self._cache, width) as verifying:
             with recurrence.recording(self._cache):
                 logits = self._network(mx.array(padded), cache=self._cache)
@@ -189,7 +143,7 @@ class DecodeBatch:
             verifying.commit(counts, clear)
         self.fed = self._recorded(counts, tuple(tuple(drawn.token for drawn in each.tokens) for each in accepted))
         mx.async_eval([layer.state for layer in layers(self._cache)])
-        self._next = _known([each.tokens[-1] for each in accepted])
+        self._next = PendingTokens.known([each.tokens[-1].token for each in accepted])
         tokens = [token for each in zip(inputs, drafts, accepted, strict=True) for token in _delivered(*each)]
         return VerifiedStep(tokens, [count - 1 for count in counts])
 
@@ -206,7 +160,7 @@ class DecodeBatch:
         """Block until the launched step has been computed, and rows that were moved since are in their slots, which
         frees the copies of them. There must be rows."""
         assert self._next is not None, "the batch has no rows"
-        mx.eval(self._next.tokens, self._next.finite)
+        mx.eval(self._next.tokens, self._next.norms)
         slots.materialize(self._cache)
 
     def collect(self) -> list[StepToken]:
@@ -228,17 +182,11 @@ class DecodeBatch:
             step_token.row.mark_unfed()
             if grammar := step_token.row.request.grammar:  # processors created from now on count known tokens only
                 grammar.accept(step_token.token)
-                self._processors = None
+                self._sampling = None
         return step_tokens
 
     def _read(self, pending: PendingTokens) -> list[StepToken]:
-        tokens, finite = cast("list[int]", pending.tokens.tolist()), cast("list[bool]", pending.finite.tolist())
-        logprobs = {row: each.read() for row, each in pending.logprobs.items() if not row.last_unfed}
-        return [
-            StepToken(row, token, is_finite, logprobs.get(row))
-            for row, token, is_finite in zip(self.rows, tokens, finite, strict=True)
-            if not row.last_unfed
-        ]
+        return [each for each in pending.read(self.rows) if not each.row.last_unfed]
 
     def add(self, rows: Sequence[ComputedRow]) -> None:
         """Append rows. Blocks. If the caches cannot be joined, the batch stays as it was."""
@@ -251,15 +199,15 @@ class DecodeBatch:
         else:
             slots.join_all(self._cache, joining)
             pending = [self._next, *pending]
-        self._next = _concatenated(pending)
+        self._next = PendingTokens.together(pending)
         self.rows += [each.row for each in rows]
-        self._processors = None
+        self._sampling = None
 
     def remove(self, leaving: Collection[Row]) -> None:
         """Remove rows. The others may change their order. Blocks until those that change their slot are copied."""
         order = slots.compact_order(len(self.rows), {i for i, row in enumerate(self.rows) if row in leaving})
         self.rows = [self.rows[index] for index in order]
-        self._processors = None
+        self._sampling = None
         if not order:
             self._cache, self._next = [], None
             self.fed = None
@@ -268,7 +216,7 @@ class DecodeBatch:
         assert self._next is not None
         remaining = mx.array(order)
         logprobs = {row: each for row, each in self._next.logprobs.items() if row not in leaving}
-        self._next = PendingTokens(self._next.tokens[remaining], self._next.finite[remaining], logprobs)
+        self._next = PendingTokens(self._next.tokens[remaining], self._next.norms[remaining], logprobs)
         self._next.compute()
 
     def preempt(self, row: Row) -> PreemptedRow:
@@ -277,8 +225,8 @@ class DecodeBatch:
         at = self.rows.index(row)
         own = slice(at, at + 1)
         logprobs = {row: self._next.logprobs[row]} if row in self._next.logprobs else {}
-        pending = PendingTokens(mx.contiguous(self._next.tokens[own]), mx.contiguous(self._next.finite[own]), logprobs)
-        mx.eval(pending.tokens, pending.finite)
+        pending = PendingTokens(mx.contiguous(self._next.tokens[own]), mx.contiguous(self._next.norms[own]), logprobs)
+        mx.eval(pending.tokens, pending.norms)
         snapshot = slots.snapshot(self._cache, at)
         self.remove([row])
         return PreemptedRow(row, snapshot, pending)
@@ -287,53 +235,6 @@ class DecodeBatch:
         """Append a preempted row, as `add` does."""
         cache, position = slots.restore(preempted.snapshot), preempted.snapshot.position
         self.add([ComputedRow(preempted.row, cache, preempted.pending, position)])
-
-
-def forward(
-    network: Network,
-    cache: list[Any],
-    rows: list[Row],
-    tokens: mx.array,
-    processors: Iterable[Processor] | None = None,
-) -> PendingTokens:
-    """Feed each row its token (rows,), and return the next ones, which the device has begun to compute. Blocks only for
-    rows with a grammar, which needs their last token. Writes to `cache`, and advances the rows' random keys and the
-    processors. `processors`: of these rows; None: those of rows that are fed their last known token."""
-    logits = network(tokens[:, None], cache=cache)[:, -1, :]
-    for process in processors_for(rows, [False] * len(rows)) if processors is None else processors:
-        logits = process(logits, tokens)
-    norm = mx.logsumexp(logits, axis=-1, keepdims=True)
-    logprobs = logits - norm
-    drawn = draw(logprobs, rows)
-    pending = PendingTokens(drawn, mx.isfinite(norm[:, 0]), _row_logprobs(rows, logprobs, drawn))
-    pending.compute()
-    return pending
-
-
-def _concatenated(pending: Sequence[PendingTokens]) -> PendingTokens:
-    """Return the next inputs of all these rows. If there are several, the device has begun to compute them."""
-    if len(pending) == 1:
-        return pending[0]
-    logprobs = {row: each for part in pending for row, each in part.logprobs.items()}
-    tokens, finite = [each.tokens for each in pending], [each.finite for each in pending]
-    together = PendingTokens(mx.concatenate(tokens), mx.concatenate(finite), logprobs)
-    together.compute()
-    return together
-
-
-def _row_logprobs(rows: list[Row], logprobs: mx.array, drawn: mx.array) -> dict[Row, RowLogprobs]:
-    """Return the log probabilities of the rows that want them. `logprobs` (rows, vocab), `drawn` (rows,). Lazy."""
-    wanting = [index for index, row in enumerate(rows) if row.wants_logprobs]
-    if not wanting:
-        return {}
-    if len(wanting) < len(rows):
-        logprobs, drawn = logprobs[mx.array(wanting)], drawn[mx.array(wanting)]
-    step = StepLogprobs(logprobs, drawn, [rows[index].request.top_logprobs or 0 for index in wanting])
-    return {rows[index]: RowLogprobs(step, number) for number, index in enumerate(wanting)}
-
-
-def _known(drawn: Sequence[DrawnToken]) -> PendingTokens:
-    return PendingTokens(mx.array([each.token for each in drawn]), mx.array([each.finite for each in drawn]), {})
 
 
 def _delivered(row_input: StepToken, draft: Draft, accepted: Accepted) -> Iterator[StepToken]:

@@ -7,7 +7,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, PreemptedRow, StepToken
+from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, PreemptedRow
+from worker.engine.batch.pending import StepToken
 from worker.engine.batch.regrouping import destinations
 from worker.engine.batch.row import Row
 from worker.engine.batch.timing import Stopwatch

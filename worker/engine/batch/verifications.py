@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from weakref import WeakKeyDictionary
 
-from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, StepToken
+from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch
+from worker.engine.batch.pending import StepToken
 from worker.engine.batch.row import Row
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.budget import GapLimit

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.engine.batch.decode_batch import PendingTokens, forward
+from worker.engine.batch.pending import PendingTokens, forward
 from worker.engine.batch.row import Row
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
@@ -206,13 +206,13 @@ class ComputeSpans(Stage):
         length. The caller owns the cache; the stage must not be used afterwards. Lazy."""
         assert self.length == self.total, "tokens are missing"
         last = self._positions[-1]
-        token = mx.array([self._tokens[last]])
+        token = PendingTokens.known([self._tokens[last]])
         if self.length:
             position = last + (self._inputs.rope_delta if self._inputs else 0)
-            return self.cache, PendingTokens(token, mx.array([True]), {}), position
+            return self.cache, token, position
         # A cache without tokens cannot join a batch: for some models an absent state differs from a state of zeros.
         row.mark_fed()
-        return self.cache, forward(self._network, self.cache, [row], token), None
+        return self.cache, forward(self._network, self.cache, [row], token.tokens), None
 
 
 def dense_prefix_len(kept_ranges: Ranges) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -43,51 +44,87 @@ class Drawing(Protocol):
         """Return the random key of the next draw as two 32-bit halves, and advance."""
 
 
+class Sampler:
+    """Draws a token for each of the same rows in every step. What does not change between steps is prepared once. Each
+    row draws bit for bit what it would draw alone."""
+
+    def __init__(self, rows: Sequence[Drawing]) -> None:
+        self._indices: dict[Kind, list[int]] = {}
+        for index, row in enumerate(rows):
+            self._indices.setdefault(row.kind, []).append(index)
+        self._alike = [_RowsAlike(kind, [rows[i] for i in at]) for kind, at in self._indices.items()]
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Draw from `logprobs` (rows, vocab): tokens (rows,). Lazy. Advances the random keys of rows that are not
+        greedy."""
+        if len(self._alike) == 1:
+            return self._alike[0].draw(logprobs)
+        indices, inverse = self._order
+        drawn = [alike.draw(logprobs[at]) for alike, at in zip(self._alike, indices, strict=True)]
+        return mx.concatenate(drawn)[inverse]
+
+    @cached_property
+    def _order(self) -> tuple[list[mx.array], mx.array]:
+        """The indices of the rows of each kind, and for each row its own among all of these."""
+        indices = [*self._indices.values()]
+        order = [index for at in indices for index in at]
+        return [mx.array(at) for at in indices], mx.array(sorted(range(len(order)), key=order.__getitem__))
+
+
 def draw(logprobs: mx.array, rows: Sequence[Drawing]) -> mx.array:
-    """Draw one token for each row: `logprobs` (rows, vocab) to tokens (rows,). Each row draws bit for bit what it would
-    draw alone. Lazy. Advances the random keys of rows that are not greedy."""
-    rows_of_kind: dict[Kind, list[int]] = {}
-    for index, row in enumerate(rows):
-        rows_of_kind.setdefault(row.kind, []).append(index)
-    if len(rows_of_kind) == 1:
-        return _draw_alike(rows[0].kind, logprobs, rows)
-    drawn = [_draw_alike(kind, logprobs[mx.array(at)], [rows[i] for i in at]) for kind, at in rows_of_kind.items()]
-    order = [index for at in rows_of_kind.values() for index in at]
-    inverse = sorted(range(len(rows)), key=order.__getitem__)
-    return mx.concatenate(drawn)[mx.array(inverse)]
+    """Draw one token for each row, as `Sampler` does: `logprobs` (rows, vocab) to tokens (rows,). Lazy."""
+    return Sampler(rows)(logprobs)
 
 
-def _draw_alike(kind: Kind, logprobs: mx.array, rows: Sequence[Drawing]) -> mx.array:
-    if kind.greedy:
-        return mx.argmax(logprobs, axis=-1)
-    samplings = [row.request.sampling for row in rows]
-    logprobs = normalized(logprobs)
-    if kind.top_k or kind.top_p or kind.min_p:
-        logprobs = mx.where(logprobs < _threshold(kind, logprobs, samplings), -math.inf, logprobs)
-    sharpness = _column(1 / max(sampling.temperature, _LEAST) for sampling in samplings)
-    keys = mx.array([row.next_key() for row in rows], dtype=mx.uint32)
-    return _categorical(logprobs * sharpness, keys)
+class _RowsAlike:
+    """Rows of one kind, which are drawn in one call."""
+
+    def __init__(self, kind: Kind, rows: Sequence[Drawing]) -> None:
+        self._kind, self._rows = kind, rows
+        self._samplings = [row.request.sampling for row in rows]
+
+    @cached_property
+    def _sharpness(self) -> mx.array:
+        return _column(1 / max(sampling.temperature, _LEAST) for sampling in self._samplings)
+
+    @cached_property
+    def _top_p(self) -> mx.array:
+        return _column(max(sampling.top_p, _LEAST) for sampling in self._samplings)
+
+    @cached_property
+    def _min_p(self) -> mx.array:
+        return _column(math.log(sampling.min_p) for sampling in self._samplings)
+
+    def draw(self, logprobs: mx.array) -> mx.array:
+        """Draw from `logprobs` (rows, vocab) of these rows. Lazy. Advances their random keys unless they are greedy."""
+        kind = self._kind
+        if kind.greedy:
+            return mx.argmax(logprobs, axis=-1)
+        logprobs = normalized(logprobs)
+        if kind.top_k or kind.top_p or kind.min_p:
+            logprobs = mx.where(logprobs < self._threshold(logprobs), -math.inf, logprobs)
+        keys = mx.array([row.next_key() for row in self._rows], dtype=mx.uint32)
+        return _categorical(logprobs * self._sharpness, keys)
+
+    def _threshold(self, logprobs: mx.array) -> mx.array:
+        """Return the smallest log probability that may be drawn, (rows, 1). Filters apply in mlx-lm's order: top_p over
+        all, min_p, top_k, then temperature.
+
+        mlx-lm's own functions are not used, since they are recompiled, in about a second, for each number of rows and
+        each top_p (mlx-lm 0.32.2)."""
+        kind, candidates, least = self._kind, logprobs, mx.array(-math.inf)
+        if 0 < kind.top_k < logprobs.shape[-1]:
+            candidates = best_values(logprobs, kind.top_k)
+            least = mx.min(candidates, axis=-1, keepdims=True)
+        if kind.top_p:  # over the candidates only: a wider nucleus would be cut to them anyway
+            least = mx.maximum(least, _nucleus(candidates, self._top_p))
+        if kind.min_p:
+            best = mx.max(candidates, axis=-1, keepdims=True)
+            least = mx.maximum(least, best + self._min_p)
+        return least
 
 
 _categorical = mx.vmap(lambda logits, key: mx.random.categorical(logits, key=key))
-
-
-def _threshold(kind: Kind, logprobs: mx.array, samplings: list[Sampling]) -> mx.array:
-    """Return the smallest log probability that may be drawn, (rows, 1). Filters apply in mlx-lm's order: top_p over
-    all, min_p, top_k, then temperature.
-
-    mlx-lm's own functions are not used, since they are recompiled, in about a second, for each number of rows and each
-    top_p (mlx-lm 0.32.2)."""
-    candidates, least = logprobs, mx.array(-math.inf)
-    if 0 < kind.top_k < logprobs.shape[-1]:
-        candidates = best_values(logprobs, kind.top_k)
-        least = mx.min(candidates, axis=-1, keepdims=True)
-    if kind.top_p:  # over the candidates only: a wider nucleus would be cut to them anyway
-        least = mx.maximum(least, _nucleus(candidates, _column(max(sampling.top_p, _LEAST) for sampling in samplings)))
-    if kind.min_p:
-        best = mx.max(candidates, axis=-1, keepdims=True)
-        least = mx.maximum(least, best + _column(math.log(sampling.min_p) for sampling in samplings))
-    return least
 
 
 def _nucleus(candidates: mx.array, top_p: mx.array) -> mx.array:
@@ -107,7 +144,7 @@ def normalized(logprobs: mx.array) -> mx.array:
 
 
 def _column(values: Iterable[float]) -> mx.array:
-    return mx.array(list(values), dtype=mx.float32)[:, None]
+    return mx.array([[value] for value in values], dtype=mx.float32)
 
 
 def draw_key(seed: int, k: int) -> int:
