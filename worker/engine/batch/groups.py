@@ -13,7 +13,7 @@ from worker.engine.batch.regrouping import destinations
 from worker.engine.batch.row import Row
 from worker.engine.batch.timing import Stopwatch
 from worker.engine.batch.verifications import Verifications
-from worker.engine.isolation import isolate
+from worker.engine.isolation import Attempt, isolate
 from worker.engine.speculation.mtp import Network
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.budget import GapLimit
@@ -331,13 +331,9 @@ class Groups:
     def _drop_empty(self) -> None:
         self._groups = [group for group in self._groups if group.rows]
 
-    @contextmanager
-    def _isolate(self, group: DecodeBatch, action: str) -> Iterator[None]:
+    def _isolate(self, group: DecodeBatch, action: str) -> Attempt:
         """Lose the rows of the group, and no others, if the body raises."""
-        with isolate(f"{action} of {len(group.rows)} rows") as attempt:
-            yield
-        if attempt.failed:
-            self._lose(group)
+        return isolate(f"{action} of {len(group.rows)} rows", partial(self._lose, group))
 
     def _lose(self, group: DecodeBatch) -> None:
         self._groups.remove(group)

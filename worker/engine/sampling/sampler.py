@@ -112,7 +112,8 @@ class _RowsAlike:
 
         mlx-lm's own functions are not used, since they are recompiled, in about a second, for each number of rows and
         each top_p (mlx-lm 0.32.2)."""
-        kind, candidates, least = self._kind, logprobs, mx.array(-math.inf)
+        kind, candidates = self._kind, logprobs
+        least = mx.array(-math.inf)
         if 0 < kind.top_k < logprobs.shape[-1]:
             candidates = best_values(logprobs, kind.top_k)
             least = mx.min(candidates, axis=-1, keepdims=True)
