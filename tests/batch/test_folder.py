@@ -146,7 +146,7 @@ async def test_a_run_with_a_file_in_it_that_no_run_wrote_ends_as_failed(
 async def test_a_file_that_is_still_written_is_left(
     client: Client, chat: Chat, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folders, "_SETTLED_S", 0.3)
+    monkeypatch.setattr(folders, "_SETTLED_S", 1.0)
     for name in (".hidden.jsonl", "half.jsonl.part", "half.tmp", "notes.txt"):
         put(folder, name, "a")
     put(folder, "settled.jsonl", "a", age_s=0)

@@ -164,7 +164,7 @@ async def test_a_cancelled_run_ends_lines_for_a_model_that_nobody_serves_at_once
     await until(lambda: holds(db, "sluice:queue:default:batch", 150))
     (begun,) = await client.batches()
     await client.cancel_batch(begun.id)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(50):
         batch = await task
     assert (batch.status, batch.request_counts.failed) == ("cancelled", 150)
     assert set(errors_of(out).values()) == {"batch_cancelled"}
@@ -330,7 +330,7 @@ async def test_a_flushed_server_costs_a_run_nothing_but_time(
         await db.flushall()
         assert not task.done()
         await asyncio.sleep(0.03)
-    batch = await asyncio.wait_for(task, 20)
+    batch = await asyncio.wait_for(task, 60)
     assert (batch.status, sorted(ids(out))) == ("completed", sorted(f"r{k}" for k in range(500)))
     assert await client.batch_status(batch.id) == batch
 
@@ -345,7 +345,7 @@ async def test_a_server_that_is_away_is_waited_for(
         await asyncio.sleep(0.5)
         assert not task.done()
         way.up()
-        assert (await asyncio.wait_for(task, 20)).status == "completed"
+        assert (await asyncio.wait_for(task, 60)).status == "completed"
     assert sorted(ids(out)) == sorted(f"r{k}" for k in range(60))
     said = [record.getMessage() for record in caplog.records if record.name == "sluice.batch"]
     said = [words for words in said if not words.startswith("no worker")]  # it may not have been there yet
@@ -375,7 +375,7 @@ async def test_a_run_ends_with_the_error_of_a_server_that_refuses_it(
     await db.execute_command("ACL", "SETUSER", "default", "-mget")
     try:
         with pytest.raises(NoPermissionError):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 60)
     finally:
         await db.execute_command("ACL", "SETUSER", "default", "+mget")
     done = await client.batch(many, out)
@@ -434,7 +434,7 @@ async def test_a_full_server_is_left_room_in_which_its_workers_end_what_there_is
         await until(lambda: "out of memory" in caplog.text or task.done())
         chat = Chat()
         async with working(settings(redis_url, reserved_rows=0), chat.chat):
-            assert (await asyncio.wait_for(task, 20)).status == "completed"
+            assert (await asyncio.wait_for(task, 60)).status == "completed"
     finally:
         await db.config_set("maxmemory", 0)
     assert sorted(ids(out)) == sorted(f"r{k}" for k in range(100))

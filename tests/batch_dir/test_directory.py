@@ -80,7 +80,7 @@ async def at_work(
         await until(lambda: batches.cron.next_run is not None)
         yield batches
         worker.stop()
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, 60)
 
 
 def test_a_folder_has_an_identity_of_its_own_that_all_who_use_it_find(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ async def test_a_feeder_that_is_not_there_is_in_the_log(
     running = asyncio.create_task(batches.run(stopping, asyncio.Event()))
     await until(lambda: caplog.text.count("cannot start a feeder: ") >= 2)
     stopping.set()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 50)
 
 
 async def test_words_without_an_end_and_without_a_code_stop_nobody(
@@ -343,7 +343,7 @@ async def test_a_feeder_that_does_not_listen_is_ended_with_the_grace_or_by_a_sec
     await until(lambda: pid.exists() and pid.read_text() != "")
     for event in events[:signals]:
         event.set()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 50)
     assert not is_alive(int(pid.read_text()))
 
 

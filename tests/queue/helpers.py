@@ -78,7 +78,7 @@ async def log(db: Redis, job_id: str | bytes) -> list[dict[str, Any]]:
     return said
 
 
-async def ended(db: Redis, job_id: str | bytes, *, within_s: float = 10) -> list[dict[str, Any]]:
+async def ended(db: Redis, job_id: str | bytes, *, within_s: float = 30) -> list[dict[str, Any]]:
     """The log of a job once it has ended."""
 
     async def has_ended() -> bool:
@@ -172,7 +172,7 @@ async def working(
             if not main.done():
                 worker.stop()
                 worker.stop()
-            await asyncio.wait_for(main, 20)
+            await asyncio.wait_for(main, 60)
             assert [task for task in asyncio.all_tasks() if _runs_a_job_of(worker, task)] == [], "it forgot a job"
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -319,7 +320,7 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
     redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sluice.transport.retries.ANSWER_S", 0.05)
-    hangs = iter([3600, 0])
+    hangs = chain([3600], repeat(0))
     async with Redis.from_url(redis_url) as redis:
         retries = Retries(redis, None, log=logging.getLogger("test"))
         await retries.run_until_answered(lambda: asyncio.sleep(next(hangs)))

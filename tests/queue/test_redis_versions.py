@@ -37,7 +37,7 @@ async def main(url):
         assert [event.seq for event in events] == list(range(len(events)))
         assert (await client.result(job.id))["choices"][0]["message"]["content"] == text
         assert len(await client.workers()) == 1
-        never_ends = {"logit_bias": {"0": -100, "2": -100}}
+        never_ends = {"max_tokens": 30_000, "logit_bias": {"0": -100, "2": -100}}
         long = await client.submit({"messages": [{"role": "user", "content": "Count to 40."}], **never_ends})
         async for event in client.stream(long.id):
             if isinstance(event, Started):

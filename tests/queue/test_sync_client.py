@@ -22,7 +22,7 @@ from tests.queue.streaming import HELLO, event
 
 FINAL = event(3, "cancelled")
 LOG = [event(0), event(1), event(2), FINAL]
-WITHIN_S, AT_ONCE_S = 20.0, 5.0
+WITHIN_S, AT_ONCE_S = 60.0, 15.0
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def client_threads() -> set[threading.Thread]:
 
 def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script, *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 # One implementation
@@ -137,7 +137,12 @@ def test_a_stream_that_is_left_early_ends_its_subscription(server: Redis, sync_c
 
 
 def test_streams_of_many_threads_share_one_thread_and_few_connections(server: Redis, redis_url: str) -> None:
-    names, others, connections = [f"job-{k}" for k in range(24)], client_threads(), len(server.client_list())
+    names, others = [f"job-{k}" for k in range(24)], client_threads()
+    before = {each["id"] for each in server.client_list()}  # of earlier tests, which may close meanwhile
+
+    def connections() -> int:
+        return len({each["id"] for each in server.client_list()} - before)
+
     with SyncClient(redis_url) as client, ThreadPoolExecutor(len(names)) as pool:
         streams = [pool.submit(lambda name: [event.seq for event in client.stream(name)], name) for name in names]
         for name in names:
@@ -147,8 +152,8 @@ def test_streams_of_many_threads_share_one_thread_and_few_connections(server: Re
             for name in names:
                 write(server, raw, job_id=name)
         assert [stream.result(WITHIN_S) for stream in streams] == [[0, 1, 2, 3]] * len(names)
-        assert len(server.client_list()) - connections <= len(names) + 1
-    wait_for(lambda: len(server.client_list()) == connections)
+        assert connections() <= len(names) + 1
+    wait_for(lambda: connections() == 0)
 
 
 def test_a_stream_rides_out_a_restart_of_the_server() -> None:
@@ -183,8 +188,12 @@ def test_ctrl_c_ends_a_wait_and_its_subscription_and_the_client_goes_on(
     server: Redis, sync_client: SyncClient, waits: str
 ) -> None:
     sync_client.submit(HELLO, id="a")
-    interrupt = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    interrupt.start()
+
+    def interrupt() -> None:
+        wait_for(lambda: subscribers(server) == 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         list(sync_client.stream("a")) if waits == "stream" else sync_client.result("a")
     wait_for(lambda: subscribers(server) == 0)
@@ -204,11 +213,11 @@ def test_a_client_that_was_forgotten_ends_its_thread(redis_url: str) -> None:
 
 def test_closing_ends_what_waits_in_other_threads_and_a_later_call_starts_anew(server: Redis, redis_url: str) -> None:
     client, before = SyncClient(redis_url), client_threads()
-    client.submit(HELLO, id="a")
+    for job_id in ("a", "b"):
+        client.submit(HELLO, id=job_id)
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(client.result, "a"), pool.submit(list, client.stream("a"))]
-        wait_for(lambda: subscribers(server) == 1)
-        time.sleep(0.1)
+        waiting = [pool.submit(client.result, "a"), pool.submit(list, client.stream("b"))]
+        wait_for(lambda: subscribers(server, "a") == subscribers(server, "b") == 1)
         client.close()
         for call in waiting:
             assert isinstance(call.exception(WITHIN_S), RuntimeError)
@@ -282,11 +291,11 @@ if pid := os.fork():
     server.rpush(wire.log_key("a"), final)
     server.publish(wire.channel("a"), final)
     assert seen + [event.seq for event in stream] == [0, 1, 2, 3]
-    waiting.join(5)
+    waiting.join(60)
     assert not waiting.is_alive()
     print("parent", flush=True)
 else:
-    signal.alarm(10)
+    signal.alarm(50)
     assert client.submit([], id="child").new is True
     fresh = client.stream("a", after=0)
     assert [next(fresh).seq, next(fresh).seq] == [1, 2]
@@ -323,7 +332,7 @@ time.sleep(0.3)
 if pid := os.fork():
     _, status = os.waitpid(pid, 0)
     sys.exit(status)
-signal.alarm(5)
+signal.alarm(50)
 client.ping()
 print("child")
 """

@@ -181,8 +181,8 @@ def _soon_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_soon_asked")
 async def test_a_quiet_connection_is_kept(redis_url: str) -> None:
     """A listener that connects anew has been deaf for a moment."""
-    async with Redis.from_url(redis_url, socket_timeout=0.2) as redis, heard_by_a_listener(redis) as heard:
-        await asyncio.sleep(0.7)
+    async with Redis.from_url(redis_url, socket_timeout=0.5) as redis, heard_by_a_listener(redis) as heard:
+        await asyncio.sleep(1.3)
         assert heard.missed_calls == 0
         await all_is_heard(redis, heard)
 

@@ -302,8 +302,8 @@ async def chatting(
 
 
 async def queued_ago(db: Redis, seconds: float) -> int:
-    now_s, _ = await db.time()
-    return int((now_s - seconds) * 1000)
+    now_s, microseconds = await db.time()
+    return int((now_s - seconds) * 1000 + microseconds / 1000)
 
 
 async def test_the_real_chat_says_what_the_engine_says(redis_url: str, db: Redis) -> None:
@@ -332,8 +332,9 @@ async def test_a_deadline_that_passed_in_the_queue_is_the_end(redis_url: str, db
 
 
 async def test_a_deadline_that_passes_while_the_job_runs_is_the_end(redis_url: str, db: Redis) -> None:
-    at_ms = await queued_ago(db, 0)
     async with chatting(redis_url, step_s=0.05, answer="long " * 100) as engine:
+        await listening(db)
+        at_ms = await queued_ago(db, 0)
         await ask(db, "a", {"messages": HELLO, "deadline_s": 1.5}, at_ms=at_ms)
         await ask(db, "b", {"messages": HELLO, "deadline_s": 60}, at_ms=at_ms)
         said = await ended(db, "a")

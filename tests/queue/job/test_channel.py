@@ -3,7 +3,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,6 +22,7 @@ from scripts.stack import Server
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line
 from tests.queue.helpers import envelope, field, lapse, put, renew, settings
+from tests.queue.streaming import subscribed
 from tests.selection import examples
 from worker.errors import OwnershipLost
 from worker.queue.job.channel import JobLog, Publisher
@@ -33,6 +34,7 @@ from worker.queue.server.connection import connect
 BODY = envelope({"n": 1})
 USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
 LIFE_MS = 86_400_000
+_LAST = b"nothing follows"
 
 
 class Desk:
@@ -93,12 +95,14 @@ async def contents(db: Redis, job_id: str = "a") -> list[str]:
 async def overheard(db: Redis, job_id: str = "a") -> AsyncIterator[list[dict[str, Any]]]:
     """Everything that the channel carries."""
     heard: list[dict[str, Any]] = []
-    async with db.pubsub() as pubsub:
+    async with db.pubsub(ignore_subscribe_messages=True) as pubsub, asyncio.timeout(60):
         await pubsub.subscribe(keys.channel(job_id))
-        await pubsub.get_message(timeout=1)
+        await subscribed(db, keys.channel(job_id))
         yield heard
-        while message := await pubsub.get_message(timeout=0.05):
-            heard.append(json.loads(message["data"]))
+        await db.publish(keys.channel(job_id), _LAST)
+        while (message := await pubsub.get_message(timeout=60)) is None or message["data"] != _LAST:
+            if message is not None:
+                heard.append(json.loads(message["data"]))
 
 
 async def test_an_event_is_the_same_in_the_list_and_on_the_channel(db: Redis, ada: Desk) -> None:
@@ -159,7 +163,7 @@ async def test_the_first_events_of_a_stream_are_published_before_those_of_stream
 
 async def messages(pubsub: PubSub, number: int) -> AsyncIterator[bytes]:
     """Yield the data of this many messages."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while number:
             message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=1)
             if message is not None:
@@ -333,14 +337,15 @@ async def test_scripts_that_the_server_forgot_are_loaded_again(db: Redis, ada: D
     assert await contents(db) == ["a", "b", "c", "cancelled"]
 
 
-async def talk(one: Desk, log: JobLog, words: list[str]) -> None:
-    for word in words:
-        log.append("delta", token_ids=[], content=word)
+async def talk(one: Desk, log: JobLog, *, until: Callable[[], bool] = lambda: True) -> list[str]:
+    """Append a hundred words, and more of them until this is true; then end the job. Return what the log has then."""
+    words = list[str]()
+    while len(words) < 100 or not until():
+        words.append(str(len(words)))
+        log.append("delta", token_ids=[], content=words[-1])
         await asyncio.sleep(0.005)
     await one.publisher.finish(log, "cancelled", reason="requested", usage=USAGE)
-
-
-WORDS = [str(k) for k in range(100)]
+    return [*words, "cancelled"]
 
 
 async def test_answers_lost_all_the_time_cost_no_event_and_repeat_none(redis_url: str, db: Redis) -> None:
@@ -350,11 +355,10 @@ async def test_answers_lost_all_the_time_cost_no_event_and_repeat_none(redis_url
         log = await one.queue("a")
         line.loses = lambda: dice.random() < 0.3
         async with overheard(db) as heard:
-            await asyncio.wait_for(talk(one, log, WORDS), 30)
-        assert line.lost > 5
+            said = await asyncio.wait_for(talk(one, log, until=lambda: line.lost > 5), 60)
         assert one.lost == []
-    assert await contents(db) == [*WORDS, "cancelled"]
-    assert [event["seq"] for event in heard] == list(range(101))
+    assert await contents(db) == said
+    assert [event["seq"] for event in heard] == list(range(len(said)))
     await check_all_ended(db)
 
 
@@ -366,7 +370,7 @@ async def test_an_ending_whose_answer_was_lost_has_happened(redis_url: str, db: 
         await one.publisher.finish(await one.queue("warm"), "cancelled", reason="requested", usage=USAGE)
         line.loses = lambda: next(losses, False)
         ending = one.publisher.finish(log, "cancelled", reason="requested", usage=USAGE)
-        await asyncio.wait_for(ending, 3)
+        await asyncio.wait_for(ending, 60)
         assert (line.lost, one.lost) == (1, [])
     assert await contents(db) == ["one", "cancelled"]
     await check_all_ended(db)
@@ -374,29 +378,28 @@ async def test_an_ending_whose_answer_was_lost_has_happened(redis_url: str, db: 
 
 async def test_connections_killed_in_the_middle_cost_no_event_and_repeat_none(db: Redis, ada: Desk) -> None:
     log = await ada.queue("a")
-    talking = asyncio.create_task(talk(ada, log, WORDS))
     killed = 0
+    talking = asyncio.create_task(talk(ada, log, until=lambda: killed >= 5))
     while not talking.done():
         killed += await db.client_kill_filter(_type="normal", skipme=True)
         await asyncio.sleep(0.05)
-    await talking
-    assert killed >= 5
-    assert await contents(db) == [*WORDS, "cancelled"]
+    assert await contents(db) == await talking
 
 
 async def test_a_server_that_dies_and_comes_back_has_lost_no_event_and_repeats_none() -> None:
-    server = Server(args=("--appendonly", "yes", "--appendfsync", "always"))
+    server, is_back = Server(args=("--appendonly", "yes", "--appendfsync", "always")), False
     with server:
         async with desk(server.url) as one, Redis.from_url(server.url) as db:
             log = await one.queue("a")
-            talking = asyncio.create_task(talk(one, log, WORDS))
+            talking = asyncio.create_task(talk(one, log, until=lambda: is_back))
             await asyncio.sleep(0.1)
             assert server.process is not None
             server.process.send_signal(signal.SIGKILL)
             server.process.wait()
             await asyncio.to_thread(server.start)
-            await asyncio.wait_for(talking, 20)
-            assert await contents(db) == [*WORDS, "cancelled"]
+            is_back = True
+            said = await asyncio.wait_for(talking, 60)
+            assert await contents(db) == said
             await check_all_ended(db)
 
 

@@ -60,7 +60,7 @@ class Runner:
     async def run(self, **changed: Any) -> None:
         job = await self.start(**changed)
         assert job.task is not None
-        await asyncio.wait_for(job.task, 5)
+        await asyncio.wait_for(job.task, 60)
 
 
 @asynccontextmanager
@@ -127,7 +127,7 @@ async def test_a_job_that_is_interrupted_ends_by_the_reason(db: Redis, runner: R
         await asyncio.sleep(0.005)
     job.interrupt(Cancelled("requested"))
     assert job.task is not None
-    await asyncio.wait_for(job.task, 5)
+    await asyncio.wait_for(job.task, 60)
     assert (await log(db, "a"))[-1]["reason"] == "requested"
 
 
@@ -138,7 +138,7 @@ async def test_a_task_that_is_cancelled_without_a_reason_requeues_its_job(db: Re
         await asyncio.sleep(0.005)
     assert job.task is not None
     job.task.cancel()
-    await asyncio.wait_for(job.task, 5)
+    await asyncio.wait_for(job.task, 60)
     assert await field(db, "a", "state") == "queued"
 
 
@@ -155,5 +155,5 @@ async def test_a_job_that_a_stopping_worker_cannot_read_is_requeued(redis_url: s
         assert job.task is not None
         assert not job.task.done(), "it is requeued when Redis is back"
         line.up()
-        await asyncio.wait_for(job.task, 5)
+        await asyncio.wait_for(job.task, 60)
     assert (await field(db, "a", "state"), runner.chat.began) == ("queued", [])

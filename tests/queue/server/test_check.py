@@ -177,7 +177,7 @@ async def test_a_worker_that_is_given_such_a_database_ends_at_once(server: Serve
     async with connect(given) as redis:
         worker = queue_worker(redis, given, FakeChat().chat)
         with pytest.raises(CannotStart):
-            await asyncio.wait_for(worker.main(), 5)
+            await asyncio.wait_for(worker.main(), 60)
 
 
 async def test_commands_that_the_server_does_not_have_are_a_reason_not_to_start() -> None:
@@ -192,14 +192,22 @@ async def test_a_server_that_is_busy_with_a_script_is_waited_for(server: Server,
     await admin.config_set("busy-reply-threshold", 50)
     async with Redis.from_url(server.url) as blocking:
         script = asyncio.ensure_future(blocking.eval("while true do end", 0))
-        await asyncio.sleep(0.5)
         try:
+            await until(lambda: is_busy(admin))
             with pytest.raises(ResponseError, match="BUSY"):
                 await check(server.url.removesuffix("0") + "1")
         finally:
             await admin.script_kill()
             await asyncio.gather(script, return_exceptions=True)
     await check(server.url.removesuffix("0") + "1")
+
+
+async def is_busy(admin: Redis) -> bool:
+    try:
+        await admin.get("x")
+    except ResponseError as error:
+        return "BUSY" in str(error)
+    return False
 
 
 async def test_a_server_that_is_away_is_no_reason_not_to_start() -> None:
@@ -239,11 +247,12 @@ async def test_a_channel_that_is_denied_keeps_nobody_from_the_others(server: Ser
 
 
 async def subscribed(db: Redis) -> None:
+    """Wait until the worker listens, to all channels that it may use at once."""
+
     async def is_heard() -> bool:
         return bool(await db.publish("sluice:control", ""))
 
     await until(is_heard)
-    await asyncio.sleep(0.1)
 
 
 async def test_a_server_that_denies_info_may_have_come_up_just_now(server: Server) -> None:
@@ -288,4 +297,4 @@ async def test_a_worker_that_never_met_its_server_stops_when_it_is_told() -> Non
     async with connect(given) as redis:
         worker = queue_worker(redis, given, FakeChat().chat)
         asyncio.get_running_loop().call_later(0.1, worker.stop)
-        assert not await asyncio.wait_for(worker.connect(), 5)
+        assert not await asyncio.wait_for(worker.connect(), 60)

@@ -29,8 +29,10 @@ async def ahead_s(clock: ServerClock, db: Redis) -> float:
 async def test_the_clock_of_the_server_is_followed_in_both_directions(db: Redis) -> None:
     clock = ServerClock()
     for hours in (1, -1):
+        began = time.monotonic()
         await clock.sync(SlowAnswers(db, ahead_s=3600 * hours))  # type: ignore[arg-type]
-        assert abs(await ahead_s(clock, db) - 3600 * hours) < 2 * SLOW_S
+        ahead = await ahead_s(clock, db)
+        assert abs(ahead - 3600 * hours) < time.monotonic() - began + 0.01
 
 
 async def test_a_slow_answer_does_not_move_a_clock_that_agrees_with_it(db: Redis) -> None:

@@ -62,10 +62,12 @@ async def test_a_later_turn_has_the_answer_before_it_and_comes_after_the_pause()
 
 
 async def test_one_by_one_counts_from_when_each_is_sent() -> None:
-    recorder = Recorder(0.4)
+    recorder = Recorder(0.1)
     answers = await drive(recorder.send, [chat("a"), chat("b")], timeout_s=60, one_by_one=True)
     assert recorder.most_running == 1
-    assert all(0.4 <= answer.first_s < 0.8 for answer in answers)  # the second would take 0.8 s from the first's time
+    assert all(answer.first_s >= 0.1 for answer in answers)
+    # If the second counted from the first's time, its seconds would be all that have passed.
+    assert sum(answer.first_s for answer in answers) <= time.perf_counter() - recorder.began
 
 
 async def test_turns_after_a_failed_one_count_as_failed() -> None:
@@ -153,7 +155,7 @@ async def test_chats_through_the_queue_agree_with_the_worker_about_the_first_tok
         assert answer.prompt_tokens > 5
         assert list(answer.arrivals) == sorted(answer.arrivals)
         assert answer.server_first_s is not None
-        assert abs(answer.first_s - answer.server_first_s) < 0.5
+        assert -0.5 < answer.first_s - answer.server_first_s < 5  # the clocks of two processes
 
 
 async def test_a_request_that_the_worker_refuses_has_failed(worker: WorkerProcess, redis_url: str) -> None:
