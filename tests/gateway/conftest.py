@@ -3,12 +3,14 @@ from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 
+from schemas import keys
 from scripts.stack import WorkerProcess
 from sluice.gateway import ServeSettings
 from tests.fakes import FakeChat
 from tests.gateway.fronts import Front, serving
-from tests.queue.helpers import listening, settings, working
+from tests.queue.helpers import listening, settings, until, working
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +29,16 @@ def chat() -> FakeChat:
 
 
 @pytest.fixture
-async def fake_worker(redis_url: str, db: object, chat: FakeChat) -> AsyncIterator[None]:
-    """A worker of the model `default` in this process, without a model."""
-    async with working(settings(redis_url), chat.chat):
-        await listening(db)  # type: ignore[arg-type]
+async def fake_worker(redis_url: str, db: Redis, chat: FakeChat) -> AsyncIterator[None]:
+    """A worker of the model `default` in this process, without a model, once it is known and listens."""
+    known = settings(redis_url)
+
+    async def is_known() -> bool:
+        return bool(await db.exists(keys.worker(known.worker_name)))
+
+    async with working(known, chat.chat):
+        await listening(db)
+        await until(is_known)
         yield
 
 
@@ -43,7 +51,7 @@ async def front(redis_url: str) -> AsyncIterator[Front]:
 
 @pytest.fixture
 async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=front.url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=front.url, timeout=60) as client:
         yield client
 
 
@@ -62,5 +70,5 @@ def real_front(worker: WorkerProcess, redis_url: str, front_of_worker: Front) ->
 
 @pytest.fixture
 async def real_http(real_front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=real_front.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=real_front.url, timeout=60) as http:
         yield http

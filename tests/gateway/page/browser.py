@@ -48,7 +48,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, timeout_s: float = 20.0) -> Any:
+    def wait_for(self, expression: str, timeout_s: float = 60.0) -> Any:
         """Wait until the expression is true, and return its value."""
         deadline = time.monotonic() + timeout_s
         while not (found := self.evaluate(expression)):

@@ -15,6 +15,7 @@ from sluice.gateway.keys.file import digest
 from tests.fakes import FakeChat
 from tests.gateway.fronts import Front, front_process, serving
 from tests.gateway.page.browser import BROWSERS, Browser, browser
+from tests.waiting import until
 from worker.queue.job.job import JobResult
 
 Do = Callable[..., Awaitable[Any]]  # runs a method of the browser in a thread
@@ -151,7 +152,7 @@ async def test_escape_stops_the_answer_and_its_job(page: Browser, chat: Obedient
     await do(page.press, "Escape")
     await do(page.wait_for, ENDED)
     assert await do(page.text, ".facts") == "stopped"
-    assert chat.running == []
+    await until(lambda: chat.running == [])
 
 
 async def test_the_next_message_takes_the_conversation_along(page: Browser, chat: ObedientChat) -> None:

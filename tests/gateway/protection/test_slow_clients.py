@@ -47,7 +47,7 @@ async def answer(front: FrontProcess, *parts: bytes) -> tuple[bytes, float]:
     """Send the parts, and return all that is answered until the connection is closed, and the seconds until the first
     byte or the end."""
     started = time.monotonic()
-    async with connected(front, *parts) as (reader, _), asyncio.timeout(15):
+    async with connected(front, *parts) as (reader, _), asyncio.timeout(60):
         first = await reader.read(1)
         seconds = time.monotonic() - started
         return first + await read_to_the_end(reader), seconds
@@ -108,7 +108,7 @@ async def test_headers_beyond_the_limit_are_431_in_openai_s_form(process: FrontP
 async def test_what_is_not_http_is_400_and_the_end_of_the_connection(process: FrontProcess, sent: bytes) -> None:
     read, seconds = await answer(process, sent)
     assert read.startswith(b"HTTP/1.1 400")
-    assert seconds < TIMEOUT_S
+    assert seconds < 5  # after the timeout it would be 408
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -117,7 +117,7 @@ async def test_a_body_beyond_the_limit_is_413_before_it_is_complete(process: Fro
     body = b"2000\r\n" + b"a" * 0x2000 if chunked else b"a" * 2_000
     read, seconds = await answer(process, HEAD + rest + body)
     assert read.startswith(b"HTTP/1.1 413")
-    assert seconds < TIMEOUT_S
+    assert seconds < 5  # after the timeout it would be 408
 
 
 async def test_a_client_that_does_not_read_its_stream_is_disconnected(redis_url: str, fake_worker: None) -> None:
@@ -184,6 +184,6 @@ async def test_connections_that_were_left_open_are_freed(process: FrontProcess) 
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.05)

@@ -26,7 +26,7 @@ WEATHER: Said = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     "strict": False,
 }
-ENDLESS = {"logit_bias": {"0": -100, "2": -100}, "max_output_tokens": 2000}  # a bias against every end of the answer
+ENDLESS = {"logit_bias": {"0": -100, "2": -100}, "max_output_tokens": 20_000}  # a bias against every end of the answer
 
 
 async def create(openai: AsyncOpenAI, input: Any = COUNT, **fields: Any) -> Any:

@@ -22,7 +22,7 @@ Said = dict[str, Any]
 
 @pytest.fixture
 async def http(real_front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=real_front.base_url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=real_front.base_url, timeout=60) as client:
         yield client
 
 
@@ -122,7 +122,7 @@ async def test_heartbeats_are_comments_between_events(redis_url: str, real_front
     settings = ServeSettings(_env_file=None, heartbeat_s=0.05)
     waiting = {"input": COUNT, "stream": True, **ENDLESS, "deadline_s": 1.5}
     with serving(redis_url, settings) as front:
-        async with httpx.AsyncClient(base_url=front.base_url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=front.base_url, timeout=60) as http:
             busy = [asyncio.create_task(http.post("/responses", json=waiting)) for _ in range(40)]
             answers = [await each for each in busy]
     late = [answer.text for answer in answers if answer.status_code == 200 and ": keep-alive\n" in answer.text]
@@ -140,7 +140,7 @@ async def test_for_another_key_s_tenant_a_response_does_not_exist(
     settings = ServeSettings(_env_file=None, keys=tmp_path / "keys.json")
     ada, bob = ({"authorization": f"Bearer {secret}"} for secret in ("ada", "bob"))
     with serving(redis_url, settings) as front:
-        async with httpx.AsyncClient(base_url=front.base_url, timeout=20) as http:
+        async with httpx.AsyncClient(base_url=front.base_url, timeout=60) as http:
             made = await http.post("/responses", json={"input": COUNT, "max_output_tokens": 1}, headers=ada)
             own, unknown = f"/responses/{made.json()['id']}", f"/responses/resp_{'0' * 32}"
             for method, end in [
@@ -280,7 +280,7 @@ async def test_a_stored_response_and_its_items_count_for_the_limit_and_the_memor
     small = ServeSettings(**settings, max_body_bytes=1_000, max_held_bytes=1_000)
     body = {"input": COUNT, "max_output_tokens": 1, "instructions": "x" * 2_000}
     with serving(redis_url, ServeSettings(**settings)) as front, serving(redis_url, small) as narrow:
-        async with httpx.AsyncClient(timeout=20, headers=headers) as http:
+        async with httpx.AsyncClient(timeout=60, headers=headers) as http:
             path = f"/responses/{(await http.post(f'{front.base_url}/responses', json=body)).json()['id']}"
             full = await http.get(narrow.base_url + path)
             answers = [await http.get(front.base_url + path + end) for end in ("", "/input_items", "", "?stream=true")]
