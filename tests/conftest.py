@@ -89,7 +89,7 @@ def _scope_of_worker(fixture_name: str, config: pytest.Config) -> Literal["modul
 def worker() -> Iterator[WorkerProcess]:
     """One worker with the tiny model, on a server of its own, for all tests that need no other settings. Its presence
     comes back after a flush."""
-    with server() as url, WorkerProcess(url, lease_s=1) as process:
+    with server() as url, WorkerProcess(url, lease_s=2) as process:
         yield process
 
 

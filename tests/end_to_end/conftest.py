@@ -1,9 +1,11 @@
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from scripts.stack import TINY_CHAT, WorkerProcess
 from tests.end_to_end.test_cli import Command
@@ -40,6 +42,11 @@ def refusal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
 
 @pytest.fixture
 def alive(worker: WorkerProcess, redis_url: str) -> WorkerProcess:
-    """The module's worker, once it has said again that it is there."""
+    """The shared worker, once it has said again that it is there, and that it runs no job of an earlier test."""
     worker.wait_ready()
+    with redis.Redis.from_url(redis_url) as db:
+        deadline = time.monotonic() + 30
+        while db.hget(f"sluice:worker:{worker.name}", "rows") != b"0":
+            assert time.monotonic() < deadline, worker.log()
+            time.sleep(0.01)
     return worker

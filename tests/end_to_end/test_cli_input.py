@@ -1,6 +1,5 @@
 """Text typed or pasted into `sluice chat`. No worker serves the model, so the requests stay in the queue."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,9 +57,7 @@ def test_a_message_of_several_lines_is_dropped_by_ctrl_c(sluice: Command, talk: 
     talk.until("> ")
     talk.type('"""one\r')
     talk.until("... ")
-    time.sleep(0.3)  # Python misses an interrupt in the moment before `input` waits
-    talk.type("\x03")
-    talk.until("> ")
+    talk.interrupt_until("> ")
     talk.type("two\r")
     sluice.wait_for_request("nobody", "two")
 

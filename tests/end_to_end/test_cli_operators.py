@@ -14,7 +14,7 @@ from tests.end_to_end.test_cli import Command, last_line
 from worker import __version__
 
 HOUR_S = 3600
-_TIMEOUT_S = 30
+_TIMEOUT_S = 120
 _ERROR = {"type": "internal", "message": "Workers died 3 times.", "retryable": False}
 
 

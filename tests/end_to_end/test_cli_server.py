@@ -105,12 +105,12 @@ def test_a_server_without_tls_is_told_from_one_that_is_away(sluice: Command, ope
 def test_a_server_of_another_kind_is_told(sluice: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        other.settimeout(10)
+        other.settimeout(60)
         with sluice.running("workers", "--redis-url", f"redis://127.0.0.1:{port}") as process:
             caller, _ = other.accept()
             with caller:
                 caller.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                assert "is not a Redis or Valkey. Check the host and the port." in process.communicate(timeout=20)[1]
+                assert "is not a Redis or Valkey. Check the host and the port." in process.communicate(timeout=60)[1]
 
 
 @pytest.mark.parametrize(

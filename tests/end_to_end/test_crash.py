@@ -14,9 +14,9 @@ from sluice import Client, Delta, Event
 from tests.end_to_end.test_exact import checkpoint
 from tests.engine.tiny import CONFIGS, write_checkpoint
 from tests.keyspace import check_job_keys
-from tests.waiting import until
 
 LEASE_S = 2.0
+KILLED = "tests.end_to_end.killed_in_answers"
 TOKENS = 120  # enough to reach the stop string
 
 
@@ -74,24 +74,20 @@ async def run_all(client: Client, prefix: str) -> list[Seen]:
     return await asyncio.gather(*(watch(client, job.id) for job in jobs))
 
 
-async def has_events(db: redis.asyncio.Redis, job_id: str, count: int) -> bool:
-    return bool(await db.llen(f"sluice:log:{job_id}") >= count)
-
-
 async def test_a_killed_workers_streams_go_on_unchanged(
     redis_url: str, client: Client, db: redis.asyncio.Redis, model: Path
 ) -> None:
-    settings = {"model": model, "lease_s": LEASE_S, "max_rows": 16}
-    with WorkerProcess(redis_url, name="first", **settings) as first:
-        unbroken = await asyncio.wait_for(run_all(client, "same"), 60)
-        await db.flushdb()
-        await asyncio.to_thread(first.wait_ready)
-
+    settings = {"model": model, "lease_s": LEASE_S, "max_rows": 16, "prefix_cache_gb": 0}
+    with WorkerProcess(redis_url, name="first", module=KILLED, **settings) as first:
         broken = asyncio.create_task(run_all(client, "same"))
-        await until(lambda: has_events(db, "same-00", 20))
-        first.signal(signal.SIGKILL)  # before the second one starts, which may take longer than the streams
-        with WorkerProcess(redis_url, name="second", **settings):
-            resumed = await asyncio.wait_for(broken, 60)
+        assert await asyncio.to_thread(first.wait) == -signal.SIGKILL
+    with WorkerProcess(redis_url, name="second", **settings) as second:
+        resumed = await asyncio.wait_for(broken, 120)
+        for i in range(len(resumed)):
+            await check_job_keys(db, f"same-{i:02}")
+        await db.flushdb()
+        await asyncio.to_thread(second.wait_ready)
+        unbroken = await asyncio.wait_for(run_all(client, "same"), 120)
     for before, after in zip(unbroken, resumed, strict=True):
         assert after.tokens == before.tokens
         assert after.text == before.text
@@ -99,23 +95,18 @@ async def test_a_killed_workers_streams_go_on_unchanged(
         assert "restarted" not in after.kinds()
         assert after.kinds()[-1] == "finished"
     assert any("resumed" in seen.kinds() for seen in resumed), "nothing was cut"
-    for i in range(len(resumed)):
-        await check_job_keys(db, f"same-{i:02}")
 
 
 @pytest.mark.slow
-async def test_another_model_starts_over_and_says_so(
-    redis_url: str, client: Client, db: redis.asyncio.Redis, tmp_path: Path
-) -> None:
+async def test_another_model_starts_over_and_says_so(redis_url: str, client: Client, tmp_path: Path) -> None:
     request = requests()[0]
-    with WorkerProcess(redis_url, name="first", lease_s=1) as first:
+    with WorkerProcess(redis_url, name="first", module=KILLED, lease_s=1) as first:
         job = await client.submit(request)
         watching = asyncio.create_task(watch(client, job.id))
-        await until(lambda: has_events(db, job.id, 5))
-        first.signal(signal.SIGKILL)
-        other = write_checkpoint(CONFIGS["qwen3"], tmp_path)
-        with WorkerProcess(redis_url, name="second", model=other, lease_s=1):
-            seen = await asyncio.wait_for(watching, 30)
+        assert await asyncio.to_thread(first.wait) == -signal.SIGKILL
+    other = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    with WorkerProcess(redis_url, name="second", model=other, lease_s=1):
+        seen = await asyncio.wait_for(watching, 120)
     assert seen.kinds() == ["started", "restarted", "finished"]
     again = seen.events[[event.type for event in seen.events].index("restarted") :]
     assert sum(len(event.token_ids) for event in again if isinstance(event, Delta)) == TOKENS

@@ -90,7 +90,7 @@ async def test_a_deadline_that_passes_in_the_queue_ends_the_job_though_no_row_is
         began = time.monotonic()
         late = await client.submit(chat_request(5, deadline_s=0.5))
         with pytest.raises(JobFailed, match="deadline"):
-            await client.result(late.id, timeout=20)
+            await client.result(late.id, timeout=60)
         assert time.monotonic() - began > 0.4
         assert await client.state(busy) == "running"
         await client.cancel(busy)
@@ -103,8 +103,8 @@ async def test_a_deadline_that_passes_while_running_frees_the_row(redis_url: str
         late = await client.submit(chat_request(100_000, deadline_s=1))
         after = await client.submit(chat_request(3))
         with pytest.raises(JobFailed, match="deadline"):
-            await client.result(late.id, timeout=20)
-        assert (await asyncio.wait_for(record(client, after.id), 20)).is_right(3)
+            await client.result(late.id, timeout=60)
+        assert (await asyncio.wait_for(record(client, after.id), 60)).is_right(3)
 
 
 async def test_a_job_that_nobody_listens_to_is_cancelled_where_it_asks_for_that(redis_url: str, client: Client) -> None:
@@ -115,9 +115,9 @@ async def test_a_job_that_nobody_listens_to_is_cancelled_where_it_asks_for_that(
         listening = asyncio.create_task(record(client, heard.id))
         await until(lambda: is_cancelled(client, left.id))  # a client that waits for its result would listen
         with pytest.raises(JobCancelled, match="disconnected"):
-            await client.result(left.id, timeout=5)
+            await client.result(left.id, timeout=60)
         assert (await listening).is_right(100), "a subscriber kept it alive"
-        assert (await client.result(wanted.id, timeout=20))["usage"]["completion_tokens"] == 100
+        assert (await client.result(wanted.id, timeout=60))["usage"]["completion_tokens"] == 100
 
 
 async def is_cancelled(client: Client, job_id: str) -> bool:
@@ -132,7 +132,7 @@ async def test_a_subscriber_that_returns_in_time_keeps_the_job(redis_url: str, c
                 if event.seq > 3:
                     break
             await asyncio.sleep(0.3)
-        assert (await asyncio.wait_for(record(client, job.id), 20)).is_right(100)
+        assert (await asyncio.wait_for(record(client, job.id), 60)).is_right(100)
 
 
 async def test_a_cancelled_job_that_waits_never_runs(redis_url: str, client: Client, db: redis.asyncio.Redis) -> None:
@@ -141,7 +141,7 @@ async def test_a_cancelled_job_that_waits_never_runs(redis_url: str, client: Cli
         await until_decoding(client, [busy], 1)
         waiting = await client.submit(chat_request(5))
         await client.cancel(waiting.id)
-        seen = await asyncio.wait_for(record(client, waiting.id), 5)
+        seen = await asyncio.wait_for(record(client, waiting.id), 60)
         assert [event.type for event in seen.events] == ["cancelled"]
         await client.cancel(busy)
         await record(client, busy)
@@ -151,18 +151,22 @@ async def test_a_cancelled_job_that_waits_never_runs(redis_url: str, client: Cli
 async def test_a_cancel_in_the_middle_of_a_long_prompt_frees_the_row(
     redis_url: str, client: Client, db: redis.asyncio.Redis
 ) -> None:
-    book = {"messages": [{"role": "user", "content": "The red key was left in the river. " * 2000}]}
-    async with running(WorkerProcess(redis_url, max_rows=1, reserved_rows=0, step_ms=50)):
+    book = {
+        "messages": [{"role": "user", "content": "The red key was left in the river. " * 2000}],
+        "max_tokens": 10_000,
+        "logit_bias": {"2": -100},  # the end of the sequence
+    }
+    worker = WorkerProcess(redis_url, module="tests.end_to_end.reporting_all", max_rows=1, reserved_rows=0, step_ms=50)
+    async with running(worker):
         job, after = await client.submit(book), await client.submit(chat_request(2))
         async for event in client.stream(job.id):
             if isinstance(event, Progress) and event.phase == "prefill":
                 break
         await client.cancel(job.id)
-        seen = await asyncio.wait_for(record(client, job.id), 20)
+        seen = await asyncio.wait_for(record(client, job.id), 60)
         assert seen.events[-1].type == "cancelled"
-        *_, last = (event for event in seen.events if isinstance(event, Progress))
-        assert last.done < last.total
-        await client.result(after.id, timeout=20)
+        assert seen.text == "", "the prompt was computed to its end"
+        await client.result(after.id, timeout=60)
     assert await leaks(db) == []
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import redis
 
 from scripts.scenarios.harness import (
     chat_request,
@@ -19,7 +20,7 @@ from scripts.scenarios.harness import (
     until_decoding,
 )
 from scripts.stack import ROOT, WorkerProcess, free_port
-from sluice import Cancelled, Client, Event, Failed, Finished
+from sluice import Cancelled, Client, Delta, Event, Failed, Finished
 from tests.scrape import Page, scrape
 
 LANES = ("interactive", "batch")
@@ -31,6 +32,7 @@ class Run:
     """A worker's page, and how its jobs have ended, by lane."""
 
     page: Page
+    before_cancel: Page  # when all jobs but the cancelled one had ended
     ended: dict[str, list[Event]]
 
     def finished(self, lane: str) -> list[Finished]:
@@ -41,9 +43,13 @@ class Run:
 def run(server_url: str) -> Run:
     """Chats in both lanes; a cancelled one, and two that are refused."""
     port = free_port()
-    with WorkerProcess(server_url, max_rows=4, lease_s=1, metrics_port=port):
+    with redis.Redis.from_url(server_url) as db:
+        db.flushdb()  # other tests of this process may have left jobs in the queue
+    with WorkerProcess(server_url, max_rows=4, lease_s=2, metrics_port=port):
         ended = asyncio.run(jobs(server_url))
-        return Run(settled(port), ended)
+        before_cancel = settled(port)
+        ended["batch"].append(asyncio.run(cancelled(server_url)))
+        return Run(settled(port), before_cancel, ended)
 
 
 async def jobs(url: str) -> dict[str, list[Event]]:
@@ -54,13 +60,20 @@ async def jobs(url: str) -> dict[str, list[Event]]:
             await client.submit([{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}]),
         ]
         offline = [await client.submit(HELLO, lane="batch") for _ in range(2)]
-        left = await client.submit(chat_request(20_000, logit_bias={"2": -100}), lane="batch")  # 2 would end it
-        await until_decoding(client, [left.id], 1)
-        await client.cancel(left.id)
         return {
             "interactive": [(await record(client, job.id)).events[-1] for job in [*chats, *refused]],
-            "batch": [(await record(client, job.id)).events[-1] for job in [*offline, left]],
+            "batch": [(await record(client, job.id)).events[-1] for job in offline],
         }
+
+
+async def cancelled(url: str) -> Event:
+    """Cancel an answer that does not end, once some of it was delivered. Return its last event."""
+    async with Client(url) as client:
+        job = await client.submit(chat_request(20_000, logit_bias={"2": -100}), lane="batch")  # 2 would end it
+        async for event in client.stream(job.id):
+            if isinstance(event, Delta):
+                await client.cancel(job.id)
+    return event
 
 
 def settled(port: int) -> Page:
@@ -128,7 +141,7 @@ def test_times_are_those_that_the_jobs_were_told(run: Run) -> None:
     measured = {name: run.page(f"vllm:{name}_seconds_sum", lane="interactive") for name in told}
     assert measured == pytest.approx(told, abs=0.0001)
     whole = sum(t.queue_s + t.ttft_s + t.decode_s for t in timings)
-    assert whole <= run.page("vllm:e2e_request_latency_seconds_sum", lane="interactive") < whole + 2
+    assert whole <= run.page("vllm:e2e_request_latency_seconds_sum", lane="interactive") < whole + 10
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -139,10 +152,11 @@ def test_every_claimed_job_has_waited(run: Run, lane: str) -> None:
 
 
 def test_the_engine_tells_of_its_steps(run: Run) -> None:
-    decoded, jobs = run.page("vllm:generation_tokens_total"), sum(map(len, run.ended.values()))
+    page, jobs = run.before_cancel, sum(map(len, run.ended.values()))
+    decoded = page("vllm:generation_tokens_total")
     # An end is drawn and is no token; and a row that is removed may be a step ahead.
-    assert decoded <= run.page("sluice:step_rows_sum") <= decoded + 2 * jobs
-    assert run.page("sluice:step_seconds_count") == run.page("sluice:step_rows_count") > 0
+    assert decoded <= page("sluice:step_rows_sum") <= decoded + 2 * jobs
+    assert page("sluice:step_seconds_count") == page("sluice:step_rows_count") > 0
 
 
 async def test_running_and_waiting_jobs_are_counted_by_all_workers_alike(redis_url: str, client: Client) -> None:
@@ -162,8 +176,8 @@ async def test_running_and_waiting_jobs_are_counted_by_all_workers_alike(redis_u
                 await client.cancel(job_id)
             await record_all(client, [*ids, *offline])
             for port in ports:
-                await asyncio.to_thread(until, port, lambda page: page("vllm:num_requests_waiting") == 0)
-                assert scrape(port)("vllm:num_requests_running") == 0
+                for name in ("waiting", "running"):
+                    await asyncio.to_thread(until, port, lambda page, name=name: page(f"vllm:num_requests_{name}") == 0)
 
 
 async def test_a_job_of_a_worker_that_died_is_a_takeover(redis_url: str, client: Client) -> None:

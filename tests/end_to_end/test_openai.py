@@ -50,7 +50,7 @@ def backend(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def wait_until_it_answers(address: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             httpx.get(address)
@@ -299,22 +299,24 @@ async def test_a_refusal_is_http_400_with_our_sentence(openai: AsyncOpenAI, stre
 
 async def test_a_failure_after_the_first_text_is_raised_from_the_stream(openai: AsyncOpenAI) -> None:
     stream = await openai.chat.completions.create(
-        model="default", stream=True, max_tokens=4000, logit_bias=ENDLESS, extra_body={"deadline_s": 2}, **COUNT
+        model="default", stream=True, max_tokens=30_000, logit_bias=ENDLESS, extra_body={"deadline_s": 3}, **COUNT
     )
-    assert [(await anext(stream)).choices[0].delta.content for _ in range(3)] == [None, "1", " 2"]
-    with pytest.raises(APIError, match="not done 2 s after"):
+    text = ""
+    while not text.startswith("1 2"):
+        text += (await anext(stream)).choices[0].delta.content or ""
+    with pytest.raises(APIError, match="not done 3 s after"):
         await read_to_the_end(stream)
 
 
 async def test_a_client_that_leaves_is_no_listener_any_more(openai: AsyncOpenAI, client: Client, db: Redis) -> None:
     stream = await openai.chat.completions.create(
-        model="default", stream=True, max_tokens=4000, logit_bias=ENDLESS, **COUNT
+        model="default", stream=True, max_tokens=30_000, logit_bias=ENDLESS, **COUNT
     )
     first = await anext(stream)
     channel = f"sluice:ch:{first.id}"
     assert dict(await db.pubsub_numsub(channel)) == {channel.encode(): 1}
     await stream.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while dict(await db.pubsub_numsub(channel)) != {channel.encode(): 0}:
         assert time.monotonic() < deadline
     await client.cancel(first.id)  # before the worker would end it by itself

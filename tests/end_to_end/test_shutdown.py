@@ -76,7 +76,7 @@ async def test_what_is_left_returns_to_the_queue_and_no_try_is_burned(
     redis_url: str, client: Client, db: redis.asyncio.Redis
 ) -> None:
     worker = WorkerProcess(redis_url, grace_s=0).start()
-    job = await client.submit(endless(250))
+    job = await client.submit(endless(1000))
     await until_decoding(client, job.id)
     worker.signal(signal.SIGTERM)
     assert await ended(worker) == 0
@@ -88,7 +88,7 @@ async def test_what_is_left_returns_to_the_queue_and_no_try_is_burned(
         events = await rest(client, job.id)
     assert [event.seq for event in events] == list(range(len(events)))
     assert [event.type for event in events if event.type in ("resumed", "restarted")] == ["resumed"]
-    assert sum(len(event.token_ids) for event in events if isinstance(event, Delta)) == 250
+    assert sum(len(event.token_ids) for event in events if isinstance(event, Delta)) == 1000
     assert (await db.hget(f"sluice:job:{job.id}", "crashes")) == b"0"
     await check_job_keys(db, job.id)
     worker.stop()

@@ -52,7 +52,7 @@ def test_no_worker_aborts_if_its_model_does_not_exist(redis_url: str, tmp_path: 
     """Threads that have imported mlx-lm must have cleared its streams: one in five workers aborted without."""
     workers = [WorkerProcess(redis_url, model=tmp_path / "none").start(wait=False) for _ in range(12)]
     try:
-        assert [worker.wait() for worker in workers] == [2] * len(workers)
+        assert [worker.wait(300) for worker in workers] == [2] * len(workers)
     finally:
         for worker in workers:
             worker.stop()
@@ -69,12 +69,19 @@ def test_a_worker_whose_chat_template_does_not_end_says_so_and_ends(redis_url: s
         worker.stop()
 
 
-def test_a_worker_says_that_it_serves_when_it_has_met_its_server_and_not_before() -> None:
+def test_a_worker_says_that_it_serves_when_it_has_met_its_server_and_not_before(tmp_path: Path) -> None:
     port, probes = free_port(), free_port()
-    worker = WorkerProcess(f"redis://127.0.0.1:{port}/0", metrics_port=probes, lease_s=1).start(wait=False)
+    worker = WorkerProcess(
+        f"redis://127.0.0.1:{port}/0",
+        module="tests.end_to_end.loading_on_demand",
+        more_env={"LOAD_FILE": str(tmp_path / "load")},
+        metrics_port=probes,
+        lease_s=1,
+    ).start(wait=False)
     try:
         until(lambda: probe(probes, "/readyz")[1].get("model") == "it is loading")
         assert probe(probes, "/healthz")[0] == 200
+        (tmp_path / "load").touch()
         until(lambda: "waiting for redis" in worker.log())
         status, parts = probe(probes, "/readyz")
         assert (status, parts["model"], parts["redis"] != "ok") == (503, "ok", True)

@@ -60,7 +60,7 @@ async def test_a_job_that_nobody_listens_to_is_there_to_be_read(
     job = await client.submit([{"role": "user", "content": "Count to 9."}])
     while not await db.exists(f"sluice:result:{job.id}"):
         await asyncio.sleep(0.02)
-    events = await asyncio.wait_for(read(client, job.id), 5)
+    events = await asyncio.wait_for(read(client, job.id), 60)
     assert [event.seq for event in events] == list(range(len(events)))
     assert events[-1].type == "finished"
     assert (await client.result(job.id))["choices"][0]["message"]["content"] == "1 2 3 4 5 6 7 8 9"

@@ -123,7 +123,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def shared(server_url: str, folders: dict[str, Path]) -> Iterator[WorkerProcess]:
-    with WorkerProcess(server_url, model=folders[FIRST], model_name=SHARED, step_ms=1) as process:
+    module = "tests.end_to_end.reporting_all"
+    with WorkerProcess(server_url, module=module, model=folders[FIRST], model_name=SHARED, step_ms=1) as process:
         yield process
 
 
@@ -266,11 +267,11 @@ async def test_odd_images_are_shown_as_they_look(client: Client, folders: dict[s
 async def test_a_job_with_images_goes_on_when_its_worker_dies(
     redis_url: str, client: Client, folders: dict[str, Path]
 ) -> None:
-    no_end: dict[str, Any] = {"logit_bias": {str(EOS): -100}, "max_tokens": 80}
+    no_end: dict[str, Any] = {"logit_bias": {str(EOS): -100}, "max_tokens": 300}
     chat, how = CHATS["several turns"], {"lease_s": 2.0, "grace_s": 1.0, "model": folders[FIRST]}
     with WorkerProcess(redis_url, **how) as first:
         whole, _ = await hear(client, chat, **no_end)
-        assert len(whole) == 80
+        assert len(whole) == 300
         job = await ask(client, chat, **no_end)
         async for event in client.stream(job):
             if isinstance(event, Delta) and event.seq > 20:
