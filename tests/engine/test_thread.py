@@ -112,18 +112,23 @@ async def test_paused_engine_makes_no_token_and_then_continues() -> None:
     engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
     await engine.start()
     recorder = Recorder()
-    engine.submit(GenerationRequest("a", prompt(5, 1), 200, Sampling(logit_bias=((2, -100.0),))), recorder)
+    engine.submit(GenerationRequest("a", prompt(5, 1), 10_000, Sampling(logit_bias=((2, -100.0),))), recorder)
     while len(recorder.said) < 3:
         await asyncio.sleep(0.001)
     engine.set_paused(True)
+    async with asyncio.timeout(30):
+        while engine.heartbeat.stalled_s():  # it is in a step
+            await asyncio.sleep(0.001)
     await asyncio.sleep(0.1)
     said = len(recorder.said)
     await asyncio.sleep(0.2)
-    assert len(recorder.said) == said < 200
+    assert len(recorder.said) == said < 10_000
     assert engine.heartbeat.stalled_s() == 0, "a paused engine is at rest, not hung"
     engine.set_paused(False)
-    await asyncio.wait_for(recorder.ended.wait(), 30)
-    assert len(recorder.said) == 200
+    async with asyncio.timeout(30):
+        while len(recorder.said) < said + 10:
+            await asyncio.sleep(0.001)
+    engine.remove("a")
     await engine.stop()
 
 

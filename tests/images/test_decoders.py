@@ -112,7 +112,7 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     start = module.start
 
     def slow(name: str) -> "subprocess.Popen[bytes]":
-        assert go_on.wait(5), "the caller waits for it, though it should let it go on"
+        assert go_on.wait(30), "the caller waits for it, though it should let it go on"
         return start(name)
 
     monkeypatch.setattr(module, "start", slow)
@@ -130,7 +130,8 @@ async def test_the_event_loop_goes_on_while_a_process_is_started(decoders: Decod
 async def test_an_image_that_its_decoder_dies_on_fails_alone(decoders: Decoders) -> None:
     pid = await stopped(decoders)
     fatal = asyncio.create_task(asked(decoders))
-    await asyncio.sleep(0.05)
+    while idle(decoders):  # until the process has been chosen for it
+        await asyncio.sleep(0.001)
     beside = asyncio.create_task(asked(decoders))
     os.kill(pid, signal.SIGKILL)
     assert await fatal == ("internal", "the image's decoder crashed; the worker's log has its process id.")

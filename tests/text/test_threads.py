@@ -195,11 +195,11 @@ async def test_works_that_have_had_their_slice_run_in_turn_and_one_at_a_time() -
 
 
 async def test_a_pause_does_not_count_towards_the_longest_time() -> None:
-    pool, order = Pool("test", 1, timeout_s=0.6, slice_s=0.02), list[str]()
+    pool, order = Pool("test", 1, timeout_s=1.5, slice_s=0.02), list[str]()
     first = Long(order, "first")
     running = asyncio.ensure_future(pool.run("interactive", first))
     await until(first.began)
-    await asyncio.gather(*(pool.run("interactive", native(0.4)) for _ in range(2)))
+    await asyncio.gather(*(pool.run("interactive", native(1.0)) for _ in range(2)))
     first.go.set()
     await asyncio.wait_for(running, SOON_S)
     assert order == ["first"]
