@@ -1,14 +1,17 @@
 """Notices that a client has left while its response is prepared, and completes what cannot be left half done."""
 
 import asyncio
-from collections.abc import Awaitable, Collection
+from collections.abc import Collection, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from sluice.gateway.errors import ApiError
+from sluice.transport.interruption import Interruption
 
 _STATUS = 499  # the status that proxies log for a disconnected client
+DEPARTURE = "departure"  # the name in the state of a request
 
 T = TypeVar("T")
 
@@ -20,21 +23,51 @@ class ClientLeft(ApiError):
         super().__init__(_STATUS, "The client closed its connection.", code="cancelled")
 
 
-async def unless_left(request: Request, work: Awaitable[T]) -> T:
+class Departure:
+    """Waits in one task for the client of a request to leave, through all stages of the request: a task for each stage
+    would cost as much as the stage."""
+
+    def __init__(self, receive: Receive) -> None:
+        """`receive`: of a request whose body has been read."""
+        self._has_left = False
+        self._block: Interruption | None = None
+        self._task = asyncio.create_task(self._wait(receive))
+
+    async def _wait(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._has_left = True
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self._block is not None:
+            self._block.interrupt(ClientLeft())
+
+    async def interrupting(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what the work returns; cancel it when the client leaves. Raises `ClientLeft`."""
+        with Interruption() as self._block:
+            if self._has_left:  # the work is begun all the same: its end is what cancels the jobs
+                asyncio.get_running_loop().call_soon(self._interrupt)
+            try:
+                return await work
+            finally:
+                self._block = None
+
+    def close(self) -> None:
+        """End the wait."""
+        self._task.cancel()
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return what the work returns; cancel it if the client disconnects first. Raises `ClientLeft`.
 
-    The request's body must have been read.
+    The request's body must have been read. `Protection` ends the wait for the client at the end of the request.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.create_task(_left(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientLeft
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+    state = request.scope.setdefault("state", {})
+    if DEPARTURE not in state:
+        state[DEPARTURE] = Departure(request.receive)
+    departure: Departure = state[DEPARTURE]
+    return await departure.interrupting(work)
 
 
 async def until_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -53,8 +86,3 @@ def error_of(task: asyncio.Task[Any]) -> BaseException | None:
     if task.cancelled():
         return asyncio.CancelledError()
     return task.exception() if task.done() else None
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -5,11 +5,11 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, TypeVar
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -22,7 +22,7 @@ from sluice.errors import JobFailed, NoWorker, SluiceError
 from sluice.gateway.body import Body, read_body
 from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.disconnect import error_of, until_ended
-from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError, from_client, was_refused
+from sluice.gateway.errors import ApiError, from_client, was_refused
 from sluice.gateway.idempotency import IdempotencyKeys
 from sluice.gateway.keys.authentication import Authentication
 from sluice.gateway.keys.estimate import estimate
@@ -32,7 +32,7 @@ from sluice.gateway.models import model_not_found, requested_model, served_name
 from sluice.gateway.monitoring.metrics import Metrics
 from sluice.gateway.protection.memory import Memory
 from sluice.gateway.settings import ServeSettings
-from sluice.gateway.workers import Workers
+from sluice.gateway.workers import POLL_S, QueueWatch, Workers, no_worker
 from sluice.submission import NewJob, Submitted, lane_of
 from sluice.transport.retries import Retries
 from sluice.wire import Event
@@ -42,10 +42,8 @@ logger = logging.getLogger("sluice.serve")
 _UNKNOWN_S = 2.0  # short, since a job exists as soon as it is submitted
 _OUTAGE_S = 5.0  # that a command of the front's own waits out
 _SAMPLE = 8  # events, whose mean length is taken for that of all
-_POLL_S = 0.25  # between two checks for a worker
 _REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed
 
-T = TypeVar("T")
 Submissions = dict[str, asyncio.Task[Submitted]]  # by the id of the job
 
 
@@ -76,6 +74,7 @@ class Gateway:
         self.settings = settings
         self.retries = Retries(client.redis, _OUTAGE_S)
         self.workers = Workers(client, self.retries)
+        self._queue_watch = QueueWatch(client, self.workers, settings.no_worker_s)
         self.metrics = Metrics()
         self._limits = Limits(client.redis, self.retries)
         self._authentication = (
@@ -138,7 +137,8 @@ class Gateway:
             NewJob(job_id, {**each, **own, "on_disconnect": each.get("on_disconnect") or policy}, model, lane, function)
             for job_id, each in bodies.items()
         ]
-        await caller.take(list(bodies), estimate(body) if function == "chat" else 0)
+        is_counted = function == "chat" and caller.meter is not None
+        await caller.take(list(bodies), estimate(body) if is_counted else 0)
         with ExitStack() as stack:
             sent = self._send(jobs, wait_worker_s=0.0)
             if not has_key and body.get("on_disconnect") != "continue":
@@ -190,8 +190,8 @@ class Gateway:
         await self._check_exists(caller, requested, model)
         while not await self.workers.is_served(model):
             if time.monotonic() >= until:
-                raise _no_worker(requested)
-            await asyncio.sleep(_POLL_S)
+                raise no_worker(requested)
+            await asyncio.sleep(POLL_S)
             await self._check_exists(caller, requested, model)  # a worker of another model may have started
 
     async def _check_exists(self, caller: Caller, requested: str, model: str) -> None:
@@ -208,7 +208,8 @@ class Gateway:
         """
         stream = self.client.stream(job_id, after=after, unknown_s=_UNKNOWN_S)
         async with aclosing(self._limits.settled(stream) if self._authentication else stream) as events:
-            first = await self.while_served(job_id, anext(events, None))
+            with self._queue_watch.watching(job_id):
+                first = await anext(events, None)
             if first is None:
                 return
             yield first
@@ -220,7 +221,8 @@ class Gateway:
 
         Raises as `Client.result` and `events` do."""
         try:
-            completion = await self.while_served(job_id, self.client.result(job_id))
+            with self._queue_watch.watching(job_id):
+                completion = await self.client.result(job_id)
         except JobFailed as failed:
             if self._authentication and failed.error.type in _REFUSED:
                 await self._limits.settle(job_id, 0)
@@ -231,32 +233,6 @@ class Gateway:
             case {"usage": {"total_tokens": int(tokens)}} if self._authentication:
                 await self._limits.settle(job_id, tokens)
         return completion
-
-    async def while_served(self, job_id: str, work: Awaitable[T]) -> T:
-        """Return what the work returns. Raises `ApiError` 503, and cancels the job, if it waits in its queue and its
-        model has been without a worker for `no_worker_s`."""
-        working = asyncio.ensure_future(work)
-        absent_since = float("inf")
-        try:
-            while not working.done():
-                await asyncio.wait({working}, timeout=max(_POLL_S, self.settings.no_worker_s / 4))
-                model = None if working.done() else await self._unserved_model(job_id)
-                absent_since = min(absent_since, time.monotonic()) if model else float("inf")
-                if model and time.monotonic() - absent_since >= self.settings.no_worker_s:
-                    await self.client.cancel(job_id)
-                    raise _no_worker(model)
-            return working.result()
-        finally:
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-
-    async def _unserved_model(self, job_id: str) -> str | None:
-        """Return the model of a job that waits for a worker that does not exist, else None."""
-        try:
-            model = await self.client.waits_for(job_id)
-            return model if model and not await self.workers.is_served(model) else None
-        except SluiceError:
-            return None  # an outage, which the work itself waits out
 
     async def cancel(self, job_id: str) -> Outcome:
         """Cancel a job, as `Client.cancel` does."""
@@ -330,8 +306,3 @@ def _event_bytes(number: int, last: Sequence[bytes]) -> int:
 def unknown(job_id: str) -> ApiError:
     """Return the error for a job that does not exist, as far as the caller may know."""
     return ApiError(404, f"There is no job {json.dumps(job_id[:128])}, or it has expired.", code="unknown_job")
-
-
-def _no_worker(model: str) -> ApiError:
-    message = f"No worker serves the model {model[:80]!r} at the moment."
-    return ApiError(503, message, SERVER, code="overloaded", retry_after_s=NO_WORKER_RETRY_S)

@@ -1,7 +1,7 @@
 """The routes of Anthropic's Messages."""
 
 import re
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -115,7 +115,7 @@ class _Messages:
             raise ApiError(400, message, code="invalid_request")
         return caller, await self._gateway.read_body(request, caller)
 
-    async def _unless_left(self, request: Request, work: Awaitable[T], *, detached: bool) -> T:
+    async def _unless_left(self, request: Request, work: Coroutine[Any, Any, T], *, detached: bool) -> T:
         """Return what the work returns. Cancels the job if the work fails or the client leaves."""
         with self._gateway.abandoning([request.state.request_id], detached=detached):
             return await unless_left(request, work)

@@ -8,6 +8,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.errors import SluiceError
+from sluice.gateway.disconnect import DEPARTURE, Departure
 from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.headers import anthropic_headers, openai_headers
 from sluice.gateway.keys.limits import Balance
@@ -42,6 +43,8 @@ class Protection:
                 meter.leave()
             if isinstance(held := state.get("held"), Held):
                 held.release()
+            if isinstance(departure := state.get(DEPARTURE), Departure):
+                departure.close()
 
 
 class _TimedBody:
