@@ -1,7 +1,6 @@
 """One pub/sub connection for any number of streams: one for each has ten times the latency at 256 streams."""
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +10,7 @@ from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from sluice.transport.interruption import Interruption
 from sluice.transport.retries import ANSWER_S, is_transient, time_limit
 from sluice.transport.round_trips import RoundTrips
 
@@ -50,11 +50,12 @@ class Subscription:
     async def take(self, silence_s: float) -> list[bytes]:
         """Wait for messages and return all; none after a gap or `silence_s` seconds without one. Raises the server's
         refusal."""
-        try:
-            async with asyncio.timeout(silence_s):  # until Python 3.12 wait_for loses cancellations
-                await self._ready.wait()
-        except TimeoutError:
-            return []
+        if not self._ready.is_set():  # else a time limit would cost more than the rest
+            try:
+                async with asyncio.timeout(silence_s):  # until Python 3.12 wait_for loses cancellations
+                    await self._ready.wait()
+            except TimeoutError:
+                return []
         if self._error:
             raise self._error
         self._ready.clear()
@@ -73,6 +74,7 @@ class Hub:
         self._pubsub: PubSub | None = None
         self._task: asyncio.Task[None] | None = None
         self._changes = RoundTrips[str, None](self._send_changes)
+        self._received = 0  # messages and acknowledgements
 
     @asynccontextmanager
     async def listen(self, channel: str) -> AsyncIterator[Subscription]:
@@ -146,21 +148,36 @@ class Hub:
 
     async def _listen(self, pubsub: PubSub) -> None:
         """Dispatch messages. Raises redis-py's TimeoutError if a quiet connection turns out to be dead."""
-        asked_at: float | None = None
-        while True:
-            async with time_limit(_QUIET_S + ANSWER_S):  # redis-py may reconnect in this call
-                message = await pubsub.get_message(timeout=_QUIET_S)
-            if message is not None:
-                asked_at = None
-                if message["channel"] is not None:
-                    self._dispatch(message["type"], message["channel"].decode(), message["data"])
-            elif asked_at is None:
-                asked_at = time.monotonic()
-                async with time_limit(ANSWER_S):
-                    # Redis acknowledges it, and it needs no permission that the user might lack, as for PING.
-                    await pubsub.subscribe(_IDLE_CHANNEL)
-            elif time.monotonic() - asked_at >= ANSWER_S:
-                raise RedisTimeoutError("a quiet connection does not answer")
+        # A time limit for each message costs as much as the message, so a second task checks the connection instead.
+        has_timeout = self._redis.connection_pool.connection_kwargs.get("socket_timeout") is not None
+        wait_s = _QUIET_S if has_timeout else None  # redis-py applies the timeout of the caller's client otherwise
+        with Interruption() as block:
+            checking = asyncio.create_task(self._check(pubsub, block))
+            try:
+                while True:
+                    message = await pubsub.get_message(timeout=wait_s)
+                    if message is not None:
+                        self._received += 1
+                        if message["channel"] is not None:
+                            self._dispatch(message["type"], message["channel"].decode(), message["data"])
+            finally:
+                checking.cancel()
+
+    async def _check(self, pubsub: PubSub, block: Interruption) -> None:
+        """Test the connection whenever it is quiet, and interrupt the block if it is dead."""
+        try:
+            while True:
+                before = self._received
+                await asyncio.sleep(_QUIET_S)
+                if self._received == before:
+                    async with time_limit(ANSWER_S):  # redis-py may reconnect in this call
+                        # Redis acknowledges it, and it needs no permission that the user might lack, as for PING.
+                        await pubsub.subscribe(_IDLE_CHANNEL)
+                    await asyncio.sleep(ANSWER_S)
+                    if self._received == before:
+                        raise RedisTimeoutError("a quiet connection does not answer")
+        except _BROKEN as error:
+            block.interrupt(error)
 
     def _dispatch(self, type: str, channel: str, data: bytes) -> None:
         for subscription in self._subscriptions.get(channel, ()):

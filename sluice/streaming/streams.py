@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from redis.asyncio import Redis
@@ -99,26 +100,32 @@ class Streams:
         return found
 
     async def _read_logs(self, reads: Sequence[_Read]) -> list[_Log | Exception]:
-        answers = await self._retries.run_until_answered(partial(self._send, reads))
-        return [_log_of(answers[3 * index : 3 * index + 3]) for index in range(len(reads))]
+        answers = iter(await self._retries.run_until_answered(partial(self._send, reads)))
+        return [_log_of(list(islice(answers, len(_commands(read))))) for read in reads]
 
     async def _send(self, reads: Sequence[_Read]) -> list[Any]:
         async with self._redis.pipeline(transaction=False) as pipe:
             for read in reads:
-                pipe.lrange(wire.log_key(read.job_id), read.first, -1)
-                pipe.lrange(wire.log_key(read.job_id), -1, -1)
-                pipe.exists(wire.body_key(read.job_id))
+                for command in _commands(read):
+                    pipe.execute_command(*command)
             answers: list[Any] = await pipe.execute(raise_on_error=False)  # else redis-py changes the text of an error
         raise_outage(answers)
         return answers
+
+
+def _commands(read: _Read) -> list[tuple[str | int, ...]]:
+    """Return the commands of a read. All items of a log include its last one."""
+    log = wire.log_key(read.job_id)
+    last = [("LRANGE", log, -1, -1)] if read.first else []
+    return [("LRANGE", log, read.first, -1), ("EXISTS", wire.body_key(read.job_id)), *last]
 
 
 def _log_of(answers: Sequence[Any]) -> _Log | Exception:
     for answer in answers:
         if isinstance(answer, Exception):
             return answer
-    items, last, bodies = answers
-    return _Log(items, last, bool(bodies))
+    items, bodies, *last = answers
+    return _Log(items, last[0] if last else items[-1:], bool(bodies))
 
 
 def _parse_log(job_id: str, found: list[bytes], first: int) -> list[tuple[bytes, Event]]:

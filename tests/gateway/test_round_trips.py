@@ -24,7 +24,7 @@ KEYED = {"idempotency-key": "k"}
 SUBMIT, LIMIT, SETTLE = ["EVALSHA"], ["EVALSHA"], ["EVALSHA"]
 CLAIM, NOTE = ["SET"], ["SET"]
 STORED = ["HGET", "EXISTS", "STRLEN", "LLEN", "LRANGE"]
-EVENTS = [["SUBSCRIBE"], ["LRANGE", "LRANGE", "EXISTS"]]
+EVENTS = [["SUBSCRIBE"], ["LRANGE", "EXISTS"]]
 END = [["UNSUBSCRIBE"]]
 
 pytestmark = pytest.mark.usefixtures("fake_worker")
