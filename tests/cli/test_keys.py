@@ -44,6 +44,16 @@ def test_a_created_key_is_printed_once_and_its_hash_is_in_the_file() -> None:
     assert key.sha256 not in str(listed)
 
 
+def test_the_list_fits_80_columns_without_breaking_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.cli.terminal.output._PIPE_COLUMNS", 80)
+    create("--requests-per-minute", "60", "--tokens-per-minute", "1000000", "--expires", "2099-01-31T10:00:00+02:00")
+    create("--lanes", "batch", "--models", "tiny,large", "--note", "the phone app")
+    listed = run("list", "--file", "keys.json").stdout
+    assert max(map(len, listed.splitlines())) <= 80
+    for word in ("acme", "60", "requests,", "1,000,000", "tokens", "2099-01-31", "08:00", "batch;", "tiny,", "phone"):
+        assert word in listed.split(), listed
+
+
 def test_a_revoked_key_is_gone_and_the_others_stay() -> None:
     create()
     first = read(Path("keys.json")).keys[0]

@@ -9,12 +9,14 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
+from rich.console import JustifyMethod
 
 from sluice.cli.errors import CliError
 from sluice.cli.option_values import integer, lane
 from sluice.cli.options import AsJson
 from sluice.cli.terminal.output import print_json, print_table
 from sluice.cli.terminal.view import note
+from sluice.wire import LANES
 
 File = Annotated[
     Path | None,
@@ -192,25 +194,25 @@ def _expiry(text: str) -> datetime:
 
 
 def _print_keys(found: list[dict[str, Any]]) -> None:
-    columns = ("id", "tenant", "requests/min", "tokens/min", "lanes", "models", "expires", "note")
-    print_table(
-        "Keys",
-        {name: "right" if name.endswith("/min") else "left" for name in columns},
-        [
-            (
-                key["id"],
-                key["tenant"],
-                _limit(key["requests_per_minute"]),
-                _limit(key["tokens_per_minute"]),
-                ", ".join(key["lanes"]),
-                "all" if key["models"] is None else ", ".join(key["models"]),
-                key["expires"] or "never",
-                key["note"],
-            )
-            for key in found
-        ],
-    )
+    left: JustifyMethod = "left"
+    columns = ["id", "tenant", "per minute", "may use", "expires (UTC)"]
+    rows = [[key["id"], key["tenant"], _limits(key), _rights(key), _time(key["expires"])] for key in found]
+    if any(key["note"] for key in found):
+        columns.append("note")
+        rows = [[*row, key["note"]] for row, key in zip(rows, found, strict=True)]
+    print_table("Keys", dict.fromkeys(columns, left), rows)
 
 
-def _limit(value: int | None) -> str:
-    return "none" if value is None else f"{value:,}"
+def _limits(key: dict[str, Any]) -> str:
+    limits = {"requests": key["requests_per_minute"], "tokens": key["tokens_per_minute"]}
+    return ", ".join(f"{limit:,} {name}" for name, limit in limits.items() if limit is not None) or "no limit"
+
+
+def _rights(key: dict[str, Any]) -> str:
+    lanes = [] if len(key["lanes"]) == len(LANES) else [f"lane {', '.join(key['lanes'])}"]
+    models = [] if key["models"] is None else [f"models {', '.join(key['models'])}"]
+    return "; ".join([*lanes, *models]) or "all"
+
+
+def _time(text: str | None) -> str:
+    return "never" if text is None else f"{datetime.fromisoformat(text).astimezone(UTC):%Y-%m-%d %H:%M}"
