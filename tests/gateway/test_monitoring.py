@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 
 import httpx
 import pytest
@@ -12,10 +13,33 @@ from scripts.stack import Server
 from sluice import Client
 from sluice.gateway import ServeSettings, app
 from sluice.gateway.gateway import Gateway
+from sluice.gateway.monitoring.log_lines import wrapped
+from sluice.gateway.server import listen
+from sluice.gateway.settings import CannotServe
 from tests.gateway.chat.test_routes import PATH, data_of, request, text_of
 from tests.gateway.fronts import front_process, serving
 from tests.queue.helpers import field
 from tests.waiting import until
+
+
+def test_a_line_for_a_terminal_ends_at_words() -> None:
+    line = f"21:30:00 I POST /v1/chat/completions 200 0.123 s chatcmpl-{'a' * 32}"
+    assert wrapped(line, 120) == line
+    first, second = wrapped(line, 80).split("\n")
+    assert first == "21:30:00 I POST /v1/chat/completions 200 0.123 s"
+    assert second == f"           chatcmpl-{'a' * 32}"
+
+
+@pytest.mark.parametrize(("host", "option"), [("127.0.0.1", "--port"), ("localhost.localhost", "--host")])
+def test_an_address_that_cannot_be_listened_on_is_refused_with_the_option_that_changes_it(
+    host: str, option: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = ServeSettings(_env_file=None, host=host, port=port)
+        with pytest.raises(CannotServe, match=option) as refused:
+            listen(settings).close()
+    assert str(refused.value).count(host) == 1
 
 
 async def test_a_front_is_ready_while_its_server_answers() -> None:

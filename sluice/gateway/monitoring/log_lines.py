@@ -1,0 +1,34 @@
+"""Writes the log of a front: a line for each record in files, and lines that end at words on a terminal."""
+
+import logging
+import os
+import sys
+import textwrap
+
+_LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+_SHORT_LINE, _SHORT_TIME = "%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"
+_INDENT = " " * len("21:30:00 I ")
+
+
+def set_up_logging() -> None:
+    """Log to stderr."""
+    handler = logging.StreamHandler()
+    is_terminal = sys.stderr.isatty()
+    handler.setFormatter(TerminalFormatter(_SHORT_LINE, _SHORT_TIME) if is_terminal else logging.Formatter(_LINE))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+class TerminalFormatter(logging.Formatter):
+    """Breaks the line of a record between words; further lines are indented. Tracebacks stay as they are."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the record's lines, without its traceback."""
+        return wrapped(super().formatMessage(record), os.get_terminal_size(sys.stderr.fileno()).columns)
+
+
+def wrapped(line: str, columns: int) -> str:
+    """Return the line in lines of at most `columns` characters, as far as its words allow that."""
+    lines = textwrap.wrap(
+        line, max(columns, 40), subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines)

@@ -1,0 +1,104 @@
+"""Limits for clients that send or read too slowly, for each of uvicorn's HTTP protocols.
+
+uvicorn 0.54 has a time limit for idle connections only. Until a release limits the rest, two timers are held: one while
+a request's headers are incomplete, one while the client does not read what was sent.
+"""
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+MAX_HEADER_BYTES = 65_536  # request line and headers; more is refused: 431
+BAD_REQUEST, HEADERS_TOO_LARGE = 400, 431
+_MIN_BYTES_PER_S = 10_000  # a client that reads a long answer this fast keeps its connection
+
+
+class ClientLimits(asyncio.Protocol):
+    """Aborts the connection of a client that takes longer than `timeout_s` seconds to complete its headers, or to read
+    until the send buffer has room again, unless it reads at least 10 kB/s. Up to 64 KiB are buffered for a client.
+
+    To be derived from before one of uvicorn's protocols."""
+
+    if TYPE_CHECKING:  # uvicorn's
+        transport: asyncio.Transport
+        loop: asyncio.AbstractEventLoop
+        cycle: Any
+
+    timeout_s: float = 30.0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._time_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._time_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_header_timer()
+        self._stop_write_timer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._time_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_write_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, or has headers that are too long, in OpenAI's form."""
+        status = self.refused_status()
+        error = {"message": _REFUSALS.get(status, msg), "type": "invalid_request_error", "param": None, "code": None}
+        body = json.dumps({"error": error}).encode()
+        head = (
+            f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}"
+        )
+        self.transport.write(head.encode() + b"\r\n\r\n" + body)
+        self.transport.close()
+
+    def refused_status(self) -> int:
+        """Return the status for what the parser refuses, while its exception is handled."""
+        return BAD_REQUEST
+
+    def _time_headers(self) -> None:
+        """Hold the timer exactly while a request's headers are awaited. uvicorn has its own for idle connections."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_header_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.timeout_s, self.transport.abort)
+
+    def _time_reading(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.timeout_s, self._check_reading, unread)
+
+    def _check_reading(self, unread: int) -> None:
+        """Abort the connection unless the client has read enough of the `unread` bytes since the timer was set."""
+        read = unread - self.transport.get_write_buffer_size()
+        if read < _MIN_BYTES_PER_S * self.timeout_s:
+            self.transport.abort()
+        else:
+            self._time_reading()
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+_REFUSALS = {
+    BAD_REQUEST: "The request is not valid HTTP.",
+    HEADERS_TOO_LARGE: f"The request line and the headers have more than {MAX_HEADER_BYTES:,} bytes; send less.",
+}
