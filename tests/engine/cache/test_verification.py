@@ -226,3 +226,16 @@ def _equal(one: Any, other: Any) -> bool:
 def test_a_convolution_without_a_state_of_its_width_is_refused() -> None:
     with pytest.raises(UnknownRecurrence):
         slot_arrays._window_after(mx.zeros((2, 3, 8)), mx.zeros((2, 5, 9)))
+
+
+def test_states_are_not_advanced_again_if_every_row_keeps_all_its_tokens() -> None:
+    def advance(kept: mx.array) -> mx.array:
+        raise AssertionError("the states after the forward are right")
+
+    states = SlotArraysCache(1)
+    states[0] = mx.zeros((2, 3))
+    states.begin(4)
+    states.record(0, advance)
+    states[0] = after = mx.ones((2, 3))
+    states.commit([4, 4])
+    assert states[0] is after

@@ -19,13 +19,14 @@ class SlotArraysCache(ArraysCache):
 
     States are values: those before a forward stay valid while it runs. So after a forward of several tokens, each state
     is advanced from the old one by the tokens that each row keeps. How is recorded during the forward, see
-    `worker.engine.cache.recurrence`."""
+    `worker.engine.cache.recurrence`. If every row keeps all its tokens, the states after the forward are right."""
 
     def __init__(self, size: int) -> None:
         self.cache: list[mx.array | None]
         super().__init__(size)
         self.rows = 0
         self._before: list[mx.array | None] | None = None  # the states before the forward that verifies drafts
+        self._width = 0  # tokens per row of that forward
         self._advances: dict[int, Advance] = {}  # by the index of the state
         self._convolved: list[mx.array] = []  # inputs of convolutions, in the order of the calls
         self._on_use: Callable[[], None] | None = None
@@ -46,7 +47,7 @@ class SlotArraysCache(ArraysCache):
 
     def begin(self, width: int) -> None:
         """Let the next forward feed several tokens to each row. They count only after `commit`."""
-        self._before = list(self.cache)
+        self._before, self._width = list(self.cache), width
         self._advances, self._convolved = {}, []
 
     def observe_use(self, on_use: Callable[[], None] | None) -> None:
@@ -70,14 +71,21 @@ class SlotArraysCache(ArraysCache):
     def commit(self, counts: Sequence[int], clear: Collection[int] = ()) -> None:
         """Advance the states of row i by the first `counts[i]` of the tokens that were fed to it. Lazy. `clear` is not
         used. Raises `UnknownRecurrence`, and changes nothing, if a state was not recorded."""
-        self.cache = self._advanced(mx.array(list(counts)))
+        windows = self._windows()
+        if min(counts) < self._width:
+            self.cache = self._advanced(mx.array(list(counts)), windows)
         self._forget_forward()
 
-    def _advanced(self, kept: mx.array) -> list[mx.array | None]:
+    def _windows(self) -> list[int]:
+        """Return the indices of the states that are windows of convolutions."""
         states = self._before or []
         windows = [i for i, state in enumerate(states) if state is not None and i not in self._advances]
         if len(windows) != len(self._convolved):
             raise UnknownRecurrence(f"{len(windows)} states, {len(self._convolved)} convolutions were recorded")
+        return windows
+
+    def _advanced(self, kept: mx.array, windows: Sequence[int]) -> list[mx.array | None]:
+        states = self._before or []
         convolved = dict(zip(windows, self._convolved, strict=True))
         advances = {**self._advances, **{i: _window_after(states[i], inputs) for i, inputs in convolved.items()}}
         return [advances[i](kept) if i in advances else None for i in range(len(states))]
