@@ -180,3 +180,18 @@ def test_another_row_is_expected_to_cost_a_row_in_its_group_or_a_group() -> None
     assert measured.added_s([[64] * 7], 64) == pytest.approx(together_s, rel=0.1)
     assert measured.added_s([[64] * 7], 4000) == pytest.approx(MACHINE.step_s([[4000]]), rel=0.1)
     assert measured.added_s([], 64) == pytest.approx(MACHINE.step_s([[64]]), rel=0.1)
+
+
+def test_the_time_of_a_step_is_divided_among_its_groups_by_what_each_costs() -> None:
+    measured, groups = MeasuredCost(), [[64] * 8, [3000]]
+    for step in STEPS * 20:
+        measured.observe(step, MACHINE.step_s(step))
+    whole_s = MACHINE.step_s(groups)
+    (many, short_s), (one, long_s) = measured.divided(groups, whole_s)
+    assert (many, one) == (8, 1)
+    assert (short_s, long_s) == pytest.approx([MACHINE.step_s([group]) for group in groups], rel=0.1)
+    assert short_s + long_s == pytest.approx(whole_s)
+
+
+def test_the_time_of_a_step_is_divided_evenly_before_a_measurement() -> None:
+    assert MeasuredCost().divided([[64] * 2, [3000]], 6.0) == [(2, 3.0), (1, 3.0)]

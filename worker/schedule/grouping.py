@@ -63,6 +63,15 @@ class MeasuredCost:
         joined[place(length, groups, self.cost())].append(length)
         return self.expected_s([group for group in joined if group]) - self.expected_s(groups)
 
+    def divided(self, groups: Sequence[Sequence[int]], seconds: float) -> list[tuple[int, float]]:
+        """Return the rows of each of these groups, and the part of a step's seconds that it is expected to have
+        taken."""
+        cost = self.cost()
+        expected = [cost.of(len(group), max(group, default=0)) for group in groups]
+        whole_s = sum(expected)
+        shares = [each / whole_s for each in expected] if whole_s else [1 / len(groups)] * len(groups)
+        return [(len(group), share * seconds) for group, share in zip(groups, shares, strict=True)]
+
     def cost(self) -> StepCost:
         """Return the current estimate."""
         group_s, row_s, cells_s = self._fit.costs()

@@ -12,17 +12,19 @@ from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.pending import PendingTokens
 from worker.engine.batch.row import Row
+from worker.engine.speculation.speculator import Speculator
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.schedule.grouping import StepCost
 from worker.schedule.request import GenerationRequest
+from worker.schedule.speculation.copies import CopyProposer
 
 
 class DecodingRows:
     """Groups whose rows join and leave."""
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: StepCost, speculator: Speculator | None = None) -> None:
         self._network = network("qwen3")
-        self.groups = Groups(self._network, lambda groups: True)
+        self.groups = Groups(self._network, lambda groups: True, speculator)
         self.groups._cost = FixedCost(cost)  # type: ignore[assignment]
 
     def join(self, tokens: int, seed: int) -> Row:
@@ -119,3 +121,15 @@ def test_pending_tokens_are_computed_before_the_next_step_when_rows_join_or_leav
     decoding.groups.remove([rows[0]])
     decoding.groups.wait()
     assert [operations(tokens) for tokens in decoding.next_tokens()] == [0]
+
+
+def test_the_cost_of_a_plain_step_is_learned_with_several_groups() -> None:
+    speculator = Speculator([CopyProposer()], max_draft=4)
+    decoding = DecodingRows(EACH_ALONE, speculator)
+    for seed, tokens in enumerate((9, 2_000)):
+        decoding.join(tokens, seed)
+    assert speculator.plain_s(1) is None
+    for _ in range(4):
+        decoding.groups.step()
+    assert len(decoding.groups.lengths) == 2
+    assert speculator.plain_s(1) is not None

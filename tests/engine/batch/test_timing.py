@@ -98,3 +98,26 @@ def test_running_tells_if_a_step_is_running(clock: Clock) -> None:
     watch.ended()
     running.append(watch.running)
     assert running == [False, True, True, False]
+
+
+def test_the_host_work_before_a_step_that_verifies_belongs_to_it(clock: Clock) -> None:
+    watch = Stopwatch()
+    clock.now = 100
+    watch.verified()
+    watch.ended()
+    clock.now = 103
+    assert (watch.take_host_s(), watch.take_host_s()) == (3, 0)
+
+
+@pytest.mark.parametrize("event", ["launch", "other work", "nothing before"])
+def test_the_host_work_after_anything_else_does_not_belong_to_a_step(clock: Clock, event: str) -> None:
+    watch = Stopwatch()
+    if event != "nothing before":
+        watch.verified()
+    if event == "launch":
+        launch(watch, clock, at=100, known_at=101)
+        watch.ended()
+    if event == "other work":
+        watch.invalidate()
+    clock.now = 110
+    assert watch.take_host_s() == 0

@@ -14,7 +14,7 @@ from worker.engine.speculation.speculator import Speculator
 from worker.schedule.budget import GapLimit
 from worker.schedule.outcomes import Speculated
 from worker.schedule.request import GenerationRequest
-from worker.schedule.speculation.backoff import LONGEST_PAUSE
+from worker.schedule.speculation.backoff import LONGEST_PAUSE, PAUSE_AFTER_JOIN
 from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 
 ANSWER = 100
@@ -75,8 +75,30 @@ def test_rows_that_join_are_asked_soon() -> None:
     driven = run(speculator(proposer))
     driven.until(lambda: len(driven.generated["0"]) > 60)
     driven.submit(GenerationRequest("late", prompt(9, 7), ANSWER))
-    driven.until(lambda: len(driven.generated["late"]) > 4)
-    assert proposer.asked["late"] >= 4
+    driven.until(lambda: len(driven.generated["late"]) > PAUSE_AFTER_JOIN + 1)
+    assert proposer.asked["late"] >= 1
+
+
+def test_rows_that_join_one_after_the_other_are_not_asked_in_every_step() -> None:
+    proposer = Counting(0.001)
+    driven = run(speculator(proposer), rows=1)
+    driven.until(lambda: len(driven.generated["0"]) > 60)
+    before, steps = proposer.asked["0"], 0
+    for index in range(10):
+        driven.submit(GenerationRequest(f"late {index}", prompt(9, index), ANSWER))
+        for _ in range(3):
+            driven.step()
+            steps += 1
+    assert 1 <= proposer.asked["0"] - before <= 1 + steps / (1 + PAUSE_AFTER_JOIN)
+
+
+def test_an_answer_after_another_is_asked_as_rarely() -> None:
+    proposer = Counting(0.001)
+    driven = run(speculator(proposer), rows=1)
+    driven.drain()
+    driven.submit(GenerationRequest("next", prompt(9, 1), ANSWER))
+    driven.drain()
+    assert 2 <= proposer.asked["next"] < proposer.asked["0"]
 
 
 @dataclass

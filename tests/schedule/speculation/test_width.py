@@ -173,3 +173,28 @@ def test_right_drafts_gain_nearly_as_much_as_the_best_fixed_width(
     simulation = Simulation(rows, cost)
     fixed = max(simulation.rate(lambda offers, w=width: w, right, right, 600) for width in range(1, CAP + 1))  # type: ignore[misc]
     assert simulation.rate(simulation.chosen, right, right, 600) >= 0.93 * fixed
+
+
+def test_a_baseline_of_a_slow_time_is_corrected_by_faster_forwards() -> None:
+    learned = ForwardCosts()
+    for _ in range(9):
+        learned.observe(1, 1, 5.0)  # something else ran on the machine
+    for _ in range(20):
+        learned.observe(1, 2, 1.5)
+    assert learned.seconds(1, 1) == pytest.approx(1.5)
+    learned.observe(1, 1, 1.0)
+    learned.observe(1, 1, 1.0)
+    for _ in range(70):
+        learned.observe(1, 2, 1.5)
+    learned.observe(1, 1, 1.0)
+    assert (learned.seconds(1, 1), learned.seconds(1, 2)) == pytest.approx((1.0, 1.5))
+
+
+@pytest.mark.parametrize("skew", [0.5, 3.0])
+def test_uneven_times_do_not_make_plain_steps_look_dear(skew: float) -> None:
+    """Slow steps are slower than fast ones are fast, so the mean of all times is above most of them."""
+    dice, learned = Random(3), ForwardCosts()
+    for forward in range(2_000):
+        width = 1 if forward % 96 < 3 else 3
+        learned.observe(1, width, (1.0 if width == 1 else 2.0) * (1 + skew * dice.random() ** 4))
+    assert learned.seconds(1, 3) / learned.seconds(1, 1) == pytest.approx(2.0, rel=0.2)

@@ -120,13 +120,13 @@ class Groups:
                 inputs = group.read_inputs()
                 if not running:
                     self._record(self._stopwatch.ended())
-                verified = self.verifications.verify(group, inputs, alone=len(self._groups) == 1)
+                verified = self.verifications.verify(group, inputs, None if running else self._stopwatch.take_host_s())
                 tokens += verified or ()
                 if verified is None:
                     group.launch()
                     plain, running = [*plain, group], True
         if drafted:
-            self._stopwatch.invalidate()
+            self._stopwatch.invalidate() if running else self._stopwatch.verified()
         return tokens, plain
 
     def collect_drawn(self) -> tuple[list[StepToken], list[Row]]:
@@ -164,13 +164,14 @@ class Groups:
                 for group in self._groups:
                     group.wait()
                 self._record(self._stopwatch.ended())
+        self._stopwatch.invalidate()
 
     def _record(self, seconds: float | None) -> None:
         """Record the seconds of the running step, unless they are unknown."""
         if seconds is not None and self._launched_lengths:
             self._cost.observe(self._launched_lengths, seconds)
-            if len(self._launched_lengths) == 1:
-                self.verifications.observe_plain(len(self._launched_lengths[0]), seconds)
+            for rows, group_s in self._cost.divided(self._launched_lengths, seconds):
+                self.verifications.observe_plain(rows, group_s)
 
     @property
     def step_s(self) -> float:
@@ -223,8 +224,7 @@ class Groups:
         return self._cost.added_s(self.lengths, length)
 
     def cache_of(self, row: Row) -> Iterator[tuple[list[Any], int]]:
-        """Yield the cache that holds the row and the row's index in it; nothing if the row does not decode. Reading the
-        cache blocks until the running step has ended."""
+        """Yield the cache that holds the row, and the row's index in it, if it decodes. Reading the cache blocks."""
         self._stopwatch.invalidate()
         return (group.cache_of(row) for group in self._groups if row in group.rows)
 

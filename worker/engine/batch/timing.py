@@ -10,6 +10,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self._launched_at: float | None = None  # of the running step, if the device was idle
         self._ended_at: float | None = None  # of the step before it, if the next followed directly
+        self._verified_at: float | None = None  # the end of the last step, if that has verified drafts
         self.running = False
 
     def launched(self, began: float) -> float | None:
@@ -18,6 +19,7 @@ class Stopwatch:
         now = time.perf_counter()
         taken = now - self._ended_at if self._ended_at else None
         self._launched_at, self._ended_at = (None, now) if self.running else (began, None)
+        self._verified_at = None
         self.running = True
         return taken
 
@@ -29,6 +31,16 @@ class Stopwatch:
         self.running = False
         return taken
 
+    def verified(self) -> None:
+        """Record that a step has ended in which all rows have verified drafts: the device is idle."""
+        self._verified_at = time.perf_counter()
+
+    def take_host_s(self) -> float:
+        """Return the seconds of the host's work since the last step, if that has verified drafts; else 0, and if called
+        again. They are a part of the next step, if that verifies drafts too: the device waits for it."""
+        since, self._verified_at = self._verified_at, None
+        return time.perf_counter() - since if since else 0.0
+
     def invalidate(self) -> None:
         """Discard the pending measurement: the device does other work during the running step or before the next."""
-        self._launched_at = self._ended_at = None
+        self._launched_at = self._ended_at = self._verified_at = None

@@ -12,6 +12,7 @@ from worker.engine.speculation.speculator import Speculator
 from worker.schedule.budget import GapLimit
 from worker.schedule.outcomes import Speculated
 from worker.schedule.speculation.backoff import Backoff
+from worker.schedule.speculation.baseline import Baseline
 
 
 class Verifications:
@@ -20,6 +21,8 @@ class Verifications:
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
         self._backoffs = WeakKeyDictionary[DecodeBatch, Backoff]()
+        self._last_backoff: Backoff | None = None  # of the group that was asked last
+        self._baseline = Baseline()
         self._more_s = inf  # most seconds that drafts may add to the forward of each group in this step
         self.drafts: list[Speculated] = []  # verified in the last step
         self.tokens = 0  # rows x width of the largest of them
@@ -35,6 +38,8 @@ class Verifications:
         if not self.max_draft:
             return []
         self._speculator.begin_step(row for group in groups for row in group.rows)
+        if self._baseline.is_due():
+            return []
         self._more_s = self._share_s(groups, gap) if gap else inf
         return [group for group in groups if self._is_worthwhile(group)]
 
@@ -47,28 +52,37 @@ class Verifications:
     def _is_worthwhile(self, group: DecodeBatch) -> bool:
         if self._more_s <= 0:  # no draft fits into the gap
             return False
-        backoff = self._backoffs.setdefault(group, Backoff())
+        backoff = self._backoff_of(group)
         due = backoff.is_due()
         worthwhile = self._speculator.is_worthwhile(group.rows, all_proposers=due, more_s=self._more_s)
         # A draft that the gap has no room for is no evidence against its proposer.
         limited = self._more_s < self._speculator.widest_more_s(len(group.rows))
         if due and (worthwhile or not limited):
             backoff.observe(worthwhile)
+            self._last_backoff = backoff
         return worthwhile
+
+    def _backoff_of(self, group: DecodeBatch) -> Backoff:
+        if group not in self._backoffs:
+            self._backoffs[group] = Backoff(self._last_backoff)
+        return self._backoffs[group]
 
     def begin_step(self) -> None:
         """Forget the last step."""
         self.drafts = []
         self.tokens = 0
 
-    def verify(self, group: DecodeBatch, inputs: Sequence[StepToken], *, alone: bool) -> list[StepToken] | None:
+    def verify(
+        self, group: DecodeBatch, inputs: Sequence[StepToken], host_s: float | None = None
+    ) -> list[StepToken] | None:
         """Verify the drafts of a group, and return the tokens to deliver. None, and the rows are as before, if no draft
-        is worthwhile after these inputs, or if a plain step is needed: see `DecodeBatch.verify`. Blocks. `alone`: the
-        device does nothing else meanwhile, so the time counts."""
+        is worthwhile after these inputs, or if a plain step is needed: see `DecodeBatch.verify`. Blocks. `host_s`:
+        seconds of the host's work that belong to this step and came before; None: the device does other work meanwhile,
+        so no time counts."""
         began = time.perf_counter()
         drafted = self._speculator.prepare(group, inputs, group.fed, self._more_s)
         prepared = time.perf_counter()
-        if drafted and alone:
+        if drafted and host_s is not None:
             self._speculator.observe_drafting(drafted, prepared - began)
         drafts = self._speculator.drafts(inputs, self._more_s - (prepared - began))
         if not any(drafts):
@@ -80,17 +94,18 @@ class Verifications:
         seconds = time.perf_counter() - prepared
         width = 1 + max(len(draft) for draft in drafts if draft)
         self.tokens = max(self.tokens, len(inputs) * width)
-        if alone:
-            self._speculator.observe_forward(len(inputs), width, seconds)
+        if host_s is not None:
+            self._speculator.observe_forward(len(inputs), width, host_s + seconds)
         return step.tokens
 
     def observe_plain(self, rows: int, seconds: float) -> None:
-        """Record the seconds of a plain step of a single group."""
+        """Record the seconds that a plain step of a group takes."""
+        self._baseline.observe_plain()
         self._speculator.observe_forward(rows, 1, seconds)
 
     def join(self, group: DecodeBatch, rows: Iterable[ComputedRow]) -> None:
         """Take over an MTP head's entries of prompts, whose rows have joined a group, and ask them for drafts soon."""
-        self._backoffs.pop(group, None)
+        self._backoff_of(group).join()
         for each in rows:
             self._speculator.add_prompt(each.row.id, each.entries)
 

@@ -1,7 +1,7 @@
 """Chooses how many tokens of each row a forward computes, by what forwards have cost."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median_low
 from typing import Protocol
 
@@ -9,11 +9,10 @@ from worker.schedule.speculation.offer import Offer
 
 _SAMPLES = 9  # of the last forwards of a shape, of which the median counts
 _TRIALS = 2  # forwards of a shape until they are believed: the first one may compile kernels
-_STALE = 1_000  # forwards after which a shape's costs are measured anew when it would pay by its neighbours' costs
+_OUTDATED = 64  # forwards after which seconds are compared with those of plain steps at their time, not of now
+_STALE = 500  # forwards after which a shape's costs are measured anew when it would pay by its neighbours' costs
 _LEAST_GAIN = 1.03  # a verify forward cannot be launched before the last one's tokens are read
 _TRIAL_EVERY = 16  # forwards from one trial of a shape that is hardly known to the next
-_SLOWDOWN_WEIGHT = 0.3
-_MAX_SLOWDOWN = 2.0  # of one observation, so that a single slow step does not count much
 # Cost of a token more per row, in plain steps, before any measurement: from a dense model on a CPU.
 _TOKEN_COST = 0.05
 _ROW_TOKEN_COST = 0.03
@@ -34,61 +33,81 @@ class Costs(Protocol):
 
 
 class _Shape:
-    """Measured seconds of the forwards with as many rows and tokens per row, relative to the slowdown at their time."""
+    """Measured seconds of the last forwards with as many rows and tokens per row."""
 
     def __init__(self) -> None:
         self._seconds = deque[float](maxlen=_SAMPLES)
-        self.observed_at = 0
+        self._plain_s = 0.0  # seconds of a plain step at their time
+        self._observed_at = 0
 
-    def observe(self, seconds: float, at: int) -> None:
-        if at - self.observed_at > _STALE:
-            while len(self._seconds) > 1:
-                self._seconds.popleft()
+    def observe(self, seconds: float, plain_s: float, at: int) -> None:
+        """Record a forward. `at`: its number."""
+        age = at - self._observed_at
+        if age > _OUTDATED:
+            self._keep_last(1 if age > _STALE else _TRIALS)
         self._seconds.append(seconds)
-        self.observed_at = at
+        self._plain_s, self._observed_at = plain_s, at
+
+    def _keep_last(self, number: int) -> None:
+        while len(self._seconds) > number:
+            self._seconds.popleft()
 
     def is_known(self, at: int) -> bool:
         """Return True if there are enough measurements, and recent ones."""
-        return len(self._seconds) >= _TRIALS and at - self.observed_at <= _STALE
+        return len(self._seconds) >= _TRIALS and at - self._observed_at <= _STALE
 
-    def seconds(self, estimate: float | None = None) -> float:
-        """Return the median. `estimate`: of a shape that is not known; the last measurement counts if it is lower."""
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return median_low(self._seconds)
+
+    def plain_steps(self, plain_s: float, at: int, estimate: float | None = None) -> float:
+        """Return the median in plain steps, which take `plain_s` seconds now. `estimate`: of a shape that is not known;
+        the last measurement counts if it is lower."""
+        then_s = self._plain_s if at - self._observed_at > _OUTDATED else plain_s
         if estimate is None:
-            return median_low(self._seconds)
-        return min(estimate, self._seconds[-1])
+            return self.seconds / max(then_s, 1e-9)
+        return min(estimate, self._seconds[-1] / max(then_s, 1e-9))
 
 
 class ForwardCosts:
     """Seconds of a forward by rows and width, which is the number of tokens per row, learned from forwards as they ran.
 
-    The cost may rise by steps, as kernels change with the number of tokens. A shape that never ran is estimated by its
-    neighbours, so one that may pay is tried a few times, and one that does not is left."""
+    Wider forwards are compared with the plain steps of their time, since rows grow longer and devices slow down; so
+    plain steps must run now and then, see `Baseline`. The cost may rise by steps, as kernels change with the number of
+    tokens. A shape that never ran is estimated by its neighbours, so one that may pay is tried a few times, and one
+    that does not is left."""
 
     def __init__(self) -> None:
-        self._shapes = dict[tuple[int, int], _Shape]()
-        self._slowdown = 1.0  # of all forwards, relative to their first: rows grow longer, and devices slow down
+        self._plain = dict[int, _Shape]()  # by rows: plain steps
+        self._shapes = dict[tuple[int, int], _Shape]()  # by rows and width: wider forwards
         self._forwards = 0
         self._tried_at = 0  # the last forward of a shape that was hardly known
 
     def observe(self, rows: int, width: int, seconds: float) -> None:
-        """Record the seconds of a step: with its host's work, and as far as it delayed the next."""
+        """Record the seconds of a step: with its host's work, and as far as it delayed the next. A wider one counts
+        only after a plain one."""
         self._forwards += 1
+        if width == 1:
+            self._plain.setdefault(rows, _Shape()).observe(seconds, seconds, self._forwards)
+            return
+        if not self.measured:
+            return
+        if rows in self._plain and seconds < self._plain_s(rows):  # then a plain one takes no longer either
+            self._plain[rows].observe(seconds, seconds, self._forwards)
         shape = self._shapes.setdefault((rows, width), _Shape())
         if not shape.is_known(self._forwards):
             self._tried_at = self._forwards
-        else:
-            ratio = seconds / max(self._slowdown * shape.seconds(), 1e-9)
-            self._slowdown *= 1 + _SLOWDOWN_WEIGHT * (min(ratio, _MAX_SLOWDOWN) - 1)
-        shape.observe(seconds / self._slowdown, self._forwards)
+        shape.observe(seconds, self._plain_s(rows), self._forwards)
 
     @property
     def measured(self) -> bool:
-        """True if any forward was measured, so that others can be estimated."""
-        return bool(self._shapes)
+        """True if a plain step was measured, so that others can be estimated."""
+        return bool(self._plain)
 
     def seconds(self, rows: int, width: int) -> float:
-        """Return the expected seconds of a forward, once any was measured."""
-        return self._slowdown * self._relative(rows, width)
+        """Return the expected seconds of a forward, once a plain one was measured."""
+        return self._plain_s(rows) * self._plain_steps(rows, width)
 
     def hopeful_seconds(self, rows: int, width: int) -> float:
         """Return `seconds`, but now and then, for a shape that is hardly known, the lowest that is possible: those of
@@ -97,40 +116,34 @@ class ForwardCosts:
         if self._forwards - self._tried_at < _TRIAL_EVERY or self._is_known(rows, width):
             return expected
         narrower = max((each for each in range(1, width) if self._is_known(rows, each)), default=None)
-        return expected if narrower is None else min(expected, self._slowdown * self._relative(rows, narrower))
+        return expected if narrower is None else min(expected, self.seconds(rows, narrower))
 
     def _is_known(self, rows: int, width: int) -> bool:
+        if width == 1:
+            return rows in self._plain
         shape = self._shapes.get((rows, width))
         return shape is not None and shape.is_known(self._forwards)
 
-    def _relative(self, rows: int, width: int) -> float:
-        shape = self._shapes.get((rows, width))
-        if shape and shape.is_known(self._forwards):
-            return shape.seconds()
-        estimate = self._estimate(rows, width)
-        return shape.seconds(estimate) if shape else estimate
+    def _plain_s(self, rows: int) -> float:
+        """Return the seconds of a plain step, by the nearest number of rows that has run one."""
+        return self._plain[rows if rows in self._plain else _nearest(self._plain, rows)].seconds
 
-    def _estimate(self, rows: int, width: int) -> float:
-        """Return the cost by that of other shapes."""
+    def _plain_steps(self, rows: int, width: int) -> float:
+        """Return the cost of a forward in plain steps."""
         if width == 1:
-            return self._plain(rows)
-        return self._plain(rows) * (1 + self._excess(rows, width))
+            return 1.0
+        if self._is_known(rows, width):
+            return self._measured_steps(rows, width)
+        estimate = 1 + self._excess(rows, width)
+        return self._measured_steps(rows, width, estimate) if (rows, width) in self._shapes else estimate
 
-    def _plain(self, rows: int) -> float:
-        """Return the cost of a plain step, by the nearest number of rows that has run one."""
-        if (rows, 1) in self._shapes:
-            return self._shapes[rows, 1].seconds()
-        measured = [number for number, width in self._shapes if width == 1]
-        if not measured:
-            (number, width), shape = min(self._shapes.items(), key=lambda item: abs(item[0][0] - rows))
-            return shape.seconds() / (1 + _usual_excess(number, width))
-        nearest = min(measured, key=lambda number: abs(number - rows))
-        return self._shapes[nearest, 1].seconds()
+    def _measured_steps(self, rows: int, width: int, estimate: float | None = None) -> float:
+        return self._shapes[rows, width].plain_steps(self._plain_s(rows), self._forwards, estimate)
 
     def _excess(self, rows: int, width: int) -> float:
         """Return the cost of a width beyond a plain step's, as a share of it: between those of the next narrower and
         wider ones that have run, or in proportion to the nearest."""
-        known = {each: self._known_excess(rows, each) for number, each in self._shapes if number == rows and each > 1}
+        known = {each: self._known_excess(rows, each) for number, each in self._shapes if number == rows}
         known.pop(width, None)
         if not known:
             return self._excess_of_other_rows(rows, width)
@@ -142,15 +155,19 @@ class ForwardCosts:
         return low + (known[wider] - low) * (width - narrower) / (wider - narrower)
 
     def _known_excess(self, rows: int, width: int) -> float:
-        return max(0.0, self._shapes[rows, width].seconds() / self._plain(rows) - 1)
+        return max(0.0, self._measured_steps(rows, width) - 1)
 
     def _excess_of_other_rows(self, rows: int, width: int) -> float:
         """Return the excess by the nearest number of rows that has run the width: in proportion to the rows."""
-        others = {number for number, each in self._shapes if each == width and (number, 1) in self._shapes} - {rows}
+        others = {number for number, each in self._shapes if each == width} - {rows}
         if not others:
             return _usual_excess(rows, width)
-        nearest = min(others, key=lambda number: abs(number - rows))
+        nearest = _nearest(others, rows)
         return self._known_excess(nearest, width) * rows / nearest
+
+
+def _nearest(numbers: Iterable[int], number: int) -> int:
+    return min(numbers, key=lambda each: abs(each - number))
 
 
 def _usual_excess(rows: int, width: int) -> float:
