@@ -49,11 +49,11 @@ class Drafts:
         return self._oracles[-1].held if self._oracles else set()
 
     @property
-    def offered(self) -> int:
+    def proposed(self) -> int:
         """Drafted tokens that were verified."""
         return sum(oracle.proposed for oracle in self._oracles)
 
     @property
-    def right(self) -> int:
-        """Drafted tokens that were right."""
+    def accepted(self) -> int:
+        """Drafted tokens that were accepted."""
         return sum(oracle.accepted for oracle in self._oracles)
