@@ -50,3 +50,16 @@ def test_there_are_no_pauses_in_a_hurry() -> None:
     for _ in range(50):
         pace(10_000)
     assert time.monotonic() - began < 60
+
+
+def test_work_goes_on_slowly_while_there_is_other_work() -> None:
+    way_free = threading.Event()
+    pace = Pace(1e12, threading.Event(), way_free)
+    began = time.monotonic()
+    for _ in range(3):
+        pace(1)
+    assert time.monotonic() - began >= 0.085
+    way_free.set()
+    for _ in range(1000):
+        pace(1)
+    assert time.monotonic() - began < 30  # 0.03 s each if it still gave way

@@ -124,3 +124,32 @@ def test_nothing_is_found_while_a_reading_takes_too_long_and_the_log_has_one_lin
     assert_right(chain, read(opened, chain))
     opened.close(5)
     assert len(caplog.records) == 1
+
+
+def test_reads_are_slow_while_rows_decode_and_fast_again_when_none_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("worker.prefix_store.reader._SHARED_BYTES_S", 2e5)  # instead of 300 MB a second
+    written(tmp_path, *(place((number,), size=200_000) for number in range(2)))
+    opened = store(tmp_path)
+    opened.spare_rows(decoding=True)
+    began = time.monotonic()
+    slow = opened.read(chain_of(opened, (0,)))
+    until(lambda: slow.done)
+    assert time.monotonic() - began >= 1.4  # 300,000 bytes; the first pauses are added up
+    opened.spare_rows(decoding=False)
+    fast = opened.read(chain_of(opened, (1,)))
+    until(lambda: fast.done)
+    opened.close(5)
+    assert time.monotonic() - began < 20
+    assert (len(slow.places), len(fast.places)) == (1, 1)
+
+
+def test_writes_give_way_to_reads(held: Held, opened: PrefixStore) -> None:
+    reading = opened.read(chain_of(opened, PATH))
+    held.wait()
+    assert not opened._writer._pace._way_free.is_set()  # type: ignore[union-attr]
+    held.go()
+    until(lambda: reading.done)
+    until(lambda: opened._writer._pace._way_free.is_set())  # type: ignore[union-attr]
+    opened.close(5)

@@ -66,7 +66,8 @@ class Engine:
         self._costs = speculator.reserving(model.costs) if speculator else model.costs
         self._admission = AdmissionController(self._costs, memory or memory_limit(), rows)
         max_prefix_bytes = self._admission.free_bytes // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
-        self._caches = EngineCaches(model, max_prefix_bytes, open_tier(model) if open_tier else None)
+        self._tier = open_tier(model) if open_tier else None
+        self._caches = EngineCaches(model, max_prefix_bytes, self._tier)
         self._queried_tokens = self._hit_tokens = 0  # of prompts whose prefill has finished in this step
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
         with_head = speculator is not None and speculator.uses_head
@@ -143,6 +144,8 @@ class Engine:
             memory = self._calibrate(*rows_in_memory)
         prefix = PrefixUse(self._queried_tokens, self._hit_tokens, self._caches.evicted - evicted, self._caches.nbytes)
         self._active.check()
+        if self._tier:
+            self._tier.spare_rows(decoding=len(self._running) > 0)
         ended = time.perf_counter()
         self._prefills.observe_gap(ended - self._reported_at)
         self._reported_at = ended
@@ -299,7 +302,8 @@ class Engine:
         for chunk in forward.chunks:
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
                 yield from self._advance(chunk)
-                joining += self._pop_computed(chunk)
+                if chunk.joins and (task := self._prefills.pop_computed(chunk.id)):
+                    joining.append(task.finish())
             if attempt.failed:
                 yield self._active.fail(chunk.id)
         yield from self._start_decoding(joining)
@@ -313,11 +317,6 @@ class Engine:
         self._longest_chunk = max(self._longest_chunk, advanced.chunk)
         if any(map(frees_memory, advanced.outcomes)):
             self._admission.mark_dirty()
-
-    def _pop_computed(self, chunk: Chunk) -> list[ComputedPrompt]:
-        """Return the row of the chunk's prompt if it joins the running rows now."""
-        task = self._prefills.pop_computed(chunk.id) if chunk.joins else None
-        return [task.finish()] if task else []
 
     def _start_decoding(self, computed: list[ComputedPrompt]) -> Iterator[Outcome]:
         """Let rows join the running rows. Empties the list."""

@@ -11,6 +11,7 @@ _NICENESS = 10  # added to the process's own; beside a computing thread, one get
 _MAX_NICENESS = 19
 _QOS_UTILITY = 0x11  # of macOS's sys/qos.h: work that the user does not wait for
 _SHORTEST_S = 0.001  # pauses below this are added up
+_GIVES_WAY_S = 0.03  # for each piece of work; so writes in pieces of 1 MiB go on with 30 MB/s beside endless reads
 
 
 def lower_priority(*, awaited: bool = False) -> None:
@@ -28,19 +29,22 @@ def lower_priority(*, awaited: bool = False) -> None:
 
 
 class Pace:
-    """Holds a rate by pauses after small pieces of work, so that the machine's memory bus and disk are never taken for
-    long. For one thread, except `hurried`."""
+    """Holds a rate by pauses after small pieces of work, and gives way to other work, so that the machine's memory bus
+    and disk are never taken for long. For one thread, except the events."""
 
-    def __init__(self, bytes_per_s: float, hurried: threading.Event) -> None:
-        """`hurried`: from when it is set there are no pauses."""
+    def __init__(self, bytes_per_s: float, hurried: threading.Event, way_free: threading.Event | None = None) -> None:
+        """`hurried`: while it is set there are no pauses. `way_free`: set while there is no other work; None: there is
+        never any."""
         self._bytes_per_s = bytes_per_s
-        self._hurried = hurried
+        self._hurried, self._way_free = hurried, way_free
         self._due_s = 0.0  # time.monotonic() at which the work done so far is due
 
     def __call__(self, nbytes: int) -> None:
-        """Pause for as long as `nbytes` more bytes are ahead of the rate. Blocks."""
+        """Pause for as long as `nbytes` more bytes are ahead of the rate, and for other work. Blocks."""
         now_s = time.monotonic()
         self._due_s = max(self._due_s, now_s - _SHORTEST_S) + nbytes / self._bytes_per_s
         ahead_s = self._due_s - now_s
         if ahead_s >= _SHORTEST_S:
             self._hurried.wait(ahead_s)
+        if self._way_free and not self._hurried.is_set():
+            self._way_free.wait(_GIVES_WAY_S)

@@ -23,10 +23,13 @@ _FORMAT = "sluice-prefix"
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 64 << 20
 _NO_CHECKSUM = "0" * 8
-_READ = 16 << 20  # bytes of one read
-_WRITE = 1 << 20  # bytes of one write: a checksum finds them in the processor's cache, and rates are held this finely
+_PIECE = (
+    1 << 20
+)  # bytes of one read or write: a checksum finds them in the processor's cache, and rates are held finely
+_WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)  # macOS has none, and reads ahead by itself
 
 B = TypeVar("B")
+OnRead = Callable[[int], object]
 
 
 class BadFile(Exception):
@@ -99,8 +102,8 @@ def write_place(
 def _write_tensor(file: BinaryIO, tensor: Tensor, on_written: Callable[[int], object]) -> int:
     """Write a tensor in pieces, and return its checksum. Python's lock is free during a piece."""
     data, crc = memoryview(tensor.data), 0
-    for at in range(0, len(data), _WRITE):
-        piece = data[at : at + _WRITE]
+    for at in range(0, len(data), _PIECE):
+        piece = data[at : at + _PIECE]
         crc = zlib.crc32(piece, crc)
         file.write(piece)
         on_written(len(piece))
@@ -238,38 +241,53 @@ def _decrypted(metadata: dict[str, str], cipher: FileCipher) -> dict[str, Any]:
     return decoded
 
 
-def read_tensors(file: BinaryIO, header: Header, allocate: Callable[[int], B]) -> list[B]:
-    """Read the tensors, each into a buffer that `allocate(nbytes)` returns. Raises `BadFile`, OSError."""
+def read_tensors(
+    file: BinaryIO,
+    header: Header,
+    allocate: Callable[[int], Callable[[], B]],
+    on_read: OnRead = lambda nbytes: None,
+) -> list[B]:
+    """Read the tensors, each into a buffer. `allocate(nbytes)` starts to allocate one, and returns a function that
+    waits for it: the memory of the next tensor is touched for the first time while one is read, since both take as
+    long. `on_read`: called with the bytes of each piece, and may block. Raises `BadFile`, OSError."""
     read = _read_encrypted if header.cipher else _read_plain
+    tag = TAG_BYTES if header.cipher else 0
+    starts = (0, *header.ends[:-1])
+    allocations = (allocate(end - start - tag) for start, end in zip(starts, header.ends, strict=True))
+    if _WILLNEED is not None:
+        os.posix_fadvise(file.fileno(), 0, 0, _WILLNEED)
     buffers = list[B]()
-    at = 0
-    for index, end in enumerate(header.ends):
-        nbytes = end - at - (TAG_BYTES if header.cipher else 0)
-        buffer = allocate(nbytes)
-        view = memoryview(buffer).cast("B") if nbytes > 0 else memoryview(b"")  # type: ignore[arg-type]
-        read(file, header, index, view, header.data_start + at)
+    allocated = next(allocations, None)
+    while allocated is not None:
+        buffer = allocated()
+        allocated = next(allocations, None)
+        index = len(buffers)
+        empty = header.ends[index] - starts[index] == tag
+        view = memoryview(b"") if empty else memoryview(buffer).cast("B")  # type: ignore[arg-type]
+        read(file, header, index, view, header.data_start + starts[index], on_read)
         buffers.append(buffer)
-        at = end
     return buffers
 
 
-def _read_plain(file: BinaryIO, header: Header, index: int, view: memoryview, start: int) -> None:
+def _read_plain(file: BinaryIO, header: Header, index: int, view: memoryview, start: int, on_read: OnRead) -> None:
     crc = 0
-    for at in range(0, len(view), _READ):
-        piece = view[at : at + _READ]
+    for at in range(0, len(view), _PIECE):
+        piece = view[at : at + _PIECE]
         _fill(file, piece, start + at)
         crc = zlib.crc32(piece, crc)
+        on_read(len(piece))
     if crc != header.checksums[index]:
         raise BadFile("a checksum differs")
 
 
-def _read_encrypted(file: BinaryIO, header: Header, index: int, view: memoryview, start: int) -> None:
+def _read_encrypted(file: BinaryIO, header: Header, index: int, view: memoryview, start: int, on_read: OnRead) -> None:
     assert header.cipher is not None, "the file is not encrypted"
     decryption = header.cipher.decryption(_part_of(index))
     for at in range(0, len(view), PIECE):
         piece = view[at : at + PIECE]
         _fill(file, piece, start + at)
         decryption.update(piece)
+        on_read(len(piece))
     tag = bytearray(TAG_BYTES)
     _fill(file, memoryview(tag), start + len(view))
     if not decryption.verify(bytes(tag)):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from worker.prefix_store.background import lower_priority
+from worker.prefix_store.background import Pace, lower_priority
 from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder
 from worker.prefix_store.format import BadFile, Header, read_header, read_tensors
@@ -19,6 +19,7 @@ from worker.prefix_store.names import FileName
 logger = logging.getLogger("sluice.prefix_store")
 
 _FIRST_READ_BYTES_S = 500e6  # until reads are measured
+_SHARED_BYTES_S = 300e6  # while rows decode: the machine's memory bus is left to them
 _WEIGHT = 0.3  # of the last measurement in the speed
 
 
@@ -64,7 +65,7 @@ class Reader:
         folder: Folder,
         index: Index,
         encryption: Encryption | None,
-        allocate: Callable[[int], Any],
+        allocate: Callable[[int], Callable[[], Any]],
         on_read: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -75,6 +76,11 @@ class Reader:
         self._allocate, self._on_read = allocate, on_read
         self._on_end = on_end
         self.bytes_per_s = _FIRST_READ_BYTES_S
+        self.idle = threading.Event()  # set while nothing is read
+        self.idle.set()
+        self._alone = threading.Event()  # set while no row decodes
+        self._alone.set()
+        self._pace = Pace(_SHARED_BYTES_S, self._alone)
         self._began_s: float | None = None  # time at which the chain that is read now was begun
         self._given_up_s = float("-inf")  # time at which a caller last gave up
         self._closed = threading.Event()
@@ -91,6 +97,13 @@ class Reader:
             reading = self._readings[chain.files] = Reading(chain)
             self._queue.put(weakref.ref(reading))
         return reading
+
+    def spare_rows(self, *, decoding: bool) -> None:
+        """Read slowly from now on if rows decode, and fast if none does."""
+        if decoding:
+            self._alone.clear()
+        else:
+            self._alone.set()
 
     @property
     def stalled(self) -> bool:
@@ -128,7 +141,9 @@ class Reader:
                 chain = reading.chain
                 del reading  # so that it is given up when no caller holds it
                 self._began_s = time.monotonic()
+                self.idle.clear()
                 places = self._read_chain(chain, reference)
+                self.idle.set()
                 self._began_s = None
                 if (reading := reference()) is not None:
                     reading.finish(places)
@@ -169,7 +184,7 @@ class Reader:
                 header = read_header(file, name, self._encryption)
                 if (header.namespace, header.tokens) != (chain.namespace, chain.tokens[name.start : name.end]):
                     raise BadFile("it holds other tokens")
-                buffers = read_tensors(file, header, self._allocate)
+                buffers = read_tensors(file, header, self._allocate, self._pace)
         except BadFile as error:
             logger.warning("prefixes on disk: %s is removed: %s", path.name, error)
             self._folder.remove(name)

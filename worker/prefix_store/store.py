@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,14 @@ class PrefixStore:
         options: StoreOptions,
         fingerprint: str,
         *,
-        allocate: Callable[[int], Any] = bytearray,
+        allocate: Callable[[int], Callable[[], Any]] = lambda nbytes: partial(bytearray, nbytes),
         on_read: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`fingerprint`: of the model and of all that its caches depend on. `allocate`: return a writable buffer of so
-        many bytes; called on the reader's thread. `on_read`: called there when a reading is done. `on_end`: called
-        there when the thread ends. Raises OSError, and `NoCryptography` if there is a key and no library for it."""
+        """`fingerprint`: of the model and of all that its caches depend on. `allocate`: start to allocate a writable
+        buffer of so many bytes, and return a function that waits for it; called on the reader's thread. `on_read`:
+        called there when a reading is done. `on_end`: called there when the thread ends. Raises OSError, and
+        `NoCryptography` if there is a key and no library for it."""
         encryption = Encryption(options.key) if options.key else None
         digest_key = encryption.digest_key if encryption else b""
         model = model_digest(fingerprint, digest_key)
@@ -51,7 +53,7 @@ class PrefixStore:
         self._folder = Folder(options.folder, options.max_bytes, options.daily_bytes, encryption, record)
         self.index = Index(model, digest_key)
         self._reader = Reader(self._folder, self.index, encryption, allocate, on_read, on_end)
-        self._writer = Writer(self._folder, self.index, model, digest_key, options.max_pending_bytes)
+        self._writer = Writer(self._folder, self.index, model, digest_key, options.max_pending_bytes, self._reader.idle)
 
     def open(self) -> None:
         """Enforce the quota, build the index, and start the threads. Blocks. Raises OSError."""
@@ -103,6 +105,10 @@ class PrefixStore:
         """Start to read a chain, or return the reading of the same files that is under way. It is given up if all
         callers drop the returned object."""
         return self._reader.read(chain)
+
+    def spare_rows(self, *, decoding: bool) -> None:
+        """Read slowly from now on if rows decode, so that their gaps stay as they are, and fast if none does."""
+        self._reader.spare_rows(decoding=decoding)
 
     def give_up(self, reading: Reading, waited_s: float) -> None:
         """Record that a reading took too long for a caller: see `find`."""

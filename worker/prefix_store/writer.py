@@ -67,16 +67,24 @@ class Writer:
     """Writes places in the order in which they come, on a thread of its own. All methods may be called on any
     thread."""
 
-    def __init__(self, folder: Folder, index: Index, model: str, digest_key: bytes, max_pending_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        index: Index,
+        model: str,
+        digest_key: bytes,
+        max_pending_bytes: int,
+        no_reads: threading.Event,
+    ) -> None:
         """`model`: digest of the model. `digest_key`: of the digests of tokens. `max_pending_bytes`: most bytes that
-        wait to be written."""
+        wait to be written. `no_reads`: set while nothing is read, which requests wait for; writes give way."""
         self._folder, self._index = folder, index
         self._model, self._digest_key = model, digest_key
         self._max_pending_bytes = max_pending_bytes
         self._pending = _Counter()
         self._hurried = threading.Event()  # the worker ends: write as fast as possible
         self._closed = threading.Event()
-        self._pace = Pace(_WRITE_BYTES_S, self._hurried)
+        self._pace = Pace(_WRITE_BYTES_S, self._hurried, no_reads)
         self._paused_until_s = 0.0  # time.monotonic() before which nothing is written, since the disk has failed
         self._queue: queue.SimpleQueue[NewPlace | _Forget | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._write_all, name="prefix-writer", daemon=True)

@@ -74,6 +74,7 @@ class Traffic:
     def __init__(self, folder: Path) -> None:
         self._store: PrefixStore = store_of(StoreOptions(folder, 1 << 50), "traffic", lambda: None)
         self._store.open()
+        self._store.spare_rows(decoding=True)
         content = Random(0).randbytes(TENSOR_BYTES)
         self._tensors = tuple(Tensor("U8", (TENSOR_BYTES,), content) for _ in range(TENSORS))
         self._written = 0  # places

@@ -214,17 +214,22 @@ def test_other_rows_decode_while_a_prefix_is_read(tmp_path: Path, monkeypatch: p
     first.close()
     again = Worker("llama", tmp_path)
     held = threading.Event()
-    read = again.engine._caches.prefix._durable._tier._store._reader._read_place  # type: ignore[union-attr]
+    reader = again.engine._caches.prefix._durable._tier._store._reader  # type: ignore[union-attr]
+    read = reader._read_place
 
     def slow(*arguments: Any) -> Any:
         assert held.wait(20)
         return read(*arguments)
 
-    monkeypatch.setattr(again.engine._caches.prefix._durable._tier._store._reader, "_read_place", slow)  # type: ignore[union-attr]
+    monkeypatch.setattr(reader, "_read_place", slow)
     again.add("late", DOCUMENT, max_tokens=ANSWER)
     again.add("short", prompt(9, 3), max_tokens=ANSWER)
+    while not again.generated["short"]:
+        again.step()
+    assert not reader._alone.is_set()  # it reads slowly
     while "short" not in again.ended:
         again.step()
+    assert reader._alone.is_set()
     assert not again.generated["late"]
     for _ in range(3):
         again.step()
@@ -243,7 +248,7 @@ def test_an_array_is_filled_and_read_on_another_thread() -> None:
     filled = list[mx.array]()
 
     def fill() -> None:
-        array = _allocate(6)
+        array = _allocate(6)()
         memoryview(array).cast("B")[:] = bytes(range(6))  # type: ignore[arg-type]
         filled.append(array)
         clear_streams()

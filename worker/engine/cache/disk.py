@@ -94,6 +94,10 @@ class DiskTier:
         """Start to read files, or return the reading of the same files that is under way."""
         return self._store.read(chain)
 
+    def spare_rows(self, *, decoding: bool) -> None:
+        """Read slowly from now on if rows decode, and fast if none does."""
+        self._store.spare_rows(decoding=decoding)
+
     def give_up(self, reading: Reading, waited_s: float) -> None:
         """Record that a reading took too long: until the reader has ended it, no prefix is found."""
         self._store.give_up(reading, waited_s)
@@ -173,9 +177,15 @@ def store_of(options: StoreOptions, fingerprint: str, wake: Callable[[], None]) 
     return PrefixStore(options, fingerprint, allocate=_allocate, on_read=wake, on_end=clear_streams)
 
 
-def _allocate(nbytes: int) -> mx.array:
-    """Return an array to write into. Called on the reader's thread. An array of another library's memory would be made
-    with Python's lock held while all of it is touched for the first time, which delays the engine's thread."""
+def _allocate(nbytes: int) -> Callable[[], mx.array]:
+    """Start to make an array to write into, and return a function that waits for it. Called on the reader's thread.
+    Without `mx.eval`, or for an array of another library's memory, Python's lock would be held while all of the memory
+    is touched for the first time, which delays the engine's thread."""
     array = mx.zeros(nbytes, mx.uint8, stream=mx.cpu)
-    mx.eval(array)
-    return array
+    mx.async_eval(array)
+
+    def allocated() -> mx.array:
+        mx.eval(array)
+        return array
+
+    return allocated
