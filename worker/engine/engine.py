@@ -28,7 +28,7 @@ from worker.schedule.admission_plan import AdmissionPlan
 from worker.schedule.budget import GapLimit
 from worker.schedule.cache.disk import NotStored, StoreResult
 from worker.schedule.memory import MAX_ROWS, NO_IMAGES
-from worker.schedule.outcomes import Outcome, Refused, RowFailed, Sampled, Speculated, frees_memory
+from worker.schedule.outcomes import Outcome, Refused, RowFailed, Sampled, frees_memory
 from worker.schedule.plan import Chunk, Forward
 from worker.schedule.report import DraftUse, PrefixUse, StepReport
 from worker.schedule.request import GenerationRequest
@@ -159,7 +159,7 @@ class Engine:
             reserved=self._admission.reserved_bytes,
             memory=memory,
             prefix=prefix,
-            drafts=DraftUse.of([each for each in outcomes if isinstance(each, Speculated)]),
+            drafts=DraftUse.of(outcomes),
         )
 
     def _rows_in_memory(self) -> tuple[list[list[int]], int]:
@@ -248,7 +248,7 @@ class Engine:
                 yield from self._end_row(step_token, at)
                 continue
             row.deliver(token)
-            yield Sampled(row.id, token, None, logprobs, at, accepted)
+            yield Sampled(row.request.id, token, None, logprobs, at, accepted)
         self._active.sweep()
         for row in failed:
             yield self._active.fail(row.id)

@@ -13,29 +13,40 @@ class LeastSquares:
         self._prior = prior
         self._squares = [[0.0] * len(prior) for _ in prior]
         self._products = [0.0] * len(prior)
+        self._costs: list[float] | None = None  # by the measurements so far; None: not computed yet
 
     def observe(self, amounts: Sequence[float], seconds: float) -> None:
         """Record a measurement: `amounts` together took `seconds`. Amounts should have similar magnitude, near 1."""
+        self._costs = None
         for i, a in enumerate(amounts):
             self._products[i] = self._products[i] * _DECAY + a * seconds
             self._squares[i] = [earlier * _DECAY + a * b for earlier, b in zip(self._squares[i], amounts, strict=True)]
 
     def costs(self) -> list[float]:
         """Return the estimated seconds for one unit of each amount, at least 0."""
-        squares = [list(line) for line in self._squares]
-        for i, weight in enumerate(self._prior):
-            squares[i][i] += weight
-        return [max(0.0, cost) for cost in _solve(squares, self._products)]
+        if self._costs is None:
+            rows = [[*line, product] for line, product in zip(self._squares, self._products, strict=True)]
+            for i, weight in enumerate(self._prior):
+                rows[i][i] += weight
+            self._costs = [max(0.0, cost) for cost in _solve(rows)]
+        return [*self._costs]
 
 
-def _solve(squares: list[list[float]], products: list[float]) -> list[float]:
-    """Solve by Gauss-Jordan elimination with partial pivoting. `squares` is positive definite, so no pivot is 0."""
-    rows = [[*line, product] for line, product in zip(squares, products, strict=True)]
-    for k in range(len(rows)):
-        pivot = max(range(k, len(rows)), key=lambda i: abs(rows[i][k]))
-        rows[k], rows[pivot] = rows[pivot], rows[k]
-        for i in range(len(rows)):
-            if i != k:
-                factor = rows[i][k] / rows[k][k]
-                rows[i] = [a - factor * b for a, b in zip(rows[i], rows[k], strict=True)]
-    return [row[-1] / row[k] for k, row in enumerate(rows)]
+def _solve(rows: list[list[float]]) -> list[float]:
+    """Solve a system whose matrix is symmetric and positive definite, so that Gauss's elimination needs no pivoting.
+    `rows`: each with its right side; they are changed. Runs in every step, so its loops are plain."""
+    count = len(rows)
+    for k, pivot in enumerate(rows):
+        for i in range(k + 1, count):
+            row = rows[i]
+            factor = row[k] / pivot[k]
+            for j in range(k + 1, count + 1):
+                row[j] -= factor * pivot[j]
+    solved = [0.0] * count
+    for k in range(count - 1, -1, -1):
+        row = rows[k]
+        value = row[count]
+        for j in range(k + 1, count):
+            value -= row[j] * solved[j]
+        solved[k] = value / row[k]
+    return solved

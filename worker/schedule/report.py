@@ -1,6 +1,6 @@
 """Report of an engine step, from the engine thread to the event loop."""
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from worker.schedule.outcomes import Outcome, Speculated
@@ -25,8 +25,11 @@ class DraftUse:
     accepted_at: tuple[int, ...] = ()  # accepted tokens by their position in the draft
 
     @classmethod
-    def of(cls, verified: Collection[Speculated]) -> "DraftUse":
-        """Count the drafts of a step."""
+    def of(cls, outcomes: Iterable[Outcome]) -> "DraftUse":
+        """Count the drafts among the outcomes of a step."""
+        verified = [each for each in outcomes if isinstance(each, Speculated)]
+        if not verified:
+            return _NO_DRAFTS
         longest = max((draft.accepted for draft in verified), default=0)
         accepted_at = tuple(sum(place < draft.accepted for draft in verified) for place in range(longest))
         return cls(len(verified), sum(draft.proposed for draft in verified), accepted_at)
@@ -35,6 +38,9 @@ class DraftUse:
     def accepted(self) -> int:
         """Number of accepted tokens."""
         return sum(self.accepted_at)
+
+
+_NO_DRAFTS = DraftUse()
 
 
 @dataclass(frozen=True, slots=True)

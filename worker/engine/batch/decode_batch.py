@@ -78,6 +78,21 @@ class DecodeBatch:
         return [row.length for row in self.rows]
 
     @property
+    def started(self) -> bool:
+        """True if the answer of a row has begun."""
+        return any(row.started for row in self.rows)
+
+    @property
+    def starting(self) -> bool:
+        """True if the running step draws the first token of an answer."""
+        return not all(row.answer for row in self.rows)
+
+    @property
+    def ending(self) -> bool:
+        """True if each row has drawn the last token of its answer, which is not delivered yet."""
+        return all(row.ending for row in self.rows)
+
+    @property
     def nbytes(self) -> int:
         """Allocated bytes of the cache, spare room included."""
         return slots.bytes_of(self._cache)

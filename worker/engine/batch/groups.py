@@ -48,7 +48,7 @@ class Groups:
         self._filled_at = 0.0  # the time at which the first of the rows joined
 
     def __len__(self) -> int:
-        return sum(len(group.rows) for group in self._groups)
+        return sum([len(group.rows) for group in self._groups])
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         """Yield (group number, row) for each row."""
@@ -62,17 +62,17 @@ class Groups:
     @property
     def started(self) -> bool:
         """True if a row's answer has begun: a pause would be noticed."""
-        return any(row.started for _, row in self)
+        return any(group.started for group in self._groups)
 
     @property
     def starting(self) -> bool:
         """True if the running step draws the first token of an answer."""
-        return any(not row.answer for _, row in self)
+        return any(group.starting for group in self._groups)
 
     @property
     def ending(self) -> bool:
         """True if there are rows, and each has drawn the last token of its answer: no step is left to launch."""
-        return len(self) > 0 and all(row.ending for _, row in self)
+        return bool(self._groups) and all(group.ending for group in self._groups)
 
     @property
     def joined_s(self) -> float:
@@ -102,7 +102,8 @@ class Groups:
                 with self._isolate(group, "the launch of a decode step"):
                     group.launch()
         launched = [group for group in self._groups if group not in drafted]
-        tokens, plain = self._verify(drafted, running=bool(launched))
+        self.verifications.begin_step()
+        tokens, plain = self._verify(drafted, running=bool(launched)) if drafted else ([], [])
         tokens += self._collect(DecodeBatch.collect, launched + plain)
         # A row whose drafts may be the cause is recomputed, and takes none then.
         failed = self._failed_alone([group for group in groups if group not in drafted])
@@ -113,7 +114,6 @@ class Groups:
     def _verify(self, drafted: Sequence[DecodeBatch], *, running: bool) -> tuple[list[StepToken], list[DecodeBatch]]:
         """Verify drafts in these groups, and return the tokens to deliver and the groups that have launched a plain
         step instead, if no draft is worthwhile. `running`: other groups have launched a step."""
-        self.verifications.begin_step()
         tokens, plain = list[StepToken](), list[DecodeBatch]()
         for group in drafted:
             with self._isolate(group, "the verification of drafts"):
@@ -125,8 +125,7 @@ class Groups:
                 if verified is None:
                     group.launch()
                     plain, running = [*plain, group], True
-        if drafted:
-            self._stopwatch.invalidate() if running else self._stopwatch.verified()
+        self._stopwatch.invalidate() if running else self._stopwatch.verified()
         return tokens, plain
 
     def collect_drawn(self) -> tuple[list[StepToken], list[Row]]:
@@ -146,6 +145,8 @@ class Groups:
 
     def _failed_alone(self, before: Sequence[DecodeBatch]) -> list[Row]:
         """Return the rows that failed alone, which are lost no longer. `before`: the groups before the failures."""
+        if not self._lost:
+            return []
         alone = [group.rows[0] for group in before if group not in self._groups and len(group.rows) == 1]
         for row in alone:
             del self._lost[row]
@@ -154,6 +155,8 @@ class Groups:
     def pop_lost(self) -> list[Row]:
         """Return the rows that have lost their caches since the last call. They are in no group, and can only be
         recomputed; rows that were removed meanwhile may be among them."""
+        if not self._lost:  # in nearly every part of a step
+            return []
         lost, self._lost = [*self._lost], {}
         return lost
 
