@@ -414,6 +414,22 @@ def test_leaving_copies_one_row() -> None:
     assert more_memory(leave) < bytes_of(batch) / 8
 
 
+def test_copies_of_leaving_rows_take_no_more_than_the_buffers_of_a_layer() -> None:
+    batch = filled(24, 200, spare=0)
+    numbers = mx.arange(24, dtype=mx.float32)[:, None, None, None] * mx.ones((24, 2, 1, 64))
+    for layer in batch:
+        layer.update_and_fetch(numbers, numbers)
+    materialize(batch)
+    order = compact_order(24, set(range(11)))
+
+    def leave() -> None:
+        select_rows(batch, order)
+        materialize(batch)
+
+    assert more_memory(leave) < 1.1 * bytes_of(batch) / 4
+    assert [layer.keys_and_values()[1][:, 1, 200, 3].tolist() for layer in batch] == [order] * 4
+
+
 def test_step_writes_into_existing_buffers() -> None:
     batch = filled(24, 200, spare=0)
 

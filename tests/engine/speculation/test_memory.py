@@ -15,8 +15,10 @@ from tests.engine.tiny import CONFIGS, FAMILIES, build, model_of, prompt
 from tests.engine.tiny import model as tiny_model
 from worker.engine.correction import Calibration
 from worker.engine.model.calibration import calibrated
+from worker.engine.model.drafter import added
 from worker.engine.model.head import with_head_costs
 from worker.engine.model.load import Model
+from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.head_drafts import Head
 from worker.engine.speculation.head_proposer import HeadProposer
 from worker.engine.speculation.layouts import layout_of
@@ -131,8 +133,21 @@ def with_wide_head() -> tuple[Model, Speculator]:
     return model, Speculator(head=HeadProposer(head), max_draft=7, recurrence=recurrence)
 
 
+def with_wide_drafter() -> tuple[Model, Speculator]:
+    """Return a small model with a draft model of many layers of keys and values."""
+    config, wide = CONFIGS["qwen3"], {**LARGE["keys"], "num_hidden_layers": 8}
+    network, drafting_network = build(config), build(wide)
+    model, drafter = model_of(network, config), model_of(drafting_network, wide)
+    model = replace(model, costs=calibrated(model.costs, network, model.context))
+    costs = calibrated(drafter.costs, drafting_network, drafter.context)
+    model = added(model, drafting_network, costs, drafter.drafting, wide)
+    assert model.drafter is not None
+    recurrence = model.drafting.recurrence(network)
+    return model, Speculator(draft=DraftModelProposer(model.drafter), max_draft=7, recurrence=recurrence)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [with_wide_head])
+@pytest.mark.parametrize("make", [with_wide_head, with_wide_drafter])
 def test_memory_of_networks_that_draft_stays_within_what_is_reserved(
     make: Callable[[], tuple[Model, Speculator]], steps: list[float]
 ) -> None:

@@ -129,13 +129,29 @@ def step_growth(batch: Sequence[Any]) -> int:
 
 
 def select_rows(batch: Sequence[Any], order: Sequence[int]) -> None:
-    """Keep row `order[i]` as row i, and drop the others. Blocks until the rows that change their slot are copied."""
-    batch_layers = list(layers(batch))
-    moved = [layer.moved(order) for layer in batch_layers]
-    mx.eval(moved)
-    for layer, rows in zip(batch_layers, moved, strict=True):
-        layer.filter(order, rows)
+    """Keep row `order[i]` as row i, and drop the others. Blocks until the rows that change their slot are copied. At no
+    time do the copies take more memory than the buffers of the largest layer, as when these grow. If it raises, the
+    batch must not be used any more."""
+    moving = list[tuple[Any, list[mx.array]]]()
+    copied, most = 0, max((layer.nbytes for layer in layers(batch)), default=0)
+    for layer in layers(batch):
+        moved = layer.moved(order)
+        nbytes = sum(rows.nbytes for rows in moved)
+        if moving and copied + nbytes > most:
+            _move(moving, order)
+            mx.eval([each.state for each, _ in moving])  # frees the copies
+            moving, copied = [], 0
+        moving.append((layer, moved))
+        copied += nbytes
+    _move(moving, order)
     _share_rows(batch)
+
+
+def _move(moving: Sequence[tuple[Any, list[mx.array]]], order: Sequence[int]) -> None:
+    """Let each of these layers keep the rows of `order`. Blocks until `moving`, their copies, are computed."""
+    mx.eval([moved for _, moved in moving])
+    for layer, moved in moving:
+        layer.filter(order, moved)
 
 
 def _share_rows(batch: Sequence[Any]) -> None:
