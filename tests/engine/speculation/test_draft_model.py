@@ -9,8 +9,9 @@ from mlx_lm.generate import generate_step
 
 from tests.engine.speculation.oracle import recurrence_of
 from tests.engine.tiny import model, network, prompt
-from worker.engine.speculation.draft_model import _CATCH_UP, DraftModelProposer, DraftNetwork, DraftRows
+from worker.engine.speculation.draft_model import DraftModelProposer, DraftNetwork, DraftRows
 from worker.schedule.request import GenerationRequest
+from worker.schedule.speculation.reading import MOST_READ, ReadingCosts
 
 FAMILIES = ["qwen3", "qwen3_5", "gemma3", "falcon_h1", "jamba", "mamba2"]
 DEPTH = 4
@@ -39,6 +40,19 @@ def test_drafts_are_those_of_the_draft_alone_while_rows_join_and_leave(family: s
             lengths |= {"c": 14, "d": 3}
         if step == 3:
             del lengths["a"]
+
+
+def test_a_row_that_leaves_moves_one_other() -> None:
+    draft, texts = DraftRows(draft_of("qwen3")), {name: prompt(80, seed) for seed, name in enumerate("abcdefgh", 1)}
+    draft.draft({name: text[:60] for name, text in texts.items()}, DEPTH)
+    held = draft.nbytes
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    draft.drop("a")
+    assert mx.get_peak_memory() - before < held / 4
+    rows = {name: text[:62] for name, text in texts.items() if name != "a"}
+    assert draft.draft(rows, DEPTH) == {id: expected("qwen3", tokens) for id, tokens in rows.items()}
 
 
 def test_a_row_with_many_new_tokens_is_drafted_again_after_it_has_caught_up() -> None:
@@ -77,11 +91,41 @@ def test_a_row_that_waits_for_another_to_catch_up_goes_on_by_some_tokens() -> No
 
 
 def test_a_long_prompt_is_computed_in_several_steps() -> None:
-    draft, text = DraftRows(draft_of("qwen3")), prompt(3 * _CATCH_UP, 1)
+    draft, text = DraftRows(draft_of("qwen3")), prompt(3 * MOST_READ, 1)
     steps = 0
     while not (drafts := draft.draft({"a": text}, DEPTH)):
         steps += 1
     assert (steps, drafts["a"]) == (2, expected("qwen3", text))
+
+
+class Slow(ReadingCosts):
+    """Reading that leaves time for a few tokens in each second."""
+
+    def __init__(self) -> None:
+        self.read = list[int]()
+        self.limits = list[float]()
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        self.read.append(tokens)
+
+    def tokens_within(self, seconds: float) -> int:
+        self.limits.append(seconds)
+        return 20 - sum(self.read)
+
+
+def test_rows_are_read_as_far_as_there_is_time_in_a_step() -> None:
+    costs, texts = Slow(), {name: prompt(40, seed) for seed, name in enumerate("ab", 1)}
+    draft = DraftRows(draft_of("qwen3_5"), costs)
+    read = list[list[int]]()
+    for step in range(4):
+        rows = {id: text[: 30 + step] for id, text in texts.items()}
+        drafts = draft.draft(rows, DEPTH, read_s=1.0)
+        assert drafts == {id: expected("qwen3_5", rows[id]) for id in drafts}
+        read.append([*costs.read])
+        costs.read.clear()
+    assert read == [[20], [10, 10], [20], [2]]
+    assert drafts.keys() == rows.keys()
+    assert 0 < min(costs.limits) < max(costs.limits) <= 1.0
 
 
 def test_a_row_beyond_the_draft_s_context_is_not_drafted() -> None:

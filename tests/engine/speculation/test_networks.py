@@ -1,6 +1,7 @@
 """A network drafts where that is expected to pay: by how often it is right, and by what it takes."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import pytest
@@ -36,14 +37,16 @@ class Input:
 
 
 class Recorder(DraftModelProposer):
-    """Records the depths that it is asked for."""
+    """Records the depths that it is asked for, and the time that it may take to read prompts."""
 
     def __init__(self) -> None:
         super().__init__(draft_of("qwen3"), DEPTH)
         self.depths = list[int | None]()
+        self.read_s = list[float]()
 
-    def prepare(self, batch: Any, rows: Any, depth: int | None = None) -> bool:
+    def prepare(self, batch: Any, rows: Any, depth: int | None = None, read_s: float = inf) -> bool:
         self.depths.append(depth)
+        self.read_s.append(read_s)
         self.hold("a", len(rows[0].answer), (1,) * (depth or DEPTH))
         return True
 
@@ -71,13 +74,13 @@ class Step:
         for _ in range(3):
             self.speculator._networks._drafting[DRAFT].observe(1, depth, plain_steps)
 
-    def is_worthwhile(self) -> bool:
-        return self.speculator.is_worthwhile([self.row])
+    def is_worthwhile(self, more_s: float = inf) -> bool:
+        return self.speculator.is_worthwhile([self.row], more_s=more_s)
 
-    def depth(self) -> int | None:
+    def depth(self, more_s: float = inf) -> int | None:
         """Return the tokens that the network drafts; None: it does not."""
         before = len(self.network.depths)
-        self.speculator.prepare(self.batch, [Input(self.row)], None)
+        self.speculator.prepare(self.batch, [Input(self.row)], None, more_s)
         return self.network.depths[-1] if len(self.network.depths) > before else None
 
     def drafts(self) -> list[tuple[int, ...] | None]:
@@ -124,6 +127,21 @@ def test_a_network_that_did_not_pay_is_tried_now_and_then_and_not_verified() -> 
     assert step.depth() == DEPTH
     assert step.drafts() == [()]
     assert step.depth() is None, "one trial is one draft"
+
+
+@pytest.mark.parametrize(("more_s", "depth"), [(2.5, 4), (1.2, 2), (0.4, None)])
+def test_a_trial_takes_no_more_time_than_the_step_has(more_s: float, depth: int | None) -> None:
+    step = Step(acceptance=0.0)
+    step.drafting_takes(2.0)
+    assert any(step.is_worthwhile(more_s) for _ in range(_TRIAL_EVERY))
+    assert step.depth(more_s) == depth
+
+
+def test_prompts_are_read_in_the_time_that_drafts_leave_of_the_step() -> None:
+    step = Step(acceptance=1.0)
+    step.drafting_takes(0.4)
+    assert step.depth(more_s=2.0) == DEPTH
+    assert step.network.read_s == [pytest.approx(1.6)]
 
 
 def test_a_network_is_not_tried_if_it_could_not_pay_either() -> None:

@@ -1,7 +1,9 @@
 """Offers drafts of a small model with the vocabulary of the served one, computed for all rows of a batch at once."""
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, cast, overload
 from weakref import WeakKeyDictionary
 
@@ -15,13 +17,13 @@ from worker.engine.cache.slot_arrays import SlotArraysCache
 from worker.engine.cache.verification import verification
 from worker.engine.speculation.network_proposer import NetworkProposer
 from worker.engine.upstream.mlx_lm import make_prompt_cache
-from worker.schedule.memory import UNLIMITED_TOKENS
+from worker.schedule.memory import CHUNK, UNLIMITED_TOKENS
 from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
+from worker.schedule.speculation.reading import MOST_READ, ReadingCosts
 
 DRAFT = "draft"
 DEPTH = 4  # tokens of a draft
 _WIDEST = 1 + MAX_DRAFT  # tokens of a row in one forward of the batch
-_CATCH_UP = 256  # tokens outside the batch that one step computes, so that a long prompt delays no step
 _PRIOR = 0.7
 # Tokens of a prompt that are read for each token of the answer that is still to come: a draft model reads a token in a
 # small part of the time of a decode step.
@@ -59,8 +61,10 @@ class DraftRows:
 
     At most one row at a time is outside the batch, so that no more memory than that of a further row is needed."""
 
-    def __init__(self, draft: DraftNetwork) -> None:
+    def __init__(self, draft: DraftNetwork, reading: ReadingCosts | None = None) -> None:
+        """`reading`: what it costs to compute tokens outside the batch, learned by all batches."""
         self._draft = draft
+        self._reading = reading or ReadingCosts()
         self._cache: list[Any] = []
         self._fed: dict[str, int] = {}  # tokens in the cache, by row in the order of the slots
         self._behind: dict[str, _CatchingUp] = {}  # the row outside the batch
@@ -77,15 +81,21 @@ class DraftRows:
         return tokens - (behind.fed if behind else self._fed.get(id, 0))
 
     def draft(
-        self, rows: Mapping[str, Sequence[int]], depth: int, ends: Mapping[str, int] | None = None
+        self,
+        rows: Mapping[str, Sequence[int]],
+        depth: int,
+        ends: Mapping[str, int] | None = None,
+        read_s: float = inf,
     ) -> dict[str, tuple[int, ...]]:
         """Return `depth` tokens after each row, of those whose tokens are all computed. Blocks. `rows`: all tokens of
         each row of the batch, by its id. If one has no new token since the last call, there are no drafts. `ends`: the
-        most tokens that each will have."""
+        most tokens that each will have. `read_s`: most seconds to compute tokens outside the batch."""
         self.caught_up = 0
         self.keep(rows.keys())
-        self._catch_up({id: tokens for id, tokens in rows.items() if len(tokens) + depth <= self._draft.context}, ends)
-        new = {id: rows[id][fed : fed + _WIDEST] for id, fed in self._fed.items()}
+        fitting = {id: tokens for id, tokens in rows.items() if len(tokens) + depth <= self._draft.context}
+        self._catch_up(fitting, ends, read_s)
+        widest = min(_WIDEST, max(1, CHUNK // max(1, len(self._fed))))  # memory is reserved for `CHUNK` tokens
+        new = {id: rows[id][fed : fed + widest] for id, fed in self._fed.items()}
         if not all(new.values()) or not new:  # each row of a forward keeps at least one token
             return {}
         drafts = self._drafted([*new.values()], depth)
@@ -103,24 +113,37 @@ class DraftRows:
         self.keep((self._fed.keys() | self._behind.keys()) - {id})
 
     def _select(self, ids: Collection[str]) -> None:
-        order = [index for index, id in enumerate(self._fed) if id in ids]
-        if len(order) < len(self._fed):
+        before = [*self._fed]
+        leaving = {index for index, id in enumerate(before) if id not in ids}
+        if leaving:
+            order = slots.compact_order(len(before), leaving)
             slots.select_rows(self._cache, order)
-            self._fed = {id: fed for id, fed in self._fed.items() if id in ids}
+            slots.materialize(self._cache)  # frees the copies of rows that were moved
+            self._fed = {before[index]: self._fed[before[index]] for index in order}
 
-    def _catch_up(self, rows: Mapping[str, Sequence[int]], ends: Mapping[str, int] | None) -> None:
+    def _catch_up(self, rows: Mapping[str, Sequence[int]], ends: Mapping[str, int] | None, read_s: float) -> None:
         """Compute tokens of rows outside the batch, one row after the other, and add those that have caught up.
         Blocks."""
         late = [
             id for id, tokens in rows.items() if len(tokens) - self._fed.get(id, 0) > _WIDEST or id not in self._fed
         ]
+        began = time.perf_counter()
         for id in sorted(late, key=lambda id: id not in self._behind):  # the row that is outside already comes first
-            if (self._behind and id not in self._behind) or self.caught_up >= _CATCH_UP:
+            most = min(MOST_READ - self.caught_up, self._reading.tokens_within(read_s - (time.perf_counter() - began)))
+            if (self._behind and id not in self._behind) or most <= 0:
                 return  # until the row that is outside has caught up
             row = self._taken_out(id)
-            self.caught_up += row.advance(self._draft.network, rows[id], _CATCH_UP - self.caught_up)
+            self.caught_up += self._read(row, rows[id], most)
             if row.fed == len(rows[id]) - 1 > 0:
                 self._join(id, ends[id] + MAX_DRAFT if ends else UNLIMITED_TOKENS)
+
+    def _read(self, row: _CatchingUp, tokens: Sequence[int], most: int) -> int:
+        """Compute up to `most` tokens of a row outside the batch, and return their number. Blocks."""
+        began = time.perf_counter()
+        computed = row.advance(self._draft.network, tokens, most)
+        if computed:
+            self._reading.observe(computed, time.perf_counter() - began)
+        return computed
 
     def _taken_out(self, id: str) -> _CatchingUp:
         """Return a row that is not in the batch from now on."""
@@ -197,6 +220,7 @@ class DraftModelProposer(NetworkProposer):
         """`depth`: most tokens of a draft."""
         super().__init__(DRAFT, [_PRIOR] * depth)
         self._draft = draft
+        self._reading = ReadingCosts()
         self._batches = WeakKeyDictionary[Any, DraftRows]()
         self._fed: dict[str, int] = {}  # by row: its first tokens that are computed
 
@@ -210,15 +234,17 @@ class DraftModelProposer(NetworkProposer):
         own = self._batches.get(batch)
         return own.nbytes if own else 0
 
-    def prepare(self, batch: Any, rows: Sequence[DraftedRow], depth: int | None = None) -> bool:
+    def prepare(
+        self, batch: Any, rows: Sequence[DraftedRow], depth: int | None = None, read_s: float = inf
+    ) -> bool:
         """Compute drafts for the rows of a batch. Returns False if there are none, or if prompts were computed too,
         since the time is then not that of drafts. Blocks. `rows`: with their next inputs as a part of the answer.
-        `depth`: tokens of the drafts; None: the most."""
-        own = self._batches.setdefault(batch, DraftRows(self._draft))
+        `depth`: tokens of the drafts; None: the most. `read_s`: most seconds to compute prompts."""
+        own = self._batches.setdefault(batch, DraftRows(self._draft, self._reading))
         read = [row for row in rows if self._is_read(row)]
         tokens = {row.id: _RowTokens(row.request.prompt, row.answer) for row in read}
         ends = {row.id: len(row.request.prompt) + row.request.max_tokens for row in read}
-        drafts = own.draft(tokens, min(depth or self.depth, self.depth), ends)
+        drafts = own.draft(tokens, min(depth or self.depth, self.depth), ends, read_s)
         for row in rows:
             self._fed.pop(row.id, None)
         for row in read:

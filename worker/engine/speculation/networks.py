@@ -118,12 +118,26 @@ class Networks:
         network = plan.network if plan else trying
         if network is None:
             return None
-        depth = min(plan.width - 1 if plan else network.depth, network.depth)
+        depth = min(plan.width - 1, network.depth) if plan else self._affordable_depth(network, len(inputs), more_s)
+        if depth == 0:
+            return None
         if isinstance(network, HeadProposer):
             drafted = network.prepare(batch, [_head_input(each) for each in inputs], fed, depth)
         else:
-            drafted = network.prepare(batch, [view(each) for each in inputs], depth)
+            read_s = more_s - self._drafting_s(network, len(inputs), depth)
+            drafted = network.prepare(batch, [view(each) for each in inputs], depth, read_s)
         return Drafting(network.kind, len(inputs), depth) if drafted else None
+
+    def _affordable_depth(self, network: Network, rows: int, more_s: float) -> int:
+        """Return the most tokens that the network drafts within `more_s` seconds; 0 if it drafts none."""
+        depths = range(network.depth, 0, -1)
+        return next((depth for depth in depths if self._drafting_s(network, rows, depth) <= more_s), 0)
+
+    def _drafting_s(self, network: Network, rows: int, depth: int) -> float:
+        """Return the expected seconds of a draft; 0 before any forward was measured."""
+        if not self._costs.measured:
+            return 0.0
+        return self._drafting[network.kind].plain_steps(rows, depth) * self._costs.seconds(rows, 1)
 
     def observe(self, drafting: Drafting, plain_steps: float) -> None:
         """Record how long a draft has taken, in plain steps of as many rows."""
