@@ -41,10 +41,14 @@ class Compiler:
         long."""
         return await self._pool.run(lane, lambda check: work(*given), tenant)
 
-    async def compile(self, lane: Lane, tenant: str, vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-        """Return a new matcher, for one row: copies of a matcher share its lexer and its errors. Raises
+    async def compile(
+        self, lane: Lane, tenant: str, vocabulary: LLTokenizer, grammar: str, *, drafts: bool
+    ) -> tuple[LLMatcher, LLMatcher | None]:
+        """Return new matchers for one row: of its answer and, if `drafts`, of its drafts. Raises
         `sandbox.Uncompilable`."""
-        return await self.run(lane, tenant, sandbox.compile_grammar, vocabulary, grammar)
+        if drafts:
+            return await self.run(lane, tenant, sandbox.compile_twice, vocabulary, grammar)
+        return await self.run(lane, tenant, sandbox.compile_grammar, vocabulary, grammar), None
 
     async def verdict(self, lane: Lane, tenant: str, question: bytes) -> Verdict:
         """Return the verdict of a child process on a question of `attempt`. Recent verdicts are cached, and returned

@@ -19,6 +19,7 @@ from worker.text.grammar.constraint import constraint_of, is_quick, markup_of
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.lark import param_of
 from worker.text.grammar.llg_tokenizer import NAME_BEGINS, without_added_tokens
+from worker.text.grammar.reader import AllDraftsTime
 from worker.text.grammar.reasoning import ReasoningMask, ReasoningState
 from worker.text.grammar.row_grammar import RowGrammar
 from worker.text.grammar.sandbox import Uncompilable
@@ -47,6 +48,7 @@ class GrammarStates:
         self._markup, self._compiler = markup_of(tokenizer, model_format), Compiler()
         self._grammars = Grammars(self._markup)
         self._reasoning_mask = _reasoning_mask(tokenizer, vocabulary, model_format, self._count)
+        self._drafts_time = AllDraftsTime()
 
     async def create(
         self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive", *, drafts: bool = False
@@ -72,10 +74,12 @@ class GrammarStates:
         run = partial(self._compiler.run, lane, tenant)
         begun = await run(self._begun, self._tokenizer, request, prompt)
         reasoning = None if begun else self._reasoning_state(prompt)
-        compiled = partial(self._matcher, self._tokenizer, constraint, reasoning is not None, lane, tenant)
-        matcher = await compiled()
-        ahead = await compiled() if drafts else None
-        state = await run(partial(RowGrammar, matcher, self._ends, reasoning, begun, drafts=ahead))
+        reasoned = reasoning is not None
+        matcher, ahead = await self._matchers(self._tokenizer, constraint, reasoned, lane, tenant, drafts=drafts)
+        drafts_time = self._drafts_time
+        state = await run(
+            partial(RowGrammar, matcher, self._ends, reasoning, begun, drafts=ahead, drafts_time=drafts_time)
+        )
         if state.error:
             raise JobFailure(
                 "invalid_request",
@@ -98,15 +102,22 @@ class GrammarStates:
         header = self._encode(ANSWER_BEGINS) if model_format.harmony else []
         return [*header, *_as_text(vocabulary, text)]
 
-    async def _matcher(
-        self, vocabulary: LLTokenizer, constraint: OutputConstraint, reasoned: bool, lane: Lane, tenant: str
-    ) -> LLMatcher:
+    async def _matchers(
+        self,
+        vocabulary: LLTokenizer,
+        constraint: OutputConstraint,
+        reasoned: bool,
+        lane: Lane,
+        tenant: str,
+        *,
+        drafts: bool,
+    ) -> tuple[LLMatcher, LLMatcher | None]:
         quick = is_quick(constraint)
         compile_in_child = partial(self._compile_in_child, constraint, reasoned, lane, tenant)
         written = partial(self._grammars.grammar, constraint, reasoned=reasoned)
         grammar = await (self._compiler.run(lane, tenant, written) if quick else compile_in_child())
         try:
-            return await self._compiler.compile(lane, tenant, vocabulary, grammar)
+            return await self._compiler.compile(lane, tenant, vocabulary, grammar, drafts=drafts)
         except Uncompilable as error:
             if quick:
                 await compile_in_child()  # raises an error that names the cause

@@ -4,6 +4,7 @@ A matcher's lexer keeps a state for each beginning of a word that it has tried, 
 share it. So drafts must not use the matcher of the answer: their states would end the answer sooner."""
 
 import copy
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
@@ -21,6 +22,10 @@ _FORCED = 256  # tokens that are forced and known at once
 # a millisecond.
 _PER_TOKEN_S = 0.000_25
 _AT_ONCE_S = 0.002  # that may be saved up
+# Share of all time that drafts of all rows may take together, and the seconds of it that may be saved up: many rows may
+# draft in the same step.
+_SHARE = 0.25
+_ALL_AT_ONCE_S = 0.01
 
 
 class GrammarReader:
@@ -125,15 +130,38 @@ class GrammarReader:
         self._matcher.consume_token(token)
 
 
+class AllDraftsTime:
+    """Time of the engine's thread that the drafts of all rows may take together: a share of the time that passes. For
+    the engine's thread."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """`now`: seconds that have passed."""
+        self._now = now
+        self._left_s = _ALL_AT_ONCE_S
+        self._filled_at = now()
+
+    @property
+    def left(self) -> bool:
+        """True if there is time for a draft."""
+        now = self._now()
+        self._left_s = min(self._left_s + (now - self._filled_at) * _SHARE, _ALL_AT_ONCE_S)
+        self._filled_at = now
+        return self._left_s > 0
+
+    def take(self, seconds: float) -> None:
+        """Record that a draft has taken so long."""
+        self._left_s -= seconds
+
+
 class DraftTime:
     """Time of the engine's thread that one row may take for drafts: an amount for each token of its answer, since the
     other rows of the batch wait for it. A context that measures some work. Work that takes longer is not interrupted;
     the row then takes no drafts until its answer has made up for it. So drafts of a schema that is slow to read hardly
     delay the others."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock`: seconds that the thread has computed."""
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], every: AllDraftsTime) -> None:
+        """`clock`: seconds that the thread has computed. `every`: the time of all rows."""
+        self._clock, self._all = clock, every
         self._left_s = _AT_ONCE_S
         self._tokens = 0
         self._began = 0.0
@@ -141,13 +169,15 @@ class DraftTime:
     @property
     def left(self) -> bool:
         """True if there is time for a draft."""
-        return self._left_s > 0
+        return self._left_s > 0 and self._all.left
 
     def __enter__(self) -> None:
         self._began = self._clock()
 
     def __exit__(self, *raised: object) -> None:
-        self._left_s -= self._clock() - self._began
+        taken_s = self._clock() - self._began
+        self._left_s -= taken_s
+        self._all.take(taken_s)
 
     def advance(self, tokens: int) -> None:
         """Add the time for the tokens that the answer has gained. `tokens`: of the answer."""
@@ -159,10 +189,10 @@ class DraftTime:
 class DraftReader:
     """Reads the drafts of one row. Follows its answer."""
 
-    def __init__(self, reader: GrammarReader, clock: Callable[[], float]) -> None:
-        """`reader`: of a matcher that has nothing in common with the answer's. `clock`: see `DraftTime`."""
+    def __init__(self, reader: GrammarReader, time_left: DraftTime) -> None:
+        """`reader`: of a matcher that has nothing in common with the answer's. `time_left`: for its drafts."""
         self._reader = reader
-        self._time = DraftTime(clock)
+        self._time = time_left
         self._unread = list[int]()  # the last tokens of the answer
         self._failed = not reader.reset()
 

@@ -17,13 +17,23 @@ class Uncompilable(ValueError):
     """The grammar cannot be compiled. The message is llguidance's."""
 
 
+def compile_twice(vocabulary: LLTokenizer, grammar: str) -> tuple[LLMatcher, LLMatcher]:
+    """Return `compile_grammar`, and another matcher that has nothing in common with it: copies of a matcher share its
+    lexer and its errors. Raises `Uncompilable`."""
+    return compile_grammar(vocabulary, grammar), _compiled(vocabulary, grammar)
+
+
 def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     """Compile a grammar and try its first tokens. Raises `Uncompilable`."""
-    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
+    matcher = _compiled(vocabulary, grammar)
     _try_tokens(matcher)  # only this detects a schema that nothing satisfies
     if wrong := error_of(matcher):
         raise Uncompilable(wrong)
     return matcher
+
+
+def _compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    return LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
 
 
 def _try_tokens(matcher: LLMatcher) -> None:
