@@ -10,6 +10,7 @@ from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
+from worker.schedule.speculation.reading import MOST_READ, ReadingCosts
 from worker.schedule.speculation.width import ForwardCosts
 
 WRONG = range(10, 250)  # tokens that take the place of right ones
@@ -65,3 +66,10 @@ def any_width(seed: int = 0) -> Callable[..., int]:
 def verify_everything(patch: pytest.MonkeyPatch, seed: int = 0) -> None:
     """Have forwards of any width in place of the ones that pay."""
     patch.setattr(speculator, "choose_width", any_width(seed))
+
+
+class Unhurried(ReadingCosts):
+    """Reading that takes no time, so that tests with a draft model do not depend on the speed of the machine."""
+
+    def tokens_within(self, seconds: float) -> int:
+        return MOST_READ

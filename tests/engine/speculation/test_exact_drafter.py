@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.engine.driver import Run
-from tests.engine.speculation.oracle import recurrence_of, verify_everything
+from tests.engine.speculation.oracle import Unhurried, recurrence_of, verify_everything
 from tests.engine.speculation.scenarios import eventful, joined
 from tests.engine.tiny import model, network, prompt
 from worker.engine.speculation.draft_model import DRAFT, DraftModelProposer, DraftNetwork
@@ -34,7 +34,8 @@ class Counting(DraftModelProposer):
 
 
 def drafted(served: str, drafter: str, drive: Drive) -> tuple[Run, Counting]:
-    proposer = Counting(DraftNetwork(network(drafter), recurrence_of(model(drafter)), 2048))
+    draft = DraftNetwork(network(drafter), recurrence_of(model(drafter)), 2048)
+    proposer = Counting(draft, reading=Unhurried())
     eos_ids = model(served).tokenizer.eos_token_ids
     recurrence = recurrence_of(model(served))
     speculator = Speculator(draft=proposer, max_draft=MAX_DRAFT, recurrence=recurrence, eos_ids=eos_ids)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.driver import ONE_GROUP, Run
-from tests.engine.speculation.oracle import Oracle, speculator_of, verify_everything
+from tests.engine.speculation.oracle import Oracle, Unhurried, speculator_of, verify_everything
 from tests.engine.tiny import CONFIGS, FAMILIES, build, model_of, prompt
 from tests.engine.tiny import model as tiny_model
 from worker.engine.correction import Calibration
@@ -143,7 +143,8 @@ def with_wide_drafter() -> tuple[Model, Speculator]:
     model = added(model, drafting_network, costs, drafter.drafting, wide)
     assert model.drafter is not None
     recurrence = model.drafting.recurrence(network)
-    return model, Speculator(draft=DraftModelProposer(model.drafter), max_draft=7, recurrence=recurrence)
+    proposer = DraftModelProposer(model.drafter, reading=Unhurried())
+    return model, Speculator(draft=proposer, max_draft=7, recurrence=recurrence)
 
 
 @pytest.mark.slow
@@ -156,7 +157,7 @@ def test_memory_of_networks_that_draft_stays_within_what_is_reserved(
     weights = mx.get_active_memory()
     model = replace(model, costs=replace(model.costs, weights_bytes=weights, draft_bytes=0))
     limit = speculator.reserving(model.costs).peak_bytes([[PROMPT + ROWS + ANSWER] * ROWS])
-    run = Run(model, memory=limit, speculator=speculator)
+    run = Run(model, memory=limit, speculator=speculator, step_s=1.0)
     ask(run)
     highest = drafted = 0
     while len(run.engine):

@@ -6,7 +6,7 @@ from tests.schedule.speculation.rows import row
 from tests.text.guided import by, model, request
 from tests.text.structured import Schema
 from worker.schedule.speculation.forced import GrammarProposer
-from worker.text.grammar.reader import _AT_ONCE_S, _PER_TOKEN_S
+from worker.text.grammar.reader import _ALL_AT_ONCE_S, _AT_ONCE_S, _PER_TOKEN_S, _SHARE, AllDraftsTime, DraftTime
 
 LONG = "".join(chr(ord("a") + number % 26) for number in range(3_000))
 KEY: Schema = {"type": "object", "properties": {LONG: {"type": "null"}}, "required": [LONG]}
@@ -69,3 +69,40 @@ def test_tokens_that_are_taken_back_add_no_time() -> None:
         grammar.accept(tokens[0])
         grammar.rollback(1)
     assert not grammar.takes_drafts
+
+
+class Clocks:
+    """Seconds that have passed, and those of them that a thread has computed."""
+
+    def __init__(self) -> None:
+        self.passed = self.computed = 0.0
+
+    def compute(self, row: DraftTime, seconds: float) -> None:
+        with row:
+            self.computed += seconds
+            self.passed += seconds
+
+
+def test_drafts_of_all_rows_together_take_a_share_of_the_time() -> None:
+    clocks, tokens = Clocks(), 0
+    together = AllDraftsTime(lambda: clocks.passed)
+    rows = [DraftTime(lambda: clocks.computed, together) for _ in range(64)]
+    in_a_step = list[float]()
+    for _ in range(50):
+        before, tokens = clocks.computed, tokens + 4
+        for each in rows:
+            each.advance(tokens)
+            if each.left:
+                clocks.compute(each, 0.000_8)
+        in_a_step.append(clocks.computed - before)
+        clocks.passed += 0.02
+    assert max(in_a_step) <= 2 * _ALL_AT_ONCE_S
+    assert _ALL_AT_ONCE_S < clocks.computed <= _ALL_AT_ONCE_S + _SHARE * clocks.passed + 0.001
+
+
+def test_a_row_that_drafts_little_has_time_while_others_have_used_up_theirs() -> None:
+    clocks = Clocks()
+    together = AllDraftsTime(lambda: clocks.passed)
+    slow, quick = (DraftTime(lambda: clocks.computed, together) for _ in range(2))
+    clocks.compute(slow, 2 * _AT_ONCE_S)
+    assert (slow.left, quick.left) == (False, True)

@@ -216,11 +216,11 @@ class DraftModelProposer(NetworkProposer):
 
     It reads whole prompts, so rows with images or with tokens that were dropped get no drafts."""
 
-    def __init__(self, draft: DraftNetwork, depth: int = DEPTH) -> None:
-        """`depth`: most tokens of a draft."""
+    def __init__(self, draft: DraftNetwork, depth: int = DEPTH, reading: ReadingCosts | None = None) -> None:
+        """`depth`: most tokens of a draft. `reading`: see `DraftRows`."""
         super().__init__(DRAFT, [_PRIOR] * depth)
         self._draft = draft
-        self._reading = ReadingCosts()
+        self._reading = reading or ReadingCosts()
         self._batches = WeakKeyDictionary[Any, DraftRows]()
         self._fed: dict[str, int] = {}  # by row: its first tokens that are computed
 
@@ -234,9 +234,7 @@ class DraftModelProposer(NetworkProposer):
         own = self._batches.get(batch)
         return own.nbytes if own else 0
 
-    def prepare(
-        self, batch: Any, rows: Sequence[DraftedRow], depth: int | None = None, read_s: float = inf
-    ) -> bool:
+    def prepare(self, batch: Any, rows: Sequence[DraftedRow], depth: int | None = None, read_s: float = inf) -> bool:
         """Compute drafts for the rows of a batch. Returns False if there are none, or if prompts were computed too,
         since the time is then not that of drafts. Blocks. `rows`: with their next inputs as a part of the answer.
         `depth`: tokens of the drafts; None: the most. `read_s`: most seconds to compute prompts."""
