@@ -1,7 +1,7 @@
 """Choose the tests of a run without `--all`: one family for each kind of cache, and a share of the examples."""
 
 import os
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,15 +57,13 @@ class Case:
         """The same case for the first family of each line."""
         return Case(self.test, tuple((name, _RANK.get(value, (value, 0))[0]) for name, value in self.parameters))
 
-    @property
-    def families(self) -> "Case":
-        """The same case without the parameters that name no family."""
-        return Case(self.test, tuple(each for each in self.parameters if each[1] in _RANK))
+    def only(self, names: Collection[str]) -> "Case":
+        """Return the same case without the parameters of other names."""
+        return Case(self.test, tuple(each for each in self.parameters if each[0] in names))
 
-    @property
-    def others(self) -> "Case":
-        """The same case without its families."""
-        return Case(self.test, tuple(each for each in self.parameters if each[1] not in _RANK))
+    def without(self, names: Collection[str]) -> "Case":
+        """Return the same case without the parameters of these names."""
+        return Case(self.test, tuple(each for each in self.parameters if each[0] not in names))
 
 
 def chosen(cases: Iterable[Case]) -> list[bool]:
@@ -89,11 +87,16 @@ def chosen(cases: Iterable[Case]) -> list[bool]:
 def _paired(cases: list[Case]) -> list[Case]:
     """Return as many cases of one test as have each family and each value of the others at least once; all of them if
     not every family is listed with every value."""
-    families, others = (list(dict.fromkeys(each)) for each in ([c.families for c in cases], [c.others for c in cases]))
+    # Of families: some are in no line of `ALIKE`.
+    names = {name for case in cases for name, value in case.parameters if value in _RANK}
+    families = list(dict.fromkeys(case.only(names) for case in cases))
+    others = list(dict.fromkeys(case.without(names) for case in cases))
     if len({*cases}) != len(families) * len(others):
         return cases
     fewer = min(len(families), len(others))
-    return [case for case in cases if (families.index(case.families) - others.index(case.others)) % fewer == 0]
+    return [
+        case for case in cases if (families.index(case.only(names)) - others.index(case.without(names))) % fewer == 0
+    ]
 
 
 def case_of(item: pytest.Item) -> Case:

@@ -36,13 +36,21 @@ def test_other_parameters_all_run() -> None:
     ]
 
 
-@pytest.mark.parametrize("families", [("llama",), ("llama", "gemma3"), ("llama", "gemma3", "mamba2", "qwen3_5")])
+@pytest.mark.parametrize(
+    "families",
+    [
+        ("llama",),
+        ("llama", "gemma3"),
+        ("llama", "gemma3", "mamba2", "qwen3_5"),
+        ("llama", "falcon_h1", "deepseek_v32"),  # the others' caches are like nobody's
+    ],
+)
 @pytest.mark.parametrize("values", [1, 2, 3, 5])
 def test_each_family_and_each_value_run_but_not_each_with_each(families: tuple[str, ...], values: int) -> None:
     listed = [case for value in range(values) for case in cases("test", *families, step_s=value)]
     by_default = [case for case, runs in zip(listed, chosen(listed), strict=True) if runs]
-    assert {case.families for case in by_default} == {case.families for case in listed}
-    assert {case.others for case in by_default} == {case.others for case in listed}
+    assert {case.only({"family"}) for case in by_default} == {case.only({"family"}) for case in listed}
+    assert {case.without({"family"}) for case in by_default} == {case.without({"family"}) for case in listed}
     assert len(by_default) == max(len(families), values)
 
 

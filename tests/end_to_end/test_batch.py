@@ -125,6 +125,7 @@ def test_ctrl_c_leaves_a_run_that_the_same_command_goes_on_with(sluice: Command,
     assert len(read(tmp_path / "out.jsonl")) == 120
 
 
+@pytest.mark.slow  # tests/batch has each by itself
 def test_whatever_dies_each_line_is_answered_once(tmp_path: Path) -> None:
     """Kill the command three times and the worker once, and flush the server."""
     many = write(tmp_path / "in.jsonl", *(count(k) for k in range(60)))

@@ -46,8 +46,8 @@ TIMED = {
 }
 
 
-# Smaller ones are in test_crash, test_shutdown, test_batch and test_cli_operators, in tests/queue/job/test_claims
-# and in tests/gateway/chat/test_kill.
+# Smaller ones are in tests/queue/job/test_channel, tests/queue/test_client, test_crash, test_shutdown, test_batch and
+# test_cli_operators, in tests/queue/job/test_claims and in tests/gateway/chat/test_kill.
 LARGE = {
     "a worker is killed behind a front",
     "one of two fronts is killed",
@@ -56,6 +56,9 @@ LARGE = {
     "a stopped worker hands its streams over",
     "a sleeper that wakes writes nothing stale",
     "an idle worker is quiet",
+    "answers are lost",
+    "scripts are forgotten",
+    "subscribers are killed",
     "poison is parked and its neighbours are not",
     "an offline run is killed",
     "many small jobs end once",

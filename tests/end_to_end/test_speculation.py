@@ -90,7 +90,9 @@ async def test_a_killed_workers_answers_with_a_prediction_are_resumed(
 
 
 @pytest.mark.usefixtures("plain_worker")
-@pytest.mark.parametrize(("setting", "kind"), [("mtp_model", "mtp"), ("draft_model", "draft")])
+@pytest.mark.parametrize(
+    ("setting", "kind"), [("mtp_model", "mtp"), pytest.param("draft_model", "draft", marks=pytest.mark.slow)]
+)
 async def test_a_head_and_a_draft_model_change_no_answer_and_are_counted(
     redis_url: str, client: Client, model: Path, setting: str, kind: str
 ) -> None:
