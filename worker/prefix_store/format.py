@@ -11,12 +11,13 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from worker.prefix_store.encryption import PIECE, TAG_BYTES, Encryption, FileCipher
+from worker.prefix_store.encryption import PIECE, TAG_BYTES, Encryption, FileCipher, PartDecryption
 from worker.prefix_store.names import VERSION, FileName
 
 _FORMAT = "sluice-prefix"
@@ -245,18 +246,19 @@ def read_tensors(
     file: BinaryIO,
     header: Header,
     allocate: Callable[[int], Callable[[], B]],
+    checksums: Executor,
     on_read: OnRead = lambda nbytes: None,
 ) -> list[B]:
     """Read the tensors, each into a buffer. `allocate(nbytes)` starts to allocate one, and returns a function that
-    waits for it: the memory of the next tensor is touched for the first time while one is read, since both take as
-    long. `on_read`: called with the bytes of each piece, and may block. Raises `BadFile`, OSError."""
-    read = _read_encrypted if header.cipher else _read_plain
+    waits for it: the memory of the next tensor is touched for the first time while one is read, and the checksum of the
+    one before is computed by `checksums`, since all three take about as long. `on_read`: called with the bytes of each
+    piece, and may block. Raises `BadFile`, OSError."""
     tag = TAG_BYTES if header.cipher else 0
     starts = (0, *header.ends[:-1])
     allocations = (allocate(end - start - tag) for start, end in zip(starts, header.ends, strict=True))
     if _WILLNEED is not None:
         os.posix_fadvise(file.fileno(), 0, 0, _WILLNEED)
-    buffers = list[B]()
+    buffers, computed = list[B](), list[Future[int]]()
     allocated = next(allocations, None)
     while allocated is not None:
         buffer = allocated()
@@ -264,25 +266,26 @@ def read_tensors(
         index = len(buffers)
         empty = header.ends[index] - starts[index] == tag
         view = memoryview(b"") if empty else memoryview(buffer).cast("B")  # type: ignore[arg-type]
-        read(file, header, index, view, header.data_start + starts[index], on_read)
+        start = header.data_start + starts[index]
+        if header.cipher:
+            _read_encrypted(file, header.cipher.decryption(_part_of(index)), view, start, on_read)
+        else:
+            _read_plain(file, view, start, on_read)
+            computed.append(checksums.submit(zlib.crc32, view))
         buffers.append(buffer)
+    if not all(crc.result() == right for crc, right in zip(computed, header.checksums, strict=True)):
+        raise BadFile("a checksum differs")
     return buffers
 
 
-def _read_plain(file: BinaryIO, header: Header, index: int, view: memoryview, start: int, on_read: OnRead) -> None:
-    crc = 0
+def _read_plain(file: BinaryIO, view: memoryview, start: int, on_read: OnRead) -> None:
     for at in range(0, len(view), _PIECE):
         piece = view[at : at + _PIECE]
         _fill(file, piece, start + at)
-        crc = zlib.crc32(piece, crc)
         on_read(len(piece))
-    if crc != header.checksums[index]:
-        raise BadFile("a checksum differs")
 
 
-def _read_encrypted(file: BinaryIO, header: Header, index: int, view: memoryview, start: int, on_read: OnRead) -> None:
-    assert header.cipher is not None, "the file is not encrypted"
-    decryption = header.cipher.decryption(_part_of(index))
+def _read_encrypted(file: BinaryIO, decryption: PartDecryption, view: memoryview, start: int, on_read: OnRead) -> None:
     for at in range(0, len(view), PIECE):
         piece = view[at : at + PIECE]
         _fill(file, piece, start + at)

@@ -6,7 +6,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from worker.prefix_store.background import Pace, lower_priority
@@ -80,6 +82,8 @@ class Reader:
         self.idle.set()
         self._alone = threading.Event()  # set while no row decodes
         self._alone.set()
+        beside = partial(lower_priority, awaited=True)
+        self._checksums = ThreadPoolExecutor(1, "prefix-checksums", initializer=beside)
         self._pace = Pace(_SHARED_BYTES_S, self._alone)
         self._began_s: float | None = None  # time at which the chain that is read now was begun
         self._given_up_s = float("-inf")  # time at which a caller last gave up
@@ -133,6 +137,7 @@ class Reader:
         try:
             self._read_all()
         finally:
+            self._checksums.shutdown(wait=False)
             self._on_end()
 
     def _read_all(self) -> None:
@@ -184,7 +189,7 @@ class Reader:
                 header = read_header(file, name, self._encryption)
                 if (header.namespace, header.tokens) != (chain.namespace, chain.tokens[name.start : name.end]):
                     raise BadFile("it holds other tokens")
-                buffers = read_tensors(file, header, self._allocate, self._pace)
+                buffers = read_tensors(file, header, self._allocate, self._checksums, self._pace)
         except BadFile as error:
             logger.warning("prefixes on disk: %s is removed: %s", path.name, error)
             self._folder.remove(name)
