@@ -17,7 +17,12 @@ SAID: dict[str, Any] = json.loads((Path(__file__).parent / "requests.json").read
 MODEL = SAID["model"]
 WEATHER: dict[str, Any] = SAID["weather"]
 IMAGE_URL = f"data:image/png;base64,{SAID['image']}"
+IMAGE_PARTS: list[Any] = [
+    {"type": "text", "text": "What is it?"},
+    {"type": "image_url", "image_url": {"url": IMAGE_URL}},
+]
 TOOL = {"type": "function", "function": WEATHER}  # as chat completions take it
+CALLED = ("get_weather", {"city": "Oslo"})  # the call that the model makes
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "city", "schema": SAID["schema"], "strict": True}}
 _CANCELLED = 499
 _CANCEL_S = 10.0  # far less than the unending answer takes to its limit

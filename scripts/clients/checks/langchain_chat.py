@@ -1,15 +1,15 @@
 """LangChain's ChatOpenAI, over chat completions and responses."""
 
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from openai import BadRequestError, NotFoundError
-from pydantic import BaseModel
 
 from scripts.clients.checks.checking import (
-    IMAGE_URL,
+    CALLED,
+    IMAGE_PARTS,
     MODEL,
     SAID,
     TOOL,
@@ -19,21 +19,11 @@ from scripts.clients.checks.checking import (
     equal,
     refused_with,
 )
+from scripts.clients.checks.shapes import City, Said
 
 check = Checks("langchain-openai")
 seen = list[str]()  # ids of the jobs, oldest first
 watched = httpx.Client(event_hooks={"response": [lambda response: seen.append(response.headers["x-request-id"])]})
-
-
-class City(BaseModel):
-    country: str
-    capital: str
-
-
-class Said(BaseModel):
-    """Say it."""
-
-    word: Literal["yes"]
 
 
 def model(**fields: Any) -> Any:
@@ -63,7 +53,7 @@ def calls_a_tool() -> None:
     bound = model().bind_tools([TOOL])
     message = bound.invoke(SAID["call"])
     (call,) = message.tool_calls
-    equal((call["name"], call["args"]), ("get_weather", {"city": "Oslo"}))
+    equal((call["name"], call["args"]), CALLED)
     bound.invoke([HumanMessage(SAID["call"]), message, ToolMessage("Snow.", tool_call_id=call["id"])])
     whole = None
     for chunk in bound.stream(SAID["call"]):
@@ -88,8 +78,7 @@ def takes_sampling_fields() -> None:
 
 @check("chat: image")
 def refuses_an_image_that_the_model_cannot_see() -> None:
-    parts: Any = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": IMAGE_URL}}]
-    refused_with(400, BadRequestError, lambda: model().invoke([HumanMessage(parts)]))
+    refused_with(400, BadRequestError, lambda: model().invoke([HumanMessage(IMAGE_PARTS)]))
 
 
 @check("chat: errors")

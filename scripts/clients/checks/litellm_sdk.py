@@ -6,7 +6,8 @@ from typing import Any
 import litellm
 
 from scripts.clients.checks.checking import (
-    IMAGE_URL,
+    CALLED,
+    IMAGE_PARTS,
     JSON_SCHEMA,
     MODEL,
     SAID,
@@ -50,7 +51,7 @@ def streams() -> None:
 def calls_a_tool() -> None:
     message = chat(user(SAID["call"]), tools=[TOOL]).choices[0].message
     (call,) = message.tool_calls
-    equal((call.function.name, json.loads(call.function.arguments)), ("get_weather", {"city": "Oslo"}))
+    equal((call.function.name, json.loads(call.function.arguments)), CALLED)
     result = {"role": "tool", "tool_call_id": call.id, "content": "Snow."}
     chat([*user(SAID["call"]), message, result], tools=[TOOL])
     chunks = list(chat(user(SAID["call"]), tools=[TOOL], stream=True))
@@ -66,8 +67,7 @@ def follows_a_schema() -> None:
 
 @check("chat: image")
 def refuses_an_image_that_the_model_cannot_see() -> None:
-    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": IMAGE_URL}}]
-    refused_with(400, litellm.BadRequestError, lambda: chat(user(parts)))
+    refused_with(400, litellm.BadRequestError, lambda: chat(user(IMAGE_PARTS)))
 
 
 @check("chat: errors")

@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 from openai import BadRequestError, NotFoundError, OpenAI
-from pydantic import BaseModel
 
 from scripts.clients.checks.checking import (
+    CALLED,
+    IMAGE_PARTS,
     IMAGE_URL,
     JSON_SCHEMA,
     MODEL,
@@ -22,15 +23,11 @@ from scripts.clients.checks.checking import (
     refused_with,
     user,
 )
+from scripts.clients.checks.shapes import City
 
 check = Checks("openai")
 client: Any = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
 FUNCTION: Any = {"type": "function", **WEATHER, "strict": False}
-
-
-class City(BaseModel):
-    country: str
-    capital: str
 
 
 def chat(messages: Any = None, **fields: Any) -> Any:
@@ -63,7 +60,7 @@ def streams() -> None:
 def calls_a_tool() -> None:
     message = chat(user(SAID["call"]), tools=[TOOL]).choices[0].message
     (call,) = message.tool_calls
-    equal((call.function.name, json.loads(call.function.arguments)), ("get_weather", {"city": "Oslo"}))
+    equal((call.function.name, json.loads(call.function.arguments)), CALLED)
     result = {"role": "tool", "tool_call_id": call.id, "content": "Snow."}
     chat([*user(SAID["call"]), message.to_dict(), result], tools=[TOOL])
     forced = chat(tools=[TOOL], tool_choice="required")
@@ -100,9 +97,8 @@ def takes_sampling_fields() -> None:
 
 @check("chat: image")
 def refuses_an_image_that_the_model_cannot_see() -> None:
-    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": IMAGE_URL}}]
     for stream in (False, True):
-        refused = refused_with(400, BadRequestError, partial(chat, user(parts), stream=stream))
+        refused = refused_with(400, BadRequestError, partial(chat, user(IMAGE_PARTS), stream=stream))
         equal(refused.code, "unsupported")
 
 
@@ -154,7 +150,7 @@ def streams_a_response() -> None:
 def calls_a_function() -> None:
     first = respond(SAID["call"], tools=[FUNCTION])
     (call,) = first.output
-    equal((call.name, json.loads(call.arguments)), ("get_weather", {"city": "Oslo"}))
+    equal((call.name, json.loads(call.arguments)), CALLED)
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "Snow."}
     equal(respond([output], tools=[FUNCTION], previous_response_id=first.id).status, "completed")
     custom: Any = {

@@ -4,9 +4,8 @@ import asyncio
 import base64
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel
 from pydantic_ai import Agent, BinaryContent, ModelHTTPError, NativeOutput, UsageLimitExceeded, UsageLimits
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -14,17 +13,9 @@ from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from scripts.clients.checks.checking import MODEL, SAID, URL, Checks, await_cancelled, equal, refused_with
+from scripts.clients.checks.shapes import City, Said
 
 check = Checks("pydantic-ai-slim")
-
-
-class City(BaseModel):
-    country: str
-    capital: str
-
-
-class Said(BaseModel):
-    word: Literal["yes"]
 
 
 def chat(name: str = MODEL) -> Any:
