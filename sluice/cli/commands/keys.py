@@ -74,7 +74,7 @@ def create(
 
     \b
     Example:
-      sluice keys create --tenant acme --tokens-per-minute 100000 --expires 90d --file keys.json
+      sluice keys create --tenant acme --expires 90d --file keys.json
     """
     fields: dict[str, Any] = {
         "tenant": tenant,
