@@ -82,7 +82,13 @@ def longest_gap_s(step_s: float, decode_s: float) -> float:
 
     That is `GAP_STEPS` targets while decoding takes at most half of them, and rises to `GAP_DECODES` decode times."""
     gap_s = GAP_STEPS * step_s
-    return max(gap_s, min(GAP_DECODES * decode_s, gap_s + _GAP_RISE * (decode_s - gap_s / 2)))
+    return max(gap_s, min(GAP_DECODES * decode_s, gap_s + _GAP_RISE * (decode_s - half_gap_s(step_s))))
+
+
+def half_gap_s(step_s: float) -> float:
+    """Return half of the gap that decoding has while it takes little time: a longer gap could become too long, and
+    longer decode steps are allowed a longer gap. `step_s`: target of a step."""
+    return GAP_STEPS * step_s / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +207,7 @@ class StepBudget:
     def observe_gap(self, planned_s: float, seconds: float) -> None:
         """Record the measured seconds of a gap between two tokens, which was planned to last `planned_s`. Short ones,
         which could not become too long, are ignored."""
-        if planned_s >= GAP_STEPS * self._step_s / 2:
+        if planned_s >= half_gap_s(self._step_s):
             self._overruns.append(seconds / planned_s)
 
     @property

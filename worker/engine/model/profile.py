@@ -171,7 +171,7 @@ def _layer(few: Any, many: Any) -> Layer:
     return Layer(
         kind=_kind(few, grows=grown > 0),
         token_bytes=grown,
-        window=few.max_size if hasattr(few, "max_size") else None,
+        window=_window(few),
         fixed_bytes=0 if grown else few.nbytes,
     )
 
@@ -183,9 +183,14 @@ def _kind(layer: Any, *, grows: bool = True) -> Kind:
         return "quantized"
     if not grows:
         return "recurrent" if layer.nbytes else "unused"
-    if hasattr(layer, "max_size"):
+    if _window(layer) is not None:
         return "rotating"
     return "compressed" if _is_latent(layer) else "kv"
+
+
+def _window(layer: Any) -> int | None:
+    """Return the most tokens that the layer holds; None is unlimited."""
+    return getattr(layer, "max_size", None)
 
 
 def _is_latent(layer: Any) -> bool:
