@@ -18,7 +18,7 @@ from worker.text.grammar.compiler import Compiler
 from worker.text.grammar.constraint import constraint_of, is_quick, markup_of
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.lark import param_of
-from worker.text.grammar.llg_tokenizer import NAME_BEGINS, without_added_tokens
+from worker.text.grammar.llg_tokenizer import NAME_BEGINS, ForcedText, without_added_tokens
 from worker.text.grammar.reader import AllDraftsTime
 from worker.text.grammar.reasoning import ReasoningMask, ReasoningState
 from worker.text.grammar.row_grammar import RowGrammar
@@ -49,6 +49,7 @@ class GrammarStates:
         self._grammars = Grammars(self._markup)
         self._reasoning_mask = _reasoning_mask(tokenizer, vocabulary, model_format, self._count)
         self._drafts_time = AllDraftsTime()
+        self._forced_text = ForcedText(self._tokenizer) if self._tokenizer else None
 
     async def create(
         self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive", *, drafts: bool = False
@@ -76,10 +77,8 @@ class GrammarStates:
         reasoning = None if begun else self._reasoning_state(prompt)
         reasoned = reasoning is not None
         matcher, ahead = await self._matchers(self._tokenizer, constraint, reasoned, lane, tenant, drafts=drafts)
-        drafts_time = self._drafts_time
-        state = await run(
-            partial(RowGrammar, matcher, self._ends, reasoning, begun, drafts=ahead, drafts_time=drafts_time)
-        )
+        row_grammar = partial(RowGrammar, drafts_time=self._drafts_time, forced_text=self._forced_text)
+        state = await run(partial(row_grammar, matcher, self._ends, reasoning, begun, drafts=ahead))
         if state.error:
             raise JobFailure(
                 "invalid_request",

@@ -1,11 +1,17 @@
-"""Rewrites a tokenizer's definition for llguidance."""
+"""Rewrites a tokenizer's definition for llguidance, and splits long texts that grammars force."""
 
 import json
 from typing import Any
 
+from llguidance import LLMatcher, LLTokenizer
+
 NAME_BEGINS = "\ue000"  # begins a marker's name; a private-use character, which texts hardly ever contain
 _BLANK = " \t\r\n▁"
 _NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
+_LONG = 512  # bytes; llguidance tokenizes a text of this length in a tenth of a millisecond
+_READ = 256  # bytes of a long text that are tokenized at once
+_UNSURE = 64  # bytes at the end of these, whose tokens could be others if more were read
+_MARKER = b"\xff"  # begins a control token in llguidance's texts
 
 
 def without_added_tokens(definition: str) -> str:
@@ -63,3 +69,45 @@ def _rename_within(model: dict[str, Any], names: dict[str, str]) -> dict[str, An
 def _parts_of_merge(merge: str | list[str]) -> tuple[str, str, str]:
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right, left + right
+
+
+class ForcedText:
+    """Reads the long texts that matchers of one vocabulary leave no choice about.
+
+    llguidance (1.9) tokenizes all of such a text again for each mask, so a literal of 10,000 letters takes some
+    milliseconds of each token, and all rows of the batch wait. Here only its beginning is tokenized. A matcher accepts
+    any tokens that spell the text."""
+
+    def __init__(self, vocabulary: LLTokenizer) -> None:
+        self._vocabulary = vocabulary
+        self._mask_bytes = -(-vocabulary.vocab_size // 32) * 4
+
+    def tokens(self, matcher: LLMatcher, last: int | None) -> list[int]:
+        """Return the first tokens of the text that must come next; none unless it is long. `last`: the token before it;
+        None: there is none. The text is split as it would be together with this token, if that stays as it is."""
+        text = matcher.compute_ff_bytes()
+        if len(text) <= _LONG or _MARKER in text[:_READ]:
+            return []
+        return self._whole(self._split(text[:_READ], last), text)
+
+    def mask(self, token: int) -> bytes:
+        """Return the mask that allows this token alone: see `GrammarState.bitmask`."""
+        return (1 << token).to_bytes(self._mask_bytes, "little")
+
+    def _split(self, text: bytes, last: int | None) -> list[int]:
+        if last is not None:
+            together = self._vocabulary.tokenize_bytes(self._vocabulary.decode_bytes([last]) + text)
+            if together[:1] == [last]:
+                return together[1:]
+        return self._vocabulary.tokenize_bytes(text)
+
+    def _whole(self, tokens: list[int], text: bytes) -> list[int]:
+        """Return the first tokens, as far as they spell the text and would not change if more of it were read."""
+        whole, end = list[int](), 0
+        for token in tokens:
+            spelled = self._vocabulary.decode_bytes([token])
+            if not spelled or end + len(spelled) > _READ - _UNSURE or text[end : end + len(spelled)] != spelled:
+                break
+            end += len(spelled)
+            whole.append(token)
+        return whole

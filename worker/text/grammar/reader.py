@@ -12,6 +12,7 @@ from itertools import takewhile
 from llguidance import LLMatcher
 
 from worker.schedule.request import GrammarAhead
+from worker.text.grammar.llg_tokenizer import ForcedText
 from worker.text.grammar.reasoning import ReasoningState
 from worker.text.grammar.sandbox import error_of
 
@@ -32,24 +33,32 @@ class GrammarReader:
     """A matcher at a place of an answer, with the reasoning before it."""
 
     def __init__(
-        self, matcher: LLMatcher, ends: frozenset[int], reasoning: ReasoningState | None, begun: Sequence[int]
+        self,
+        matcher: LLMatcher,
+        ends: frozenset[int],
+        reasoning: ReasoningState | None,
+        begun: Sequence[int],
+        forced_text: ForcedText | None = None,
     ) -> None:
         """`ends`: tokens that end a sequence. `begun`: tokens of the answer proper that the prompt holds; call `reset`
-        to read them."""
-        self._matcher = matcher
+        to read them. `forced_text`: reads long texts without a choice; None: the matcher does."""
+        self._matcher, self._forced_text = matcher, forced_text
         self._ends = ends
         self._begun = begun
         self._first_reasoning = self._reasoning_state = reasoning
         self.accepted = 0  # tokens of the answer
         self._consumed = 0  # tokens that the matcher has read
-        # By token that was accepted last: the reasoning before it, and the number of tokens consumed before it.
-        self._history = deque[tuple[ReasoningState | None, int]](maxlen=_ROLLBACK)
+        self._last: int | None = None  # the last of them
+        # By token that was accepted last: the reasoning before it, and the tokens consumed before it: their number, and
+        # the last.
+        self._history = deque[tuple[ReasoningState | None, int, int | None]](maxlen=_ROLLBACK)
 
     def reset(self) -> bool:
         """Return to the state before the first sampled token. Returns False if the grammar does not allow what the
         prompt holds of the answer."""
         self._matcher.reset()
         self.accepted = self._consumed = 0
+        self._last = None
         self._history.clear()
         self._reasoning_state = copy.copy(self._first_reasoning)
         return all(self._consume(token) for token in self._begun)
@@ -62,7 +71,7 @@ class GrammarReader:
     def _belongs_to_answer(self, token: int) -> bool:
         """Record a token, and advance the reasoning. Return True if the matcher has to consume the token."""
         self.accepted += 1
-        self._history.append((copy.copy(self._reasoning_state), self._consumed))
+        self._history.append((copy.copy(self._reasoning_state), self._consumed, self._last))
         if token in self._ends:  # a batch may compute one step more than a row needs
             return False
         if self._reasoning_state and self._reasoning_state.take(token):
@@ -73,6 +82,7 @@ class GrammarReader:
 
     def _consume(self, token: int) -> bool:
         self._consumed += 1
+        self._last = token
         return self._matcher.try_consume_tokens([token]) == 1
 
     def rollback(self, count: int) -> None:
@@ -82,7 +92,7 @@ class GrammarReader:
         self.accepted -= count
         consumed = self._consumed
         for _ in range(count):
-            self._reasoning_state, consumed = self._history.pop()
+            self._reasoning_state, consumed, self._last = self._history.pop()
         if self._consumed > consumed:
             self._matcher.rollback(self._consumed - consumed)
             self._consumed = consumed
@@ -92,14 +102,20 @@ class GrammarReader:
         reasoning = self._reasoning_state
         if reasoning and reasoning.begun:
             return reasoning.allowed()
-        mask = self._matcher.compute_bitmask()
+        mask = self._answer_mask()
         return _with_token(mask, reasoning.begins) if reasoning else mask
+
+    def _answer_mask(self) -> bytes:
+        if self._forced_text and (tokens := self._forced_text.tokens(self._matcher, self._last)):
+            return self._forced_text.mask(tokens[0])
+        return self._matcher.compute_bitmask()
 
     def forced(self) -> tuple[int, ...]:
         """Return tokens that must come next; none within reasoning."""
         if self._reasoning_state:
             return ()
-        tokens = self._matcher.compute_ff_tokens()[:_FORCED]
+        tokens = self._forced_text.tokens(self._matcher, self._last) if self._forced_text else []
+        tokens = tokens or self._matcher.compute_ff_tokens()[:_FORCED]
         return tuple(takewhile(lambda token: token not in self._ends, tokens))
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ from llguidance import LLMatcher
 
 from worker.schedule.request import GrammarAhead, GrammarError
 from worker.text.grammar.errors import grammar_error
+from worker.text.grammar.llg_tokenizer import ForcedText
 from worker.text.grammar.reader import AllDraftsTime, DraftReader, DraftTime, GrammarReader
 from worker.text.grammar.reasoning import ReasoningState
 
@@ -25,15 +26,17 @@ class RowGrammar:
         drafts: LLMatcher | None = None,
         clock: Callable[[], float] = time.thread_time,
         drafts_time: AllDraftsTime | None = None,
+        forced_text: ForcedText | None = None,
     ) -> None:
         """`ends`: tokens that end a sequence. `begun`: tokens of the answer proper that the prompt holds. `drafts`:
         another matcher of the same grammar, compiled anew, which reads drafts; None: the row takes none. `clock`:
-        seconds that the engine's thread has computed. `drafts_time`: shared with all other rows; None: with none."""
-        self._answer = GrammarReader(matcher, ends, reasoning, begun)
+        seconds that the engine's thread has computed. `drafts_time`: shared with all other rows; None: with none.
+        `forced_text`: see `GrammarReader`."""
+        self._answer = GrammarReader(matcher, ends, reasoning, begun, forced_text)
         self._drafts: DraftReader | None = None
         if drafts:
             time_left = DraftTime(clock, drafts_time or AllDraftsTime())
-            self._drafts = DraftReader(GrammarReader(drafts, ends, reasoning, begun), time_left)
+            self._drafts = DraftReader(GrammarReader(drafts, ends, reasoning, begun, forced_text), time_left)
         self._begun = begun
         self._current: bytes | None = None  # mask of the next token, once it is computed
         self.error: GrammarError | None = None  # after it the grammar constrains nothing any more
