@@ -1,3 +1,4 @@
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
@@ -198,3 +199,15 @@ def test_uneven_times_do_not_make_plain_steps_look_dear(skew: float) -> None:
         width = 1 if forward % 96 < 3 else 3
         learned.observe(1, width, (1.0 if width == 1 else 2.0) * (1 + skew * dice.random() ** 4))
     assert learned.seconds(1, 3) / learned.seconds(1, 1) == pytest.approx(2.0, rel=0.2)
+
+
+def test_other_work_on_the_machine_does_not_make_the_better_width_look_worse() -> None:
+    dice = Random(5)
+    chosen = Counter[int]()
+    for _ in range(40):
+        learned = ForwardCosts()
+        for width, seconds in {1: 1.0, 2: 1.9, 4: 2.0}.items():
+            for _ in range(9):
+                learned.observe(1, width, seconds * dice.choice((1, 1, 1, 3, 4)))
+        chosen[choose_width([offer(0.9, 0.9, 0.9)], learned, 4)] += 1
+    assert chosen[4] >= 36

@@ -2,11 +2,10 @@
 
 from collections import deque
 from dataclasses import dataclass
-from statistics import median_low
 
-from worker.schedule.speculation.width import Costs
+from worker.schedule.speculation.width import Costs, lower_quartile
 
-_SAMPLES = 9  # of the last drafts of a shape, of which the median counts
+_SAMPLES = 9  # of the last drafts of a shape
 _UNMEASURED = 0.2  # plain steps for each token of a draft: a head is a layer of a few dozen, and an output head
 _TRIALS = 2  # drafts of a shape until they are believed: the first one may compile kernels
 
@@ -19,14 +18,14 @@ class DraftingCosts:
 
     def __init__(self) -> None:
         self._samples = dict[_Shape, deque[float]]()
-        self._known = dict[_Shape, float]()  # the medians
+        self._known = dict[_Shape, float]()  # the lower quartiles
 
     def observe(self, rows: int, depth: int, plain_steps: float) -> None:
         """Record how long a draft for these rows has taken."""
         samples = self._samples.setdefault((rows, depth), deque(maxlen=_SAMPLES))
         samples.append(plain_steps)
         if len(samples) >= _TRIALS:
-            self._known[rows, depth] = median_low(samples)
+            self._known[rows, depth] = lower_quartile(samples)
 
     def plain_steps(self, rows: int, depth: int) -> float:
         """Return the expected time of a draft."""

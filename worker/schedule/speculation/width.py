@@ -1,13 +1,12 @@
 """Chooses how many tokens of each row a forward computes, by what forwards have cost."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from statistics import median_low
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from worker.schedule.speculation.offer import Offer
 
-_SAMPLES = 9  # of the last forwards of a shape, of which the median counts
+_SAMPLES = 9  # of the last forwards of a shape
 _TRIALS = 2  # forwards of a shape until they are believed: the first one may compile kernels
 _OUTDATED = 64  # forwards after which seconds are compared with those of plain steps at their time, not of now
 _STALE = 500  # forwards after which a shape's costs are measured anew when it would pay by its neighbours' costs
@@ -16,6 +15,12 @@ _TRIAL_EVERY = 16  # forwards from one trial of a shape that is hardly known to 
 # Cost of a token more per row, in plain steps, before any measurement: from a dense model on a CPU.
 _TOKEN_COST = 0.05
 _ROW_TOKEN_COST = 0.03
+
+
+def lower_quartile(samples: Collection[float]) -> float:
+    """Return a value that a quarter of the samples do not exceed. Other work on the machine makes some samples longer,
+    and none shorter, so a low one says more than the median about the cost itself."""
+    return sorted(samples)[len(samples) // 4]
 
 
 class Costs(Protocol):
@@ -58,12 +63,12 @@ class _Shape:
 
     @property
     def seconds(self) -> float:
-        """The median."""
-        return median_low(self._seconds)
+        """Their lower quartile."""
+        return lower_quartile(self._seconds)
 
     def plain_steps(self, plain_s: float, at: int, estimate: float | None = None) -> float:
-        """Return the median in plain steps, which take `plain_s` seconds now. `estimate`: of a shape that is not known;
-        the last measurement counts if it is lower."""
+        """Return the lower quartile in plain steps, which take `plain_s` seconds now. `estimate`: of a shape that is
+        not known; the last measurement counts if it is lower."""
         then_s = self._plain_s if at - self._observed_at > _OUTDATED else plain_s
         if estimate is None:
             return self.seconds / max(then_s, 1e-9)
