@@ -129,14 +129,15 @@ async def test_a_limit_holds_across_two_fronts_and_its_headers_count_down(redis_
 async def test_the_tokens_that_were_not_used_come_back_at_the_end(
     guarded: httpx.AsyncClient, db: "redis.asyncio.Redis", stream: bool
 ) -> None:
-    for _ in range(4):  # by the estimates two would be too many: 1,024 of an answer without a limit
-        answer = await ask(guarded, "small-key", stream=stream)
+    for _ in range(4):  # by the estimates three would be too many: 1,024 of an answer without a limit
+        answer = await ask(guarded, "small-key", stream=stream, say=["x"] * 300)
         assert answer.status_code == 200
 
         async def settled(reservation: str = reservation_key(answer.headers["x-request-id"])) -> bool:
             return await db.get(reservation) == b"settled"
 
         await until(settled)
+    # What was used comes back within 24 s, at 50 tokens a second.
     assert (await ask(guarded, "small-key", max_tokens=3_001)).status_code == 429
 
 
