@@ -66,6 +66,7 @@ def test_a_draft_is_at_most_as_long_as_attention_stays_fused(
 
 @pytest.mark.parametrize("family", ["qwen3_5", "rwkv7"])
 def test_no_array_of_the_cache_is_computed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network(family)  # built once for all tests of a process, which computes its weights
     computed = list[Any]()
     for name in "eval", "async_eval":
         monkeypatch.setattr(mx, name, lambda *given: computed.append(given))
