@@ -16,6 +16,7 @@ from sluice.transport.round_trips import RoundTrips
 
 _IDLE_CHANNEL = "sluice:hub"  # keeps the connection subscribed when no stream is open; no client publishes on it
 _QUIET_S = 1.0  # of silence, after which the connection is tested
+_AFTER_STALL_S = 0.1  # for reading an answer that arrived while the process was stopped
 # redis-py raises AttributeError if one task sends while another finds the connection broken.
 _BROKEN = (RedisError, OSError, AttributeError)
 _MAX_BUFFERED = 4096  # events for one slow reader; if it falls further behind, it reads the list instead
@@ -174,6 +175,7 @@ class Hub:
                         # Redis acknowledges it, and it needs no permission that the user might lack, as for PING.
                         await pubsub.subscribe(_IDLE_CHANNEL)
                     await asyncio.sleep(ANSWER_S)
+                    await asyncio.sleep(_AFTER_STALL_S)
                     if self._received == before:
                         raise RedisTimeoutError("a quiet connection does not answer")
         except _BROKEN as error:
