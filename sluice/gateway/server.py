@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -18,9 +17,8 @@ from sluice.gateway.app import app
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.keys.file import BadKeyFile
 from sluice.gateway.monitoring.log_lines import set_up_logging
-from sluice.gateway.protection.client_limits import MAX_HEADER_BYTES
 from sluice.gateway.protection.local import LocalOnly
-from sluice.gateway.protection.protocol import protocol
+from sluice.gateway.protection.protocol import MAX_HEADER_BYTES, protocol
 from sluice.gateway.settings import CannotServe, ServeSettings
 
 _GARBAGE_OBJECTS = 10_000  # allocated containers between two collections, instead of 700
@@ -31,18 +29,8 @@ def run(redis_url: str, settings: ServeSettings) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))  # uvicorn raises its signal again when it has drained
     set_up_logging()
-    with listen(settings) as listening, asyncio.Runner(loop_factory=_event_loop()) as runner:
-        runner.run(_serve(listening, redis_url, settings))
-
-
-def _event_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return what makes uvloop's event loop, which costs a request less, if it is installed; Windows has none."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
+    with listen(settings) as listening:
+        asyncio.run(_serve(listening, redis_url, settings))
 
 
 def listen(settings: ServeSettings) -> socket.socket:

@@ -1,15 +1,15 @@
-"""Both HTTP protocols of the front keep the same limits. The front takes the one on httptools if it is installed."""
+"""The HTTP protocol of the front: limits of headers, several requests on a connection, and offers of an upgrade."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import uvicorn
 
-from sluice.gateway.protection.client_limits import MAX_HEADER_BYTES
-from sluice.gateway.protection.protocol import H11Client
+from sluice.gateway.protection.protocol import MAX_HEADER_BYTES, protocol
 
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
 CLOSING = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -21,27 +21,26 @@ async def early_answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-def httptools_client() -> type[asyncio.Protocol]:
-    pytest.importorskip("httptools")
-    from sluice.gateway.protection.httptools_protocol import HttptoolsClient
-
-    return HttptoolsClient
-
-
-@pytest.fixture(params=[lambda: H11Client, httptools_client], ids=["h11", "httptools"])
-async def port(request: pytest.FixtureRequest) -> AsyncIterator[int]:
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
     """The port of a server that answers every request at once."""
+    async with serving(early_answer) as number:
+        yield number
+
+
+@asynccontextmanager
+async def serving(application: Any) -> AsyncIterator[int]:
     config = uvicorn.Config(
-        early_answer, port=0, http=request.param(), lifespan="off", log_level="error",
+        application, port=0, http=protocol(30), lifespan="off", log_level="error", ws="none",
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )  # fmt: skip
     server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
+    running = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.005)
     yield server.servers[0].sockets[0].getsockname()[1]
     server.should_exit = True
-    await serving
+    await running
 
 
 async def answer(port: int, *parts: bytes) -> bytes:
@@ -80,3 +79,16 @@ async def test_headers_below_the_limit_are_accepted_on_each_request_of_a_connect
 
 async def test_requests_that_are_sent_at_once_are_answered_in_turn(port: int) -> None:
     assert (await answer(port, HEAD + b"Content-Length: 2\r\n\r\nhi" + CLOSING)).count(b"200 OK") == 2
+
+
+async def test_the_body_of_a_request_that_offers_an_upgrade_is_read() -> None:
+    """Java's HttpClient offers HTTP/2 with every request."""
+
+    async def echo(scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": b"read: " + body})
+
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    async with serving(echo) as number:
+        assert b"read: hi" in await answer(number, HEAD + offer + b"Content-Length: 2\r\n\r\nhi")

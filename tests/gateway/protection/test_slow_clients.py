@@ -14,8 +14,7 @@ import pytest
 import uvicorn
 
 from scripts.stack import FrontProcess
-from sluice.gateway.protection.client_limits import MAX_HEADER_BYTES
-from sluice.gateway.protection.protocol import protocol
+from sluice.gateway.protection.protocol import MAX_HEADER_BYTES, protocol
 from tests.gateway.fronts import front_process
 
 TIMEOUT_S = 1.0
