@@ -57,9 +57,21 @@ def test_work_goes_on_slowly_while_there_is_other_work() -> None:
     pace = Pace(1e12, threading.Event(), way_free)
     began = time.monotonic()
     for _ in range(3):
-        pace(1)
-    assert time.monotonic() - began >= 0.085
+        pace(1 << 20)
+    assert time.monotonic() - began >= 0.1
     way_free.set()
     for _ in range(1000):
-        pace(1)
-    assert time.monotonic() - began < 30  # 0.03 s each if it still gave way
+        pace(1 << 20)
+    assert time.monotonic() - began < 30  # 0.035 s each if it still gave way
+
+
+def test_what_was_done_in_a_hurry_is_not_paid_for_afterwards() -> None:
+    hurried = threading.Event()
+    hurried.set()
+    pace = Pace(1e6, hurried)
+    for _ in range(100):
+        pace(1 << 20)
+    hurried.clear()
+    began = time.monotonic()
+    pace(10_000)
+    assert time.monotonic() - began < 50  # of the 105 s that the work before takes at this rate

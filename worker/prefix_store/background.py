@@ -11,7 +11,7 @@ _NICENESS = 10  # added to the process's own; beside a computing thread, one get
 _MAX_NICENESS = 19
 _QOS_UTILITY = 0x11  # of macOS's sys/qos.h: work that the user does not wait for
 _SHORTEST_S = 0.001  # pauses below this are added up
-_GIVES_WAY_S = 0.03  # for each piece of work; so writes in pieces of 1 MiB go on with 30 MB/s beside endless reads
+_GIVING_WAY_BYTES_S = 30e6  # the rate of work beside other work that does not end
 
 
 def lower_priority(*, awaited: bool = False) -> None:
@@ -42,9 +42,12 @@ class Pace:
     def __call__(self, nbytes: int) -> None:
         """Pause for as long as `nbytes` more bytes are ahead of the rate, and for other work. Blocks."""
         now_s = time.monotonic()
+        if self._hurried.is_set():
+            self._due_s = now_s
+            return
         self._due_s = max(self._due_s, now_s - _SHORTEST_S) + nbytes / self._bytes_per_s
         ahead_s = self._due_s - now_s
         if ahead_s >= _SHORTEST_S:
             self._hurried.wait(ahead_s)
         if self._way_free and not self._hurried.is_set():
-            self._way_free.wait(_GIVES_WAY_S)
+            self._way_free.wait(nbytes / _GIVING_WAY_BYTES_S)

@@ -77,7 +77,7 @@ class Reader:
         self._encryption = encryption
         self._allocate, self._on_read = allocate, on_read
         self._on_end = on_end
-        self.bytes_per_s = _FIRST_READ_BYTES_S
+        self._alone_bytes_per_s = _FIRST_READ_BYTES_S  # measured while no row decodes
         self.idle = threading.Event()  # set while nothing is read
         self.idle.set()
         self._alone = threading.Event()  # set while no row decodes
@@ -101,6 +101,11 @@ class Reader:
             reading = self._readings[chain.files] = Reading(chain)
             self._queue.put(weakref.ref(reading))
         return reading
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Expected speed of reading: as measured, but at most the limit beside rows that decode."""
+        return self._alone_bytes_per_s if self._alone.is_set() else min(self._alone_bytes_per_s, _SHARED_BYTES_S)
 
     def spare_rows(self, *, decoding: bool) -> None:
         """Read slowly from now on if rows decode, and fast if none does."""
@@ -158,7 +163,7 @@ class Reader:
 
     def _read_chain(self, chain: Chain, reference: "weakref.ref[Reading]") -> tuple[ReadPlace, ...]:
         """Read the files of a chain up to the first bad one, or until no caller waits."""
-        began = time.perf_counter()
+        began, alone = time.perf_counter(), self._alone.is_set()
         places = list[ReadPlace]()
         nbytes = 0
         for name in chain.files:
@@ -172,9 +177,9 @@ class Reader:
                 break
             self._places[name] = place
             places.append(place)
-        if nbytes:
+        if nbytes and alone and self._alone.is_set():
             speed = nbytes / max(time.perf_counter() - began, 1e-9)
-            self.bytes_per_s += _WEIGHT * (speed - self.bytes_per_s)
+            self._alone_bytes_per_s += _WEIGHT * (speed - self._alone_bytes_per_s)
         return tuple(places)
 
     def _is_wanted(self, reference: "weakref.ref[Reading]") -> bool:

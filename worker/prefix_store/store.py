@@ -74,7 +74,7 @@ class PrefixStore:
 
     @property
     def read_bytes_s(self) -> float:
-        """Measured speed of reading, in bytes per second."""
+        """Expected speed of reading, in bytes per second: see `spare_rows`."""
         return self._reader.bytes_per_s
 
     def write(self, place: NewPlace) -> bool:
