@@ -4,7 +4,7 @@ from typing import Any
 
 from sluice.gateway.responses.request import fields
 from sluice.gateway.responses.request.fields import refusal
-from sluice.gateway.responses.request.tools import HOSTED, INPUT, Tools
+from sluice.gateway.responses.request.tools import HOSTED, INPUT, MAX_TOOLS, Tools
 
 _MODES = ("none", "auto", "required")
 
@@ -32,6 +32,8 @@ def _read(value: object, tools: Tools) -> tuple[Any, list[str]]:
         return {"type": "function", "function": {"name": function}}, list(tools.functions)
     mode = fields.one_of(choice.get("mode"), ("auto", "required"), "tool_choice.mode")
     allowed = list(fields.entries(choice.get("tools"), "tool_choice.tools"))
+    if len(allowed) > MAX_TOOLS:
+        raise refusal("tool_choice.tools", f"there are more than {MAX_TOOLS:,}; name fewer.")
     offered = [(place, each) for place, each in allowed if not (isinstance(each, dict) and each.get("type") in HOSTED)]
     names = {_find(fields.mapping(each, place), tools, place) for place, each in offered}
     return mode, [function for function in tools.functions if function in names]

@@ -21,7 +21,7 @@ HOSTED = frozenset(
     }
 )  # fmt: skip
 INPUT = "input"  # the argument of a custom tool's function
-_MAX_TOOLS = 1_000  # of a request, those in namespaces included
+MAX_TOOLS = 1_000  # of a request, those in namespaces included
 _NAME_CHARACTERS = 64
 _FUNCTION_FIELDS = {
     "type", "name", "description", "parameters", "strict", "defer_loading", "allowed_callers", "async", "output_schema",
@@ -140,8 +140,8 @@ class _Reader:
             self._add_callable(fields.mapping(each, place), place, namespace, about)
 
     def _add_callable(self, tool: dict[str, Any], param: str, namespace: str | None, about: str) -> None:
-        if len(self._functions) >= _MAX_TOOLS:
-            raise refusal("tools", f"there are more than {_MAX_TOOLS:,}; send fewer.")
+        if len(self._functions) >= MAX_TOOLS:
+            raise refusal("tools", f"there are more than {MAX_TOOLS:,}; send fewer.")
         kinds: dict[str, Callable[[dict[str, Any], str, str], dict[str, Any]]]
         kinds = {"function": self._function, "custom": self._custom}
         kind = fields.text(tool.get("type"), f"{param}.type")
