@@ -56,8 +56,11 @@ async def test_a_front_is_ready_while_its_server_answers() -> None:
 async def test_requests_are_counted_by_route_and_status(http: httpx.AsyncClient) -> None:
     await http.post(PATH, json=request("1", stream=True))
     await http.get("/secret/path")
-    metrics = (await http.get("/metrics")).text
-    assert f'http_requests_total{{handler="{PATH}",method="POST",status="200"}} 1.0' in metrics
+    counted = f'http_requests_total{{handler="{PATH}",method="POST",status="200"}} 1.0'
+    metrics = ""
+    async with asyncio.timeout(30):
+        while counted not in metrics:  # it is counted after the answer
+            metrics = (await http.get("/metrics")).text
     assert 'http_requests_total{handler="other",method="GET",status="404"} 1.0' in metrics
     assert 'vllm:time_to_first_token_seconds_count{model_name="default"} 1.0' in metrics
     assert "secret" not in metrics

@@ -88,7 +88,10 @@ class Browser:
                 assert "error" not in message, (method, message["error"])
                 result: dict[str, Any] = message["result"]
                 return result
-            if message.get("method") in _COMPLAINTS:
+            is_note = (
+                message.get("params", {}).get("entry", {}).get("level") == "info"
+            )  # such as autofocus that comes late
+            if message.get("method") in _COMPLAINTS and not is_note:
                 self.complaints.append(json.dumps(message["params"]))
 
     def _next(self) -> dict[str, Any]:
