@@ -195,7 +195,7 @@ def _range(metadata: list[Any]) -> str:
 
 def _cell(text: str) -> str:
     """Return text for a table cell, with names of settings and what looks like code in backquotes."""
-    return re.sub(r"(SLUICE_\w+|<\|\w+\|>)", r"`\1`", text).replace("|", "\\|")
+    return re.sub(r"(?<!`)(SLUICE_\w+|<\|\w+\|>)", r"`\1`", text).replace("|", "\\|")
 
 
 def _description(field: FieldInfo) -> str:
