@@ -145,6 +145,20 @@ def test_reads_are_slow_while_rows_decode_and_fast_again_when_none_does(
     assert (len(slow.places), len(fast.places)) == (1, 1)
 
 
+def test_closing_ends_a_pause_of_the_reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("worker.prefix_store.reader._SHARED_BYTES_S", 1e3)
+    written(tmp_path, place(PATH, size=200_000))  # takes minutes at this rate
+    opened = store(tmp_path)
+    opened.spare_rows(decoding=True)
+    reading = opened.read(chain_of(opened, PATH))
+    until(lambda: not opened._reader.idle.is_set())
+    opened.close(5)
+    opened.spare_rows(decoding=True)
+    opened._reader.thread.join(20)
+    assert not opened._reader.thread.is_alive()
+    assert reading.done
+
+
 def test_writes_give_way_to_reads(held: Held, opened: PrefixStore) -> None:
     reading = opened.read(chain_of(opened, PATH))
     held.wait()

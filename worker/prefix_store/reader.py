@@ -108,8 +108,8 @@ class Reader:
         return self._alone_bytes_per_s if self._alone.is_set() else min(self._alone_bytes_per_s, _SHARED_BYTES_S)
 
     def spare_rows(self, *, decoding: bool) -> None:
-        """Read slowly from now on if rows decode, and fast if none does."""
-        if decoding:
+        """Read slowly from now on if rows decode, and fast if none does, or once the store is closed."""
+        if decoding and not self._closed.is_set():
             self._alone.clear()
         else:
             self._alone.set()
@@ -131,8 +131,9 @@ class Reader:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Let the thread end after the file that it reads."""
+        """Let the thread end after the file that it reads, without pauses."""
         self._closed.set()
+        self._alone.set()
         self._queue.put(None)
 
     # On the reader's thread
