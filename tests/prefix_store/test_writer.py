@@ -1,12 +1,15 @@
 import errno
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.prefix_store.places import files, place, store, written
 from worker.prefix_store import folder as folder_module
+from worker.prefix_store.folder import Folder
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import is_pin
 from worker.prefix_store.store import PrefixStore
@@ -109,6 +112,68 @@ def test_a_failed_write_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     report = reported(store(tmp_path), place((1,)), place((2,)))
     assert report.refusal is NotStored.DISK
     assert not [each for each in tmp_path.iterdir() if is_pin(each.name)]
+
+
+def test_an_unexpected_error_is_logged_once_and_loses_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_place, fails = folder_module.write_place, [True]
+
+    def failing(*given: Any) -> None:
+        if fails:
+            fails.clear()
+            raise RuntimeError("kumquat")
+        write_place(*given)
+
+    monkeypatch.setattr(folder_module, "write_place", failing)
+    monkeypatch.setattr("worker.prefix_store.writer._PAUSE_S", 0.0)
+    opened, report = store(tmp_path), WriteReport()
+    with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
+        opened.write(replace(place((1,)), report=report))
+        opened.write(place((2,)))
+        all_written(opened)
+        assert opened._writer.thread.is_alive()
+        opened.close(20)
+    assert (report.done, report.refusal, opened.pending_bytes) == (True, NotStored.DISK, 0)
+    assert len(files(tmp_path)) == 1
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False]
+    assert "kumquat" in caplog.text
+    assert caplog.records[-1].args == (1,)
+
+
+def test_what_is_not_written_after_a_failure_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("kumquat")
+
+    monkeypatch.setattr(folder_module, "write_place", failing)
+    opened = store(tmp_path)
+    with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
+        for number in range(5):
+            opened.write(place((number,)))
+        opened.close(20)
+    assert len(caplog.records) == 2
+    assert caplog.records[-1].args == (5,)
+
+
+def test_a_failed_scan_does_not_end_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scans = list[int]()
+
+    def failing(folder: Folder) -> None:
+        scans.append(1)
+        raise RuntimeError("kumquat")
+
+    opened = store(tmp_path)
+    monkeypatch.setattr(Folder, "enforce", failing)
+    with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
+        for number in range(3):
+            opened.forget("", (number,))
+        opened.close(20)
+    assert len(scans) == 3
+    assert len(caplog.records) == 1
 
 
 def test_what_follows_a_refused_place_is_not_written(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from worker.prefix_store.background import Pace, lower_priority
 from worker.prefix_store.folder import Folder, Unwritable
@@ -85,7 +87,8 @@ class Writer:
         self._hurried = threading.Event()  # the worker ends: write as fast as possible
         self._closed = threading.Event()
         self._pace = Pace(_WRITE_BYTES_S, self._hurried, no_reads)
-        self._paused_until_s = 0.0  # time.monotonic() before which nothing is written, since the disk has failed
+        self._paused_until_s = 0.0  # time.monotonic() before which nothing is written, after a failure
+        self._lost = 0  # places, since the last failure
         self._queue: queue.SimpleQueue[NewPlace | _Forget | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._write_all, name="prefix-writer", daemon=True)
 
@@ -138,7 +141,7 @@ class Writer:
         scanned = time.monotonic()
         while True:
             if time.monotonic() - scanned >= _RESCAN_S:
-                self._rescan()
+                self._attempt(self._rescan)
                 scanned = time.monotonic()
             try:
                 command = self._queue.get(timeout=_RESCAN_S)
@@ -146,12 +149,35 @@ class Writer:
                 continue
             match command:
                 case None:
+                    self._report_lost()
                     return
                 case _Forget(namespace, tokens):
-                    self._remove(namespace, tokens)
+                    self._attempt(partial(self._remove, namespace, tokens))
                 case NewPlace():
-                    self._process(command)
+                    self._attempt(partial(self._process, command))
             del command  # else its memory would be held until the next one comes
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """Do a part of this thread's work. After a failure, which is logged, nothing is written for a while."""
+        try:
+            action()
+            return
+        except Unwritable as error:
+            logger.warning("prefixes on disk: nothing is written for %.0f s: %s", _PAUSE_S, error)
+        except Exception:  # the border of this thread: an error loses what it was about, and nothing that comes later
+            if not self._is_paused:
+                logger.exception("prefixes on disk: nothing is written for %.0f s: unexpected error", _PAUSE_S)
+        self._paused_until_s = time.monotonic() + _PAUSE_S
+
+    @property
+    def _is_paused(self) -> bool:
+        return time.monotonic() < self._paused_until_s
+
+    def _report_lost(self) -> None:
+        """Log how many places were not written after the last failure."""
+        if self._lost:
+            logger.warning("prefixes on disk: parts of prefixes that were not written since then: %d", self._lost)
+        self._lost = 0
 
     def _rescan(self) -> None:
         """Count the files of others, and find those that other workers have written."""
@@ -171,10 +197,8 @@ class Writer:
         result: int | NotStored = NotStored.DISK
         try:
             result = self._write(new)
-        except Unwritable as error:
-            logger.warning("prefixes on disk: nothing is written for %.0f s: %s", _PAUSE_S, error)
-            self._paused_until_s = time.monotonic() + _PAUSE_S
         finally:
+            self._lost += result is NotStored.DISK
             self._pending.add(-new.place.nbytes)
             if new.report:
                 new.report.settle(result)
@@ -184,8 +208,9 @@ class Writer:
         `Unwritable`."""
         if new.report and new.report.refusal:  # files of a prefix that follow a gap are useless
             return new.report.refusal
-        if time.monotonic() < self._paused_until_s:
+        if self._is_paused:
             return NotStored.DISK
+        self._report_lost()
         name = self._name_of(new)
         if self._is_stored(name, new):
             return 0
