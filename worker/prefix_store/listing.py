@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from worker.prefix_store.encryption import Encryption
-from worker.prefix_store.folder import Folder, Scan
+from worker.prefix_store.folder import Folder
 from worker.prefix_store.format import BadFile, read_file_header
 from worker.prefix_store.names import FileName, pin_of
 from worker.prefix_store.records import outdated_digests, read_records
+from worker.prefix_store.scan import Scan, scan_folder
 from worker.schedule.cache.disk import StoredFile
 
 _ID_LENGTH = 12
@@ -49,7 +50,7 @@ class Listing:
         path.stat()
         self._folder = Folder(path, 0)
         self._encryption = encryption
-        self._scan = self._folder.scan()
+        self._scan = scan_folder(path)
         self._outdated = outdated_digests(read_records(path, self._scan.models))
 
     @property

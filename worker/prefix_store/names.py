@@ -12,6 +12,8 @@ _PREFIX = "sluice-prefix-"
 _PATTERN = re.compile(
     rf"{_PREFIX}v{VERSION}-([0-9a-f]{{32}})-([0-9a-f]{{32}})-([0-9a-f]{{32}})-(\d{{1,9}})-(\d{{1,9}})-(kv|state)\.safetensors"
 )
+LOCK = "sluice-prefix-lock"
+WRITTEN = "sluice-prefix-written.json"  # bytes written today, by all processes
 TEMPORARY = ".part"
 _PIN = ".pin"
 _MODEL = re.compile(rf"{_PREFIX}model-([0-9a-f]{{32}})\.json")
@@ -34,10 +36,9 @@ class FileName:
         tokens = f"{self.start}-{self.end}"
         return f"{_PREFIX}v{VERSION}-{self.model}-{self.parent}-{self.digest}-{tokens}-{kind}.safetensors"
 
-    @property
-    def temporary(self) -> str:
-        """Name while the file is written."""
-        return f"{self}{TEMPORARY}"
+    def temporary(self, writer: str) -> str:
+        """Return the name while the file is written. `writer`: differs for each attempt of each process."""
+        return f"{self}.{writer}{TEMPORARY}"
 
     @property
     def pin(self) -> str:

@@ -1,0 +1,57 @@
+"""Files that are being written. Each is locked by its writer, so that the files of dead writers are recognized."""
+
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+class UnfinishedFile:
+    """A file that has its final size from the start, so that it counts as what it will take. Its content is written
+    without the folder's lock."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        """Create the file, which must not exist. Requires the folder's lock: no other process finds it before it is
+        locked. Raises OSError."""
+        self.path = path
+        self.file = path.open("xb")
+        try:
+            os.chmod(self.file.fileno(), 0o600)  # prompts are private
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.file.truncate(nbytes)
+        except OSError:
+            self.close()
+            raise
+
+    def sync(self) -> None:
+        """Make the content durable. Blocks. Raises OSError."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def finish(self, path: Path) -> None:
+        """Let the file appear under its final name. Raises OSError."""
+        self.path.rename(path)
+
+    def close(self) -> None:
+        """Close the file, and remove it unless it is finished. Raises no OSError."""
+        with suppress(OSError):
+            self.file.close()
+        with suppress(OSError):
+            self.path.unlink()
+
+
+def is_abandoned(path: Path) -> bool:
+    """Return True if no living process writes the file, or if it is gone. Requires the folder's lock."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    except OSError:  # of another user: it counts until that one removes it
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
