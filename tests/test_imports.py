@@ -42,7 +42,7 @@ TABLE = {
     "worker.schedule_times": May(others="cronsim"),
     "worker.turns": May("schemas.keys"),
     "worker.process": May("worker.errors"),
-    "worker.environment": May("worker.errors", "pydantic_core"),
+    "worker.environment": May("worker.errors", "pydantic_core pydantic_settings"),
     "worker.bounded_json": May("schemas.keys worker.errors worker.process worker.turns"),
     "worker.setting_checks": May("schemas.keys worker.schedule_times"),
     "worker.settings": May(

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, DotEnvSettingsSource, EnvSettingsSource
 
 from worker.errors import CannotStart
 
@@ -20,6 +21,16 @@ _SERVE_PREFIX = "SLUICE_SERVE_"  # of `sluice serve`, which checks its own names
 def variable(field: str) -> str:
     """Return the environment variable of a setting."""
     return PREFIX + field.upper()
+
+
+def read_unchecked(settings: type[BaseSettings]) -> dict[str, str]:
+    """Return the settings that the environment and `.env` hold, by field, as they are written there: for a command that
+    needs few of them, and works whatever the others are."""
+    written = {
+        **DotEnvSettingsSource(settings)(),
+        **EnvSettingsSource(settings)(),
+    }  # the environment overrides the file
+    return {field: str(value) for field, value in written.items() if value}
 
 
 def child_environment(redis_url: str) -> dict[str, str]:

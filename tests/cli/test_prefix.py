@@ -154,6 +154,57 @@ def test_a_superseded_file_of_a_tenant_is_dropped_too(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
+# Settings
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, without settings in the environment."""
+    for name in ("SLUICE_PREFIX_DISK_DIR", "SLUICE_PREFIX_DISK_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def listed() -> list[dict[str, Any]]:
+    """List the prefixes of the folder in the settings."""
+    result = CliRunner().invoke(app, ["prefix", "list", "--json"])
+    assert result.exit_code == 0, result.exception
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_folder_and_key_are_read_from_the_file_of_settings(tmp_path: Path, elsewhere: Path) -> None:
+    encrypted(tmp_path / "prefixes", "acme")
+    lines = [f'export SLUICE_PREFIX_DISK_DIR="{tmp_path / "prefixes"}"  # a remark', f"sluice_prefix_disk_key={KEY}"]
+    (elsewhere / ".env").write_text("\n".join([*lines, "SLUICE_MODEL=", "SLUICE_MAX_ROWS=many", ""]))
+    assert [(each["tenant"], each["tokens"]) for each in listed()] == [("acme", 31)]
+
+
+def test_the_environment_overrides_the_file_of_settings(
+    folder: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (elsewhere / ".env").write_text(f"SLUICE_PREFIX_DISK_DIR={elsewhere}\n")
+    assert listed() == []
+    monkeypatch.setenv("SLUICE_PREFIX_DISK_DIR", str(folder))
+    assert len(listed()) == 3
+
+
+def test_without_a_folder_in_the_settings_one_is_asked_for(elsewhere: Path) -> None:
+    result = CliRunner().invoke(app, ["prefix", "list"])
+    assert isinstance(result.exception, CliError)
+    assert "--dir" in str(result.exception)
+
+
+def test_a_bad_key_in_the_file_of_settings_is_refused_without_being_shown(folder: Path, elsewhere: Path) -> None:
+    (elsewhere / ".env").write_text(f"SLUICE_PREFIX_DISK_DIR={folder}\nSLUICE_PREFIX_DISK_KEY=kumquat\n")
+    result = CliRunner().invoke(app, ["prefix", "list"])
+    assert isinstance(result.exception, CliError)
+    assert "SLUICE_PREFIX_DISK_KEY" in str(result.exception)
+    assert "kumquat" not in str(result.exception)
+
+
 # Outdated prefixes
 
 

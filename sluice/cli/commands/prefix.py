@@ -1,7 +1,6 @@
 """`sluice prefix`: lists, pins, drops and computes the prefixes that workers keep on disk."""
 
 import asyncio
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +22,8 @@ _KEY = "SLUICE_PREFIX_DISK_KEY"
 _NO_FOLDER = f"no folder: give --dir, or set {_DIR}."
 
 Folder = Annotated[
-    Path | None, typer.Option("--dir", metavar="FOLDER", help=f"The folder. Default: {_DIR} from the environment.")
+    Path | None,
+    typer.Option("--dir", metavar="FOLDER", help=f"The folder. Default: {_DIR} from the environment or `.env`."),
 ]
 Id = Annotated[
     str, typer.Argument(help="Id of a prefix, as in `sluice prefix list`, or its first digits.", metavar="ID")
@@ -37,7 +37,7 @@ def about() -> None:
     """Show the cached prefixes on this machine's disk; pin or drop them.
 
     They are in the folder that workers have as SLUICE_PREFIX_DISK_DIR. No worker has to run. Tenants of encrypted
-    prefixes are shown if SLUICE_PREFIX_DISK_KEY is set.
+    prefixes are shown if SLUICE_PREFIX_DISK_KEY is set. Both are read from the environment or `.env`, as workers do.
 
     \b
     Example:
@@ -222,26 +222,27 @@ def _warmed(result: "Warmed") -> str:
 
 def _listing(folder: Path | None) -> "Listing":
     try:
+        from worker.environment import read_unchecked
         from worker.prefix_store.listing import Listing
+        from worker.settings import Settings
     except ImportError as missing:
         raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
-    if folder is None and not os.environ.get(_DIR):
+    written = read_unchecked(Settings)
+    if folder is None and "prefix_disk_dir" not in written:
         raise CliError(_NO_FOLDER)
-    path = (folder or Path(os.environ[_DIR])).expanduser()
+    path = (folder or Path(written["prefix_disk_dir"])).expanduser()
     try:
-        return Listing(path, _encryption())
+        return Listing(path, _encryption(written.get("prefix_disk_key")))
     except OSError as error:
         raise CliError(f"{path}: {error.strerror}; give the folder that workers have as {_DIR}.") from None
 
 
-def _encryption() -> "Encryption | None":
+def _encryption(key: str | None) -> "Encryption | None":
     """Return the workers' key, which opens the tenants of encrypted prefixes; None if there is none."""
     from worker.prefix_store.encryption import Encryption, NoCryptography, decode_key
 
-    if _KEY not in os.environ:
-        return None
     try:
-        return Encryption(decode_key(os.environ[_KEY]))
+        return Encryption(decode_key(key)) if key else None
     except (NoCryptography, ValueError) as error:
         raise CliError(f"{_KEY}: {error}.") from None
 
