@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from sluice.cli.app import app
 from sluice.cli.commands.prefix import _warmed
 from sluice.cli.errors import CliError
-from tests.prefix_store.places import files, place, store, written
+from tests.prefix_store.segments import files, segment, store, written
 from worker.chat.warm import Warmed
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import model_digest, model_record
@@ -40,8 +40,10 @@ def refused(folder: Path, *arguments: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two prefixes that share their first file, and one of a tenant."""
-    shared = place(PATH[:10])
-    written(tmp_path, shared, place(PATH, 10, state=True), place((*PATH[:10], 99), 10), place((7,), namespace="acme"))
+    shared = segment(PATH[:10])
+    written(
+        tmp_path, shared, segment(PATH, 10, state=True), segment((*PATH[:10], 99), 10), segment((7,), namespace="acme")
+    )
     return tmp_path
 
 
@@ -113,7 +115,9 @@ KEY, OTHER_KEY = (base64.b64encode(bytes([byte]) * 32).decode() for byte in (1, 
 
 
 def encrypted(folder: Path, namespace: str) -> None:
-    written(folder, place(PATH, namespace=namespace), place((*PATH, 1), 30, namespace=namespace), key=bytes([1]) * 32)
+    written(
+        folder, segment(PATH, namespace=namespace), segment((*PATH, 1), 30, namespace=namespace), key=bytes([1]) * 32
+    )
 
 
 @pytest.mark.parametrize("key", [None, OTHER_KEY])
@@ -146,8 +150,8 @@ def test_files_of_other_versions_are_reported_when_a_tenant_is_dropped(folder: P
 
 
 def test_a_superseded_file_of_a_tenant_is_dropped_too(tmp_path: Path) -> None:
-    written(tmp_path / "kv", place(PATH, namespace="acme"))
-    written(tmp_path, place(PATH, namespace="acme", state=True), place((*PATH, 1), 30, namespace="acme"))
+    written(tmp_path / "kv", segment(PATH, namespace="acme"))
+    written(tmp_path, segment(PATH, namespace="acme", state=True), segment((*PATH, 1), 30, namespace="acme"))
     for file in files(tmp_path / "kv"):  # its writer has died before it could remove the file
         file.rename(tmp_path / file.name)
     run(tmp_path, "drop", "--tenant", "acme")
@@ -212,7 +216,7 @@ def used_by(folder: Path, fingerprint: str, used_s: float) -> None:
     """Write and pin a prefix as a worker with this release of a model does, which was last used at this time."""
     opened = PrefixStore(StoreOptions(folder, 10_000_000, label="models/a"), fingerprint)
     opened.open()
-    opened.write(replace(place(PATH), pinned=True))
+    opened.write(replace(segment(PATH), pinned=True))
     opened.close(20)
     os.utime(folder / model_record(model_digest(fingerprint)), (used_s, used_s))
 

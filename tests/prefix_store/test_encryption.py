@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tests.prefix_store.places import MODEL, assert_right, content, files, place, read, store, written
+from tests.prefix_store.segments import MODEL, assert_right, content, files, read, segment, store, written
 from tests.selection import examples
 from worker.prefix_store import encryption as encryption_module
 from worker.prefix_store.encryption import Encryption, NoCryptography, decode_key
@@ -22,29 +22,29 @@ PATH = tuple(range(1000, 1100))
 
 
 def test_an_encrypted_prefix_is_read_as_it_was_written(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH[:40]), place(PATH, 40, state=True, size=1_000_000), key=KEY)
+    written(tmp_path, segment(PATH[:40]), segment(PATH, 40, state=True, size=1_000_000), key=KEY)
     opened = store(tmp_path, key=KEY)
     chain = opened.find("", PATH, stateful=True)
     assert chain is not None
-    places = read(opened, chain)
+    segments = read(opened, chain)
     opened.close(5)
-    assert len(places) == 2
-    assert_right(chain, places)
-    assert [each.header.shapes for each in places] == [((4096,), (2, 1024), (0,)), ((1_000_000,), (2, 250_000), (0,))]
-    assert [each.header.dtypes for each in places] == [("U8", "BF16", "F32")] * 2
+    assert len(segments) == 2
+    assert_right(chain, segments)
+    assert [each.header.shapes for each in segments] == [((4096,), (2, 1024), (0,)), ((1_000_000,), (2, 250_000), (0,))]
+    assert [each.header.dtypes for each in segments] == [("U8", "BF16", "F32")] * 2
 
 
 def test_sizes_are_those_that_the_quota_counts(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH), key=KEY, max_bytes=10_000_000)
+    written(tmp_path, segment(PATH), key=KEY, max_bytes=10_000_000)
     size = files(tmp_path)[0].stat().st_size
     shutil.rmtree(tmp_path)
-    written(tmp_path, place(PATH), key=KEY, max_bytes=size)  # the lock's file is empty
+    written(tmp_path, segment(PATH), key=KEY, max_bytes=size)  # the lock's file is empty
     assert len(files(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("key", [OTHER, None])
 def test_another_key_finds_nothing_and_removes_nothing(tmp_path: Path, key: bytes | None) -> None:
-    written(tmp_path, place(PATH), key=KEY)
+    written(tmp_path, segment(PATH), key=KEY)
     opened = store(tmp_path, key=key)
     assert opened.find("", PATH, stateful=False) is None
     opened.close(5)
@@ -52,7 +52,7 @@ def test_another_key_finds_nothing_and_removes_nothing(tmp_path: Path, key: byte
 
 
 def test_a_file_that_is_not_encrypted_is_not_found_with_a_key(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH))
+    written(tmp_path, segment(PATH))
     opened = store(tmp_path, key=KEY)
     assert opened.find("", PATH, stateful=False) is None
     opened.close(5)
@@ -61,8 +61,8 @@ def test_a_file_that_is_not_encrypted_is_not_found_with_a_key(tmp_path: Path) ->
 
 @pytest.mark.parametrize("key", [OTHER, None])
 def test_content_of_another_key_under_a_name_of_ours_is_a_miss(tmp_path: Path, key: bytes | None) -> None:
-    written(tmp_path / "one", place(PATH), key=KEY)
-    written(tmp_path / "other", place(PATH), key=key)
+    written(tmp_path / "one", segment(PATH), key=KEY)
+    written(tmp_path / "other", segment(PATH), key=key)
     (name,) = files(tmp_path / "one")
     name.write_bytes(files(tmp_path / "other")[0].read_bytes())
     opened = store(tmp_path / "one", key=KEY)
@@ -71,7 +71,7 @@ def test_content_of_another_key_under_a_name_of_ours_is_a_miss(tmp_path: Path, k
 
 
 def test_an_encrypted_file_shows_nothing_that_depends_on_the_prompt(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH, namespace="acme"), key=KEY)
+    written(tmp_path, segment(PATH, namespace="acme"), key=KEY)
     (file,) = files(tmp_path)
     raw = file.read_bytes()
     assert content(PATH, 64) not in raw
@@ -84,9 +84,9 @@ def test_an_encrypted_file_shows_nothing_that_depends_on_the_prompt(tmp_path: Pa
     assert model_digest(MODEL) not in file.name
 
 
-def test_equal_places_are_encrypted_differently(tmp_path: Path) -> None:
+def test_equal_segments_are_encrypted_differently(tmp_path: Path) -> None:
     for folder in ("one", "other"):
-        written(tmp_path / folder, place(PATH), key=KEY)
+        written(tmp_path / folder, segment(PATH), key=KEY)
     one, other = files(tmp_path / "one")[0], files(tmp_path / "other")[0]
     assert one.name == other.name
     assert header_of(one)["salt"] != header_of(other)["salt"]
@@ -105,7 +105,7 @@ def header_of(file: Path) -> dict[str, str]:
 def test_a_changed_file_is_a_miss_and_removed(tmp_path: Path, seed: int) -> None:
     dice = random.Random(seed)
     shutil.rmtree(tmp_path)
-    written(tmp_path, place(PATH, size=512), key=KEY)
+    written(tmp_path, segment(PATH, size=512), key=KEY)
     (file,) = files(tmp_path)
     raw = bytearray(file.read_bytes())
     raw[dice.randrange(len(raw))] ^= 1 << dice.randrange(8)
@@ -118,7 +118,7 @@ def test_a_changed_file_is_a_miss_and_removed(tmp_path: Path, seed: int) -> None
 
 def test_tensors_cannot_change_places(tmp_path: Path) -> None:
     """The first two have the same bytes, so with one nonce for all a swap would not be found."""
-    written(tmp_path, place(PATH), key=KEY)
+    written(tmp_path, segment(PATH), key=KEY)
     (file,) = files(tmp_path)
     raw = file.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
@@ -132,7 +132,7 @@ def test_tensors_cannot_change_places(tmp_path: Path) -> None:
 
 
 def test_the_tenant_is_listed_with_the_key_only(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH, namespace="acme"), key=KEY)
+    written(tmp_path, segment(PATH, namespace="acme"), key=KEY)
     for encryption, tenant in ((None, None), (Encryption(OTHER), None), (Encryption(KEY), "acme")):
         listing = Listing(tmp_path, encryption)
         (prefix,) = listing.prefixes
@@ -140,15 +140,15 @@ def test_the_tenant_is_listed_with_the_key_only(tmp_path: Path) -> None:
 
 
 def test_a_long_part_is_decrypted_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encryption_module, "PIECE", 1000)  # of the writer alone
-    written(tmp_path, place(PATH, size=600_000), key=KEY)
+    monkeypatch.setattr(encryption_module, "CALL_BYTES", 1000)  # of the writer alone
+    written(tmp_path, segment(PATH, size=600_000), key=KEY)
     opened = store(tmp_path, key=KEY)
     chain = opened.find("", PATH, stateful=False)
     assert chain is not None
-    places = read(opened, chain)
+    segments = read(opened, chain)
     opened.close(5)
-    assert_right(chain, places)
-    assert len(places) == 1
+    assert_right(chain, segments)
+    assert len(segments) == 1
 
 
 @pytest.mark.parametrize("text", ["", "abc", "A" * 43, base64.b64encode(bytes(31)).decode(), "ä" * 44])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prefix_store.places import files, nbytes, place
+from tests.prefix_store.segments import files, nbytes, segment
 from worker.prefix_store import folder as folder_module
 from worker.prefix_store.folder import Folder, Unwritable
 from worker.prefix_store.format import read_file_header
@@ -29,7 +29,7 @@ def name(number: int, *, state: bool = False) -> FileName:
 def write(
     folder: Folder, number: int, on_written: Callable[[int], object] = lambda nbytes: None, *, size: int = 20_000
 ) -> int | NotStored:
-    return folder.write(name(number), place((number,), size=size).place, on_written=on_written)
+    return folder.write(name(number), segment((number,), size=size).content, on_written=on_written)
 
 
 def size_of_a_file(tmp_path: Path) -> int:
@@ -118,7 +118,7 @@ def test_a_failed_write_leaves_nothing_and_gives_its_bytes_back_to_the_day(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_module, "write_place", fail)
+        patch.setattr(folder_module, "write_segment", fail)
         with pytest.raises(Unwritable if isinstance(error, OSError) else RuntimeError):
             write(folder, 1)
     assert unfinished(folder.path) == []

@@ -75,7 +75,7 @@ def test_a_prefix_is_not_found_from_another_namespace_or_model() -> None:
     assert len(other) == 0
 
 
-def test_a_place_counts_as_stored_only_with_its_state() -> None:
+def test_a_segment_counts_as_stored_only_with_its_state() -> None:
     files = index(name((1, 2)))
     assert name((1, 2)) in files
     assert name((1, 2), state=True) not in files

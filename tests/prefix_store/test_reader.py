@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.prefix_store.places import assert_right, place, read, store, written
+from tests.prefix_store.segments import assert_right, read, segment, store, written
 from worker.prefix_store.index import Chain
 from worker.prefix_store.names import FileName
-from worker.prefix_store.reader import Reader, ReadPlace
+from worker.prefix_store.reader import LoadedSegment, Reader
 from worker.prefix_store.store import PrefixStore
 
 PATH = tuple(range(30))
@@ -21,14 +21,14 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[FileName] = []
         self._go = threading.Event()
-        read_place = Reader._read_place
+        read_segment = Reader._read_segment
 
-        def held(reader: Reader, name: FileName, chain: Chain) -> ReadPlace | None:
+        def held(reader: Reader, name: FileName, chain: Chain) -> LoadedSegment | None:
             self.names.append(name)
             assert self._go.wait(20)
-            return read_place(reader, name, chain)
+            return read_segment(reader, name, chain)
 
-        monkeypatch.setattr(Reader, "_read_place", held)
+        monkeypatch.setattr(Reader, "_read_segment", held)
 
     def go(self) -> None:
         self._go.set()
@@ -53,7 +53,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
 @pytest.fixture
 def opened(tmp_path: Path) -> PrefixStore:
     """A store with two prefixes that share their first file."""
-    written(tmp_path, place(PATH[:10]), place(PATH[:20], 10), place((*PATH[:10], 99), 10))
+    written(tmp_path, segment(PATH[:10]), segment(PATH[:20], 10), segment((*PATH[:10], 99), 10))
     return store(tmp_path)
 
 
@@ -70,7 +70,7 @@ def test_callers_that_want_the_same_files_share_one_reading(held: Held, opened: 
     until(lambda: all(reading.done for reading in readings))
     opened.close(5)
     assert held.names == [*chain.files]
-    assert_right(chain, readings[-1].places)
+    assert_right(chain, readings[-1].segments)
 
 
 def test_chains_that_begin_alike_read_their_common_files_once(held: Held, opened: PrefixStore) -> None:
@@ -80,7 +80,7 @@ def test_chains_that_begin_alike_read_their_common_files_once(held: Held, opened
     until(lambda: all(reading.done for reading in readings))
     opened.close(5)
     assert held.names == [*one.files, other.files[-1]]
-    assert_right(other, readings[1].places)
+    assert_right(other, readings[1].segments)
 
 
 def test_a_finished_reading_is_not_shared(opened: PrefixStore) -> None:
@@ -100,13 +100,13 @@ def test_a_reading_that_no_caller_holds_ends_with_its_current_file(held: Held, o
     assert len(held.names) == 1
 
 
-def test_a_cancelled_reading_is_done_without_places(held: Held, opened: PrefixStore) -> None:
+def test_a_cancelled_reading_is_done_without_segments(held: Held, opened: PrefixStore) -> None:
     reading = opened.read(chain_of(opened, PATH))
     held.wait()
     reading.cancel()
     held.go()
     opened.close(5)
-    assert (reading.done, reading.places, len(held.names)) == (True, (), 1)
+    assert (reading.done, reading.segments, len(held.names)) == (True, (), 1)
 
 
 def test_nothing_is_found_while_a_reading_takes_too_long_and_the_log_has_one_line(
@@ -130,30 +130,30 @@ def test_reads_are_slow_while_rows_decode_and_fast_again_when_none_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("worker.prefix_store.reader._SHARED_BYTES_S", 2e5)  # instead of 300 MB a second
-    written(tmp_path, *(place((number,), size=200_000) for number in range(2)))
+    written(tmp_path, *(segment((number,), size=200_000) for number in range(2)))
     opened = store(tmp_path)
-    opened.spare_rows(decoding=True)
+    opened.limit_reads(decoding=True)
     began = time.monotonic()
     slow = opened.read(chain_of(opened, (0,)))
     until(lambda: slow.done)
     assert time.monotonic() - began >= 1.4  # 300,000 bytes; the first pauses are added up
-    opened.spare_rows(decoding=False)
+    opened.limit_reads(decoding=False)
     fast = opened.read(chain_of(opened, (1,)))
     until(lambda: fast.done)
     opened.close(5)
     assert time.monotonic() - began < 20
-    assert (len(slow.places), len(fast.places)) == (1, 1)
+    assert (len(slow.segments), len(fast.segments)) == (1, 1)
 
 
 def test_closing_ends_a_pause_of_the_reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("worker.prefix_store.reader._SHARED_BYTES_S", 1e3)
-    written(tmp_path, place(PATH, size=200_000))  # takes minutes at this rate
+    written(tmp_path, segment(PATH, size=200_000))  # takes minutes at this rate
     opened = store(tmp_path)
-    opened.spare_rows(decoding=True)
+    opened.limit_reads(decoding=True)
     reading = opened.read(chain_of(opened, PATH))
     until(lambda: not opened._reader.idle.is_set())
     opened.close(5)
-    opened.spare_rows(decoding=True)
+    opened.limit_reads(decoding=True)
     opened._reader.thread.join(20)
     assert not opened._reader.thread.is_alive()
     assert reading.done

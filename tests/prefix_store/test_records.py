@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from tests.prefix_store.places import place
+from tests.prefix_store.segments import segment
 from worker.prefix_store.names import model_record
 from worker.prefix_store.records import ModelRecord, outdated_digests, read_records
 from worker.prefix_store.store import PrefixStore, StoreOptions
@@ -42,6 +42,6 @@ def test_a_store_records_its_model_and_keeps_the_records_of_others(tmp_path: Pat
         opened = PrefixStore(StoreOptions(tmp_path, 20_000, label="a"), fingerprint)
         opened.open()
         for number in range(4):
-            opened.write(place((number,)))
+            opened.write(segment((number,)))
         opened.close(20)
     assert len([*tmp_path.glob("sluice-prefix-model-*.json")]) == 2

@@ -13,18 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tests.prefix_store.places import MODEL, assert_right, files, nbytes, place, read, store, written
+from tests.prefix_store.segments import MODEL, assert_right, files, nbytes, read, segment, store, written
 from tests.selection import examples
 from worker.prefix_store import folder as folder_module
 from worker.prefix_store.names import parse_name
-from worker.prefix_store.writer import NewPlace
+from worker.prefix_store.writer import NewSegment
 
 PATH = tuple(range(100))
 
 
-def conversation() -> list[NewPlace]:
-    """Return three places that follow one another, the last with a state."""
-    return [place(PATH[:40]), place(PATH[:70], 40), place(PATH, 70, state=True)]
+def conversation() -> list[NewSegment]:
+    """Return three segments that follow one another, the last with a state."""
+    return [segment(PATH[:40]), segment(PATH[:70], 40), segment(PATH, 70, state=True)]
 
 
 def test_a_prefix_is_read_as_it_was_written_by_another_process(tmp_path: Path) -> None:
@@ -32,18 +32,18 @@ def test_a_prefix_is_read_as_it_was_written_by_another_process(tmp_path: Path) -
     opened = store(tmp_path)
     chain = opened.find("", (*PATH, 7), stateful=True)
     assert chain is not None
-    places = read(opened, chain)
+    segments = read(opened, chain)
     opened.close(5)
     assert chain.tokens == PATH
-    assert len(places) == 3
-    assert [each.header.layout for each in places] == ['{"kind": "test"}'] * 3
-    assert [each.header.shapes for each in places] == [((4096,), (2, 1024), (0,))] * 3
-    assert_right(chain, places)
+    assert len(segments) == 3
+    assert [each.header.layout for each in segments] == ['{"kind": "test"}'] * 3
+    assert [each.header.shapes for each in segments] == [((4096,), (2, 1024), (0,))] * 3
+    assert_right(chain, segments)
 
 
 def test_a_key_of_an_image_is_kept(tmp_path: Path) -> None:
     path = (1, *[-(1 << 255)] * 50, 2)
-    written(tmp_path, place(path))
+    written(tmp_path, segment(path))
     opened = store(tmp_path)
     (only,) = read(opened, opened.find("", path, stateful=False))
     opened.close(5)
@@ -51,15 +51,15 @@ def test_a_key_of_an_image_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_safetensors_package_opens_a_file(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH, size=4096))
+    written(tmp_path, segment(PATH, size=4096))
     (file,) = files(tmp_path)
     with safe_open(str(file), "numpy") as opened:
         assert opened.metadata()["format"] == "sluice-prefix"
         assert opened.get_slice("000001").get_shape() == [2, 1024]
 
 
-def test_a_place_is_written_once(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH), place(PATH), place(PATH, state=True), place(PATH))
+def test_a_segment_is_written_once(tmp_path: Path) -> None:
+    written(tmp_path, segment(PATH), segment(PATH), segment(PATH, state=True), segment(PATH))
     (file,) = files(tmp_path)
     name = parse_name(file.name)
     assert name is not None
@@ -67,13 +67,13 @@ def test_a_place_is_written_once(tmp_path: Path) -> None:
 
 
 def test_files_are_private(tmp_path: Path) -> None:
-    written(tmp_path / "new", place(PATH))
+    written(tmp_path / "new", segment(PATH))
     assert (tmp_path / "new").stat().st_mode & 0o77 == 0
     assert files(tmp_path / "new")[0].stat().st_mode & 0o77 == 0
 
 
 def test_a_model_does_not_find_the_prefixes_of_another(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH))
+    written(tmp_path, segment(PATH))
     opened = store(tmp_path, model="another model")
     assert opened.find("", PATH, stateful=False) is None
     opened.close(5)
@@ -82,7 +82,7 @@ def test_a_model_does_not_find_the_prefixes_of_another(tmp_path: Path) -> None:
 def test_a_store_finds_what_another_one_writes_into_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.prefix_store.writer._RESCAN_S", 0.02)
     opened = store(tmp_path)
-    written(tmp_path, place(PATH))
+    written(tmp_path, segment(PATH))
     until = time.monotonic() + 10
     while (chain := opened.find("", PATH, stateful=False)) is None:
         assert time.monotonic() < until
@@ -97,7 +97,7 @@ def test_a_store_finds_what_another_one_writes_into_the_folder(tmp_path: Path, m
 def test_the_quota_holds_for_all_models_and_the_least_recently_used_goes_first(tmp_path: Path) -> None:
     quota = 40_000
     for number in range(12):
-        written(tmp_path, place((number,)), model=f"model {number % 3}", max_bytes=quota)
+        written(tmp_path, segment((number,)), model=f"model {number % 3}", max_bytes=quota)
         os.utime(files(tmp_path)[0], None)
         assert nbytes(tmp_path) <= quota + 1000  # the lock and the day's record
     found = [store(tmp_path, model=f"model {number % 3}", max_bytes=quota) for number in range(12)]
@@ -113,17 +113,17 @@ def test_files_of_others_count_and_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     foreign = tmp_path / "sub" / "model.safetensors"
     foreign.write_bytes(bytes(30_000))
-    written(tmp_path, place((1,)), place((2,)), place((3,)), max_bytes=45_000)
+    written(tmp_path, segment((1,)), segment((2,)), segment((3,)), max_bytes=45_000)
     assert len(files(tmp_path)) == 1
     assert nbytes(tmp_path) <= 45_000
     foreign.write_bytes(bytes(60_000))
-    written(tmp_path, place((4,)), max_bytes=45_000)
+    written(tmp_path, segment((4,)), max_bytes=45_000)
     assert files(tmp_path) == []
     assert foreign.stat().st_size == 60_000
 
 
 def test_the_quota_is_enforced_at_start_and_stale_files_go_first(tmp_path: Path) -> None:
-    written(tmp_path, place((1,)), place((2,)))
+    written(tmp_path, segment((1,)), segment((2,)))
     stale = tmp_path / "sluice-prefix-v0-something.safetensors"
     stale.write_bytes(bytes(5_000))
     store(tmp_path, max_bytes=22_000).close(5)
@@ -134,12 +134,12 @@ def test_the_quota_is_enforced_at_start_and_stale_files_go_first(tmp_path: Path)
 
 
 def test_a_pinned_file_is_not_removed_for_space(tmp_path: Path) -> None:
-    written(tmp_path, place((1,)))
+    written(tmp_path, segment((1,)))
     pinned = files(tmp_path)[0]
     name = parse_name(pinned.name)
     assert name is not None
     (tmp_path / name.pin).touch()
-    written(tmp_path, place((2,)), place((3,)), max_bytes=22_000)
+    written(tmp_path, segment((2,)), segment((3,)), max_bytes=22_000)
     assert pinned.exists()
     assert len(files(tmp_path)) == 2
 
@@ -150,23 +150,23 @@ def test_ten_thousand_foreign_files_do_not_delay_the_start(tmp_path: Path) -> No
     began = time.process_time()
     opened = store(tmp_path, max_bytes=20_000)
     assert time.process_time() - began < 5  # about one second; the benchmark measures it
-    opened.write(place((1,), size=4096))
+    opened.write(segment((1,), size=4096))
     opened.close(30)
     assert len(files(tmp_path)) == 1
 
 
 def test_the_budget_of_a_day_holds_across_restarts(tmp_path: Path) -> None:
     for number in range(5):
-        written(tmp_path, place((number,)), daily=25_000)
+        written(tmp_path, segment((number,)), daily=25_000)
     assert len(files(tmp_path)) == 2
 
 
 def test_what_exceeds_the_pending_bytes_is_not_accepted_unless_it_waits_alone(tmp_path: Path) -> None:
     opened = store(tmp_path, pending=5_000)
-    assert opened.write(place((1,)))  # larger than that
-    assert not opened.write(place((2,), size=1024))
+    assert opened.write(segment((1,)))  # larger than that
+    assert not opened.write(segment((2,), size=1024))
     opened.close(5)
-    assert not opened.write(place((3,), size=1024))
+    assert not opened.write(segment((3,), size=1024))
     assert opened.pending_bytes == 0
 
 
@@ -192,7 +192,7 @@ def damaged(folder: Path, change: str) -> None:
 def test_a_damaged_file_is_a_miss_and_removed(tmp_path: Path, change: str, seed: int) -> None:
     random.seed(seed)
     shutil.rmtree(tmp_path)
-    written(tmp_path, place(PATH, size=512))
+    written(tmp_path, segment(PATH, size=512))
     damaged(tmp_path, change)
     opened = store(tmp_path)
     chain = opened.find("", PATH, stateful=False)
@@ -203,8 +203,8 @@ def test_a_damaged_file_is_a_miss_and_removed(tmp_path: Path, change: str, seed:
 
 
 def test_content_of_another_file_is_a_miss(tmp_path: Path) -> None:
-    written(tmp_path, place((1,)), model="one")
-    written(tmp_path, place((1,)), model=MODEL)
+    written(tmp_path, segment((1,)), model="one")
+    written(tmp_path, segment((1,)), model=MODEL)
     mine, other = sorted(files(tmp_path), key=lambda file: str(file).count(MODEL))
     content = mine.read_bytes()
     mine.write_bytes(other.read_bytes())
@@ -229,11 +229,11 @@ def test_a_chain_is_read_up_to_a_bad_file(tmp_path: Path) -> None:
 def test_a_folder_that_is_deleted_while_running_is_created_again(tmp_path: Path) -> None:
     folder = tmp_path / "prefixes"
     opened = store(folder)
-    opened.write(place((1,)))
+    opened.write(segment((1,)))
     opened.wait_for_room(1 << 40, time.monotonic() + 10)
     shutil.rmtree(folder)
     assert read(opened, opened.find("", (1,), stateful=False)) == ()
-    assert opened.write(place((2,)))
+    assert opened.write(segment((2,)))
     opened.close(10)
     assert len(files(folder)) == 1
 
@@ -246,9 +246,9 @@ def test_a_full_disk_pauses_writing_and_leaves_no_part(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     opened = store(tmp_path)
-    monkeypatch.setattr(folder_module, "write_place", full)
+    monkeypatch.setattr(folder_module, "write_segment", full)
     for number in range(3):
-        opened.write(place((number,)))
+        opened.write(segment((number,)))
     opened.close(10)
     assert len(calls) == 1
     assert not [file for file in tmp_path.iterdir() if file.name.endswith(".part")]
@@ -259,13 +259,13 @@ def test_a_full_disk_pauses_writing_and_leaves_no_part(tmp_path: Path, monkeypat
 
 _WRITER = """
 import itertools, pathlib, sys, time
-from tests.prefix_store.places import place, store
+from tests.prefix_store.segments import segment, store
 opened = store(pathlib.Path(sys.argv[1]), max_bytes=int(sys.argv[2]), pending=1_000_000)
 opened._writer._hurried.set()
 print("open", flush=True)
 for number in itertools.count():
     path = tuple(range(number % 50 * 3, number % 50 * 3 + 60))
-    for each in (place(path[:20], size=20_000), place(path, 20, state=True, size=60_000)):
+    for each in (segment(path[:20], size=20_000), segment(path, 20, state=True, size=60_000)):
         while not opened.write(each):
             time.sleep(0.001)
 """
@@ -289,15 +289,15 @@ def test_a_killed_writer_leaves_whole_files_and_keeps_the_quota(tmp_path: Path) 
 
 
 def check_all(folder: Path, quota: int) -> None:
-    """Read everything: each place that is found must be whole and right."""
+    """Read everything: each segment that is found must be whole and right."""
     opened = store(folder, max_bytes=quota)
     assert not [file for file in folder.iterdir() if file.name.endswith(".part")]
     before = files(folder)
     for number in range(50):
         path = tuple(range(number * 3, number * 3 + 60))
         if chain := opened.find("", path, stateful=False):
-            places = read(opened, chain)
-            assert len(places) == len(chain.files)
-            assert_right(chain, places)
+            segments = read(opened, chain)
+            assert len(segments) == len(chain.files)
+            assert_right(chain, segments)
     opened.close(10)
     assert files(folder) == before

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.prefix_store.places import files, place, store, written
+from tests.prefix_store.segments import files, segment, store, written
 from worker.prefix_store import folder as folder_module
 from worker.prefix_store.folder import Folder
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import is_pin
 from worker.prefix_store.store import PrefixStore
-from worker.prefix_store.writer import NewPlace, WriteReport
+from worker.prefix_store.writer import NewSegment, WriteReport
 from worker.schedule.cache.disk import NotStored
 
 PATH = tuple(range(30))
@@ -25,7 +25,7 @@ def all_written(opened: PrefixStore) -> None:
 
 
 def test_files_whose_start_is_on_no_disk_are_forgotten(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH, 10), place((*PATH[:10], 99), 10))
+    written(tmp_path, segment(PATH, 10), segment((*PATH[:10], 99), 10))
     opened = store(tmp_path)
     opened.forget("", PATH)
     opened.close(10)
@@ -33,16 +33,16 @@ def test_files_whose_start_is_on_no_disk_are_forgotten(tmp_path: Path) -> None:
     assert "-10-11-" in left.name
 
 
-def test_a_place_that_waits_to_be_written_is_forgotten(tmp_path: Path) -> None:
+def test_a_segment_that_waits_to_be_written_is_forgotten(tmp_path: Path) -> None:
     opened = store(tmp_path)
-    opened.write(place(PATH))
+    opened.write(segment(PATH))
     opened.forget("", PATH)
     opened.close(10)
     assert files(tmp_path) == []
 
 
 def test_a_forgotten_prefix_is_not_found_from_then_on(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH[:10]), place(PATH, 10))
+    written(tmp_path, segment(PATH[:10]), segment(PATH, 10))
     opened = store(tmp_path)
     opened.forget("", PATH)
     assert opened.find("", PATH, stateful=False) is None
@@ -50,15 +50,15 @@ def test_a_forgotten_prefix_is_not_found_from_then_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored_before", [False, True])
-def test_a_pinned_place_outlives_the_others(tmp_path: Path, stored_before: bool) -> None:
+def test_a_pinned_segment_outlives_the_others(tmp_path: Path, stored_before: bool) -> None:
     if stored_before:
-        written(tmp_path, place((1,)))
-    plain = place((1,))
+        written(tmp_path, segment((1,)))
+    plain = segment((1,))
     opened = store(tmp_path)
-    opened.write(NewPlace(plain.path, plain.has_state, plain.place, pinned=True))
+    opened.write(NewSegment(plain.path, plain.has_state, plain.content, pinned=True))
     opened.close(10)
     assert sum(is_pin(each.name) for each in tmp_path.iterdir()) == 1
-    written(tmp_path, place((2,)), place((3,)), max_bytes=22_000)
+    written(tmp_path, segment((2,)), segment((3,)), max_bytes=22_000)
     again = store(tmp_path)
     assert again.find("", (1,), stateful=False) is not None
     again.close(5)
@@ -66,7 +66,7 @@ def test_a_pinned_place_outlives_the_others(tmp_path: Path, stored_before: bool)
 
 def test_the_bytes_of_a_file_are_known_at_once(tmp_path: Path) -> None:
     opened = store(tmp_path)
-    opened.write(place(PATH))
+    opened.write(segment(PATH))
     all_written(opened)
     chain = opened.find("", PATH, stateful=False)
     opened.close(5)
@@ -74,13 +74,13 @@ def test_the_bytes_of_a_file_are_known_at_once(tmp_path: Path) -> None:
     assert chain.sizes == (files(tmp_path)[0].stat().st_size,)
 
 
-# What becomes of places that are stored on request
+# What becomes of segments that are stored on request
 
 
-def reported(opened: PrefixStore, *places: NewPlace) -> WriteReport:
-    """Write and pin places; return the report once it is done, and close the store."""
+def reported(opened: PrefixStore, *segments: NewSegment) -> WriteReport:
+    """Write and pin segments; return the report once it is done, and close the store."""
     report = WriteReport()
-    for each in places:
+    for each in segments:
         assert opened.write(replace(each, pinned=True, report=report))
     opened.close(20)
     assert report.done
@@ -88,8 +88,8 @@ def reported(opened: PrefixStore, *places: NewPlace) -> WriteReport:
 
 
 def test_the_bytes_of_new_files_are_reported(tmp_path: Path) -> None:
-    first = reported(store(tmp_path), place(PATH))
-    again = reported(store(tmp_path), place(PATH))
+    first = reported(store(tmp_path), segment(PATH))
+    again = reported(store(tmp_path), segment(PATH))
     assert (first.written_bytes, first.refusal) == (files(tmp_path)[0].stat().st_size, None)
     assert (again.written_bytes, again.refusal) == (0, None)
 
@@ -97,10 +97,10 @@ def test_the_bytes_of_new_files_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "refusal"), [({"max_bytes": 8_000}, NotStored.QUOTA), ({"daily": 8_000}, NotStored.DAILY_LIMIT)]
 )
-def test_a_place_that_is_not_written_is_reported_with_the_reason(
+def test_a_segment_that_is_not_written_is_reported_with_the_reason(
     tmp_path: Path, limits: dict[str, int], refusal: NotStored
 ) -> None:
-    report = reported(store(tmp_path, **limits), place(PATH))  # type: ignore[arg-type]
+    report = reported(store(tmp_path, **limits), segment(PATH))  # type: ignore[arg-type]
     assert (report.written_bytes, report.refusal, files(tmp_path)) == (0, refusal, [])
 
 
@@ -108,29 +108,29 @@ def test_a_failed_write_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(folder_module, "write_place", full)
-    report = reported(store(tmp_path), place((1,)), place((2,)))
+    monkeypatch.setattr(folder_module, "write_segment", full)
+    report = reported(store(tmp_path), segment((1,)), segment((2,)))
     assert report.refusal is NotStored.DISK
     assert not [each for each in tmp_path.iterdir() if is_pin(each.name)]
 
 
-def test_an_unexpected_error_is_logged_once_and_loses_one_place(
+def test_an_unexpected_error_is_logged_once_and_loses_one_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_place, fails = folder_module.write_place, [True]
+    write_segment, fails = folder_module.write_segment, [True]
 
     def failing(*given: Any) -> None:
         if fails:
             fails.clear()
             raise RuntimeError("kumquat")
-        write_place(*given)
+        write_segment(*given)
 
-    monkeypatch.setattr(folder_module, "write_place", failing)
+    monkeypatch.setattr(folder_module, "write_segment", failing)
     monkeypatch.setattr("worker.prefix_store.writer._PAUSE_S", 0.0)
     opened, report = store(tmp_path), WriteReport()
     with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
-        opened.write(replace(place((1,)), report=report))
-        opened.write(place((2,)))
+        opened.write(replace(segment((1,)), report=report))
+        opened.write(segment((2,)))
         all_written(opened)
         assert opened._writer.thread.is_alive()
         opened.close(20)
@@ -147,11 +147,11 @@ def test_what_is_not_written_after_a_failure_is_counted(
     def failing(*_: object) -> None:
         raise RuntimeError("kumquat")
 
-    monkeypatch.setattr(folder_module, "write_place", failing)
+    monkeypatch.setattr(folder_module, "write_segment", failing)
     opened = store(tmp_path)
     with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
         for number in range(5):
-            opened.write(place((number,)))
+            opened.write(segment((number,)))
         opened.close(20)
     assert len(caplog.records) == 2
     assert caplog.records[-1].args == (5,)
@@ -176,24 +176,24 @@ def test_a_failed_scan_does_not_end_the_thread(
     assert len(caplog.records) == 1
 
 
-def test_what_follows_a_refused_place_is_not_written(tmp_path: Path) -> None:
-    large, small = place(PATH[:10], size=30_000), place(PATH, 10, size=512)
+def test_what_follows_a_refused_segment_is_not_written(tmp_path: Path) -> None:
+    large, small = segment(PATH[:10], size=30_000), segment(PATH, 10, size=512)
     report = reported(store(tmp_path, max_bytes=20_000), large, small)
     assert (report.refusal, files(tmp_path)) == (NotStored.QUOTA, [])
 
 
-def test_a_place_whose_file_was_deleted_is_written_again(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH))
+def test_a_segment_whose_file_was_deleted_is_written_again(tmp_path: Path) -> None:
+    written(tmp_path, segment(PATH))
     opened = store(tmp_path)
     files(tmp_path)[0].unlink()
-    opened.write(place(PATH))
+    opened.write(segment(PATH))
     opened.close(20)
     assert len(files(tmp_path)) == 1
 
 
-def test_a_place_is_written_if_the_stored_file_of_its_end_continues_nothing(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH, 10))
-    written(tmp_path, place(PATH))
+def test_a_segment_is_written_if_the_stored_file_of_its_end_continues_nothing(tmp_path: Path) -> None:
+    written(tmp_path, segment(PATH, 10))
+    written(tmp_path, segment(PATH))
     opened = store(tmp_path)
     chain = opened.find("", PATH, stateful=False)
     opened.close(5)
@@ -205,29 +205,29 @@ def test_a_place_is_written_if_the_stored_file_of_its_end_continues_nothing(tmp_
 
 
 @pytest.mark.parametrize("by", ["the writer", "the command"])
-def test_a_pin_stays_when_a_place_is_written_again_with_its_state(tmp_path: Path, by: str) -> None:
-    plain = place(PATH)
+def test_a_pin_stays_when_a_segment_is_written_again_with_its_state(tmp_path: Path, by: str) -> None:
+    plain = segment(PATH)
     if by == "the writer":
         reported(store(tmp_path), plain)
     else:
         written(tmp_path, plain)
         listing = Listing(tmp_path)
         listing.pin(listing.prefixes[0])
-    written(tmp_path, place(PATH, state=True))
+    written(tmp_path, segment(PATH, state=True))
     (file,) = files(tmp_path)
     assert [each.name for each in tmp_path.iterdir() if is_pin(each.name)] == [f"{file.name}.pin"]
     store(tmp_path, max_bytes=1).close(5)
     assert files(tmp_path) == [file]
 
 
-def test_a_place_that_was_not_pinned_is_not_pinned_with_its_state(tmp_path: Path) -> None:
-    written(tmp_path, place(PATH))
-    written(tmp_path, place(PATH, state=True))
+def test_a_segment_that_was_not_pinned_is_not_pinned_with_its_state(tmp_path: Path) -> None:
+    written(tmp_path, segment(PATH))
+    written(tmp_path, segment(PATH, state=True))
     assert not [each for each in tmp_path.iterdir() if is_pin(each.name)]
 
 
 def test_the_pin_of_a_file_that_is_gone_is_removed(tmp_path: Path) -> None:
-    reported(store(tmp_path), place(PATH))
+    reported(store(tmp_path), segment(PATH))
     files(tmp_path)[0].unlink()
     store(tmp_path).close(5)
     assert not [each for each in tmp_path.iterdir() if is_pin(each.name)]
@@ -237,8 +237,8 @@ def test_files_beside_a_pinned_one_make_room_in_the_same_second(tmp_path: Path) 
     opened = store(tmp_path, max_bytes=35_000)
     for number in range(3):
         pinned = number == 0
-        opened.write(replace(place((number,)), pinned=pinned))
-    opened.write(place((3,)))
+        opened.write(replace(segment((number,)), pinned=pinned))
+    opened.write(segment((3,)))
     opened.close(20)
     again = store(tmp_path)
     found = [number for number in range(4) if again.find("", (number,), stateful=False)]

@@ -145,7 +145,7 @@ class Engine:
         prefix = PrefixUse(self._queried_tokens, self._hit_tokens, self._caches.evicted - evicted, self._caches.nbytes)
         self._active.check()
         if self._tier:
-            self._tier.spare_rows(decoding=len(self._running) > 0)
+            self._tier.limit_reads(decoding=len(self._running) > 0)
         ended = time.perf_counter()
         self._prefills.observe_gap(ended - self._reported_at)
         self._reported_at = ended

@@ -13,7 +13,7 @@ from typing import Any
 TAG_BYTES = 16  # follow each encrypted part
 # Bytes of one call into the library. It keeps Python's lock for about a tenth of a millisecond, and the reads and
 # writes between two calls release the lock, so the engine's thread hardly waits.
-PIECE = 256 << 10
+CALL_BYTES = 256 << 10
 _KEY_BYTES = 32
 _SALT_BYTES = 32
 _NONCE_BYTES = 12
@@ -78,8 +78,8 @@ class FileCipher:
         encryptor = self._cipher(part).encryptor()
         encryptor.authenticate_additional_data(self._name)
         view = memoryview(data)
-        for at in range(0, len(view), PIECE):
-            yield encryptor.update(view[at : at + PIECE])
+        for at in range(0, len(view), CALL_BYTES):
+            yield encryptor.update(view[at : at + CALL_BYTES])
         encryptor.finalize()
         yield encryptor.tag
 

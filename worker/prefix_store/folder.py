@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from worker.prefix_store.encryption import Encryption
-from worker.prefix_store.format import Place, encoded_size, write_place
+from worker.prefix_store.format import StoredSegment, encoded_size, write_segment
 from worker.prefix_store.names import LOCK, TEMPORARY, WRITTEN, FileName, pin_of
 from worker.prefix_store.records import ModelRecord
 from worker.prefix_store.scan import Scan, scan_folder
@@ -32,7 +32,7 @@ class Unwritable(Exception):
 
 
 class Folder:
-    """A folder of places. `path`, `remove` and `touch` may be used on any thread, everything else on one."""
+    """A folder of segments. `path`, `remove` and `touch` may be used on any thread, everything else on one."""
 
     def __init__(
         self,
@@ -69,22 +69,22 @@ class Folder:
     def write(
         self,
         name: FileName,
-        place: Place,
+        segment: StoredSegment,
         *,
         pinned: bool = False,
         on_written: Callable[[int], object] = lambda nbytes: None,
     ) -> int | NotStored:
-        """Write a place as a whole or not at all, after making room for it. `pinned`: keep it from being removed for
-        space; so is a place that replaces a pinned one. `on_written`: called with the bytes of each piece, and may
+        """Write a segment as a whole or not at all, after making room for it. `pinned`: keep it from being removed for
+        space; so is a segment that replaces a pinned one. `on_written`: called with the bytes of each piece, and may
         block. Returns the bytes of the file, or why it was not written. Raises `Unwritable`."""
-        size = encoded_size(name, place, self._encryption)
+        size = encoded_size(name, segment, self._encryption)
         try:
             reserved = self._reserve(name, size)
             if isinstance(reserved, NotStored):
                 return reserved
             with closing(reserved) as unfinished, ExitStack() as undo:
                 undo.callback(self._release, size)
-                write_place(unfinished.file, name, place, self._encryption, on_written)
+                write_segment(unfinished.file, name, segment, self._encryption, on_written)
                 unfinished.sync()
                 self._finish(unfinished, name, size, pinned=pinned)
                 undo.pop_all()
@@ -137,7 +137,7 @@ class Folder:
             self._write_record(record.nbytes)
 
     def _replace(self, name: FileName) -> None:
-        """Remove a file in whose place another one was written."""
+        """Remove a file that another one replaces."""
         self.remove(name)
         self._known = self._known and self._known.without({str(name)})
 

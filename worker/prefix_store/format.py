@@ -10,23 +10,22 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from worker.prefix_store.encryption import PIECE, TAG_BYTES, Encryption, FileCipher, PartDecryption
+from worker.prefix_store.encryption import CALL_BYTES, TAG_BYTES, Encryption, FileCipher, PartDecryption
 from worker.prefix_store.names import VERSION, FileName
 
 _FORMAT = "sluice-prefix"
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 64 << 20
 _NO_CHECKSUM = "0" * 8
-_PIECE = (
-    1 << 20
-)  # bytes of one read or write: a checksum finds them in the processor's cache, and rates are held finely
+# Bytes of one read or write: a checksum finds them in the processor's cache, and rates are held finely.
+_COPY_BYTES = 1 << 20
 _WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)  # macOS has none, and reads ahead by itself
 
 B = TypeVar("B")
@@ -47,8 +46,8 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What one file holds: the KV of tokens `start` to `end` (exclusive) of a prefix, and the state after them."""
+class StoredSegment:
+    """Content of one file: the KV of tokens `start` to `end` (exclusive) of a prefix, and the state after them."""
 
     namespace: str
     tokens: tuple[int, ...]  # start to end
@@ -78,33 +77,33 @@ class Header:
     cipher: FileCipher | None = None  # None if the file is not encrypted
 
 
-def write_place(
+def write_segment(
     file: BinaryIO,
     name: FileName,
-    place: Place,
+    segment: StoredSegment,
     encryption: Encryption | None = None,
     on_written: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
-    """Write a place. `on_written`: called with the bytes of each piece, and may block. Raises OSError."""
+    """Write a segment. `on_written`: called with the bytes of each piece, and may block. Raises OSError."""
     cipher = encryption.new_file(str(name)) if encryption else None
-    blank = [0] * len(place.tensors)
-    file.write(_encode_header(name, place, cipher, blank))
+    blank = [0] * len(segment.tensors)
+    file.write(_encode_header(name, segment, cipher, blank))
     if cipher:
-        for part, tensor in enumerate(place.tensors):
+        for part, tensor in enumerate(segment.tensors):
             for piece in cipher.encrypt(_part_of(part), tensor.data):
                 file.write(piece)
                 on_written(len(piece))
         return
-    checksums = [_write_tensor(file, tensor, on_written) for tensor in place.tensors]
+    checksums = [_write_tensor(file, tensor, on_written) for tensor in segment.tensors]
     file.seek(0)  # the header has the same length with the checksums, so each byte was read once
-    file.write(_encode_header(name, place, cipher, checksums))
+    file.write(_encode_header(name, segment, cipher, checksums))
 
 
 def _write_tensor(file: BinaryIO, tensor: Tensor, on_written: Callable[[int], object]) -> int:
     """Write a tensor in pieces, and return its checksum. Python's lock is free during a piece."""
     data, crc = memoryview(tensor.data), 0
-    for at in range(0, len(data), _PIECE):
-        piece = data[at : at + _PIECE]
+    for at in range(0, len(data), _COPY_BYTES):
+        piece = data[at : at + _COPY_BYTES]
         crc = zlib.crc32(piece, crc)
         file.write(piece)
         on_written(len(piece))
@@ -116,25 +115,27 @@ def _part_of(tensor: int) -> int:
     return tensor + 1
 
 
-def encoded_size(name: FileName, place: Place, encryption: Encryption | None = None) -> int:
+def encoded_size(name: FileName, segment: StoredSegment, encryption: Encryption | None = None) -> int:
     """Return the bytes of the file."""
     cipher = encryption.new_file(str(name)) if encryption else None
-    tags = TAG_BYTES * len(place.tensors) if cipher else 0
-    return len(_encode_header(name, place, cipher, [0] * len(place.tensors))) + place.nbytes + tags
+    tags = TAG_BYTES * len(segment.tensors) if cipher else 0
+    return len(_encode_header(name, segment, cipher, [0] * len(segment.tensors))) + segment.nbytes + tags
 
 
-def _encode_header(name: FileName, place: Place, cipher: FileCipher | None, checksums: Sequence[int]) -> bytes:
+def _encode_header(
+    name: FileName, segment: StoredSegment, cipher: FileCipher | None, checksums: Sequence[int]
+) -> bytes:
     """Return the header. Its length does not depend on the checksums of the tensors; an encrypted file has none."""
     metadata: dict[str, str] = {
         "format": _FORMAT,
         "version": str(VERSION),
         "name": str(name),
         "header": _NO_CHECKSUM,
-        **_content(place, cipher, checksums),
+        **_content(segment, cipher, checksums),
     }
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
-    for index, tensor in enumerate(place.tensors):
+    for index, tensor in enumerate(segment.tensors):
         size = len(tensor.data) + (TAG_BYTES if cipher else 0)
         dtype, shape = ("U8", (size,)) if cipher else (tensor.dtype, tensor.shape)
         header[f"{index:06d}"] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
@@ -145,17 +146,17 @@ def _encode_header(name: FileName, place: Place, cipher: FileCipher | None, chec
     return _LENGTH.pack(len(padded)) + padded
 
 
-def _content(place: Place, cipher: FileCipher | None, checksums: Sequence[int]) -> dict[str, str]:
+def _content(segment: StoredSegment, cipher: FileCipher | None, checksums: Sequence[int]) -> dict[str, str]:
     """Return what the header holds besides the format and the name: in plain form, or encrypted and with the salt."""
     content = {
-        "namespace": place.namespace,
-        "tokens": json.dumps(_shortened(place.tokens)),
-        "layout": place.layout,
+        "namespace": segment.namespace,
+        "tokens": json.dumps(_shortened(segment.tokens)),
+        "layout": segment.layout,
         "created": f"{time.time():.3f}",
     }
     if cipher is None:
         return content | {"checksums": " ".join(f"{crc:08x}" for crc in checksums)}
-    tensors = [(tensor.dtype, tensor.shape) for tensor in place.tensors]
+    tensors = [(tensor.dtype, tensor.shape) for tensor in segment.tensors]
     encrypted = b"".join(cipher.encrypt(0, json.dumps({**content, "tensors": tensors}).encode()))
     return {"salt": cipher.salt.hex(), "encrypted": base64.b64encode(encrypted).decode()}
 
@@ -255,17 +256,12 @@ def read_tensors(
     piece, and may block. Raises `BadFile`, OSError."""
     tag = TAG_BYTES if header.cipher else 0
     starts = (0, *header.ends[:-1])
-    allocations = (allocate(end - start - tag) for start, end in zip(starts, header.ends, strict=True))
+    sizes = [end - start - tag for start, end in zip(starts, header.ends, strict=True)]
     if _WILLNEED is not None:
         os.posix_fadvise(file.fileno(), 0, 0, _WILLNEED)
     buffers, computed = list[B](), list[Future[int]]()
-    allocated = next(allocations, None)
-    while allocated is not None:
-        buffer = allocated()
-        allocated = next(allocations, None)
-        index = len(buffers)
-        empty = header.ends[index] - starts[index] == tag
-        view = memoryview(b"") if empty else memoryview(buffer).cast("B")  # type: ignore[arg-type]
+    for index, buffer in enumerate(_allocated_ahead(allocate, sizes)):
+        view = memoryview(buffer).cast("B") if sizes[index] else memoryview(b"")  # type: ignore[arg-type]
         start = header.data_start + starts[index]
         if header.cipher:
             _read_encrypted(file, header.cipher.decryption(_part_of(index)), view, start, on_read)
@@ -278,16 +274,28 @@ def read_tensors(
     return buffers
 
 
+def _allocated_ahead(allocate: Callable[[int], Callable[[], B]], sizes: Iterable[int]) -> Iterator[B]:
+    """Yield a buffer of each size. While the caller fills one, the next one is being allocated."""
+    allocated: Callable[[], B] | None = None
+    for size in sizes:
+        following = allocate(size)
+        if allocated is not None:
+            yield allocated()
+        allocated = following
+    if allocated is not None:
+        yield allocated()
+
+
 def _read_plain(file: BinaryIO, view: memoryview, start: int, on_read: OnRead) -> None:
-    for at in range(0, len(view), _PIECE):
-        piece = view[at : at + _PIECE]
+    for at in range(0, len(view), _COPY_BYTES):
+        piece = view[at : at + _COPY_BYTES]
         _fill(file, piece, start + at)
         on_read(len(piece))
 
 
 def _read_encrypted(file: BinaryIO, decryption: PartDecryption, view: memoryview, start: int, on_read: OnRead) -> None:
-    for at in range(0, len(view), PIECE):
-        piece = view[at : at + PIECE]
+    for at in range(0, len(view), CALL_BYTES):
+        piece = view[at : at + CALL_BYTES]
         _fill(file, piece, start + at)
         decryption.update(piece)
         on_read(len(piece))

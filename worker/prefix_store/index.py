@@ -1,4 +1,4 @@
-"""The index of the places on disk: which file continues which prefix. Built from the files' names and sizes alone."""
+"""The index of the segments on disk: which file continues which prefix. Built from the files' names and sizes alone."""
 
 import heapq
 from collections import defaultdict
@@ -30,7 +30,7 @@ class Chain:
 
 
 class Index:
-    """Places of one model, by digest. For several threads: each call takes a lock for less than a millisecond, or for
+    """Segments of one model, by digest. For several threads: each call takes a lock for less than a millisecond, or for
     as long as it takes to hash a prompt."""
 
     def __init__(self, model: str, key: bytes = b"") -> None:
@@ -46,7 +46,7 @@ class Index:
         return len(self._sizes)
 
     def __contains__(self, name: FileName) -> bool:
-        """True if this place is stored, with its state if the name says so, whatever the file's start."""
+        """True if this segment is stored, with its state if the name says so, whatever the file's start."""
         return self.stored(name) is not None
 
     def stored(self, name: FileName) -> FileName | None:

@@ -109,9 +109,9 @@ class Listing:
         dropped = [*prefixes]
         kept = {name for each in self.prefixes if each not in dropped for name in each.files}
         names = {name for each in dropped for name in each.files} - kept
-        places = {(name.model, name.digest) for name in names}
-        # A place may have two files, without the state and with it.
-        names.update(name for name in self._scan.names if (name.model, name.digest) in places)
+        segments = {(name.model, name.digest) for name in names}
+        # A segment may have two files, without the state and with it.
+        names.update(name for name in self._scan.names if (name.model, name.digest) in segments)
         for name in names:
             self._folder.remove(name)
         return len(names)
@@ -125,11 +125,11 @@ class Listing:
 
 
 def _by_digest(names: Iterable[FileName]) -> dict[tuple[str, str], FileName]:
-    """Return a file for each place; of several, one with a state."""
-    places = defaultdict[tuple[str, str], list[FileName]](list)
+    """Return a file for each segment, by the digests of model and tokens; of several, one with a state."""
+    segments = defaultdict[tuple[str, str], list[FileName]](list)
     for name in names:
-        places[name.model, name.digest].append(name)
-    return {place: max(files, key=lambda name: (name.has_state, -name.start)) for place, files in places.items()}
+        segments[name.model, name.digest].append(name)
+    return {digests: max(files, key=lambda name: (name.has_state, -name.start)) for digests, files in segments.items()}
 
 
 def _chain(name: FileName, before: dict[tuple[str, str], FileName]) -> Iterator[FileName]:

@@ -22,7 +22,7 @@ _BIG_TOKEN = (-(1 << 63)).to_bytes(8, "little", signed=True)  # announces a key 
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """Name of the file of a place: tokens `start` to `end` (exclusive) of a prefix."""
+    """Name of the file of a segment: tokens `start` to `end` (exclusive) of a prefix."""
 
     model: str  # digest of the model
     parent: str  # digest of the first `start` tokens

@@ -26,8 +26,8 @@ _WEIGHT = 0.3  # of the last measurement in the speed
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class ReadPlace:
-    """A place that was read."""
+class LoadedSegment:
+    """A segment that was read."""
 
     header: Header
     buffers: tuple[Any, ...]  # of each tensor, as `allocate` returned it
@@ -40,23 +40,23 @@ class ReadPlace:
 
 class Reading:
     """A chain of files that is being read, for one or several callers. It is given up when all of them have dropped
-    it. `places` is set before `done`."""
+    it. `segments` is set before `done`."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.done = False
-        self.places: tuple[ReadPlace, ...] = ()  # the first ones of the chain; fewer if a file was bad
+        self.segments: tuple[LoadedSegment, ...] = ()  # the first ones of the chain; fewer if a file was bad
 
-    def finish(self, places: tuple[ReadPlace, ...]) -> None:
+    def finish(self, segments: tuple[LoadedSegment, ...]) -> None:
         """Hand over what was read, unless the reading was cancelled. Called on the reader's thread."""
         if not self.done:
-            self.places = places
+            self.segments = segments
             self.done = True
 
     def cancel(self) -> None:
         """End the reading for all callers, without a result."""
         self.done = True
-        self.places = ()
+        self.segments = ()
 
 
 class Reader:
@@ -91,7 +91,7 @@ class Reader:
         self._queue: queue.SimpleQueue[weakref.ref[Reading] | None] = queue.SimpleQueue()
         # Several callers that want the same files share one reading; others the files that both chains have.
         self._readings = weakref.WeakValueDictionary[tuple[FileName, ...], Reading]()
-        self._places = weakref.WeakValueDictionary[FileName, ReadPlace]()
+        self._segments = weakref.WeakValueDictionary[FileName, LoadedSegment]()
         self.thread = threading.Thread(target=self._run, name="prefix-reader", daemon=True)
 
     def read(self, chain: Chain) -> Reading:
@@ -107,7 +107,7 @@ class Reader:
         """Expected speed of reading: as measured, but at most the limit beside rows that decode."""
         return self._alone_bytes_per_s if self._alone.is_set() else min(self._alone_bytes_per_s, _SHARED_BYTES_S)
 
-    def spare_rows(self, *, decoding: bool) -> None:
+    def limit_reads(self, *, decoding: bool) -> None:
         """Read slowly from now on if rows decode, and fast if none does, or once the store is closed."""
         if decoding and not self._closed.is_set():
             self._alone.clear()
@@ -153,41 +153,41 @@ class Reader:
                 del reading  # so that it is given up when no caller holds it
                 self._began_s = time.monotonic()
                 self.idle.clear()
-                places = self._read_chain(chain, reference)
+                segments = self._read_chain(chain, reference)
                 self.idle.set()
                 self._began_s = None
                 if (reading := reference()) is not None:
-                    reading.finish(places)
-                del places
+                    reading.finish(segments)
+                del segments
                 self._on_read()
             reading = None
 
-    def _read_chain(self, chain: Chain, reference: "weakref.ref[Reading]") -> tuple[ReadPlace, ...]:
+    def _read_chain(self, chain: Chain, reference: "weakref.ref[Reading]") -> tuple[LoadedSegment, ...]:
         """Read the files of a chain up to the first bad one, or until no caller waits."""
         began, alone = time.perf_counter(), self._alone.is_set()
-        places = list[ReadPlace]()
+        segments = list[LoadedSegment]()
         nbytes = 0
         for name in chain.files:
             if not self._is_wanted(reference):
                 break
-            place = self._places.get(name)
-            if place is None:
-                place = self._read_place(name, chain)
-                nbytes += place.nbytes if place else 0
-            if place is None:
+            segment = self._segments.get(name)
+            if segment is None:
+                segment = self._read_segment(name, chain)
+                nbytes += segment.nbytes if segment else 0
+            if segment is None:
                 break
-            self._places[name] = place
-            places.append(place)
+            self._segments[name] = segment
+            segments.append(segment)
         if nbytes and alone and self._alone.is_set():
             speed = nbytes / max(time.perf_counter() - began, 1e-9)
             self._alone_bytes_per_s += _WEIGHT * (speed - self._alone_bytes_per_s)
-        return tuple(places)
+        return tuple(segments)
 
     def _is_wanted(self, reference: "weakref.ref[Reading]") -> bool:
         reading = reference()
         return reading is not None and not reading.done and not self._closed.is_set()
 
-    def _read_place(self, name: FileName, chain: Chain) -> ReadPlace | None:
+    def _read_segment(self, name: FileName, chain: Chain) -> LoadedSegment | None:
         """Read a file, and mark it as used. Returns None if it is gone, or bad: then it is removed."""
         path = self._folder.path / str(name)
         try:
@@ -210,4 +210,4 @@ class Reader:
             self._index.discard(name)
             return None
         self._folder.touch(name)
-        return ReadPlace(header, tuple(buffers))
+        return LoadedSegment(header, tuple(buffers))

@@ -12,7 +12,7 @@ from worker.prefix_store.index import Chain, Index
 from worker.prefix_store.names import model_digest
 from worker.prefix_store.reader import Reader, Reading
 from worker.prefix_store.records import ModelRecord
-from worker.prefix_store.writer import NewPlace, Writer
+from worker.prefix_store.writer import NewSegment, Writer
 
 _READER_S = 1.0  # to end; a folder that hangs must not delay the end of the worker
 
@@ -30,8 +30,8 @@ class StoreOptions:
 
 
 class PrefixStore:
-    """Places on disk of one model. All methods may be called on any thread, and none waits for the disk but `open` and
-    `close`. Prefixes that were encrypted with another key, or not at all, are not found."""
+    """Segments on disk of one model. All methods may be called on any thread, and only `open` and `close` wait for the
+    disk. Prefixes that were encrypted with another key, or not at all, are not found."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class PrefixStore:
 
     @property
     def read_bytes_s(self) -> float:
-        """Expected speed of reading, in bytes per second: see `spare_rows`."""
+        """Expected speed of reading, in bytes per second: see `limit_reads`."""
         return self._reader.bytes_per_s
 
-    def write(self, place: NewPlace) -> bool:
-        """Write a place later. Returns False, and forgets it, if too much waits already or the store is closed. A place
+    def write(self, new: NewSegment) -> bool:
+        """Write a segment later. Returns False, and forgets it, if too much waits already or the store is closed. One
         of any size may wait alone."""
-        return self._writer.write(place)
+        return self._writer.write(new)
 
     def find(
         self,
@@ -106,9 +106,9 @@ class PrefixStore:
         callers drop the returned object."""
         return self._reader.read(chain)
 
-    def spare_rows(self, *, decoding: bool) -> None:
+    def limit_reads(self, *, decoding: bool) -> None:
         """Read slowly from now on if rows decode, so that their gaps stay as they are, and fast if none does."""
-        self._reader.spare_rows(decoding=decoding)
+        self._reader.limit_reads(decoding=decoding)
 
     def give_up(self, reading: Reading, waited_s: float) -> None:
         """Record that a reading took too long for a caller: see `find`."""

@@ -10,7 +10,7 @@ from functools import partial
 
 from worker.prefix_store.background import Pace, lower_priority
 from worker.prefix_store.folder import Folder, Unwritable
-from worker.prefix_store.format import Place
+from worker.prefix_store.format import StoredSegment
 from worker.prefix_store.index import Index
 from worker.prefix_store.names import FileName, TokenDigest
 from worker.schedule.cache.disk import NotStored
@@ -23,24 +23,24 @@ _WRITE_BYTES_S = 300e6  # while the worker serves, so that reads and the machine
 
 
 class WriteReport:
-    """What has become of places that were handed over together. Filled on the writer's thread, read on any."""
+    """What has become of segments that were handed over together. Filled on the writer's thread, read on any."""
 
     def __init__(self) -> None:
         self._waiting = _Counter()
         self.written_bytes = 0  # of the files that were written
-        self.refusal: NotStored | None = None  # why the first place that is not on disk was not written
+        self.refusal: NotStored | None = None  # why the first segment that is not on disk was not written
 
     @property
     def done(self) -> bool:
-        """True if all places that were handed over are on disk or refused."""
+        """True if all segments that were handed over are on disk or refused."""
         return self._waiting.value == 0
 
     def expect(self) -> None:
-        """Count a place that is handed over."""
+        """Count a segment that is handed over."""
         self._waiting.add(1)
 
     def settle(self, result: int | NotStored) -> None:
-        """Record the result of a place: the bytes that were written for it, or why it is not on disk."""
+        """Record the result of a segment: the bytes that were written for it, or why it is not on disk."""
         if isinstance(result, NotStored):
             self.refusal = self.refusal or result
         else:
@@ -49,12 +49,12 @@ class WriteReport:
 
 
 @dataclass(frozen=True, slots=True)
-class NewPlace:
-    """A place to store. The tensors must not change until they are written."""
+class NewSegment:
+    """A segment to store. The tensors must not change until they are written."""
 
-    path: tuple[int, ...]  # all tokens up to the end of the place
+    path: tuple[int, ...]  # all tokens up to the end of the segment
     has_state: bool
-    place: Place
+    content: StoredSegment
     pinned: bool = False  # not to be removed for space
     report: WriteReport | None = None  # receives the result
 
@@ -66,7 +66,7 @@ class _Forget:
 
 
 class Writer:
-    """Writes places in the order in which they come, on a thread of its own. All methods may be called on any
+    """Writes segments in the order in which they come, on a thread of its own. All methods may be called on any
     thread."""
 
     def __init__(
@@ -88,8 +88,8 @@ class Writer:
         self._closed = threading.Event()
         self._pace = Pace(_WRITE_BYTES_S, self._hurried, no_reads)
         self._paused_until_s = 0.0  # time.monotonic() before which nothing is written, after a failure
-        self._lost = 0  # places, since the last failure
-        self._queue: queue.SimpleQueue[NewPlace | _Forget | None] = queue.SimpleQueue()
+        self._lost = 0  # segments, since the last failure
+        self._queue: queue.SimpleQueue[NewSegment | _Forget | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._write_all, name="prefix-writer", daemon=True)
 
     @property
@@ -102,15 +102,15 @@ class Writer:
         """Bytes that may wait in addition."""
         return max(0, self._max_pending_bytes - self.pending_bytes)
 
-    def write(self, place: NewPlace) -> bool:
-        """Write a place later: see `PrefixStore.write`."""
+    def write(self, new: NewSegment) -> bool:
+        """Write a segment later: see `PrefixStore.write`."""
         waiting = self.pending_bytes
-        if self._closed.is_set() or (waiting and waiting + place.place.nbytes > self._max_pending_bytes):
+        if self._closed.is_set() or (waiting and waiting + new.content.nbytes > self._max_pending_bytes):
             return False
-        self._pending.add(place.place.nbytes)
-        if place.report:
-            place.report.expect()
-        self._queue.put(place)
+        self._pending.add(new.content.nbytes)
+        if new.report:
+            new.report.expect()
+        self._queue.put(new)
         return True
 
     def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
@@ -153,7 +153,7 @@ class Writer:
                     return
                 case _Forget(namespace, tokens):
                     self._attempt(partial(self._remove, namespace, tokens))
-                case NewPlace():
+                case NewSegment():
                     self._attempt(partial(self._process, command))
             del command  # else its memory would be held until the next one comes
 
@@ -174,7 +174,7 @@ class Writer:
         return time.monotonic() < self._paused_until_s
 
     def _report_lost(self) -> None:
-        """Log how many places were not written after the last failure."""
+        """Log how many segments were not written after the last failure."""
         if self._lost:
             logger.warning("prefixes on disk: parts of prefixes that were not written since then: %d", self._lost)
         self._lost = 0
@@ -193,18 +193,18 @@ class Writer:
             self._index.discard(name)
             self._folder.remove(name)
 
-    def _process(self, new: NewPlace) -> None:
+    def _process(self, new: NewSegment) -> None:
         result: int | NotStored = NotStored.DISK
         try:
             result = self._write(new)
         finally:
             self._lost += result is NotStored.DISK
-            self._pending.add(-new.place.nbytes)
+            self._pending.add(-new.content.nbytes)
             if new.report:
                 new.report.settle(result)
 
-    def _write(self, new: NewPlace) -> int | NotStored:
-        """Write a place unless it is stored already. Returns the bytes of a new file, or why there is none. Raises
+    def _write(self, new: NewSegment) -> int | NotStored:
+        """Write a segment unless it is stored already. Returns the bytes of a new file, or why there is none. Raises
         `Unwritable`."""
         if new.report and new.report.refusal:  # files of a prefix that follow a gap are useless
             return new.report.refusal
@@ -214,15 +214,15 @@ class Writer:
         name = self._name_of(new)
         if self._is_stored(name, new):
             return 0
-        result = self._folder.write(name, new.place, pinned=new.pinned, on_written=self._pace)
+        result = self._folder.write(name, new.content, pinned=new.pinned, on_written=self._pace)
         if not isinstance(result, NotStored):
             self._index.add(name, result)
             if name.has_state:  # it replaces the file without the state
                 self._index.discard(replace(name, has_state=False))
         return result
 
-    def _is_stored(self, name: FileName, new: NewPlace) -> bool:
-        """Return True if a file has this place. It is used now, and pinned if the place is to be."""
+    def _is_stored(self, name: FileName, new: NewSegment) -> bool:
+        """Return True if a file has this segment. It is used now, and pinned if the segment is to be."""
         stored = self._index.stored(name)
         if stored is None:
             return False
@@ -233,9 +233,9 @@ class Writer:
             raise Unwritable(f"{stored} cannot be pinned")
         return True
 
-    def _name_of(self, new: NewPlace) -> FileName:
-        digest = TokenDigest(self._model, new.place.namespace, self._digest_key)
-        start, end = len(new.path) - len(new.place.tokens), len(new.path)
+    def _name_of(self, new: NewSegment) -> FileName:
+        digest = TokenDigest(self._model, new.content.namespace, self._digest_key)
+        start, end = len(new.path) - len(new.content.tokens), len(new.path)
         digest.update(new.path[:start])
         parent = digest.hexdigest()
         digest.update(new.path[start:])

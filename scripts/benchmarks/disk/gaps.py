@@ -11,15 +11,15 @@ from scripts.benchmarks.engine import prompt
 from worker.engine.cache.disk import store_of
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
-from worker.prefix_store.format import Place, Tensor
+from worker.prefix_store.format import StoredSegment, Tensor
 from worker.prefix_store.reader import Reading
 from worker.prefix_store.store import PrefixStore, StoreOptions
-from worker.prefix_store.writer import NewPlace
+from worker.prefix_store.writer import NewSegment
 from worker.schedule.request import GenerationRequest
 
 MAX_GAPS = 1.25
 ROWS = 4
-# A place of 1,024 tokens of a model with eight KV layers: keys and values of eight heads of 128 numbers of 16 bits.
+# A segment of 1,024 tokens of a model with eight KV layers: keys and values of eight heads of 128 numbers of 16 bits.
 TENSOR_BYTES = 2 << 20
 TENSORS = 16
 _PHASES = 16  # of traffic, each with as many quiet steps after it
@@ -36,9 +36,9 @@ def figures(model: Model, folder: Path, nbytes: int) -> Iterator[Figure]:
         engine.step()
     busy, quiet = list[float](), list[float]()
     traffic = Traffic(folder)
-    places = max(_PHASES, nbytes // (TENSORS * TENSOR_BYTES))
+    segments = max(_PHASES, nbytes // (TENSORS * TENSOR_BYTES))
     for phase in range(_PHASES):
-        traffic.begin(places * (phase + 1) // _PHASES - places * phase // _PHASES)
+        traffic.begin(segments * (phase + 1) // _PHASES - segments * phase // _PHASES)
         steps = len(busy)
         while traffic.advance():
             busy.append(_step_s(engine))
@@ -69,15 +69,15 @@ def _step_s(engine: Engine) -> float:
 
 
 class Traffic:
-    """Places that are written and then read, as evictions and loads do it."""
+    """Segments that are written and then read, as evictions and loads do it."""
 
     def __init__(self, folder: Path) -> None:
         self._store: PrefixStore = store_of(StoreOptions(folder, 1 << 50), "traffic", lambda: None)
         self._store.open()
-        self._store.spare_rows(decoding=True)
+        self._store.limit_reads(decoding=True)
         content = Random(0).randbytes(TENSOR_BYTES)
         self._tensors = tuple(Tensor("U8", (TENSOR_BYTES,), content) for _ in range(TENSORS))
-        self._written = 0  # places
+        self._written = 0  # segments
         self._read = 0
         self._end = 0  # of this portion
         self._reading: Reading | None = None
@@ -87,18 +87,18 @@ class Traffic:
         """Bytes that were read, and so also written."""
         return self._read * TENSORS * TENSOR_BYTES
 
-    def begin(self, places: int) -> None:
-        """Begin a portion of so many places."""
-        self._end += places
+    def begin(self, segments: int) -> None:
+        """Begin a portion of so many segments."""
+        self._end += segments
 
     def advance(self) -> bool:
-        """Hand over the next place if there is room, and begin to read another if none is read. Returns False once all
-        of the portion are read."""
-        if self._written < self._end and self._store.write(self._place(self._written)):
+        """Hand over the next segment if there is room, and begin to read another if none is read. Returns False once
+        the whole portion is read."""
+        if self._written < self._end and self._store.write(self._segment(self._written)):
             self._written += 1
         if self._reading is not None and self._reading.done:
-            if not self._reading.places:
-                raise RuntimeError("a place cannot be read; the measurement is void")
+            if not self._reading.segments:
+                raise RuntimeError("a segment cannot be read; the measurement is void")
             self._read += 1
             self._reading = None
         if self._reading is None and self._read < self._written:
@@ -110,5 +110,5 @@ class Traffic:
         """End the store's threads."""
         self._store.close(60)
 
-    def _place(self, number: int) -> NewPlace:
-        return NewPlace((number,), False, Place("", (number,), "{}", self._tensors))
+    def _segment(self, number: int) -> NewSegment:
+        return NewSegment((number,), False, StoredSegment("", (number,), "{}", self._tensors))

@@ -215,13 +215,13 @@ def test_other_rows_decode_while_a_prefix_is_read(tmp_path: Path, monkeypatch: p
     again = Worker("llama", tmp_path)
     held = threading.Event()
     reader = again.engine._caches.prefix._durable._tier._store._reader  # type: ignore[union-attr]
-    read = reader._read_place
+    read = reader._read_segment
 
     def slow(*arguments: Any) -> Any:
         assert held.wait(20)
         return read(*arguments)
 
-    monkeypatch.setattr(reader, "_read_place", slow)
+    monkeypatch.setattr(reader, "_read_segment", slow)
     again.add("late", DOCUMENT, max_tokens=ANSWER)
     again.add("short", prompt(9, 3), max_tokens=ANSWER)
     while not again.generated["short"]:
@@ -277,13 +277,13 @@ def stored(family: str, folder: Path, *prompts: tuple[int, ...]) -> None:
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Let files be read only after the event is set."""
     go = threading.Event()
-    read_place = Reader._read_place
+    read_segment = Reader._read_segment
 
     def hang(*arguments: Any) -> Any:
         assert go.wait(20)
-        return read_place(*arguments)
+        return read_segment(*arguments)
 
-    monkeypatch.setattr(Reader, "_read_place", hang)
+    monkeypatch.setattr(Reader, "_read_segment", hang)
     yield go
     go.set()
 
@@ -343,8 +343,8 @@ def test_prompts_with_the_same_prefix_on_disk_share_one_reading(
 ) -> None:
     stored(family, tmp_path, DOCUMENT, DOCUMENT + prompt(30, 1))
     read = list[Any]()
-    read_place = Reader._read_place
-    monkeypatch.setattr(Reader, "_read_place", lambda *given: read.append(given[1]) or read_place(*given))
+    read_segment = Reader._read_segment
+    monkeypatch.setattr(Reader, "_read_segment", lambda *given: read.append(given[1]) or read_segment(*given))
     again = Worker(family, tmp_path)
     rows = [DOCUMENT + prompt(20, 500 + number) for number in range(5)]
     for number, tokens in enumerate(rows):

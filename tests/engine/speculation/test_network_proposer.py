@@ -67,7 +67,7 @@ def test_what_is_hoped_for_does_not_depend_on_what_was_learned() -> None:
     proposer, row = NetworkProposer("any", PRIORS), Row()
     for _ in range(20):
         proposer.observe_accepted(row, 3, 0)
-    hoped = proposer.hope_for(row)
+    hoped = proposer.foresee_optimistically(row)
     assert hoped is not None
     assert hoped.acceptance == PRIORS
     assert rates(proposer, row)[0] < 0.3

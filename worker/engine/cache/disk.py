@@ -19,11 +19,11 @@ from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
 from worker.errors import CannotStart
 from worker.prefix_store.encryption import NoCryptography
-from worker.prefix_store.format import Place, Tensor
+from worker.prefix_store.format import StoredSegment, Tensor
 from worker.prefix_store.index import Chain
-from worker.prefix_store.reader import Reading, ReadPlace
+from worker.prefix_store.reader import LoadedSegment, Reading
 from worker.prefix_store.store import PrefixStore, StoreOptions
-from worker.prefix_store.writer import NewPlace, WriteReport
+from worker.prefix_store.writer import NewSegment, WriteReport
 
 _DTYPES = {
     mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8",
@@ -34,7 +34,7 @@ _CLOSE_S = 20.0  # for what is written at shutdown
 
 
 class DiskTier:
-    """Places of one network on disk. For the engine's thread."""
+    """Segments of one network on disk. For the engine's thread."""
 
     def __init__(self, network: nn.Module, fingerprint: str, options: StoreOptions, wake: Callable[[], None]) -> None:
         """`fingerprint`: of the model. `wake`: called on another thread when a reading is done. Blocks until the folder
@@ -82,8 +82,8 @@ class DiskTier:
         arrays = [*segment.buffers]
         layout = {"buffers": len(arrays), "state": None if state is None else [*_encoded(state, arrays)]}
         tensors = tuple(Tensor(_DTYPES[array.dtype], array.shape, _bytes_of(array)) for array in arrays)
-        place = Place(namespace, path[len(path) - tokens :], json.dumps(layout), tensors)
-        return self._store.write(NewPlace(path, state is not None, place, pinned=report is not None, report=report))
+        content = StoredSegment(namespace, path[len(path) - tokens :], json.dumps(layout), tensors)
+        return self._store.write(NewSegment(path, state is not None, content, pinned=report is not None, report=report))
 
     def find(self, namespace: str, tokens: tuple[int, ...], *, held: Collection[int], longer_than: int) -> Chain | None:
         """Return the files of the longest stored prefix; see `Index.find`."""
@@ -94,19 +94,19 @@ class DiskTier:
         """Start to read files, or return the reading of the same files that is under way."""
         return self._store.read(chain)
 
-    def spare_rows(self, *, decoding: bool) -> None:
+    def limit_reads(self, *, decoding: bool) -> None:
         """Read slowly from now on if rows decode, and fast if none does."""
-        self._store.spare_rows(decoding=decoding)
+        self._store.limit_reads(decoding=decoding)
 
     def give_up(self, reading: Reading, waited_s: float) -> None:
         """Record that a reading took too long: until the reader has ended it, no prefix is found."""
         self._store.give_up(reading, waited_s)
 
-    def restore(self, place: ReadPlace) -> tuple[KVSegment, StateSnapshot | None]:
+    def restore(self, loaded: LoadedSegment) -> tuple[KVSegment, StateSnapshot | None]:
         """Return the segment and the snapshot that a file holds; they share the memory of its buffers. Raises
         ValueError if they are not those of this network."""
-        header = place.header
-        views = zip(place.buffers, header.dtypes, header.shapes, strict=True)
+        header = loaded.header
+        views = zip(loaded.buffers, header.dtypes, header.shapes, strict=True)
         arrays = [buffer.view(_OF_NAME[dtype]).reshape(shape) for buffer, dtype, shape in views]
         mx.eval(arrays)
         layout = json.loads(header.layout)

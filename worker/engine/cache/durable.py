@@ -87,15 +87,15 @@ class DurablePrefixes:
 
     def spill(self, evicted: Iterable[Evicted[KVSegment, StateSnapshot]]) -> None:
         """Let evicted data be written; a snapshot together with its segment. What cannot wait is lost."""
-        places = dict[tuple[str, tuple[int, ...]], Evicted[KVSegment, StateSnapshot]]()
+        segments = dict[tuple[str, tuple[int, ...]], Evicted[KVSegment, StateSnapshot]]()
         for each in evicted:  # a snapshot may have been evicted before its segment
             key = each.namespace, each.tokens
-            before = places.pop(key, each)
+            before = segments.pop(key, each)
             merged = Evicted(
                 each.namespace, each.path, each.segment or before.segment, each.snapshot or before.snapshot
             )
-            places[key] = merged
-        for (namespace, tokens), each in reversed(places.items()):  # files of a prefix that follow a gap are useless
+            segments[key] = merged
+        for (namespace, tokens), each in reversed(segments.items()):  # files of a prefix that follow a gap are useless
             if segment := each.segment or self._segment_at(namespace, tokens):
                 self._write(namespace, tokens, len(each.path[-1]), segment, each.snapshot)
 
@@ -281,8 +281,8 @@ class DurablePrefixes:
 
     def restored_apart(self, reading: Reading) -> "list[Restored]":
         """Return what was read with `read_apart`, file by file. Raises ValueError if it is not of this network."""
-        names = (place.header.name for place in reading.places)
-        pairs = zip(names, map(self._tier.restore, reading.places), strict=True)
+        names = (segment.header.name for segment in reading.segments)
+        pairs = zip(names, map(self._tier.restore, reading.segments), strict=True)
         return [Restored(name.start, name.end, segment, snapshot) for name, (segment, snapshot) in pairs]
 
     def _forget_load(self, reading: Reading) -> None:

@@ -51,7 +51,7 @@ class NetworkProposer:
         self._learn(row)
         return Offer(self.kind, (0,) * self.depth, self._rates_by_depth(row.id))
 
-    def hope_for(self, row: DraftedRow) -> Offer | None:
+    def foresee_optimistically(self, row: DraftedRow) -> Offer | None:
         """Return `foresee` with the acceptance rates before any draft was compared: those of a better time."""
         offer = self.foresee(row)
         return offer and Offer(self.kind, offer.tokens, self._priors)

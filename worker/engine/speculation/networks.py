@@ -29,7 +29,7 @@ class Ahead:
         """Return what is offered if the network drafts for the row."""
         if not self.most:
             return None
-        drafted = network.hope_for(self.row) if hopeful else network.foresee(self.row)
+        drafted = network.foresee_optimistically(self.row) if hopeful else network.foresee(self.row)
         return likeliest([self.known, drafted.part(0, self.most) if drafted else None])
 
 
