@@ -97,12 +97,19 @@ TABLE = {
     "worker.engine.vision": May(
         "worker.engine.checkpoint worker.engine.upstream worker.errors worker.schedule", "mlx mlx_lm PIL"
     ),
-    # Heads belong to a model, and drafts to a batch.
-    "worker.engine.speculation.layouts": May("worker.engine.speculation.mtp worker.engine.upstream", "mlx"),
-    "worker.engine.speculation.heads": May(
-        "worker.engine.checkpoint worker.engine.speculation.layouts worker.engine.speculation.mtp worker.errors", "mlx"
+    # MTP heads: trunk < head < prompt < drafts < proposer, and head < layouts < load. A head belongs to a model, its
+    # drafts to a batch.
+    "worker.engine.speculation.mtp": May(
+        "worker.engine.cache worker.engine.speculation.network_proposer worker.engine.upstream worker.schedule", "mlx"
     ),
-    "worker.engine.speculation.mtp": May(others="mlx"),
+    "worker.engine.speculation.mtp.trunk": May(others="mlx"),
+    "worker.engine.speculation.mtp.head": May("worker.engine.speculation.mtp.trunk worker.engine.upstream", "mlx"),
+    "worker.engine.speculation.mtp.layouts": May("worker.engine.speculation.mtp.head worker.engine.upstream", "mlx"),
+    "worker.engine.speculation.mtp.load": May(
+        "worker.engine.checkpoint worker.engine.speculation.mtp.head worker.engine.speculation.mtp.layouts "
+        "worker.engine.speculation.mtp.trunk worker.errors",
+        "mlx",
+    ),
     "worker.engine.model": May(
         "worker.engine.cache worker.engine.checkpoint worker.engine.device worker.engine.speculation "
         "worker.engine.tokenizer worker.engine.upstream worker.engine.vision worker.errors worker.schedule",

@@ -19,7 +19,8 @@ from scripts.tiny_chat.curriculum import Cosine, Lesson
 from scripts.tiny_chat.export import TOKENIZER, stored
 from scripts.tiny_chat.plan import Plan
 from scripts.tiny_chat.train import CLIP, CannotTrain, Step
-from worker.engine.speculation.mtp import MTPHead, Trunk
+from worker.engine.speculation.mtp.head import MTPHead
+from worker.engine.speculation.mtp.trunk import Trunk
 from worker.engine.upstream.decoder_layers import Qwen35Args, Qwen35Layer
 
 HEAD = "mtp.safetensors"

@@ -2,7 +2,7 @@
 
 from worker.engine.model.load import Model
 from worker.engine.speculation.draft_model import DraftModelProposer
-from worker.engine.speculation.head_proposer import HeadProposer
+from worker.engine.speculation.mtp.proposer import HeadProposer
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.speculation.copies import CopyProposer
 from worker.schedule.speculation.forced import GrammarProposer

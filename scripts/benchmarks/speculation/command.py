@@ -25,7 +25,7 @@ from worker.engine.checkpoint import read_json
 from worker.engine.model.drafter import with_drafter
 from worker.engine.model.head import with_head
 from worker.engine.model.load import Model, open_model
-from worker.engine.speculation.heads import find_head
+from worker.engine.speculation.mtp.load import find_head
 from worker.errors import CannotStart
 
 _WIDTH = 145

@@ -8,7 +8,7 @@ from typing import Literal
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
 from worker.engine.speculation.draft_model import DraftModelProposer
-from worker.engine.speculation.head_proposer import DEPTH, HeadProposer
+from worker.engine.speculation.mtp.proposer import DEPTH, HeadProposer
 from worker.engine.speculation.proposer import Proposer
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.speculators import speculator_of

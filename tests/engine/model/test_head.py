@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.engine.speculation.mtp_checkpoints import MTP_CONFIGS, head_tensors, write_head_alone, write_with_head
+from tests.engine.speculation.mtp.checkpoints import MTP_CONFIGS, head_tensors, write_head_alone, write_with_head
 from tests.engine.tiny import build, model_of, write_checkpoint
 from worker.engine.model.head import with_head
 from worker.engine.model.load import Model

@@ -19,10 +19,10 @@ from worker.engine.model.drafter import added
 from worker.engine.model.head import with_head_costs
 from worker.engine.model.load import Model
 from worker.engine.speculation.draft_model import DraftModelProposer
-from worker.engine.speculation.head_drafts import Head
-from worker.engine.speculation.head_proposer import HeadProposer
-from worker.engine.speculation.layouts import layout_of
-from worker.engine.speculation.mtp import RecordingTrunk
+from worker.engine.speculation.mtp.head import Head
+from worker.engine.speculation.mtp.layouts import layout_of
+from worker.engine.speculation.mtp.proposer import HeadProposer
+from worker.engine.speculation.mtp.trunk import RecordingTrunk
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.outcomes import Speculated
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from tests.engine.speculation.mtp_checkpoints import MTP_CONFIGS
+from tests.engine.speculation.mtp.checkpoints import MTP_CONFIGS
 from tests.engine.tiny import prompt, write_checkpoint
 from worker.engine.upstream import decoder_layers
 from worker.engine.upstream.mlx_lm import KVCache, load_model

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from scripts.benchmarks.speculation.proposers import PROPOSERS, PredictionProposer
 from worker.engine.speculation import speculator
-from worker.engine.speculation.head_proposer import DEPTH
+from worker.engine.speculation.mtp.proposer import DEPTH
 from worker.schedule.request import GenerationRequest
 from worker.schedule.speculation.copies import PREDICTION, CopyProposer
 from worker.schedule.speculation.offer import Offer

@@ -13,9 +13,9 @@ from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrence import Recurrence
 from worker.engine.cache.slot_kv import SlotKVCache
 from worker.engine.cache.verification import verification
-from worker.engine.speculation.head_drafts import PromptEntries
-from worker.engine.speculation.head_proposer import FedTokens
-from worker.engine.speculation.mtp import Network, RecordingTrunk
+from worker.engine.speculation.mtp.prompt import PromptEntries
+from worker.engine.speculation.mtp.proposer import FedTokens
+from worker.engine.speculation.mtp.trunk import Network, RecordingTrunk
 from worker.engine.speculation.positions import positions_after, take_back
 from worker.engine.speculation.verify import Accepted, draw_positions
 

@@ -14,7 +14,7 @@ from worker.engine.batch.row import Row
 from worker.engine.batch.timing import Stopwatch
 from worker.engine.batch.verifications import Verifications
 from worker.engine.isolation import Attempt, isolate
-from worker.engine.speculation.mtp import Network
+from worker.engine.speculation.mtp.trunk import Network
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.budget import GapLimit
 from worker.schedule.classes import Bounds, Decoding, class_of

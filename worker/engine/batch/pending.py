@@ -11,7 +11,7 @@ from worker.engine.batch.row import Row
 from worker.engine.sampling.logprobs import StepLogprobs
 from worker.engine.sampling.processors import processors_for
 from worker.engine.sampling.sampler import Sampler
-from worker.engine.speculation.mtp import Network
+from worker.engine.speculation.mtp.trunk import Network
 from worker.schedule.outcomes import Logprobs
 
 

@@ -13,7 +13,7 @@ from worker.engine.checkpoint import tensor_names
 from worker.engine.model.drafting import Drafting, drafting
 from worker.engine.model.load import model_folder, template_of, why_not_loaded
 from worker.engine.model.profile import ModelProfile, profile, weights_bytes, why_not_batched
-from worker.engine.speculation.layouts import HeadReport, report_head
+from worker.engine.speculation.mtp.layouts import HeadReport, report_head
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_model, load_tokenizer
 from worker.engine.vision.load import Vision, open_vision, refuse_unready, vision_unsupported_reason

@@ -11,10 +11,10 @@ import mlx.core as mx
 from worker.engine.checkpoint import read_json, tensor_names
 from worker.engine.model.load import Model, model_folder, refuse_undraftable
 from worker.engine.model.profile import weights_bytes
-from worker.engine.speculation.head_drafts import Head, entry_shape
-from worker.engine.speculation.heads import files_to_download, find_head, load_head, refuse_other_model, with_config
-from worker.engine.speculation.layouts import report_head
-from worker.engine.speculation.mtp import RecordingTrunk
+from worker.engine.speculation.mtp.head import Head, entry_shape
+from worker.engine.speculation.mtp.layouts import report_head
+from worker.engine.speculation.mtp.load import files_to_download, find_head, load_head, refuse_other_model, with_config
+from worker.engine.speculation.mtp.trunk import RecordingTrunk
 from worker.errors import CannotStart
 from worker.schedule.memory import KVLayers, MemoryModel
 

@@ -11,7 +11,7 @@ from worker.engine.cache.pack import Pack, packing_of
 from worker.engine.prefill.reuse import Beginning
 from worker.engine.prefill.spans import PackRow
 from worker.engine.prefill.task import PromptTask
-from worker.engine.speculation.head_drafts import Head
+from worker.engine.speculation.mtp.head import Head
 from worker.schedule.budget import MAX_CHUNK
 from worker.schedule.memory import MemoryModel
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from worker.engine.speculation.draft_model import DraftModelProposer
-from worker.engine.speculation.head_drafts import PromptEntries
-from worker.engine.speculation.head_proposer import FedTokens, HeadInput, HeadProposer
 from worker.engine.speculation.inputs import RowInput, undelivered, view
+from worker.engine.speculation.mtp.prompt import PromptEntries
+from worker.engine.speculation.mtp.proposer import FedTokens, HeadInput, HeadProposer
 from worker.schedule.speculation.drafting import DraftedCosts, DraftingCosts
 from worker.schedule.speculation.offer import DraftedRow, Offer
 from worker.schedule.speculation.width import Costs, expected_tokens, likeliest

@@ -7,9 +7,9 @@ from typing import Any
 
 from worker.engine.cache.recurrence import NoRecurrence, Recurrence
 from worker.engine.speculation.draft_model import DraftModelProposer
-from worker.engine.speculation.head_drafts import PromptEntries
-from worker.engine.speculation.head_proposer import FedTokens, HeadProposer
 from worker.engine.speculation.inputs import RowInput, SpeculatingRow, undelivered, view
+from worker.engine.speculation.mtp.prompt import PromptEntries
+from worker.engine.speculation.mtp.proposer import FedTokens, HeadProposer
 from worker.engine.speculation.networks import Ahead, Drafting, Networks
 from worker.engine.speculation.positions import allowed
 from worker.engine.speculation.proposer import Proposer, SteppedProposer

@@ -8,11 +8,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.engine.speculation.mtp_checkpoints import MTP_CONFIGS, ReferenceHead, head_tensors
+from tests.engine.speculation.mtp.checkpoints import MTP_CONFIGS, ReferenceHead, head_tensors
 from tests.engine.tiny import VOCAB, build, prompt
-from worker.engine.speculation.head_drafts import Head, HeadDrafts, PromptEntries, PromptHead
-from worker.engine.speculation.layouts import joined_experts, layout_of
-from worker.engine.speculation.mtp import RecordingTrunk
+from worker.engine.speculation.mtp.drafts import HeadDrafts
+from worker.engine.speculation.mtp.head import Head
+from worker.engine.speculation.mtp.layouts import joined_experts, layout_of
+from worker.engine.speculation.mtp.prompt import PromptEntries, PromptHead
+from worker.engine.speculation.mtp.trunk import RecordingTrunk
 
 LAYOUTS = [*MTP_CONFIGS]
 DEPTH = 3

@@ -7,7 +7,9 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from worker.engine.speculation.head_drafts import Head, HeadDrafts, PromptEntries
+from worker.engine.speculation.mtp.drafts import HeadDrafts
+from worker.engine.speculation.mtp.head import Head
+from worker.engine.speculation.mtp.prompt import PromptEntries
 from worker.engine.speculation.network_proposer import NetworkProposer
 from worker.schedule.speculation.offer import DraftedRow
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import pytest
 
-from tests.engine.speculation.test_head_drafts import DEPTH, Sequence, head_of, reference_of, sequence
-from worker.engine.speculation.head_proposer import MTP, FedTokens, HeadInput, HeadProposer
+from tests.engine.speculation.mtp.test_drafts import DEPTH, Sequence, head_of, reference_of, sequence
+from worker.engine.speculation.mtp.proposer import MTP, FedTokens, HeadInput, HeadProposer
 from worker.schedule.request import GenerationRequest
 from worker.schedule.speculation.offer import Offer
 

@@ -11,8 +11,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from worker.engine.checkpoint import read_json, tensor_shapes
-from worker.engine.speculation.layouts import Layout, Shapes, Weights, joined_experts, layout_of, text_config
-from worker.engine.speculation.mtp import MTPHead, Trunk
+from worker.engine.speculation.mtp.head import MTPHead
+from worker.engine.speculation.mtp.layouts import Layout, Shapes, Weights, joined_experts, layout_of, text_config
+from worker.engine.speculation.mtp.trunk import Trunk
 from worker.errors import CannotStart
 
 _SAME = "model_type", "hidden_size", "vocab_size", "num_hidden_layers"  # config fields that head and trunk share

@@ -8,16 +8,16 @@ from functools import cache
 import pytest
 
 from tests.engine.driver import Run
-from tests.engine.speculation.mtp_checkpoints import MTP_CONFIGS
+from tests.engine.speculation.mtp.checkpoints import MTP_CONFIGS
+from tests.engine.speculation.mtp.test_drafts import head_of
 from tests.engine.speculation.oracle import verify_everything
 from tests.engine.speculation.scenarios import eventful
-from tests.engine.speculation.test_head_drafts import head_of
 from tests.engine.tiny import model_of, prompt
 from worker.engine.cache.recurrence import Replay
 from worker.engine.model.head import Head
 from worker.engine.model.load import Model
-from worker.engine.speculation.head_proposer import HeadProposer
-from worker.engine.speculation.mtp import RecordingTrunk
+from worker.engine.speculation.mtp.proposer import HeadProposer
+from worker.engine.speculation.mtp.trunk import RecordingTrunk
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.request import Sampling
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from worker.engine.speculation.mtp import MTPHead
+from worker.engine.speculation.mtp.head import MTPHead
 from worker.engine.upstream.decoder_layers import (
     Glm4MoeArgs,
     Glm4MoeLayer,

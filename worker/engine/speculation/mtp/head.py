@@ -1,10 +1,14 @@
-"""A multi-token-prediction (MTP) head, and the parts of its trunk that it shares."""
+"""A multi-token-prediction (MTP) head, alone and together with the trunk whose parts it shares."""
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from worker.engine.speculation.mtp.trunk import RecordingTrunk, Trunk
+from worker.engine.upstream.mlx_lm import KVCache
 
 
 class MTPHead(nn.Module):
@@ -32,12 +36,12 @@ class MTPHead(nn.Module):
             if own in self and f"{own}.weight" not in names:
                 del self[own]
 
-    def embed(self, tokens: mx.array, trunk: "Trunk") -> mx.array:
+    def embed(self, tokens: mx.array, trunk: Trunk) -> mx.array:
         """Return the embeddings (rows, tokens, hidden_size) of the head's inputs. Lazy."""
         embedded: mx.array = self.embed_tokens(tokens) if "embed_tokens" in self else trunk.embed(tokens)
         return embedded
 
-    def logits(self, hidden: mx.array, trunk: "Trunk") -> mx.array:
+    def logits(self, hidden: mx.array, trunk: Trunk) -> mx.array:
         """Return the logits (rows, tokens, vocab) of the head's hidden states. Lazy."""
         logits: mx.array = self.lm_head(hidden) if "lm_head" in self else trunk.logits(hidden)
         return logits
@@ -56,53 +60,26 @@ class MTPHead(nn.Module):
         return states
 
 
-class Trunk:
-    """A causal language model of mlx-lm in its two parts: the layers up to the final norm, and the output head."""
+@dataclass(frozen=True, slots=True)
+class Head:
+    """An MTP head and the trunk that it shares."""
 
-    def __init__(self, network: nn.Module) -> None:
-        """`network`: of a layout for which there are heads."""
-        self._text = getattr(network, "language_model", network)
+    network: MTPHead
+    trunk: RecordingTrunk
 
-    def hidden(self, tokens: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        """Return the hidden states (rows, tokens, hidden_size) behind the final norm. Lazy; writes to `cache`."""
-        states: mx.array = self._text.model(tokens, cache)
-        return states
+    def states(self, tokens: mx.array, hidden: mx.array, mask: Any, cache: Any) -> mx.array:
+        """Return the head's hidden states (rows, tokens, hidden_size). `tokens`: those after the tokens of `hidden`.
+        Lazy; writes to `cache`."""
+        return self.network(self.network.embed(tokens, self.trunk), hidden, mask, [cache])
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        """Return the logits (rows, tokens, vocab) of hidden states. Lazy."""
-        head = self._text.lm_head if "lm_head" in self._text else self._text.model.embed_tokens.as_linear
-        logits: mx.array = head(hidden)
-        return logits
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Return the embeddings (rows, tokens, hidden_size) of tokens. Lazy."""
-        embedded: mx.array = self._text.model.embed_tokens(tokens)
-        return embedded
+    def likeliest(self, states: mx.array) -> mx.array:
+        """Return the most probable tokens (rows, tokens) by the head's hidden states. Lazy."""
+        return mx.argmax(self.network.logits(states, self.trunk), axis=-1)
 
 
-class RecordingTrunk(Trunk):
-    """A trunk that stands in for its network, and holds the hidden states of its last forward until they are taken."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__(network)
-        self._network = network
-        self._hidden: mx.array | None = None
-
-    def __call__(self, tokens: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
-        """Return the logits (rows, tokens, vocab), as the network does. Lazy; writes to `cache`."""
-        self._hidden = self.hidden(tokens, cache)
-        return self.logits(self._hidden)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._network, name)
-
-    def take_hidden(self) -> mx.array:
-        """Return the hidden states (rows, tokens, hidden_size) of the last forward. Lazy. Raises ValueError if there
-        was none since the last call."""
-        hidden, self._hidden = self._hidden, None
-        if hidden is None:
-            raise ValueError("No forward has run since its hidden states were taken.")
-        return hidden
-
-
-Network = nn.Module | RecordingTrunk  # what computes logits from tokens and a cache
+def entry_shape(head: Head) -> tuple[mx.array, mx.array]:
+    """Return keys and values of one entry, which are not computed."""
+    cache, token = KVCache(), mx.zeros((1, 1), mx.int32)
+    head.states(token, head.network.embed(token, head.trunk), None, cache)
+    keys, values = cache.keys_and_values()
+    return keys, values

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.engine.speculation.mtp_checkpoints import (
+from tests.engine.speculation.mtp.checkpoints import (
     MTP_CONFIGS,
     ReferenceHead,
     head_tensors,
@@ -16,14 +16,15 @@ from tests.engine.speculation.mtp_checkpoints import (
     write_with_head,
 )
 from tests.engine.tiny import prompt, write_checkpoint
-from worker.engine.speculation.heads import (
+from worker.engine.speculation.mtp.head import MTPHead
+from worker.engine.speculation.mtp.layouts import HeadReport, report_head
+from worker.engine.speculation.mtp.load import (
     files_to_download,
     find_head,
     load_head,
     refuse_other_model,
 )
-from worker.engine.speculation.layouts import HeadReport, report_head
-from worker.engine.speculation.mtp import MTPHead, Trunk
+from worker.engine.speculation.mtp.trunk import Trunk
 from worker.engine.upstream.mlx_lm import load_model
 from worker.errors import CannotStart
 

@@ -1,69 +1,14 @@
-"""Drafts of an MTP head for the rows of a batch, and the head's keys and values of prompts and rows.
-
-Entry t of a head follows from the trunk's hidden state of token t and from token t + 1. A row may lack entries, of
-tokens that were loaded from a cache or decoded without drafts: its drafts are then less often right, and its tokens are
-the same."""
+"""Drafts of an MTP head for the rows of a batch, and the head's keys and values of these rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 
 from worker.engine.cache.slot_kv import SlotKVCache
-from worker.engine.speculation.mtp import MTPHead, RecordingTrunk
-from worker.engine.upstream.mlx_lm import KVCache
+from worker.engine.speculation.mtp.head import Head, entry_shape
+from worker.engine.speculation.mtp.prompt import PromptEntries
 from worker.schedule.speculation.offer import MAX_DRAFT
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """An MTP head and the trunk that it shares."""
-
-    network: MTPHead
-    trunk: RecordingTrunk
-
-    def states(self, tokens: mx.array, hidden: mx.array, mask: Any, cache: Any) -> mx.array:
-        """Return the head's hidden states (rows, tokens, hidden_size). `tokens`: those after the tokens of `hidden`.
-        Lazy; writes to `cache`."""
-        return self.network(self.network.embed(tokens, self.trunk), hidden, mask, [cache])
-
-    def likeliest(self, states: mx.array) -> mx.array:
-        """Return the most probable tokens (rows, tokens) by the head's hidden states. Lazy."""
-        return mx.argmax(self.network.logits(states, self.trunk), axis=-1)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptEntries:
-    """The head's entries of a prompt, which its row takes along when it joins a batch."""
-
-    cache: Any  # an mlx-lm cache
-    start: int  # position of the first entry's token
-
-
-class PromptHead:
-    """Computes the head's entries of one prompt, chunk by chunk. It ends at the first token that is not computed, if
-    some are dropped."""
-
-    def __init__(self, head: Head) -> None:
-        self._head = head
-        self._cache = KVCache()
-        self._start: int | None = None
-
-    def feed(self, hidden: mx.array, after: Sequence[int], position: int) -> None:
-        """Add an entry for each hidden state (1, tokens, hidden_size). `after`: the token after each. `position`: of
-        the first one's token. Blocks."""
-        if self._start is None:
-            self._start = position
-        if position != self._start + self._cache.offset:
-            return
-        mask = self._cache.make_mask(len(after), return_array=False, window_size=None)
-        self._head.states(mx.array([list(after)]), hidden, mask, self._cache)
-        mx.eval(self._cache.state)
-
-    def finish(self) -> PromptEntries | None:
-        """Return the entries; None if there are none. The object must not be used afterwards."""
-        return None if self._start is None else PromptEntries(self._cache, self._start)
 
 
 class _HeadCache(SlotKVCache):
@@ -150,11 +95,3 @@ class HeadDrafts:
         self._cache.commit(counts)
         last = mx.maximum(mx.array([*counts]) - 1, 0)[:, None, None]
         return mx.take_along_axis(states, last, axis=1)
-
-
-def entry_shape(head: Head) -> tuple[mx.array, mx.array]:
-    """Return keys and values of one entry, which are not computed."""
-    cache, token = KVCache(), mx.zeros((1, 1), mx.int32)
-    head.states(token, head.network.embed(token, head.trunk), None, cache)
-    keys, values = cache.keys_and_values()
-    return keys, values
