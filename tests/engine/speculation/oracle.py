@@ -9,8 +9,8 @@ from worker.engine.cache.recurrence import Recurrence, Replay
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
 from worker.engine.speculation.speculator import Speculator
+from worker.schedule.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget
 from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
-from worker.schedule.speculation.reading import MOST_READ, ReadingCosts
 from worker.schedule.speculation.width import ForwardCosts
 
 WRONG = range(10, 250)  # tokens that take the place of right ones
@@ -68,8 +68,8 @@ def verify_everything(patch: pytest.MonkeyPatch, seed: int = 0) -> None:
     patch.setattr(speculator, "choose_width", any_width(seed))
 
 
-class Unhurried(ReadingCosts):
-    """Reading that takes no time, so that tests with a draft model do not depend on the speed of the machine."""
+class Unhurried(DraftPrefillBudget):
+    """Prefill that takes no time, so that tests with a draft model do not depend on the speed of the machine."""
 
-    def tokens_within(self, seconds: float) -> int:
-        return MOST_READ
+    def next_chunk(self, seconds: float) -> int:
+        return MAX_PREFILL

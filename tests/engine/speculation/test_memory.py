@@ -143,7 +143,7 @@ def with_wide_drafter() -> tuple[Model, Speculator]:
     model = added(model, drafting_network, costs, drafter.drafting, wide)
     assert model.drafter is not None
     recurrence = model.drafting.recurrence(network)
-    proposer = DraftModelProposer(model.drafter, reading=Unhurried())
+    proposer = DraftModelProposer(model.drafter, budget=Unhurried())
     return model, Speculator(draft=proposer, max_draft=7, recurrence=recurrence)
 
 

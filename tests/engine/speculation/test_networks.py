@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.speculation.test_draft_model import draft_of
+from tests.engine.speculation.test_draft_rows import draft_of
 from tests.engine.tiny import prompt
 from worker.engine.speculation.draft_model import DRAFT, DraftModelProposer
 from worker.engine.speculation.networks import _TRIAL_EVERY
@@ -42,11 +42,11 @@ class Recorder(DraftModelProposer):
     def __init__(self) -> None:
         super().__init__(draft_of("qwen3"), DEPTH)
         self.depths = list[int | None]()
-        self.read_s = list[float]()
+        self.prefill_s = list[float]()
 
-    def prepare(self, batch: Any, rows: Any, depth: int | None = None, read_s: float = inf) -> bool:
+    def prepare(self, batch: Any, rows: Any, depth: int | None = None, prefill_s: float = inf) -> bool:
         self.depths.append(depth)
-        self.read_s.append(read_s)
+        self.prefill_s.append(prefill_s)
         self.hold("a", len(rows[0].answer), (1,) * (depth or DEPTH))
         return True
 
@@ -141,7 +141,7 @@ def test_prompts_are_read_in_the_time_that_drafts_leave_of_the_step() -> None:
     step = Step(acceptance=1.0)
     step.drafting_takes(0.4)
     assert step.depth(more_s=2.0) == DEPTH
-    assert step.network.read_s == [pytest.approx(1.6)]
+    assert step.network.prefill_s == [pytest.approx(1.6)]
 
 
 def test_a_network_is_not_tried_if_it_could_not_pay_either() -> None:

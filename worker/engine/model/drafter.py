@@ -13,7 +13,7 @@ from worker.engine.model.drafting import Drafting, drafting
 from worker.engine.model.load import Model, context_of, model_folder, refuse_undraftable
 from worker.engine.model.profile import profile, weights_bytes
 from worker.engine.model.same_tokens import tokens_read, why_not_same_tokens
-from worker.engine.speculation.draft_model import DraftNetwork
+from worker.engine.speculation.draft_rows import DraftNetwork
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_model, load_tokenizer
 from worker.errors import CannotStart

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
 
 from worker.schedule.request import GenerationRequest
 
@@ -61,3 +61,27 @@ def view(row_input: RowInput) -> RowView:
     """Return the row with its next input as a part of the answer."""
     row = row_input.row
     return RowView(row.id, row.request, row.answer if row.last_unfed else [*row.answer, row_input.token])
+
+
+class RowTokens(Sequence[int]):
+    """A row's prompt and answer, of which a few tokens are read at a time."""
+
+    def __init__(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        self._prompt, self._answer = prompt, answer
+
+    def __len__(self) -> int:
+        return len(self._prompt) + len(self._answer)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, at: int | slice) -> int | tuple[int, ...]:
+        if isinstance(at, int):
+            return self[at : at + 1][0]
+        start, stop, _ = at.indices(len(self))
+        prompt = len(self._prompt)
+        answer = self._answer[max(0, start - prompt) : max(0, stop - prompt)]
+        return (*self._prompt[start:stop], *answer)

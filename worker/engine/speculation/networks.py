@@ -124,8 +124,8 @@ class Networks:
         if isinstance(network, HeadProposer):
             drafted = network.prepare(batch, [_head_input(each) for each in inputs], fed, depth)
         else:
-            read_s = more_s - self._drafting_s(network, len(inputs), depth)
-            drafted = network.prepare(batch, [view(each) for each in inputs], depth, read_s)
+            prefill_s = more_s - self._drafting_s(network, len(inputs), depth)
+            drafted = network.prepare(batch, [view(each) for each in inputs], depth, prefill_s)
         return Drafting(network.kind, len(inputs), depth) if drafted else None
 
     def _affordable_depth(self, network: Network, rows: int, more_s: float) -> int:
