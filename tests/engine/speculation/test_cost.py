@@ -129,7 +129,7 @@ def test_a_draft_is_as_long_as_its_forward_may_take(more_s: float, longest: int)
     for width in range(1, MAX_DRAFT + 2):
         for _ in range(3):
             drafting.observe_forward(1, width, 10.0 + width)  # more rows per second, the wider
-    assert drafting.is_worthwhile([row], more_s=more_s) == (longest > 0)
+    assert drafting.ask_for_drafts([row], more_s=more_s) == (longest > 0)
     assert [len(draft or ()) for draft in drafting.drafts([Input(row, 3)], more_s)] == [longest]
 
 

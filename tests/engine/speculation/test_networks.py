@@ -74,8 +74,8 @@ class Step:
         for _ in range(3):
             self.speculator._networks._drafting[DRAFT].observe(1, depth, plain_steps)
 
-    def is_worthwhile(self, more_s: float = inf) -> bool:
-        return self.speculator.is_worthwhile([self.row], more_s=more_s)
+    def ask_for_drafts(self, more_s: float = inf) -> bool:
+        return self.speculator.ask_for_drafts([self.row], more_s=more_s)
 
     def depth(self, more_s: float = inf) -> int | None:
         """Return the tokens that the network drafts; None: it does not."""
@@ -89,7 +89,7 @@ class Step:
 
 def test_a_network_drafts_as_deep_as_its_drafts_are_likely_to_be_right() -> None:
     step = Step(acceptance=1.0)
-    assert step.is_worthwhile()
+    assert step.ask_for_drafts()
     assert step.depth() == DEPTH
     assert step.drafts() == [(1,) * DEPTH]
 
@@ -98,7 +98,7 @@ def test_a_network_drafts_as_deep_as_its_drafts_are_likely_to_be_right() -> None
 def test_a_network_that_takes_longer_than_it_saves_is_not_asked(plain_steps: float, drafts: bool) -> None:
     step = Step(acceptance=1.0)
     step.drafting_takes(plain_steps)
-    assert step.is_worthwhile() == drafts
+    assert step.ask_for_drafts() == drafts
     assert (step.depth() is not None) == drafts
 
 
@@ -107,21 +107,21 @@ def test_a_draft_is_as_deep_as_its_time_pays() -> None:
     step.drafting_takes(0.1, depth=1)
     for depth in range(2, DEPTH + 1):
         step.drafting_takes(8.0, depth=depth)
-    assert step.is_worthwhile()
+    assert step.ask_for_drafts()
     assert step.depth() == 1
 
 
 def test_a_network_that_is_mostly_wrong_is_not_asked() -> None:
     step = Step(acceptance=0.0)
     step.drafting_takes(0.2)
-    assert not step.is_worthwhile()
+    assert not step.ask_for_drafts()
     assert step.depth() is None
 
 
 def test_a_network_that_did_not_pay_is_tried_now_and_then_and_not_verified() -> None:
     step = Step(acceptance=0.0)
     step.drafting_takes(0.2)
-    asked = [step.is_worthwhile() for _ in range(3 * _TRIAL_EVERY)]
+    asked = [step.ask_for_drafts() for _ in range(3 * _TRIAL_EVERY)]
     assert sum(asked) == 3
     assert asked[-1]
     assert step.depth() == DEPTH
@@ -133,7 +133,7 @@ def test_a_network_that_did_not_pay_is_tried_now_and_then_and_not_verified() -> 
 def test_a_trial_takes_no_more_time_than_the_step_has(more_s: float, depth: int | None) -> None:
     step = Step(acceptance=0.0)
     step.drafting_takes(2.0)
-    assert any(step.is_worthwhile(more_s) for _ in range(_TRIAL_EVERY))
+    assert any(step.ask_for_drafts(more_s) for _ in range(_TRIAL_EVERY))
     assert step.depth(more_s) == depth
 
 
@@ -146,7 +146,7 @@ def test_prompts_are_read_in_the_time_that_drafts_leave_of_the_step() -> None:
 
 def test_a_network_is_not_tried_if_it_could_not_pay_either() -> None:
     step = Step(acceptance=0.0, token_s=2.0)
-    assert not any(step.is_worthwhile() for _ in range(3 * _TRIAL_EVERY))
+    assert not any(step.ask_for_drafts() for _ in range(3 * _TRIAL_EVERY))
 
 
 def test_drafts_end_where_the_answer_does() -> None:
@@ -154,7 +154,7 @@ def test_drafts_end_where_the_answer_does() -> None:
     step.row.request = GenerationRequest("a", prompt(9, 1), 4)
     assert step.depth() == 2
     step.row.answer = [7, 7, 7, 7]
-    assert not step.is_worthwhile()
+    assert not step.ask_for_drafts()
     assert step.depth() is None
 
 
@@ -175,6 +175,6 @@ def test_a_network_does_not_draft_where_a_copy_is_better() -> None:
     step = Step(acceptance=1.0)
     step.speculator._proposers = [Copies()]
     step.drafting_takes(0.5)
-    assert step.is_worthwhile()
+    assert step.ask_for_drafts()
     assert step.depth() is None
     assert step.drafts() == [(5,) * 7]

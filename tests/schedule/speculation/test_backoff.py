@@ -9,7 +9,7 @@ def asked(backoff: Backoff, steps: int, worthwhile: bool = False) -> list[int]:
     """Return the steps in which drafts are asked for."""
     due = list[int]()
     for step in range(steps):
-        if backoff.is_due():
+        if backoff.advance():
             backoff.observe(worthwhile)
             due.append(step)
     return due

@@ -5,7 +5,7 @@ def plain_steps(baseline: Baseline, steps: int, *, timed: bool = True) -> list[i
     """Return the plain steps among steps that verify drafts otherwise."""
     due = list[int]()
     for step in range(steps):
-        if baseline.is_due():
+        if baseline.advance():
             due.append(step)
             if timed:
                 baseline.observe_plain()
@@ -31,5 +31,5 @@ def test_plain_steps_that_cannot_be_timed_do_not_end_drafts() -> None:
 def test_no_step_is_plain_for_the_sake_of_its_cost_if_others_are_anyway() -> None:
     baseline = Baseline()
     for _ in range(5 * EVERY):
-        assert not baseline.is_due()
+        assert not baseline.advance()
         baseline.observe_plain()

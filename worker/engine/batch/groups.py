@@ -96,7 +96,7 @@ class Groups:
         groups = [*self._groups]
         drafted = list[DecodeBatch]()
         with isolate("the choice of drafts"):
-            drafted = self.verifications.worthwhile(groups, gap)
+            drafted = self.verifications.choose_groups(groups, gap)
         for group in groups:
             if group not in drafted:
                 with self._isolate(group, "the launch of a decode step"):

@@ -32,16 +32,16 @@ class Verifications:
         """Most tokens of a draft."""
         return self._speculator.max_draft
 
-    def worthwhile(self, groups: Sequence[DecodeBatch], gap: GapLimit | None = None) -> list[DecodeBatch]:
+    def choose_groups(self, groups: Sequence[DecodeBatch], gap: GapLimit | None = None) -> list[DecodeBatch]:
         """Return the groups that are expected to gain from drafts in their next step. Called once in each step. `gap`:
         limit of the step."""
         if not self.max_draft:
             return []
         self._speculator.begin_step(row for group in groups for row in group.rows)
-        if self._baseline.is_due():
+        if self._baseline.advance():
             return []
         self._more_s = self._share_s(groups, gap) if gap else inf
-        return [group for group in groups if self._is_worthwhile(group)]
+        return [group for group in groups if self._ask_for_drafts(group)]
 
     def _share_s(self, groups: Sequence[DecodeBatch], gap: GapLimit) -> float:
         """Return the most seconds that drafts may add to the forward of each group."""
@@ -49,12 +49,13 @@ class Verifications:
         running = any(not row.last_unfed for group in groups for row in group.rows)
         return (gap.verify_s(plain_s, running=running) - plain_s) / max(1, len(groups))
 
-    def _is_worthwhile(self, group: DecodeBatch) -> bool:
+    def _ask_for_drafts(self, group: DecodeBatch) -> bool:
+        """Ask for drafts of a group, of all proposers if its pause is over. Return True if they are worthwhile."""
         if self._more_s <= 0:  # no draft fits into the gap
             return False
         backoff = self._backoff_of(group)
-        due = backoff.is_due()
-        worthwhile = self._speculator.is_worthwhile(group.rows, all_proposers=due, more_s=self._more_s)
+        due = backoff.advance()
+        worthwhile = self._speculator.ask_for_drafts(group.rows, all_proposers=due, more_s=self._more_s)
         # A draft that the gap has no room for is no evidence against its proposer.
         limited = self._more_s < self._speculator.widest_more_s(len(group.rows))
         if due and (worthwhile or not limited):

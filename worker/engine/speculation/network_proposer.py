@@ -46,8 +46,8 @@ class NetworkProposer:
         return Offer(self.kind, draft.tokens, self._rates_by_depth(row.id)[: len(draft.tokens)])
 
     def foresee(self, row: DraftedRow) -> Offer | None:
-        """Return an offer with the acceptance rates of the row's next draft, whose tokens are not computed yet; None if
-        it gets none."""
+        """Learn from what the row has drawn since its last draft. Return an offer with the acceptance rates of its next
+        one, whose tokens are not computed yet; None if it gets none."""
         self._learn(row)
         return Offer(self.kind, (0,) * self.depth, self._rates_by_depth(row.id))
 

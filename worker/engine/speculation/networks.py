@@ -77,9 +77,10 @@ class Networks:
         """True if one of them is an MTP head."""
         return any(isinstance(network, HeadProposer) for network in self._networks)
 
-    def is_worthwhile(self, ahead: Sequence[Ahead], more_s: float) -> bool:
-        """Return True if a forward of these rows is expected to gain from drafts, of a network or others; or if a
-        network is tried: texts change, and so does what drafts cost, so what did not pay once may pay now."""
+    def ask_for_drafts(self, ahead: Sequence[Ahead], more_s: float) -> bool:
+        """Decide if a network drafts in this step, and return True if one does, or if a forward of these rows is
+        expected to gain from other drafts. Now and then it tries a network that is not expected to pay: texts change,
+        and so does what drafts cost."""
         self._trying = None
         if self._plan(ahead, more_s):
             return True

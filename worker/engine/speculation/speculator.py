@@ -89,17 +89,20 @@ class Speculator:
         for proposer in self._stepped:
             proposer.begin_step(taking)
 
-    def is_worthwhile(self, rows: Sequence[SpeculatingRow], *, all_proposers: bool = True, more_s: float = inf) -> bool:
-        """Return True if a forward of these rows is expected to gain from drafts. Asks each proposer at most once for
-        each row. If the rows' next inputs are not known yet, the drafts must begin with them. `all_proposers`: not only
-        those of every step. `more_s`: most seconds that the forward may take more than a plain one."""
+    def ask_for_drafts(
+        self, rows: Sequence[SpeculatingRow], *, all_proposers: bool = True, more_s: float = inf
+    ) -> bool:
+        """Ask each proposer for a draft of each row, at most once, and hold the best for `drafts`. Return True if a
+        forward of these rows is expected to gain from them. If the rows' next inputs are not known yet, the drafts must
+        begin with them. `all_proposers`: not only those of every step. `more_s`: most seconds that the forward may take
+        more than a plain one."""
         proposers = self._proposers if all_proposers else self._every_step
         networks = self._networks if all_proposers else None
         if not proposers and not networks:
             return False
         ahead = [Ahead(row, self._most(row), self._foreseen(row, proposers)) for row in rows]
         if networks:
-            return networks.is_worthwhile(ahead, more_s)
+            return networks.ask_for_drafts(ahead, more_s)
         known = [each.known for each in ahead]
         return any(known) and self._width(known, self._costs, more_s) > 1
 
@@ -128,7 +131,7 @@ class Speculator:
         self, batch: Any, inputs: Sequence[RowInput], fed: FedTokens | None, more_s: float = inf
     ) -> Drafting | None:
         """Let a network draft for all rows of a batch after their next inputs, if that is expected to pay, and return
-        what it did. Blocks. `fed`: the last forward of the batch. `more_s`: see `is_worthwhile`."""
+        what it did. Blocks. `fed`: the last forward of the batch. `more_s`: see `ask_for_drafts`."""
         if not self._networks:
             return None
         return self._networks.prepare(batch, inputs, [self._ahead_of(each) for each in inputs], fed, more_s)
@@ -150,7 +153,7 @@ class Speculator:
 
     def drafts(self, inputs: Sequence[RowInput], more_s: float = inf) -> list[tuple[int, ...] | None]:
         """Return the draft of each row that its next forward verifies: None if the row's input ends its answer.
-        If none has a token, a plain step is better. Takes the offers that `is_worthwhile` was given. `more_s`: as
+        If none has a token, a plain step is better. Takes the offers that `ask_for_drafts` was given. `more_s`: as
         there."""
         proposals = [None if self._ends(each) else self._after(each) for each in inputs]
         offers = [proposal.offer if proposal else None for proposal in proposals]

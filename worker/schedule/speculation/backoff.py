@@ -15,7 +15,7 @@ class Backoff:
         self._pause: int = min(other._pause, PAUSE_AFTER_JOIN) if other else 0  # steps
         self._left = 0  # steps
 
-    def is_due(self) -> bool:
+    def advance(self) -> bool:
         """Advance by a step, and return True if proposers are asked in it. Then `observe` must be called."""
         if self._left == 0:
             return True

@@ -13,7 +13,7 @@ class Baseline:
         self._steps = 0  # since plain steps were measured
         self._measured = 0  # in the plain steps that are due
 
-    def is_due(self) -> bool:
+    def advance(self) -> bool:
         """Advance by a step, and return True if it should be a plain one."""
         self._steps += 1
         if self._steps > EVERY + MOST or self._measured == WANTED:
