@@ -64,7 +64,7 @@ def view(row_input: RowInput) -> RowView:
 
 
 class RowTokens(Sequence[int]):
-    """A row's prompt and answer, of which a few tokens are read at a time."""
+    """A row's prompt and answer as one sequence. Nothing is copied but the tokens of a slice."""
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         self._prompt, self._answer = prompt, answer
@@ -79,9 +79,11 @@ class RowTokens(Sequence[int]):
     def __getitem__(self, at: slice) -> tuple[int, ...]: ...
 
     def __getitem__(self, at: int | slice) -> int | tuple[int, ...]:
-        if isinstance(at, int):
-            return self[at : at + 1][0]
-        start, stop, _ = at.indices(len(self))
         prompt = len(self._prompt)
-        answer = self._answer[max(0, start - prompt) : max(0, stop - prompt)]
-        return (*self._prompt[start:stop], *answer)
+        if isinstance(at, int):
+            index = range(len(self))[at]  # raises IndexError
+            return self._prompt[index] if index < prompt else self._answer[index - prompt]
+        start, stop, step = at.indices(len(self))
+        if step != 1:
+            return tuple(self[index] for index in range(start, stop, step))
+        return (*self._prompt[start:stop], *self._answer[max(0, start - prompt) : max(0, stop - prompt)])
