@@ -136,6 +136,21 @@ def test_a_row_that_leaves_its_batch_holds_no_slot_there() -> None:
     assert offered(proposer, rows[:1]) == [rows[0].sequence.expected()], "it is offered its last draft all the same"
 
 
+def test_a_row_that_leaves_its_batch_moves_one_other() -> None:
+    proposer, batch = HeadProposer(head_of(NAME), DEPTH), Batch()
+    rows = joined(proposer, *(row(id, seed, 40) for seed, id in enumerate("abcdefgh", 1)))
+    fed = forward(rows, [1] * len(rows))
+    proposer.prepare(batch, inputs(rows), fed)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    proposer.leave("a")
+    assert mx.get_peak_memory() - before < proposer.nbytes / 4
+    fed = forward(rows[1:], [2] * 7)
+    proposer.prepare(batch, inputs(rows[1:]), fed)
+    assert offered(proposer, rows[1:]) == [each.sequence.expected() for each in rows[1:]]
+
+
 def test_rates_are_learned_by_depth() -> None:
     proposer, own = HeadProposer(head_of(NAME), DEPTH), row("a", 1, 9)
     before = foreseen(proposer, own).acceptance

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from worker.engine.cache import slots
 from worker.engine.speculation.mtp.drafts import HeadDrafts
 from worker.engine.speculation.mtp.head import Head
 from worker.engine.speculation.mtp.prompt import PromptEntries
@@ -53,9 +54,10 @@ class _Batch:
             self.ids += [row.id for row in joining]
 
     def keep(self, present: Collection[str]) -> None:
-        """Drop all other rows."""
-        order = [index for index, id in enumerate(self.ids) if id in present]
-        if len(order) < len(self.ids):
+        """Drop all other rows. The last rows fill their slots."""
+        leaving = {index for index, id in enumerate(self.ids) if id not in present}
+        if leaving:
+            order = slots.compact_order(len(self.ids), leaving)
             self.drafts.select(order)
             self.ids = [self.ids[index] for index in order]
 
