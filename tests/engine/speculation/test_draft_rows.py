@@ -1,14 +1,18 @@
 """Drafts of a draft model in a batch are what it would answer to each row alone."""
 
 from random import Random
+from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
 from tests.engine.speculation.oracle import recurrence_of
 from tests.engine.tiny import model, network, prompt
+from worker.engine.speculation import draft_rows
 from worker.engine.speculation.draft_rows import DraftNetwork, DraftRows
+from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.schedule.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget
 
 FAMILIES = ["qwen3", "qwen3_5", "gemma3", "falcon_h1", "jamba", "mamba2"]
@@ -86,6 +90,21 @@ def test_a_row_that_waits_for_another_to_catch_up_goes_on_by_some_tokens() -> No
         drafts = draft.draft(rows, DEPTH)
         assert drafts == {id: expected("qwen3_5", rows[id]) for id in drafts}
     assert drafts.keys() == rows.keys()
+
+
+def test_a_row_is_given_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Any]()
+
+    def make(network: nn.Module) -> list[Any]:
+        made.append(make_prompt_cache(network))
+        return cast("list[Any]", made[-1])
+
+    monkeypatch.setattr(draft_rows, "make_prompt_cache", make)
+    draft, text = DraftRows(draft_of("qwen3")), prompt(3 * MAX_PREFILL, 1)
+    while not draft.draft({"a": text}, DEPTH):
+        pass
+    draft.draft({"a": (*text, 5)}, DEPTH)
+    assert len(made) == 1
 
 
 def test_a_long_prompt_is_computed_in_several_steps() -> None:

@@ -145,7 +145,9 @@ class DraftRows:
             at = [*self._fed].index(id)
             self._outside[id] = _RowPrefill(slots.restore(slots.snapshot(self._cache, at)), self._fed[id])
             self._select(self._fed.keys() - {id})
-        return self._outside.setdefault(id, _RowPrefill(make_prompt_cache(self._draft.network), 0))
+        if id not in self._outside:
+            self._outside[id] = _RowPrefill(make_prompt_cache(self._draft.network), 0)
+        return self._outside[id]
 
     def _join(self, id: str, end: int) -> None:
         row = self._outside.pop(id)
