@@ -44,13 +44,3 @@ def test_a_row_forgets_sooner_than_all_rows() -> None:
     for _ in range(20):
         row.observe(KIND, True)
     assert row.rate(KIND) > 0.5 > RowAcceptance(together).rate(KIND)
-
-
-@given(st.integers(0, 7), st.data())
-def test_tokens_after_the_first_wrong_one_are_not_counted(offered: int, data: st.DataObject) -> None:
-    kept = data.draw(st.integers(0, offered))
-    verified, singly = RowAcceptance(shared()), RowAcceptance(shared())
-    verified.observe_draft(KIND, offered, kept)
-    for right in [True] * kept + [False] * (kept < offered):
-        singly.observe(KIND, right)
-    assert verified.rate(KIND) == singly.rate(KIND)

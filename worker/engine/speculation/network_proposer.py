@@ -62,20 +62,25 @@ class NetworkProposer:
         if draft is None:
             return
         drawn = row.answer[draft.answered + draft.compared : draft.answered + len(draft.tokens)]
-        for token in drawn:
-            right = token == draft.tokens[draft.compared]
-            self._acceptance_of(row.id).observe((self.kind, draft.compared), right)
-            draft.compared += 1
-            if not right or draft.compared == len(draft.tokens):
-                del self._drafts[row.id]
-                return
+        pairs = enumerate(zip(draft.tokens[draft.compared :], drawn, strict=False))
+        right = next((index for index, (token, other) in pairs if token != other), len(drawn))
+        is_wrong = right < len(drawn)
+        self._observe(row.id, draft.compared, right, is_wrong=is_wrong)
+        draft.compared += right
+        if is_wrong or draft.compared == len(draft.tokens):
+            del self._drafts[row.id]
 
     def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
         """Learn from a draft that was verified how often its tokens are right."""
         self._drafts.pop(row.id, None)
-        acceptance = self._acceptance_of(row.id)
-        for depth in range(min(accepted + 1, proposed)):
-            acceptance.observe((self.kind, depth), depth < accepted)
+        self._observe(row.id, 0, accepted, is_wrong=accepted < proposed)
+
+    def _observe(self, id: str, depth: int, right: int, *, is_wrong: bool) -> None:
+        """Record that the next `right` tokens of a draft were right, and, if `is_wrong`, that the one after them was
+        not. `depth`: of the first of them."""
+        acceptance = self._acceptance_of(id)
+        for index in range(right + is_wrong):
+            acceptance.observe((self.kind, depth + index), index < right)
 
     def forget(self, row: DraftedRow) -> None:
         """Free what is held for a row."""

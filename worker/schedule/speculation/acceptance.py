@@ -67,8 +67,3 @@ class RowAcceptance:
             self._kinds[kind] = Acceptance(lambda: shared.rate, _ROW_MEMORY)
         self._kinds[kind].observe(right)
         shared.observe(right)
-
-    def observe_draft(self, kind: Kind, proposed: int, accepted: int) -> None:
-        """Record a draft of `proposed` tokens that was verified, of which the first `accepted` were right."""
-        for index in range(min(accepted + 1, proposed)):
-            self.observe(kind, index < accepted)
