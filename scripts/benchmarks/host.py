@@ -26,7 +26,7 @@ from worker.engine.engine import Engine
 from worker.engine.model.load import open_model
 from worker.schedule.report import StepReport
 from worker.schedule.request import GenerationRequest, Sampling
-from worker.text.grammar.row_grammar import RowGrammar
+from worker.text.grammar.row.grammar import RowGrammar
 
 ROWS = 1, 8, 32
 _WARM, _STEPS = 16, 200

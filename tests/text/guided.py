@@ -20,7 +20,7 @@ from worker.errors import JobFailure
 from worker.text.grammar.builder import Grammars
 from worker.text.grammar.constraint import constraint_of, markup_of
 from worker.text.grammar.guide import GrammarStates
-from worker.text.grammar.row_grammar import RowGrammar
+from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import MARKERS

@@ -13,8 +13,8 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.schedule.request import GrammarState
 from worker.text.grammar.guide import llguidance_tokenizer
 from worker.text.grammar.lark import Grammar
-from worker.text.grammar.reader import _AT_ONCE_S
-from worker.text.grammar.row_grammar import RowGrammar
+from worker.text.grammar.row.draft_time import _AT_ONCE_S
+from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
 
 SCHEMA = {

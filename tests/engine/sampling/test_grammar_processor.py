@@ -26,7 +26,7 @@ from worker.schedule.outcomes import Sampled
 from worker.schedule.request import GenerationRequest, Sampling
 from worker.text.codec import TextCodec
 from worker.text.grammar.lark import Grammar
-from worker.text.grammar.row_grammar import RowGrammar
+from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
 
 FREE = [GenerationRequest(f"free {i}", prompt(5 + 9 * i, i), 60, Sampling(temperature=i / 2, seed=i)) for i in range(4)]

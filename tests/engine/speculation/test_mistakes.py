@@ -21,7 +21,7 @@ from worker.engine.sampling.sampler import draw_key
 from worker.engine.speculation import verify
 from worker.engine.speculation.positions import Position
 from worker.engine.speculation.verify import Accepted, DrawnToken
-from worker.text.grammar.row_grammar import RowGrammar
+from worker.text.grammar.row.grammar import RowGrammar
 
 Patch = pytest.MonkeyPatch
 Mistake = Callable[[Patch], None]

@@ -9,7 +9,7 @@ from tests.text.structured import Schema
 from worker.schedule.request import GrammarAhead
 from worker.schedule.speculation.forced import GRAMMAR, GUESS, GrammarProposer
 from worker.schedule.speculation.offer import MAX_DRAFT
-from worker.text.grammar.row_grammar import RowGrammar
+from worker.text.grammar.row.grammar import RowGrammar
 
 REPORT: Schema = {
     "type": "object",

@@ -12,7 +12,7 @@ from tests.text.structured import allowed
 from worker.text.grammar.builder import Grammars
 from worker.text.grammar.constraint import constraint_of, markup_of
 from worker.text.grammar.llg_tokenizer import ForcedText
-from worker.text.grammar.row_grammar import RowGrammar
+from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_twice
 
 ENDS = frozenset({EOS, OTHER_EOS})

@@ -34,7 +34,7 @@ from worker.text.grammar.constraint import constraint_of, is_quick
 from worker.text.grammar.errors import TOO_EXPENSIVE
 from worker.text.grammar.guide import GrammarStates
 from worker.text.grammar.llg_tokenizer import without_added_tokens
-from worker.text.grammar.row_grammar import RowGrammar
+from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.tool_grammars import Function
 from worker.text.prompt.prompt import Prompt
 from worker.text.vocabulary import Vocabulary

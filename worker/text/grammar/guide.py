@@ -19,9 +19,9 @@ from worker.text.grammar.constraint import constraint_of, is_quick, markup_of
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.lark import param_of
 from worker.text.grammar.llg_tokenizer import NAME_BEGINS, ForcedText, without_added_tokens
-from worker.text.grammar.reader import AllDraftsTime
-from worker.text.grammar.reasoning import ReasoningMask, ReasoningState
-from worker.text.grammar.row_grammar import RowGrammar
+from worker.text.grammar.row.draft_time import AllDraftsTime
+from worker.text.grammar.row.grammar import RowGrammar
+from worker.text.grammar.row.reasoning import ReasoningMask, ReasoningState
 from worker.text.grammar.sandbox import Uncompilable
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import ANSWER_BEGINS

@@ -6,7 +6,14 @@ from tests.schedule.speculation.rows import row
 from tests.text.guided import by, model, request
 from tests.text.structured import Schema
 from worker.schedule.speculation.forced import GrammarProposer
-from worker.text.grammar.reader import _ALL_AT_ONCE_S, _AT_ONCE_S, _PER_TOKEN_S, _SHARE, AllDraftsTime, DraftTime
+from worker.text.grammar.row.draft_time import (
+    _ALL_AT_ONCE_S,
+    _AT_ONCE_S,
+    _PER_TOKEN_S,
+    _SHARE,
+    AllDraftsTime,
+    DraftTime,
+)
 
 LONG = "".join(chr(ord("a") + number % 26) for number in range(3_000))
 KEY: Schema = {"type": "object", "properties": {LONG: {"type": "null"}}, "required": [LONG]}

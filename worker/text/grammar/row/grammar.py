@@ -8,8 +8,10 @@ from llguidance import LLMatcher
 from worker.schedule.request import GrammarAhead, GrammarError
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.llg_tokenizer import ForcedText
-from worker.text.grammar.reader import AllDraftsTime, DraftReader, DraftTime, GrammarReader
-from worker.text.grammar.reasoning import ReasoningState
+from worker.text.grammar.row.draft_reader import DraftReader
+from worker.text.grammar.row.draft_time import AllDraftsTime, DraftTime
+from worker.text.grammar.row.reader import GrammarReader
+from worker.text.grammar.row.reasoning import ReasoningState
 
 
 class RowGrammar:

@@ -16,8 +16,8 @@ from tests.text.structured import Schema, allowed, schema
 from worker.schedule.request import GrammarAhead
 from worker.text.grammar.builder import Grammars
 from worker.text.grammar.constraint import constraint_of, markup_of
-from worker.text.grammar.reasoning import ReasoningMask, ReasoningState
-from worker.text.grammar.row_grammar import RowGrammar
+from worker.text.grammar.row.grammar import RowGrammar
+from worker.text.grammar.row.reasoning import ReasoningMask, ReasoningState
 from worker.text.grammar.sandbox import compile_grammar
 from worker.text.vocabulary import Vocabulary
 

@@ -1,0 +1,141 @@
+"""Reads a row's tokens with a matcher of llguidance."""
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from itertools import takewhile
+
+from llguidance import LLMatcher
+
+from worker.text.grammar.llg_tokenizer import ForcedText
+from worker.text.grammar.row.reasoning import ReasoningState
+from worker.text.grammar.sandbox import error_of
+
+_ROLLBACK = 16  # tokens
+_FORCED = 256  # tokens that are forced and known at once
+
+
+class GrammarReader:
+    """A matcher at a place of an answer, with the reasoning before it."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        ends: frozenset[int],
+        reasoning: ReasoningState | None,
+        begun: Sequence[int],
+        forced_text: ForcedText | None = None,
+    ) -> None:
+        """`ends`: tokens that end a sequence. `begun`: tokens of the answer proper that the prompt holds; call `reset`
+        to read them. `forced_text`: reads long texts without a choice; None: the matcher does."""
+        self._matcher, self._forced_text = matcher, forced_text
+        self._ends = ends
+        self._begun = begun
+        self._first_reasoning = self._reasoning_state = reasoning
+        self.accepted = 0  # tokens of the answer
+        self._consumed = 0  # tokens that the matcher has read
+        self._last: int | None = None  # the last of them
+        # By token that was accepted last: the reasoning before it, and the tokens consumed before it: their number, and
+        # the last.
+        self._history = deque[tuple[ReasoningState | None, int, int | None]](maxlen=_ROLLBACK)
+
+    def reset(self) -> bool:
+        """Return to the state before the first sampled token. Returns False if the grammar does not allow what the
+        prompt holds of the answer."""
+        self._matcher.reset()
+        self.accepted = self._consumed = 0
+        self._last = None
+        self._history.clear()
+        self._reasoning_state = copy.copy(self._first_reasoning)
+        return all(self._consume(token) for token in self._begun)
+
+    def read(self, token: int) -> bool:
+        """Advance by a token. Tokens that end the sequence are ignored. Returns False if the grammar does not allow the
+        token, or has failed."""
+        return not self._record(token) or self._consume(token)
+
+    def _record(self, token: int) -> bool:
+        """Record a token, and advance the reasoning. Return True if the matcher has to consume the token."""
+        self.accepted += 1
+        self._history.append((copy.copy(self._reasoning_state), self._consumed, self._last))
+        if token in self._ends:  # a batch may compute one step more than a row needs
+            return False
+        if self._reasoning_state and self._reasoning_state.take(token):
+            self._reasoning_state = None if self._reasoning_state.over else self._reasoning_state
+            return False
+        self._reasoning_state = None
+        return True
+
+    def _consume(self, token: int) -> bool:
+        self._consumed += 1
+        self._last = token
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens, at most 16."""
+        if count > len(self._history):
+            raise ValueError(f"count: {count} tokens cannot be taken back; {len(self._history)} are recorded.")
+        self.accepted -= count
+        consumed = self._consumed
+        for _ in range(count):
+            self._reasoning_state, consumed, self._last = self._history.pop()
+        if self._consumed > consumed:
+            self._matcher.rollback(self._consumed - consumed)
+            self._consumed = consumed
+
+    def mask(self) -> bytes:
+        """Return the tokens that may come next: see `GrammarState.bitmask`."""
+        reasoning = self._reasoning_state
+        if reasoning and reasoning.begun:
+            return reasoning.allowed()
+        mask = self._answer_mask()
+        return _with_token(mask, reasoning.begins) if reasoning else mask
+
+    def _answer_mask(self) -> bytes:
+        if self._forced_text and (tokens := self._forced_text.tokens(self._matcher, self._last)):
+            return self._forced_text.mask(tokens[0])
+        return self._matcher.compute_bitmask()
+
+    def forced(self) -> tuple[int, ...]:
+        """Return tokens that must come next; none within reasoning."""
+        if self._reasoning_state:
+            return ()
+        tokens = self._forced_text.tokens(self._matcher, self._last) if self._forced_text else []
+        tokens = tokens or self._matcher.compute_ff_tokens()[:_FORCED]
+        return tuple(takewhile(lambda token: token not in self._ends, tokens))
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens may come next: see `GrammarState.valid_prefix`."""
+        reasoning = copy.copy(self._reasoning_state)
+        for place, token in enumerate(tokens):
+            if not reasoning or not (reasoning.begun or token == reasoning.begins):
+                answer = list(takewhile(lambda token: token not in self._ends, tokens[place:]))
+                return place + self._matcher.validate_tokens(answer)
+            if token in self._ends or (reasoning.begun and not _allows(reasoning.allowed(), token)):
+                return place
+            reasoning.take(token)
+            reasoning = None if reasoning.over else reasoning
+        return len(tokens)
+
+    @property
+    def in_reasoning(self) -> bool:
+        """True if the answer proper has not begun."""
+        return self._reasoning_state is not None
+
+    @property
+    def error(self) -> str | None:
+        """Error of the matcher. It never leaves it."""
+        return error_of(self._matcher)
+
+    def fail(self, token: int) -> None:
+        """Make the matcher allow only the end of the sequence from here on. `token`: one that it does not allow."""
+        self._matcher.consume_token(token)
+
+
+def _allows(mask: bytes, token: int) -> bool:
+    return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
+
+
+def _with_token(mask: bytes, token: int) -> bytes:
+    place = token // 8
+    return mask[:place] + bytes([mask[place] | 1 << token % 8]) + mask[place + 1 :]
