@@ -78,6 +78,7 @@ def test_variables_of_others_are_none_of_our_business(monkeypatch: pytest.Monkey
             "a=b,gpt-4o",
             "SLUICE_BATCH_MODELS=a=b,gpt-4o: 'gpt-4o' must look like gpt-4o-mini=default",
         ),
+        ("SLUICE_PREFIX_DISK_BITS", "4", "SLUICE_PREFIX_DISK_BITS=4: it must be 'exact' or '8'"),
         ("SLUICE_MTP_MODEL", "a/b", "SLUICE_MTP_MODEL=a/b: it drafts only with SLUICE_SPECULATION=auto; set that too"),
         ("SLUICE_DRAFT_MODEL", "a/b", "SLUICE_DRAFT_MODEL=a/b: it drafts only with SLUICE_SPECULATION=auto"),
         ("SLUICE_BATCH_HOURS", "22-6", "SLUICE_BATCH_HOURS=22-6: hours look like 22:00-06:00"),

@@ -171,6 +171,7 @@ def _engine(settings: Settings, metrics: MetricsSink) -> "EngineThread":
         memory=memory_for_model(settings.memory_gb, settings.memory_headroom_gb),
         prefix_bytes=None if settings.prefix_cache_gb is None else int(settings.prefix_cache_gb * 1e9),
         disk=_store_options(settings),
+        disk_bits=None if settings.prefix_disk_bits == "exact" else int(settings.prefix_disk_bits),
         speculation=settings.speculation == "auto",
         on_failure=_die,
         on_step=metrics.record_step,

@@ -4,6 +4,7 @@ The environment is read only here and by pydantic, for `worker.settings`.
 """
 
 import os
+import socket
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,6 +22,11 @@ _SERVE_PREFIX = "SLUICE_SERVE_"  # of `sluice serve`, which checks its own names
 def variable(field: str) -> str:
     """Return the environment variable of a setting."""
     return PREFIX + field.upper()
+
+
+def unique_worker_name() -> str:
+    """Return a name that no other worker of the same server has: the host's name and the process id."""
+    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def read_unchecked(settings: type[BaseSettings]) -> dict[str, str]:

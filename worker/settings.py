@@ -4,8 +4,6 @@
 description ends with its "Default: ..." in words, and `examples` holds a value to show in `.env.example`.
 """
 
-import os
-import socket
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,17 +12,13 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from schemas.keys import MODEL_NAME
-from worker.environment import PREFIX, describe, refuse_unknown, variable
+from worker.environment import PREFIX, describe, refuse_unknown, unique_worker_name, variable
 from worker.errors import CannotStart
 from worker.prefix_store.encryption import checked_key
 from worker.redis_url import redacted, url_error
 from worker.setting_checks import checked_hours, checked_models, checked_schedule
 
 _REDIS_URL = "redis://localhost:6379/0"
-
-
-def _worker_name() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 class Settings(BaseSettings):
@@ -55,7 +49,7 @@ class Settings(BaseSettings):
         description="The name that requests ask for. It is a part of the queues' names.",
     )
     worker_name: str = Field(
-        default_factory=_worker_name,
+        default_factory=unique_worker_name,
         pattern=r"^[^:]{1,200}$",
         description="Name of this worker, unique among all workers of the server. Default: host name and process id.",
     )
@@ -129,6 +123,11 @@ class Settings(BaseSettings):
         description="Key that encrypts the files in that folder with AES-256-GCM: 32 bytes in base64, such as "
         "`openssl rand -base64 32` makes. Needs the extra `encryption`. Prefixes of another key, or "
         "without one, are not found. Default: none, files are not encrypted.",
+    )
+    prefix_disk_bits: Literal["exact", "8"] = Field(
+        "exact",
+        description="Bits of a KV value in that folder. 8 takes about half of the bytes, or a quarter if the model "
+        "computes in fp32; answers after a loaded prefix may then differ. Prefixes stored otherwise are not found.",
     )
     prefix_warm: Path | None = Field(
         None,

@@ -69,8 +69,8 @@ def read(opened: PrefixStore, chain: Chain | None) -> tuple[LoadedSegment, ...]:
 def assert_right(chain: Chain, segments: tuple[LoadedSegment, ...]) -> None:
     """Assert that each segment has exactly the bytes that were written for its tokens."""
     for name, each in zip(chain.files, segments, strict=False):
-        expected = content(chain.tokens[: name.end], len(each.buffers[0]))
-        assert [bytes(buffer) for buffer in each.buffers] == [expected, expected, b""]
+        expected = content(chain.tokens[: name.end], len(each.arrays[0]))
+        assert [bytes(buffer) for buffer in each.arrays] == [expected, expected, b""]
 
 
 def nbytes(folder: Path) -> int:

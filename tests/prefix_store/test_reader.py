@@ -1,16 +1,18 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.prefix_store.segments import assert_right, read, segment, store, written
+from tests.prefix_store.segments import MODEL, assert_right, read, segment, store, written
+from worker.prefix_store.format import Header
 from worker.prefix_store.index import Chain
 from worker.prefix_store.names import FileName
-from worker.prefix_store.reader import LoadedSegment, Reader
-from worker.prefix_store.store import PrefixStore
+from worker.prefix_store.reader import Decode, LoadedSegment, Reader
+from worker.prefix_store.store import PrefixStore, StoreOptions
 
 PATH = tuple(range(30))
 
@@ -157,6 +159,52 @@ def test_closing_ends_a_pause_of_the_reader(monkeypatch: pytest.MonkeyPatch, tmp
     opened._reader.thread.join(20)
     assert not opened._reader.thread.is_alive()
     assert reading.done
+
+
+def decoding(folder: Path, decode: Decode) -> PrefixStore:
+    """Return a store that has read one file of 8,192 bytes with this function."""
+    written(folder, segment(PATH))
+    opened = PrefixStore(StoreOptions(folder, 10_000_000), MODEL, decode=decode)
+    opened.open()
+    reading = opened.read(chain_of(opened, PATH))
+    until(lambda: reading.done)
+    assert len(reading.segments) == 1
+    return opened
+
+
+def test_the_time_of_decoding_counts_for_the_speed_of_reading(tmp_path: Path) -> None:
+    def slow(header: Header, buffers: list[Any], on_done: Callable[[int], object]) -> list[Any]:
+        time.sleep(0.2)
+        return buffers
+
+    opened = decoding(tmp_path, slow)
+    assert opened.read_bytes_s <= 350.1e6  # 0.7 of the first estimate, and 0.3 of 41 KB a second at most
+    opened.close(5)
+
+
+def test_what_decoding_writes_counts_for_the_limit_beside_rows(tmp_path: Path) -> None:
+    def wide(header: Header, buffers: list[Any], on_done: Callable[[int], object]) -> list[Any]:
+        on_done(3 * 8192)
+        return buffers
+
+    opened = decoding(tmp_path, wide)
+    opened.limit_reads(decoding=True)
+    assert opened.read_bytes_s == 300e6 / 4
+    opened.close(5)
+
+
+def test_a_file_that_cannot_be_decoded_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(header: Header, buffers: list[Any], on_done: Callable[[int], object]) -> list[Any]:
+        raise MemoryError("kumquat")
+
+    written(tmp_path, segment(PATH))
+    opened = PrefixStore(StoreOptions(tmp_path, 10_000_000), MODEL, decode=fail)
+    opened.open()
+    with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
+        assert read(opened, chain_of(opened, PATH)) == ()
+    assert opened.find("", PATH, stateful=False) is None
+    opened.close(5)
+    assert "kumquat" in caplog.text
 
 
 def test_writes_give_way_to_reads(held: Held, opened: PrefixStore) -> None:

@@ -82,16 +82,19 @@ class EngineThread:
         memory: int | None = None,
         prefix_bytes: int | None = None,
         disk: StoreOptions | None = None,
+        disk_bits: int | None = None,
         speculation: bool = False,
         on_failure: Callable[[], None],
         on_step: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
         """`load`: load the model; runs on the new thread. `step_s`: target seconds of a step. `rows`, `memory` and
-        `prefix_bytes`: see `Engine`. `disk`: where prefixes are stored; None: nowhere. `speculation`: verify drafts.
+        `prefix_bytes`: see `Engine`. `disk`: where prefixes are stored; None: nowhere. `disk_bits`: of their KV; None:
+        it is stored exactly. `speculation`: verify drafts.
         `on_failure` is called if the thread fails after loading, `on_step` with the report of each step; both run on
         the event loop. Must be created while the loop runs."""
         self._load = load
         self._disk = disk
+        self._disk_bits = disk_bits
         self._speculation = speculation
         self._engine_of = partial(Engine, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
         self._on_failure, self._on_step = on_failure, on_step
@@ -179,7 +182,14 @@ class EngineThread:
 
     def _open_tier(self, model: Model) -> DiskTier:
         assert self._disk is not None
-        return DiskTier(model.network, model.fingerprint, self._disk, self.wake)
+        return DiskTier(
+            model.network,
+            model.fingerprint,
+            self._disk,
+            self.wake,
+            bits=self._disk_bits,
+            token_bytes=model.costs.token_bytes,
+        )
 
     def _handle_commands(self, engine: Engine) -> bool:
         """Handle the commands in the mailbox; block on it if there is nothing to compute. Returns False to

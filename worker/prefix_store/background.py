@@ -37,11 +37,13 @@ class Pace:
         never any."""
         self._bytes_per_s = bytes_per_s
         self._hurried, self._way_free = hurried, way_free
+        self.nbytes = 0  # so far
         self._due_s = 0.0  # time.monotonic() at which the work done so far is due
 
     def __call__(self, nbytes: int) -> None:
         """Pause for as long as `nbytes` more bytes are ahead of the rate, and for other work. Blocks."""
         now_s = time.monotonic()
+        self.nbytes += nbytes
         if self._hurried.is_set():
             self._due_s = now_s
             return

@@ -37,12 +37,27 @@ class BadFile(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Deferred:
+    """Bytes that are computed when they are written."""
+
+    nbytes: int
+    compute: Callable[[], memoryview | bytes]  # called on the writer's thread; raises OSError if it fails
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor's bytes in row-major order. `dtype`: as safetensors names it."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview | bytes
+    data: memoryview | bytes | Deferred
+
+    def content(self) -> memoryview | bytes:
+        """Return the bytes. Computes them if they are deferred, each time; raises OSError if that fails."""
+        return self.data.compute() if isinstance(self.data, Deferred) else self.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +105,7 @@ def write_segment(
     file.write(_encode_header(name, segment, cipher, blank))
     if cipher:
         for part, tensor in enumerate(segment.tensors):
-            for piece in cipher.encrypt(_part_of(part), tensor.data):
+            for piece in cipher.encrypt(_part_of(part), tensor.content()):
                 file.write(piece)
                 on_written(len(piece))
         return
@@ -101,7 +116,7 @@ def write_segment(
 
 def _write_tensor(file: BinaryIO, tensor: Tensor, on_written: Callable[[int], object]) -> int:
     """Write a tensor in pieces, and return its checksum. Python's lock is free during a piece."""
-    data, crc = memoryview(tensor.data), 0
+    data, crc = memoryview(tensor.content()), 0
     for at in range(0, len(data), _COPY_BYTES):
         piece = data[at : at + _COPY_BYTES]
         crc = zlib.crc32(piece, crc)

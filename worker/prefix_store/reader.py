@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 from worker.prefix_store.background import Pace, lower_priority
 from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder
-from worker.prefix_store.format import BadFile, Header, read_header, read_tensors
+from worker.prefix_store.format import BadFile, Header, OnRead, read_header, read_tensors
 from worker.prefix_store.index import Chain, Index
 from worker.prefix_store.names import FileName
 
@@ -30,12 +30,22 @@ class LoadedSegment:
     """A segment that was read."""
 
     header: Header
-    buffers: tuple[Any, ...]  # of each tensor, as `allocate` returned it
+    arrays: tuple[Any, ...]  # as `decode` returned them
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors in the file."""
         return self.header.ends[-1] if self.header.ends else 0
+
+
+# Makes of a file's buffers, one for each tensor, what callers use. Receives a function to call with the bytes of each
+# piece of its work, which may block. What it raises makes the file a miss.
+Decode = Callable[[Header, list[Any], OnRead], Sequence[Any]]
+
+
+def as_read(header: Header, buffers: list[Any], on_done: OnRead) -> Sequence[Any]:
+    """Return the buffers of a file as they were read."""
+    return buffers
 
 
 class Reading:
@@ -68,16 +78,18 @@ class Reader:
         index: Index,
         encryption: Encryption | None,
         allocate: Callable[[int], Callable[[], Any]],
+        decode: Decode,
         on_read: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`allocate`, `on_read` and `on_end`: see `PrefixStore`. Files that are bad or gone are discarded from
-        `index`."""
+        """`allocate`, `decode`, `on_read` and `on_end`: see `PrefixStore`. Files that are bad or gone are discarded
+        from `index`."""
         self._folder, self._index = folder, index
         self._encryption = encryption
-        self._allocate, self._on_read = allocate, on_read
-        self._on_end = on_end
+        self._allocate, self._decode = allocate, decode
+        self._on_read, self._on_end = on_read, on_end
         self._alone_bytes_per_s = _FIRST_READ_BYTES_S  # measured while no row decodes
+        self._paced_share = 1.0  # paced bytes for each byte of a file: `decode` may write more than was read
         self.idle = threading.Event()  # set while nothing is read
         self.idle.set()
         self._alone = threading.Event()  # set while no row decodes
@@ -104,8 +116,10 @@ class Reader:
 
     @property
     def bytes_per_s(self) -> float:
-        """Expected speed of reading: as measured, but at most the limit beside rows that decode."""
-        return self._alone_bytes_per_s if self._alone.is_set() else min(self._alone_bytes_per_s, _SHARED_BYTES_S)
+        """Expected speed of reading and decoding, in bytes of files: as measured, but at most the limit beside rows
+        that decode."""
+        limit = float("inf") if self._alone.is_set() else _SHARED_BYTES_S / self._paced_share
+        return min(self._alone_bytes_per_s, limit)
 
     def limit_reads(self, *, decoding: bool) -> None:
         """Read slowly from now on if rows decode, and fast if none does, or once the store is closed."""
@@ -165,6 +179,7 @@ class Reader:
     def _read_chain(self, chain: Chain, reference: "weakref.ref[Reading]") -> tuple[LoadedSegment, ...]:
         """Read the files of a chain up to the first bad one, or until no caller waits."""
         began, alone = time.perf_counter(), self._alone.is_set()
+        paced = self._pace.nbytes
         segments = list[LoadedSegment]()
         nbytes = 0
         for name in chain.files:
@@ -178,6 +193,8 @@ class Reader:
                 break
             self._segments[name] = segment
             segments.append(segment)
+        if nbytes:
+            self._paced_share = max(1.0, (self._pace.nbytes - paced) / nbytes)
         if nbytes and alone and self._alone.is_set():
             speed = nbytes / max(time.perf_counter() - began, 1e-9)
             self._alone_bytes_per_s += _WEIGHT * (speed - self._alone_bytes_per_s)
@@ -196,6 +213,7 @@ class Reader:
                 if (header.namespace, header.tokens) != (chain.namespace, chain.tokens[name.start : name.end]):
                     raise BadFile("it holds other tokens")
                 buffers = read_tensors(file, header, self._allocate, self._checksums, self._pace)
+                arrays = self._decode(header, buffers, self._pace)
         except BadFile as error:
             logger.warning("prefixes on disk: %s is removed: %s", path.name, error)
             self._folder.remove(name)
@@ -210,4 +228,4 @@ class Reader:
             self._index.discard(name)
             return None
         self._folder.touch(name)
-        return LoadedSegment(header, tuple(buffers))
+        return LoadedSegment(header, tuple(arrays))

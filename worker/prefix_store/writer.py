@@ -57,6 +57,12 @@ class NewSegment:
     content: StoredSegment
     pinned: bool = False  # not to be removed for space
     report: WriteReport | None = None  # receives the result
+    memory_bytes: int | None = None  # taken until it is written; None: the bytes of the tensors
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it takes until it is written."""
+        return self.content.nbytes if self.memory_bytes is None else self.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +83,15 @@ class Writer:
         digest_key: bytes,
         max_pending_bytes: int,
         no_reads: threading.Event,
+        on_end: Callable[[], None],
     ) -> None:
         """`model`: digest of the model. `digest_key`: of the digests of tokens. `max_pending_bytes`: most bytes that
-        wait to be written. `no_reads`: set while nothing is read, which requests wait for; writes give way."""
+        wait to be written. `no_reads`: set while nothing is read, which requests wait for; writes give way. `on_end`:
+        see `PrefixStore`."""
         self._folder, self._index = folder, index
         self._model, self._digest_key = model, digest_key
         self._max_pending_bytes = max_pending_bytes
+        self._on_end = on_end
         self._pending = _Counter()
         self._hurried = threading.Event()  # the worker ends: write as fast as possible
         self._closed = threading.Event()
@@ -90,7 +99,7 @@ class Writer:
         self._paused_until_s = 0.0  # time.monotonic() before which nothing is written, after a failure
         self._lost = 0  # segments, since the last failure
         self._queue: queue.SimpleQueue[NewSegment | _Forget | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._write_all, name="prefix-writer", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
 
     @property
     def pending_bytes(self) -> int:
@@ -105,9 +114,9 @@ class Writer:
     def write(self, new: NewSegment) -> bool:
         """Write a segment later: see `PrefixStore.write`."""
         waiting = self.pending_bytes
-        if self._closed.is_set() or (waiting and waiting + new.content.nbytes > self._max_pending_bytes):
+        if self._closed.is_set() or (waiting and waiting + new.held_bytes > self._max_pending_bytes):
             return False
-        self._pending.add(new.content.nbytes)
+        self._pending.add(new.held_bytes)
         if new.report:
             new.report.expect()
         self._queue.put(new)
@@ -136,8 +145,14 @@ class Writer:
 
     # On the writer's thread
 
-    def _write_all(self) -> None:
+    def _run(self) -> None:
         lower_priority()
+        try:
+            self._write_all()
+        finally:
+            self._on_end()
+
+    def _write_all(self) -> None:
         scanned = time.monotonic()
         while True:
             if time.monotonic() - scanned >= _RESCAN_S:
@@ -199,7 +214,7 @@ class Writer:
             result = self._write(new)
         finally:
             self._lost += result is NotStored.DISK
-            self._pending.add(-new.content.nbytes)
+            self._pending.add(-new.held_bytes)
             if new.report:
                 new.report.settle(result)
 

@@ -123,6 +123,11 @@ class MemoryModel:
     factor: float = 1.0  # applied to all memory except weights and pixel inputs: see `worker.engine.correction`
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the layers that cache every token."""
+        return sum(kind.token_bytes for kind in self.kv_layers if kind.window is None)
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of the weights, the draft model's included."""
         return self.weights_bytes + self.draft_bytes

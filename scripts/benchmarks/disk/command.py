@@ -11,13 +11,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks.disk import conversations, gaps, hits, restart, start
+from scripts.benchmarks.disk import bits, conversations, gaps, hits, restart, start
 from scripts.benchmarks.disk.figures import Figure
+from scripts.benchmarks.engine import prompt
 from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
+from scripts.benchmarks.quality import TAIL, case_of
 from scripts.benchmarks.serve.options import above_0, positive
+from scripts.stack import TINY_CHAT
+from scripts.tiny_chat.evaluate import Answerer
 from worker.engine.model.load import Model, open_model
 
 GB = 1e9
+_TEXTS = 20  # of some 1,500 tokens, in which the tiny model finds a code
 Part = Callable[[Path, argparse.Namespace], Iterator[Figure]]
 
 
@@ -106,6 +111,20 @@ def _conversations(folder: Path, given: argparse.Namespace) -> Iterator[Figure]:
     yield from conversations.figures(model, folder / "prefixes", given.conversations)
 
 
+def _bits(folder: Path, given: argparse.Namespace) -> Iterator[Figure]:
+    history = prompt(given.tokens, seed=0)
+    random = [bits.Turn(history, prompt(restart.TURN, seed=number)) for number in range(1, given.runs + 1)]
+    for kind, open_kind in (("KV", _kv), ("hybrid", _hybrid)):
+        label = f"{kind}, {given.tokens:,} tokens"
+        yield from bits.figures(label, open_kind(folder / kind), folder / kind / "prefixes", random)
+    answerer = Answerer(TINY_CHAT)
+    texts = [case_of(number, answerer).prompt for number in range(_TEXTS)]
+    asked = [bits.Turn(text[:-TAIL], text[-TAIL:]) for text in texts]
+    yield from bits.figures(f"tiny-chat, {_TEXTS} texts", _opened(TINY_CHAT), folder / "tiny-chat", asked)
+    yield from gaps.figures(_kv(folder), folder / "gaps", int(given.gigabytes * GB), bits=8)
+
+
 PARTS: dict[str, Part] = {
     "restart": _restarts, "hits": _hits, "gaps": _gaps, "start": _start, "conversations": _conversations,
+    "bits": _bits,
 }  # fmt: skip

@@ -1,14 +1,17 @@
 """Gaps between the tokens of running rows while prefixes are written and read."""
 
+import json
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
+
+import mlx.core as mx
 
 from scripts.benchmarks.disk.figures import Figure, at_most
 from scripts.benchmarks.engine import prompt
 from worker.engine.cache.disk import store_of
+from worker.engine.cache.tensors import exact_tensor, group_size, quantized_tensors
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
 from worker.prefix_store.format import StoredSegment, Tensor
@@ -20,22 +23,22 @@ from worker.schedule.request import GenerationRequest
 MAX_GAPS = 1.25
 ROWS = 4
 # A segment of 1,024 tokens of a model with eight KV layers: keys and values of eight heads of 128 numbers of 16 bits.
-TENSOR_BYTES = 2 << 20
+TENSOR_BYTES = 8 * 1024 * 128 * 2
 TENSORS = 16
 _PHASES = 16  # of traffic, each with as many quiet steps after it
 _MOST_TOKENS = 8000  # of an answer: more than rows decode meanwhile
 
 
-def figures(model: Model, folder: Path, nbytes: int) -> Iterator[Figure]:
+def figures(model: Model, folder: Path, nbytes: int, bits: int | None = None) -> Iterator[Figure]:
     """Compare steps beside traffic with those between: prefixes of `nbytes` in all are written and read in portions,
-    and after each the rows decode as many steps without it."""
+    and after each the rows decode as many steps without it. `bits`: of a value on disk, 8; None: it is exact."""
     engine = Engine(model, step_s=1.0, prefix_bytes=0)
     for row in range(ROWS):
         engine.add(GenerationRequest(f"running {row}", prompt(32, row), _MOST_TOKENS))
     for _ in range(20):
         engine.step()
     busy, quiet = list[float](), list[float]()
-    traffic = Traffic(folder)
+    traffic = Traffic(folder, bits)
     segments = max(_PHASES, nbytes // (TENSORS * TENSOR_BYTES))
     for phase in range(_PHASES):
         traffic.begin(segments * (phase + 1) // _PHASES - segments * phase // _PHASES)
@@ -50,8 +53,9 @@ def figures(model: Model, folder: Path, nbytes: int) -> Iterator[Figure]:
     p99_busy, p99_quiet = (_percentile(each, 99) for each in (busy, quiet))
     medians = f"medians {1000 * statistics.median(busy):.1f} and {1000 * statistics.median(quiet):.1f} ms"
     detail = f" ({1000 * p99_busy:.1f} and {1000 * p99_quiet:.1f} ms, {medians}, {len(busy):,} steps each)"
+    kind = f" of KV with {bits} bits" if bits else ""
     yield at_most(
-        f"gap p99 of {ROWS} rows while {traffic.nbytes / 1e9:.1f} GB are written and read, against without",
+        f"gap p99 of {ROWS} rows while {traffic.nbytes / 1e9:.1f} GB{kind} are written and read, against without",
         p99_busy / p99_quiet,
         MAX_GAPS,
         detail,
@@ -71,12 +75,13 @@ def _step_s(engine: Engine) -> float:
 class Traffic:
     """Segments that are written and then read, as evictions and loads do it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, bits: int | None) -> None:
         self._store: PrefixStore = store_of(StoreOptions(folder, 1 << 50), "traffic", lambda: None)
         self._store.open()
         self._store.limit_reads(decoding=True)
-        content = Random(0).randbytes(TENSOR_BYTES)
-        self._tensors = tuple(Tensor("U8", (TENSOR_BYTES,), content) for _ in range(TENSORS))
+        self._bits = bits
+        self._keys = mx.random.normal((1, 8, 1024, 128)).astype(mx.bfloat16)
+        mx.eval(self._keys)
         self._written = 0  # segments
         self._read = 0
         self._end = 0  # of this portion
@@ -84,7 +89,7 @@ class Traffic:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were read, and so also written."""
+        """Bytes that were read, and so also written, as they are in memory."""
         return self._read * TENSORS * TENSOR_BYTES
 
     def begin(self, segments: int) -> None:
@@ -111,4 +116,10 @@ class Traffic:
         self._store.close(60)
 
     def _segment(self, number: int) -> NewSegment:
-        return NewSegment((number,), False, StoredSegment("", (number,), "{}", self._tensors))
+        """Return a segment whose keys and values are all alike."""
+        size = group_size(self._keys) if self._bits else None
+        tensors = list[Tensor]()
+        for _ in range(TENSORS):
+            tensors += quantized_tensors(self._keys, size) if size else [exact_tensor(self._keys)]
+        layout = json.dumps({"group_sizes": [size] * TENSORS})
+        return NewSegment((number,), False, StoredSegment("", (number,), layout, tuple(tensors)))

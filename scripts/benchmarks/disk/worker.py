@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -23,19 +24,20 @@ _WARM_UPS = count(1)
 class Worker:
     """An engine with the prefix cache of a worker."""
 
-    def __init__(self, model: Model, folder: Path | None, *, prefix_bytes: int = CACHE_BYTES) -> None:
-        """`folder`: of the prefixes on disk; None: they are kept in memory only."""
+    def __init__(
+        self, model: Model, folder: Path | None, *, prefix_bytes: int = CACHE_BYTES, bits: int | None = None
+    ) -> None:
+        """`folder`: of the prefixes on disk; None: they are kept in memory only. `bits`: see `DiskTier`."""
         self._woken = threading.Event()
         self._requests = 0
         self._tier: DiskTier | None = None
-        options = StoreOptions(folder, 1 << 50) if folder else None
 
         def open_tier(model: Model) -> DiskTier:
-            assert options is not None
-            self._tier = DiskTier(model.network, model.fingerprint, options, self._woken.set)
+            assert folder is not None
+            self._tier = tier_of(model, folder, self._woken.set, bits=bits)
             return self._tier
 
-        self.engine = Engine(model, step_s=1.0, prefix_bytes=prefix_bytes, open_tier=open_tier if options else None)
+        self.engine = Engine(model, step_s=1.0, prefix_bytes=prefix_bytes, open_tier=open_tier if folder else None)
         self.answer(prompt(WARM_UP, seed=-next(_WARM_UPS)), boundaries=())  # no file has it, so it measures prefill
 
     def answer(self, tokens: tuple[int, ...], boundaries: tuple[int, ...]) -> "Answer":
@@ -71,6 +73,13 @@ class Worker:
         """End the threads of the disk tier without writing what is in memory."""
         if self._tier:
             self._tier.close(time.monotonic())
+
+
+def tier_of(model: Model, folder: Path, wake: Callable[[], None], *, bits: int | None) -> DiskTier:
+    """Open a disk tier without limits. `wake` and `bits`: see `DiskTier`."""
+    options = StoreOptions(folder, 1 << 50)
+    token_bytes = model.costs.token_bytes
+    return DiskTier(model.network, model.fingerprint, options, wake, bits=bits, token_bytes=token_bytes)
 
 
 @dataclass(frozen=True, slots=True)

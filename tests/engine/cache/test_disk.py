@@ -52,16 +52,25 @@ class Worker(Run):
         step_s: float = 0.02,
         memory: int | None = None,
         max_pending_bytes: int = 10**9,
+        bits: int | None = None,
+        key: bytes | None = None,
     ) -> None:
         """`opened`: another model than the family's."""
         self.woken = threading.Event()
-        options = StoreOptions(folder, max_bytes, max_pending_bytes=max_pending_bytes)
+        options = StoreOptions(folder, max_bytes, max_pending_bytes=max_pending_bytes, key=key)
         super().__init__(
             opened or model(family),
             step_s=step_s,
             memory=memory,
             prefix_bytes=prefix_bytes,
-            open_tier=lambda opened: DiskTier(opened.network, opened.fingerprint, options, self.woken.set),
+            open_tier=lambda opened: DiskTier(
+                opened.network,
+                opened.fingerprint,
+                options,
+                self.woken.set,
+                bits=bits,
+                token_bytes=opened.costs.token_bytes,
+            ),
         )
 
     def say(self, family: str, tokens: tuple[int, ...], *boundaries: int, namespace: str = "") -> int:

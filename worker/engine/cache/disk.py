@@ -1,20 +1,22 @@
 """The disk tier of the prefix cache: segments and snapshots as bytes, and back.
 
-The writer's thread reads the arrays' memory itself, so that handing them over copies nothing: they are evaluated
-and never change. In the other direction the reader's thread fills arrays that it allocates. MLX allows both for arrays
-that are evaluated (a test holds it)."""
+The writer's thread reads the arrays' memory itself, so that handing them over copies nothing: see `tensors`. In the
+other direction the reader's thread fills arrays that it allocates. MLX allows both for arrays that are evaluated (a
+test holds it)."""
 
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any, cast
+from itertools import zip_longest
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.cache.layers import layers
-from worker.engine.cache.segments import KVSegment, StateSnapshot, is_sliceable
+from worker.engine.cache.segments import KVSegment, StateSnapshot, is_sliceable, kv_buffers
+from worker.engine.cache.tensors import decode, exact_tensor, group_size, quantized_tensors, stored_bytes
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
 from worker.errors import CannotStart
@@ -25,26 +27,34 @@ from worker.prefix_store.reader import LoadedSegment, Reading
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment, WriteReport
 
-_DTYPES = {
-    mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32", mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8",
-    mx.uint16: "U16", mx.int16: "I16", mx.uint32: "U32", mx.int32: "I32", mx.uint64: "U64", mx.int64: "I64",
-}  # fmt: skip
-_OF_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 _CLOSE_S = 20.0  # for what is written at shutdown
 
 
 class DiskTier:
     """Segments of one network on disk. For the engine's thread."""
 
-    def __init__(self, network: nn.Module, fingerprint: str, options: StoreOptions, wake: Callable[[], None]) -> None:
-        """`fingerprint`: of the model. `wake`: called on another thread when a reading is done. Blocks until the folder
-        is listed. Raises `CannotStart`."""
+    def __init__(
+        self,
+        network: nn.Module,
+        fingerprint: str,
+        options: StoreOptions,
+        wake: Callable[[], None],
+        *,
+        bits: int | None = None,
+        token_bytes: int = 0,
+    ) -> None:
+        """`fingerprint`: of the model. `wake`: called on another thread when a reading is done. `bits`: of a value of
+        the KV on disk, 8; None: KV is stored exactly. `token_bytes`: of the KV of a token in memory, at most; needed
+        with `bits`. Blocks until the folder is listed. Raises `CannotStart`."""
         self._network = network
+        self._bits = bits
+        self._token_bytes = token_bytes
         self._states = [layer for layer in layers(make_prompt_cache(network)) if not is_sliceable(layer)]
         libraries = f"mlx-lm {version('mlx-lm')}"  # another release may compute other states
         kinds = " ".join(type(layer).__name__ for layer in layers(make_prompt_cache(network)))
+        stored_as = f" KV of {bits} bits" if bits else ""  # exact prefixes and others are never mixed
         try:
-            self._store = store_of(options, f"{fingerprint} {libraries} {kinds}", wake)
+            self._store = store_of(options, f"{fingerprint} {libraries} {kinds}{stored_as}", wake)
             self._store.open()
         except OSError as error:
             raise CannotStart(f"SLUICE_PREFIX_DISK_DIR={options.folder}: {error}; give a writable folder") from error
@@ -63,7 +73,7 @@ class DiskTier:
 
     @property
     def bytes_per_s(self) -> float:
-        """Measured speed of reading."""
+        """Measured speed of reading and decoding, in bytes of files."""
         return self._store.read_bytes_s
 
     def write(
@@ -80,10 +90,31 @@ class DiskTier:
         `report`: receives the result; they are then pinned, so that they are not removed for space. Copies nothing.
         Returns False if too much waits to be written."""
         arrays = [*segment.buffers]
-        layout = {"buffers": len(arrays), "state": None if state is None else [*_encoded(state, arrays)]}
-        tensors = tuple(Tensor(_DTYPES[array.dtype], array.shape, _bytes_of(array)) for array in arrays)
+        layout: dict[str, Any] = {"buffers": len(arrays)}
+        layout["state"] = None if state is None else [*_encoded(state, arrays)]
+        group_sizes = [group_size(buffer) for buffer in segment.buffers] if self._bits else []
+        if self._bits:
+            layout |= {"bits": self._bits, "group_sizes": group_sizes}
+        tensors = tuple(_tensors(arrays, group_sizes))
         content = StoredSegment(namespace, path[len(path) - tokens :], json.dumps(layout), tensors)
-        return self._store.write(NewSegment(path, state is not None, content, pinned=report is not None, report=report))
+        memory_bytes = sum(array.nbytes for array in arrays)
+        return self._store.write(
+            NewSegment(path, state is not None, content, report is not None, report, memory_bytes=memory_bytes)
+        )
+
+    def kv_share(self, cache: Sequence[Any]) -> float:
+        """Return the bytes that the KV of a cache takes in a file, for each byte that it takes in memory."""
+        held_bytes = sum(buffer.nbytes for buffer in kv_buffers(cache))
+        return stored_bytes(kv_buffers(cache), self._bits) / held_bytes if held_bytes else 1.0
+
+    def memory_bytes(self, chain: Chain) -> int:
+        """Return the most bytes of memory that these files take while they are read, and afterwards."""
+        if not self._bits:
+            return chain.nbytes
+        # Quantized KV is in memory for one file at a time; what else a file holds is a state.
+        states = sum(size for name, size in zip(chain.files, chain.sizes, strict=True) if name.has_state)
+        kv_bytes = self._token_bytes * (len(chain.tokens) - chain.start)
+        return kv_bytes + min(chain.nbytes, states + max(chain.sizes))
 
     def find(self, namespace: str, tokens: tuple[int, ...], *, held: Collection[int], longer_than: int) -> Chain | None:
         """Return the files of the longest stored prefix; see `Index.find`."""
@@ -103,13 +134,9 @@ class DiskTier:
         self._store.give_up(reading, waited_s)
 
     def restore(self, loaded: LoadedSegment) -> tuple[KVSegment, StateSnapshot | None]:
-        """Return the segment and the snapshot that a file holds; they share the memory of its buffers. Raises
+        """Return the segment and the snapshot that a file holds; they share the memory of what was read. Raises
         ValueError if they are not those of this network."""
-        header = loaded.header
-        views = zip(loaded.buffers, header.dtypes, header.shapes, strict=True)
-        arrays = [buffer.view(_OF_NAME[dtype]).reshape(shape) for buffer, dtype, shape in views]
-        mx.eval(arrays)
-        layout = json.loads(header.layout)
+        layout, arrays = json.loads(loaded.header.layout), loaded.arrays
         state = None if layout["state"] is None else StateSnapshot(tuple(self._decoded(layout["state"], arrays)))
         return KVSegment(tuple(arrays[: layout["buffers"]])), state
 
@@ -166,15 +193,19 @@ def _decode(value: Any, arrays: Sequence[mx.array]) -> Any:
     return value
 
 
-def _bytes_of(array: mx.array) -> memoryview | bytes:
-    view = memoryview(cast(Any, array))
-    return view.cast("B") if view.c_contiguous and view.nbytes and view.ndim else view.tobytes()
+def _tensors(arrays: Sequence[mx.array], group_sizes: Sequence[int | None]) -> Iterator[Tensor]:
+    """Yield the tensors of all arrays. `group_sizes`: of the first ones; all others are stored exactly."""
+    for array, size in zip_longest(arrays, group_sizes):
+        if size:
+            yield from quantized_tensors(array, size)
+        else:
+            yield exact_tensor(array)
 
 
 def store_of(options: StoreOptions, fingerprint: str, wake: Callable[[], None]) -> PrefixStore:
     """Return a store that reads into MLX arrays. `wake`: called on the reader's thread when a reading is done. Raises
     OSError and `NoCryptography`."""
-    return PrefixStore(options, fingerprint, allocate=_allocate, on_read=wake, on_end=clear_streams)
+    return PrefixStore(options, fingerprint, allocate=_allocate, decode=decode, on_read=wake, on_end=clear_streams)
 
 
 def _allocate(nbytes: int) -> Callable[[], mx.array]:

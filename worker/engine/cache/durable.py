@@ -115,11 +115,15 @@ class DurablePrefixes:
         start = nodes[-1].end if nodes else stored
         ends = [*range(start + MAX_SEGMENT_TOKENS, len(tokens), MAX_SEGMENT_TOKENS), len(tokens)]
         state = snapshot_state(cache, 0)
-        sizes = [node.nbytes for node in nodes]
-        sizes += [(end - begin) * token_bytes(cache) for begin, end in pairwise([start, *ends])]
-        sizes[-1] += state.nbytes
-        load = LoadSize(len(tokens) - stored, stored, tuple(sizes), self._tier.bytes_per_s, 0)
-        if limit_of(load) is None or (state.layers and sum(sizes) > self._tier.room_bytes):
+        kv_bytes = [node.segment.nbytes for node in nodes if node.segment]
+        kv_bytes += [(end - begin) * token_bytes(cache) for begin, end in pairwise([start, *ends])]
+        state_bytes = [node.snapshot.nbytes if node.snapshot else 0 for node in nodes]
+        state_bytes += [0] * (len(ends) - 1) + [state.nbytes]
+        share = self._tier.kv_share(cache)
+        file_bytes = tuple(round(share * kv) + held for kv, held in zip(kv_bytes, state_bytes, strict=True))
+        load = LoadSize(len(tokens) - stored, stored, file_bytes, self._tier.bytes_per_s, 0)
+        held_bytes = sum(kv_bytes) + sum(state_bytes)
+        if limit_of(load) is None or (state.layers and held_bytes > self._tier.room_bytes):
             return
         materialize(state.layers)
         if not all(map(self._write_node, nodes)):
@@ -206,8 +210,8 @@ class DurablePrefixes:
 
     @property
     def loading_bytes(self) -> int:
-        """Bytes of the files whose content will be inserted into the tree."""
-        return sum(reading.chain.nbytes for reading in self._loading())
+        """Bytes of memory that the files take whose content will be inserted into the tree."""
+        return sum(self._tier.memory_bytes(reading.chain) for reading in self._loading())
 
     def continued(self, *chains: Chain) -> set[Node[KVSegment, StateSnapshot]]:
         """Return the nodes that the files of all loads continue, and those that these chains would: without them the
@@ -220,7 +224,11 @@ class DurablePrefixes:
     def reserved_bytes(self, *chains: Chain) -> int:
         """Return the bytes of the segments that all loads continue, and these chains would, and of the chains."""
         segments = (node.segment for node in self.continued(*chains))
-        return sum(chain.nbytes for chain in chains) + sum(segment.nbytes for segment in segments if segment)
+        return sum(map(self.memory_bytes, chains)) + sum(segment.nbytes for segment in segments if segment)
+
+    def memory_bytes(self, chain: Chain) -> int:
+        """Return the most bytes of memory that loading these files takes."""
+        return self._tier.memory_bytes(chain)
 
     def _loading(self) -> list[Reading]:
         readings = [reading for reference in self._readings if (reading := reference()) is not None]
@@ -241,7 +249,8 @@ class DurablePrefixes:
     def size_of(self, chain: Chain, matched: int) -> LoadSize:
         """Return the size of the load of these files, of which memory holds the first `matched` tokens."""
         tokens = len(chain.tokens) - matched
-        waiting_bytes = self.loading_bytes - (chain.nbytes if self.is_loading(chain) else 0)
+        waiting_bytes = sum(reading.chain.nbytes for reading in self._loading())
+        waiting_bytes -= chain.nbytes if self.is_loading(chain) else 0
         return LoadSize(tokens, matched, chain.sizes, self._tier.bytes_per_s, waiting_bytes)
 
     def is_loading(self, chain: Chain) -> bool:

@@ -208,12 +208,12 @@ class PrefixCache:
     ) -> StartedLoad | None:
         """Start to read the longest prefix on disk into memory that is reserved for its row, and that the row does not
         use yet, if that is worthwhile: for a prefix that does not fit into the cache. `row_bytes`: the most bytes to
-        read. `restore_row` then takes the result."""
+        load. `restore_row` then takes the result."""
         matched = self.match_length(namespace, tokens)
         if self._durable is None or (chain := self._durable.find_whole(namespace, tokens, matched)) is None:
             return None
         limit_s = limit_of(self._durable.size_of(chain, matched))
-        if limit_s is None or chain.nbytes > row_bytes:
+        if limit_s is None or self._durable.memory_bytes(chain) > row_bytes:
             return None
         return StartedLoad(self._durable.read_apart(chain), limit_s, for_row=True)
 

@@ -81,8 +81,13 @@ def needs_states(network: nn.Module) -> bool:
 
 def token_bytes(cache: Sequence[Any]) -> int:
     """Return the bytes that one token takes in a KV segment. The cache has at least one token."""
-    buffers = [buffer for layer in layers(cache) if is_sliceable(layer) for buffer in layer.state[:2]]
-    return sum(b.shape[1] * b.shape[3] * b.dtype.size for b in buffers if b is not None)
+    return sum(b.shape[1] * b.shape[3] * b.dtype.size for b in kv_buffers(cache))
+
+
+def kv_buffers(cache: Sequence[Any]) -> list[mx.array]:
+    """Return the keys and values of the layers that can be sliced by token, as far as they hold any."""
+    buffers = (buffer for layer in layers(cache) if is_sliceable(layer) for buffer in layer.state[:2])
+    return [buffer for buffer in buffers if buffer is not None]
 
 
 def copy_segment(cache: Sequence[Any], index: int, start: int, end: int) -> KVSegment:
