@@ -332,6 +332,37 @@ def test_more_tools_than_a_request_may_have_are_refused_by_name() -> None:
     assert refused(tools=[{**FILES, "tools": inner}, WEATHER]).param == "tools"
 
 
+@pytest.mark.parametrize(
+    ("grammars", "limit"),
+    [
+        (["a"] * 32, None),
+        (["a"] * 33, "32 grammars"),
+        (["a" * 10_000] * 2, None),
+        ([*["a" * 10_000] * 2, "b"], "20,000 characters of grammars"),
+    ],
+)
+def test_all_grammars_of_a_forced_call_have_one_limit(grammars: list[str], limit: str | None) -> None:
+    tools = [
+        {**PATCH, "name": f"t{number}", "format": {**REGEX, "definition": each}} for number, each in enumerate(grammars)
+    ]
+    assert len(chat(tools=tools)["tools"]) == len(tools)  # nothing is enforced
+    one = {"type": "custom", "name": "t0"}
+    assert len(chat(tools=tools, tool_choice=one)["tools"]) == len(tools)
+    if limit is None:
+        assert len(chat(tools=tools, tool_choice="required")["tools"]) == len(tools)
+    else:
+        error = refused(tools=tools, tool_choice="required")
+        assert (error.param, limit in error.message) == ("tools", True)
+
+
+def test_grammars_whose_expressions_are_long_together_are_refused() -> None:
+    rules = "\n".join(f"a{k}: a{k + 1} a{k + 1}" for k in range(10))
+    definition = f'start: a0\n{rules}\na10: "0123456789abcdef"'  # 16 * 1024 characters
+    tools = [{**PATCH, "name": f"t{k}", "format": {**LARK, "definition": definition}} for k in range(3)]
+    assert len(chat(tools=tools[:2], tool_choice="required")["tools"]) == 2
+    assert refused(tools=tools, tool_choice="required").param == "tools"
+
+
 @pytest.mark.parametrize("grammar", [LARK, REGEX])
 def test_a_long_grammar_is_refused_by_name(grammar: Said) -> None:
     tool = {**PATCH, "format": {**grammar, "definition": "a" * 10_001}}

@@ -158,17 +158,20 @@ class _Rule:
         return self._tokens[self._at - 1]
 
     def _alternatives(self) -> str:
-        first = found = self._sequence()
+        found = [self._sequence()]
+        left = _MAX_CHARACTERS - len(found[0])
         while self._peek() == "|":
             self._take()
-            found = _bounded(f"{found}|{self._sequence()}")
-        return first if found is first else f"(?:{found})"
+            found.append(self._sequence())
+            left = _without(left, found[-1])
+        return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
 
     def _sequence(self) -> str:
-        found = ""
+        found, left = list[str](), _MAX_CHARACTERS
         while self._peek() not in (None, "|", ")", "]"):
-            found = _bounded(found + self._repeated(self._one()))
-        return found
+            found.append(self._repeated(self._one()))
+            left = _without(left, found[-1])
+        return "".join(found)
 
     def _repeated(self, one: str) -> str:
         following = self._peek() or ""
@@ -205,10 +208,11 @@ class _Rule:
         return f"[{_escaped(text, _SPECIAL_IN_CLASS)}-{_escaped(last, _SPECIAL_IN_CLASS)}]"
 
 
-def _bounded(pattern: str) -> str:
-    if len(pattern) > _MAX_CHARACTERS:
+def _without(left: int, part: str) -> int:
+    """Return the characters that are left for an expression after a part of it. Raises `_NoPattern` if there are none."""
+    if len(part) >= left:
         raise _NoPattern
-    return pattern
+    return left - len(part) - 1
 
 
 def _escaped(character: str, special: str = _SPECIAL) -> str:

@@ -1,24 +1,29 @@
 """The choice of tools of a request, as a chat completion has it."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from sluice.gateway.responses.request import fields
 from sluice.gateway.responses.request.fields import refusal
-from sluice.gateway.responses.request.tools import HOSTED, INPUT, MAX_TOOLS, Tools
+from sluice.gateway.responses.request.tools import HOSTED, INPUT, MAX_TOOLS, Grammar, Tools
 
 _MODES = ("none", "auto", "required")
+# Of all grammars that one call can be held to. Turning 20,000 characters into expressions takes some 20 ms.
+MAX_GRAMMARS = 32
+MAX_GRAMMAR_CHARACTERS = 20_000
+MAX_PATTERN_CHARACTERS = 40_000  # of their expressions; a worker compiles these
 
 
 def read_tool_choice(value: object, tools: Tools) -> dict[str, Any]:
     """Return the fields `tools` and `tool_choice` of the chat completion. Raises `ApiError`: for a hosted tool that is
-    forced, for a tool that is not offered, and for a forced tool whose grammar cannot be enforced."""
+    forced, for a tool that is not offered, and for forced tools whose grammars cannot be enforced or are too long."""
     choice, functions = _read(value, tools)
     if choice == "required" and not functions:
         raise refusal("tool_choice", f"'required' needs a tool that can be called here{_dropped(tools)}.")
     if not functions:
         return {}
-    forced = _forced(choice, functions)
-    offered = [_held(each, tools) if each in forced else tools.functions[each] for each in functions]
+    patterns = _patterns(_forced(choice, functions), tools)
+    offered = [_held(tools.functions[each], patterns.get(each)) for each in functions]
     return {"tools": offered, **({} if choice is None else {"tool_choice": choice})}
 
 
@@ -61,15 +66,36 @@ def _forced(choice: Any, functions: list[str]) -> frozenset[str]:
     return frozenset(functions if choice == "required" else ())
 
 
-def _held(function: str, tools: Tools) -> dict[str, Any]:
-    """Return a function of a forced call: with its grammar as a pattern. Raises `ApiError` if there is none for it."""
-    tool, grammar = tools.functions[function], tools.grammars.get(function)
-    if grammar is None:
-        return tool
+def _patterns(forced: Iterable[str], tools: Tools) -> dict[str, str]:
+    """Return the regular expressions of the grammars of functions one of which must be called. Raises `ApiError` if a
+    grammar has none, and if the grammars are many or long."""
+    grammars = {function: tools.grammars[function] for function in forced if function in tools.grammars}
+    _check_size(len(grammars), MAX_GRAMMARS, "grammars")
+    _check_size(sum(len(each.definition) for each in grammars.values()), MAX_GRAMMAR_CHARACTERS, "characters of grammars")
+    patterns = {function: _pattern(grammar) for function, grammar in grammars.items()}
+    _check_size(sum(map(len, patterns.values())), MAX_PATTERN_CHARACTERS, "characters of grammars as regular expressions")
+    return patterns
+
+
+def _check_size(size: int, limit: int, unit: str) -> None:
+    if size > limit:
+        problem = f"a forced call can be held to at most {limit:,} {unit}, and the tools have {size:,}; force one tool"
+        raise refusal("tools", f"{problem}, or use tool_choice 'auto'.")
+
+
+def _pattern(grammar: Grammar) -> str:
+    """Return the regular expression of a grammar. Raises `ApiError` if there is none for it."""
     pattern = grammar.pattern()
     if pattern is None:
         problem = "a forced call cannot be held to this grammar, since no regular expression was found for it; "
         raise refusal(grammar.param, f"{problem}use one, or tool_choice 'auto'.", code="unsupported_value")
+    return pattern
+
+
+def _held(tool: dict[str, Any], pattern: str | None) -> dict[str, Any]:
+    """Return a custom tool's function with the pattern of its input; without one, as it is."""
+    if pattern is None:
+        return tool
     schema = tool["function"]["parameters"]
     properties = {INPUT: {**schema["properties"][INPUT], "pattern": pattern}}
     return {**tool, "function": {**tool["function"], "parameters": {**schema, "properties": properties}}}
