@@ -12,6 +12,7 @@ from sluice.transport.interruption import Interruption
 
 _STATUS = 499  # the status that proxies log for a disconnected client
 DEPARTURE = "departure"  # the name in the state of a request
+CONNECTION = "connection"  # likewise: receives messages without the time limit of a body
 
 T = TypeVar("T")
 
@@ -28,7 +29,8 @@ class Departure:
     would cost as much as the stage."""
 
     def __init__(self, receive: Receive) -> None:
-        """`receive`: of a request whose body has been read."""
+        """`receive`: of a request whose body has been read, or is of no interest. It has no time limit: a client that
+        does not send the body it has announced may leave at any time."""
         self._has_left = False
         self._block: Interruption | None = None
         self._task = asyncio.create_task(self._wait(receive))
@@ -61,11 +63,11 @@ class Departure:
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return what the work returns; cancel it if the client disconnects first. Raises `ClientLeft`.
 
-    The request's body must have been read. `Protection` ends the wait for the client at the end of the request.
+    What is left of the request's body is dropped. `Protection` ends the wait for the client at the end of the request.
     """
     state = request.scope.setdefault("state", {})
     if DEPARTURE not in state:
-        state[DEPARTURE] = Departure(request.receive)
+        state[DEPARTURE] = Departure(state.get(CONNECTION, request.receive))
     departure: Departure = state[DEPARTURE]
     return await departure.interrupting(work)
 

@@ -8,7 +8,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.errors import SluiceError
-from sluice.gateway.disconnect import DEPARTURE, Departure
+from sluice.gateway.disconnect import CONNECTION, DEPARTURE, Departure
 from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.headers import anthropic_headers, openai_headers
 from sluice.gateway.keys.limits import Balance
@@ -30,6 +30,7 @@ class Protection:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         state = scope.setdefault("state", {})
+        state[CONNECTION] = receive
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start" and isinstance(meter := state.get("meter"), Meter):
