@@ -42,8 +42,9 @@ class Departure:
         self._interrupt()
 
     def _interrupt(self) -> None:
-        if self._block is not None:
-            self._block.interrupt(ClientLeft())
+        block, self._block = self._block, None  # a second interruption would disturb the block's end
+        if block is not None:
+            block.interrupt(ClientLeft())
 
     async def interrupting(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what the work returns; cancel it when the client leaves. Raises `ClientLeft`."""

@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import NoReturn
 
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
@@ -165,21 +166,28 @@ class Hub:
                 checking.cancel()
 
     async def _check(self, pubsub: PubSub, block: Interruption) -> None:
-        """Test the connection whenever it is quiet, and interrupt the block if it is dead."""
-        try:
-            while True:
-                before = self._received
-                await asyncio.sleep(_QUIET_S)
+        """Test the connection whenever it is quiet, and interrupt the block if it is dead: again, should redis-py lose
+        the cancellation."""
+        while True:
+            try:
+                await self._wait_until_dead(pubsub)
+            except _BROKEN as error:
+                block.interrupt(error)
+
+    async def _wait_until_dead(self, pubsub: PubSub) -> NoReturn:
+        """Raise redis-py's TimeoutError, or the error of sending, when the connection is dead: after at least `_QUIET_S`
+        seconds."""
+        while True:
+            before = self._received
+            await asyncio.sleep(_QUIET_S)
+            if self._received == before:
+                async with time_limit(ANSWER_S):  # redis-py may reconnect in this call
+                    # Redis acknowledges it, and it needs no permission that the user might lack, as for PING.
+                    await pubsub.subscribe(_IDLE_CHANNEL)
+                await asyncio.sleep(ANSWER_S)
+                await asyncio.sleep(_AFTER_STALL_S)
                 if self._received == before:
-                    async with time_limit(ANSWER_S):  # redis-py may reconnect in this call
-                        # Redis acknowledges it, and it needs no permission that the user might lack, as for PING.
-                        await pubsub.subscribe(_IDLE_CHANNEL)
-                    await asyncio.sleep(ANSWER_S)
-                    await asyncio.sleep(_AFTER_STALL_S)
-                    if self._received == before:
-                        raise RedisTimeoutError("a quiet connection does not answer")
-        except _BROKEN as error:
-            block.interrupt(error)
+                    raise RedisTimeoutError("a quiet connection does not answer")
 
     def _dispatch(self, type: str, channel: str, data: bytes) -> None:
         for subscription in self._subscriptions.get(channel, ()):

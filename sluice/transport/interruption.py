@@ -17,6 +17,7 @@ class Interruption:
         self._task: asyncio.Task[object] | None = None
         self._error: Exception | None = None
         self._cancelling = 0
+        self._interruptions = 0
 
     def __enter__(self) -> Self:
         self._task = asyncio.current_task()
@@ -26,9 +27,11 @@ class Interruption:
 
     def interrupt(self, error: Exception) -> None:
         """Cancel what the block awaits; the block raises `error` instead of the cancellation. Without effect before and
-        after the block. To be called from outside of its task."""
-        if self._task is not None and self._error is None:
+        after the block. To be called from outside of its task; again, if what the block awaits can lose a
+        cancellation."""
+        if self._task is not None:
             self._error = error
+            self._interruptions += 1
             self._task.cancel()
 
     def __exit__(
@@ -37,6 +40,8 @@ class Interruption:
         task, self._task = self._task, None
         if self._error is None or task is None:
             return
+        for _ in range(self._interruptions):
+            task.uncancel()
         # The task may have been cancelled by others, too: then it remains cancelled.
-        if task.uncancel() <= self._cancelling and kind is not None and issubclass(kind, asyncio.CancelledError):
+        if task.cancelling() <= self._cancelling and kind is not None and issubclass(kind, asyncio.CancelledError):
             raise self._error from None

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 from redis.exceptions import (
     ConnectionError,
     RedisError,
@@ -71,6 +72,32 @@ async def test_a_stream_after_a_black_hole_hears_the_channel_again(
         line.swallow()
         await subscribed(db, wire.channel("a"), times=2)  # the server knows nothing of the dead connection either
         await asyncio.sleep(0.7)  # the list has been read, on a new connection
+        await say(db, event(0), event(1, "cancelled"))
+        assert await asyncio.wait_for(stream, GAP_S) == [0, 1]
+
+
+@pytest.mark.usefixtures("_soon")
+async def test_a_black_hole_is_noticed_again_if_redis_py_loses_the_first_cancellation(
+    db: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, lost = PubSub.get_message, list[str]()
+
+    async def loses_the_first(pubsub: PubSub, *how: Any, **named: Any) -> Any:
+        try:
+            return await receive(pubsub, *how, **named)
+        except asyncio.CancelledError:
+            if lost:
+                raise
+            lost.append("cancellation")
+
+    monkeypatch.setattr(PubSub, "get_message", loses_the_first)
+    monkeypatch.setattr("sluice.streaming.streams.SILENCE_S", 3600)
+    async with behind(redis_url) as (line, client):
+        stream = asyncio.create_task(seqs(client, "a"))
+        await subscribed(db, wire.channel("a"))
+        line.swallow()
+        await subscribed(db, wire.channel("a"), times=2)  # on a new connection
+        assert lost
         await say(db, event(0), event(1, "cancelled"))
         assert await asyncio.wait_for(stream, GAP_S) == [0, 1]
 

@@ -92,3 +92,21 @@ async def test_what_the_block_does_at_its_end_is_done_before_the_error() -> None
     with pytest.raises(Late):
         await work()
     assert done == ["cleaned up"]
+
+
+async def test_a_block_that_has_lost_an_interruption_is_interrupted_again() -> None:
+    lost = list[str]()
+
+    async def work() -> None:
+        with Interruption() as block:
+            try:
+                await interrupted_soon(block)
+            except asyncio.CancelledError:
+                lost.append("the first")
+            await interrupted_soon(block)
+
+    with pytest.raises(Late):
+        await work()
+    task = asyncio.current_task()
+    assert task is not None
+    assert (lost, task.cancelling()) == (["the first"], 0)
