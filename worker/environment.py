@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
+from dotenv import dotenv_values
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, DotEnvSettingsSource, EnvSettingsSource
 
@@ -57,8 +58,7 @@ def refuse_unknown(fields: Iterable[str], env_file: Path) -> None:
 def _set_names(env_file: Path) -> set[str]:
     names = {name.upper() for name in os.environ}
     if env_file.is_file():
-        lines = env_file.read_text().splitlines()
-        names |= {line.split("=")[0].removeprefix("export ").strip().upper() for line in lines if "=" in line}
+        names |= {name.upper() for name in dotenv_values(env_file)}
     return {name for name in names if name.startswith(PREFIX) and not name.startswith(_SERVE_PREFIX)}
 
 

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Self
 
+from dotenv import dotenv_values
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -164,14 +165,10 @@ def read_redis_url(default: str) -> str:
 
 
 def read_variables(env_file: Path) -> dict[str, str]:
-    """Return the variables of the environment, and those of the file, which may be missing."""
-    found = {name.upper(): value for name, value in os.environ.items()}
-    lines = env_file.read_text().splitlines() if env_file.is_file() else ()
-    for line in lines:
-        name, equals, value = line.removeprefix("export ").partition("=")
-        if equals:
-            found.setdefault(name.strip().upper(), value.strip().strip("\"'"))
-    return found
+    """Return the variables of the environment, and those of the file, which may be missing, as pydantic reads them."""
+    values = dotenv_values(env_file) if env_file.is_file() else {}
+    in_file = {name.upper(): value for name, value in values.items() if value is not None}
+    return in_file | {name.upper(): value for name, value in os.environ.items()}
 
 
 def _refuse_unknown(names: dict[str, str]) -> None:

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from sluice.gateway.settings import PREFIX, CannotServe, ServeSettings, read_redis_url, read_settings, variable
+from sluice.gateway.settings import (
+    PREFIX,
+    CannotServe,
+    ServeSettings,
+    read_redis_url,
+    read_settings,
+    read_variables,
+    variable,
+)
 from worker.environment import PREFIX as OURS
 from worker.environment import refuse_unknown
 from worker.settings import Settings
@@ -32,6 +40,31 @@ def test_one_env_file_starts_a_worker_and_a_front() -> None:
     )
     assert (read_settings().port, read_settings().model_map) == (9, {"gpt-4o": "tiny"})
     assert read_redis_url("redis://default") == read_worker_settings().redis_url == "redis://here:1/0"
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("SLUICE_REDIS_URL=redis://a/0", "redis://a/0"),
+        ("SLUICE_REDIS_URL=redis://a/0 # ours", "redis://a/0"),
+        ("SLUICE_REDIS_URL='redis://a/0' # ours", "redis://a/0"),
+        ('export SLUICE_REDIS_URL = "redis://a/0"', "redis://a/0"),
+        ("  export  sluice_redis_url=redis://a/0", "redis://a/0"),
+        ("HOST_OF_REDIS=a\nSLUICE_REDIS_URL=redis://${HOST_OF_REDIS}/0", "redis://a/0"),
+        ("# SLUICE_REDIS_URL=redis://b/0\nSLUICE_REDIS_URL=redis://a/0", "redis://a/0"),
+        ('OTHER="\nSLUICE_REDIS_URL=redis://b/0\n"\nSLUICE_REDIS_URL=redis://a/0', "redis://a/0"),
+    ],
+)
+def test_the_file_means_the_same_to_a_worker_and_a_front(line: str, value: str) -> None:
+    Path(".env").write_text(f"SLUICE_MODEL=m # a comment\nSLUICE_SERVE_KEYS=k.json # too\n{line}\n")
+    assert read_redis_url("redis://default") == read_worker_settings().redis_url == value
+    assert read_variables(Path(".env"))["SLUICE_SERVE_KEYS"] == str(read_settings().keys) == "k.json"
+
+
+def test_a_name_within_a_value_of_several_lines_is_no_setting() -> None:
+    Path(".env").write_text('SLUICE_MODEL=m\nNOTE="\nSLUICE_SERVE_PROT=9\nSLUICE_MODLE=m\n"\n')
+    assert read_settings() == ServeSettings()
+    assert read_worker_settings().model == "m"
 
 
 def test_a_misspelt_name_is_refused_with_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
