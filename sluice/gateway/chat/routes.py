@@ -164,7 +164,8 @@ class _Chat:
 
     async def cancel(self, request: Request) -> Response:
         """Answer `POST /v1/chat/completions/{id}/cancel`."""
-        _, jobs = await self._known(request)
+        caller, jobs = await self._known(request)
+        await caller.count_request()
         outcomes = [await self._gateway.cancel(job_id) for job_id in jobs.ids]
         return JSONResponse({"id": jobs.ids[0], "outcome": outcomes[0]}, headers=_headers(jobs))
 
