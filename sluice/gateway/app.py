@@ -22,7 +22,7 @@ from sluice.gateway.monitoring.access import REQUEST_ID, AccessLog
 from sluice.gateway.protection.middleware import Protection
 from sluice.gateway.settings import ServeSettings
 
-logger = logging.getLogger("sluice.serve")
+logger = logging.getLogger("sluice.gateway")
 
 Surface = Callable[[Gateway], Sequence[Route]]
 

@@ -13,7 +13,7 @@ from sluice.errors import JobFailed, NoWorker, QueueFull, ServerFull, ServerUnre
 from sluice.openai import error_reply
 from sluice.transport.retries import is_transient
 
-logger = logging.getLogger("sluice.serve")
+logger = logging.getLogger("sluice.gateway")
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"

@@ -37,7 +37,7 @@ from sluice.submission import NewJob, Submitted, lane_of
 from sluice.transport.retries import Retries
 from sluice.wire import Event
 
-logger = logging.getLogger("sluice.serve")
+logger = logging.getLogger("sluice.gateway")
 
 _UNKNOWN_S = 2.0  # short, since a job exists as soon as it is submitted
 _OUTAGE_S = 5.0  # that a command of the front's own waits out

@@ -18,7 +18,7 @@ from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError, was_refused
 from sluice.transport.retries import Retries
 
-logger = logging.getLogger("sluice.serve")
+logger = logging.getLogger("sluice.gateway")
 
 HEADER = "idempotency-key"
 _MAX_CHARACTERS = 255

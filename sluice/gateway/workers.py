@@ -16,7 +16,7 @@ from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError
 from sluice.transport.interruption import Interruption
 from sluice.transport.retries import Retries
 
-logger = logging.getLogger("sluice.serve")
+logger = logging.getLogger("sluice.gateway")
 
 _FRESH_S = 1.0  # a worker's presence lasts for a lease of seconds
 _SEEN_KEY = "sluice:serve:models"  # sorted set: models that had a worker, by Unix seconds

@@ -1,19 +1,24 @@
 """Probes, metrics, the access log, and the end of a front."""
 
 import asyncio
+import io
 import logging
+import os
+import pty
+import re
 import signal
 import socket
+import sys
 
 import httpx
 import pytest
 from redis.asyncio import Redis
 
-from scripts.stack import Server
+from scripts.stack import ROOT, Server
 from sluice import Client
 from sluice.gateway import ServeSettings, app
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.monitoring.log_lines import wrapped
+from sluice.gateway.monitoring.log_lines import TerminalFormatter, wrapped
 from sluice.gateway.server import listen
 from sluice.gateway.settings import CannotServe
 from tests.gateway.chat.test_routes import PATH, data_of, request, text_of
@@ -28,6 +33,20 @@ def test_a_line_for_a_terminal_ends_at_words() -> None:
     first, second = wrapped(line, 80).split("\n")
     assert first == "21:30:00 I POST /v1/chat/completions 200 0.123 s"
     assert second == f"           chatcmpl-{'a' * 32}"
+
+
+def test_a_line_for_a_terminal_without_a_width_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = f"POST /v1/chat/completions 200 {'a' * 32} " * 9
+    record = logging.makeLogRecord({"msg": line, "levelno": logging.INFO, "levelname": "INFO"})
+    formatter = TerminalFormatter("%(message)s")
+    leader, follower = pty.openpty()
+    with open(leader, "rb"), open(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert os.get_terminal_size(follower).columns == 0
+        assert formatter.format(record) == line
+    assert formatter.format(record) == line  # the terminal is gone
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert formatter.format(record) == line
 
 
 @pytest.mark.parametrize(("host", "option"), [("127.0.0.1", "--port"), ("localhost.localhost", "--host")])
@@ -115,7 +134,7 @@ async def test_an_exception_is_counted_and_logged_as_the_500_that_its_client_rec
         raise KeyError("a bug")
 
     monkeypatch.setattr(Gateway, "authenticate", fail)
-    caplog.set_level(logging.INFO, "sluice.serve.access")
+    caplog.set_level(logging.INFO, "sluice.gateway.access")
     async with Client(redis_url) as client:
         transport = httpx.ASGITransport(app(client, ServeSettings(_env_file=None)), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -125,3 +144,9 @@ async def test_an_exception_is_counted_and_logged_as_the_500_that_its_client_rec
     assert f'http_requests_total{{handler="{path}",method="POST",status="500"}} 1.0' in metrics
     assert f"POST {path} 500 " in caplog.messages[0]
     assert caplog.messages[0].endswith(f" {answer.headers['x-request-id']}")
+
+
+def test_a_front_logs_under_one_name_and_its_access_log_under_a_second() -> None:
+    sources = [file.read_text() for file in (ROOT / "sluice" / "gateway").rglob("*.py")]
+    names = {name for source in sources for name in re.findall(r"getLogger\((.*?)\)", source)}
+    assert names == {'"sluice.gateway"', '"sluice.gateway.access"'}

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, JustifyMethod
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from sluice.cli.terminal.view import printable
+from sluice.cli.terminal.view import console, printable
 
 # In JSON these occur in strings only, where an escape is equivalent: see `printable`.
 _TO_ESCAPE = re.compile(r"[\x7f-\x9f\ud800-\udfff]")
@@ -33,7 +33,7 @@ def print_table(title: str, columns: Mapping[str, JustifyMethod], rows: Iterable
         table.add_column(name, justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(table)
+    console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(table)
 
 
 _MAX_S = 1e12  # a foreign score in a queue may be infinite

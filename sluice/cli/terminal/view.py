@@ -1,6 +1,7 @@
 """Prints the events of a job: its text on stdout, all else on stderr."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,18 @@ from rich.text import Text
 
 from sluice.wire import Cancelled, Delta, Event, Failed, Finished, Progress, Restarted, Resumed, Started
 
-notes = Console(stderr=True)
+_UNKNOWN_WIDTH = 80  # columns
+
+
+def console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Return a console of this width, or else of the terminal's. COLUMNS=0 stands for an unknown width: rich would print
+    a line for each character."""
+    if width is None and re.fullmatch("0+", os.environ.get("COLUMNS", "")):
+        width = _UNKNOWN_WIDTH
+    return Console(stderr=stderr, width=width)
+
+
+notes = console(stderr=True)
 
 # Control characters in a model's text could control the terminal; lone surrogates cannot be encoded.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")

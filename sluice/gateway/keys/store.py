@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sluice.gateway.keys.file import BadKeyFile, Key, KeyFile, digest, read
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger("sluice.gateway")
 CHECK_S = 1.0  # between two looks at the file: a revoked key is refused after at most this time
 _BUCKET = 8  # characters of a hash: a lookup by them reveals nothing about the rest
 
@@ -46,9 +46,9 @@ class KeyStore:
         try:
             self._by_hash = _by_hash(await asyncio.to_thread(read, self._path))
         except BadKeyFile as error:
-            _log.error("%s The keys read before stay in force; correct the file.", error)
+            logger.error("%s The keys read before stay in force; correct the file.", error)
         else:
-            _log.info("%s was read again", self._path)
+            logger.info("%s was read again", self._path)
 
 
 def _by_hash(file: KeyFile) -> dict[str, list[Key]]:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.gateway.monitoring.metrics import Metrics
 
-logger = logging.getLogger("sluice.serve.access")
+logger = logging.getLogger("sluice.gateway.access")
 
 _METHODS = frozenset({"GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"})
 _MAX_PATH = 200  # characters

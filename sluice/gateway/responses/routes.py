@@ -32,7 +32,7 @@ from sluice.gateway.responses.request.body import ResponseRequest, read_request
 from sluice.gateway.responses.store import Store
 from sluice.gateway.threads import in_thread, in_thread_if_long, json_response
 
-logger = logging.getLogger("sluice.serve")
+logger = logging.getLogger("sluice.gateway")
 
 _PATH = "/v1/responses"
 _CANCEL_WAIT_S = 5.0  # for the end of a running job that was cancelled

@@ -18,7 +18,7 @@ from sluice.gateway.threads import in_thread_if_long, to_json
 from sluice.transport.retries import Retries
 from sluice.wire import DEAD, body_key, job_key, log_key, result_key
 
-logger = logging.getLogger("sluice.serve")
+logger = logging.getLogger("sluice.gateway")
 
 
 def record_key(response_id: str) -> str:

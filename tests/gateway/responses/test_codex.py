@@ -65,7 +65,7 @@ async def answer(http: httpx.AsyncClient, body: Said) -> CodexStream:
 async def test_a_turn_calls_functions_patches_and_tools_of_servers_until_it_is_done(
     script: ScriptedChat, http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "sluice.serve")
+    caplog.set_level(logging.INFO, "sluice.gateway")
     first = await answer(http, turn())
     assert first.summary == "Look first."
     reasoning, command = first.items
