@@ -2,8 +2,8 @@
 
 import math
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from redis.exceptions import (
     AuthenticationError,
@@ -21,6 +21,7 @@ from sluice.transport.connection import wrong_credentials
 from sluice.transport.redis_url import UNREADABLE, redacted
 
 INSTALL_WORKER = "in a checkout of Sluice, pip install './sluice[cli]' '.[worker]'"
+INSTALL_GATEWAY = "in a checkout of Sluice, pip install './sluice[cli,serve]'"
 _EXIT_QUEUE_FULL = 4
 
 _START_HINT = "`sluice up --model FOLDER_OR_HUB_ID` starts one with a worker; --redis-url selects another."
@@ -36,6 +37,15 @@ class CliError(Exception):
     def __init__(self, sentence: str, *, exit_code: int = 2) -> None:
         super().__init__(sentence)
         self.exit_code = exit_code
+
+
+@contextmanager
+def needs_gateway() -> Iterator[None]:
+    """Raise `CliError` if the block cannot import the gateway, which is an extra of the package."""
+    try:
+        yield
+    except ImportError as missing:
+        raise CliError(f"the gateway is not installed here ({missing}): {INSTALL_GATEWAY}") from None
 
 
 @asynccontextmanager

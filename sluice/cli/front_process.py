@@ -15,7 +15,6 @@ from sluice.cli.errors import CliError
 if TYPE_CHECKING:
     from sluice.gateway.settings import ServeSettings
 
-INSTALL_FRONT = "in a checkout of Sluice, pip install './sluice[cli,serve]'"
 _PORT = 8000
 _EXIT_S = 5.0  # after which the process is killed
 

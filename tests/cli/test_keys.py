@@ -1,7 +1,9 @@
 """`sluice keys`."""
 
 import json
+import re
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,12 @@ def test_what_cannot_be_done_is_told_in_a_sentence(arguments: list[str], sentenc
         run(*arguments)
     assert str(refused.value).startswith(sentence)
     assert Path("broken.json").read_text() == "{"
+
+
+@pytest.mark.parametrize("command", [["list"], ["revoke", "k-1"], ["create", "--tenant", "a"]])
+def test_without_the_extra_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sluice.gateway.keys.file", None)
+    with pytest.raises(CliError, match=re.escape("pip install './sluice[cli,serve]'")):
+        run(*command, "--file", "keys.json")

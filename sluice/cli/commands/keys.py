@@ -2,21 +2,22 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import JustifyMethod
 
-from sluice.cli.errors import CliError
+from sluice.cli.errors import CliError, needs_gateway
 from sluice.cli.option_values import integer, lane
 from sluice.cli.options import AsJson
 from sluice.cli.terminal.output import print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.wire import LANES
+
+if TYPE_CHECKING:
+    from sluice.gateway.keys.file import KeyFile  # an extra of the package
 
 File = Annotated[
     Path | None,
@@ -86,7 +87,7 @@ def create(
     }
     if lanes is not None:
         fields["lanes"] = tuple(lane(each) for each in lanes.split(","))
-    secret, key_id = _key_files().create(file, fields)
+    secret, key_id = _create(file, fields)
     print(secret)
     note(f"{key_id} is created, for the tenant {tenant}; the key above is not shown again")
 
@@ -99,7 +100,7 @@ def list_keys(file: File = None, as_json: AsJson = False) -> None:
     Example:
       sluice keys list --json | jq -r .id
     """
-    found = _key_files().read(file)
+    found = _read(file)
     if not found:
         note("there are no keys.")
     elif as_json:
@@ -120,66 +121,69 @@ def revoke(
     Example:
       sluice keys revoke k-5f2c9a01
     """
-    _key_files().revoke(file, id)
+    _revoke(file, id)
     note(f"{id} is revoked")
 
 
-@dataclass(frozen=True)
-class _KeyFiles:
-    """The key files of the front, which is an extra of the package."""
-
-    module: ModuleType
-    env: Callable[[Path], dict[str, str]]
-
-    def create(self, file: Path | None, fields: dict[str, Any]) -> tuple[str, str]:
-        """Add a new key, and return it with its id."""
-        try:
-            secret, key = self.module.new_key(**fields)
-        except ValueError as error:  # pydantic's
-            raise CliError(f"{self.module.describe(error)}.") from None
-        self._edit(file, lambda content: content.model_copy(update={"keys": (*content.keys, key)}))
-        return secret, key.id
-
-    def revoke(self, file: Path | None, id: str) -> None:
-        """Remove a key."""
-
-        def without(content: Any) -> Any:
-            kept = tuple(key for key in content.keys if key.id != id)
-            if len(kept) == len(content.keys):
-                raise CliError(f"there is no key {id!r} in {self._path(file)}; `sluice keys list` shows the ids.")
-            return content.model_copy(update={"keys": kept})
-
-        self._edit(file, without)
-
-    def read(self, file: Path | None) -> list[dict[str, Any]]:
-        """Return the keys without their hashes."""
-        try:
-            content = self.module.read(self._path(file))
-        except self.module.BadKeyFile as error:
-            raise CliError(str(error)) from None
-        return [key.model_dump(mode="json", exclude={"sha256"}) for key in content.keys]
-
-    def _edit(self, file: Path | None, change: Callable[[Any], Any]) -> None:
-        try:
-            self.module.edit(self._path(file), change)
-        except self.module.BadKeyFile as error:
-            raise CliError(str(error)) from None
-        except OSError as error:
-            raise CliError(f"{self._path(file)}: it cannot be written: {error.strerror}.") from None
-
-    def _path(self, file: Path | None) -> Path:
-        if path := file or self.env(Path(".env")).get("SLUICE_SERVE_KEYS"):
-            return Path(path)
-        raise CliError("--file: the file of the keys is not given; name one, or set SLUICE_SERVE_KEYS.")
-
-
-def _key_files() -> _KeyFiles:
+def _create(file: Path | None, fields: dict[str, Any]) -> tuple[str, str]:
+    """Add a new key to the file, and return it with its id."""
+    with needs_gateway():
+        from sluice.gateway.keys.file import KeyFile, describe, new_key
     try:
-        from sluice.gateway.keys import file
-        from sluice.gateway.settings import read_variables
-    except ImportError as missing:
-        raise CliError(f"the front is not installed here ({missing}): pip install './sluice[serve]'") from None
-    return _KeyFiles(file, read_variables)
+        secret, key = new_key(**fields)
+    except ValueError as error:  # pydantic's
+        raise CliError(f"{describe(error)}.") from None
+
+    def with_key(content: KeyFile) -> KeyFile:
+        return content.model_copy(update={"keys": (*content.keys, key)})
+
+    _edit(_path(file), with_key)
+    return secret, key.id
+
+
+def _revoke(file: Path | None, id: str) -> None:
+    with needs_gateway():
+        from sluice.gateway.keys.file import KeyFile
+    path = _path(file)
+
+    def without(content: KeyFile) -> KeyFile:
+        kept = tuple(key for key in content.keys if key.id != id)
+        if len(kept) == len(content.keys):
+            raise CliError(f"there is no key {id!r} in {path}; `sluice keys list` shows the ids.")
+        return content.model_copy(update={"keys": kept})
+
+    _edit(path, without)
+
+
+def _read(file: Path | None) -> list[dict[str, Any]]:
+    """Return the keys without their hashes."""
+    with needs_gateway():
+        from sluice.gateway.keys.file import BadKeyFile, read
+    try:
+        content = read(_path(file))
+    except BadKeyFile as error:
+        raise CliError(str(error)) from None
+    return [key.model_dump(mode="json", exclude={"sha256"}) for key in content.keys]
+
+
+def _edit(path: Path, change: "Callable[[KeyFile], KeyFile]") -> None:
+    from sluice.gateway.keys.file import BadKeyFile, edit
+
+    try:
+        edit(path, change)
+    except BadKeyFile as error:
+        raise CliError(str(error)) from None
+    except OSError as error:
+        raise CliError(f"{path}: it cannot be written: {error.strerror}.") from None
+
+
+def _path(file: Path | None) -> Path:
+    """Return the file that the option or the setting names."""
+    from sluice.gateway.settings import read_variables
+
+    if path := file or read_variables(Path(".env")).get("SLUICE_SERVE_KEYS"):
+        return Path(path)
+    raise CliError("--file: the file of the keys is not given; name one, or set SLUICE_SERVE_KEYS.")
 
 
 def _expiry(text: str) -> datetime:

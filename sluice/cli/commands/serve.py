@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.errors import CliError
+from sluice.cli.errors import CliError, needs_gateway
 from sluice.cli.options import REDIS_URL
 
 
@@ -31,11 +31,9 @@ def serve(
       sluice serve --port 8000 --redis-url redis://localhost:6379/0
     """
     given = {"host": host, "port": port}
-    try:
+    with needs_gateway():
         from sluice.gateway.server import run
         from sluice.gateway.settings import CannotServe, read_redis_url, read_settings
-    except ImportError as missing:
-        raise CliError(f"the front is not installed here ({missing}): pip install './sluice[serve]'") from None
     try:
         settings = read_settings(**{name: value for name, value in given.items() if value is not None})
         run(redis_url or read_redis_url(REDIS_URL), settings)

@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from sluice.cli.embedded_server import EmbeddedServer, default_folder
-from sluice.cli.front_process import INSTALL_FRONT, FrontProcess
+from sluice.cli.errors import INSTALL_GATEWAY
+from sluice.cli.front_process import FrontProcess
 from sluice.client import Client
 from sluice.errors import SluiceError
 
@@ -165,7 +166,7 @@ def _print_instructions(url: str, model: str, front: FrontProcess) -> None:
 
 def _clients(front: FrontProcess) -> str:
     if front.base_url is None:
-        return f"For OpenAI clients, install the HTTP front: {INSTALL_FRONT}"
+        return f"For OpenAI clients, install the HTTP front: {INSTALL_GATEWAY}"
     key = "KEY  # of SLUICE_SERVE_KEYS" if front.needs_key else "none"
     return (
         f"For OpenAI clients:\n\n  export OPENAI_BASE_URL={front.base_url} OPENAI_API_KEY={key}\n\n"
