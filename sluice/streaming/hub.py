@@ -175,8 +175,8 @@ class Hub:
                 block.interrupt(error)
 
     async def _wait_until_dead(self, pubsub: PubSub) -> NoReturn:
-        """Raise redis-py's TimeoutError, or the error of sending, when the connection is dead: after at least `_QUIET_S`
-        seconds."""
+        """Raise redis-py's TimeoutError, or the error of sending, when the connection is dead, but not within
+        `_QUIET_S` seconds."""
         while True:
             before = self._received
             await asyncio.sleep(_QUIET_S)

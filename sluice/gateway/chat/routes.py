@@ -19,8 +19,10 @@ from sluice.gateway.chat.order import ID_PREFIX, Order, job_ids, job_ids_of, rea
 from sluice.gateway.chat.stream import error_frame, frames, seen_by
 from sluice.gateway.disconnect import unless_left
 from sluice.gateway.errors import ApiError, endpoint
-from sluice.gateway.gateway import Available, Gateway, unknown
+from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
+from sluice.gateway.jobs.jobs import unknown
+from sluice.gateway.jobs.stored import Available
 from sluice.gateway.threads import json_response
 
 _PATH = "/v1/chat/completions"
@@ -91,7 +93,7 @@ class _Chat:
     async def _submit(self, caller: Caller, order: Order, jobs: _Jobs, *, has_key: bool = False) -> None:
         """Queue the jobs. After that the caller holds nothing of the body."""
         bodies = {job_id: order.choice(index) for index, job_id in enumerate(jobs.ids)}
-        await self._gateway.submit(caller, bodies, detached=jobs.detached, has_key=has_key)
+        await self._gateway.submission.submit(caller, bodies, detached=jobs.detached, has_key=has_key)
         caller.held.release()
 
     async def _submit_once(self, caller: Caller, order: Order, jobs: _Jobs, base: str, digest: str) -> None:
@@ -100,7 +102,7 @@ class _Chat:
         async with self._gateway.idempotency_keys.registered(base, jobs.ids, digest) as was_queued:
             if not was_queued:
                 return await self._submit(caller, order, jobs, has_key=True)
-            stored = await self._gateway.stored(jobs.ids)
+            stored = await self._gateway.jobs.stored(jobs.ids)
             match stored.available:
                 case Available.NOTHING:
                     raise expired("the answer has expired; use a new key to have it computed again.")
@@ -111,9 +113,9 @@ class _Chat:
 
     async def _whole(self, jobs: _Jobs) -> dict[str, Any]:
         """Return the completion. If one job fails or the client leaves, all are cancelled."""
-        tasks = [asyncio.create_task(self._gateway.result(job_id)) for job_id in jobs.ids]
+        tasks = [asyncio.create_task(self._gateway.jobs.result(job_id)) for job_id in jobs.ids]
         try:
-            with self._gateway.abandoning(jobs.ids, detached=jobs.detached):
+            with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached):
                 return whole(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
@@ -137,8 +139,8 @@ class _Chat:
             if max(seen) < 0:
                 self._gateway.metrics.first_token(model, time.monotonic() - started)
 
-        source = frames(jobs.ids, self._gateway.events, include_usage=include_usage, seen=seen, on_first=on_first)
-        with self._gateway.abandoning(jobs.ids, detached=jobs.detached):
+        source = frames(jobs.ids, self._gateway.jobs.events, include_usage=include_usage, seen=seen, on_first=on_first)
+        with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached):
             async with aclosing(source):
                 async for frame in source:
                     yield frame
@@ -147,7 +149,7 @@ class _Chat:
         """Answer `GET /v1/chat/completions/{id}`: the whole answer, as soon as it has ended."""
         caller, jobs = await self._known(request)
         await caller.count_request()
-        stored = await self._gateway.stored(jobs.ids)
+        stored = await self._gateway.jobs.stored(jobs.ids)
         if stored.available is Available.NOTHING:
             raise unknown(jobs.ids[0])
         caller.held.add(stored.result_bytes)
@@ -157,7 +159,7 @@ class _Chat:
     async def resume(self, request: Request) -> Response:
         """Answer `GET /v1/chat/completions/{id}/stream`: the stream after the events that `Last-Event-ID` names."""
         caller, jobs = await self._known(request)
-        caller.held.add((await self._gateway.stored(jobs.ids)).event_bytes)
+        caller.held.add((await self._gateway.jobs.stored(jobs.ids)).event_bytes)
         seen = seen_by(request.headers.get("last-event-id"), len(jobs.ids))
         include_usage = request.query_params.get("include_usage") == "true"
         return await self._stream(request, jobs, seen, include_usage=include_usage)
@@ -166,7 +168,7 @@ class _Chat:
         """Answer `POST /v1/chat/completions/{id}/cancel`."""
         caller, jobs = await self._known(request)
         await caller.count_request()
-        outcomes = [await self._gateway.cancel(job_id) for job_id in jobs.ids]
+        outcomes = [await self._gateway.jobs.cancel(job_id) for job_id in jobs.ids]
         return JSONResponse({"id": jobs.ids[0], "outcome": outcomes[0]}, headers=_headers(jobs))
 
     async def refuse_raw_prompt(self, request: Request) -> Response:
@@ -181,7 +183,7 @@ class _Chat:
         """Return the caller, and the jobs that the path names. Raises `ApiError` unless they are the caller's."""
         caller = await self._gateway.authenticate(request)
         ids = job_ids_of(request.path_params["id"])
-        await self._gateway.check_owner(caller, ids[0])
+        await self._gateway.jobs.check_owner(caller, ids[0])
         caller.count_choices(len(ids))
         return caller, _Jobs(ids, True)
 

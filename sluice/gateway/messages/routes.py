@@ -15,8 +15,9 @@ from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import unless_left
 from sluice.gateway.errors import ApiError
-from sluice.gateway.gateway import Available, Gateway
+from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
+from sluice.gateway.jobs.stored import Available
 from sluice.gateway.messages.body import CountBody, MessagesBody, validate
 from sluice.gateway.messages.errors import ID_PREFIX, endpoint, error_body, id_headers
 from sluice.gateway.messages.request import chat_request, prompt_fields
@@ -82,7 +83,7 @@ class _Messages:
 
     async def _submit(self, caller: Caller, job_id: str, chat: dict[str, Any], *, has_key: bool = False) -> None:
         """Queue the job. After that the caller holds nothing of the body."""
-        await self._gateway.submit(caller, {job_id: chat}, detached=has_key, has_key=has_key)
+        await self._gateway.submission.submit(caller, {job_id: chat}, detached=has_key, has_key=has_key)
         caller.held.release()
 
     async def _submit_once(self, caller: Caller, job_id: str, chat: dict[str, Any], digest: str) -> None:
@@ -91,7 +92,7 @@ class _Messages:
         async with self._gateway.idempotency_keys.registered(job_id, [job_id], digest) as was_queued:
             if not was_queued:
                 return await self._submit(caller, job_id, chat, has_key=True)
-            stored = await self._gateway.stored([job_id])
+            stored = await self._gateway.jobs.stored([job_id])
             if stored.available is not Available.EVENTS:
                 raise expired("the message has expired; use a new key to have it computed again.")
             caller.held.release()
@@ -102,9 +103,9 @@ class _Messages:
         caller, body = await self._read(request)
         prompt = await in_thread_if_long(body.length, _read_prompt, body.content)
         job_id: str = request.state.request_id
-        await unless_left(request, self._gateway.submit(caller, {job_id: prompt}, function="count"))
+        await unless_left(request, self._gateway.submission.submit(caller, {job_id: prompt}, function="count"))
         caller.held.release()
-        counted = await self._unless_left(request, self._gateway.result(job_id), detached=False)
+        counted = await self._unless_left(request, self._gateway.jobs.result(job_id), detached=False)
         return JSONResponse({"input_tokens": counted["usage"]["prompt_tokens"]}, headers=id_headers(job_id))
 
     async def _read(self, request: Request) -> tuple[Caller, Body]:
@@ -117,12 +118,12 @@ class _Messages:
 
     async def _unless_left(self, request: Request, work: Coroutine[Any, Any, T], *, detached: bool) -> T:
         """Return what the work returns. Cancels the job if the work fails or the client leaves."""
-        with self._gateway.abandoning([request.state.request_id], detached=detached):
+        with self._gateway.jobs.abandoning([request.state.request_id], detached=detached):
             return await unless_left(request, work)
 
     async def _whole(self, job_id: str, *, omit_thinking: bool) -> dict[str, Any]:
         stream, emitted = MessageStream(omit_thinking=omit_thinking), list[MessageEvent]()
-        async with aclosing(self._gateway.events(job_id)) as events:
+        async with aclosing(self._gateway.jobs.events(job_id)) as events:
             async for event in events:
                 if isinstance(event, Restarted):
                     stream, emitted = MessageStream(omit_thinking=omit_thinking), []
@@ -143,8 +144,8 @@ class _Messages:
     async def _frames(self, job_id: str, *, detached: bool, omit_thinking: bool) -> AsyncGenerator[bytes]:
         """Yield the frames. If the job fails or the client leaves, it is cancelled."""
         stream = MessageStream(omit_thinking=omit_thinking)
-        with self._gateway.abandoning([job_id], detached=detached):
-            async with aclosing(self._gateway.events(job_id)) as events:
+        with self._gateway.jobs.abandoning([job_id], detached=detached):
+            async with aclosing(self._gateway.jobs.events(job_id)) as events:
                 async for event in events:
                     for each in stream.events(event):
                         yield _frame(each)

@@ -102,7 +102,7 @@ class History:
         if not await self._store.has_log(head.id):
             return await self._from_result(head)
         try:
-            async with aclosing(self._gateway.events(head.id)) as events:
+            async with aclosing(self._gateway.jobs.events(head.id)) as events:
                 async for event in events:
                     fold.add(event)
             return fold.response

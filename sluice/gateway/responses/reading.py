@@ -35,7 +35,7 @@ class Reading:
         self._head = head
         self._detached = detached
         self._fold = Fold(head)
-        self._source = ReadAhead(gateway.events(head.id))
+        self._source = ReadAhead(gateway.jobs.events(head.id))
         self._is_over = False
 
     async def whole(self) -> Response:
@@ -89,7 +89,7 @@ class Reading:
     async def _close(self) -> None:
         await self._source.close()
         if not self._detached and not self._is_over and not self._fold.ended:
-            self._gateway.abandon([self._head.id])
+            self._gateway.jobs.abandon([self._head.id])
 
     async def _store_end(self) -> None:
         if self._head.echo["store"] and self._fold.ended:

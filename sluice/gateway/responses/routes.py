@@ -20,8 +20,9 @@ from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import unless_left
 from sluice.gateway.errors import ApiError, endpoint
-from sluice.gateway.gateway import Available, Gateway
+from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
+from sluice.gateway.jobs.stored import Available
 from sluice.gateway.responses.events.head import PREFIX, Head, Response, skeleton
 from sluice.gateway.responses.history import Conversation, History
 from sluice.gateway.responses.listing import page
@@ -121,7 +122,7 @@ class _Responses:
                     stack.push_async_callback(self._store.delete_unqueued, head.id, written)
                 else:
                     head = (await _parsed(written)).head
-            await self._gateway.submit(caller, {head.id: new.chat}, detached=detached, has_key=has_key)
+            await self._gateway.submission.submit(caller, {head.id: new.chat}, detached=detached, has_key=has_key)
             stack.pop_all()
         caller.held.release()
         if written != new.written:  # its writer may have been refused meanwhile, and have deleted it
@@ -136,7 +137,7 @@ class _Responses:
         caller.held.release()
         caller.held.add(await self._store.length([response_id]))
         raw = await self._store.read(response_id)
-        stored = await self._gateway.stored([response_id])
+        stored = await self._gateway.jobs.stored([response_id])
         caller.held.add(stored.event_bytes)
         if raw is None:
             if stored.available is not Available.EVENTS:  # else it has failed, and its events say why
@@ -168,7 +169,7 @@ class _Responses:
         if not await self._history.has_events(record):
             problem = "stream: the events of the response have expired; retrieve it without stream."
             raise ApiError(400, problem, code="stream_expired", param="stream")
-        caller.held.add((await self._gateway.stored([record.head.id])).event_bytes)
+        caller.held.add((await self._gateway.jobs.stored([record.head.id])).event_bytes)
         reading = Reading(self._gateway, self._store, record.head, detached=True)
         return await self._stream(http, reading, reading.frames(after, refuses=False), record.head)
 
@@ -176,7 +177,7 @@ class _Responses:
         """Answer `POST /v1/responses/{id}/cancel`: the response after its end."""
         caller, record = await self._find(http)
         await caller.count_request()
-        if await self._gateway.cancel(record.head.id) == "requested":
+        if await self._gateway.jobs.cancel(record.head.id) == "requested":
             await self._wait_for_end(record.head.id)
         return await self._current(record)
 
@@ -186,10 +187,10 @@ class _Responses:
         caller, record = await self._find(http)
         await caller.count_request()
         response_id = record.head.id
-        await self._gateway.cancel(response_id)
+        await self._gateway.jobs.cancel(response_id)
         await self._store.delete(response_id)
         if not await self._store.delete_content(response_id):
-            self._gateway.in_background(self._delete_later(response_id))
+            self._gateway.jobs.in_background(self._delete_later(response_id))
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def _delete_later(self, response_id: str) -> None:
@@ -222,7 +223,7 @@ class _Responses:
     async def _wait_for_end(self, response_id: str) -> None:
         try:
             async with asyncio.timeout(_CANCEL_WAIT_S):
-                async for _ in self._gateway.events(response_id):
+                async for _ in self._gateway.jobs.events(response_id):
                     pass
         except (TimeoutError, UnknownJob):
             pass

@@ -235,7 +235,9 @@ async def test_retrieving_and_cancelling_an_answer_count_as_requests(
     assert (await guarded.get(f"{answer}/stream", headers=headers)).status_code == 200
 
 
-@pytest.mark.parametrize(("method", "path"), [("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")]
+)
 async def test_what_is_done_with_a_response_counts_for_the_limit_and_in_the_metrics(
     guarded: httpx.AsyncClient, method: str, path: str
 ) -> None:

@@ -209,7 +209,7 @@ class _Rule:
 
 
 def _without(left: int, part: str) -> int:
-    """Return the characters that are left for an expression after a part of it. Raises `_NoPattern` if there are none."""
+    """Return the characters that an expression has left after a part of it. Raises `_NoPattern` if there are none."""
     if len(part) >= left:
         raise _NoPattern
     return left - len(part) - 1

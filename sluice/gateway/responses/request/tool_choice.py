@@ -71,9 +71,11 @@ def _patterns(forced: Iterable[str], tools: Tools) -> dict[str, str]:
     grammar has none, and if the grammars are many or long."""
     grammars = {function: tools.grammars[function] for function in forced if function in tools.grammars}
     _check_size(len(grammars), MAX_GRAMMARS, "grammars")
-    _check_size(sum(len(each.definition) for each in grammars.values()), MAX_GRAMMAR_CHARACTERS, "characters of grammars")
+    length = sum(len(grammar.definition) for grammar in grammars.values())
+    _check_size(length, MAX_GRAMMAR_CHARACTERS, "characters of grammars")
     patterns = {function: _pattern(grammar) for function, grammar in grammars.items()}
-    _check_size(sum(map(len, patterns.values())), MAX_PATTERN_CHARACTERS, "characters of grammars as regular expressions")
+    length = sum(map(len, patterns.values()))
+    _check_size(length, MAX_PATTERN_CHARACTERS, "characters of grammars as regular expressions")
     return patterns
 
 

@@ -1,0 +1,1 @@
+"""Jobs as all surfaces use them: submitted, watched, read and cancelled."""

@@ -1,0 +1,127 @@
+"""Jobs that are queued: their events and results, their owners and their end."""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from sluice import wire
+from sluice.cancellation import Outcome
+from sluice.client import Client
+from sluice.errors import JobFailed, SluiceError
+from sluice.gateway.caller import Caller
+from sluice.gateway.errors import ApiError
+from sluice.gateway.jobs.queue_watch import QueueWatch
+from sluice.gateway.jobs.stored import StoredAnswer, read_stored
+from sluice.gateway.keys.limits import Limits
+from sluice.transport.retries import Retries
+from sluice.wire import Event
+
+logger = logging.getLogger("sluice.gateway")
+
+_UNKNOWN_S = 2.0  # short, since a job exists as soon as it is submitted
+_REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed
+
+
+class Jobs:
+    """Reads, settles and cancels the jobs of all surfaces."""
+
+    def __init__(self, client: Client, retries: Retries, queue_watch: QueueWatch, limits: Limits | None) -> None:
+        """`limits`: those that the usage of jobs counts for; None without keys."""
+        self._client, self._retries = client, retries
+        self._queue_watch, self._limits = queue_watch, limits
+        self._draining = False
+        self._background = set[asyncio.Task[None]]()
+
+    def drain(self) -> None:
+        """From now on a connection that ends is this gateway's doing, and its job continues."""
+        self._draining = True
+
+    async def events(self, job_id: str, after: int = -1) -> AsyncGenerator[Event]:
+        """Yield the job's events after `after`, as `Client.stream` does.
+
+        Raises `ApiError` 503, and cancels the job, if its workers are gone before the first event.
+        """
+        stream = self._client.stream(job_id, after=after, unknown_s=_UNKNOWN_S)
+        async with aclosing(self._limits.settled(stream) if self._limits else stream) as events:
+            with self._queue_watch.watching(job_id):
+                first = await anext(events, None)
+            if first is None:
+                return
+            yield first
+            async for event in events:
+                yield event
+
+    async def result(self, job_id: str) -> dict[str, Any]:
+        """Return the job's result, waiting until it has ended. A token count costs a request and no tokens.
+
+        Raises as `Client.result` and `events` do."""
+        try:
+            with self._queue_watch.watching(job_id):
+                completion = await self._client.result(job_id)
+        except JobFailed as failed:
+            if self._limits and failed.error.type in _REFUSED:
+                await self._limits.settle(job_id, 0)
+            raise
+        match completion:
+            case {"object": "token_count"} if self._limits:
+                await self._limits.settle(job_id, 0)
+            case {"usage": {"total_tokens": int(tokens)}} if self._limits:
+                await self._limits.settle(job_id, tokens)
+        return completion
+
+    async def cancel(self, job_id: str) -> Outcome:
+        """Cancel a job, as `Client.cancel` does."""
+        return await self._client.cancel(job_id)
+
+    def abandon(self, job_ids: Iterable[str]) -> None:
+        """Cancel jobs that no client waits for any more, without waiting; none while this front drains."""
+        if self._draining:
+            return
+        self.in_background(self._cancel_all(list(job_ids)))
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work that no client waits for. It handles its own errors."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    @contextmanager
+    def abandoning(self, job_ids: Iterable[str], *, detached: bool) -> Iterator[None]:
+        """Cancel these jobs, as `abandon` does, if the body fails or its client leaves, unless they are detached."""
+        with ExitStack() as stack:
+            if not detached:
+                stack.callback(self.abandon, job_ids)
+            yield
+            stack.pop_all()
+
+    async def _cancel_all(self, job_ids: list[str]) -> None:
+        for job_id in job_ids:
+            try:
+                await self._client.cancel(job_id)
+            except (SluiceError, RedisError) as error:
+                logger.warning("job %s: not cancelled, although its client has left: %s", job_id, error)
+
+    async def stored(self, job_ids: Sequence[str]) -> StoredAnswer:
+        """Return what the server has of the answer that these jobs make."""
+        return await read_stored(self._client.redis, self._retries, job_ids)
+
+    async def check_owner(self, caller: Caller, job_id: str) -> None:
+        """Check that the job is the caller's. Raises `ApiError` 404 for another's, as for a job that does not exist."""
+        if not re.fullmatch(wire.JOB_ID, job_id):
+            raise unknown(job_id)
+        if caller.tenant is None:
+            return
+        tenant: bytes | None = await self._retries.run(lambda: self._client.redis.hget(wire.job_key(job_id), "tenant"))
+        if tenant is None or tenant.decode("utf-8", "replace") != caller.tenant:
+            raise unknown(job_id)
+
+
+def unknown(job_id: str) -> ApiError:
+    """Return the error for a job that does not exist, as far as the caller may know."""
+    return ApiError(404, f"There is no job {json.dumps(job_id[:128])}, or it has expired.", code="unknown_job")
