@@ -36,10 +36,10 @@ SECTIONS = {
     "metrics_port": "Monitoring and lifetimes",
 }
 
-_FRONT = "HTTP front"  # the last section
+_FRONT = "HTTP gateway"  # the last section
 
 _ENV_HEAD = """\
-# Settings of the worker and of the HTTP front, with their defaults. Copy this file to .env and change what you need.
+# Settings of the worker and of the HTTP gateway, with their defaults. Copy this file to .env and change what you need.
 # A name that starts with SLUICE_ and is not listed here is refused at start.
 # Written by python -m scripts.settings_page from worker/settings.py and sluice/gateway/settings.py: edit the
 # descriptions there.
@@ -59,9 +59,9 @@ is closest.
 `SLUICE_REDIS_URL` and `SLUICE_MODEL_NAME` from the environment. The tests read one more variable,
 `SLUICE_TEST_REDIS_URL`: a server to use in place of their own.
 
-`sluice serve`, the [HTTP front](gateway.md), reads `SLUICE_REDIS_URL` and the settings that begin with `SLUICE_SERVE_`
-([below](#http-front)) from the same places, and refuses misspelt ones. Worker and front ignore each other's settings,
-so one `.env` serves both.
+`sluice serve`, the [HTTP gateway](gateway.md), reads `SLUICE_REDIS_URL` and the settings that begin with
+`SLUICE_SERVE_` ([below](#http-gateway)) from the same places, and refuses misspelt ones. Worker and gateway ignore each
+other's settings, so one `.env` serves both.
 """
 _METRICS_HEAD = """\
 ## Metrics
@@ -74,7 +74,7 @@ with the prefix `vllm:` are vLLM's and mean the same, so dashboards and alerts f
 |---|---|---|---|
 """
 _FRONT_METRICS_HEAD = """
-The HTTP front serves these at `/metrics` of its own port:
+The HTTP gateway serves these at `/metrics` of its own port:
 
 | metric | type | labels | description |
 |---|---|---|---|
@@ -129,8 +129,8 @@ def _front_metrics() -> FrontMetrics:
 
 
 def sections() -> list[tuple[str, list[Setting]]]:
-    """Return the settings by section, in the order of the fields, the front's last. Raises KeyError if the first has no
-    section."""
+    """Return the settings by section, in the order of the fields, the gateway's last. Raises KeyError if the first has
+    no section."""
     found: list[tuple[str, list[Setting]]] = []
     for name, field in Settings.model_fields.items():
         if not found or name in SECTIONS:

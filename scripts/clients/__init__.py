@@ -1,1 +1,1 @@
-"""Real clients against the HTTP front: each in an environment of its own, every call that it has."""
+"""Real clients against the HTTP gateway: each in an environment of its own, every call that it has."""

@@ -1,4 +1,4 @@
-"""scripts/conformance: drive the HTTP front with the clients that people use."""
+"""scripts/conformance: drive the HTTP gateway with the clients that people use."""
 
 import argparse
 import subprocess
@@ -17,9 +17,9 @@ from scripts.clients.results import Report, failures, read_report, table
 from scripts.stack import ROOT
 
 _ABOUT = """\
-Drive the HTTP front with the clients that people use, through every call that each of them has: answers, streams,
+Drive the HTTP gateway with the clients that people use, through every call that each of them has: answers, streams,
 tools, JSON schemas, images, errors, and leaving in the middle. Each client is installed in its newest release from PyPI
-or npm, in a folder of its own. A server, a worker with models/tiny-chat and a front are started for the run.
+or npm, in a folder of its own. A server, a worker with models/tiny-chat and a gateway are started for the run.
 
 Prints a table of calls and clients, and the reason of each failure. The exit code is 1 if a call fails, or if a client
 cannot be installed."""
@@ -30,7 +30,7 @@ examples:
   scripts/conformance --folder /tmp/clients               keep the installed clients there, and use them again
 
 The checks are in scripts/clients/checks, one file for each client; a check is a function with the name of its call.
-schemathesis sends requests made from the front's /openapi.json, valid ones and others, with any headers."""
+schemathesis sends requests made from the gateway's /openapi.json, valid ones and others, with any headers."""
 
 _WIDTH = 160  # of a table that is written to a file
 
@@ -75,7 +75,7 @@ def _report(client: Client, folder: Path, url: str, console: Console) -> Report:
 
 
 def check(client: Client, command: Sequence[str], url: str) -> Report:
-    """Run the checks of an installed client against the front at `url`."""
+    """Run the checks of an installed client against the gateway at `url`."""
     try:
         ran = subprocess.run(
             command, cwd=ROOT, env=environment(url), capture_output=True, text=True, timeout=client.runs_s

@@ -26,7 +26,7 @@ def install(client: Client, folder: Path) -> list[str]:
 
 
 def environment(url: str) -> dict[str, str]:
-    """Return the environment of the checks: of this process, with the URL of the front and without any proxy."""
+    """Return the environment of the checks: of this process, with the URL of the gateway and without any proxy."""
     others = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     return {**others, "SLUICE_CONFORMANCE_URL": url, "PYTHONPATH": str(ROOT), "NO_PROXY": "*"}
 

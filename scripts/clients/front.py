@@ -1,4 +1,4 @@
-"""A server, a worker with the tiny model, and a front, for as long as a block lasts."""
+"""A server, a worker with the tiny model, and a gateway, for as long as a block lasts."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ _DEFAULT_TOKENS, _MOST_TOKENS = 200, 2_000
 
 @contextmanager
 def front() -> Iterator[str]:
-    """Yield the URL of a front, without /v1. Raises RuntimeError if one of the three does not start."""
+    """Yield the URL of a gateway, without /v1. Raises RuntimeError if one of the three does not start."""
     with Server(embedded_binary()) as server:
         worker = WorkerProcess(server.url, default_max_tokens=_DEFAULT_TOKENS, max_output_tokens=_MOST_TOKENS)
         with worker, _serving(server.url) as url:
@@ -44,7 +44,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str) -> None:
     deadline = time.monotonic() + _START_S
     while not _is_ready(url):
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError("The front did not start; run `sluice serve` to see why.")
+            raise RuntimeError("The gateway did not start; run `sluice serve` to see why.")
         time.sleep(0.05)
 
 

@@ -1,1 +1,1 @@
-"""The description of the HTTP front's routes, made from the models that check its requests."""
+"""The description of the HTTP gateway's routes, made from the models that check its requests."""

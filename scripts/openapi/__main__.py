@@ -8,7 +8,7 @@ from scripts.openapi.document import FILE, text
 
 def main() -> int:
     """Write or check the file, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.openapi", description="Write the front's OpenAPI file.")
+    parser = argparse.ArgumentParser(prog="python -m scripts.openapi", description="Write the gateway's OpenAPI file.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the file is out of date")
     if not parser.parse_args().check:
         FILE.parent.mkdir(exist_ok=True)

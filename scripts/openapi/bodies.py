@@ -15,7 +15,7 @@ _REFERENCE = "#/components/schemas/{model}"
 _TEXT: Schema = {"type": ["string", "null"]}
 _FLAG: Schema = {"type": ["boolean", "null"]}
 _OBJECT: Schema = {"type": ["object", "null"]}
-_MODEL: Schema = {**_TEXT, "description": "A served name, or one that the front maps to one."}
+_MODEL: Schema = {**_TEXT, "description": "A served name, or one that the gateway maps to one."}
 _CHOICES: Schema = {"type": ["integer", "null"], "minimum": 1, "maximum": MAX_CHOICES}
 _PART: Schema = {
     "type": "object",
@@ -87,7 +87,7 @@ _OF_RESPONSES: dict[str, Schema] = {
 
 
 def bodies() -> dict[str, Schema]:
-    """Return the schemas by name: those of the models, with what the front itself reads of them, and the others'."""
+    """Return the schemas by name: those of the models, with what the gateway itself reads of them, and the others'."""
     kinds: list[Any] = [
         (kind.__name__, "validation", TypeAdapter(kind)) for kind in (ChatRequest, MessagesBody, CountBody)
     ]

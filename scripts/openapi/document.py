@@ -110,7 +110,7 @@ def document() -> Schema:
         "openapi": "3.1.0",
         "info": {"title": "Sluice", "version": VERSION, "description": _ABOUT},
         "servers": [{"url": "/"}],
-        "security": [{"key": []}, {"x-api-key": []}, {}],  # a front without keys needs none
+        "security": [{"key": []}, {"x-api-key": []}, {}],  # a gateway without keys needs none
         "paths": paths,
         "components": {
             "schemas": dict(sorted({**bodies(), **_ANSWERS}.items())),

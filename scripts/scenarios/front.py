@@ -1,4 +1,4 @@
-"""`kill -9` of a worker, of one of two fronts, or of the server, in the middle of streams over HTTP."""
+"""`kill -9` of a worker, of one of two gateways, or of the server, in the middle of streams over HTTP."""
 
 import asyncio
 import signal
@@ -50,7 +50,7 @@ def _worker(url: str, rows: int) -> WorkerProcess:
 
 
 def _front_of(index: int, fronts: int) -> int:
-    """Return the front of a stream: each has all interfaces, with and without a key."""
+    """Return the gateway of a stream: each has all interfaces, with and without a key."""
     return index // (2 * len(INTERFACES)) % fronts
 
 
@@ -108,7 +108,7 @@ async def _ids(db: redis.asyncio.Redis, state: bytes) -> list[str]:
 
 async def worker_killed(url: str, *, streams: int, tokens: int, leavers: int = 6) -> list[Figure]:
     """Kill the worker; another one takes its jobs over."""
-    label = f"front, {streams} streams, worker killed"
+    label = f"gateway, {streams} streams, worker killed"
     async with redis.asyncio.Redis.from_url(url) as db:
         with _worker(url, streams) as first, FrontProcess(url) as front:
             async with _loaded([front], db, streams=streams, tokens=tokens, leavers=leavers) as load:
@@ -123,7 +123,7 @@ async def worker_killed(url: str, *, streams: int, tokens: int, leavers: int = 6
 
 async def server_killed(*, streams: int, tokens: int, away_s: float, leavers: int = 6) -> list[Figure]:
     """Kill the server, and start it again with its append-only file."""
-    label = f"front, {streams} streams, server killed"
+    label = f"gateway, {streams} streams, server killed"
     with Server(args=DURABLE) as server:
         async with redis.asyncio.Redis.from_url(server.url) as db:
             with _worker(server.url, streams) as worker, FrontProcess(server.url) as front:
@@ -139,8 +139,8 @@ async def server_killed(*, streams: int, tokens: int, away_s: float, leavers: in
 
 
 async def front_killed(url: str, *, streams: int, tokens: int, leavers: int = 6) -> list[Figure]:
-    """Kill one of two fronts; its clients read on, or try again, at the other."""
-    label = f"front, {streams} streams, one of two killed"
+    """Kill one of two gateways; its clients read on, or try again, at the other."""
+    label = f"gateway, {streams} streams, one of two killed"
     async with redis.asyncio.Redis.from_url(url) as db:
         with _worker(url, streams) as worker, FrontProcess(url) as killed, FrontProcess(url) as other:
             async with _loaded([killed, other], db, streams=streams, tokens=tokens, leavers=leavers) as load:
@@ -202,7 +202,7 @@ async def _settled(
 
 
 async def all_killed(url: str, *, streams: int, tokens: int) -> list[Figure]:
-    """Kill a worker, a front and the server, each in the middle of new streams."""
+    """Kill a worker, a gateway and the server, each in the middle of new streams."""
     figures = await worker_killed(url, streams=streams, tokens=tokens)
     async with redis.asyncio.Redis.from_url(url) as db:
         await db.flushdb()

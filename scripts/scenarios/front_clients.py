@@ -1,4 +1,4 @@
-"""Clients of the front's three interfaces, which read streams to their end, to an error, or until they break off."""
+"""Clients of the gateway's three interfaces, which read streams to their end, to an error, or until they break off."""
 
 import json
 from abc import abstractmethod
@@ -24,7 +24,7 @@ class Frame:
 
 
 class Interface(Protocol):
-    """One of the front's interfaces."""
+    """One of the gateway's interfaces."""
 
     name: str
     path: str
@@ -133,14 +133,14 @@ class Answer:
         return self.key is not None or self.interface.resumption(self.id, None) is not None
 
     async def read(self, http: httpx.AsyncClient, url: str) -> None:
-        """Post the request to the front at `url`, and read the stream from its beginning."""
+        """Post the request to the gateway at `url`, and read the stream from its beginning."""
         self.frames.clear()
         headers = {} if self.key is None else {"idempotency-key": self.key}
         body = {**self.interface.body(self.tokens), "temperature": 0, "stream": True}
         await self._read(http.stream("POST", url + self.interface.path, json=body, headers=headers))
 
     async def read_on(self, http: httpx.AsyncClient, url: str) -> None:
-        """Read the answer after a break at another front: all of it if it has a key, else its rest."""
+        """Read the answer after a break at another gateway: all of it if it has a key, else its rest."""
         last = next((frame.id for frame in reversed(self.frames) if frame.id is not None), None)
         resumption = self.interface.resumption(self.id, last)
         if self.key is not None:

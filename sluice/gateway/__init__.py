@@ -1,4 +1,4 @@
-"""The HTTP front: OpenAI's and Anthropic's interfaces to the queue. `app` mounts into an existing application."""
+"""The HTTP gateway: OpenAI's and Anthropic's interfaces to the queue. `app` mounts into an existing application."""
 
 from sluice.gateway.app import app
 from sluice.gateway.settings import ServeSettings, read_settings

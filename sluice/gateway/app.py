@@ -77,8 +77,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Return an error of the front itself. The HTTP server logs it."""
-    error = ApiError(500, "The front failed on this request; its log has the reason.", SERVER)
+    """Return an error of the gateway itself. The HTTP server logs it."""
+    error = ApiError(500, "The gateway failed on this request; its log has the reason.", SERVER)
     return _response(request, error, getattr(request.state, REQUEST_ID))
 
 

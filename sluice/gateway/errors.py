@@ -1,4 +1,4 @@
-"""Errors of the front, independent of a surface; and OpenAI's form of them."""
+"""Errors of the gateway, independent of a surface; and OpenAI's form of them."""
 
 import logging
 import math

@@ -23,9 +23,9 @@ logger = logging.getLogger("sluice.gateway")
 HEADER = "idempotency-key"
 _MAX_CHARACTERS = 255
 _LIFE_S = wire.JOB_LIFE_S + wire.RESULT_TTL_S  # as long as a job may be known
-_VERSION = "1"  # of the registrations, and of the ids that follow from keys: fronts of another version refuse them
+_VERSION = "1"  # of the registrations, and of the ids that follow from keys: gateways of another version refuse them
 _QUEUED = "queued"  # the last word, once the request has queued its jobs
-_RETRY_S = 1.0  # until a request may reach a front of the version that has registered its key
+_RETRY_S = 1.0  # until a request may reach a gateway of the version that has registered its key
 _CONFLICT, _GONE = 409, 410
 
 
@@ -38,7 +38,7 @@ def key_of(request: Request) -> str | None:
 
 
 def job_id(caller: Caller, route: str, key: str, prefix: str) -> str:
-    """Return the id of the job that belongs to a key: the same in every front."""
+    """Return the id of the job that belongs to a key: the same in every gateway."""
     return f"{prefix}{hashlib.sha256(repr((caller.tenant, route, key)).encode()).hexdigest()[:32]}"
 
 
@@ -61,7 +61,7 @@ class IdempotencyKeys:
         """Register a key for its body while the jobs are queued. `base` is the id that the key stands for.
 
         Yields True if the jobs were queued before: the block has to queue nothing. If the block ends in a refusal, the
-        key is free again. Raises `ApiError` 409 if the key came with another body before, or if a front of another
+        key is free again. Raises `ApiError` 409 if the key came with another body before, or if a gateway of another
         version has registered it; and `SluiceError`."""
         key, registration = registration_key(base), f"{_VERSION} {body_digest}"
         send = partial(self._redis.set, key, registration, nx=True, get=True, ex=_LIFE_S)
@@ -106,9 +106,9 @@ def _was_queued(earlier: bytes, body_digest: str) -> bool:
 
 
 def other_version() -> ApiError:
-    """Return the error for a key that a front of another version has registered. The client may try again: the request
-    may reach a front of that version."""
-    message = "Idempotency-Key: another version of the front uses the key; try again, or use a new key."
+    """Return the error for a key that a gateway of another version has registered. The client may try again: the
+    request may reach a gateway of that version."""
+    message = "Idempotency-Key: another version of the gateway uses the key; try again, or use a new key."
     return ApiError(_CONFLICT, message, code="idempotency_key_in_use", retry_after_s=_RETRY_S, retryable=True)
 
 

@@ -44,7 +44,7 @@ def listen(settings: ServeSettings) -> socket.socket:
 
 
 def _reason(error: OSError) -> str:
-    """Return why the front cannot listen, and what to change."""
+    """Return why the gateway cannot listen, and what to change."""
     match error:
         case OSError(errno=errno.EADDRINUSE):
             return "another process listens there; choose another port with --port."
@@ -99,7 +99,7 @@ def _application(client: Client, settings: ServeSettings) -> Starlette:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that tells the front when it begins to drain."""
+    """A uvicorn server that tells the gateway when it begins to drain."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)

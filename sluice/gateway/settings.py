@@ -30,8 +30,8 @@ _WRONG = {
     "literal_error": "it must be {expected}",
     "string_too_short": "it must not be empty",
     "value_error": "{error}",
-    "needs_keys": "without keys the front listens on a loopback address only; make a key with `sluice keys create` and "
-    "set SLUICE_SERVE_KEYS",
+    "needs_keys": "without keys the gateway listens on a loopback address only; make a key with `sluice keys create` "
+    "and set SLUICE_SERVE_KEYS",
 }
 
 
@@ -40,7 +40,7 @@ class CannotServe(Exception):
 
 
 class ServeSettings(BaseSettings):
-    """The settings of a front. Each is read from the variable `SLUICE_SERVE_` + its name in capitals."""
+    """The settings of a gateway. Each is read from the variable `SLUICE_SERVE_` + its name in capitals."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, env_file=".env", extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
@@ -77,7 +77,7 @@ class ServeSettings(BaseSettings):
     )
     keys: Path | None = Field(
         None,
-        description="File of the API keys; `sluice keys` edits it. Default: every request is accepted, and the front "
+        description="File of the API keys; `sluice keys` edits it. Default: every request is accepted, and the gateway "
         "answers to its own machine only.",
     )
     max_connections_per_key: int = Field(
@@ -94,7 +94,7 @@ class ServeSettings(BaseSettings):
     )
     cors_origins: str | None = Field(
         None,
-        description="Web sites whose pages may call the front from a browser, such as "
+        description="Web sites whose pages may call the gateway from a browser, such as "
         "https://a.example,https://b.example; * is any. Default: none.",
     )
     drain_s: float = Field(
@@ -133,7 +133,7 @@ class ServeSettings(BaseSettings):
 
     @property
     def allowed_origins(self) -> frozenset[str]:
-        """Web sites whose pages may call the front; "*" is any."""
+        """Web sites whose pages may call the gateway; "*" is any."""
         return frozenset(self.cors_origins.split(",") if self.cors_origins else ())
 
     @property

@@ -1,4 +1,4 @@
-"""Server-sent events of the front: frames, heartbeats in long waits, and the response that carries them."""
+"""Server-sent events of the gateway: frames, heartbeats in long waits, and the response that carries them."""
 
 import asyncio
 import json

@@ -50,7 +50,7 @@ class Workers:
         return True
 
     def note(self, model: str) -> None:
-        """Record for all fronts that the model is served. No request waits for it, or fails with it."""
+        """Record for all gateways that the model is served. No request waits for it, or fails with it."""
         now = time.monotonic()
         if now - self._noted.get(model, float("-inf")) >= _NOTE_EVERY_S:
             self._noted[model] = now
@@ -69,7 +69,7 @@ class Workers:
             await self._run(send)
         except (SluiceError, RedisError) as error:
             self._noted.pop(model, None)  # the next request tries again
-            logger.warning("the model %s: other fronts were not told that it is served: %s", model, error)
+            logger.warning("the model %s: other gateways were not told that it is served: %s", model, error)
 
     async def exists(self, model: str) -> bool:
         """Return False if other models are served and this one was not within the last day."""

@@ -28,9 +28,9 @@ SCENARIOS: dict[str, Scenario] = {
     "scripts are forgotten": lambda s: outages.scripts_forgotten(s.url, streams=8, tokens=50),
     "the server is full": lambda s: outages.full_server(s.url, streams=8, tokens=100, full_s=1),
     "answers are lost": lambda s: outages.answers_lost(s.port, cuts=40, streams=8, tokens=60),
-    "a worker is killed behind a front": lambda s: front.worker_killed(s.url, streams=12, tokens=150),
-    "one of two fronts is killed": lambda s: front.front_killed(s.url, streams=12, tokens=150),
-    "the server is killed behind a front": lambda s: front.server_killed(streams=12, tokens=150, away_s=1),
+    "a worker is killed behind a gateway": lambda s: front.worker_killed(s.url, streams=12, tokens=150),
+    "one of two gateways is killed": lambda s: front.front_killed(s.url, streams=12, tokens=150),
+    "the server is killed behind a gateway": lambda s: front.server_killed(streams=12, tokens=150, away_s=1),
     "an idle worker is quiet": lambda s: pickup.idle_commands(s.url, seconds=3),
     "an offline run is killed": lambda s: offline.killed(offline.two_paced, lines=300, distinct=12, kills=3, seed=1),
     "many small jobs end once": lambda s: load.many_small_jobs(s.url, jobs=1500, kill_every_s=1),
@@ -49,9 +49,9 @@ TIMED = {
 # Smaller ones are in tests/queue/job/test_channel, tests/queue/test_client, test_crash, test_shutdown, test_batch and
 # test_cli_operators, in tests/queue/job/test_claims and in tests/gateway/chat/test_kill.
 LARGE = {
-    "a worker is killed behind a front",
-    "one of two fronts is killed",
-    "the server is killed behind a front",
+    "a worker is killed behind a gateway",
+    "one of two gateways is killed",
+    "the server is killed behind a gateway",
     "a killed worker's streams go on",
     "a stopped worker hands its streams over",
     "a sleeper that wakes writes nothing stale",

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the front, mounted as in docs/backends.md: answers, tool calls, reasoning and errors."""
+"""OpenAI's own client against the gateway, mounted as in docs/backends.md: answers, tools, reasoning and errors."""
 
 import os
 import subprocess

@@ -44,7 +44,7 @@ async def fake_worker(redis_url: str, db: Redis, chat: FakeChat) -> AsyncIterato
 
 @pytest.fixture
 async def front(redis_url: str) -> AsyncIterator[Front]:
-    """A front in this process, on a free port, in its own thread and event loop."""
+    """A gateway in this process, on a free port, in its own thread and event loop."""
     with serving(redis_url, ServeSettings(_env_file=None, no_worker_s=0.5)) as front:
         yield front
 
@@ -63,7 +63,7 @@ def front_of_worker(worker: WorkerProcess) -> Iterator[Front]:
 
 @pytest.fixture
 def real_front(worker: WorkerProcess, redis_url: str, front_of_worker: Front) -> Front:
-    """A front for the worker with the tiny model, which the tests of a file share."""
+    """A gateway for the worker with the tiny model, which the tests of a file share."""
     worker.wait_ready()
     return front_of_worker
 

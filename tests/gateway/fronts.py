@@ -1,4 +1,4 @@
-"""Fronts on real sockets: in a thread of this process, which is quick, or as processes that can be killed."""
+"""Gateways on real sockets: in a thread of this process, which is quick, or as processes that can be killed."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from sluice.gateway import ServeSettings, app
 
 @dataclass(frozen=True)
 class Front:
-    """A front that accepts connections; `base_url` is what OpenAI clients are given."""
+    """A gateway that accepts connections; `base_url` is what OpenAI clients are given."""
 
     url: str
 

@@ -1,4 +1,4 @@
-"""The fields, `null` included, that OpenAI's OpenAPI description requires of what the front sends. The SDK's types do
+"""The fields, `null` included, that OpenAI's OpenAPI description requires of what the gateway sends. The SDK's types do
 not require those that may be null. Names alone, read from the description of November 2026."""
 
 _USAGE = "completion_tokens prompt_tokens total_tokens"

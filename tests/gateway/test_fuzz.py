@@ -1,4 +1,4 @@
-"""Bodies and headers of any kind at each route: an answer in time, and no error of the front's own."""
+"""Bodies and headers of any kind at each route: an answer in time, and no error of the gateway's own."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The document of `/openapi.json` describes the front's routes and takes what clients send."""
+"""The document of `/openapi.json` describes the gateway's routes and takes what clients send."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The round trips to Redis that a request costs a front, and which of them its first event waits for."""
+"""The round trips to Redis that a request costs a gateway, and which of them its first event waits for."""
 
 import json
 import re
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("fake_worker")
 
 @pytest.fixture
 def trips(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands of each round trip of a front, which runs in a thread of its own."""
+    """The commands of each round trip of a gateway, which runs in a thread of its own."""
     send, trips = AbstractConnection.send_packed_command, list[list[str]]()
 
     async def recorded(connection: Any, command: Any, *args: Any, **options: Any) -> None:
@@ -49,7 +49,7 @@ def trips(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 @pytest.fixture
 def front(redis_url: str, tmp_path: Path) -> Iterator[Front]:
-    """A front that checks keys. It asks for a worker only after seconds."""
+    """A gateway that checks keys. It asks for a worker only after seconds."""
     keys = [
         {"id": "limited", "sha256": digest("limited"), "tenant": "a", "requests_per_minute": 1_000},
         {"id": "free", "sha256": digest("free"), "tenant": "a"},
@@ -61,7 +61,7 @@ def front(redis_url: str, tmp_path: Path) -> Iterator[Front]:
 
 
 async def trips_of(http: httpx.AsyncClient, trips: list[list[str]], key: str, headers: dict[str, str]) -> Any:
-    """Return the round trips of a request to a front that is warm."""
+    """Return the round trips of a request to a gateway that is warm."""
     for _ in range(2):  # connections are opened, and scripts loaded, with the first one
         await http.post(PATH, json=BODY, headers={"authorization": f"Bearer {key}"})
         await until(lambda: trips[-1:] == END)

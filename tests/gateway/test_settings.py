@@ -1,4 +1,4 @@
-"""The settings of `sluice serve`, and one `.env` for a front and a worker."""
+"""The settings of `sluice serve`, and one `.env` for a gateway and a worker."""
 
 import os
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_a_name_within_a_value_of_several_lines_is_no_setting() -> None:
 def test_a_misspelt_name_is_refused_with_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICE_SERVE_PROT", "9")
     assert refusal() == "SLUICE_SERVE_PROT is not a setting; did you mean SLUICE_SERVE_PORT?"
-    refuse_unknown(Settings.model_fields, Path(".env"))  # the worker leaves it to the front
+    refuse_unknown(Settings.model_fields, Path(".env"))  # the worker leaves it to the gateway
 
 
 def test_a_misspelt_name_in_the_file_is_refused_too() -> None:

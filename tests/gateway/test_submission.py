@@ -1,4 +1,4 @@
-"""Submission by the front, when its client leaves, the server refuses, or another request has the same key."""
+"""Submission by the gateway, when its client leaves, the server refuses, or another request has the same key."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ async def _idle_worker(db: Redis) -> None:
 
 @pytest.fixture
 def submitting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ids of the submissions of a front, each of which takes a while."""
+    """The ids of the submissions of a gateway, each of which takes a while."""
     submit, ids = Client.submit, list[str]()
 
     async def slow(client: Client, *positional: Any, id: str, **named: Any) -> Any:
@@ -152,7 +152,7 @@ async def test_a_refused_request_leaves_the_record_of_another_with_its_key(
     assert (found.status_code, found.json()["status"]) == (200, "queued")
 
 
-# Several versions of the front
+# Several versions of the gateway
 
 
 @pytest.mark.usefixtures("fake_worker")

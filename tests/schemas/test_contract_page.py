@@ -73,7 +73,7 @@ def test_the_page_s_key_table_has_every_key() -> None:
 
 
 def test_the_page_has_every_key_of_the_front() -> None:
-    listed = {name for cells in page.rows("Keys of the HTTP front") for name in page.names(cells[0])}
+    listed = {name for cells in page.rows("Keys of the HTTP gateway") for name in page.names(cells[0])}
     front = [reservation_key, registration_key, record_key, final_key]
     assert listed == {"sluice:serve:models", limit_key("<key>"), *(key("<id>") for key in front)}
 

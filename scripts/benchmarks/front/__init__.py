@@ -1,1 +1,1 @@
-"""What the HTTP front costs: against the queue alone, and for each idle stream."""
+"""What the HTTP gateway costs: against the queue alone, and for each idle stream."""

@@ -61,17 +61,17 @@ class Measured:
 
     @property
     def later_s(self) -> float:
-        """How much later the first token comes through the front: the median of the pairs."""
+        """How much later the first token comes through the gateway: the median of the pairs."""
         return statistics.median(f.first_s - q.first_s for q, f in zip(self.queue, self.front, strict=True))
 
     @property
     def rate(self) -> float:
-        """Tokens per second through the front, as a share of those through the queue: the median of the pairs."""
+        """Tokens per second through the gateway, as a share of those through the queue: the median of the pairs."""
         return statistics.median(f.tokens_per_s / q.tokens_per_s for q, f in zip(self.queue, self.front, strict=True))
 
 
 class Stack:
-    """A server, a worker and a front, and both ways to them."""
+    """A server, a worker and a gateway, and both ways to them."""
 
     def __init__(self, server: Server, worker: WorkerProcess, front: FrontProcess, client: Client) -> None:
         self._processes = {"front": front.process, "worker": worker.process, "server": server.process}

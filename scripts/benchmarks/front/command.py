@@ -16,7 +16,7 @@ from scripts.benchmarks.front.idle import Idle
 from scripts.benchmarks.serve.options import positive
 from scripts.benchmarks.serve.results import Verdict
 
-SUMMARY = "overhead of the HTTP front, and what an idle stream costs it"
+SUMMARY = "overhead of the HTTP gateway, and what an idle stream costs it"
 _MAX_LATER_MS = 5.0
 _MIN_RATE = 0.97
 _MAX_IDLE_KB = 100.0
@@ -27,7 +27,7 @@ _CPU = ("client_us", "front_us", "worker_us", "server_us")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.description = (
-        f"{SUMMARY}. {STREAMS} streamed chats go through the queue alone (sluice.Client) and through the front, in "
+        f"{SUMMARY}. {STREAMS} streamed chats go through the queue alone (sluice.Client) and through the gateway, in "
         f"turn, on an engine with {STREAMS} rows and a step of {STEP_MS:g} ms, and on the tiny model."
     )
     parser.add_argument("--runs", type=positive, default=5, metavar="N", help="bursts by each way; default: 5")
@@ -51,7 +51,7 @@ def main(console: Console, options: argparse.Namespace) -> bool:
     if measured:
         console.print(_table(measured, options.runs))
     if streams:
-        console.print(f"CPU time of the front for each idle stream: {streams.cpu_us_per_s:.0f} µs in each second.")
+        console.print(f"CPU time of the gateway for each idle stream: {streams.cpu_us_per_s:.0f} µs in each second.")
     if verdicts:
         console.print(_bars(verdicts))
     if options.json:
@@ -72,9 +72,9 @@ def _verdicts(measured: Sequence[Measured], streams: Idle | None) -> list[Verdic
     for each in measured:
         if each.case.is_paced:
             later_ms = 1000 * each.later_s
-            label = f"{each.case.name}: first token p50, front later by (ms)"
+            label = f"{each.case.name}: first token p50, gateway later by (ms)"
             verdicts.append(Verdict(label, f"≤ {_MAX_LATER_MS:g}", later_ms, later_ms <= _MAX_LATER_MS))
-            verdicts.append(Verdict.at_least(f"{each.case.name}: tokens/s, front / queue", _MIN_RATE, each.rate))
+            verdicts.append(Verdict.at_least(f"{each.case.name}: tokens/s, gateway / queue", _MIN_RATE, each.rate))
     if streams:
         each_kb = streams.bytes_each / 1000
         label = f"memory of each of {streams.streams:,} idle streams (kB)"
@@ -98,7 +98,7 @@ def _cells(burst: Burst) -> list[str]:
 
 
 def _bars(verdicts: Sequence[Verdict]) -> Table:
-    table = Table("measured", "bar", "figure", "holds", title="The front against its bars", title_justify="left")
+    table = Table("measured", "bar", "figure", "holds", title="The gateway against its bars", title_justify="left")
     for each in verdicts:
         table.add_row(each.label, each.bar, f"{each.value:.2f}", "[green]yes[/]" if each.holds else "[red]no[/]")
     return table

@@ -1,4 +1,4 @@
-"""What an idle stream costs a front: memory, and CPU time while nothing happens."""
+"""What an idle stream costs a gateway: memory, and CPU time while nothing happens."""
 
 import asyncio
 import resource
@@ -23,7 +23,7 @@ _FILES = 4 * STREAMS
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Costs of the front for each idle stream."""
+    """Costs of the gateway for each idle stream."""
 
     streams: int
     bytes_each: float
@@ -31,7 +31,7 @@ class Idle:
 
 
 def measure() -> Idle:
-    """Open the streams on a front that has served as many before, and watch it."""
+    """Open the streams on a gateway that has served as many before, and watch it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _FILES)), hard))
     with (

@@ -1,4 +1,4 @@
-"""The two ways of a streamed chat to a worker, the queue alone and the front, with clients that cost little."""
+"""The two ways of a streamed chat to a worker, the queue alone and the gateway, with clients that cost little."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def queue(client: Client) -> Way:
 
 
 def front(url: str) -> Way:
-    """Return the way through the front at `url`, with a connection for each request."""
+    """Return the way through the gateway at `url`, with a connection for each request."""
     address = urlsplit(url)
 
     async def answered(body: Body) -> Arrivals:
@@ -56,7 +56,7 @@ def front(url: str) -> Way:
             writer.write(post(body))
             head = await reader.readuntil(b"\r\n\r\n")
             if not head.startswith(b"HTTP/1.1 200"):
-                raise RuntimeError(f"the front answered {head[:200]!r}")
+                raise RuntimeError(f"the gateway answered {head[:200]!r}")
             while size := int(await reader.readline(), 16):
                 _read(await reader.readexactly(size + 2), arrivals)
         finally:
@@ -74,7 +74,7 @@ def post(body: Body) -> bytes:
 
 
 def _read(chunk: bytes, arrivals: Arrivals) -> None:
-    """Read the complete frames of a chunk: the front never divides one."""
+    """Read the complete frames of a chunk: the gateway never divides one."""
     for line in chunk.splitlines():
         if not line.startswith(b"data: {"):
             continue

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-URL = os.environ.get("SLUICE_CONFORMANCE_URL", "")  # of the front, without /v1
+URL = os.environ.get("SLUICE_CONFORMANCE_URL", "")  # of the gateway, without /v1
 SAID: dict[str, Any] = json.loads((Path(__file__).parent / "requests.json").read_text())
 MODEL = SAID["model"]
 WEATHER: dict[str, Any] = SAID["weather"]

@@ -1,4 +1,4 @@
-"""Schemathesis: requests made from the front's own description, valid ones and others, at every route."""
+"""Schemathesis: requests made from the gateway's own description, valid ones and others, at every route."""
 
 import subprocess
 import sys

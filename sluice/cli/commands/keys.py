@@ -38,7 +38,7 @@ keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 def about() -> None:
     """Create, list and revoke the API keys of `sluice serve`.
 
-    The file holds a hash of each key, not the key. Running fronts read it again within a second after a change.
+    The file holds a hash of each key, not the key. Running gateways read it again within a second after a change.
 
     \b
     Example:

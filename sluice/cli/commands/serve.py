@@ -1,4 +1,4 @@
-"""`sluice serve`: the HTTP front."""
+"""`sluice serve`: the HTTP gateway."""
 
 from typing import Annotated
 

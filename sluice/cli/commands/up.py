@@ -1,4 +1,4 @@
-"""`sluice up`: starts and stops a server, a worker and the HTTP front on this machine together."""
+"""`sluice up`: starts and stops a server, a worker and the HTTP gateway on this machine together."""
 
 import asyncio
 import shutil
@@ -14,7 +14,7 @@ import typer
 
 from sluice.cli.embedded_server import EmbeddedServer, default_folder
 from sluice.cli.errors import INSTALL_GATEWAY
-from sluice.cli.front_process import FrontProcess
+from sluice.cli.gateway_process import GatewayProcess
 from sluice.client import Client
 from sluice.errors import SluiceError
 
@@ -48,7 +48,7 @@ def up(
             min=1,
             max=65_535,
             metavar="PORT",
-            help="SLUICE_SERVE_PORT: port of the HTTP front.  [default: 8000, or a free one]",
+            help="SLUICE_SERVE_PORT: port of the HTTP gateway.  [default: 8000, or a free one]",
         ),
     ] = None,
     data: Annotated[
@@ -60,11 +60,11 @@ def up(
         ),
     ] = None,
 ) -> None:
-    """Serve one model on this machine only: start a server, a worker and the HTTP front, until Ctrl-C or SIGTERM.
+    """Serve one model on this machine only: start a server, a worker and the HTTP gateway, until Ctrl-C or SIGTERM.
 
-    No Redis is needed. OpenAI clients reach the front at http://127.0.0.1:8000/v1. When the model is loaded, the
+    No Redis is needed. OpenAI clients reach the gateway at http://127.0.0.1:8000/v1. When the model is loaded, the
     command prints how other terminals reach it. The worker reads its settings from SLUICE_... and .env, as `sluice
-    worker` does, and the front its own, SLUICE_SERVE_..., both except SLUICE_REDIS_URL.
+    worker` does, and the gateway its own, SLUICE_SERVE_..., both except SLUICE_REDIS_URL.
 
     \b
     Example:
@@ -73,17 +73,17 @@ def up(
     flags = {"--model": model, "--name": name, "--max-rows": max_rows}
     options = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
     server = EmbeddedServer((data or default_folder()).expanduser(), port)
-    code = asyncio.run(_Up(server, FrontProcess(server.url, http_port), options).run())
+    code = asyncio.run(_Up(server, GatewayProcess(server.url, http_port), options).run())
     if code:
         raise typer.Exit(code)
 
 
 class _Up:
-    """Starts the server, then the worker and the front, and stops them in reverse order. Signals are forwarded."""
+    """Starts the server, then the worker and the gateway, and stops them in reverse order. Signals are forwarded."""
 
-    def __init__(self, server: EmbeddedServer, front: FrontProcess, options: list[str]) -> None:
+    def __init__(self, server: EmbeddedServer, gateway: GatewayProcess, options: list[str]) -> None:
         self._server, self._started_at = server, time.time()
-        self._front = front
+        self._gateway = gateway
         self._command = [sys.executable, "-m", "sluice.cli", "worker", *options, "--redis-url", server.url]
         self._worker: asyncio.subprocess.Process | None = None
         self._stopped = False
@@ -104,11 +104,11 @@ class _Up:
             try:
                 return await self._watch(self._worker)
             finally:
-                await self._front.stop()
+                await self._gateway.stop()
 
     def _forward_signal(self, number: int) -> None:
         self._stopped = True
-        self._front.drain()
+        self._gateway.drain()
         if self._worker is not None:
             with suppress(ProcessLookupError):
                 self._worker.send_signal(number)
@@ -138,8 +138,8 @@ class _Up:
                 with suppress(SluiceError):
                     for worker in await client.workers():
                         if float(worker["started_at"]) >= self._started_at:
-                            await self._front.start()
-                            return _print_instructions(self._server.url, worker["model"], self._front)
+                            await self._gateway.start()
+                            return _print_instructions(self._server.url, worker["model"], self._gateway)
                 await asyncio.sleep(_POLL_S)
 
 
@@ -152,25 +152,25 @@ async def _stop_worker(worker: asyncio.subprocess.Process, working: "asyncio.Tas
         await asyncio.wait([working], timeout=_SIGNAL_EVERY_S)
 
 
-def _print_instructions(url: str, model: str, front: FrontProcess) -> None:
+def _print_instructions(url: str, model: str, gateway: GatewayProcess) -> None:
     command = "sluice" if shutil.which("sluice") or Path(sys.argv[0]).name != "sluice" else sys.argv[0]
     option = "" if model == "default" else f" --model {model}"
     _print(
         "ready. In another terminal:\n\n"
         f"  export SLUICE_REDIS_URL={url}\n"
         f'  {command} chat{option} "Count to 12."\n\n'
-        f"{_clients(front)}\n\n"
+        f"{_clients(gateway)}\n\n"
         "Ctrl-C here stops the worker, then the server. Waiting jobs are kept."
     )
 
 
-def _clients(front: FrontProcess) -> str:
-    if front.base_url is None:
-        return f"For OpenAI clients, install the HTTP front: {INSTALL_GATEWAY}"
-    key = "KEY  # of SLUICE_SERVE_KEYS" if front.needs_key else "none"
+def _clients(gateway: GatewayProcess) -> str:
+    if gateway.base_url is None:
+        return f"For OpenAI clients, install the HTTP gateway: {INSTALL_GATEWAY}"
+    key = "KEY  # of SLUICE_SERVE_KEYS" if gateway.needs_key else "none"
     return (
-        f"For OpenAI clients:\n\n  export OPENAI_BASE_URL={front.base_url} OPENAI_API_KEY={key}\n\n"
-        f"In a browser, a chat page: {front.base_url.removesuffix('/v1')}"
+        f"For OpenAI clients:\n\n  export OPENAI_BASE_URL={gateway.base_url} OPENAI_API_KEY={key}\n\n"
+        f"In a browser, a chat page: {gateway.base_url.removesuffix('/v1')}"
     )
 
 

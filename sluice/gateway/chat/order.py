@@ -1,4 +1,4 @@
-"""Reads what a request for a chat completion asks of the front, and makes the request of each choice."""
+"""Reads what a request for a chat completion asks of the gateway, and makes the request of each choice."""
 
 import hashlib
 import re

@@ -80,7 +80,7 @@ class Jobs:
         return await self._client.cancel(job_id)
 
     def abandon(self, job_ids: Iterable[str]) -> None:
-        """Cancel jobs that no client waits for any more, without waiting; none while this front drains."""
+        """Cancel jobs that no client waits for any more, without waiting; none while this gateway drains."""
         if self._draining:
             return
         self.in_background(self._cancel_all(list(job_ids)))

@@ -42,7 +42,7 @@ class Submission:
         `SluiceError`. The caller gets back the tokens that were reserved for the jobs that were refused.
 
         `bodies` are the choices of one request of the contract. `detached`: the jobs continue when the client leaves,
-        unless their bodies decide. The front decides their `model`, and their `tenant` if the caller has one. An id
+        unless their bodies decide. The gateway decides their `model`, and their `tenant` if the caller has one. An id
         that exists is not queued again.
 
         If some jobs are refused, or the client leaves meanwhile, those that were queued are cancelled: nobody knows

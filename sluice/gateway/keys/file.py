@@ -138,6 +138,6 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _keep_owner(descriptor: int, path: Path) -> None:
-    """Give the new file the owner of the old one, so that a front under another user can still read what root edits."""
+    """Give the new file the owner of the old one, so that another user's gateway can still read what root edits."""
     if os.geteuid() == 0 and path.exists():
         os.fchown(descriptor, path.stat().st_uid, path.stat().st_gid)

@@ -1,4 +1,4 @@
-"""The limits of keys in requests and tokens a minute, counted in Redis, so that all fronts agree.
+"""The limits of keys in requests and tokens a minute, counted in Redis, so that all gateways agree.
 
 Each limit is a bucket that holds the requests or tokens of one minute and refills evenly: in any t seconds at most
 limit * (1 + t / 60) are granted. Tokens are reserved by an estimate when a job is queued, and corrected by its usage at

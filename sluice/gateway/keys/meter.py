@@ -12,7 +12,7 @@ _RETRY_S = 1.0  # until one of the key's connections may have ended
 
 
 class Connections:
-    """Counts the answers that this front is giving to each key: one for a request, and one for each further choice."""
+    """Counts the answers that this gateway gives to each key: one for a request, and one for each further choice."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._open = limit, Counter[str]()

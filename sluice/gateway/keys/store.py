@@ -1,4 +1,4 @@
-"""The keys of a running front: read at its start, and again when the file changes."""
+"""The keys of a running gateway: read at its start, and again when the file changes."""
 
 import asyncio
 import hmac

@@ -1,1 +1,1 @@
-"""Probes, metrics and the access log of a front."""
+"""Probes, metrics and the access log of a gateway."""

@@ -40,7 +40,7 @@ class AccessLog:
         self._metrics.began()
         try:
             await self._app(scope, receive, response.send)
-        except Exception:  # the border of a front's request: Starlette answers 500 and the server logs the error
+        except Exception:  # the border of a gateway's request: Starlette answers 500 and the server logs the error
             response.failed()
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Writes the log of a front: a line for each record in files, and lines that end at words on a terminal."""
+"""Writes the log of a gateway: a line for each record in files, and lines that end at words on a terminal."""
 
 import logging
 import os

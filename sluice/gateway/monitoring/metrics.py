@@ -1,4 +1,4 @@
-"""A front's Prometheus metrics. Names are vLLM's if it has the metric; ours begin with `sluice_serve_`."""
+"""A gateway's Prometheus metrics. Names are vLLM's if it has the metric; ours begin with `sluice_serve_`."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 

@@ -1,4 +1,4 @@
-"""The page at `/`: a chat in the browser, as an ordinary client of the front's own routes."""
+"""The page at `/`: a chat in the browser, as an ordinary client of the gateway's own routes."""
 
 from functools import cache
 from importlib.resources import files

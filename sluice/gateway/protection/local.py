@@ -1,4 +1,4 @@
-"""A front without keys answers only to programs and pages of its own machine."""
+"""A gateway without keys answers only to programs and pages of its own machine."""
 
 import ipaddress
 from urllib.parse import urlsplit
@@ -34,11 +34,11 @@ class LocalOnly:
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         if not is_loopback(_host(f"//{headers.get('host', '')}")):
-            return ApiError(403, f"Host: this front has no keys and answers only to its own machine; {_REMEDY}")
+            return ApiError(403, f"Host: this gateway has no keys and answers only to its own machine; {_REMEDY}")
         origin = headers.get("origin")
         if origin is None or is_loopback(_host(origin)) or {"*", origin} & self._allowed_origins:
             return None
-        return ApiError(403, "Origin: this front has no keys and answers no pages of other sites; set "
+        return ApiError(403, "Origin: this gateway has no keys and answers no pages of other sites; set "
                         "SLUICE_SERVE_CORS_ORIGINS.")  # fmt: skip
 
 

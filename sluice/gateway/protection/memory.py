@@ -1,15 +1,15 @@
-"""The bytes of bodies and stored answers that a front holds at once."""
+"""The bytes of bodies and stored answers that a gateway holds at once."""
 
 from collections import Counter
 
 from sluice.gateway.errors import SERVER, ApiError
 
 _RETRY_S = 1.0  # until a body may have been queued, or an answer sent
-_SHARE = 4  # a key may hold a quarter of all, so that one cannot fill the front
+_SHARE = 4  # a key may hold a quarter of all, so that one cannot fill the gateway
 
 
 class Memory:
-    """Counts the bytes that the requests of a front hold, in all and by key."""
+    """Counts the bytes that the requests of a gateway hold, in all and by key."""
 
     def __init__(self, limit: int, longest: int) -> None:
         """`limit`: of all requests. `longest`: the longest body, which every key may hold."""
@@ -28,12 +28,12 @@ class Memory:
 
     def check(self, key_id: str | None, length: int) -> None:
         """Check that `length` more bytes may be held. Raises `ApiError`: 429 for the key's limit, 503 for the
-        front's."""
+        gateway's."""
         if key_id is not None and self._by_key[key_id] + length > self._key_limit:
             message = f"This key's bodies and answers exceed {self._key_limit:,} bytes at once; send fewer of them."
             raise ApiError(429, message, "requests", code="too_many_bytes", retry_after_s=_RETRY_S)
         if self.total + length > self._limit:
-            message = "The front holds as many bytes of bodies and answers as it may; try again later."
+            message = "The gateway holds as many bytes of bodies and answers as it may; try again later."
             raise ApiError(503, message, SERVER, code="overloaded", retry_after_s=_RETRY_S)
 
     def add(self, key_id: str | None, length: int) -> None:

@@ -1,4 +1,4 @@
-"""What the front keeps of a response, so that any front can stream, retrieve and continue it."""
+"""What the gateway keeps of a response, so that any gateway can stream, retrieve and continue it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from sluice import wire
 from sluice.gateway.responses.events.head import Head
 from sluice.gateway.responses.events.stream import Fold
 
-VERSION = 1  # of the format; fronts take a record of another version for absent
+VERSION = 1  # of the format; gateways take a record of another version for absent
 MAX_BYTES = 16_000_000  # of a conversation, as stored; a job's body is not longer either
 
 

@@ -194,7 +194,7 @@ class _Responses:
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def _delete_later(self, response_id: str) -> None:
-        """Delete the content of a response when its job has ended. If the front ends before that, they expire."""
+        """Delete the content of a response when its job has ended. If the gateway ends before that, they expire."""
         try:
             for _ in range(_DELETE_TRIES):
                 await self._wait_for_end(response_id)
@@ -231,7 +231,7 @@ class _Responses:
 
 async def _parsed(raw: bytes) -> Record:
     """Parse the record that another request with the same key has stored. Raises `ApiError` 409 if another version of
-    the front has written it."""
+    the gateway has written it."""
     record = await in_thread_if_long(len(raw), parse_record, raw)
     if record is None:
         raise idempotency.other_version()

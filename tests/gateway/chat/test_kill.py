@@ -1,4 +1,4 @@
-"""`kill -9` of one of two fronts, with OpenAI's own client."""
+"""`kill -9` of one of two gateways, with OpenAI's own client."""
 
 import asyncio
 from typing import Any
@@ -36,7 +36,7 @@ def client_of(front: FrontProcess) -> AsyncOpenAI:
 
 
 async def until_it_breaks_off(answer: httpx.Response, front: FrontProcess) -> str:
-    """Kill the front after a few words, and return what arrived."""
+    """Kill the gateway after a few words, and return what arrived."""
     received = ""
     try:
         async for text in answer.aiter_text():

@@ -1,4 +1,4 @@
-"""What a request asks of the front, the jobs of its choices, and their joined usage."""
+"""What a request asks of the gateway, the jobs of its choices, and their joined usage."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Keys and limits as clients meet them: over HTTP, from one front or two."""
+"""Keys and limits as clients meet them: over HTTP, from one gateway or two."""
 
 import json
 import re

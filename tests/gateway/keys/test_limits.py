@@ -1,4 +1,4 @@
-"""Limits in requests and tokens, counted by one script on the server: real ones, so that two fronts can share them."""
+"""Limits in requests and tokens, counted by one script on the server: real ones, so that two gateways share them."""
 
 import asyncio
 import time
@@ -191,7 +191,7 @@ async def test_highest_levels_are_kept_in_bounded_space(db: Db, limits: Limits) 
     assert (await db.hget(limit_key("k-1"), "peaks")).count(b":") <= 32  # type: ignore[misc]
 
 
-Step = tuple[str, int, int]  # front, tokens reserved, tokens used
+Step = tuple[str, int, int]  # gateway, tokens reserved, tokens used
 STEPS = st.lists(
     st.tuples(st.sampled_from(["a", "b", "wait", "settle"]), st.integers(0, 400), st.integers(0, 600)),
     min_size=5,

@@ -1,4 +1,4 @@
-"""Anthropic's own client against a front and a worker with the tiny model."""
+"""Anthropic's own client against a gateway and a worker with the tiny model."""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any

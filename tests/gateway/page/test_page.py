@@ -1,4 +1,4 @@
-"""The page in a real browser, on a front with a worker whose answers the messages dictate."""
+"""The page in a real browser, on a gateway with a worker whose answers the messages dictate."""
 
 import asyncio
 import json

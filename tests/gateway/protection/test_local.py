@@ -1,4 +1,4 @@
-"""A front without keys answers only to its own machine."""
+"""A gateway without keys answers only to its own machine."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Many clients at once on one front: what they cost while they wait, and what is left when they leave."""
+"""Many clients at once on one gateway: what they cost while they wait, and what is left when they leave."""
 
 import asyncio
 import json
@@ -85,7 +85,7 @@ async def test_clients_that_leave_free_their_connections_and_their_jobs(
 
 
 async def until_open(http: httpx.AsyncClient, count: int) -> None:
-    """Wait until the front answers so many requests, that for its metrics not counted."""
+    """Wait until the gateway answers so many requests, that for its metrics not counted."""
     async with asyncio.timeout(120):
         while f"sluice_serve_open_requests {count + 1}.0" not in (await http.get("/metrics")).text:
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""What the requests of a key, and all together, may hold in a front's memory."""
+"""What the requests of a key, and all together, may hold in a gateway's memory."""
 
 import asyncio
 import json
@@ -99,7 +99,7 @@ async def test_half_sent_bodies_count_for_their_key_and_for_the_front_until_they
 
 @pytest.fixture
 def totals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes that a front held after each change."""
+    """The bytes that a gateway held after each change."""
     add, totals = Memory.add, list[int]()
 
     def recorded(memory: Memory, key_id: str | None, length: int) -> None:

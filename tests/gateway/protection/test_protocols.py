@@ -1,4 +1,4 @@
-"""The HTTP protocol of the front: limits of headers, several requests on a connection, and offers of an upgrade."""
+"""The HTTP protocol of the gateway: limits of headers, several requests on a connection, and offers of an upgrade."""
 
 import asyncio
 import json

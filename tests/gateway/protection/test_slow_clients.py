@@ -1,4 +1,4 @@
-"""Clients that send or read too slowly lose their connections, and the front's memory stays bounded."""
+"""Clients that send or read too slowly lose their connections, and the gateway's memory stays bounded."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Turns of Codex against the front: a worker that answers by a script, and the one with the tiny model."""
+"""Turns of Codex against the gateway: a worker that answers by a script, and the one with the tiny model."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the front, with a real server and a worker with the tiny model."""
+"""OpenAI's own client against the gateway, with a real server and a worker with the tiny model."""
 
 import asyncio
 import json

@@ -1,11 +1,11 @@
-// The front's HTTP interface, as this page uses it. A stream that breaks off is resumed after its last event.
+// The gateway's HTTP interface, as this page uses it. A stream that breaks off is resumed after its last event.
 
 const COMPLETIONS = "v1/chat/completions";
 const KEY = "sluice.key";
 const TRIES = 12; // in a row without an event; about a minute
 const MAX_WAIT_MS = 8_000;
 
-/** An error that the front reports. `status` is 0 inside a stream. */
+/** An error that the gateway reports. `status` is 0 inside a stream. */
 export class Refused extends Error {
   constructor(status, message, retryable) {
     super(message);

@@ -1,4 +1,4 @@
-"""What is known of a response before its first token. All fronts build the same events from it and the job's log."""
+"""What is known of a response before its first token. All gateways build the same events from it and the job's log."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The events of a response's stream: a pure function of its head and of the job's log, from the log's first event.
 
-So every front numbers them alike, and a stream continues after any `sequence_number` on any front. Progress and
+So every gateway numbers them alike, and a stream continues after any `sequence_number` on any gateway. Progress and
 resumption of a job make no event, and heartbeats are comments outside of the numbering.
 """
 

@@ -1,4 +1,4 @@
-"""The HTTP front that `sluice up` starts next to its worker."""
+"""The HTTP gateway that `sluice up` starts next to its worker."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ _PORT = 8000
 _EXIT_S = 5.0  # after which the process is killed
 
 
-class FrontProcess:
+class GatewayProcess:
     """A process `sluice serve`. Without the extra `serve` it is none: `base_url` is None and `start` does nothing."""
 
     def __init__(self, redis_url: str, port: int | None) -> None:
