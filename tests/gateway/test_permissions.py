@@ -70,7 +70,7 @@ async def test_the_documented_permissions_are_enough_for_every_route(
 
 
 async def use_completions(http: httpx.AsyncClient) -> dict[str, int]:
-    whole = await http.post(CHAT, json={**HELLO, "n": 2})
+    whole = await http.post(CHAT, json=HELLO)
     streamed = await http.post(CHAT, json={**HELLO, "stream": True}, headers={"idempotency-key": "k"})
     again = await http.post(CHAT, json={**HELLO, "stream": True}, headers={"idempotency-key": "k"})
     path = f"{CHAT}/{streamed.headers['x-request-id']}"

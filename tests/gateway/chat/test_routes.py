@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from sluice.gateway import ServeSettings
-from sluice.gateway.gateway import Gateway
+from sluice.gateway.jobs.jobs import Jobs
 from tests.fakes import FakeChat
 from tests.gateway.fronts import Front, serving
 from tests.queue.helpers import field
@@ -327,7 +327,7 @@ async def test_a_request_that_is_refused_before_it_is_queued_cancels_nothing(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     abandoned = list[str]()
-    monkeypatch.setattr(Gateway, "abandon", lambda _, job_ids: abandoned.extend(job_ids))
+    monkeypatch.setattr(Jobs, "abandon", lambda _, job_ids: abandoned.extend(job_ids))
     answers = [
         await http.post(PATH, json=request("1", model="gpt-9", n=20)),
         await http.post("/v1/responses", json={"model": "gpt-9", "input": "Hi."}),
