@@ -166,8 +166,7 @@ class _Chat:
 
     async def cancel(self, request: Request) -> Response:
         """Answer `POST /v1/chat/completions/{id}/cancel`."""
-        caller, jobs = await self._known(request)
-        await caller.count_request()
+        _, jobs = await self._known(request)
         outcomes = [await self._gateway.jobs.cancel(job_id) for job_id in jobs.ids]
         return JSONResponse({"id": jobs.ids[0], "outcome": outcomes[0]}, headers=_headers(jobs))
 

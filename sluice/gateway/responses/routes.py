@@ -175,8 +175,7 @@ class _Responses:
 
     async def cancel(self, http: Request) -> HttpResponse:
         """Answer `POST /v1/responses/{id}/cancel`: the response after its end."""
-        caller, record = await self._find(http)
-        await caller.count_request()
+        _, record = await self._find(http)
         if await self._gateway.jobs.cancel(record.head.id) == "requested":
             await self._wait_for_end(record.head.id)
         return await self._current(record)
@@ -184,8 +183,7 @@ class _Responses:
     async def delete(self, http: Request) -> HttpResponse:
         """Answer `DELETE /v1/responses/{id}`. If the job has not ended, it is cancelled, and its content deleted at
         its end."""
-        caller, record = await self._find(http)
-        await caller.count_request()
+        _, record = await self._find(http)
         response_id = record.head.id
         await self._gateway.jobs.cancel(response_id)
         await self._store.delete(response_id)
