@@ -128,13 +128,11 @@ def revoke(
 def _create(file: Path | None, fields: dict[str, Any]) -> tuple[str, str]:
     """Add a new key to the file, and return it with its id."""
     with needs_gateway():
-        from pydantic import ValidationError
-
-        from sluice.gateway.keys.file import KeyFile, describe, new_key
+        from sluice.gateway.keys.file import KeyFile, new_key
     try:
         secret, key = new_key(**fields)
-    except ValidationError as error:
-        raise CliError(f"{describe(error)}.") from None
+    except ValueError as error:
+        raise CliError(f"{error}.") from None
 
     def with_key(content: KeyFile) -> KeyFile:
         return content.model_copy(update={"keys": (*content.keys, key)})

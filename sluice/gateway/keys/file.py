@@ -79,10 +79,13 @@ def digest(secret: str) -> str:
 
 
 def new_key(**fields: Any) -> tuple[str, Key]:
-    """Return a new random key, and its entry for the file. Raises ValidationError."""
+    """Return a new random key, and its entry for the file. Raises ValueError, with a field that is wrong and why."""
     secret = SECRET_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
     now = datetime.now(UTC).replace(microsecond=0)
-    return secret, Key(id=f"k-{secrets.token_hex(4)}", sha256=digest(secret), created=now, **fields)
+    try:
+        return secret, Key(id=f"k-{secrets.token_hex(4)}", sha256=digest(secret), created=now, **fields)
+    except ValidationError as error:
+        raise ValueError(_describe(error)) from None
 
 
 def read(path: Path) -> KeyFile:
@@ -92,10 +95,10 @@ def read(path: Path) -> KeyFile:
     except OSError as error:
         raise BadKeyFile(f"{path}: it cannot be read: {error.strerror}.") from None
     except ValidationError as error:
-        raise BadKeyFile(f"{path}: {describe(error)}.") from None
+        raise BadKeyFile(f"{path}: {_describe(error)}.") from None
 
 
-def describe(error: ValidationError) -> str:
+def _describe(error: ValidationError) -> str:
     """Return the first problem, with its place, without the value."""
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).removeprefix(".")
