@@ -19,7 +19,7 @@ TOKENS = 64
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a small model load prefixes too, which it computes faster, and keep places small."""
     monkeypatch.setattr("worker.engine.prefill.queue.load_limit_s", lambda *_, **__: 60.0)
-    monkeypatch.setattr(gaps, "TENSOR_BYTES", 1000)
+    monkeypatch.setattr(gaps, "SEGMENT_TOKENS", 1)
     monkeypatch.setattr(hits, "_SHARED", 64)
     monkeypatch.setattr(worker, "WARM_UP", 40)
 

@@ -22,9 +22,10 @@ from worker.schedule.request import GenerationRequest
 
 MAX_GAPS = 1.25
 ROWS = 4
-# A segment of 1,024 tokens of a model with eight KV layers: keys and values of eight heads of 128 numbers of 16 bits.
-TENSOR_BYTES = 8 * 1024 * 128 * 2
+# A segment of a model with eight KV layers: keys and values of eight heads of 128 numbers of 16 bits.
 TENSORS = 16
+TOKEN_BYTES = 8 * 128 * 2  # of a tensor
+SEGMENT_TOKENS = 1024
 _PHASES = 16  # of traffic, each with as many quiet steps after it
 _MOST_TOKENS = 8000  # of an answer: more than rows decode meanwhile
 
@@ -39,7 +40,7 @@ def figures(model: Model, folder: Path, nbytes: int, bits: int | None = None) ->
         engine.step()
     busy, quiet = list[float](), list[float]()
     traffic = Traffic(folder, bits)
-    segments = max(_PHASES, nbytes // (TENSORS * TENSOR_BYTES))
+    segments = max(_PHASES, nbytes // traffic.segment_bytes)
     for phase in range(_PHASES):
         traffic.begin(segments * (phase + 1) // _PHASES - segments * phase // _PHASES)
         steps = len(busy)
@@ -80,7 +81,8 @@ class Traffic:
         self._store.open()
         self._store.limit_reads(decoding=True)
         self._bits = bits
-        self._keys = mx.random.normal((1, 8, 1024, 128)).astype(mx.bfloat16)
+        self.segment_bytes = TENSORS * TOKEN_BYTES * SEGMENT_TOKENS  # in memory
+        self._keys = mx.random.normal((1, 8, SEGMENT_TOKENS, 128)).astype(mx.bfloat16)
         mx.eval(self._keys)
         self._written = 0  # segments
         self._read = 0
@@ -90,7 +92,7 @@ class Traffic:
     @property
     def nbytes(self) -> int:
         """Bytes that were read, and so also written, as they are in memory."""
-        return self._read * TENSORS * TENSOR_BYTES
+        return self._read * self.segment_bytes
 
     def begin(self, segments: int) -> None:
         """Begin a portion of so many segments."""
