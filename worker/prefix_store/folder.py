@@ -166,9 +166,12 @@ class Folder:
 
     def touch(self, name: FileName) -> bool:
         """Mark a file as used now. Returns False if it is gone. Raises no OSError."""
+        path = self.path / str(name)
         with suppress(OSError):
-            os.utime(self.path / str(name))
-        return (self.path / str(name)).exists()
+            os.utime(path)
+        with suppress(OSError):  # of a failing disk
+            return path.exists()
+        return False
 
     def pin(self, name: FileName) -> bool:
         """Keep a file from being removed for space. Returns False if that failed. Raises no OSError."""

@@ -8,7 +8,7 @@ from sluice.gateway.responses.request.fields import refusal
 from sluice.gateway.responses.request.tools import HOSTED, INPUT, MAX_TOOLS, Grammar, Tools
 
 _MODES = ("none", "auto", "required")
-# Of all grammars that one call can be held to. Turning 20,000 characters into expressions takes some 20 ms.
+# Of all grammars that one call can be held to.
 MAX_GRAMMARS = 32
 MAX_GRAMMAR_CHARACTERS = 20_000
 MAX_PATTERN_CHARACTERS = 40_000  # of their expressions; a worker compiles these
