@@ -16,7 +16,7 @@ from tests.queue.held import HeldJobs
 from tests.queue.helpers import envelope, field, lapse, put, settings, until
 from worker.errors import Cancelled, OwnershipLost
 from worker.queue.cancel_keys import CancelKeys
-from worker.queue.job.claims import Claims, lease_key
+from worker.queue.job.claims import Claim, Claims, lease_key
 from worker.queue.pickup import Pickup
 from worker.queue.server.connection import connect
 from worker.queue.server.redis_server import RedisServer
@@ -30,6 +30,7 @@ class Parts:
     pickup: Pickup
     held: HeldJobs
     claims: Claims
+    stopping: asyncio.Event
 
     def running(self) -> list[str]:
         return self.held.jobs.ids()
@@ -40,8 +41,9 @@ async def picking_up(url: str, **given: Any) -> AsyncIterator[Parts]:
     known = settings(url, **{"max_rows": 3, "reserved_rows": 1, **given})
     async with connect(known) as redis:
         held, claims = HeldJobs(redis), Claims(redis, known)
-        pickup = Pickup(RedisServer(redis, known), known, claims, held.jobs, CancelKeys(redis, held.jobs))
-        yield Parts(pickup, held, claims)
+        stopping, cancel_keys = asyncio.Event(), CancelKeys(redis, held.jobs)
+        pickup = Pickup(RedisServer(redis, known), known, claims, held.jobs, cancel_keys, stopping)
+        yield Parts(pickup, held, claims, stopping)
         await held.release()
 
 
@@ -90,7 +92,6 @@ async def test_a_job_of_ours_that_is_claimed_again_is_interrupted_and_requeued(r
 
 
 async def test_a_worker_that_is_woken_does_not_wait_for_the_next_poll(redis_url: str, db: Redis) -> None:
-    stopping = asyncio.Event()
     async with picking_up(redis_url, **SELDOM) as parts:
         polls = 0
 
@@ -99,15 +100,64 @@ async def test_a_worker_that_is_woken_does_not_wait_for_the_next_poll(redis_url:
             await parts.pickup.poll()
             polls += 1
 
-        task = asyncio.create_task(parts.pickup.run(poll, stopping))
+        task = asyncio.create_task(parts.pickup.run(poll))
         await until(lambda: polls == 1)
         await put(db, "a", BODY)
         parts.pickup.wake()
         await until(lambda: parts.running() == ["a"])
-        stopping.set()
+        parts.stopping.set()
         parts.pickup.wake()
         await asyncio.wait_for(task, 5)
         assert polls == 2
+
+
+def stop_during_claims(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the worker when the server has answered a claim and the answer has not arrived."""
+    take = parts.claims.take
+
+    async def stopped(*args: Any, **kwargs: Any) -> list[Claim]:
+        claims = await take(*args, **kwargs)
+        parts.stopping.set()
+        return claims
+
+    monkeypatch.setattr(parts.claims, "take", stopped)
+
+
+async def test_jobs_of_a_claim_that_was_under_way_when_the_worker_stopped_are_requeued(
+    redis_url: str, db: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(db, "a", BODY)
+    await put(db, "file", BODY, lane="batch")
+    async with picking_up(redis_url) as parts:
+        stop_during_claims(parts, monkeypatch)
+        await parts.pickup.poll()
+        assert parts.running() == []
+        names = ("state", "attempt", "crashes", "worker")
+        assert [await field(db, "a", name) for name in names] == ["queued", "1", "0", ""]
+        assert not await db.exists(lease_key("a"))
+        assert await field(db, "file", "attempt") is None, "no claim was begun after the stop"
+    async with picking_up(redis_url) as parts:
+        await parts.pickup.poll()
+        assert parts.running() == ["a", "file"], "the next worker waits for no lease"
+
+
+async def test_a_job_past_its_deadline_is_ended_by_a_worker_that_stops(
+    redis_url: str, db: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(db, "late", BODY)
+    await db.hset(keys.job("late"), "deadline", "1")
+    async with picking_up(redis_url) as parts:
+        stop_during_claims(parts, monkeypatch)
+        await parts.pickup.poll()
+        assert parts.running() == ["late"]
+
+
+async def test_a_worker_that_is_stopped_begins_no_claim(redis_url: str, db: Redis) -> None:
+    await put(db, "a", BODY)
+    async with picking_up(redis_url) as parts:
+        parts.stopping.set()
+        await parts.pickup.poll()
+        assert (parts.running(), await field(db, "a", "attempt")) == ([], None)
 
 
 @pytest.mark.parametrize("lane", keys.LANES)
@@ -137,7 +187,7 @@ async def test_lost_claims_are_left_to_their_leases_during_an_outage(redis_url: 
 async def test_connecting_waits_for_redis_and_makes_the_worker_ready(redis_url: str) -> None:
     async with Line(redis_url) as line, picking_up(line.url) as parts:
         line.down()
-        connecting = asyncio.create_task(parts.pickup.connect(asyncio.Event()))
+        connecting = asyncio.create_task(parts.pickup.connect())
         await asyncio.sleep(0.05)
         assert parts.pickup.readiness.parts()["redis"]() is not None
         line.up()
@@ -146,10 +196,9 @@ async def test_connecting_waits_for_redis_and_makes_the_worker_ready(redis_url: 
 
 
 async def test_a_worker_that_is_stopped_before_redis_answers_is_not_connected(redis_url: str) -> None:
-    stopping = asyncio.Event()
     async with Line(redis_url) as line, picking_up(line.url) as parts:
         line.down()
-        connecting = asyncio.create_task(parts.pickup.connect(stopping))
+        connecting = asyncio.create_task(parts.pickup.connect())
         await asyncio.sleep(0.05)
-        stopping.set()
+        parts.stopping.set()
         assert not await asyncio.wait_for(connecting, 5)

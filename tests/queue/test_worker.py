@@ -505,7 +505,9 @@ async def test_running_rows_may_end_in_the_grace(redis_url: str, db: Redis) -> N
         assert words(await ended(db, "a")) == "Hello"
         await until(lambda: not worker.jobs)
     assert await field(db, "a", "state") == "finished"
-    assert (await field(db, "late", "state"), chat.began) == (None, ["a"])
+    # A poll that had begun before the stop may have claimed the late job; then it was requeued.
+    assert await field(db, "late", "state") in (None, "queued")
+    assert chat.began == ["a"]
 
 
 async def test_what_is_left_after_the_grace_goes_back_as_it_was(redis_url: str, db: Redis) -> None:

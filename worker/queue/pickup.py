@@ -26,12 +26,20 @@ class Pickup:
     when the next sweep is due, if the worker is ready, and if it may take over jobs of other workers."""
 
     def __init__(
-        self, server: RedisServer, settings: Settings, claims: Claims, jobs: RunningJobs, cancel_keys: CancelKeys
+        self,
+        server: RedisServer,
+        settings: Settings,
+        claims: Claims,
+        jobs: RunningJobs,
+        cancel_keys: CancelKeys,
+        stopping: asyncio.Event,
     ) -> None:
+        """`stopping`: once it is set, no claim is begun, and the jobs of a claim that is under way are requeued."""
         self._server, self._settings = server, settings
         self._claims = claims
         self._jobs = jobs
         self._cancel_keys = cancel_keys
+        self._stopping = stopping
         # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
         self._sweep_s = min(settings.poll_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic
@@ -43,22 +51,22 @@ class Pickup:
         """Claim jobs at once instead of at the next poll."""
         self._woken.set()
 
-    async def connect(self, stopping: asyncio.Event) -> bool:
-        """Wait for Redis and check it. Returns False if `stopping` is set first. Raises `CannotStart`."""
+    async def connect(self) -> bool:
+        """Wait for Redis and check it. Returns False if the worker is stopped first. Raises `CannotStart`."""
         if not self._connected:
-            self._connected = await until_redis_answers(self._connect, stopping)
+            self._connected = await until_redis_answers(self._connect, self._stopping)
         return self._connected
 
     async def _connect(self) -> None:
         self._takeover.record_first_answer(await self._server.connect())
         self.readiness.record_answer()
 
-    async def run(self, poll: Callable[[], Awaitable[None]], stopping: asyncio.Event) -> None:
-        """Call `poll` when the worker is woken, and at least once per sweep, until `stopping` is set. It is repeated
-        while Redis does not answer."""
-        while not stopping.is_set():
+    async def run(self, poll: Callable[[], Awaitable[None]]) -> None:
+        """Call `poll` when the worker is woken, and at least once per sweep, until the worker is stopped. It is
+        repeated while Redis does not answer."""
+        while not self._stopping.is_set():
             self._woken.clear()
-            await until_redis_answers(poll, stopping)
+            await until_redis_answers(poll, self._stopping)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._sweep_s):
                     await self._woken.wait()
@@ -82,6 +90,8 @@ class Pickup:
                 await self._start_all(await self._take(lane, 0))
 
     async def _poll_lane(self, lane: Lane, *, sweep: bool) -> None:
+        if self._stopping.is_set():  # it may have been set since the poll began
+            return
         limit = max(0, free_rows(lane, self._jobs.claims(), self._settings, self._server.clock.utc()))
         if limit or sweep or self._claims.needs_reconcile(lane):
             counts = MAX_COUNTS - sum(claim.is_count for claim in self._jobs.claims())
@@ -107,12 +117,14 @@ class Pickup:
     async def _start_all(self, claims: list[Claim]) -> None:
         for claim in claims:
             if claim.job_id in self._jobs:
-                await self._resolve_second_claim(claim)
+                # Our own job, claimed again after its lease had expired: the running attempt has lost it.
+                self._jobs.interrupt(claim.job_id, OwnershipLost())
+                await self._requeue(claim)
+            elif self._stopping.is_set() and not claim.expired:  # set while the claim was under way
+                await self._requeue(claim)
             else:
                 self._jobs.start(claim)
 
-    async def _resolve_second_claim(self, claim: Claim) -> None:
-        """Requeue our own job, claimed again after its lease had expired: the running attempt has lost it."""
-        self._jobs.interrupt(claim.job_id, OwnershipLost())
+    async def _requeue(self, claim: Claim) -> None:
         with suppress(RedisError, OSError):  # then its lease expires
             await self._claims.release(claim)

@@ -90,7 +90,7 @@ class QueueWorker(Worker):
             stopping=self.shutdown.stopping,
         )
         cancel_keys, cancels = CancelKeys(redis, self.jobs), CancelBacklog(self.jobs.cancel, claims)
-        self._pickup = Pickup(server, settings, claims, self.jobs, cancel_keys)
+        self._pickup = Pickup(server, settings, claims, self.jobs, cancel_keys, self.shutdown.stopping)
         self.readiness = self._pickup.readiness
         listener = ControlListener(
             redis,
@@ -121,13 +121,13 @@ class QueueWorker(Worker):
 
     async def _run_jobs(self) -> None:
         """Claim and run jobs until the worker is stopped and its last job has ended."""
-        await self._pickup.run(self._poll_iteration, self.shutdown.stopping)
+        await self._pickup.run(self._poll_iteration)
         await self._pickup.requeue_lost_claims()
         await self.shutdown.drain()
 
     async def connect(self) -> bool:
         """Wait for Redis and check it. Returns False if the worker is stopped first. Raises `CannotStart`."""
-        return await self._pickup.connect(self.shutdown.stopping)
+        return await self._pickup.connect()
 
     def handle_sig(self, signum: Signals) -> None:
         """Start the drain at the first signal; end its grace period at the second."""
