@@ -43,9 +43,9 @@ def test_a_pause_before_does_not_allow_a_burst() -> None:
 
 
 def test_there_are_no_pauses_in_a_hurry() -> None:
-    hurried = threading.Event()
-    hurried.set()
-    pace = Pace(1, hurried)
+    unlimited = threading.Event()
+    unlimited.set()
+    pace = Pace(1, unlimited)
     began = time.monotonic()
     for _ in range(50):
         pace(10_000)
@@ -53,25 +53,25 @@ def test_there_are_no_pauses_in_a_hurry() -> None:
 
 
 def test_work_goes_on_slowly_while_there_is_other_work() -> None:
-    way_free = threading.Event()
-    pace = Pace(1e12, threading.Event(), way_free)
+    no_other_work = threading.Event()
+    pace = Pace(1e12, threading.Event(), no_other_work)
     began = time.monotonic()
     for _ in range(3):
         pace(1 << 20)
     assert time.monotonic() - began >= 0.1
-    way_free.set()
+    no_other_work.set()
     for _ in range(1000):
         pace(1 << 20)
     assert time.monotonic() - began < 30  # 0.035 s each if it still gave way
 
 
 def test_what_was_done_in_a_hurry_is_not_paid_for_afterwards() -> None:
-    hurried = threading.Event()
-    hurried.set()
-    pace = Pace(1e6, hurried)
+    unlimited = threading.Event()
+    unlimited.set()
+    pace = Pace(1e6, unlimited)
     for _ in range(100):
         pace(1 << 20)
-    hurried.clear()
+    unlimited.clear()
     began = time.monotonic()
     pace(10_000)
     assert time.monotonic() - began < 50  # of the 105 s that the work before takes at this rate

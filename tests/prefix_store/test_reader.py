@@ -153,7 +153,7 @@ def test_closing_ends_a_pause_of_the_reader(monkeypatch: pytest.MonkeyPatch, tmp
     opened = store(tmp_path)
     opened.limit_reads(decoding=True)
     reading = opened.read(chain_of(opened, PATH))
-    until(lambda: not opened._reader.idle.is_set())
+    until(lambda: not opened._reader.no_reads.is_set())
     opened.close(5)
     opened.limit_reads(decoding=True)
     opened._reader.thread.join(20)
@@ -210,8 +210,8 @@ def test_a_file_that_cannot_be_decoded_is_a_miss(tmp_path: Path, caplog: pytest.
 def test_writes_give_way_to_reads(held: Held, opened: PrefixStore) -> None:
     reading = opened.read(chain_of(opened, PATH))
     held.wait()
-    assert not opened._writer._pace._way_free.is_set()  # type: ignore[union-attr]
+    assert not opened._writer._pace._no_other_work.is_set()  # type: ignore[union-attr]
     held.go()
     until(lambda: reading.done)
-    until(lambda: opened._writer._pace._way_free.is_set())  # type: ignore[union-attr]
+    until(lambda: opened._writer._pace._no_other_work.is_set())  # type: ignore[union-attr]
     opened.close(5)

@@ -261,7 +261,7 @@ _WRITER = """
 import itertools, pathlib, sys, time
 from tests.prefix_store.segments import segment, store
 opened = store(pathlib.Path(sys.argv[1]), max_bytes=int(sys.argv[2]), pending=1_000_000)
-opened._writer._hurried.set()
+opened._writer._unlimited.set()
 print("open", flush=True)
 for number in itertools.count():
     path = tuple(range(number % 50 * 3, number % 50 * 3 + 60))

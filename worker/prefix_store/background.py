@@ -11,7 +11,7 @@ _NICENESS = 10  # added to the process's own; beside a computing thread, one get
 _MAX_NICENESS = 19
 _QOS_UTILITY = 0x11  # of macOS's sys/qos.h: work that the user does not wait for
 _SHORTEST_S = 0.001  # pauses below this are added up
-_GIVING_WAY_BYTES_S = 30e6  # the rate of work beside other work that does not end
+_BESIDE_OTHER_WORK_BYTES_S = 30e6  # the rate of work beside other work that does not end
 
 
 def lower_priority(*, awaited: bool = False) -> None:
@@ -32,11 +32,13 @@ class Pace:
     """Holds a rate by pauses after small pieces of work, and gives way to other work, so that the machine's memory bus
     and disk are never taken for long. For one thread, except the events."""
 
-    def __init__(self, bytes_per_s: float, hurried: threading.Event, way_free: threading.Event | None = None) -> None:
-        """`hurried`: while it is set there are no pauses. `way_free`: set while there is no other work; None: there is
+    def __init__(
+        self, bytes_per_s: float, unlimited: threading.Event, no_other_work: threading.Event | None = None
+    ) -> None:
+        """`unlimited`: while it is set there are no pauses. `no_other_work`: set while there is none; None: there is
         never any."""
         self._bytes_per_s = bytes_per_s
-        self._hurried, self._way_free = hurried, way_free
+        self._unlimited, self._no_other_work = unlimited, no_other_work
         self.nbytes = 0  # so far
         self._due_s = 0.0  # time.monotonic() at which the work done so far is due
 
@@ -44,12 +46,12 @@ class Pace:
         """Pause for as long as `nbytes` more bytes are ahead of the rate, and for other work. Blocks."""
         now_s = time.monotonic()
         self.nbytes += nbytes
-        if self._hurried.is_set():
+        if self._unlimited.is_set():
             self._due_s = now_s
             return
         self._due_s = max(self._due_s, now_s - _SHORTEST_S) + nbytes / self._bytes_per_s
         ahead_s = self._due_s - now_s
         if ahead_s >= _SHORTEST_S:
-            self._hurried.wait(ahead_s)
-        if self._way_free and not self._hurried.is_set():
-            self._way_free.wait(nbytes / _GIVING_WAY_BYTES_S)
+            self._unlimited.wait(ahead_s)
+        if self._no_other_work and not self._unlimited.is_set():
+            self._no_other_work.wait(nbytes / _BESIDE_OTHER_WORK_BYTES_S)

@@ -90,7 +90,7 @@ class Folder:
                 undo.pop_all()
             self._sync()
             if name.has_state:
-                self._replace(replace(name, has_state=False))
+                self._remove_replaced(replace(name, has_state=False))
             return size
         except OSError as error:
             self._known = None
@@ -136,7 +136,7 @@ class Folder:
                 self._known = None
             self._write_record(record.nbytes)
 
-    def _replace(self, name: FileName) -> None:
+    def _remove_replaced(self, name: FileName) -> None:
         """Remove a file that another one replaces."""
         self.remove(name)
         self._known = self._known and self._known.without({str(name)})
@@ -190,7 +190,7 @@ class Folder:
         if scan is None or time.monotonic() - self._scanned_s > _SCAN_S or self._read_record() != self._last_record:
             scan = scan_folder(self.path)
             self._scanned_s = time.monotonic()
-        victims = {each for each in scan.temporary if is_abandoned(self.path / each)}
+        victims = {each for each in scan.unfinished if is_abandoned(self.path / each)} | {*scan.lone_pins}
         others = [file for key, file in scan.files.items() if key not in victims]
         excess = sum(file.nbytes for file in others) - self._max_bytes
         fixed = sum(file.nbytes for file in others if not file.removable)

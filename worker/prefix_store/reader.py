@@ -88,15 +88,15 @@ class Reader:
         self._encryption = encryption
         self._allocate, self._decode = allocate, decode
         self._on_read, self._on_end = on_read, on_end
-        self._alone_bytes_per_s = _FIRST_READ_BYTES_S  # measured while no row decodes
-        self._paced_share = 1.0  # paced bytes for each byte of a file: `decode` may write more than was read
-        self.idle = threading.Event()  # set while nothing is read
-        self.idle.set()
-        self._alone = threading.Event()  # set while no row decodes
-        self._alone.set()
+        self._unlimited_bytes_per_s = _FIRST_READ_BYTES_S  # measured while reads are not limited
+        self._work_per_byte = 1.0  # bytes read and decoded, for each byte of a file
+        self.no_reads = threading.Event()  # set while nothing is read
+        self.no_reads.set()
+        self._unlimited = threading.Event()  # set while no row decodes, so that reads are not limited
+        self._unlimited.set()
         beside = partial(lower_priority, awaited=True)
         self._checksums = ThreadPoolExecutor(1, "prefix-checksums", initializer=beside)
-        self._pace = Pace(_SHARED_BYTES_S, self._alone)
+        self._pace = Pace(_SHARED_BYTES_S, self._unlimited)
         self._began_s: float | None = None  # time at which the chain that is read now was begun
         self._given_up_s = float("-inf")  # time at which a caller last gave up
         self._closed = threading.Event()
@@ -118,27 +118,27 @@ class Reader:
     def bytes_per_s(self) -> float:
         """Expected speed of reading and decoding, in bytes of files: as measured, but at most the limit beside rows
         that decode."""
-        limit = float("inf") if self._alone.is_set() else _SHARED_BYTES_S / self._paced_share
-        return min(self._alone_bytes_per_s, limit)
+        limit = float("inf") if self._unlimited.is_set() else _SHARED_BYTES_S / self._work_per_byte
+        return min(self._unlimited_bytes_per_s, limit)
 
     def limit_reads(self, *, decoding: bool) -> None:
         """Read slowly from now on if rows decode, and fast if none does, or once the store is closed."""
         if decoding and not self._closed.is_set():
-            self._alone.clear()
+            self._unlimited.clear()
         else:
-            self._alone.set()
+            self._unlimited.set()
 
     @property
-    def stalled(self) -> bool:
+    def is_overdue(self) -> bool:
         """True while a chain is read that was begun before a caller gave up: the folder may not answer."""
         began_s = self._began_s
         return began_s is not None and began_s <= self._given_up_s
 
     def give_up(self, reading: Reading, waited_s: float) -> None:
         """Record that a caller computes the prefix instead, after `waited_s` seconds. Logs the first one of several."""
-        stalled = self.stalled
+        was_overdue = self.is_overdue
         self._given_up_s = time.monotonic()
-        if not stalled:
+        if not was_overdue:
             logger.warning(
                 "prefixes on disk: %d tokens are computed, since they were not read within %.1f s",
                 len(reading.chain.tokens), waited_s,
@@ -147,7 +147,7 @@ class Reader:
     def close(self) -> None:
         """Let the thread end after the file that it reads, without pauses."""
         self._closed.set()
-        self._alone.set()
+        self._unlimited.set()
         self._queue.put(None)
 
     # On the reader's thread
@@ -166,9 +166,9 @@ class Reader:
                 chain = reading.chain
                 del reading  # so that it is given up when no caller holds it
                 self._began_s = time.monotonic()
-                self.idle.clear()
+                self.no_reads.clear()
                 segments = self._read_chain(chain, reference)
-                self.idle.set()
+                self.no_reads.set()
                 self._began_s = None
                 if (reading := reference()) is not None:
                     reading.finish(segments)
@@ -178,7 +178,7 @@ class Reader:
 
     def _read_chain(self, chain: Chain, reference: "weakref.ref[Reading]") -> tuple[LoadedSegment, ...]:
         """Read the files of a chain up to the first bad one, or until no caller waits."""
-        began, alone = time.perf_counter(), self._alone.is_set()
+        began, unlimited = time.perf_counter(), self._unlimited.is_set()
         paced = self._pace.nbytes
         segments = list[LoadedSegment]()
         nbytes = 0
@@ -194,10 +194,10 @@ class Reader:
             self._segments[name] = segment
             segments.append(segment)
         if nbytes:
-            self._paced_share = max(1.0, (self._pace.nbytes - paced) / nbytes)
-        if nbytes and alone and self._alone.is_set():
+            self._work_per_byte = max(1.0, (self._pace.nbytes - paced) / nbytes)
+        if nbytes and unlimited and self._unlimited.is_set():
             speed = nbytes / max(time.perf_counter() - began, 1e-9)
-            self._alone_bytes_per_s += _WEIGHT * (speed - self._alone_bytes_per_s)
+            self._unlimited_bytes_per_s += _WEIGHT * (speed - self._unlimited_bytes_per_s)
         return tuple(segments)
 
     def _is_wanted(self, reference: "weakref.ref[Reading]") -> bool:

@@ -27,7 +27,8 @@ class Scan:
     """Content of the folder."""
 
     files: dict[str, StoredFile[str]]  # by path relative to the folder
-    temporary: tuple[str, ...]  # unfinished files, and pins without a file
+    unfinished: tuple[str, ...]  # files that are being written, or whose writers have died
+    lone_pins: tuple[str, ...]  # pins without a file
     names: tuple[FileName, ...]  # files of this version, of all models
     stale: tuple[str, ...] = ()  # files of other versions
     models: tuple[str, ...] = ()  # digests that have a record
@@ -42,14 +43,15 @@ class Scan:
         return replace(
             self,
             files={key: file for key, file in self.files.items() if key not in keys},
-            temporary=tuple(each for each in self.temporary if each not in keys),
+            unfinished=tuple(each for each in self.unfinished if each not in keys),
+            lone_pins=tuple(each for each in self.lone_pins if each not in keys),
             names=tuple(name for name in self.names if str(name) not in keys),
         )
 
     def with_unfinished(self, key: str, nbytes: int) -> "Scan":
         """Return the scan with a file of `nbytes` bytes that is being written now."""
         file = StoredFile(key, nbytes, 0.0, removable=False)
-        return replace(self, files={**self.files, key: file}, temporary=(*self.temporary, key))
+        return replace(self, files={**self.files, key: file}, unfinished=(*self.unfinished, key))
 
     def with_file(self, name: FileName, nbytes: int, *, pinned: bool) -> "Scan":
         """Return the scan with a file that was written now."""
@@ -68,7 +70,7 @@ class Scan:
 def scan_folder(folder: Path) -> Scan:
     """List the folder, and what is in folders in it. Opens no file."""
     files = dict[str, StoredFile[str]]()
-    temporary, names = list[str](), list[FileName]()
+    unfinished, names = list[str](), list[FileName]()
     stale, models = list[str](), list[str]()
     pinned = set[str]()
     for relative, stat in _walk(folder):
@@ -76,7 +78,7 @@ def scan_folder(folder: Path) -> Scan:
         if is_pin(relative):
             pinned.add(pinned_name(relative))
         if is_temporary(relative):
-            temporary.append(relative)
+            unfinished.append(relative)
         if name:
             names.append(name)
         if model := recorded_model(relative):
@@ -89,8 +91,8 @@ def scan_folder(folder: Path) -> Scan:
         files[relative] = StoredFile(relative, stat.st_size, used_s, name.end if name else 0, bool(name) or is_stale)
     for key in pinned & files.keys():
         files[key] = replace(files[key], removable=False)
-    temporary += map(pin_of, pinned - files.keys())
-    return Scan(files, tuple(temporary), tuple(names), tuple(stale), tuple(models))
+    lone_pins = tuple(map(pin_of, pinned - files.keys()))
+    return Scan(files, tuple(unfinished), lone_pins, tuple(names), tuple(stale), tuple(models))
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:

@@ -55,7 +55,7 @@ class PrefixStore:
         self.index = Index(model, digest_key)
         self._reader = Reader(self._folder, self.index, encryption, allocate, decode, on_read, on_end)
         self._writer = Writer(
-            self._folder, self.index, model, digest_key, options.max_pending_bytes, self._reader.idle, on_end
+            self._folder, self.index, model, digest_key, options.max_pending_bytes, self._reader.no_reads, on_end
         )
 
     def open(self) -> None:
@@ -96,7 +96,7 @@ class PrefixStore:
     ) -> Chain | None:
         """Return the files of the longest stored prefix; see `Index.find`. Finds nothing while the reader takes longer
         than a caller has waited."""
-        if not len(self.index) or self._reader.stalled:
+        if not len(self.index) or self._reader.is_overdue:
             return None
         return self.index.find(namespace, tokens, stateful=stateful, held=held, longer_than=longer_than)
 

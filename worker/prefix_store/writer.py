@@ -93,9 +93,9 @@ class Writer:
         self._max_pending_bytes = max_pending_bytes
         self._on_end = on_end
         self._pending = _Counter()
-        self._hurried = threading.Event()  # the worker ends: write as fast as possible
+        self._unlimited = threading.Event()  # the worker ends: write as fast as possible
         self._closed = threading.Event()
-        self._pace = Pace(_WRITE_BYTES_S, self._hurried, no_reads)
+        self._pace = Pace(_WRITE_BYTES_S, self._unlimited, no_reads)
         self._paused_until_s = 0.0  # time.monotonic() before which nothing is written, after a failure
         self._lost = 0  # segments, since the last failure
         self._queue: queue.SimpleQueue[NewSegment | _Forget | None] = queue.SimpleQueue()
@@ -130,7 +130,7 @@ class Writer:
 
     def wait_for_room(self, nbytes: int, until_s: float) -> bool:
         """Wait until `nbytes` can be handed over: see `PrefixStore.wait_for_room`."""
-        self._hurried.set()
+        self._unlimited.set()
         while self.pending_bytes and self.pending_bytes + nbytes > self._max_pending_bytes:
             if time.monotonic() >= until_s:
                 return False
@@ -139,7 +139,7 @@ class Writer:
 
     def close(self) -> None:
         """Accept nothing more, and let the thread end when it has written what waits."""
-        self._hurried.set()
+        self._unlimited.set()
         self._closed.set()
         self._queue.put(None)
 

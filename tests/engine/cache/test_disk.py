@@ -235,10 +235,10 @@ def test_other_rows_decode_while_a_prefix_is_read(tmp_path: Path, monkeypatch: p
     again.add("short", prompt(9, 3), max_tokens=ANSWER)
     while not again.generated["short"]:
         again.step()
-    assert not reader._alone.is_set()  # it reads slowly
+    assert not reader._unlimited.is_set()  # it reads slowly
     while "short" not in again.ended:
         again.step()
-    assert reader._alone.is_set()
+    assert reader._unlimited.is_set()
     assert not again.generated["late"]
     for _ in range(3):
         again.step()
