@@ -1,4 +1,6 @@
+import errno
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -7,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.prefix_store.segments import MODEL, assert_right, read, segment, store, written
+from tests.prefix_store.segments import MODEL, assert_right, files, read, segment, store, written
+from worker.prefix_store import reader as reader_module
+from worker.prefix_store.folder import Folder
 from worker.prefix_store.format import Header
 from worker.prefix_store.index import Chain
 from worker.prefix_store.names import FileName
@@ -205,6 +209,128 @@ def test_a_file_that_cannot_be_decoded_is_a_miss(tmp_path: Path, caplog: pytest.
     assert opened.find("", PATH, stateful=False) is None
     opened.close(5)
     assert "kumquat" in caplog.text
+
+
+def test_an_unexpected_error_is_logged_and_ends_no_later_reading(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(header: Header, buffers: list[Any], on_done: Callable[[int], object]) -> list[Any]:
+        if header.name.end == 20:
+            raise ArithmeticError("kumquat")
+        return buffers
+
+    written(tmp_path, segment(PATH[:10]), segment(PATH[:20], 10))
+    opened = PrefixStore(StoreOptions(tmp_path, 10_000_000), MODEL, decode=fail)
+    opened.open()
+    with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
+        assert len(read(opened, chain_of(opened, PATH))) == 1
+    assert chain_of(opened, PATH).tokens == PATH[:10]
+    assert len(read(opened, chain_of(opened, PATH))) == 1
+    assert opened._reader.no_reads.is_set()
+    opened.close(5)
+    (record,) = caplog.records
+    assert record.exc_info
+    assert "kumquat" in caplog.text
+
+
+# Files that cannot be read
+
+
+class Scans:
+    """Counts the scans of folders, one every 20 ms."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        enforce = Folder.enforce
+
+        def counted(folder: Folder) -> None:
+            enforce(folder)
+            self.count += 1
+
+        monkeypatch.setattr("worker.prefix_store.writer._RESCAN_S", 0.02)
+        monkeypatch.setattr(Folder, "enforce", counted)
+
+    def wait(self) -> None:
+        """Wait until the index has what the folder has now."""
+        after = self.count + 3  # one may have begun before, and the index follows a scan
+        until(lambda: self.count >= after)
+
+
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> Scans:
+    return Scans(monkeypatch)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    def fail(*_: object) -> Header:
+        raise OSError(error, "kumquat")
+
+    monkeypatch.setattr(reader_module, "read_header", fail)
+
+
+@pytest.mark.parametrize("mended_by", ["a copy", "its permissions"])
+def test_a_file_that_cannot_be_read_is_left_alone_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scans: Scans, caplog: pytest.LogCaptureFixture, mended_by: str
+) -> None:
+    written(tmp_path, segment(PATH))
+    (file,) = files(tmp_path)
+    opened = store(tmp_path)
+    with caplog.at_level(logging.WARNING, "sluice.prefix_store"), monkeypatch.context() as patch:
+        failing(patch, errno.EIO)
+        assert read(opened, chain_of(opened, PATH)) == ()
+        scans.wait()
+        assert opened.find("", PATH, stateful=False) is None
+    assert len(caplog.records) == 1
+    if mended_by == "a copy":
+        shutil.copy(file, tmp_path / "copy")
+        (tmp_path / "copy").rename(file)
+    else:
+        file.chmod(0o640)
+    until(lambda: opened.find("", PATH, stateful=False))
+    assert len(read(opened, chain_of(opened, PATH))) == 1
+    opened.close(5)
+
+
+def test_a_file_that_cannot_be_read_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, segment(PATH))
+    opened = store(tmp_path)
+    with monkeypatch.context() as patch:
+        failing(patch, errno.EACCES)
+        assert read(opened, chain_of(opened, PATH)) == ()
+    opened.write(segment(PATH))
+    until(lambda: opened.find("", PATH, stateful=False))
+    assert len(read(opened, chain_of(opened, PATH))) == 1
+    opened.close(5)
+
+
+def test_a_file_is_found_again_if_only_the_process_had_no_files_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scans: Scans
+) -> None:
+    written(tmp_path, segment(PATH))
+    opened = store(tmp_path)
+    with monkeypatch.context() as patch:
+        failing(patch, errno.EMFILE)
+        assert read(opened, chain_of(opened, PATH)) == ()
+    until(lambda: opened.find("", PATH, stateful=False))
+    opened.close(5)
+
+
+def test_a_damaged_file_that_cannot_be_removed_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scans: Scans
+) -> None:
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError
+
+    written(tmp_path, segment(PATH))
+    files(tmp_path)[0].write_bytes(b"kumquat")
+    opened = store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        assert read(opened, chain_of(opened, PATH)) == ()
+    scans.wait()
+    assert len(files(tmp_path)) == 1
+    assert opened.find("", PATH, stateful=False) is None
+    opened.close(5)
 
 
 def test_writes_give_way_to_reads(held: Held, opened: PrefixStore) -> None:

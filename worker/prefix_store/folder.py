@@ -32,7 +32,8 @@ class Unwritable(Exception):
 
 
 class Folder:
-    """A folder of segments. `path`, `remove` and `touch` may be used on any thread, everything else on one."""
+    """A folder of segments. `path`, `remove`, `touch` and `leave_alone` may be used on any thread, everything else on
+    one."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Folder:
         self._last_record = _Record(0, "")
         self._known: Scan | None = None  # the last scan, with own changes
         self._scanned_s = 0.0
+        self._unreadable: dict[FileName, _Identity | None] = {}  # as they were when they could not be read
 
     def enforce(self) -> None:
         """Scan the folder, and remove unfinished files of writers that have died, and what exceeds the quota. Raises
@@ -98,8 +100,27 @@ class Folder:
 
     @property
     def sizes(self) -> dict[FileName, int]:
-        """Bytes of each file of this version, of all models, as of the last scan."""
-        return {name: self._known.files[str(name)].nbytes for name in self._known.names} if self._known else {}
+        """Bytes of each file of this version, of all models, as of the last scan; without those that are left
+        alone."""
+        if not self._known:
+            return {}
+        for name, identity in self._unreadable.copy().items():
+            if str(name) not in self._known.files or self._identity(name) != identity:
+                self._unreadable.pop(name, None)
+        names = (name for name in self._known.names if name not in self._unreadable)
+        return {name: self._known.files[str(name)].nbytes for name in names}
+
+    def leave_alone(self, name: FileName) -> None:
+        """Leave a file that cannot be read out of `sizes`, until it is replaced or its permissions change. It still
+        counts for the quota. Raises no OSError."""
+        self._unreadable[name] = self._identity(name)
+
+    def _identity(self, name: FileName) -> "_Identity | None":
+        try:
+            stat = (self.path / str(name)).stat()
+        except OSError:
+            return None
+        return _Identity(stat.st_ino, stat.st_size, stat.st_mode, stat.st_uid)
 
     def _reserve(self, name: FileName, size: int) -> UnfinishedFile | NotStored:
         """Make room for a file, and create it with its size, so that other processes count it from now on. Returns why
@@ -158,11 +179,16 @@ class Folder:
         finally:
             os.close(folder)
 
-    def remove(self, name: FileName) -> None:
-        """Remove a file, if it is there, with its pin. Raises no OSError."""
-        for each in (str(name), name.pin):
-            with suppress(OSError):
-                (self.path / each).unlink()
+    def remove(self, name: FileName) -> bool:
+        """Remove a file, if it is there, with its pin. Returns False if that failed. Raises no OSError."""
+        return self._unlink(str(name)) & self._unlink(name.pin)
+
+    def _unlink(self, relative: str) -> bool:
+        try:
+            (self.path / relative).unlink(missing_ok=True)
+        except OSError:
+            return False
+        return True
 
     def touch(self, name: FileName) -> bool:
         """Mark a file as used now. Returns False if it is gone. Raises no OSError."""
@@ -234,6 +260,16 @@ class Folder:
 class _Record:
     nbytes: int  # written today, or reserved for files that are being written
     change: str  # last one of the folder: which process has made it, and its number there
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    """What differs if a file is replaced, or its permissions change."""
+
+    inode: int
+    nbytes: int
+    mode: int
+    owner: int
 
 
 def _today() -> int:

@@ -1,5 +1,6 @@
 """The thread that reads files, and the readings that callers wait for."""
 
+import errno
 import logging
 import queue
 import threading
@@ -23,6 +24,7 @@ logger = logging.getLogger("sluice.prefix_store")
 _FIRST_READ_BYTES_S = 500e6  # until reads are measured
 _SHARED_BYTES_S = 300e6  # while rows decode: the machine's memory bus is left to them
 _WEIGHT = 0.3  # of the last measurement in the speed
+_NOT_OF_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the process or the machine has none left
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -162,25 +164,36 @@ class Reader:
 
     def _read_all(self) -> None:
         while (reference := self._queue.get()) is not None:
-            if (reading := reference()) is not None and not reading.done:
+            reading = reference()
+            if reading is not None and not reading.done:
                 chain = reading.chain
                 del reading  # so that it is given up when no caller holds it
-                self._began_s = time.monotonic()
-                self.no_reads.clear()
-                segments = self._read_chain(chain, reference)
-                self.no_reads.set()
-                self._began_s = None
-                if (reading := reference()) is not None:
-                    reading.finish(segments)
-                del segments
-                self._on_read()
+                self._process(chain, reference)
             reading = None
 
-    def _read_chain(self, chain: Chain, reference: "weakref.ref[Reading]") -> tuple[LoadedSegment, ...]:
-        """Read the files of a chain up to the first bad one, or until no caller waits."""
+    def _process(self, chain: Chain, reference: "weakref.ref[Reading]") -> None:
+        """Read a chain, and hand over what was read of it, also after an error."""
+        segments = list[LoadedSegment]()
+        self._began_s = time.monotonic()
+        self.no_reads.clear()
+        try:
+            self._read_chain(chain, reference, segments)
+        except Exception:  # the border of this thread: an error makes a file a miss, and ends no later reading
+            logger.exception("prefixes on disk: a prefix is computed instead of read: unexpected error")
+            for name in chain.files[len(segments) :][:1]:  # the file at which it happened
+                self._leave_alone(name)
+        finally:
+            self.no_reads.set()
+            self._began_s = None
+            if (reading := reference()) is not None:
+                reading.finish(tuple(segments))
+            del reading, segments  # what no caller holds is freed now
+            self._on_read()
+
+    def _read_chain(self, chain: Chain, reference: "weakref.ref[Reading]", segments: list[LoadedSegment]) -> None:
+        """Read the files of a chain into `segments`, up to the first bad one, or until no caller waits."""
         began, unlimited = time.perf_counter(), self._unlimited.is_set()
         paced = self._pace.nbytes
-        segments = list[LoadedSegment]()
         nbytes = 0
         for name in chain.files:
             if not self._is_wanted(reference):
@@ -198,14 +211,14 @@ class Reader:
         if nbytes and unlimited and self._unlimited.is_set():
             speed = nbytes / max(time.perf_counter() - began, 1e-9)
             self._unlimited_bytes_per_s += _WEIGHT * (speed - self._unlimited_bytes_per_s)
-        return tuple(segments)
 
     def _is_wanted(self, reference: "weakref.ref[Reading]") -> bool:
         reading = reference()
         return reading is not None and not reading.done and not self._closed.is_set()
 
     def _read_segment(self, name: FileName, chain: Chain) -> LoadedSegment | None:
-        """Read a file, and mark it as used. Returns None if it is gone, or bad: then it is removed."""
+        """Read a file, and mark it as used. Returns None if it is gone, cannot be read, or is bad: then it is
+        removed."""
         path = self._folder.path / str(name)
         try:
             with path.open("rb", buffering=0) as file:
@@ -216,16 +229,28 @@ class Reader:
                 arrays = self._decode(header, buffers, self._pace)
         except BadFile as error:
             logger.warning("prefixes on disk: %s is removed: %s", path.name, error)
-            self._folder.remove(name)
             self._index.discard(name)
+            if not self._folder.remove(name):
+                self._leave_alone(name)
             return None
         except FileNotFoundError:  # removed for space by another worker
             self._index.discard(name)
             return None
-        except (OSError, MemoryError, RuntimeError, ValueError, LookupError, TypeError) as error:
-            # Without memory MLX raises MemoryError, RuntimeError or ValueError.
+        except (OSError, LookupError, TypeError) as error:
             logger.warning("prefixes on disk: %s cannot be read: %s", path.name, error)
-            self._index.discard(name)
+            if isinstance(error, OSError) and error.errno in _NOT_OF_THE_FILE:
+                self._index.discard(name)
+            else:
+                self._leave_alone(name)
+            return None
+        except (MemoryError, RuntimeError, ValueError) as error:  # MLX raises any of them if there is no memory
+            logger.warning("prefixes on disk: %s is not read now: %s", path.name, error)
+            self._index.discard(name)  # until the next scan
             return None
         self._folder.touch(name)
         return LoadedSegment(header, tuple(arrays))
+
+    def _leave_alone(self, name: FileName) -> None:
+        """Do not read a file again before it changes."""
+        self._folder.leave_alone(name)
+        self._index.discard(name)
