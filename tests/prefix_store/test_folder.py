@@ -1,6 +1,7 @@
 """Several writers in one folder: none waits for the content of another, and together they keep the quota."""
 
 import errno
+import json
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -15,7 +17,8 @@ from tests.prefix_store.segments import files, nbytes, segment
 from worker.prefix_store import folder as folder_module
 from worker.prefix_store.folder import Folder, Unwritable
 from worker.prefix_store.format import read_file_header
-from worker.prefix_store.names import FileName
+from worker.prefix_store.names import WRITTEN, FileName
+from worker.prefix_store.scan import scan_folder
 from worker.schedule.cache.disk import NotStored
 
 QUOTA = 1_000_000
@@ -123,6 +126,82 @@ def test_a_failed_write_leaves_nothing_and_gives_its_bytes_back_to_the_day(
             write(folder, 1)
     assert unfinished(folder.path) == []
     assert write(folder, 2) == size
+
+
+def written_today(folder: Folder) -> int:
+    """Return the bytes that count for the budget of the day."""
+    nbytes = json.loads((folder.path / WRITTEN).read_text())["bytes"]
+    assert isinstance(nbytes, int)
+    return nbytes
+
+
+def test_what_a_failed_write_has_written_counts_for_the_budget_of_the_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: BinaryIO, *_: object) -> None:
+        file.write(bytes(1_000))
+        raise OSError(errno.EIO, "failing")
+
+    monkeypatch.setattr(folder_module, "write_segment", fail)
+    folder = Folder(tmp_path, QUOTA, QUOTA)
+    with pytest.raises(Unwritable):
+        write(folder, 1)
+    assert written_today(folder) == 1_000
+
+
+def test_a_write_that_fails_after_midnight_gives_nothing_back_to_the_new_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    day = [1]
+    monkeypatch.setattr(folder_module, "_today", lambda: day[0])
+    late, other = (Folder(tmp_path, QUOTA, QUOTA) for _ in range(2))
+
+    def fail(nbytes: int) -> None:
+        day[0] = 2
+        write(other, 2, size=1_000)
+        raise OSError(errno.EIO, "failing")
+
+    with pytest.raises(Unwritable):
+        write(late, 1, fail)
+    assert written_today(late) == (tmp_path / str(name(2))).stat().st_size
+
+
+def test_a_file_is_written_if_the_day_s_record_cannot_be_updated_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, renamed = Folder(tmp_path, QUOTA), Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if files(tmp_path) and path.name.startswith(WRITTEN):
+            raise OSError(errno.ENOSPC, "full")
+        return renamed(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    assert write(folder, 1) == (tmp_path / str(name(1))).stat().st_size
+
+
+def test_a_file_that_cannot_be_removed_counts_and_another_one_is_removed_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = Path.unlink
+
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        if path.name == str(name(1)):
+            raise PermissionError
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    quota = 2 * size_of_a_file(tmp_path) + BOOKKEEPING
+    folder = Folder(tmp_path / "small", quota)
+    results = [write(folder, number) for number in (1, 2, 3, 3)]
+    assert results[2] is NotStored.QUOTA
+    assert [file.name for file in files(folder.path)] == [str(name(1)), str(name(3))]
+    assert nbytes(folder.path) <= quota
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    with pytest.raises(OSError):  # noqa: PT011
+        scan_folder(tmp_path / "gone")
 
 
 def test_files_of_two_writers_at_a_time_keep_the_quota(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import errno
+import logging
 import os
 import random
 import shutil
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,14 @@ from safetensors import safe_open
 from tests.prefix_store.segments import MODEL, assert_right, files, nbytes, read, segment, store, written
 from tests.selection import examples
 from worker.prefix_store import folder as folder_module
-from worker.prefix_store.names import parse_name
-from worker.prefix_store.writer import NewSegment
+from worker.prefix_store.folder import Unwritable
+from worker.prefix_store.lock import FolderLock
+from worker.prefix_store.names import LOCK, parse_name
+from worker.prefix_store.records import ModelRecord
+from worker.prefix_store.scan import Scan
+from worker.prefix_store.store import PrefixStore, StoreOptions
+from worker.prefix_store.writer import NewSegment, WriteReport
+from worker.schedule.cache.disk import NotStored
 
 PATH = tuple(range(100))
 
@@ -253,6 +261,95 @@ def test_a_full_disk_pauses_writing_and_leaves_no_part(tmp_path: Path, monkeypat
     assert len(calls) == 1
     assert not [file for file in tmp_path.iterdir() if file.name.endswith(".part")]
     assert files(tmp_path) == []
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_keeps_no_store_from_opening_and_the_quota_is_enforced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(tmp_path, segment((1,)), segment((2,)))
+    monkeypatch.setattr(ModelRecord, "renew", full_disk)
+    opened = PrefixStore(StoreOptions(tmp_path, 12_000, label="a"), MODEL)
+    with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
+        opened.open()
+    assert len(files(tmp_path)) == 1
+    assert len(read(opened, opened.find("", (2,), stateful=False))) == 1
+    opened.close(5)
+    assert len(caplog.records) == 1
+
+
+def test_a_failed_scan_leaves_the_index_as_it_is_and_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(tmp_path, segment(PATH))
+    monkeypatch.setattr("worker.prefix_store.writer._RESCAN_S", 0.02)
+    opened, scans = store(tmp_path), list[Path]()
+
+    def failing(folder: Path) -> Scan:
+        scans.append(folder)
+        raise OSError(errno.EIO, "kumquat")
+
+    with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
+        monkeypatch.setattr(folder_module, "scan_folder", failing)
+        until = time.monotonic() + 20
+        while len(scans) < 3:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        opened.close(10)
+    assert opened.find("", PATH, stateful=False) is not None
+    assert len(caplog.records) == 1
+
+
+_STOPPED = """
+import fcntl, os, signal, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_stopped_process_that_has_the_lock_stops_writes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(tmp_path, segment((1,)))
+    stopped = subprocess.Popen([sys.executable, "-S", "-c", _STOPPED, str(tmp_path / LOCK)])
+    try:
+        assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
+        monkeypatch.setattr("worker.prefix_store.lock._WAIT_S", 0.05)
+        with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
+            opened = store(tmp_path)
+            assert opened.write(segment((2,)))
+            assert len(read(opened, opened.find("", (1,), stateful=False))) == 1
+            opened.close(20)
+        assert not opened._writer.thread.is_alive()
+    finally:
+        stopped.kill()
+        stopped.wait()
+    assert len(files(tmp_path)) == 1
+    assert len(caplog.records) == 2  # that nothing is written for a while, and what was lost
+
+
+def test_a_lock_that_is_kept_is_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, report = store(tmp_path), WriteReport()
+    for limit in ("_WAIT_S", "_LAST_WAIT_S"):
+        monkeypatch.setattr(f"worker.prefix_store.lock.{limit}", 0.05)
+    with FolderLock(tmp_path).held():
+        opened.write(replace(segment((1,)), report=report))
+        opened.close(20)
+    assert (report.done, report.refusal, files(tmp_path)) == (True, NotStored.DISK, [])
+
+
+def test_an_error_while_writes_pause_does_not_prolong_the_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = store(tmp_path)
+    opened._writer._pause(Unwritable("kumquat"))
+    until_s = opened._writer._paused_until_s
+    opened._writer._attempt(full_disk)
+    assert opened._writer._paused_until_s == until_s
+    opened.close(5)
 
 
 # A writer that is killed

@@ -4,20 +4,20 @@ Several processes share it. One that removes for space, reserves the bytes of a 
 holds a lock on the folder, so that together they keep the quota. To write content and to read, no lock is needed."""
 
 import errno
-import fcntl
 import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.format import StoredSegment, encoded_size, write_segment
-from worker.prefix_store.names import LOCK, TEMPORARY, WRITTEN, FileName, pin_of
+from worker.prefix_store.lock import FolderLock
+from worker.prefix_store.names import TEMPORARY, WRITTEN, FileName, pin_of
 from worker.prefix_store.records import ModelRecord
 from worker.prefix_store.scan import Scan, scan_folder
 from worker.prefix_store.unfinished import UnfinishedFile, is_abandoned
@@ -28,12 +28,12 @@ _SCAN_S = 5.0  # files of others are counted again after this time; those of oth
 
 
 class Unwritable(Exception):
-    """A file could not be written: the disk is full, or the folder is gone."""
+    """A file could not be written: the disk is full, the folder is gone, or another process keeps its lock."""
 
 
 class Folder:
-    """A folder of segments. `path`, `remove`, `touch` and `leave_alone` may be used on any thread, everything else on
-    one."""
+    """A folder of segments. `path`, `remove`, `touch`, `leave_alone` and `shorten_waits` may be used on any thread,
+    everything else on one."""
 
     def __init__(
         self,
@@ -54,19 +54,28 @@ class Folder:
         self._record = record
         self._writer = f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"
         self._changes = count()  # of the folder, by this process
-        self._last_record = _Record(0, "")
+        self._lock = FolderLock(path)
+        self._last_record = _Record(0, 0, "")
         self._known: Scan | None = None  # the last scan, with own changes
         self._scanned_s = 0.0
+        self._undeletable = set[str]()  # files that could not be removed
         self._unreadable: dict[FileName, _Identity | None] = {}  # as they were when they could not be read
 
     def enforce(self) -> None:
-        """Scan the folder, and remove unfinished files of writers that have died, and what exceeds the quota. Raises
-        OSError."""
-        with self._locked():
-            if self._record:
-                self._record.renew(self.path)
-            self._known = None
-            self._known = self._enforced(0)
+        """Scan the folder, and remove unfinished files of writers that have died, and what exceeds the quota; then
+        renew the record. Raises OSError, and `Unwritable` if the folder was scanned, but another process keeps its
+        lock, or the record cannot be written."""
+        try:
+            with self._lock.held():
+                self._known = self._enforced(self._scan(), 0)
+                self._renew_record()
+        except TimeoutError as error:
+            self._known = self._scan()  # needs no lock, as little as reading does
+            raise Unwritable(str(error)) from error
+
+    def shorten_waits(self) -> None:
+        """Wait at most a second for the folder's lock from now on: the worker ends."""
+        self._lock.shorten_waits()
 
     def write(
         self,
@@ -84,8 +93,9 @@ class Folder:
             reserved = self._reserve(name, size)
             if isinstance(reserved, NotStored):
                 return reserved
-            with closing(reserved) as unfinished, ExitStack() as undo:
-                undo.callback(self._release, size)
+            unfinished, reserved_on = reserved
+            with closing(unfinished), ExitStack() as undo:
+                undo.callback(self._release, unfinished, reserved_on)
                 write_segment(unfinished.file, name, segment, self._encryption, on_written)
                 unfinished.sync()
                 self._finish(unfinished, name, size, pinned=pinned)
@@ -122,30 +132,40 @@ class Folder:
             return None
         return _Identity(stat.st_ino, stat.st_size, stat.st_mode, stat.st_uid)
 
-    def _reserve(self, name: FileName, size: int) -> UnfinishedFile | NotStored:
-        """Make room for a file, and create it with its size, so that other processes count it from now on. Returns why
-        not if it may not be written. Raises OSError."""
-        with self._locked():
+    def _renew_record(self) -> None:
+        try:
+            if self._record:
+                self._record.renew(self.path)
+        except OSError as error:
+            raise Unwritable(str(error)) from error
+
+    def _reserve(self, name: FileName, size: int) -> tuple[UnfinishedFile, int] | NotStored:
+        """Make room for a file, and create it with its size, so that other processes count it from now on. Returns the
+        file and the day to whose budget its bytes count, or why it may not be written. Raises OSError."""
+        with self._lock.held():
             record = self._read_record()
             if size > self._max_bytes:
                 return NotStored.QUOTA
             if not fits_budget(size, record.nbytes, self._daily_bytes):
                 return NotStored.DAILY_LIMIT
-            self._known = self._enforced(size)
+            is_old = time.monotonic() - self._scanned_s > _SCAN_S
+            if self._known is None or is_old or record != self._last_record:
+                self._known = self._scan()
+            self._known = self._enforced(self._known, size)
             if self._known.nbytes + size > self._max_bytes:
                 return NotStored.QUOTA
             temporary = name.temporary(f"{os.getpid()}-{time.monotonic_ns()}")
             with ExitStack() as undo:
                 unfinished = undo.enter_context(closing(UnfinishedFile(self.path / temporary, size)))
-                self._write_record(record.nbytes + size)
+                self._write_record(replace(record, nbytes=record.nbytes + size))
                 undo.pop_all()
             self._known = self._known.with_unfinished(temporary, size)
-            return unfinished
+            return unfinished, record.day
 
     def _finish(self, unfinished: UnfinishedFile, name: FileName, size: int, *, pinned: bool) -> None:
         """Let a file that is written appear, with its pin. Raises OSError."""
         without_state = replace(name, has_state=False)
-        with self._locked():
+        with self._lock.held():
             record = self._read_record()
             if pinned or (self.path / without_state.pin).exists():
                 pinned = True
@@ -155,18 +175,22 @@ class Folder:
                 self._known = self._known.without({unfinished.path.name}).with_file(name, size, pinned=pinned)
             else:  # another process has changed the folder since
                 self._known = None
-            self._write_record(record.nbytes)
+            with suppress(OSError):  # the file has appeared; others find it when they scan the next time
+                self._write_record(record)
 
     def _remove_replaced(self, name: FileName) -> None:
         """Remove a file that another one replaces."""
-        self.remove(name)
-        self._known = self._known and self._known.without({str(name)})
+        if self.remove(name):
+            self._known = self._known and self._known.without({str(name)})
 
-    def _release(self, size: int) -> None:
-        """Give the bytes of a file that was not written back to the budget of the day. Raises no OSError."""
+    def _release(self, unfinished: UnfinishedFile, day: int) -> None:
+        """Give the bytes of a file that were not written back to the budget of the day that they were taken from.
+        Raises no OSError."""
         self._known = None
-        with suppress(OSError), self._locked():
-            self._write_record(max(0, self._read_record().nbytes - size))
+        with suppress(OSError), self._lock.held():
+            record = self._read_record()
+            if record.day == day:
+                self._write_record(replace(record, nbytes=max(0, record.nbytes - unfinished.missing_bytes)))
 
     def _sync(self) -> None:
         """Make the names durable."""
@@ -209,48 +233,41 @@ class Folder:
             self._known = self._known.with_pin(name)
         return True
 
-    def _enforced(self, room: int) -> Scan:
+    def _scan(self) -> Scan:
+        scan = scan_folder(self.path)
+        self._scanned_s = time.monotonic()
+        self._undeletable.intersection_update(scan.files)
+        return scan
+
+    def _enforced(self, scan: Scan, room: int) -> Scan:
         """Remove unfinished files of writers that have died, pins without a file, and files until `room` bytes fit.
-        Requires the lock."""
-        scan = self._known
-        if scan is None or time.monotonic() - self._scanned_s > _SCAN_S or self._read_record() != self._last_record:
-            scan = scan_folder(self.path)
-            self._scanned_s = time.monotonic()
+        Returns what is left. Requires the lock."""
         victims = {each for each in scan.unfinished if is_abandoned(self.path / each)} | {*scan.lone_pins}
         others = [file for key, file in scan.files.items() if key not in victims]
+        others = [replace(file, removable=False) if file.key in self._undeletable else file for file in others]
         excess = sum(file.nbytes for file in others) - self._max_bytes
         fixed = sum(file.nbytes for file in others if not file.removable)
         needed = room if fixed + room <= self._max_bytes else 0  # for what does not fit anyway nothing is removed
         victims.update(filter(self._unpinned, files_to_remove(others, excess + needed)))
-        for each in victims:
-            with suppress(OSError):
-                (self.path / each).unlink()
-        return scan.without(victims) if victims else scan
+        removed = {each for each in victims if self._unlink(each)}
+        self._undeletable |= victims - removed  # others are tried the next time
+        return scan.without(removed) if removed else scan
 
     def _unpinned(self, relative: str) -> bool:
         return not (self.path / pin_of(relative)).exists()
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # it may have been deleted
-        lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(lock)
-
     def _read_record(self) -> "_Record":
         """Return what all processes have written today, and which change of the folder was the last."""
+        today = _today()
         with suppress(OSError, ValueError, KeyError, TypeError):
             raw = json.loads((self.path / WRITTEN).read_text())
-            if raw["day"] == _today():
-                return _Record(int(raw["bytes"]), str(raw["writer"]))
-        return _Record(0, "")
+            if raw["day"] == today:
+                return _Record(today, int(raw["bytes"]), str(raw["writer"]))
+        return _Record(today, 0, "")
 
-    def _write_record(self, nbytes: int) -> None:
-        self._last_record = _Record(nbytes, f"{self._writer}-{next(self._changes)}")
-        content = {"day": _today(), "bytes": nbytes, "writer": self._last_record.change}
+    def _write_record(self, record: "_Record") -> None:
+        self._last_record = replace(record, change=f"{self._writer}-{next(self._changes)}")
+        content = {"day": record.day, "bytes": record.nbytes, "writer": self._last_record.change}
         temporary = self.path / f"{WRITTEN}{TEMPORARY}"
         temporary.write_text(json.dumps(content))
         temporary.rename(self.path / WRITTEN)
@@ -258,7 +275,8 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    nbytes: int  # written today, or reserved for files that are being written
+    day: int  # since 1970
+    nbytes: int  # written on this day, or reserved for files that are being written
     change: str  # last one of the folder: which process has made it, and its number there
 
 

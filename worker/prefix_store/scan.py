@@ -68,7 +68,7 @@ class Scan:
 
 
 def scan_folder(folder: Path) -> Scan:
-    """List the folder, and what is in folders in it. Opens no file."""
+    """List the folder, and what is in folders in it. Opens no file. Raises OSError if the folder cannot be listed."""
     files = dict[str, StoredFile[str]]()
     unfinished, names = list[str](), list[FileName]()
     stale, models = list[str](), list[str]()
@@ -96,14 +96,16 @@ def scan_folder(folder: Path) -> Scan:
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield all files, by path relative to the folder. Files that disappear meanwhile are left out, and links are not
-    followed."""
+    """Yield all files, by path relative to the folder. Files that disappear meanwhile are left out, and so are folders
+    in it that cannot be listed; links are not followed."""
     folders = [""]
     while folders:
         prefix = folders.pop()
         try:
             entries = [*os.scandir(folder / prefix)]
         except OSError:
+            if not prefix:
+                raise
             continue
         for entry in entries:
             relative = f"{prefix}{entry.name}"

@@ -60,8 +60,7 @@ class PrefixStore:
 
     def open(self) -> None:
         """Enforce the quota, build the index, and start the threads. Blocks. Raises OSError."""
-        self._folder.enforce()
-        self.index.replace(self._folder.sizes)
+        self._writer.scan()
         for thread in (self._writer.thread, self._reader.thread):
             thread.start()
 

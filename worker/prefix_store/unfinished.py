@@ -1,9 +1,22 @@
 """Files that are being written. Each is locked by its writer, so that the files of dead writers are recognized."""
 
 import fcntl
+import io
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+
+class _CountingFile(io.BufferedWriter):
+    """Counts what is written, and bytes that are written again once more."""
+
+    written_bytes = 0
+
+    def write(self, data: Any, /) -> int:
+        written = super().write(data)
+        self.written_bytes += written
+        return written
 
 
 class UnfinishedFile:
@@ -14,7 +27,8 @@ class UnfinishedFile:
         """Create the file, which must not exist. Requires the folder's lock: no other process finds it before it is
         locked. Raises OSError."""
         self.path = path
-        self.file = path.open("xb")
+        self.nbytes = nbytes
+        self.file = _CountingFile(io.FileIO(path, "xb"))
         try:
             os.chmod(self.file.fileno(), 0o600)  # prompts are private
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -22,6 +36,11 @@ class UnfinishedFile:
         except OSError:
             self.close()
             raise
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that have not been written."""
+        return max(0, self.nbytes - self.file.written_bytes)
 
     def sync(self) -> None:
         """Make the content durable. Blocks. Raises OSError."""

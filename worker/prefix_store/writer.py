@@ -98,6 +98,7 @@ class Writer:
         self._pace = Pace(_WRITE_BYTES_S, self._unlimited, no_reads)
         self._paused_until_s = 0.0  # time.monotonic() before which nothing is written, after a failure
         self._lost = 0  # segments, since the last failure
+        self._unlisted = False  # the last scan has failed
         self._queue: queue.SimpleQueue[NewSegment | _Forget | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
 
@@ -141,7 +142,18 @@ class Writer:
         """Accept nothing more, and let the thread end when it has written what waits."""
         self._unlimited.set()
         self._closed.set()
+        self._folder.shorten_waits()
         self._queue.put(None)
+
+    def scan(self) -> None:
+        """Enforce the quota, and let the index hold what is in the folder. Writes pause if the folder can be read only.
+        For the writer's thread, and before it starts. Raises OSError, and leaves the index as it is, if the folder
+        cannot be read."""
+        try:
+            self._folder.enforce()
+        except Unwritable as error:
+            self._pause(error)
+        self._index.replace(self._folder.sizes)
 
     # On the writer's thread
 
@@ -173,15 +185,22 @@ class Writer:
             del command  # else its memory would be held until the next one comes
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Do a part of this thread's work. After a failure, which is logged, nothing is written for a while."""
+        """Do a part of this thread's work. After a failure nothing is written for a while."""
         try:
             action()
+        except Exception as error:  # the border of this thread: an error loses what it was about, and nothing later
+            self._pause(error)
+
+    def _pause(self, error: Exception) -> None:
+        """Log an error, and write nothing for a while, which further errors meanwhile do not prolong."""
+        if self._is_paused:
             return
-        except Unwritable as error:
+        if isinstance(error, Unwritable):
             logger.warning("prefixes on disk: nothing is written for %.0f s: %s", _PAUSE_S, error)
-        except Exception:  # the border of this thread: an error loses what it was about, and nothing that comes later
-            if not self._is_paused:
-                logger.exception("prefixes on disk: nothing is written for %.0f s: unexpected error", _PAUSE_S)
+        else:
+            logger.error(
+                "prefixes on disk: nothing is written for %.0f s: unexpected error", _PAUSE_S, exc_info=error
+            )  # fmt: skip
         self._paused_until_s = time.monotonic() + _PAUSE_S
 
     @property
@@ -197,10 +216,12 @@ class Writer:
     def _rescan(self) -> None:
         """Count the files of others, and find those that other workers have written."""
         try:
-            self._folder.enforce()
+            self.scan()
+            self._unlisted = False
         except OSError as error:
-            logger.warning("prefixes on disk: the folder cannot be read: %s", error)
-        self._index.replace(self._folder.sizes)
+            if not self._unlisted:
+                logger.warning("prefixes on disk: the folder cannot be read: %s", error)
+            self._unlisted = True
 
     def _remove(self, namespace: str, tokens: tuple[int, ...]) -> None:
         self._rescan()  # the index is without the files that were discarded by `forget`
