@@ -341,6 +341,19 @@ def test_a_lock_that_is_kept_is_a_failed_write(tmp_path: Path, monkeypatch: pyte
     assert (report.done, report.refusal, files(tmp_path)) == (True, NotStored.DISK, [])
 
 
+def test_a_wait_for_room_at_the_end_is_not_held_up_by_a_kept_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.prefix_store.lock._WAIT_S", 1e6)
+    monkeypatch.setattr("worker.prefix_store.lock._LAST_WAIT_S", 0.05)
+    opened = store(tmp_path)
+    with FolderLock(tmp_path).held():
+        opened.write(segment((1,)))
+        assert opened.wait_for_room(1 << 40, time.monotonic() + 20)
+    opened.close(20)
+    assert files(tmp_path) == []
+
+
 def test_an_error_while_writes_pause_does_not_prolong_the_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

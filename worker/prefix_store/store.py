@@ -118,7 +118,7 @@ class PrefixStore:
 
     def wait_for_room(self, nbytes: int, until_s: float) -> bool:
         """Wait until so many bytes can be handed over, at most until this time.monotonic(). Returns True if they can.
-        Writes are not slowed down from now on."""
+        From now on writes are not slowed down, and wait a second at most for other processes: the worker ends."""
         return self._writer.wait_for_room(nbytes, until_s)
 
     def close(self, timeout_s: float) -> None:

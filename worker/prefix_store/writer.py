@@ -131,7 +131,7 @@ class Writer:
 
     def wait_for_room(self, nbytes: int, until_s: float) -> bool:
         """Wait until `nbytes` can be handed over: see `PrefixStore.wait_for_room`."""
-        self._unlimited.set()
+        self._hurry()
         while self.pending_bytes and self.pending_bytes + nbytes > self._max_pending_bytes:
             if time.monotonic() >= until_s:
                 return False
@@ -140,10 +140,13 @@ class Writer:
 
     def close(self) -> None:
         """Accept nothing more, and let the thread end when it has written what waits."""
-        self._unlimited.set()
+        self._hurry()
         self._closed.set()
-        self._folder.shorten_waits()
         self._queue.put(None)
+
+    def _hurry(self) -> None:
+        self._unlimited.set()
+        self._folder.shorten_waits()
 
     def scan(self) -> None:
         """Enforce the quota, and let the index hold what is in the folder. Writes pause if the folder can be read only.
