@@ -28,7 +28,7 @@ from sluice.errors import (
     UnreadableLog,
 )
 from sluice.queues import Queue
-from sluice.submission import Submitted
+from sluice.submission import ExtraKey, Submitted
 from sluice.sync import SyncClient
 from sluice.wire import (
     Cancelled,
@@ -55,6 +55,7 @@ __all__ = [
     "DeadLetter",
     "Delta",
     "Event",
+    "ExtraKey",
     "Failed",
     "Finished",
     "JobCancelled",

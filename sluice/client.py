@@ -22,7 +22,7 @@ from sluice.queues import Queue, Queues
 from sluice.results import Results
 from sluice.streaming.hub import Hub
 from sluice.streaming.streams import SILENCE_S, Streams
-from sluice.submission import NewJob, Submission, Submitted, new_job
+from sluice.submission import ExtraKey, NewJob, Submission, Submitted, new_job
 from sluice.transport.connection import connect
 from sluice.transport.retries import Retries
 from sluice.wire import Event, Function, Lane
@@ -90,6 +90,7 @@ class Client:
         id: str | None = None,
         wait_worker_s: float | None = None,
         function: Function = "chat",
+        extra_keys: Sequence[ExtraKey] = (),
     ) -> Submitted:
         """Queue a chat: the body of an OpenAI chat completion, or only its messages. With "count" as `function`, its
         prompt tokens are counted: see `count_tokens`.
@@ -107,9 +108,13 @@ class Client:
         seconds. Give it an `id` of your own: then you can submit it again, which queues one job, or `cancel` it, which
         holds for a job that is queued later, too.
 
+        `extra_keys` are set in the same step as the job is queued: the server has both or neither. An id that exists
+        already sets none.
+
         Raises `QueueFull`, `ServerFull`, `ServerUnreachable`, or ValueError for a bad id, model or lane.
         """
-        return await self._submit(new_job(request, model, lane, id=id, function=function), wait_worker_s)
+        job = new_job(request, model, lane, id=id, function=function, extra_keys=extra_keys)
+        return await self._submit(job, wait_worker_s)
 
     async def count_tokens(
         self,

@@ -24,7 +24,8 @@ _MAX_ESTIMATE_S = 3600.0  # no rate is steady for longer
 _UNKNOWN_RATE_WAIT_S = 60.0  # the estimate if no job has ended within the last minute
 _WORKER_POLL_S = 0.25  # between two checks of a submit that waits for a worker
 _MAX_DEADLINE_S = 1e9  # a longer deadline is ignored
-_SHARED_BYTES = 65_536  # of a body; a longer one has a round trip of its own
+_MAX_TTL_S = 10**12  # far below what the server takes
+_SHARED_BYTES = 65_536  # of a body and extra keys; longer ones have a round trip of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,20 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtraKey:
+    """A string of the caller's own that is set in the same step as a job is queued: both, or neither. It replaces what
+    the key held. Raises ValueError for a time to live that the server would refuse."""
+
+    name: str
+    value: bytes
+    ttl_s: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ttl_s <= _MAX_TTL_S:  # it would be refused after the body has been stored
+            raise ValueError(f"ttl_s must be from 1 to {_MAX_TTL_S:,} seconds, not {self.ttl_s!r}")
+
+
+@dataclass(frozen=True, slots=True)
 class NewJob:
     """A job to be queued. Raises ValueError for a bad id, model or lane."""
 
@@ -46,6 +61,7 @@ class NewJob:
     model: str
     lane: Lane
     function: Function = "chat"
+    extra_keys: Sequence[ExtraKey] = ()
 
     def __post_init__(self) -> None:
         wire.check_job_id(self.id)
@@ -61,10 +77,11 @@ def new_job(
     *,
     id: str | None = None,
     function: Function = "chat",
+    extra_keys: Sequence[ExtraKey] = (),
 ) -> NewJob:
     """Return the job for a request or only its messages, with a random id and the request's lane unless given."""
     body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
-    return NewJob(uuid.uuid4().hex if id is None else id, body, model, lane or lane_of(body), function)
+    return NewJob(uuid.uuid4().hex if id is None else id, body, model, lane or lane_of(body), function, extra_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +90,11 @@ class _Call:
 
     keys: list[str]
     args: list[str | bytes | int]
+
+    @property
+    def is_long(self) -> bool:
+        """True if it delays the calls that share its round trip."""
+        return sum(len(arg) for arg in self.args if isinstance(arg, bytes)) > _SHARED_BYTES
 
 
 class Submission:
@@ -86,10 +108,9 @@ class Submission:
     async def submit(self, job: NewJob, *, needs_worker: bool = False) -> Submitted:
         """Queue one job. Raises `QueueFull`, `ServerFull`, and `NoWorker` if `needs_worker` and no live worker serves
         the model. A call that is cancelled may have queued its job, or queue it later."""
-        body = _arq_job(job)
-        call = _Call(_keys(job), _args(job, body, submission=uuid.uuid4().hex, needs_worker=needs_worker))
+        call = _Call(_keys(job), _args(job, submission=uuid.uuid4().hex, needs_worker=needs_worker))
         try:
-            answer = await self._send_alone(call) if len(body) > _SHARED_BYTES else await self._calls.call(call)
+            answer = await self._send_alone(call) if call.is_long else await self._calls.call(call)
         except OutOfMemoryError as error:
             raise _server_full() from error
         outcome = _read(job, answer)
@@ -152,7 +173,7 @@ class Submission:
     async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | ServerFull]:
         """Queue jobs in one round trip, and return an outcome for each. Raises redis-py's other errors; some of the
         jobs may have been queued by then."""
-        answers = await self._run_all([_Call(_keys(job), _args(job, _arq_job(job))) for job in jobs])
+        answers = await self._run_all([_Call(_keys(job), _args(job)) for job in jobs])
         return [_read_or_raise(job, answer) for job, answer in zip(jobs, answers, strict=True)]
 
 
@@ -163,13 +184,15 @@ def _keys(job: NewJob) -> list[str]:
         wire.job_key(job.id),
         wire.wake_channel(job.model),
         wire.model_key(job.model),
+        *(extra.name for extra in job.extra_keys),
     ]
 
 
-def _args(job: NewJob, body: bytes, *, submission: str = "", needs_worker: bool = False) -> list[str | bytes | int]:
+def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> list[str | bytes | int]:
     """Return the ARGV of `submit.lua`. `submission` identifies the call, so a resent one recognizes its own job."""
-    return [job.id, body, wire.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission,
-            int(needs_worker), job.function]  # fmt: skip
+    extra = [part for key in job.extra_keys for part in (key.value, key.ttl_s * 1000)]
+    return [job.id, _arq_job(job), wire.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission,
+            int(needs_worker), job.function, *extra]  # fmt: skip
 
 
 def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | ServerFull:

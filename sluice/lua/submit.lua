@@ -1,8 +1,8 @@
 -- Queue one job and wake the workers, unless its id is in use, the lane is full, or no live worker serves the model
 -- although one is required.
--- KEYS  body, queue, job, wake channel, workers of the model
+-- KEYS  body, queue, job, wake channel, workers of the model, and any number of strings to set if the job is queued
 -- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or '',
---       1 if a live worker is required (else 0), 'chat' or 'count'
+--       1 if a live worker is required (else 0), 'chat' or 'count', and for each of these strings its value and life_ms
 -- Returns 1, 'queued', and 1 if a worker serves the model (else 0); or 0, the state of the job with this id, and the
 -- same flag; or -1, the lane's length, its limit, and the estimated seconds until it has room ('' if no job ended
 -- lately); or -2 without a live worker.
@@ -48,6 +48,7 @@ if limit and length >= limit then
 end
 
 redis.call('SET', body, ARGV[2], 'PX', ARGV[3])
+for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[2 * i - 1], 'PX', ARGV[2 * i]) end
 redis.call('ZADD', queue, now_ms, id)
 local model = string.sub(queue, #'sluice:queue:' + 1, -#lane - 2)
 redis.call('HSET', job, 'state', 'queued', 'model', model, 'lane', lane, 'queued_at', now_ms / 1000)

@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,20 @@ def front(redis_url: str, tmp_path: Path) -> Iterator[Front]:
         yield front
 
 
-async def trips_of(http: httpx.AsyncClient, trips: list[list[str]], key: str, headers: dict[str, str]) -> Any:
+async def trips_of(
+    http: httpx.AsyncClient,
+    trips: list[list[str]],
+    key: str,
+    headers: dict[str, str],
+    path: str = PATH,
+    body: Mapping[str, Any] = BODY,
+) -> Any:
     """Return the round trips of a request to a gateway that is warm."""
     for _ in range(2):  # connections are opened, and scripts loaded, with the first one
-        await http.post(PATH, json=BODY, headers={"authorization": f"Bearer {key}"})
-        await until(lambda: trips[-1:] == END)
-    trips.clear()
-    answer = await http.post(PATH, json=BODY, headers={**headers, "authorization": f"Bearer {key}"})
+        await http.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+        await until(lambda: ["UNSUBSCRIBE"] in trips)
+        trips.clear()
+    answer = await http.post(path, json=body, headers={**headers, "authorization": f"Bearer {key}"})
     assert answer.status_code == 200
     await until(lambda: ["UNSUBSCRIBE"] in trips)
     return sorted(trips)
@@ -84,6 +91,16 @@ async def test_a_request_costs_few_round_trips(
     http: httpx.AsyncClient, trips: list[list[str]], key: str, headers: dict[str, str], expected: list[list[str]]
 ) -> None:
     assert await trips_of(http, trips, key, headers) == sorted(expected)
+
+
+@pytest.mark.parametrize("store", [True, False])
+async def test_a_response_is_stored_in_the_round_trip_that_queues_its_job(
+    http: httpx.AsyncClient, trips: list[list[str]], store: bool
+) -> None:
+    body = {"input": "Hi.", "stream": True, "store": store}
+    stored = [["EVALSHA"]] if store else []  # the response, once it has ended
+    expected = sorted([SUBMIT, *EVENTS, SETTLE, *stored, *END])
+    assert await trips_of(http, trips, "free", {}, "/v1/responses", body) == expected
 
 
 async def test_a_retry_reads_what_is_stored_in_one_round_trip(

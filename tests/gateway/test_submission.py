@@ -7,12 +7,13 @@ from typing import Any
 import httpx
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import OutOfMemoryError
 
 from schemas import keys
-from sluice import Client, QueueFull
-from sluice.gateway.responses.store import Store
-from tests.gateway.fronts import Front
+from sluice import Client, QueueFull, wire
+from sluice.gateway import ServeSettings
+from sluice.gateway.responses.store import record_key
+from tests.gateway.fronts import Front, serving
+from tests.line import Line
 from tests.queue.helpers import field
 from tests.waiting import until
 
@@ -119,16 +120,72 @@ async def test_a_server_out_of_memory_is_overloaded_and_nothing_is_queued(
     assert await db.zcard(QUEUE) == 0
 
 
-async def test_a_server_that_is_out_of_memory_for_the_record_leaves_the_key_free(
+def names_of(job_id: str) -> list[str]:
+    """The keys of a response and of its job."""
+    return [record_key(job_id), wire.job_key(job_id), wire.body_key(job_id)]
+
+
+async def names_of_all(db: Redis) -> list[bytes]:
+    """The keys of all responses, jobs and Idempotency-Keys, in order."""
+    patterns = ("sluice:serve:response:*", "sluice:serve:key:*", wire.job_key("*"), wire.body_key("*"))
+    return sorted([key for pattern in patterns for key in await db.keys(pattern)])
+
+
+async def test_a_response_and_its_job_are_stored_in_one_step(
     http: httpx.AsyncClient, db: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def full(*_: object) -> bytes:
-        raise OutOfMemoryError("OOM command not allowed")
+    submit, before = Client.submit, list[int]()
 
-    monkeypatch.setattr(Store, "create", full)
-    answer = await http.post(RESPONSES, json=BODIES[RESPONSES], headers={"idempotency-key": "k"})
-    assert answer.status_code == 503
-    assert [key async for key in db.scan_iter("sluice:serve:key:*")] == []
+    async def counted(client: Client, *positional: Any, id: str, **named: Any) -> Any:
+        before.append(await client.redis.exists(*names_of(id)))
+        return await submit(client, *positional, id=id, **named)
+
+    monkeypatch.setattr(Client, "submit", counted)
+    made = await http.post(RESPONSES, json=BODIES[RESPONSES])
+    assert (made.status_code, before) == (200, [0])
+    assert await db.exists(*names_of(made.json()["id"])) == 3
+    assert 86_000 < await db.ttl(record_key(made.json()["id"])) <= 86_400
+
+
+@pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}])
+async def test_a_response_that_is_refused_leaves_neither_record_nor_job(
+    http: httpx.AsyncClient, db: Redis, key: dict[str, str]
+) -> None:
+    await db.hset(keys.model(MODEL), "w", "1 1 9999999999 0 0")  # its queue has room for one job
+    assert (await http.post(RESPONSES, json=BODIES[RESPONSES])).status_code == 200
+    before = await names_of_all(db)
+    refused = await http.post(RESPONSES, json=BODIES[RESPONSES], headers=key)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert await names_of_all(db) == before
+
+
+async def test_a_response_whose_submission_is_lost_on_the_way_leaves_neither_record_nor_job(
+    redis_url: str, db: Redis
+) -> None:
+    async with Line(redis_url) as line:
+        with serving(line.url, ServeSettings(_env_file=None)) as front:
+            async with httpx.AsyncClient(base_url=front.url, timeout=60) as http:
+                made = await http.post(RESPONSES, json=BODIES[RESPONSES])
+                await until_state(db, made.json()["id"], "queued")
+                before = await names_of_all(db)
+                line.down()
+                lost = await http.post(RESPONSES, json=BODIES[RESPONSES])
+                line.up()
+    assert lost.status_code == 503
+    assert await names_of_all(db) == before
+
+
+async def test_a_submission_whose_answer_is_lost_is_repeated_and_stores_one_response(redis_url: str, db: Redis) -> None:
+    async with Line(redis_url) as line:
+        with serving(line.url, ServeSettings(_env_file=None)) as front:
+            async with httpx.AsyncClient(base_url=front.url, timeout=60) as http:
+                assert (await http.post(RESPONSES, json=BODIES[RESPONSES])).status_code == 200
+                line.loses = lambda: line.lost == 0
+                made = await http.post(RESPONSES, json=BODIES[RESPONSES])
+    assert (made.status_code, line.lost) == (200, 1)
+    assert await db.zcard(QUEUE) == 2
+    assert len([key async for key in db.scan_iter("sluice:serve:response:*")]) == 2
+    assert await db.exists(*names_of(made.json()["id"])) == 3
 
 
 async def test_a_refused_request_leaves_the_record_of_another_with_its_key(
@@ -141,7 +198,7 @@ async def test_a_refused_request_leaves_the_record_of_another_with_its_key(
         if len(calls) == 1:
             await until(lambda: len(calls) == 2)
             raise QueueFull(8, 8, 1.0)
-        await asyncio.sleep(0.2)  # the refused request deletes its record meanwhile
+        await asyncio.sleep(0.2)  # the other request is refused meanwhile
         return await submit(client, *positional, id=id, **named)
 
     monkeypatch.setattr(Client, "submit", first_is_refused)

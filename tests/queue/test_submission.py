@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from sluice import Client, Submitted, wire
+from sluice import Client, ExtraKey, NoWorker, QueueFull, Submitted, wire
 from tests.waiting import until
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -87,6 +87,42 @@ async def test_of_many_that_submit_one_id_at_once_one_is_first(db: Redis, client
     answers = await asyncio.gather(*(client.submit(HELLO, id="a") for _ in range(20)))
     assert sorted(answer.new for answer in answers) == [False] * 19 + [True]
     assert await db.zcard(QUEUE) == 1
+
+
+EXTRA = ExtraKey("mine", b"1", 60), ExtraKey("mine too", b"\xff", 120)
+
+
+async def extra_keys(db: Redis) -> list[tuple[bytes | None, int]]:
+    """The value of each extra key, and its time to live in minutes."""
+    return [(await db.get(key.name), round(await db.ttl(key.name) / 60)) for key in EXTRA]
+
+
+async def test_extra_keys_are_set_with_the_job(db: Redis, client: Client) -> None:
+    await db.set("mine", "an earlier value")
+    job = await client.submit(HELLO, extra_keys=EXTRA)
+    assert (job.new, await extra_keys(db)) == (True, [(b"1", 1), (b"\xff", 2)])
+
+
+async def test_extra_keys_are_set_for_each_of_many_submissions_at_once(db: Redis, client: Client) -> None:
+    await asyncio.gather(*(client.submit(HELLO, extra_keys=[ExtraKey(f"k-{n}", b"1", 60)]) for n in range(20)))
+    assert await db.exists(*(f"k-{n}" for n in range(20))) == 20
+
+
+async def test_a_job_that_is_not_queued_sets_no_extra_keys(db: Redis, client: Client) -> None:
+    with pytest.raises(NoWorker):
+        await client.submit(HELLO, wait_worker_s=0, extra_keys=EXTRA)
+    await client.submit(HELLO, id="a")
+    assert not (await client.submit(HELLO, id="a", extra_keys=EXTRA)).new
+    await db.hset(wire.model_key("default"), "w", "1 1 9999999999 0 0")
+    with pytest.raises(QueueFull):
+        await client.submit(HELLO, id="b", extra_keys=EXTRA)
+    assert await db.exists("mine", "mine too") == 0
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, 10**13])
+def test_a_time_to_live_that_the_server_would_refuse_is_no_extra_key(ttl_s: int) -> None:
+    with pytest.raises(ValueError, match="ttl_s"):
+        ExtraKey("mine", b"1", ttl_s)
 
 
 @pytest.mark.parametrize(

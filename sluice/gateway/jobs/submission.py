@@ -17,7 +17,7 @@ from sluice.gateway.keys.estimate import estimate
 from sluice.gateway.models import model_not_found, requested_model, served_name
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.workers import POLL_S, Workers, no_worker
-from sluice.submission import NewJob, Submitted, lane_of
+from sluice.submission import ExtraKey, NewJob, Submitted, lane_of
 
 _Sent = dict[str, asyncio.Task[Submitted]]  # submissions by the id of the job
 
@@ -37,13 +37,15 @@ class Submission:
         detached: bool = False,
         has_key: bool = False,
         function: wire.Function = "chat",
-    ) -> None:
-        """Queue a chat completion or a token count for each id, once a worker serves their model. Raises `ApiError` and
-        `SluiceError`. The caller gets back the tokens that were reserved for the jobs that were refused.
+        extra_keys: Sequence[ExtraKey] = (),
+    ) -> Sequence[Submitted]:
+        """Queue a chat completion or a token count for each id, once a worker serves their model, and return the
+        outcomes. Raises `ApiError` and `SluiceError`. The caller gets back the tokens that were reserved for the jobs
+        that were refused.
 
         `bodies` are the choices of one request of the contract. `detached`: the jobs continue when the client leaves,
         unless their bodies decide. The gateway decides their `model`, and their `tenant` if the caller has one. An id
-        that exists is not queued again.
+        that exists is not queued again. `extra_keys` are set with each job that is queued, and not without it.
 
         If some jobs are refused, or the client leaves meanwhile, those that were queued are cancelled: nobody knows
         their ids. They continue if the client finds them by its `Idempotency-Key` (`has_key`) or their bodies say so.
@@ -56,22 +58,26 @@ class Submission:
             raise ApiError(403, f"service_tier: this key may not use the lane {lane}.", code="lane_not_allowed")
         own = {"model": model} | ({"tenant": caller.tenant} if caller.tenant is not None else {})
         policy = "continue" if detached else "cancel"
-        jobs = [
-            NewJob(job_id, {**each, **own, "on_disconnect": each.get("on_disconnect") or policy}, model, lane, function)
+        requests = {
+            job_id: {**each, **own, "on_disconnect": each.get("on_disconnect") or policy}
             for job_id, each in bodies.items()
-        ]
+        }
+        jobs = [NewJob(job_id, each, model, lane, function, extra_keys) for job_id, each in requests.items()]
         is_counted = function == "chat" and caller.meter is not None
         await caller.take(list(bodies), estimate(body) if is_counted else 0)
         with ExitStack() as stack:
             sent = self._send(jobs, wait_worker_s=0.0)
             if not has_key and body.get("on_disconnect") != "continue":
                 stack.callback(self._abandon_queued, sent)
-            await self._complete(caller, requested, jobs, sent)
+            submitted = await self._complete(caller, requested, jobs, sent)
             stack.pop_all()
+        return submitted
 
-    async def _complete(self, caller: Caller, requested: str, jobs: Sequence[NewJob], sent: _Sent) -> None:
+    async def _complete(
+        self, caller: Caller, requested: str, jobs: Sequence[NewJob], sent: _Sent
+    ) -> Sequence[Submitted]:
         """Wait until the submissions have ended, also if the client leaves: only what is queued can be cancelled. Those
-        without a worker are sent again when there is one. Raises the first error."""
+        without a worker are sent again when there is one. Returns the outcomes, or raises the first error."""
         try:
             await until_ended(sent.values())
             if unserved := [job for job in jobs if isinstance(error_of(sent[job.id]), NoWorker)]:
@@ -84,6 +90,7 @@ class Submission:
         submitted = [task.result() for task in sent.values()]
         if any(each.served for each in submitted):
             self._workers.note(jobs[0].model)
+        return submitted
 
     def _send(self, jobs: Iterable[NewJob], wait_worker_s: float | None = None) -> _Sent:
         """Submit jobs; one that exists already needs no worker."""
@@ -96,6 +103,7 @@ class Submission:
                     id=job.id,
                     wait_worker_s=wait_worker_s,
                     function=job.function,
+                    extra_keys=job.extra_keys,
                 )
             )
             for job in jobs

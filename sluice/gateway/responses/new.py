@@ -1,7 +1,6 @@
 """A new response: its record, and the chat completion that makes it."""
 
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +35,7 @@ def new_response(request: ResponseRequest, before: Conversation, id: str, tenant
     if not messages:
         raise refusal("input", "it is empty; send a message.")
     head = new_head(request, id, int(time.time()), requested_model(request.body))
-    record = Record(head, tenant, with_ids(request.items, head.suffix), before.ids, uuid.uuid4().hex)
+    record = Record(head, tenant, with_ids(request.items, head.suffix), before.ids)
     written = record.to_json()
     if request.store and len(written) > MAX_BYTES:
         raise ApiError(413, f"A stored response has at most {MAX_BYTES:,} bytes; send less.", code="too_large")

@@ -15,21 +15,18 @@ MAX_BYTES = 16_000_000  # of a conversation, as stored; a job's body is not long
 
 @dataclass(frozen=True)
 class Record:
-    """A stored response: its head, its tenant, its input items, and the responses that it continues. `written_by` names
-    the HTTP request, so that it can tell its record from an equal one."""
+    """A stored response: its head, its tenant, its input items, and the responses that it continues."""
 
     head: Head
     tenant: str | None
     items: tuple[dict[str, Any], ...]  # with ids
     previous: tuple[str, ...]  # ids, oldest first
-    written_by: str = ""
 
     def to_json(self) -> bytes:
         """Return the record as JSON."""
         head = self.head
         written = {
             "version": VERSION,
-            "written_by": self.written_by,
             "id": head.id,
             "created_at": head.created_at,
             "echo": head.echo,
@@ -50,7 +47,7 @@ def parse_record(raw: bytes) -> Record | None:
         return None
     flags = (read["summary"], read["enclosed"], read["logprobs"])
     head = Head(read["id"], read["created_at"], read["echo"], *flags)
-    return Record(head, read["tenant"], tuple(read["items"]), tuple(read["previous"]), read["written_by"])
+    return Record(head, read["tenant"], tuple(read["items"]), tuple(read["previous"]))
 
 
 def with_ids(items: Sequence[Any], suffix: str) -> tuple[dict[str, Any], ...]:

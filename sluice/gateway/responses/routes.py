@@ -4,7 +4,6 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -109,24 +108,23 @@ class _Responses:
         return await (in_thread(make) if before.items else in_thread_if_long(body.length, make))
 
     async def _queue(self, caller: Caller, request: ResponseRequest, new: NewResponse, *, has_key: bool) -> _Accepted:
-        """Store the record, and queue the job. After that the caller holds nothing of the body. A record that is stored
-        already is joined. Raises `ApiError`, `SluiceError`."""
-        head, written = new.record.head, new.written
+        """Queue the job and store the record, in one step. After that the caller holds nothing of the body. A job that
+        another request with the same key has queued is joined. Raises `ApiError`, `SluiceError`."""
+        head = new.record.head
         detached = has_key or request.background
         if new.dropped:
             logger.info("response %s: without the hosted tools %s", head.id, ", ".join(new.dropped))
-        async with AsyncExitStack() as stack:
-            if request.store:
-                written = await self._store.create(head.id, new.written)
-                if written == new.written:
-                    stack.push_async_callback(self._store.delete_unqueued, head.id, written)
-                else:
-                    head = (await _parsed(written)).head
-            await self._gateway.submission.submit(caller, {head.id: new.chat}, detached=detached, has_key=has_key)
-            stack.pop_all()
+        (submitted,) = await self._gateway.submission.submit(
+            caller,
+            {head.id: new.chat},
+            detached=detached,
+            has_key=has_key,
+            extra_keys=[self._store.record(head.id, new.written)] if request.store else [],
+        )
         caller.held.release()
-        if written != new.written:  # its writer may have been refused meanwhile, and have deleted it
-            await self._store.create(head.id, written)
+        # No record with a job: the job has failed, and its events say why.
+        if not submitted.new and (stored := await self._store.read(head.id)) is not None:
+            head = (await _parsed(stored)).head
         if not request.background or request.stream:
             return _Accepted(head, request.stream, detached)
         return _Accepted(head, False, detached, {**skeleton(head), "status": "queued"})

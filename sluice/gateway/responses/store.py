@@ -1,22 +1,19 @@
 """Stored responses on the server, with a time to live."""
 
-import asyncio
-import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from functools import partial
 from importlib.resources import files
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.errors import SluiceError
-from sluice.gateway.disconnect import until_ended
 from sluice.gateway.responses.events.head import Response
 from sluice.gateway.threads import in_thread_if_long, to_json
+from sluice.submission import ExtraKey
 from sluice.transport.retries import Retries
-from sluice.wire import DEAD, body_key, job_key, log_key, result_key
+from sluice.wire import DEAD, job_key, log_key, result_key
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -50,15 +47,11 @@ class Store:
         self._retries = retries
         self._ttl_s = ttl_s
         self._store_final = redis.register_script(_source("store_final"))
-        self._delete_unqueued = redis.register_script(_source("delete_unqueued"))
         self._delete_content = redis.register_script(_source("delete_content"))
 
-    async def create(self, response_id: str, record: bytes) -> bytes:
-        """Store a record as JSON unless the response has one, and return the stored one."""
-        key = record_key(response_id)
-        send = partial(self._redis.set, key, record, nx=True, get=True, ex=self._ttl_s)
-        earlier: bytes | None = await self._retries.run(send)
-        return earlier or record
+    def record(self, response_id: str, record: bytes) -> ExtraKey:
+        """Return the key of a record as JSON, to be set when the job of the response is queued."""
+        return ExtraKey(record_key(response_id), record, self._ttl_s)
 
     async def read(self, response_id: str) -> bytes | None:
         """Return a record as JSON, and renew its time to live."""
@@ -112,18 +105,6 @@ class Store:
     async def delete(self, response_id: str) -> None:
         """Delete a record and the ended response."""
         await self._retries.run(lambda: self._redis.delete(record_key(response_id), final_key(response_id)))
-
-    async def delete_unqueued(self, response_id: str, record: bytes) -> None:
-        """Delete a record whose job was not queued. One that another request has stored stays, and so does the record
-        of a job that another request with the same id has queued. A failure is logged: the record expires."""
-        keys = [record_key(response_id), job_key(response_id), body_key(response_id)]
-        digest = hashlib.sha1(record, usedforsecurity=False).hexdigest()  # what Redis's scripts can compute
-        deleting = asyncio.create_task(self._retries.run(lambda: self._delete_unqueued(keys=keys, args=[digest])))
-        await until_ended([deleting])
-        try:
-            deleting.result()
-        except (SluiceError, RedisError):
-            logger.warning("response %s: its record was not deleted, although it failed", response_id, exc_info=True)
 
     async def delete_content(self, response_id: str) -> bool:
         """Delete the content that the job of a response has. Returns False if the job has not ended."""
