@@ -7,7 +7,8 @@ from math import inf
 from scripts.simulation.costs import Costs
 from scripts.simulation.request import Request, Step
 from worker.schedule.budget import ALONE_STEPS, Running, StepBudget, delays_first_step
-from worker.schedule.plan import Forward, PromptState, backlog, in_order, plan
+from worker.schedule.overruns import StepKind
+from worker.schedule.plan import Forward, PromptState, backlog, in_order, kind_of, plan
 from worker.schedule.request import Lane
 
 Rule = Callable[[Iterable[PromptState], int], list[PromptState]]
@@ -78,7 +79,7 @@ class Planner:
         self.policy = policy
         self._step_s, self._costs = step_s, costs
         self._budget = StepBudget(step_s)
-        self._planned_s: float | None = None  # of the gap that the step makes; None: it makes none
+        self._planned: tuple[float, StepKind] | None = None  # seconds of the gap that the step makes, if it makes one
         self._budget.observe_forward(costs.forward_s(1, 1))
         for tokens in _WARM_UP:
             self._budget.observe_chunk(tokens, 0, costs.forward_s(1, tokens) + costs.overheads.chunk_s)
@@ -92,7 +93,9 @@ class Planner:
         if self.policy.prefill_first:
             enough_s = self._decode_s(running)
         forwards = plan(rows, spare_s, step.number, 2048, enough_s=enough_s, order=self.policy.rule)
-        self._planned_s = sum(forward.seconds for forward in forwards) + self._decode_s(running) if running else None
+        if running:
+            planned_s = sum(forward.seconds for forward in forwards) + self._decode_s(running)
+            self._planned = planned_s, kind_of(forwards)
         return forwards
 
     def delays_first_step(self, waiting: Iterable[Request], delayed_s: float) -> bool:
@@ -134,9 +137,10 @@ class Planner:
 
     def observe_gap(self, seconds: float) -> None:
         """Record the measured seconds of a gap."""
-        if self._planned_s is not None:
-            self._budget.observe_gap(self._planned_s, seconds)
-            self._planned_s = None
+        if self._planned is not None:
+            planned_s, kind = self._planned
+            self._budget.observe_gap(planned_s, seconds, kind)
+            self._planned = None
 
     def observe_join(self, tokens: int, seconds: float) -> None:
         """Record the measured seconds of a join of a row of `tokens` tokens."""

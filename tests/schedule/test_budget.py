@@ -179,9 +179,9 @@ def test_gaps_that_end_early_leave_more_time_for_prompts() -> None:
 
 def test_gaps_that_last_longer_leave_less_time_for_prompts_and_single_ones_do_not() -> None:
     usual = after_gaps().overrun
-    assert after_gaps(0.5, 0.9).overrun == usual
-    assert after_gaps(0.5, 0.9, 0.3).overrun == pytest.approx(usual * 0.3 / 0.24)
-    assert after_gaps(0.5, 0.9, 0.3, *[0.24] * 200).overrun == usual
+    assert after_gaps(0.34, 0.35).overrun == usual
+    assert after_gaps(0.34, 0.35, 0.3).overrun == pytest.approx(usual * 0.3 / 0.24)
+    assert after_gaps(0.34, 0.35, 0.3, *[0.24] * 200).overrun == usual
 
 
 def test_gaps_planned_to_be_short_are_ignored() -> None:

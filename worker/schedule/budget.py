@@ -1,12 +1,12 @@
 """Predicted prefill time, and the time that a step has for prefill without delaying the decoding rows too much."""
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
 from typing import get_args
 
 from worker.schedule.fitting import LeastSquares
+from worker.schedule.overruns import Overruns, StepKind
 from worker.schedule.request import Lane
 
 MIN_CHUNK, MAX_CHUNK = 16, 2048  # tokens of a chunk; above `MAX_CHUNK` a larger chunk is hardly faster
@@ -21,10 +21,9 @@ _GAP_RISE = 4.0  # seconds of a gap for each second that decoding takes beyond t
 # Part of the longest gap that a step with drafts may take; the rest is for what is not predicted, such as rows that
 # leave.
 PLANNED = 0.86
-_OVERRUN_STEPS = 150  # the latest steps by which overruns are expected
-_OVERRUN_RANK = 3  # the largest overruns before this one may be due to anything
-_OVERRUN_MARGIN = 1.15  # for larger ones: a row that decodes for 30 steps should see none
-_FIRST_OVERRUN = 1.1  # before it is measured
+# A gap could become too long if it was planned to last half of the limit, or this share of the most that is planned at
+# present.
+_LONG = 0.75
 # What waits is to be computed by the time that the oldest prompt has waited this many seconds: prompts get the share of
 # the time that this takes.
 COMPUTED_WITHIN_S = 0.5
@@ -155,8 +154,7 @@ class StepBudget:
         # Current time of a token relative to its long-term average. It follows changes of the device quickly, while the
         # cost of a token's position is measured only by long prompts, which are rare.
         self._pace = 1.0
-        # Measured gaps relative to the planned ones: of the latest steps that were planned to last long.
-        self._overruns = deque([_FIRST_OVERRUN] * _OVERRUN_RANK, _OVERRUN_STEPS)
+        self._overruns = Overruns()
         self._tokens.observe((_GUESS, 0.0), _GUESS / tokens_per_s)
         self._joins.observe((_GUESS, 0.0, 0.0), 0.0)
         self._joins.observe((0.0, 0.0, _GUESS), _GUESS * _BYTES_UNIT / _COPIED_BYTES_PER_S)
@@ -204,16 +202,18 @@ class StepBudget:
             self._forward_s, token_s, before_s / _TOKENS_UNIT, join_s, joined_s / _TOKENS_UNIT, grown_s / _BYTES_UNIT
         )
 
-    def observe_gap(self, planned_s: float, seconds: float) -> None:
+    def observe_gap(self, planned_s: float, seconds: float, kind: StepKind | None = None) -> None:
         """Record the measured seconds of a gap between two tokens, which was planned to last `planned_s`. Short ones,
-        which could not become too long, are ignored."""
-        if planned_s >= half_gap_s(self._step_s):
-            self._overruns.append(seconds / planned_s)
+        which could not become too long, are ignored. `kind`: of the step that has made it; None: it computed no more
+        than a chunk."""
+        longest_s = GAP_STEPS * self._step_s / self.overrun
+        if planned_s >= min(half_gap_s(self._step_s), _LONG * longest_s):
+            self._overruns.observe(seconds / planned_s, kind or StepKind())
 
     @property
     def overrun(self) -> float:
         """The most seconds that a long gap is expected to last, relative to those that are planned."""
-        return _OVERRUN_MARGIN * sorted(self._overruns)[-_OVERRUN_RANK]
+        return self._overruns.expected
 
     def spare_s(self, running: Running, elapsed_s: float, backlog: Backlog) -> dict[Lane, float]:
         """Return the seconds that each lane's prompts may take in a step; 0 or less leaves no time. Both lanes share

@@ -6,6 +6,7 @@ from math import inf
 
 from worker.schedule.budget import MAX_CHUNK, MIN_CHUNK, Backlog, PromptCost
 from worker.schedule.outcomes import Phase
+from worker.schedule.overruns import StepKind
 from worker.schedule.request import Lane
 
 # A first token within this time counts as good. Prompts that can no longer have one wait for those that can, so that
@@ -66,6 +67,12 @@ class Forward:
 
     chunks: tuple[Chunk, ...]
     seconds: float = 0.0  # expected, those included by which the joins of its rows delay or lengthen the decode step
+
+
+def kind_of(forwards: Sequence[Forward]) -> StepKind:
+    """Return the kind of a step that computes these forwards."""
+    joins = any(chunk.joins for forward in forwards for chunk in forward.chunks)
+    return StepKind(joins, shared=any(len(forward.chunks) > 1 for forward in forwards))
 
 
 def may_advance(prompts: Sequence[PromptState]) -> list[PromptState]:

@@ -28,7 +28,8 @@ from worker.schedule.budget import PromptCost, Running, StepBudget, delays_first
 from worker.schedule.cache.disk import load_limit_s
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
-from worker.schedule.plan import Chunk, Forward, PromptState, backlog, may_advance, plan
+from worker.schedule.overruns import StepKind
+from worker.schedule.plan import Chunk, Forward, PromptState, backlog, kind_of, may_advance, plan
 from worker.schedule.request import GenerationRequest
 
 _INSERT_TOKENS_PER_S = 1e6  # of a prefix that another thread has read, until it is measured
@@ -79,7 +80,7 @@ class PrefillQueue:
         self._step = 0
         self._step_s = step_s
         self._began_s = 0.0  # time at which the step began
-        self._planned_s: float | None = None  # of the gap that the step makes; None: it makes none
+        self._planned: tuple[float, StepKind] | None = None  # seconds of the gap that the step makes, if it makes one
         self._budgets: dict[Phase, StepBudget] = {
             # One layer of a vision encoder counts as a few tokens; until its speed is measured, advance by one token.
             "encoding": StepBudget(step_s, _ENCODER_TOKENS_PER_S, least=1),
@@ -185,9 +186,10 @@ class PrefillQueue:
 
     def observe_gap(self, seconds: float) -> None:
         """Record the measured seconds between the reports of this step and of the last one."""
-        if self._planned_s is not None:
-            self._budgets["prefill"].observe_gap(self._planned_s, seconds)
-            self._planned_s = None
+        if self._planned is not None:
+            planned_s, kind = self._planned
+            self._budgets["prefill"].observe_gap(planned_s, seconds, kind)
+            self._planned = None
 
     # Steps
 
@@ -220,7 +222,8 @@ class PrefillQueue:
         spare_s = budget.spare_s(rows, elapsed_s, backlog(prompts))
         forwards = plan(prompts, spare_s, self._step, longest, enough_s=rows.decode_s)
         if rows.rows:
-            self._planned_s = elapsed_s + sum(forward.seconds for forward in forwards) + rows.decode_s
+            planned_s = elapsed_s + sum(forward.seconds for forward in forwards) + rows.decode_s
+            self._planned = planned_s, kind_of(forwards)
         return forwards
 
     def delays_first_step(self, delayed_s: float) -> bool:
