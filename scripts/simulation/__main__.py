@@ -5,16 +5,18 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from scripts.simulation.arrivals import Arrival, burst, from_trace, poisson
+from scripts.simulation.arrivals import Arrival, burst, from_trace, means, poisson
+from scripts.simulation.bound import Bound
 from scripts.simulation.costs import MODELS, Costs
 from scripts.simulation.figures import Figures
-from scripts.simulation.machine import Machine
+from scripts.simulation.machine import NONE, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner, Policy
 
 LOADS = (0.5, 0.75, 0.8, 1.0, 1.5, 2.0)
@@ -24,9 +26,17 @@ SECONDS = 40.0  # in which requests arrive
 Arrive = Callable[[int], Sequence[Arrival]]  # the requests of a run, by seed
 
 
-def simulate(arrivals: Sequence[Arrival], policy: Policy, costs: Costs, *, step_s: float, seed: int) -> Figures:
+def simulate(
+    arrivals: Sequence[Arrival],
+    policy: Policy,
+    costs: Costs,
+    *,
+    step_s: float,
+    seed: int,
+    disturbance: Disturbance = NONE,
+) -> Figures:
     """Run the requests to their end, and return what their clients saw."""
-    machine = Machine(arrivals, Planner(policy, costs, step_s), costs, seed)
+    machine = Machine(arrivals, Planner(policy, costs, step_s), costs, seed, disturbance)
     machine.run()
     return Figures.of(machine, costs)
 
@@ -46,9 +56,7 @@ def scenarios(costs: Costs, options: argparse.Namespace) -> Iterator[tuple[str, 
 
 def capacity(costs: Costs) -> float:
     """Return the requests per second in open arrival for which the bare forwards need all of the time."""
-    sample = poisson(1.0, 5000.0, 0)
-    prompt, answer = (statistics.mean(getattr(each, name) for each in sample) for name in ("prompt", "answer"))
-    return costs.capacity(prompt, answer)
+    return costs.capacity(*means())
 
 
 def main() -> int:
@@ -56,13 +64,16 @@ def main() -> int:
     options = _parser().parse_args()
     console, results = Console(width=130), dict[str, dict[str, dict[str, dict[str, float]]]]()
     for model in options.models:
-        costs = MODELS[model]
+        costs = MODELS[model].slower(options.slower)
         table = Table("", "policy", *_COLUMNS, title=f"{model}: medians of {options.runs} runs", title_justify="left")
         for name, arrive in scenarios(costs, options):
             for policy in options.policies:
                 figures = _medians(arrive, POLICIES[policy], costs, options)
                 results.setdefault(model, {}).setdefault(name, {})[policy] = figures.as_dict()
-                table.add_row(name, policy, *_cells(figures), end_section=policy == options.policies[-1])
+                table.add_row(name, policy, *_cells(figures))
+            bound = _bound(arrive, costs, options)
+            results[model][name][_BOUND] = asdict(bound)
+            table.add_row(name, _BOUND, _bound_cell(bound), end_section=True)
         console.print(table)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
@@ -70,12 +81,22 @@ def main() -> int:
 
 
 def _medians(arrive: Arrive, policy: Policy, costs: Costs, options: argparse.Namespace) -> Figures:
-    seeds = range(1, options.runs + 1)
+    seeds, disturbance = range(1, options.runs + 1), Disturbance(stalls_per_s=options.stalls)
     return Figures.median(
-        [simulate(arrive(seed), policy, costs, step_s=options.step_ms / 1000, seed=seed) for seed in seeds]
+        [
+            simulate(arrive(seed), policy, costs, step_s=options.step_ms / 1000, seed=seed, disturbance=disturbance)
+            for seed in seeds
+        ]
     )
 
 
+def _bound(arrive: Arrive, costs: Costs, options: argparse.Namespace) -> Bound:
+    """Return the means of what is possible in the same runs."""
+    runs = [astuple(Bound.of(arrive(seed), costs)) for seed in range(1, options.runs + 1)]
+    return Bound(*(statistics.fmean(values) for values in zip(*runs, strict=True)))
+
+
+_BOUND = "possible"  # the row of what no policy can exceed
 _COLUMNS = "good", "first p50", "p95", "max", "longest gap", "tokens/s", "slowdown p95", "tokens/forward"
 
 
@@ -90,6 +111,11 @@ def _cells(figures: Figures) -> tuple[str, ...]:
         f"{figures.slowdown_p95:.1f}",
         f"{figures.tokens_per_forward:.0f}",
     )
+
+
+def _bound_cell(bound: Bound) -> str:
+    """Return the share of good answers that is possible with all arrivals known, beside a decoding row, and alone."""
+    return f"{bound.together:.0f}, {bound.beside:.0f}, {bound.alone:.0f} %"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,6 +137,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=_positive, default=SECONDS, metavar="S", help="of arrivals; default: 40")
     parser.add_argument("--runs", type=_count, default=5, metavar="N", help="runs with other seeds; default: 5")
     parser.add_argument("--step-ms", type=_positive, default=100.0, metavar="MS", help="SLUICE_STEP_MS; default: 100")
+    parser.add_argument("--slower", type=_positive, default=1.0, metavar="X", help="multiple of all measured times")
+    parser.add_argument(
+        "--stalls", type=_rate, default=0.0, metavar="X", help="stalls of the machine for each second of its work"
+    )
     parser.add_argument("--trace", type=Path, metavar="PATH", help="replay this: JSON lines of at_s, prompt, answer")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures to this file")
     return parser
@@ -120,6 +150,10 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def _rate(text: str) -> float:
+    return 0.0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> float:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 Shape = tuple[int, int]  # (rows, tokens of each row)
 
@@ -36,6 +36,16 @@ class Costs:
         measured_rows = sorted({rows for rows, _ in self.measured_ms})
         by_rows = [(float(each), interpolated(self._by_tokens(each), tokens)) for each in measured_rows]
         return interpolated(by_rows, rows) / 1000
+
+    @property
+    def packed_s(self) -> float:
+        """Seconds of a prompt's token in the cheapest forward of several rows."""
+        return min(ms / (rows * tokens) for (rows, tokens), ms in self.measured_ms.items() if rows > 1 < tokens) / 1000
+
+    def slower(self, factor: float) -> "Costs":
+        """Return the costs of a machine on which everything takes `factor` times as long."""
+        overheads = Overheads(*(factor * seconds for seconds in astuple(self.overheads)))
+        return Costs({shape: factor * ms for shape, ms in self.measured_ms.items()}, overheads)
 
     def _by_tokens(self, rows: int) -> list[tuple[float, float]]:
         return sorted((float(tokens), ms) for (each, tokens), ms in self.measured_ms.items() if each == rows)

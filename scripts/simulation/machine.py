@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
 from scripts.simulation.arrivals import Arrival
@@ -14,17 +15,37 @@ MAX_ROWS = 32
 NOISE = 0.04  # standard deviation of the logarithm of a forward's seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """What lengthens steps, and no plan can expect."""
+
+    stalls_per_s: float = 0.0  # another process has the processor for a while
+    stall_s: float = 0.4  # on average
+    hidden: float = 0.0  # part of each step that no measured cost contains: all plans are too short by it
+
+
+NONE = Disturbance()
+
+
 class Machine:
     """Runs requests to their end. As in the engine, a decode step runs while the host handles the tokens of the one
     before, and is waited for if prompts are computed after it."""
 
-    def __init__(self, arrivals: Sequence[Arrival], planner: Planner, costs: Costs, seed: int = 0) -> None:
-        """`seed`: of the noise in measured times."""
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        planner: Planner,
+        costs: Costs,
+        seed: int = 0,
+        disturbance: Disturbance = NONE,
+    ) -> None:
+        """`seed`: of the noise in measured times, and of stalls."""
         self.requests = [Request(str(number), arrival) for number, arrival in enumerate(arrivals)]
         self.now_s = 0.0
         self.prompt_tokens = self.forwards = 0  # of prefill
         self._planner, self._costs = planner, costs
-        self._dice = Random(seed)
+        self._dice, self._stall_dice = Random(seed), Random(seed)
+        self._disturbance = disturbance
         self._queue = deque(self.requests)
         self._waiting: dict[str, Request] = {}
         self._running: list[Request] = []
@@ -103,6 +124,8 @@ class Machine:
         return collected
 
     def _post(self, collected: Sequence[Request]) -> None:
+        if collected:
+            self.now_s += self._disturbance.hidden * (self.now_s - self._reported_s)
         for request in collected:
             request.token_times_s.append(self.now_s)
         self._planner.observe_gap(self.now_s - self._reported_s)
@@ -141,4 +164,9 @@ class Machine:
             self._running.append(self._waiting.pop(row.id))
 
     def _noisy(self, seconds: float) -> float:
-        return seconds * self._dice.lognormvariate(0.0, NOISE)
+        return seconds * self._dice.lognormvariate(0.0, NOISE) + self._stall_s(seconds)
+
+    def _stall_s(self, seconds: float) -> float:
+        """Return the seconds of a stall during work of `seconds`; mostly 0."""
+        stalls = self._stall_dice.random() < self._disturbance.stalls_per_s * seconds
+        return self._disturbance.stall_s * self._stall_dice.uniform(0.5, 1.5) if stalls else 0.0
