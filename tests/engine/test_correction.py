@@ -1,5 +1,7 @@
 """The correction of predicted memory by measurements, in bytes. Real measurements are in test_admission."""
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,3 +69,51 @@ def test_comparison_of_64_steps_has_their_largest_values_and_lowers_predictions(
 
 def test_steps_without_a_prediction_are_not_compared() -> None:
     assert compared(Calibration(), 0, GB) == []
+
+
+def test_of_steps_like_the_one_recorded_last_every_sixteenth_is_recorded() -> None:
+    calibration, recorded = Calibration(), list[int]()
+    calibration.record_step(GB, GB)
+    for step in range(2, 65):
+        if not calibration.skip_step(GB):
+            calibration.record_step(GB, GB)
+            recorded.append(step)
+    assert recorded == [16, 32, 48, 64]
+    assert calibration.compare() == (GB, GB)
+
+
+def test_step_above_the_prediction_recorded_last_is_not_skipped() -> None:
+    calibration = Calibration()
+    calibration.record_step(GB, 2 * GB)
+    assert calibration.skip_step(2 * GB)
+    assert not calibration.skip_step(2 * GB + 1)
+    assert calibration.record_step(GB, 2 * GB + 1)
+
+
+def test_steps_skipped_count_in_the_measured_bytes_of_the_comparison() -> None:
+    calibration = Calibration()
+    for step in range(64):
+        calibration.record_step(2 * GB, GB) if step % 16 in (0, 15) else calibration.skip_step(2 * GB - step)
+    assert calibration.compare() == (2 * GB, 2 * GB - 1)
+
+
+@given(st.integers(0, 10**6), st.floats(0.2, 3.0), st.integers(1, 60))
+def test_skipping_leaves_predictions_at_least_as_high_as_recording_every_step(
+    seed: int, error: float, usual_steps: int
+) -> None:
+    dice, calibration, every, skipped = Random(seed), Calibration(), Calibration(), 0
+    predicted, alike = 0, False
+    for _ in range(300):
+        alike = alike and dice.random() > 1 / usual_steps
+        # The same rows become longer; other rows may need anything.
+        predicted = predicted + dice.randrange(GB // 50) if alike else dice.randrange(4 * GB)
+        measured = int(error * predicted * dice.choice((0.9, 1.0, 1.0, 1.1)))
+        every.record_step(predicted, measured)
+        if alike and calibration.skip_step(measured):
+            skipped += 1
+        else:
+            calibration.record_step(predicted, measured)
+        assert (calibration.compare() is None) == (every.compare() is None)
+        assert calibration.factor >= every.factor - 1e-9
+        alike = True
+    assert skipped > 0 or usual_steps < 10

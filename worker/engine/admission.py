@@ -157,6 +157,15 @@ class AdmissionController:
         self._shares = plan.shares
         return dropped
 
+    def skip_calibration(self, prefix_bytes: int) -> bool:
+        """Count a step without predicting its memory, if that would not raise predictions. Returns False, and changes
+        nothing, if the step must be calibrated. Only for a step that is predicted to take at least what the step
+        calibrated last was. `prefix_bytes`: see `calibrate`."""
+        skipped = self.calibration.skip_step(self._used_bytes(prefix_bytes))
+        if skipped:
+            self._prefix_bytes = prefix_bytes
+        return skipped
+
     def calibrate(
         self,
         lengths: list[list[int]],
@@ -171,12 +180,16 @@ class AdmissionController:
         `lengths`: current lengths of the rows in tokens, by group. `chunk`: tokens of the step's longest chunk.
         `prefix_bytes`: bytes of the caches that outlive a request, which are not counted. `images`: those encoded in
         the step. `slack_bytes`: see `MemoryModel`. MLX's peak memory must have been reset before the step."""
-        used = mx.get_peak_memory() - self._limits.costs.resident_bytes - min(prefix_bytes, self._prefix_bytes)
+        used = self._used_bytes(prefix_bytes)
         self._prefix_bytes = prefix_bytes
         predicted = self._limits.costs.working_bytes(lengths, chunk, images) + self._held_bytes() + slack_bytes
         if self.calibration.record_step(predicted, used):
             self.mark_dirty()
         return self.calibration.compare()
+
+    def _used_bytes(self, prefix_bytes: int) -> int:
+        """Return the measured memory of the step, without weights and `prefix_bytes`: see `calibrate`."""
+        return mx.get_peak_memory() - self._limits.costs.resident_bytes - min(prefix_bytes, self._prefix_bytes)
 
     def count_prefix(self, added_bytes: int) -> None:
         """Count bytes that caches that outlive a request have taken over from rows in this step: see `calibrate`."""

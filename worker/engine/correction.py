@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 _CALIBRATE_EVERY = 64  # steps between two comparisons of predicted and measured memory
+_RECORD_EVERY = 16  # one step in this many is recorded at least; divides `_CALIBRATE_EVERY`
 _NOISE_BYTES = 16_000_000  # below this, a measurement reflects mostly the allocator
 _UP, _DOWN = 0.5, 0.05  # weights of the newest measurement: running out of memory is worse than leaving some unused
 _LEAST, _MOST = 0.5, 4.0  # limits of the factor
@@ -38,7 +39,7 @@ class Calibration:
     def __init__(self) -> None:
         self._correction = Correction()
         self._steps = 0
-        self._last_predicted = 0  # for the last step
+        self._last_predicted = 0  # for the step recorded last
         self._max_predicted = self._max_measured = 0  # of a step since the last comparison
 
     @property
@@ -46,9 +47,19 @@ class Calibration:
         """The factor of predictions: see `MemoryModel.factor`."""
         return self._correction.factor
 
+    def skip_step(self, measured: int) -> bool:
+        """Count a step without a prediction, if a prediction would not raise the correction. Returns False, and counts
+        nothing, if the step must be recorded. Its prediction must be at least that of the step recorded last."""
+        is_due = (self._steps + 1) % _RECORD_EVERY == 0
+        if is_due or measured > self.factor * max(self._last_predicted, _NOISE_BYTES):
+            return False
+        self._steps += 1
+        self._max_measured = max(self._max_measured, measured)
+        return True
+
     def record_step(self, predicted: int, measured: int) -> bool:
         """Record the predicted and measured bytes of a step. Returns True if predictions rise at once, because the step
-        took more than predicted for it and for the last step: rows that have left are still in the peak."""
+        took more than predicted for it and for the one recorded last: rows that have left are still in the peak."""
         self._steps += 1
         self._max_measured = max(self._max_measured, measured)
         before = self.factor

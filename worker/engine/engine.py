@@ -21,6 +21,7 @@ from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.prefill.task import ComputedPrompt
 from worker.engine.speculation.speculator import Speculator
+from worker.engine.step_memory import StepMemory
 from worker.engine.step_part import step_part
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.admission import RowEstimate
@@ -76,6 +77,7 @@ class Engine:
         network = model.head.trunk if with_head and model.head else model.network
         self._running = Groups(network, self._make_room, speculator)
         self._joins = Joins(model.costs, self._prefills, self._running, self._admission, self._caches)
+        self._memory = StepMemory(self._costs, self._prefills, self._running, self._admission, self._caches)
         self._active = ActiveRows(self._prefills, self._running, self._admission.mark_dirty)
         self._longest_chunk = 0  # tokens, in this step
         self._encoded_images = NO_IMAGES  # images encoded in this step
@@ -134,14 +136,14 @@ class Engine:
         its tokens must not wait; else that runs on. Raises `EngineBroken` after repeated failures."""
         began = time.perf_counter()
         rows, evicted = len(self._running), self._caches.evicted
-        mx.reset_peak_memory()
+        self._memory.begin_step()
         self._preempted = self._longest_chunk = self._queried_tokens = self._hit_tokens = 0
         self._encoded_images = NO_IMAGES
         with mx.stream(generation_stream):
             prefilled = (*self._admit(), *self._prefill())
-            rows_in_memory = self._rows_in_memory()  # the most of this step, since rows leave while decoding
+            self._memory.record_rows()
             outcomes = (*prefilled, *self._decode(), *self._finish_step())
-            memory = self._calibrate(*rows_in_memory)
+            memory = self._memory.compare(self._longest_chunk, self._encoded_images)
         prefix = PrefixUse(self._queried_tokens, self._hit_tokens, self._caches.evicted - evicted, self._caches.nbytes)
         self._active.check()
         if self._tier:
@@ -161,18 +163,6 @@ class Engine:
             prefix=prefix,
             drafts=DraftUse.of(outcomes),
         )
-
-    def _rows_in_memory(self) -> tuple[list[list[int]], int]:
-        """Return the lengths of the rows, in tokens by group, and the slack of their buffers: see
-        `MemoryModel.slack_bytes`. Each row in prefill is a group of its own."""
-        decoding = self._running.lengths
-        slack_bytes = self._costs.slack_bytes(decoding, self._running.buffers)
-        return [*decoding, *([length] for length in self._prefills.lengths)], slack_bytes
-
-    def _calibrate(self, lengths: list[list[int]], slack_bytes: int) -> tuple[int, int] | None:
-        # A decoding row needs as much as one token of a chunk, and as one for each token of a draft.
-        chunk = max(self._longest_chunk, len(self._running), self._running.verifications.tokens)
-        return self._admission.calibrate(lengths, chunk, self._caches.nbytes, self._encoded_images, slack_bytes)
 
     @step_part
     def _admit(self) -> Iterator[Outcome]:
