@@ -1,6 +1,7 @@
 """The layout stays small enough to hold in the head: packages, modules and functions have a largest size."""
 
 import ast
+import re
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -70,3 +71,10 @@ def test_a_module_and_its_functions_are_short() -> None:
 def lines_of_body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines below the signature: the options of a command are one parameter a line."""
     return (function.end_lineno or 0) - function.body[0].lineno + 1
+
+
+def test_names_of_all_loggers_begin_with_sluice() -> None:
+    assigned = re.compile(r"^logger = logging\.getLogger\((.*)\)$", re.MULTILINE)
+    found = [(module, name) for module, file in modules().items() for name in assigned.findall(file.read_text())]
+    assert len(found) > 20
+    assert [(module, name) for module, name in found if not re.fullmatch(r'"sluice(\.\w+)*"', name)] == []

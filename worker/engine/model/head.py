@@ -18,7 +18,7 @@ from worker.engine.speculation.mtp.trunk import RecordingTrunk
 from worker.errors import CannotStart
 from worker.schedule.memory import KVLayers, MemoryModel
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("sluice.engine")
 
 _INDEX = "model.safetensors.index.json"
 
