@@ -8,9 +8,9 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from sluice.gateway.disconnect import ClientLeft
+from sluice.gateway.disconnect import ClientDisconnected
 from sluice.gateway.errors import ApiError
-from sluice.gateway.protection.memory import Held
+from sluice.gateway.protection.memory import HeldBytes
 from sluice.gateway.threads import in_thread_if_long
 from sluice.openai import BadRequest, read_object
 
@@ -29,7 +29,7 @@ class Body:
     digest: str
 
 
-async def read_body(request: Request, max_bytes: int, held: Held) -> Body:
+async def read_body(request: Request, max_bytes: int, held: HeldBytes) -> Body:
     """Return the body; its bytes count as held as they arrive. Raises `ApiError`: 413 beyond `max_bytes` or 100,000
     values, 429 or 503 if more bytes are held already, 400 for anything but an object and for one that is nested more
     than 100 levels deep."""
@@ -37,7 +37,7 @@ async def read_body(request: Request, max_bytes: int, held: Held) -> Body:
     return await in_thread_if_long(len(raw), _parse, raw)
 
 
-async def _read_bytes(request: Request, max_bytes: int, held: Held) -> bytes:
+async def _read_bytes(request: Request, max_bytes: int, held: HeldBytes) -> bytes:
     """Return the body's bytes. Raises `ApiError` as soon as the body is known to be too long."""
     announced = int(request.headers.get("content-length") or 0)
     _refuse_long(announced, max_bytes)
@@ -49,7 +49,7 @@ async def _read_bytes(request: Request, max_bytes: int, held: Held) -> bytes:
             held.add(len(part))
             raw += part
     except ClientDisconnect:
-        raise ClientLeft from None
+        raise ClientDisconnected from None
     return bytes(raw)
 
 

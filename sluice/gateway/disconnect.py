@@ -1,4 +1,4 @@
-"""Notices that a client has left while its response is prepared, and completes what cannot be left half done."""
+"""Interrupts the work for a request when its client disconnects, and completes submissions that are under way."""
 
 import asyncio
 from collections.abc import Collection, Coroutine
@@ -11,20 +11,20 @@ from sluice.gateway.errors import ApiError
 from sluice.transport.interruption import Interruption
 
 _STATUS = 499  # the status that proxies log for a disconnected client
-DEPARTURE = "departure"  # the name in the state of a request
+DISCONNECT_WATCH = "disconnect_watch"  # the name in the state of a request
 CONNECTION = "connection"  # likewise: receives messages without the time limit of a body
 
 T = TypeVar("T")
 
 
-class ClientLeft(ApiError):
+class ClientDisconnected(ApiError):
     """The client closed its connection before the response began."""
 
     def __init__(self) -> None:
         super().__init__(_STATUS, "The client closed its connection.", code="cancelled")
 
 
-class Departure:
+class DisconnectWatch:
     """Waits in one task for the client of a request to leave, through all stages of the request: a task for each stage
     would cost as much as the stage."""
 
@@ -44,10 +44,10 @@ class Departure:
     def _interrupt(self) -> None:
         block, self._block = self._block, None  # a second interruption would disturb the block's end
         if block is not None:
-            block.interrupt(ClientLeft())
+            block.interrupt(ClientDisconnected())
 
     async def interrupting(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what the work returns; cancel it when the client leaves. Raises `ClientLeft`."""
+        """Return what the work returns; cancel it when the client leaves. Raises `ClientDisconnected`."""
         with Interruption() as self._block:
             if self._has_left:  # the work is begun all the same: its end is what cancels the jobs
                 asyncio.get_running_loop().call_soon(self._interrupt)
@@ -61,16 +61,16 @@ class Departure:
         self._task.cancel()
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what the work returns; cancel it if the client disconnects first. Raises `ClientLeft`.
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what the work returns; cancel it if the client disconnects first. Raises `ClientDisconnected`.
 
     What is left of the request's body is dropped. `Protection` ends the wait for the client at the end of the request.
     """
     state = request.scope.setdefault("state", {})
-    if DEPARTURE not in state:
-        state[DEPARTURE] = Departure(state.get(CONNECTION, request.receive))
-    departure: Departure = state[DEPARTURE]
-    return await departure.interrupting(work)
+    if DISCONNECT_WATCH not in state:
+        state[DISCONNECT_WATCH] = DisconnectWatch(state.get(CONNECTION, request.receive))
+    watch: DisconnectWatch = state[DISCONNECT_WATCH]
+    return await watch.interrupting(work)
 
 
 async def until_ended(tasks: Collection[asyncio.Task[Any]]) -> None:

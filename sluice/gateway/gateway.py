@@ -1,4 +1,4 @@
-"""What all surfaces share: callers, workers, and jobs."""
+"""The parts that the routes of all interfaces share: authentication, workers, jobs, limits and metrics."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ _OUTAGE_S = 5.0  # that a command of the gateway's own waits out
 
 
 class Gateway:
-    """Connects the surfaces with the queue."""
+    """Connects the routes of all interfaces with the queue."""
 
     def __init__(self, client: Client, settings: ServeSettings) -> None:
         """Raises `BadKeyFile`."""

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from sluice.errors import SluiceError
-from sluice.gateway.disconnect import ClientLeft, unless_left
+from sluice.gateway.disconnect import ClientDisconnected, unless_disconnected
 from sluice.gateway.errors import ApiError, from_client, log_refusal
 from sluice.sse import HEADERS, seq_of, take
 from sluice.streaming.streams import ReadAhead
@@ -50,12 +50,12 @@ async def stream(
 
     Waits for the first frame, but no longer than `heartbeat_s`: an error of `frames` until then is raised here, while a
     status can still be chosen, and a later one is sent as `error_frame`, the last. Closes `frames`, also when the
-    client leaves, in a task of their own. Raises `ClientLeft`.
+    client leaves, in a task of their own. Raises `ClientDisconnected`.
     """
     source = ReadAhead(frames)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close, source)
-        first = await unless_left(request, take(source, heartbeat_s))
+        first = await unless_disconnected(request, take(source, heartbeat_s))
         stack.pop_all()
     body = _body(source, first, heartbeat_s, heartbeat, error_frame)
     return _Stream(source, body, headers={**HEADERS, **(headers or {})})
@@ -75,8 +75,8 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_left(Request(scope, receive), self.stream_response(send))
-        except ClientLeft:
+            await unless_disconnected(Request(scope, receive), self.stream_response(send))
+        except ClientDisconnected:
             pass
         finally:
             await _close(self._source)

@@ -6,7 +6,7 @@ from typing import Any
 Usage = Mapping[str, Any]
 
 
-def whole(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def completion_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one completion with a choice for each result; one result is returned unchanged."""
     first = dict(results[0])
     if len(results) == 1:

@@ -14,10 +14,10 @@ from starlette.routing import Route
 
 from sluice.gateway import idempotency, sse
 from sluice.gateway.caller import Caller
-from sluice.gateway.chat.answer import whole
-from sluice.gateway.chat.order import ID_PREFIX, Order, job_ids, job_ids_of, read_order
+from sluice.gateway.chat.answer import completion_of
+from sluice.gateway.chat.request import ID_PREFIX, ChatRequest, job_ids, job_ids_of, read_request
 from sluice.gateway.chat.stream import error_frame, frames, seen_by
-from sluice.gateway.disconnect import unless_left
+from sluice.gateway.disconnect import unless_disconnected
 from sluice.gateway.errors import ApiError, endpoint
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
@@ -69,54 +69,54 @@ class _Chat:
         jobs = accepted.jobs
         if accepted.stream:
             return await self._stream(request, jobs, [-1] * len(jobs.ids), include_usage=accepted.include_usage)
-        completion = await unless_left(request, self._whole(jobs))
+        completion = await unless_disconnected(request, self._completion(jobs))
         return await json_response(completion, _headers(jobs))
 
     async def _accept(self, request: Request) -> _Accepted:
         """Read a request, and queue its jobs or find those of its `Idempotency-Key`."""
         caller = await self._gateway.authenticate(request)
         body = await self._gateway.read_body(request, caller)
-        order = read_order(body.content, body.length, self._gateway.settings.max_body_bytes)
-        caller.count_choices(order.choices)
-        caller.held.add((order.choices - 1) * body.length)  # each job has the whole body
+        chat = read_request(body.content, body.length, self._gateway.settings.max_body_bytes)
+        caller.count_choices(chat.choices)
+        caller.held.add((chat.choices - 1) * body.length)  # each job has the whole body
         key = idempotency.key_of(request)
         if key is None:
-            ids = job_ids(f"{ID_PREFIX}{uuid.uuid4().hex}", order.choices)
-            jobs = _Jobs(ids, order.body.get("on_disconnect") == "continue")
-            await unless_left(request, self._submit(caller, order, jobs))
+            ids = job_ids(f"{ID_PREFIX}{uuid.uuid4().hex}", chat.choices)
+            jobs = _Jobs(ids, chat.body.get("on_disconnect") == "continue")
+            await unless_disconnected(request, self._submit(caller, chat, jobs))
         else:
             base = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
-            jobs = _Jobs(job_ids(base, order.choices), True)
-            await unless_left(request, self._submit_once(caller, order, jobs, base, body.digest))
-        return _Accepted(jobs, order.stream, order.include_usage)
+            jobs = _Jobs(job_ids(base, chat.choices), True)
+            await unless_disconnected(request, self._submit_once(caller, chat, jobs, base, body.digest))
+        return _Accepted(jobs, chat.stream, chat.include_usage)
 
-    async def _submit(self, caller: Caller, order: Order, jobs: _Jobs, *, has_key: bool = False) -> None:
+    async def _submit(self, caller: Caller, chat: ChatRequest, jobs: _Jobs, *, has_key: bool = False) -> None:
         """Queue the jobs. After that the caller holds nothing of the body."""
-        bodies = {job_id: order.choice(index) for index, job_id in enumerate(jobs.ids)}
+        bodies = {job_id: chat.choice(index) for index, job_id in enumerate(jobs.ids)}
         await self._gateway.submission.submit(caller, bodies, detached=jobs.detached, has_key=has_key)
         caller.held.release()
 
-    async def _submit_once(self, caller: Caller, order: Order, jobs: _Jobs, base: str, digest: str) -> None:
+    async def _submit_once(self, caller: Caller, chat: ChatRequest, jobs: _Jobs, base: str, digest: str) -> None:
         """Queue the jobs of a key, or join those that were queued before: the caller holds what the server has of their
         answer. Raises `ApiError` 410 if that has expired."""
         async with self._gateway.idempotency_keys.registered(base, jobs.ids, digest) as was_queued:
             if not was_queued:
-                return await self._submit(caller, order, jobs, has_key=True)
+                return await self._submit(caller, chat, jobs, has_key=True)
             stored = await self._gateway.jobs.stored(jobs.ids)
             match stored.available:
                 case Available.NOTHING:
                     raise expired("the answer has expired; use a new key to have it computed again.")
-                case Available.RESULT if order.stream:
+                case Available.RESULT if chat.stream:
                     raise expired(f"the events of the answer have expired; get it at {_PATH}/{jobs.ids[0]}.")
             caller.held.release()
-            caller.held.add(stored.event_bytes if order.stream else stored.result_bytes)
+            caller.held.add(stored.event_bytes if chat.stream else stored.result_bytes)
 
-    async def _whole(self, jobs: _Jobs) -> dict[str, Any]:
+    async def _completion(self, jobs: _Jobs) -> dict[str, Any]:
         """Return the completion. If one job fails or the client leaves, all are cancelled."""
         tasks = [asyncio.create_task(self._gateway.jobs.result(job_id)) for job_id in jobs.ids]
         try:
             with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached):
-                return whole(await asyncio.gather(*tasks))
+                return completion_of(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
@@ -153,7 +153,7 @@ class _Chat:
         if stored.available is Available.NOTHING:
             raise unknown(jobs.ids[0])
         caller.held.add(stored.result_bytes)
-        completion = await unless_left(request, self._whole(jobs))
+        completion = await unless_disconnected(request, self._completion(jobs))
         return await json_response(completion, _headers(jobs))
 
     async def resume(self, request: Request) -> Response:

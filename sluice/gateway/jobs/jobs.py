@@ -39,7 +39,7 @@ class Jobs:
         self._background = set[asyncio.Task[None]]()
 
     def drain(self) -> None:
-        """From now on a connection that ends is this gateway's doing, and its job continues."""
+        """Cancel no more jobs whose connections end: from now on the gateway itself closes them."""
         self._draining = True
 
     async def events(self, job_id: str, after: int = -1) -> AsyncGenerator[Event]:

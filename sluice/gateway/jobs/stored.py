@@ -1,4 +1,4 @@
-"""What the server still has of an answer."""
+"""Finds out if the events or the result of an answer are still stored, and how long they are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -64,7 +64,7 @@ class Submission:
         }
         jobs = [NewJob(job_id, each, model, lane, function, extra_keys) for job_id, each in requests.items()]
         is_counted = function == "chat" and caller.meter is not None
-        await caller.take(list(bodies), estimate(body) if is_counted else 0)
+        await caller.reserve(list(bodies), estimate(body) if is_counted else 0)
         with ExitStack() as stack:
             sent = self._send(jobs, wait_worker_s=0.0)
             if not has_key and body.get("on_disconnect") != "continue":

@@ -56,18 +56,18 @@ class Limits:
         self._redis, self._retries = redis, retries
         self._script = redis.register_script((files(__package__) / "lua" / "limit.lua").read_text())
 
-    async def take(self, key: Key, job_ids: Sequence[str], tokens: int, mark: str) -> Balance | Exceeded:
+    async def reserve(self, key: Key, job_ids: Sequence[str], tokens: int, mark: str) -> Balance | Exceeded:
         """Count a request and reserve `tokens` for each job, all of them or none. Estimates above the limit itself are
         cut to the limit. `mark` names the HTTP request for `release`."""
-        return await self._take(key, job_ids, tokens=tokens, mark=mark)
+        return await self._reserve(key, job_ids, tokens=tokens, mark=mark)
 
     async def count(self, key: Key) -> Balance | Exceeded:
         """Count a request that queues no job. It is counted twice if the server's reply is lost."""
-        return await self._take(key, requests=1)
+        return await self._reserve(key, requests=1)
 
     async def read(self, key: Key) -> Balance:
         """Return what is left, and count nothing."""
-        left = await self._take(key)
+        left = await self._reserve(key)
         assert isinstance(left, Balance), "nothing was asked for"
         return left
 
@@ -96,12 +96,13 @@ class Limits:
         except ServerUnreachable:
             pass  # the estimate stands; the answer itself is complete
 
-    async def _take(
+    async def _reserve(
         self, key: Key, job_ids: Sequence[str] = (), *, tokens: int = 0, requests: int = 0, mark: str = "-"
     ) -> Balance | Exceeded:
         limits = key.requests_per_minute, key.tokens_per_minute
         keys = [limit_key(key.id), *map(reservation_key, job_ids)]
-        args: list[str | int] = ["take", *(limit or 0 for limit in limits), tokens, requests, JOB_LIFE_S * 1000, mark]
+        rates = [limit or 0 for limit in limits]
+        args: list[str | int] = ["reserve", *rates, tokens, requests, JOB_LIFE_S * 1000, mark]
         granted, *left, wait_ms, short = await self._retries.run(lambda: self._script(keys=keys, args=args))
         balance = Balance(*limits, *left)
         return balance if granted else Exceeded(balance, short.decode(), wait_ms / 1000)

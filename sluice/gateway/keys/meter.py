@@ -53,7 +53,7 @@ class Meter:
         self._connections.enter(self._key.id, choices - self._answers)
         self._answers = choices
 
-    async def take(self, job_ids: Sequence[str], tokens: int) -> None:
+    async def reserve(self, job_ids: Sequence[str], tokens: int) -> None:
         """Count a request and reserve tokens for each job. Raises `ApiError`: 429, or 400 for more jobs than the limit
         can ever hold; and `SluiceError`."""
         limit = self._key.requests_per_minute
@@ -61,7 +61,7 @@ class Meter:
             message = f"n: this key may make {limit:,} requests per minute, and each choice is one; ask for fewer."
             raise ApiError(400, message, param="n", code="invalid_value")
         if self._key.is_limited:
-            self._grant(await self._limits.take(self._key, job_ids, tokens, self._mark))
+            self._grant(await self._limits.reserve(self._key, job_ids, tokens, self._mark))
 
     async def count(self) -> None:
         """Count a request that queues no job. Raises `ApiError` 429, and `SluiceError`."""

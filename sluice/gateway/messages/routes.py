@@ -13,7 +13,7 @@ from starlette.routing import Route
 from sluice.gateway import idempotency, sse
 from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
-from sluice.gateway.disconnect import unless_left
+from sluice.gateway.disconnect import unless_disconnected
 from sluice.gateway.errors import ApiError
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
@@ -65,7 +65,7 @@ class _Messages:
             frames = self._frames(job_id, detached=accepted.detached, omit_thinking=omits)
             return await self._stream(request, frames)
         reading = self._whole(job_id, omit_thinking=omits)
-        whole = await self._unless_left(request, reading, detached=accepted.detached)
+        whole = await self._unless_disconnected(request, reading, detached=accepted.detached)
         return await json_response(whole, id_headers(job_id))
 
     async def _accept(self, request: Request) -> _Accepted:
@@ -75,10 +75,10 @@ class _Messages:
         omits = getattr(wanted.thinking, "display", None) == "omitted"
         key = idempotency.key_of(request)
         if key is None:
-            await unless_left(request, self._submit(caller, request.state.request_id, chat))
+            await unless_disconnected(request, self._submit(caller, request.state.request_id, chat))
         else:
             request.state.request_id = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
-            await unless_left(request, self._submit_once(caller, request.state.request_id, chat, body.digest))
+            await unless_disconnected(request, self._submit_once(caller, request.state.request_id, chat, body.digest))
         return _Accepted(request.state.request_id, bool(wanted.stream), omits, key is not None)
 
     async def _submit(self, caller: Caller, job_id: str, chat: dict[str, Any], *, has_key: bool = False) -> None:
@@ -103,9 +103,9 @@ class _Messages:
         caller, body = await self._read(request)
         prompt = await in_thread_if_long(body.length, _read_prompt, body.content)
         job_id: str = request.state.request_id
-        await unless_left(request, self._gateway.submission.submit(caller, {job_id: prompt}, function="count"))
+        await unless_disconnected(request, self._gateway.submission.submit(caller, {job_id: prompt}, function="count"))
         caller.held.release()
-        counted = await self._unless_left(request, self._gateway.jobs.result(job_id), detached=False)
+        counted = await self._unless_disconnected(request, self._gateway.jobs.result(job_id), detached=False)
         return JSONResponse({"input_tokens": counted["usage"]["prompt_tokens"]}, headers=id_headers(job_id))
 
     async def _read(self, request: Request) -> tuple[Caller, Body]:
@@ -116,10 +116,10 @@ class _Messages:
             raise ApiError(400, message, code="invalid_request")
         return caller, await self._gateway.read_body(request, caller)
 
-    async def _unless_left(self, request: Request, work: Coroutine[Any, Any, T], *, detached: bool) -> T:
+    async def _unless_disconnected(self, request: Request, work: Coroutine[Any, Any, T], *, detached: bool) -> T:
         """Return what the work returns. Cancels the job if the work fails or the client leaves."""
         with self._gateway.jobs.abandoning([request.state.request_id], detached=detached):
-            return await unless_left(request, work)
+            return await unless_disconnected(request, work)
 
     async def _whole(self, job_id: str, *, omit_thinking: bool) -> dict[str, Any]:
         stream, emitted = MessageStream(omit_thinking=omit_thinking), list[MessageEvent]()

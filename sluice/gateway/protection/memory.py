@@ -17,9 +17,9 @@ class Memory:
         self._key_limit = max(limit // _SHARE, longest)
         self._by_key = Counter[str | None]()
 
-    def hold(self, key_id: str | None) -> "Held":
+    def hold(self, key_id: str | None) -> "HeldBytes":
         """Return what a request holds: nothing yet."""
-        return Held(self, key_id)
+        return HeldBytes(self, key_id)
 
     @property
     def total(self) -> int:
@@ -43,7 +43,7 @@ class Memory:
             del self._by_key[key_id]
 
 
-class Held:
+class HeldBytes:
     """The bytes that one request holds, until `release`."""
 
     def __init__(self, memory: Memory, key_id: str | None) -> None:

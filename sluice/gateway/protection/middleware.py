@@ -1,4 +1,5 @@
-"""What surrounds every request: a time limit for the body, the headers about limits, and the end of the connection."""
+"""The middleware around every request: a time limit for the body, the headers about limits, and the release of what it
+holds."""
 
 import asyncio
 from datetime import UTC, datetime
@@ -8,19 +9,19 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.errors import SluiceError
-from sluice.gateway.disconnect import CONNECTION, DEPARTURE, Departure
+from sluice.gateway.disconnect import CONNECTION, DISCONNECT_WATCH, DisconnectWatch
 from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.headers import anthropic_headers, openai_headers
 from sluice.gateway.keys.limits import Balance
 from sluice.gateway.keys.meter import Meter
-from sluice.gateway.protection.memory import Held
+from sluice.gateway.protection.memory import HeldBytes
 
 _MIN_BYTES_PER_S = 10_000  # of a body, after the first `timeout_s` seconds
 _ANTHROPIC_PATH = "/v1/messages"
 
 
 class Protection:
-    """ASGI middleware."""
+    """ASGI middleware: limits the time of a body, adds the headers about limits, and frees what a request held."""
 
     def __init__(self, app: ASGIApp, *, timeout_s: float) -> None:
         """`timeout_s`: seconds that any body may take; a longer one has to arrive with 10 kB/s."""
@@ -42,10 +43,10 @@ class Protection:
         finally:
             if isinstance(meter := state.get("meter"), Meter):
                 meter.leave()
-            if isinstance(held := state.get("held"), Held):
+            if isinstance(held := state.get("held"), HeldBytes):
                 held.release()
-            if isinstance(departure := state.get(DEPARTURE), Departure):
-                departure.close()
+            if isinstance(watch := state.get(DISCONNECT_WATCH), DisconnectWatch):
+                watch.close()
 
 
 class _TimedBody:

@@ -41,7 +41,7 @@ class History:
 
     async def find(self, caller: Caller, response_id: str, param: str | None = None) -> Record:
         """Return the record of a response. The caller holds its bytes, and those of the response. Raises `ApiError`:
-        404, and as `Held.add`."""
+        404, and as `HeldBytes.add`."""
         if not is_job_id(response_id):
             raise not_found(response_id, param)
         caller.held.add(await self._store.length([response_id]))

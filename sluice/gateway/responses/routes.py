@@ -17,7 +17,7 @@ from sluice.errors import SluiceError, UnknownJob
 from sluice.gateway import idempotency, sse
 from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
-from sluice.gateway.disconnect import unless_left
+from sluice.gateway.disconnect import unless_disconnected
 from sluice.gateway.errors import ApiError, endpoint
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
@@ -80,12 +80,12 @@ class _Responses:
         reading = Reading(self._gateway, self._store, head, detached=accepted.detached)
         if accepted.stream:
             return await self._stream(http, reading, reading.frames(refuses=True), head)
-        return await json_response(await unless_left(http, reading.whole()), _headers(head))
+        return await json_response(await unless_disconnected(http, reading.whole()), _headers(head))
 
     async def _read(self, http: Request) -> _Accepted:
         caller = await self._gateway.authenticate(http)
         body = await self._gateway.read_body(http, caller)
-        return await unless_left(http, self._accept(caller, body, idempotency.key_of(http)))
+        return await unless_disconnected(http, self._accept(caller, body, idempotency.key_of(http)))
 
     async def _accept(self, caller: Caller, body: Body, key: str | None) -> _Accepted:
         """Queue the job of a request, or find that of its `Idempotency-Key`."""

@@ -34,7 +34,7 @@ async def another_front(redis_url: str) -> AsyncIterator[Limits]:
 
 
 async def take(front: Limits, budget: Key, job_id: str, tokens: int) -> Balance | Exceeded:
-    return await front.take(budget, [job_id], tokens, "m")
+    return await front.reserve(budget, [job_id], tokens, "m")
 
 
 async def pass_time(db: Db, seconds: float, id: str = "k-1") -> None:
@@ -126,22 +126,22 @@ def test_a_refusal_says_when_to_come_back() -> None:
 
 async def test_jobs_of_one_request_are_granted_together_or_not_at_all(limits: Limits) -> None:
     budget = key(requests=3, tokens=1_000)
-    assert await limits.take(budget, ["a", "b"], 100, "m") == Balance(3, 1_000, 1, 800)
-    assert isinstance(await limits.take(budget, ["c", "d"], 100, "m"), Exceeded)
-    assert await limits.take(budget, ["a", "b", "c"], 100, "m") == Balance(3, 1_000, 0, 700)
+    assert await limits.reserve(budget, ["a", "b"], 100, "m") == Balance(3, 1_000, 1, 800)
+    assert isinstance(await limits.reserve(budget, ["c", "d"], 100, "m"), Exceeded)
+    assert await limits.reserve(budget, ["a", "b", "c"], 100, "m") == Balance(3, 1_000, 0, 700)
 
 
 async def test_estimates_of_several_jobs_above_the_limit_are_cut_to_it_together(limits: Limits) -> None:
     budget = key(tokens=100)
-    assert await limits.take(budget, ["a", "b"], 10**9, "m") == Balance(None, 100, 0, 0)
+    assert await limits.reserve(budget, ["a", "b"], 10**9, "m") == Balance(None, 100, 0, 0)
     await limits.settle("a", 0)
     assert 50 <= (await limits.read(budget)).tokens_left < 60
 
 
 async def test_a_request_releases_its_own_reservations_alone(limits: Limits) -> None:
     budget = key(tokens=100)
-    await limits.take(budget, ["j"], 60, "first")
-    await limits.take(budget, ["j"], 60, "second")  # the same job, by a retry that is refused later
+    await limits.reserve(budget, ["j"], 60, "first")
+    await limits.reserve(budget, ["j"], 60, "second")  # the same job, by a retry that is refused later
     await limits.release(["j"], "second")
     assert (await limits.read(budget)).tokens_left < 60
     await limits.release(["j"], "first")

@@ -1,13 +1,13 @@
 -- The limits of one key, as two buckets that refill within a minute: requests and tokens.
--- take: count a request and reserve tokens for each job, all of them or none, unless the buckets hold less. A job is
---       counted once, however often it is taken; without jobs and further requests the buckets are only read.
+-- reserve: count a request and reserve tokens for each job, all of them or none, unless the buckets hold less. A job is
+--       counted once, however often it is sent; without jobs and further requests the buckets are only read.
 --   KEYS  buckets, the reservations of the jobs
---   ARGV  'take', requests a minute (0: no limit), tokens a minute (0: no limit), tokens of each job, requests without
---         a job, life_ms of the reservations, a mark of the caller for `settle`
+--   ARGV  'reserve', requests a minute (0: no limit), tokens a minute (0: no limit), tokens of each job, requests
+--         without a job, life_ms of the reservations, a mark of the caller for `settle`
 --   Returns 1 or 0 (refused), requests left, tokens left, milliseconds until it would fit, 'requests' or 'tokens'
 -- settle: replace reservations by the tokens that were used. Has no effect the second time.
 --   KEYS  reservations
---   ARGV  'settle', tokens, life_ms of the mark that a job is settled (0: none, so it can be taken again), the mark of
+--   ARGV  'settle', tokens, life_ms of the mark that a job is settled (0: none, so it can be counted again), the mark of
 --         the caller whose reservations these have to be ('': any)
 --
 -- What a job did not use comes back as if it had never been reserved. So it does not count for a bucket that has been
@@ -71,7 +71,7 @@ local function new_ones(reservations)
   return new
 end
 
-local function take(buckets, reservations)
+local function reserve(buckets, reservations)
   local limits = { requests = tonumber(ARGV[2]), tokens = tonumber(ARGV[3]) }
   local new = new_ones(reservations)
   local each = math.min(tonumber(ARGV[4]), math.floor(limits.tokens / math.max(1, #new)))
@@ -115,5 +115,5 @@ local function settle(reservation)
   store(buckets, 'tokens', limit, level + math.min(tonumber(reserved) - tonumber(ARGV[2]), free))
 end
 
-if ARGV[1] == 'take' then return take(KEYS[1], { unpack(KEYS, 2) }) end
+if ARGV[1] == 'reserve' then return reserve(KEYS[1], { unpack(KEYS, 2) }) end
 for _, reservation in ipairs(KEYS) do settle(reservation) end

@@ -1,4 +1,5 @@
-"""What is known of a response before its first token. All gateways build the same events from it and the job's log."""
+"""The head of a response: the fields that are fixed before its first token. All gateways build the same events from it
+and the job's log."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

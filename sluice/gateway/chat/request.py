@@ -1,4 +1,4 @@
-"""Reads what a request for a chat completion asks of the gateway, and makes the request of each choice."""
+"""Reads the fields of a chat completion that the gateway handles itself, and makes the request of each choice."""
 
 import hashlib
 import re
@@ -15,8 +15,8 @@ _SEVERAL = re.compile(rf"{ID_PREFIX}[0-9a-f]{{32}}-n(\d{{1,3}})")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """A request for a chat completion. `body` is the request of one choice, without `n`."""
+class ChatRequest:
+    """The fields of a request that the gateway handles itself. `body` is the request of one choice, without `n`."""
 
     body: dict[str, Any]
     choices: int
@@ -31,7 +31,7 @@ class Order:
         return {**self.body, "seed": _derived(seed, index)}
 
 
-def read_order(body: Mapping[str, Any], length: int, max_bytes: int) -> Order:
+def read_request(body: Mapping[str, Any], length: int, max_bytes: int) -> ChatRequest:
     """Read a request whose body has `length` bytes. Raises `ApiError`; the worker checks all other fields."""
     choices = 1 if body.get("n") is None else body["n"]
     if type(choices) is not int or not 1 <= choices <= MAX_CHOICES:
@@ -43,7 +43,7 @@ def read_order(body: Mapping[str, Any], length: int, max_bytes: int) -> Order:
     if stream is not None and not isinstance(stream, bool):
         raise ApiError(400, "stream: it must be true or false.", param="stream", code="invalid_type")
     one = {name: value for name, value in body.items() if name != "n"}
-    return Order(one, choices, bool(stream), wants_usage(body))
+    return ChatRequest(one, choices, bool(stream), wants_usage(body))
 
 
 def _derived(seed: int, index: int) -> int:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from sluice.gateway.chat.answer import total_usage, whole
-from sluice.gateway.chat.order import ID_PREFIX, job_ids, job_ids_of, read_order
+from sluice.gateway.chat.answer import completion_of, total_usage
+from sluice.gateway.chat.request import ID_PREFIX, job_ids, job_ids_of, read_request
 from sluice.gateway.chat.stream import seen_by
 from sluice.gateway.errors import ApiError
 
@@ -13,18 +13,18 @@ BASE = f"{ID_PREFIX}{'0f' * 16}"
 
 
 def test_a_choice_has_the_request_without_n_and_only_the_first_has_its_seed() -> None:
-    order = read_order({"n": 3, "seed": 7, "top_p": 1}, 100, 1000)
-    choices = [order.choice(index) for index in range(order.choices)]
+    chat = read_request({"n": 3, "seed": 7, "top_p": 1}, 100, 1000)
+    choices = [chat.choice(index) for index in range(chat.choices)]
     assert choices[0] == {"seed": 7, "top_p": 1}
     seeds = [choice["seed"] for choice in choices]
     assert len(set(seeds)) == 3
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
-    assert choices == [order.choice(index) for index in range(order.choices)]
+    assert choices == [chat.choice(index) for index in range(chat.choices)]
 
 
 @pytest.mark.parametrize("seed", ["7", 1.5, True, None])
 def test_a_seed_that_is_none_is_left_to_the_worker_to_refuse(seed: Any) -> None:
-    assert read_order({"n": 2, "seed": seed}, 100, 1000).choice(1)["seed"] is seed
+    assert read_request({"n": 2, "seed": seed}, 100, 1000).choice(1)["seed"] is seed
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_seed_that_is_none_is_left_to_the_worker_to_refuse(seed: Any) -> None:
 )
 def test_what_the_front_cannot_do_is_refused_by_name(body: dict[str, Any], status: int, param: str) -> None:
     with pytest.raises(ApiError) as refused:
-        read_order(body, 100, 1000)
+        read_request(body, 100, 1000)
     assert (refused.value.status, refused.value.param) == (status, param)
 
 
@@ -76,4 +76,4 @@ def test_usage_counts_the_prompt_once_and_sums_the_answers() -> None:
 
 def test_one_result_is_the_completion_as_it_is_stored() -> None:
     result = {"id": "a", "choices": [{"index": 0}], "usage": {"completion_tokens": 1}, "sluice": {}}
-    assert whole([result]) == result
+    assert completion_of([result]) == result
