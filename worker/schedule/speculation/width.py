@@ -12,6 +12,8 @@ _OUTDATED = 64  # forwards after which seconds are compared with those of plain 
 _STALE = 500  # forwards after which a shape's costs are measured anew when it would pay by its neighbours' costs
 _LEAST_GAIN = 1.03  # a verify forward cannot be launched before the last one's tokens are read
 _TRIAL_EVERY = 16  # forwards from one trial of a shape that is hardly known to the next
+_MOST_UNUSUAL = 3.0  # a single plain step, in usual ones: longer ones count as so long
+_MEAN_OF = 100  # plain steps
 # Cost of a token more per row, in plain steps, before any measurement: from a dense model on a CPU.
 _TOKEN_COST = 0.05
 _ROW_TOKEN_COST = 0.03
@@ -88,12 +90,16 @@ class ForwardCosts:
         self._shapes = dict[tuple[int, int], _Shape]()  # by rows and width: wider forwards
         self._forwards = 0
         self._tried_at = 0  # the last forward of a shape that was hardly known
+        self._mean = 1.0  # of plain steps, relative to their usual seconds: rare ones take much longer
+        self._averaged = 1
 
     def observe(self, rows: int, width: int, seconds: float) -> None:
         """Record the seconds of a step: with its host's work, and as far as it delayed the next. A wider one counts
         only after a plain one."""
         self._forwards += 1
         if width == 1:
+            if rows in self._plain:
+                self._observe_unusual(seconds / max(self._plain_s(rows), 1e-9))
             self._plain.setdefault(rows, _Shape()).observe(seconds, seconds, self._forwards)
             return
         if not self.measured:
@@ -105,10 +111,19 @@ class ForwardCosts:
             self._tried_at = self._forwards
         shape.observe(seconds, self._plain_s(rows), self._forwards)
 
+    def _observe_unusual(self, ratio: float) -> None:
+        self._averaged = min(self._averaged + 1, _MEAN_OF)
+        self._mean += (min(ratio, _MOST_UNUSUAL) - self._mean) / self._averaged
+
     @property
     def measured(self) -> bool:
         """True if a plain step was measured, so that others can be estimated."""
         return bool(self._plain)
+
+    def mean_plain_s(self, rows: int) -> float:
+        """Return the mean seconds of plain steps, which is more than `seconds` if some take much longer than others.
+        Only once one was measured."""
+        return self._plain_s(rows) * self._mean
 
     def seconds(self, rows: int, width: int) -> float:
         """Return the expected seconds of a forward, once a plain one was measured."""
