@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
+from unittest.mock import patch
 
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
@@ -14,6 +15,7 @@ from worker.engine.speculation.speculator import Speculator
 from worker.engine.speculators import speculator_of
 from worker.schedule.speculation.copies import PREDICTION, CopyProposer
 from worker.schedule.speculation.forced import GrammarProposer
+from worker.schedule.speculation.losses import LossAccount
 from worker.schedule.speculation.offer import DraftedRow, Offer
 
 
@@ -46,17 +48,17 @@ class Drafts:
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        """Let the speculator choose the lengths of its drafts in the block; or fix them, if they are fixed."""
+        """Let the speculator choose the lengths of its drafts in the block; or fix them, if they are fixed, whatever
+        these drafts lose."""
         if self.depth is None:
             yield
             return
-        width, name = 1 + self.depth, "choose_width"
-        original = getattr(speculator, name)
-        setattr(speculator, name, lambda offers, *_, **__: width if any(offers) else 1)
-        try:
+        width = 1 + self.depth
+        with (
+            patch.object(speculator, "choose_width", lambda offers, *_, **__: width if any(offers) else 1),
+            patch.object(LossAccount, "allows", lambda *_: True),
+        ):
             yield
-        finally:
-            setattr(speculator, name, original)
 
 
 def _alone(

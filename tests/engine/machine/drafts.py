@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.engine.machine.families import Family
-from tests.engine.speculation.oracle import WRONG, Oracle, any_width, speculator_of
+from tests.engine.speculation.oracle import WRONG, Oracle, any_width, pause_nothing, speculator_of
 from worker.engine.speculation import speculator
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.speculation.offer import MAX_DRAFT
@@ -41,6 +41,7 @@ class Drafts:
         """Have forwards of any width while the context is open."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(speculator, "choose_width", self._choose)
+            pause_nothing(patch)
             yield
 
     @property

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from tests.engine.driver import Run
-from tests.engine.speculation.oracle import recurrence_of
+from tests.engine.speculation.oracle import pause_nothing, recurrence_of
 from tests.engine.tiny import model, prompt
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.budget import GapLimit
@@ -38,6 +38,11 @@ class Counting:
 
     def forget(self, row: DraftedRow) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def any_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    pause_nothing(monkeypatch)
 
 
 def speculator(*proposers: Counting, every_step: Counting | None = None) -> Speculator:

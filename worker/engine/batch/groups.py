@@ -102,7 +102,7 @@ class Groups:
                 with self._isolate(group, "the launch of a decode step"):
                     group.launch()
         launched = [group for group in self._groups if group not in drafted]
-        self.verifications.begin_step()
+        self.verifications.begin_step(self._stopwatch.take_host_s() if launched else 0.0)
         tokens, plain = self._verify(drafted, running=bool(launched)) if drafted else ([], [])
         tokens += self._collect(DecodeBatch.collect, launched + plain)
         # A row whose drafts may be the cause is recomputed, and takes none then.
@@ -123,7 +123,7 @@ class Groups:
                 verified = self.verifications.verify(group, inputs, None if running else self._stopwatch.take_host_s())
                 tokens += verified or ()
                 if verified is None:
-                    group.launch()
+                    self.verifications.launch_plain(group)
                     plain, running = [*plain, group], True
         self._stopwatch.invalidate() if running else self._stopwatch.verified()
         return tokens, plain

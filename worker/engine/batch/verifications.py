@@ -19,7 +19,7 @@ class Verifications:
     """The drafts that groups verify in one step, with their results and times."""
 
     def __init__(self, speculator: Speculator) -> None:
-        self._speculator = speculator
+        self._speculator, self._spending = speculator, speculator.spending
         self._backoffs = WeakKeyDictionary[DecodeBatch, Backoff]()
         self._last_backoff: Backoff | None = None  # of the group that was asked last
         self._baseline = Baseline()
@@ -38,10 +38,14 @@ class Verifications:
         if not self.max_draft:
             return []
         self._speculator.begin_step(row for group in groups for row in group.rows)
-        if self._baseline.advance():
-            return []
-        self._more_s = self._share_s(groups, gap) if gap else inf
-        return [group for group in groups if self._ask_for_drafts(group)]
+        chosen = list[DecodeBatch]()
+        if not self._baseline.advance():
+            self._more_s = self._share_s(groups, gap) if gap else inf
+            chosen = [group for group in groups if self._ask_for_drafts(group)]
+        for group in groups:
+            if group not in chosen:
+                self._spending.launch_plain(len(group.rows))
+        return chosen
 
     def _share_s(self, groups: Sequence[DecodeBatch], gap: GapLimit) -> float:
         """Return the most seconds that drafts may add to the forward of each group."""
@@ -68,8 +72,10 @@ class Verifications:
             self._backoffs[group] = Backoff(self._last_backoff)
         return self._backoffs[group]
 
-    def begin_step(self) -> None:
-        """Forget the last step."""
+    def begin_step(self, idle_s: float) -> None:
+        """Forget the last step. `idle_s`: seconds for which the device was idle before plain steps were launched, since
+        the last step has verified drafts."""
+        self._spending.observe_idle(idle_s)
         self.drafts = []
         self.tokens = 0
 
@@ -79,25 +85,31 @@ class Verifications:
         """Verify the drafts of a group, and return the tokens to deliver. None, and the rows are as before, if no draft
         is worthwhile after these inputs, or if a plain step is needed: see `DecodeBatch.verify`. Blocks. `host_s`:
         seconds of the host's work that belong to this step and came before; None: the device does other work meanwhile,
-        so no time counts."""
+        so costs are not learned."""
         began = time.perf_counter()
+        self._spending.begin_group(host_s)
         drafted = self._speculator.prepare(group, inputs, group.fed, self._more_s)
         prepared = time.perf_counter()
+        self._spending.draft(drafted.network if drafted else None, prepared - began)
         if drafted and host_s is not None:
             self._speculator.observe_drafting(drafted, prepared - began)
         drafts = self._speculator.drafts(inputs, self._more_s - (prepared - began))
-        if not any(drafts):
-            return None
-        step = group.verify(inputs, drafts, self._speculator.recurrence)
+        step = group.verify(inputs, drafts, self._speculator.recurrence) if any(drafts) else None
         if step is None:
             return None
         self.drafts += self._speculator.observe_verified(inputs, drafts, step.accepted)
-        seconds = time.perf_counter() - prepared
+        ended = time.perf_counter()
+        self._spending.verify(len(inputs))
         width = 1 + max(len(draft) for draft in drafts if draft)
         self.tokens = max(self.tokens, len(inputs) * width)
         if host_s is not None:
-            self._speculator.observe_forward(len(inputs), width, host_s + seconds)
+            self._speculator.observe_forward(len(inputs), width, host_s + ended - prepared)
         return step.tokens
+
+    def launch_plain(self, group: DecodeBatch) -> None:
+        """Launch a plain step of a group for which `verify` has just returned None."""
+        group.launch()
+        self._spending.delay_plain(len(group.rows))
 
     def observe_plain(self, rows: int, seconds: float) -> None:
         """Record the seconds that a plain step of a group takes."""

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.inputs import RowInput, undelivered, view
 from worker.engine.speculation.mtp.prompt import PromptEntries
 from worker.engine.speculation.mtp.proposer import FedTokens, HeadInput, HeadProposer
+from worker.engine.speculation.spending import Spending
 from worker.schedule.speculation.drafting import DraftedCosts, DraftingCosts
 from worker.schedule.speculation.offer import DraftedRow, Offer
 from worker.schedule.speculation.width import Costs, expected_tokens, likeliest
@@ -35,11 +37,12 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What a network has drafted: `depth` tokens for each row."""
+    """The work of a network in a step."""
 
-    kind: str
+    network: Network
     rows: int
-    depth: int
+    depth: int  # tokens of the drafts
+    timed: bool  # its time is that of drafts of as many tokens for all rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,12 @@ class Networks:
         networks: Sequence[Network],
         costs: Costs,
         width_of: Callable[[Sequence[Offer | None], Costs, float], int],
+        spending: Spending,
     ) -> None:
         """`costs`: of forwards. `width_of(offers, costs, more_s)`: tokens per row of the forward that is best for these
-        offers, and takes at most `more_s` seconds more than a plain one."""
+        offers, and takes at most `more_s` seconds more than a plain one. `spending`: pauses networks."""
         self._networks = networks
+        self._spending = spending
         self._costs, self._width_of = costs, width_of
         self._drafting = {network.kind: DraftingCosts() for network in networks}
         self._asks = 0  # that did not pay
@@ -71,6 +76,11 @@ class Networks:
 
     def __bool__(self) -> bool:
         return bool(self._networks)
+
+    @property
+    def allowed(self) -> list[Network]:
+        """Those that are not paused."""
+        return self._spending.allowed(self._networks)
 
     @property
     def have_head(self) -> bool:
@@ -81,20 +91,27 @@ class Networks:
         """Decide if a network drafts in this step, and return True if one does, or if a forward of these rows is
         expected to gain from other drafts. Now and then it tries a network that is not expected to pay: texts change,
         and so does what drafts cost."""
-        self._trying = None
-        if self._plan(ahead, more_s):
-            return True
+        began = perf_counter()
+        worthwhile = self._plan(ahead, more_s) is not None
+        self._trying = None if worthwhile else self._trial(ahead, more_s)
+        seconds = perf_counter() - began
+        for network in (asked := self.allowed):
+            self._spending.ask(network, seconds / len(asked))
+        return worthwhile or self._trying is not None
+
+    def _trial(self, ahead: Sequence[Ahead], more_s: float) -> Network | None:
+        """Return the network that is tried in this step, if any."""
         self._asks += 1
-        if self._asks % _TRIAL_EVERY == 0:
-            hoped = self._plan(ahead, more_s, hopeful=True)
-            self._trying = hoped.network if hoped else None
-        return self._trying is not None
+        if self._asks % _TRIAL_EVERY:
+            return None
+        hoped = self._plan(ahead, more_s, hopeful=True)
+        return hoped.network if hoped else None
 
     def _plan(self, ahead: Sequence[Ahead], more_s: float, *, hopeful: bool = False) -> _Plan | None:
         """Return the drafts that are expected to gain the most; None if a plain step is better. `hopeful`: networks
         take no time, and are as often right as they were expected to be at first."""
         plans = [self._planned(None, [each.known for each in ahead], self._costs, more_s)]
-        for network in self._networks:
+        for network in self.allowed:
             costs = self._costs if hopeful else DraftedCosts(self._costs, self._drafting[network.kind])
             offers = [each.with_draft(network, hopeful=hopeful) for each in ahead]
             plans.append(self._planned(network, offers, costs, more_s))
@@ -112,8 +129,7 @@ class Networks:
         self, batch: Any, inputs: Sequence[RowInput], ahead: Sequence[Ahead], fed: FedTokens | None, more_s: float
     ) -> Drafting | None:
         """Let a network draft for all rows of a batch after their next inputs, if that is expected to pay, and return
-        what it has drafted; None also if its time is not that of drafts alone. Blocks. `ahead`: the same rows, with
-        these inputs. `fed`: the last forward of the batch."""
+        what it did. Blocks. `ahead`: the same rows, with these inputs. `fed`: the last forward of the batch."""
         trying, self._trying = self._trying, None
         plan = self._plan(ahead, more_s)
         network = plan.network if plan else trying
@@ -127,7 +143,7 @@ class Networks:
         else:
             prefill_s = more_s - self._drafting_s(network, len(inputs), depth)
             drafted = network.prepare(batch, [view(each) for each in inputs], depth, prefill_s)
-        return Drafting(network.kind, len(inputs), depth) if drafted else None
+        return Drafting(network, len(inputs), depth, drafted)
 
     def _affordable_depth(self, network: Network, rows: int, more_s: float) -> int:
         """Return the most tokens that the network drafts within `more_s` seconds; 0 if it drafts none."""
@@ -142,7 +158,7 @@ class Networks:
 
     def observe(self, drafting: Drafting, plain_steps: float) -> None:
         """Record how long a draft has taken, in plain steps of as many rows."""
-        self._drafting[drafting.kind].observe(drafting.rows, drafting.depth, plain_steps)
+        self._drafting[drafting.network.kind].observe(drafting.rows, drafting.depth, plain_steps)
 
     def offers(self, row: DraftedRow) -> Iterator[tuple[Network, Offer]]:
         """Yield the drafts that networks have prepared after the row's last token."""

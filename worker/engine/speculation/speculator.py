@@ -1,6 +1,6 @@
 """Decide which drafts a group of rows verifies in its next forward, and report to their proposers what was accepted."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -13,6 +13,7 @@ from worker.engine.speculation.mtp.proposer import FedTokens, HeadProposer
 from worker.engine.speculation.networks import Ahead, Drafting, Networks
 from worker.engine.speculation.positions import allowed
 from worker.engine.speculation.proposer import Proposer, SteppedProposer
+from worker.engine.speculation.spending import Spending
 from worker.schedule.memory import CHUNK, MemoryModel
 from worker.schedule.outcomes import Speculated
 from worker.schedule.speculation.offer import DraftedRow, Offer
@@ -49,9 +50,10 @@ class Speculator:
         networks = [network for network in (head, draft) if network]
         every = [*every_step, *proposers, *networks]
         self._costs = ForwardCosts()
+        self.spending = Spending(self._costs)
         self._every_step: Sequence[Proposer] = every_step if max_draft else ()
         self._proposers: Sequence[Proposer] = [*every_step, *proposers] if max_draft else ()
-        self._networks = Networks(networks if max_draft else (), self._costs, self._width)
+        self._networks = Networks(networks if max_draft else (), self._costs, self._width, self.spending)
         self.max_draft = max_draft if every else 0
         self.recurrence = recurrence or NoRecurrence()
         self.eos_ids = frozenset(eos_ids)
@@ -86,8 +88,7 @@ class Speculator:
     def begin_step(self, rows: Iterable[SpeculatingRow]) -> None:
         """Let proposers do their work of each step for these rows, whether or not they are asked in it."""
         taking = [row for row in rows if row.request.max_draft != 0 and not row.recomputed]
-        for proposer in self._stepped:
-            proposer.begin_step(taking)
+        self.spending.begin_step(self._stepped, taking)
 
     def ask_for_drafts(
         self, rows: Sequence[SpeculatingRow], *, all_proposers: bool = True, more_s: float = inf
@@ -96,43 +97,45 @@ class Speculator:
         forward of these rows is expected to gain from them. If the rows' next inputs are not known yet, the drafts must
         begin with them. `all_proposers`: not only those of every step. `more_s`: most seconds that the forward may take
         more than a plain one."""
-        proposers = self._proposers if all_proposers else self._every_step
-        networks = self._networks if all_proposers else None
+        proposers = self.spending.allowed(self._proposers if all_proposers else self._every_step)
+        networks = self._networks if all_proposers and self._networks.allowed else None
         if not proposers and not networks:
             return False
-        ahead = [Ahead(row, self._most(row), self._foreseen(row, proposers)) for row in rows]
+        offered = self._ask(rows, proposers)
+        if not offered and not networks:
+            return False
+        ahead = [Ahead(row, self._most(row), self._foreseen(row, offered)) for row in rows]
         if networks:
             return networks.ask_for_drafts(ahead, more_s)
         known = [each.known for each in ahead]
         return any(known) and self._width(known, self._costs, more_s) > 1
 
-    def _foreseen(self, row: SpeculatingRow, proposers: Sequence[Proposer]) -> Offer | None:
+    def _foreseen(self, row: SpeculatingRow, offered: Mapping[str, _Proposal]) -> Offer | None:
         """Return what is likely to be offered once the row's next input is known."""
-        if not self._most(row):
-            return None
-        known = self._ask(row, proposers)
+        known = offered[row.id].offer if row.id in offered and self._most(row) else None
         return _after_input(known) if known and not row.last_unfed else known
 
-    def _ask(self, row: SpeculatingRow, proposers: Sequence[Proposer]) -> Offer | None:
-        """Return the offer of which the most tokens are expected, and hold it for `drafts`."""
-        best: _Proposal | None = None
-        most, grammar = 0.0, row.request.grammar
-        for proposer in proposers if grammar is None or grammar.takes_drafts else ():
-            offer = proposer.offer(row)
-            if offer and (expected := expected_tokens(offer, 1 + self.max_draft)) > most:
-                best, most = _Proposal(proposer, offer, len(row.answer)), expected
-        if best is None:
+    def _ask(self, rows: Sequence[SpeculatingRow], proposers: Sequence[Proposer]) -> dict[str, _Proposal]:
+        """Return by row the offer of which the most tokens are expected, and hold it for `drafts`."""
+        taking = [row for row in rows if _takes_offers(row)]
+        best = dict[str, tuple[float, _Proposal]]()
+        for proposer in proposers:
+            for row, offer in zip(taking, self.spending.offers(proposer, taking), strict=True):
+                expected = expected_tokens(offer, 1 + self.max_draft) if offer else 0.0
+                if offer and (row.id not in best or expected > best[row.id][0]):
+                    best[row.id] = expected, _Proposal(proposer, offer, len(row.answer))
+        for row in rows:
             self._offered.pop(row.id, None)
-            return None
-        self._offered[row.id] = best
-        return best.offer
+        offered = {id: proposal for id, (_, proposal) in best.items()}
+        self._offered |= offered
+        return offered
 
     def prepare(
         self, batch: Any, inputs: Sequence[RowInput], fed: FedTokens | None, more_s: float = inf
     ) -> Drafting | None:
         """Let a network draft for all rows of a batch after their next inputs, if that is expected to pay, and return
         what it did. Blocks. `fed`: the last forward of the batch. `more_s`: see `ask_for_drafts`."""
-        if not self._networks:
+        if not self._networks.allowed:
             return None
         return self._networks.prepare(batch, inputs, [self._ahead_of(each) for each in inputs], fed, more_s)
 
@@ -144,7 +147,7 @@ class Speculator:
 
     def observe_drafting(self, drafting: Drafting, seconds: float) -> None:
         """Record the seconds of a draft of a network."""
-        if plain_s := self.plain_s(drafting.rows):
+        if drafting.timed and (plain_s := self.plain_s(drafting.rows)):
             self._networks.observe(drafting, seconds / plain_s)
 
     def add_prompt(self, id: str, entries: PromptEntries | None) -> None:
@@ -228,6 +231,7 @@ class Speculator:
             proposal = self._proposals.pop(row_input.row.id, None)
             if draft and proposal:
                 proposal.proposer.observe_accepted(row_input.row, len(draft), count)
+                self.spending.add_verified(proposal.proposer, len(draft), count)
                 kinds = proposal.offer.kinds[: len(draft)]
                 verified.append(Speculated(row_input.row.id, proposal.offer.kind, len(draft), count, kinds))
         return verified
@@ -252,6 +256,13 @@ class Speculator:
         self._networks.forget(row)
         for proposer in self._proposers:
             proposer.forget(row)
+
+
+def _takes_offers(row: SpeculatingRow) -> bool:
+    """Return True if proposers are asked for drafts of a row."""
+    request = row.request
+    takes = request.max_draft != 0 and not row.recomputed
+    return takes and (request.grammar is None or request.grammar.takes_drafts)
 
 
 def _after_input(offer: Offer) -> Offer | None:

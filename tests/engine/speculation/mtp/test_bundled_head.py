@@ -9,6 +9,7 @@ import pytest
 from scripts.stack import TINY_CHAT
 from scripts.tiny_chat.data import draw_chat
 from tests.engine.driver import Run
+from tests.engine.speculation.oracle import pause_nothing
 from tests.engine.tiny import model_of
 from worker.engine.cache.recurrence import Replay
 from worker.engine.checkpoint import read_json
@@ -58,6 +59,7 @@ def test_a_forward_at_depth_three_makes_two_tokens_on_mixed_skills(
     tiny_chat: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speculator, "choose_width", lambda offers, *_, **__: 1 + DEPTH * any(offers))
+    pause_nothing(monkeypatch)
     assert tiny_chat.head is not None
     proposer = Counting(tiny_chat.head, DEPTH)
     used = Speculator(
