@@ -58,16 +58,16 @@ class Batch:
 class Step:
     """Decides the steps of a row."""
 
-    def __init__(self, acceptance: float, token_s: float = 0.3) -> None:
-        """`acceptance`: how often the drafts of the network turned out right. `token_s`: seconds of a forward for each
-        token beyond the first, for which it takes one second."""
+    def __init__(self, acceptance: float | None, token_s: float = 0.3) -> None:
+        """`acceptance`: how often the drafts of the network turned out right; None: none was compared.
+        `token_s`: seconds of a forward for each token beyond the first, for which it takes one second."""
         self.network, self.row, self.batch = Recorder(), Row(), Batch()
         self.speculator = Speculator(draft=self.network, max_draft=7)
         for width in range(1, 9):
             for _ in range(3):
                 self.speculator.observe_forward(1, width, 1.0 + token_s * (width - 1))
-        for at in range(60):
-            self.network.observe_accepted(self.row, DEPTH, DEPTH if at % 10 < 10 * acceptance else 0)
+        for at in range(0 if acceptance is None else 60):
+            self.network.observe_accepted(self.row, DEPTH, DEPTH if at % 10 < 10 * (acceptance or 0) else 0)
 
     def drafting_takes(self, plain_steps: float, depth: int = DEPTH) -> None:
         """Measure the time of a draft."""
@@ -127,6 +127,18 @@ def test_a_network_that_did_not_pay_is_tried_now_and_then_and_not_verified() -> 
     assert step.depth() == DEPTH
     assert step.drafts() == [()]
     assert step.depth() is None, "one trial is one draft"
+
+
+def test_a_network_is_tried_often_until_it_is_known_how_often_it_is_right() -> None:
+    step = Step(acceptance=None)
+    step.drafting_takes(6.0)
+    tried = 0
+    while step.ask_for_drafts():
+        assert step.depth() == DEPTH
+        step.network.observe_accepted(step.row, DEPTH, 0)
+        tried += 1
+        assert tried < 2 * _TRIAL_EVERY
+    assert _TRIAL_EVERY / 2 < tried <= _TRIAL_EVERY
 
 
 @pytest.mark.parametrize(("more_s", "depth"), [(2.5, 4), (1.2, 2), (0.4, None)])

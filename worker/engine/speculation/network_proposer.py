@@ -7,6 +7,9 @@ from worker.schedule.speculation.acceptance import Kind, RowAcceptance, SharedAc
 from worker.schedule.speculation.offer import DraftedRow, Offer
 
 
+_KNOWN = 12  # drafts
+
+
 @dataclass(slots=True)
 class _Draft:
     answered: int  # tokens of the row's answer that it follows
@@ -30,6 +33,11 @@ class NetworkProposer:
     def depth(self) -> int:
         """Most tokens of a draft."""
         return len(self._priors)
+
+    @property
+    def is_known(self) -> bool:
+        """True if enough drafts were compared to tell how often they are right."""
+        return self._shared.of((self.kind, 0)).compared >= _KNOWN
 
     def _prior(self, kind: Kind) -> float:
         return self._priors[kind[1]]

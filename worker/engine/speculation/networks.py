@@ -100,12 +100,15 @@ class Networks:
         return worthwhile or self._trying is not None
 
     def _trial(self, ahead: Sequence[Ahead], more_s: float) -> Network | None:
-        """Return the network that is tried in this step, if any."""
+        """Return the network that is tried in this step, if any. Until it is known how often its drafts are right, one
+        is tried whenever it is asked: a head may be right more often than is expected of any."""
         self._asks += 1
-        if self._asks % _TRIAL_EVERY:
+        due = self._asks % _TRIAL_EVERY == 0
+        if not due and all(network.is_known for network in self.allowed):
             return None
         hoped = self._plan(ahead, more_s, hopeful=True)
-        return hoped.network if hoped else None
+        network = hoped.network if hoped else None
+        return network if network and (due or not network.is_known) else None
 
     def _plan(self, ahead: Sequence[Ahead], more_s: float, *, hopeful: bool = False) -> _Plan | None:
         """Return the drafts that are expected to gain the most; None if a plain step is better. `hopeful`: networks

@@ -25,6 +25,11 @@ class Acceptance:
         self._compared = self._compared * self._memory + 1
 
     @property
+    def compared(self) -> float:
+        """Number of tokens that were compared, of which recent ones count more."""
+        return self._compared
+
+    @property
     def rate(self) -> float:
         """Probability that the next token is right, if those before it were."""
         share = (self._right + _PRIOR_TOKENS * self._prior()) / (self._compared + _PRIOR_TOKENS)
