@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import pytest
 
@@ -100,8 +101,18 @@ def test_a_verified_draft_pays_what_its_step_takes_longer(clock: Clock) -> None:
     used.begin_group(host_s=0.5)
     clock.now += 4.0
     used.add_verified(proposer, 3, 1)
-    used.verify(1)
+    used.verify(1, inf)
     assert lost_s(used, proposer) == pytest.approx(4.5 - 2, abs=0.3)  # two tokens for it
+
+
+def test_a_stall_of_the_machine_is_not_paid(clock: Clock) -> None:
+    used, proposer = spent(), Slow(clock, 0.0)
+    used.begin_step([], [])
+    used.begin_group(host_s=0.0)
+    clock.now += 100.0
+    used.add_verified(proposer, 3, 1)
+    used.verify(1, usual_s=1.5)
+    assert lost_s(used, proposer) == pytest.approx(3 * 1.5 - 2, abs=0.3)
 
 
 def test_work_of_the_host_is_not_paid_twice(clock: Clock) -> None:
@@ -111,7 +122,7 @@ def test_work_of_the_host_is_not_paid_twice(clock: Clock) -> None:
     used.begin_group(host_s=0.75)
     clock.now += 3.0
     used.add_verified(slow, 3, 0)
-    used.verify(1)
+    used.verify(1, inf)
     assert lost_s(used, slow) == pytest.approx(0.5 + 0.25 + 3 - 1, abs=0.3)
 
 
@@ -122,7 +133,7 @@ def test_the_time_of_other_groups_is_not_paid(clock: Clock) -> None:
     used.begin_group(host_s=None)
     clock.now += 4.0
     used.add_verified(proposer, 3, 0)
-    used.verify(1)
+    used.verify(1, inf)
     assert lost_s(used, proposer) == pytest.approx(4 - 1 - 1, abs=0.3)
 
 
@@ -144,6 +155,6 @@ def test_drafts_pay_for_the_idle_device_after_them(clock: Clock) -> None:
     used.begin_group(host_s=0.0)
     clock.now += 1.0
     used.add_verified(proposer, 1, 0)
-    used.verify(1)
+    used.verify(1, inf)
     used.observe_idle(2.0)
     assert lost_s(used, proposer) == pytest.approx(2, abs=0.3)

@@ -1,7 +1,8 @@
 """Drafts lose no more than a small share of the time, whatever they cost and however often they are right."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from random import Random
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tests.selection import examples
 from worker.schedule.speculation.baseline import EVERY, WANTED
 from worker.schedule.speculation.losses import FIRST, MOST_GAINED, RESUMED, SHARE, LossAccount, VerifiedPart
-from worker.schedule.speculation.width import ForwardCosts
+from worker.schedule.speculation.width import ForwardCosts, without_stall
 
 PROPOSERS = ("copies", "grammar", "mtp")
 MOST = 30.0  # plain steps that a step with drafts takes
@@ -41,22 +42,21 @@ PHASES = st.builds(
 )
 
 
-def decode(phases: Sequence[Phase], steps: int, outliers: Random | None = None) -> tuple[float, float]:
+def decode(phases: Sequence[Phase], steps: int) -> tuple[float, float]:
     """Return the seconds that the steps of these phases, over and over, take as far as they are allowed, and those of
-    plain steps for the same tokens. `outliers`: one in fifty steps takes five times as long."""
+    plain steps for the same tokens."""
     account, seconds, plain_s = LossAccount(), 0.0, 0.0
-    for phase in islice(cycle(each for phase in phases for each in [phase] * phase.steps), steps):
-        slower = 5.0 if outliers and outliers.random() < 0.02 else 1.0
+    for phase in islice(cycle(each for each in phases for _ in range(each.steps)), steps):
         allowed = [each for each in phase.proposers if account.allows(each)]
         for proposer in allowed:
             account.charge(proposer, phase.asked_s)
             seconds += phase.asked_s if plain_s else 0.0  # before the first plain step, nothing is asked
         if allowed and plain_s:
             parts = {each: VerifiedPart(7, phase.accepted) for each in allowed}  # each has a row
-            parts[allowed[0]].seconds = phase.network_s * slower
-            account.charge_verified(len(allowed), phase.seconds * slower, 1.0, parts)
+            parts[allowed[0]].seconds = phase.network_s
+            account.charge_verified(len(allowed), phase.seconds, 1.0, parts)
             plain_s += 1 + phase.accepted
-            seconds += phase.seconds * slower
+            seconds += phase.seconds
         else:
             account.pass_time(1.0)
             plain_s, seconds = plain_s + 1, seconds + 1
@@ -65,7 +65,7 @@ def decode(phases: Sequence[Phase], steps: int, outliers: Random | None = None) 
 
 def bound(plain_s: float, longest_s: float) -> float:
     """Return the most seconds: the share, the first losses of each proposer, and a last step of each."""
-    return 1.03 * plain_s + len(PROPOSERS) * (FIRST + longest_s)
+    return (1 + 1.5 * SHARE) * plain_s + len(PROPOSERS) * (FIRST + longest_s)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -73,13 +73,6 @@ def bound(plain_s: float, longest_s: float) -> float:
 def test_drafts_of_any_cost_lose_no_more_than_their_share(phases: list[Phase]) -> None:
     seconds, plain_s = decode(phases, 3_000)
     assert seconds <= bound(plain_s, MOST)
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(st.lists(PHASES, min_size=1, max_size=8), st.integers(0, 1_000))
-def test_steps_that_take_very_long_now_and_then_are_losses_too(phases: list[Phase], seed: int) -> None:
-    seconds, plain_s = decode(phases, 3_000, Random(seed))
-    assert seconds <= bound(plain_s, 5 * MOST)
 
 
 def test_a_long_gain_does_not_pay_for_a_long_loss() -> None:
@@ -90,37 +83,72 @@ def test_a_long_gain_does_not_pay_for_a_long_loss() -> None:
     assert lost_s > MOST_GAINED / 2
 
 
-def noisy_steps(dice: Random, steps: int, gain: float, timer: ForwardCosts) -> Iterator[bool]:
-    """Yield if drafts are verified, step by step. A forward draws 1 to 4 tokens, and with what it takes a row makes
-    `gain` times as many a second as without. One in fifty of all steps takes five times as long, and all vary a little.
-    Plain steps are timed as a worker times them: while drafts are verified, three in a hundred."""
-    account, seconds = LossAccount(), 0.001
-    right = [1, 2, 3, 4, 4, 4]
-    taken = sum(right) / len(right) / gain  # plain steps
-    for step in range(steps):
-        slower = dice.lognormvariate(0, 0.15) * (5 if dice.random() < 0.02 else 1)
-        due = step % EVERY < WANTED
-        if not due and account.allows("mtp"):
-            tokens = dice.choice(right)
-            spent = seconds * taken * slower
-            account.charge_verified(1, spent, timer.mean_plain_s(1), {"mtp": VerifiedPart(3, tokens - 1, spent / 4)})
-            yield True
-        else:
-            timer.observe(1, 1, seconds * slower)
-            account.pass_time(timer.mean_plain_s(1))
-            yield due  # is a part of drafting
+@dataclass
+class NoisyMachine:
+    """Runs steps that all vary by a sixth, and of which one in fifty takes five times as long. A plain one usually
+    takes a millisecond. Those with drafts draw 1 to 4 tokens, and make `gain` times as many a second. Three plain steps
+    in a hundred are measured while drafts are verified."""
+
+    dice: Random
+    gain: float
+    used: int = 0  # steps that were not plain although drafts might have been verified
+    seconds: float = 0.0
+    plain_s: float = 0.0  # that plain steps would have taken for the same tokens, in the mean
+    _timer: ForwardCosts = field(default_factory=ForwardCosts)
+    _account: LossAccount = field(default_factory=LossAccount)
+
+    def run(self, steps: int) -> float:
+        """Return the share of the steps in which drafts were verified, of those in which they might have been."""
+        might = [step % EVERY >= WANTED for step in range(steps)]
+        for allowed in might:
+            if allowed and self._account.allows("mtp"):
+                self._verify()
+            else:
+                self._decode()
+        return self.used / sum(might)
+
+    def _decode(self) -> None:
+        seconds = self._taken(0.001)
+        self.plain_s += 0.001 * MEAN_TAKEN
+        self._timer.observe(1, 1, seconds)
+        self._account.pass_time(self._timer.mean_plain_s(1))
+
+    def _verify(self) -> None:
+        drawn = self.dice.choice(DRAWN)
+        seconds = self._taken(0.001 * sum(DRAWN) / len(DRAWN) / self.gain)
+        counted = without_stall(seconds, self._timer.seconds(1, 4))
+        parts = {"mtp": VerifiedPart(3, drawn - 1, counted / 4)}
+        self._account.charge_verified(1, counted, self._timer.mean_plain_s(1), parts)
+        self._timer.observe(1, 4, seconds)
+        self.used += 1
+        self.plain_s += drawn * 0.001 * MEAN_TAKEN
+
+    def _taken(self, seconds: float) -> float:
+        taken = seconds * self.dice.lognormvariate(0, 0.15) * (5 if self.dice.random() < 0.02 else 1)
+        self.seconds += taken
+        return taken
+
+
+DRAWN = (1, 2, 3, 4, 4, 4)  # tokens of steps with drafts
+MEAN_TAKEN = math.exp(0.15**2 / 2) * 1.08  # usual times that a step of the noisy machine takes in the mean
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_proposer_that_gains_is_used_nearly_always_on_a_noisy_machine(seed: int) -> None:
-    used = [*noisy_steps(Random(seed), 10_000, 1.1, ForwardCosts())]
-    assert sum(used) >= 0.9 * len(used)
+    assert NoisyMachine(Random(seed), 1.1).run(10_000) >= 0.9
+
+
+@pytest.mark.parametrize("gain", [0.95, 0.8, 0.5])
+def test_a_proposer_that_loses_costs_little_on_a_noisy_machine(gain: float) -> None:
+    machines = [NoisyMachine(Random(seed), gain) for seed in range(10)]
+    for machine in machines:
+        machine.run(3_000)
+    assert sum(each.seconds for each in machines) <= 1.04 * sum(each.plain_s for each in machines)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_proposer_that_loses_is_used_rarely_on_a_noisy_machine(seed: int) -> None:
-    used = [*noisy_steps(Random(seed), 10_000, 0.8, ForwardCosts())]
-    assert sum(used) <= 0.25 * len(used)
+    assert NoisyMachine(Random(seed), 0.8).run(10_000) <= 0.1
 
 
 def account_of(*proposers: str) -> LossAccount:

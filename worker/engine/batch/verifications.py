@@ -61,8 +61,7 @@ class Verifications:
         due = backoff.advance()
         worthwhile = self._speculator.ask_for_drafts(group.rows, all_proposers=due, more_s=self._more_s)
         # A draft that the gap has no room for is no evidence against its proposer.
-        limited = self._more_s < self._speculator.widest_more_s(len(group.rows))
-        if due and (worthwhile or not limited):
+        if due and (worthwhile or self._more_s >= self._speculator.widest_more_s(len(group.rows))):
             backoff.observe(worthwhile)
             self._last_backoff = backoff
         return worthwhile
@@ -99,8 +98,8 @@ class Verifications:
             return None
         self.drafts += self._speculator.observe_verified(inputs, drafts, step.accepted)
         ended = time.perf_counter()
-        self._spending.verify(len(inputs))
         width = 1 + max(len(draft) for draft in drafts if draft)
+        self._spending.verify(len(inputs), self._speculator.usual_s(len(inputs), width, drafted))
         self.tokens = max(self.tokens, len(inputs) * width)
         if host_s is not None:
             self._speculator.observe_forward(len(inputs), width, host_s + ended - prepared)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from worker.schedule.speculation.acceptance import Kind, RowAcceptance, SharedAcceptance
 from worker.schedule.speculation.offer import DraftedRow, Offer
 
-
 _KNOWN = 12  # drafts
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -158,6 +159,10 @@ class Networks:
         if not self._costs.measured:
             return 0.0
         return self._drafting[network.kind].plain_steps(rows, depth) * self._costs.seconds(rows, 1)
+
+    def usual_s(self, drafting: Drafting) -> float:
+        """Return the expected seconds of such a draft; infinite if the network did other work too."""
+        return self._drafting_s(drafting.network, drafting.rows, drafting.depth) if drafting.timed else inf
 
     def observe(self, drafting: Drafting, plain_steps: float) -> None:
         """Record how long a draft has taken, in plain steps of as many rows."""

@@ -85,6 +85,12 @@ class Speculator:
             else 0.0
         )
 
+    def usual_s(self, rows: int, width: int, drafting: Drafting | None) -> float:
+        """Return the expected seconds of a forward and of drafting for it; infinite if they are unknown."""
+        if not self._costs.measured:
+            return inf
+        return self._costs.seconds(rows, width) + (self._networks.usual_s(drafting) if drafting else 0.0)
+
     def begin_step(self, rows: Iterable[SpeculatingRow]) -> None:
         """Let proposers do their work of each step for these rows, whether or not they are asked in it."""
         taking = [row for row in rows if row.request.max_draft != 0 and not row.recomputed]

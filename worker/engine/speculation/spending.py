@@ -8,7 +8,7 @@ from typing import TypeVar
 from worker.engine.speculation.proposer import Proposer, SteppedProposer
 from worker.schedule.speculation.losses import LossAccount, VerifiedPart
 from worker.schedule.speculation.offer import DraftedRow, Offer
-from worker.schedule.speculation.width import ForwardCosts
+from worker.schedule.speculation.width import ForwardCosts, without_stall
 
 _Source = TypeVar("_Source")
 
@@ -83,11 +83,13 @@ class Spending:
         """Add the draft of a row to those of the group that a forward has verified."""
         self._parts.setdefault(source, VerifiedPart()).add(proposed, accepted)
 
-    def verify(self, rows: int) -> None:
-        """Record that the forward of the group, with the drafts of `add_verified`, has ended."""
+    def verify(self, rows: int, usual_s: float) -> None:
+        """Record that the forward of the group, with the drafts of `add_verified`, has ended. `usual_s`: expected
+        seconds of such a forward and of drafting for it."""
         self._verified = [*self._parts]
         if self._costs.measured:
-            self._account.charge_verified(rows, self._taken_s(), self._costs.mean_plain_s(rows), self._parts)
+            seconds = without_stall(self._taken_s(), usual_s)
+            self._account.charge_verified(rows, seconds, self._costs.mean_plain_s(rows), self._parts)
 
     def delay_plain(self, rows: int) -> None:
         """Record that the group has launched a plain step, only now since it was asked for drafts in vain."""

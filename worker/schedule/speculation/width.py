@@ -12,8 +12,8 @@ _OUTDATED = 64  # forwards after which seconds are compared with those of plain 
 _STALE = 500  # forwards after which a shape's costs are measured anew when it would pay by its neighbours' costs
 _LEAST_GAIN = 1.03  # a verify forward cannot be launched before the last one's tokens are read
 _TRIAL_EVERY = 16  # forwards from one trial of a shape that is hardly known to the next
-_MOST_UNUSUAL = 3.0  # a single plain step, in usual ones: longer ones count as so long
-_MEAN_OF = 100  # plain steps
+_MEAN_OF = 24  # plain steps: three in a hundred are while drafts are verified, and single ones vary by a fifth
+_STALLED = 3.0  # times its usual seconds, from which a step was stalled by other work of the machine
 # Cost of a token more per row, in plain steps, before any measurement: from a dense model on a CPU.
 _TOKEN_COST = 0.05
 _ROW_TOKEN_COST = 0.03
@@ -23,6 +23,12 @@ def lower_quartile(samples: Collection[float]) -> float:
     """Return a value that a quarter of the samples do not exceed. Other work on the machine makes some samples longer,
     and none shorter, so a low one says more than the median about the cost itself."""
     return sorted(samples)[len(samples) // 4]
+
+
+def without_stall(seconds: float, usual_s: float) -> float:
+    """Return the seconds that a step counts as which usually takes `usual_s`: at most so many times these. A machine
+    stalls any step, with drafts or without, so what is more says nothing about drafts."""
+    return min(seconds, _STALLED * usual_s)
 
 
 class Costs(Protocol):
@@ -77,6 +83,20 @@ class _Shape:
         return min(estimate, self._seconds[-1] / max(then_s, 1e-9))
 
 
+class _Mean:
+    """Mean seconds of the last plain steps of as many rows, without stalls."""
+
+    def __init__(self) -> None:
+        self._seconds = deque[float](maxlen=_MEAN_OF)
+        self.seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Record a plain step."""
+        self._seconds.append(seconds)
+        usual_s = lower_quartile(self._seconds)
+        self.seconds = sum(without_stall(each, usual_s) for each in self._seconds) / len(self._seconds)
+
+
 class ForwardCosts:
     """Seconds of a forward by rows and width, which is the number of tokens per row, learned from forwards as they ran.
 
@@ -90,17 +110,15 @@ class ForwardCosts:
         self._shapes = dict[tuple[int, int], _Shape]()  # by rows and width: wider forwards
         self._forwards = 0
         self._tried_at = 0  # the last forward of a shape that was hardly known
-        self._mean = 1.0  # of plain steps, relative to their usual seconds: rare ones take much longer
-        self._averaged = 1
+        self._means = dict[int, _Mean]()  # by rows, of plain steps
 
     def observe(self, rows: int, width: int, seconds: float) -> None:
         """Record the seconds of a step: with its host's work, and as far as it delayed the next. A wider one counts
         only after a plain one."""
         self._forwards += 1
         if width == 1:
-            if rows in self._plain:
-                self._observe_unusual(seconds / max(self._plain_s(rows), 1e-9))
             self._plain.setdefault(rows, _Shape()).observe(seconds, seconds, self._forwards)
+            self._means.setdefault(rows, _Mean()).observe(seconds)
             return
         if not self.measured:
             return
@@ -111,19 +129,15 @@ class ForwardCosts:
             self._tried_at = self._forwards
         shape.observe(seconds, self._plain_s(rows), self._forwards)
 
-    def _observe_unusual(self, ratio: float) -> None:
-        self._averaged = min(self._averaged + 1, _MEAN_OF)
-        self._mean += (min(ratio, _MOST_UNUSUAL) - self._mean) / self._averaged
-
     @property
     def measured(self) -> bool:
         """True if a plain step was measured, so that others can be estimated."""
         return bool(self._plain)
 
     def mean_plain_s(self, rows: int) -> float:
-        """Return the mean seconds of plain steps, which is more than `seconds` if some take much longer than others.
-        Only once one was measured."""
-        return self._plain_s(rows) * self._mean
+        """Return the mean seconds of plain steps without stalls: more than `seconds`, and steadier, which sums of many
+        steps are compared with. Only once one was measured."""
+        return self._means[rows if rows in self._means else _nearest(self._means, rows)].seconds
 
     def seconds(self, rows: int, width: int) -> float:
         """Return the expected seconds of a forward, once a plain one was measured."""
