@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from worker.schedule.speculation.acceptance import Kind, RowAcceptance, SharedAcceptance
 from worker.schedule.speculation.offer import DraftedRow, Offer
 
-_KNOWN = 12  # drafts
+_KNOWN = 12  # drafts, if tokens of each depth were compared often enough
+_KNOWN_BY_DEPTH = 6  # tokens
+_KNOWN_ANYWAY = 15  # drafts: those of a network that is mostly wrong have few deep tokens to compare
 
 
 @dataclass(slots=True)
@@ -35,8 +37,9 @@ class NetworkProposer:
 
     @property
     def is_known(self) -> bool:
-        """True if enough drafts were compared to tell how often they are right."""
-        return self._shared.of((self.kind, 0)).compared >= _KNOWN
+        """True if enough drafts were compared to tell how often their tokens are right."""
+        first, *deeper = (self._shared.of((self.kind, depth)).compared for depth in range(self.depth))
+        return first >= _KNOWN_ANYWAY or (first >= _KNOWN and all(each >= _KNOWN_BY_DEPTH for each in deeper))
 
     def _prior(self, kind: Kind) -> float:
         return self._priors[kind[1]]
@@ -79,8 +82,11 @@ class NetworkProposer:
 
     def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
         """Learn from a draft that was verified how often its tokens are right."""
-        self._drafts.pop(row.id, None)
+        draft = self._drafts.pop(row.id, None)
         self._observe(row.id, 0, accepted, is_wrong=accepted < proposed)
+        if draft and proposed == accepted < len(draft.tokens):  # the row has drawn the next one too
+            draft.compared = accepted
+            self._drafts[row.id] = draft
 
     def _observe(self, id: str, depth: int, right: int, *, is_wrong: bool) -> None:
         """Record that the next `right` tokens of a draft were right, and, if `is_wrong`, that the one after them was

@@ -139,7 +139,11 @@ class Networks:
         network = plan.network if plan else trying
         if network is None:
             return None
-        depth = min(plan.width - 1, network.depth) if plan else self._affordable_depth(network, len(inputs), more_s)
+        # Drafts of full depth tell soonest how deep they should be.
+        if plan and network.is_known:
+            depth = min(plan.width - 1, network.depth)
+        else:
+            depth = self._affordable_depth(network, len(inputs), more_s)
         if depth == 0:
             return None
         if isinstance(network, HeadProposer):

@@ -1,0 +1,152 @@
+"""A head that pays is found soon, and one that does not costs little, on a machine whose steps vary."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from random import Random
+from typing import Any
+
+import pytest
+
+from worker.engine.batch import verifications
+from worker.engine.batch.verifications import Verifications
+from worker.engine.speculation import networks, spending
+from worker.engine.speculation.network_proposer import NetworkProposer
+from worker.engine.speculation.speculator import Speculator
+from worker.schedule.request import GenerationRequest
+from worker.schedule.speculation.losses import FIRST, SHARE
+from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow
+
+PLAIN_S, DRAFTED_S, WIDER_S = 3.0, (1.7, 2.3, 2.8), (3.9, 4.4, 4.8)  # of tiny-chat, by depth, in ms
+GOOD, BAD = (0.84, 0.88, 0.90), (0.3, 0.3, 0.3)
+WRONG = 0
+
+
+@dataclass
+class Machine:
+    """The time, and steps that vary by a tenth."""
+
+    dice: Random
+    now: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def run(self, seconds: float) -> float:
+        """Pass this time, about."""
+        taken = seconds * self.dice.lognormvariate(0, 0.1)
+        self.now += taken
+        return taken
+
+
+@dataclass
+class Row:
+    """A row whose answer counts from 1."""
+
+    request: GenerationRequest = field(default_factory=lambda: GenerationRequest("a", (1, 2), 10_000))
+    answer: list[int] = field(default_factory=lambda: [1])
+    recomputed = False
+    last_unfed = True
+    end = 10_000
+    id = "a"
+
+    @property
+    def token(self) -> int:
+        return self.answer[-1]
+
+    @property
+    def finite(self) -> bool:
+        return True
+
+    @property
+    def row(self) -> "Row":
+        return self
+
+    def draw(self, tokens: int) -> None:
+        self.answer += range(self.token + 1, self.token + 1 + tokens)
+
+
+class Network(NetworkProposer):
+    """A network whose tokens are right as often as given by depth, and that takes some time."""
+
+    def __init__(self, machine: Machine, rates: Sequence[float]) -> None:
+        super().__init__("mtp", (0.75, 0.65, 0.55))
+        self._machine, self._rates = machine, rates
+
+    def prepare(self, batch: object, rows: Sequence[DraftedRow], depth: int, prefill_s: float) -> bool:
+        self._machine.run(DRAFTED_S[depth - 1])
+        right = (self._machine.dice.random() < rate for rate in self._rates)
+        last = rows[0].answer[-1]
+        tokens = [last + index if each else WRONG for index, each in zip(range(1, 1 + depth), right, strict=False)]
+        self.hold(rows[0].id, len(rows[0].answer), tokens)
+        return True
+
+
+@dataclass
+class Verified:
+    tokens: list[Any]
+    accepted: list[int]
+
+
+@dataclass(eq=False)
+class Group:
+    """A group of one row."""
+
+    machine: Machine
+    rows: list[Row] = field(default_factory=lambda: [Row()])
+    fed: None = None
+    drafted: list[bool] = field(default_factory=list)  # of each step
+
+    def launch(self) -> None:
+        self.rows[0].draw(1)
+        self.drafted.append(False)
+
+    def verify(self, inputs: Sequence[Row], drafts: Sequence[Sequence[int] | None], recurrence: object) -> Verified:
+        """Verify the draft of the row."""
+        draft, last = drafts[0] or (), inputs[0].token
+        self.machine.run(WIDER_S[len(draft) - 1])
+        accepted = len([*takewhile(lambda pair: pair[0] == pair[1], zip(draft, range(last + 1, 10_000), strict=False))])
+        self.rows[0].draw(1 + accepted)
+        self.drafted.append(True)
+        return Verified([], [accepted])
+
+
+def decode(machine: Machine, rates: Sequence[float], steps: int) -> Group:
+    """Run the steps of a row."""
+    group: Any = Group(machine)
+    network: Any = Network(machine, rates)
+    deciding = Verifications(Speculator(draft=network, max_draft=MAX_DRAFT))
+    for _ in range(steps):
+        chosen = deciding.choose_groups([group])
+        deciding.begin_step(0.0)
+        verified = deciding.verify(group, group.rows, 0.0) if chosen else None
+        if verified is None:
+            deciding.launch_plain(group) if chosen else group.launch()
+            deciding.observe_plain(1, machine.run(PLAIN_S))
+    return group
+
+
+@pytest.fixture
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(Random(request.param))
+    for module in (verifications, spending):
+        monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(networks, "perf_counter", made.perf_counter)
+    return made
+
+
+@pytest.mark.parametrize("machine", range(5), indirect=True)
+def test_a_head_that_pays_is_found_at_once(machine: Machine) -> None:
+    assert sum(decode(machine, GOOD, 100).drafted) >= 80
+
+
+@pytest.mark.parametrize("machine", range(5), indirect=True)
+def test_what_a_head_gains_is_not_lost_to_pauses(machine: Machine) -> None:
+    group = decode(machine, GOOD, 1_000)
+    assert machine.now <= PLAIN_S * len(group.rows[0].answer) / 1.1
+
+
+@pytest.mark.parametrize("machine", range(5), indirect=True)
+def test_a_head_that_does_not_pay_loses_its_share_and_the_first_trials(machine: Machine) -> None:
+    group = decode(machine, BAD, 400)
+    assert machine.now <= PLAIN_S * ((1 + SHARE) * len(group.rows[0].answer) + FIRST + 8)
