@@ -10,6 +10,7 @@ from worker.schedule.speculation.width import ForwardCosts
 def run_worker() -> None:
     ForwardCosts.measured = True  # type: ignore[assignment, method-assign]
     ForwardCosts.seconds = lambda self, rows, width: 1e-6  # type: ignore[method-assign]
+    ForwardCosts.mean_plain_s = lambda self, rows: 1e-6  # type: ignore[method-assign]
     ForwardCosts.observe = lambda self, rows, width, seconds: None  # type: ignore[method-assign]
     DraftingCosts.plain_steps = lambda self, rows, depth: 0.0  # type: ignore[method-assign]
     LossAccount.allows = lambda self, proposer: True  # type: ignore[method-assign]
