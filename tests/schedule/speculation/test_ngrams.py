@@ -48,10 +48,23 @@ def test_a_text_is_indexed_by_parts() -> None:
 def test_the_memory_of_an_endless_text_is_bounded(count: int, window: int) -> None:
     index = NgramIndex([], 2, window)
     for number in range(count):
-        index.append(number % 7)
+        index.extend((number % 7,))
         index.catch_up(3)
     assert len(index) < 2 * window
     assert index.nbytes <= 2 * window * 8 + 4 * max(1024, 4 * window)
+
+
+@given(parts=st.lists(TOKENS, max_size=6), size=SIZES, window=st.integers(8, 40))
+def test_tokens_that_are_appended_together_are_those_appended_one_by_one(
+    parts: list[list[int]], size: int, window: int
+) -> None:
+    together, single = NgramIndex([], size, window), NgramIndex([], size, window)
+    for part in parts:
+        dropped = [single.extend((token,)) for token in part]
+        assert together.extend(part) == any(dropped)
+        assert together.tokens == single.tokens
+        assert together.catch_up(5) == single.catch_up(5)
+        assert [*together.positions(part)] == [*single.positions(part)]
 
 
 def test_the_last_window_of_a_long_text_can_be_found() -> None:
@@ -66,7 +79,7 @@ def test_the_last_window_of_a_long_text_can_be_found() -> None:
 def test_a_table_that_grows_crowded_is_built_anew() -> None:
     index = NgramIndex([], 2, 100_000)
     for number in range(20_000):
-        index.append(number)
+        index.extend((number,))
         index.catch_up(8)
     assert index.behind == 0
     assert [index.tokens[position] for position, _ in index.positions([7, 8])] == [9]

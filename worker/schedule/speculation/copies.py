@@ -81,14 +81,17 @@ class RowCopies:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens that were drawn, and learn from them up to the first that was expected wrongly."""
-        for token in tokens:
+        self.answered += len(tokens)
+        for number, token in enumerate(tokens):
             following = [source for source in self._sources if source.position is not None]
+            if not following:
+                self._text.extend(tokens[number:])
+                return
             for source in following:
                 self._acceptance.observe(source.kind, source.expected == token)
-            dropped = self._text.append(token)
+            dropped = self._text.extend((token,))
             for source in following:
                 source.advance(token, dropped=dropped)
-        self.answered += len(tokens)
 
     def index(self, most: int) -> int:
         """Index up to `most` tokens, and return their number."""

@@ -35,13 +35,14 @@ class NgramIndex:
         """Bytes of the tokens and of the index."""
         return sum(each.itemsize * len(each) for each in (self.tokens, self._previous, self._last))
 
-    def append(self, token: int) -> bool:
-        """Append a token to the sequence. Does not index it. Returns True if tokens were dropped: all positions have
+    def extend(self, tokens: Sequence[int]) -> bool:
+        """Append tokens to the sequence. Does not index them. Returns True if others were dropped: all positions have
         changed."""
-        self.tokens.append(token)
-        if len(self.tokens) < 2 * self._window:
+        self.tokens.extend(tokens)
+        kept = len(self.tokens) % self._window + self._window
+        if kept >= len(self.tokens):
             return False
-        del self.tokens[: self._window]
+        del self.tokens[:-kept]
         self._begin()
         return True
 
