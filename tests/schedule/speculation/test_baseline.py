@@ -1,4 +1,4 @@
-from worker.schedule.speculation.baseline import EVERY, MOST, WANTED, Baseline
+from worker.schedule.speculation.baseline import EVERY, MOST, RETRIED, WANTED, Baseline
 
 
 def plain_steps(baseline: Baseline, steps: int, *, timed: bool = True) -> list[int]:
@@ -33,3 +33,15 @@ def test_no_step_is_plain_for_the_sake_of_its_cost_if_others_are_anyway() -> Non
     for _ in range(5 * EVERY):
         assert not baseline.advance()
         baseline.observe_plain()
+
+
+def test_rows_of_which_no_plain_step_is_known_run_some_first() -> None:
+    baseline = Baseline()
+    assert [baseline.advance(known=False), baseline.advance(known=False), baseline.advance()] == [True, True, False]
+
+
+def test_rows_that_change_too_often_to_be_measured_verify_drafts_nevertheless() -> None:
+    baseline = Baseline()
+    due = [baseline.advance(known=False) for _ in range(EVERY)]
+    assert sum(due) == MOST * EVERY / RETRIED
+    assert due[:MOST] == [True] * MOST

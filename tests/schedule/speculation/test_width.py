@@ -88,6 +88,34 @@ def test_an_unseen_number_of_rows_is_estimated_by_its_neighbours() -> None:
     assert wide == pytest.approx(1 + 0.1 * 8 * 3)
 
 
+def plain_costs(seconds: Callable[[int], float], *rows: int) -> ForwardCosts:
+    learned = ForwardCosts()
+    for number in rows:
+        for _ in range(5):
+            learned.observe(number, 1, seconds(number))
+    return learned
+
+
+@pytest.mark.parametrize("rows", [2, 5, 9, 15])
+def test_plain_steps_of_other_rows_lie_between_those_of_fewer_and_of_more(rows: int) -> None:
+    learned = plain_costs(lambda number: 2 + 0.2 * number, 1, 9, 16)
+    assert learned.seconds(rows, 1) == pytest.approx(2 + 0.2 * rows)
+    assert learned.mean_plain_s(rows) == pytest.approx(2 + 0.2 * rows)
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_plain_steps_of_fewer_rows_take_no_longer_and_no_less_than_their_part(rows: int, more: int) -> None:
+    learned = plain_costs(lambda number: 1.0, rows + more)
+    assert rows / (rows + more) <= learned.mean_plain_s(rows) < 1
+
+
+def test_plain_steps_of_far_fewer_rows_are_not_known() -> None:
+    learned = plain_costs(lambda number: 1.0, 16)
+    assert [rows for rows in range(1, 33) if not learned.knows_plain(rows)] == [*range(1, 12)]
+    learned.observe(2, 1, 0.5)
+    assert [rows for rows in range(1, 33) if not learned.knows_plain(rows)] == [1]
+
+
 def test_an_unseen_width_lies_between_its_neighbours() -> None:
     learned = ForwardCosts()
     for width, seconds in [(1, 1.0), (2, 1.2), (6, 2.0)] * 3:

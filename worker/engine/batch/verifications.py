@@ -39,7 +39,7 @@ class Verifications:
             return []
         self._speculator.begin_step(row for group in groups for row in group.rows)
         chosen = list[DecodeBatch]()
-        if not self._baseline.advance():
+        if not self._baseline.advance(known=all(self._speculator.knows_plain(len(group.rows)) for group in groups)):
             self._more_s = self._share_s(groups, gap) if gap else inf
             chosen = [group for group in groups if self._ask_for_drafts(group)]
         for group in groups:

@@ -76,6 +76,10 @@ class Speculator:
         drafts."""
         return self._costs.seconds(rows, 1) if self._costs.measured else None
 
+    def knows_plain(self, rows: int) -> bool:
+        """Return True unless plain steps of this number of rows must be measured before drafts are verified."""
+        return self._costs.knows_plain(rows)
+
     def widest_more_s(self, rows: int) -> float:
         """Return the expected seconds that a forward with the longest drafts takes more than a plain one; 0 before any
         forward was measured."""

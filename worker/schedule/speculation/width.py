@@ -1,7 +1,7 @@
 """Chooses how many tokens of each row a forward computes, by what forwards have cost."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from worker.schedule.speculation.offer import Offer
@@ -17,6 +17,8 @@ _STALLED = 3.0  # times its usual seconds, from which a step was stalled by othe
 # Cost of a token more per row, in plain steps, before any measurement: from a dense model on a CPU.
 _TOKEN_COST = 0.05
 _ROW_TOKEN_COST = 0.03
+_ROW_COST = 0.03  # of a row, in plain steps of a few more rows, likewise
+_NEAR = 0.75  # share of a number of rows down to which its plain steps tell what those of fewer rows take
 
 
 def lower_quartile(samples: Collection[float]) -> float:
@@ -137,7 +139,12 @@ class ForwardCosts:
     def mean_plain_s(self, rows: int) -> float:
         """Return the mean seconds of plain steps without stalls: more than `seconds`, and steadier, which sums of many
         steps are compared with. Only once one was measured."""
-        return self._means[rows if rows in self._means else _nearest(self._means, rows)].seconds
+        return _seconds_of(rows, self._means)
+
+    def knows_plain(self, rows: int) -> bool:
+        """Return True unless plain steps of this number of rows must be measured before anything is compared with them:
+        those of many more rows take longer. Also True before any was measured."""
+        return not self._plain or rows >= _NEAR * min(self._plain)
 
     def seconds(self, rows: int, width: int) -> float:
         """Return the expected seconds of a forward, once a plain one was measured."""
@@ -159,8 +166,8 @@ class ForwardCosts:
         return shape is not None and shape.is_known(self._forwards)
 
     def _plain_s(self, rows: int) -> float:
-        """Return the seconds of a plain step, by the nearest number of rows that has run one."""
-        return self._plain[rows if rows in self._plain else _nearest(self._plain, rows)].seconds
+        """Return the seconds of a plain step."""
+        return _seconds_of(rows, self._plain)
 
     def _plain_steps(self, rows: int, width: int) -> float:
         """Return the cost of a forward in plain steps."""
@@ -198,6 +205,29 @@ class ForwardCosts:
             return _usual_excess(rows, width)
         nearest = _nearest(others, rows)
         return self._known_excess(nearest, width) * rows / nearest
+
+
+class _Timed(Protocol):
+    """Measured plain steps of some number of rows."""
+
+    @property
+    def seconds(self) -> float:
+        """What one of them takes."""
+
+
+def _seconds_of(rows: int, measured: Mapping[int, _Timed]) -> float:
+    """Return the seconds of a plain step of this number of rows. If none was measured: on the line between those of
+    fewer and of more rows; the usual part of those of more rows; or the same as those of fewer. `measured`: by rows."""
+    if rows in measured:
+        return measured[rows].seconds
+    fewer = max((each for each in measured if each < rows), default=None)
+    more = min((each for each in measured if each > rows), default=None)
+    if more is None:
+        return measured[_nearest(measured, rows)].seconds
+    if fewer is None:
+        return measured[more].seconds * max(rows / more, 1 - _ROW_COST * (more - rows))
+    low_s, high_s = measured[fewer].seconds, measured[more].seconds
+    return low_s + (high_s - low_s) * (rows - fewer) / (more - fewer)
 
 
 def _nearest(numbers: Iterable[int], number: int) -> int:
