@@ -15,7 +15,7 @@ from worker.engine.speculation.network_proposer import NetworkProposer
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.request import GenerationRequest
 from worker.schedule.speculation.losses import FIRST, SHARE
-from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow
+from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
 
 PLAIN_S, DRAFTED_S, WIDER_S = 3.0, (1.7, 2.3, 2.8), (3.9, 4.4, 4.8)  # of tiny-chat, by depth, in ms
 GOOD, BAD = (0.84, 0.88, 0.90), (0.3, 0.3, 0.3)
@@ -133,6 +133,35 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(module, "time", made)
     monkeypatch.setattr(networks, "perf_counter", made.perf_counter)
     return made
+
+
+@dataclass(eq=False)
+class Slow:
+    """A proposer that takes some time to offer nothing."""
+
+    machine: Machine
+    seconds: float
+
+    def offer(self, row: DraftedRow) -> Offer | None:
+        self.machine.now += self.seconds
+        return None
+
+    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
+        pass
+
+    def forget(self, row: DraftedRow) -> None:
+        pass
+
+
+@pytest.mark.parametrize("machine", [0], indirect=True)
+def test_a_plain_step_is_measured_without_the_asks_for_drafts(machine: Machine) -> None:
+    deciding = Verifications(Speculator([Slow(machine, 1.0)], max_draft=MAX_DRAFT))
+    groups: Any = [Group(machine), Group(machine)]
+    began = machine.now
+    assert deciding.choose_groups(groups) == []
+    assert machine.now == began + 2.0
+    assert deciding.without_asks(machine.now + PLAIN_S - began) == pytest.approx(PLAIN_S)
+    assert deciding.without_asks(3.0) == 1.5
 
 
 @pytest.mark.parametrize("machine", range(5), indirect=True)

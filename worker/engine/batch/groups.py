@@ -173,7 +173,7 @@ class Groups:
         """Record the seconds of the running step, unless they are unknown."""
         if seconds is not None and self._launched_lengths:
             self._cost.observe(self._launched_lengths, seconds)
-            for rows, group_s in self._cost.divided(self._launched_lengths, seconds):
+            for rows, group_s in self._cost.divided(self._launched_lengths, self.verifications.without_asks(seconds)):
                 self.verifications.observe_plain(rows, group_s)
 
     @property

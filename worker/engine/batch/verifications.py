@@ -115,6 +115,11 @@ class Verifications:
         self._baseline.observe_plain()
         self._speculator.observe_forward(rows, 1, seconds)
 
+    def without_asks(self, seconds: float) -> float:
+        """Return the seconds of a plain step without those in which its groups were asked for drafts, which are charged
+        already; at least half of them."""
+        return max(seconds - self._spending.asked_s, seconds / 2)
+
     def join(self, group: DecodeBatch, rows: Iterable[ComputedRow]) -> None:
         """Take over an MTP head's entries of prompts, whose rows have joined a group, and ask them for drafts soon."""
         self._backoff_of(group).join()

@@ -54,6 +54,11 @@ class Spending:
         self._asked_s[source] += seconds
         self._account.charge(source, seconds)
 
+    @property
+    def asked_s(self) -> float:
+        """Seconds that it took in the present step to ask all proposers."""
+        return sum(self._asked_s.values())
+
     def launch_plain(self, rows: int) -> None:
         """Record that a group of `rows` rows launches a plain step."""
         if self._costs.measured:
@@ -108,4 +113,4 @@ class Spending:
 
     def _uncharged(self, host_s: float) -> float:
         """Return the seconds of the host's work before a forward, without those that are charged already."""
-        return max(0.0, host_s - sum(self._asked_s.values()))
+        return max(0.0, host_s - self.asked_s)
