@@ -97,12 +97,12 @@ class Groups:
         drafted = list[DecodeBatch]()
         with isolate("the choice of drafts"):
             drafted = self.verifications.choose_groups(groups, gap)
+        self.verifications.begin_step(self._stopwatch.take_host_s() if len(drafted) < len(groups) else 0.0)
         for group in groups:
             if group not in drafted:
                 with self._isolate(group, "the launch of a decode step"):
                     group.launch()
         launched = [group for group in self._groups if group not in drafted]
-        self.verifications.begin_step(self._stopwatch.take_host_s() if launched else 0.0)
         tokens, plain = self._verify(drafted, running=bool(launched)) if drafted else ([], [])
         tokens += self._collect(DecodeBatch.collect, launched + plain)
         # A row whose drafts may be the cause is recomputed, and takes none then.

@@ -72,8 +72,8 @@ class Verifications:
         return self._backoffs[group]
 
     def begin_step(self, idle_s: float) -> None:
-        """Forget the last step. `idle_s`: seconds for which the device was idle before plain steps were launched, since
-        the last step has verified drafts."""
+        """Forget the last step. `idle_s`: seconds for which the device was idle before plain steps are launched, since
+        the last step has verified drafts. The launch itself is not counted: on a CPU it takes as long as the step."""
         self._spending.observe_idle(idle_s)
         self.drafts = []
         self.tokens = 0
@@ -107,8 +107,8 @@ class Verifications:
 
     def launch_plain(self, group: DecodeBatch) -> None:
         """Launch a plain step of a group for which `verify` has just returned None."""
-        group.launch()
         self._spending.delay_plain(len(group.rows))
+        group.launch()
 
     def observe_plain(self, rows: int, seconds: float) -> None:
         """Record the seconds that a plain step of a group takes."""

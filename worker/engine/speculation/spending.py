@@ -97,7 +97,7 @@ class Spending:
             self._account.charge_verified(rows, seconds, self._costs.mean_plain_s(rows), self._parts)
 
     def delay_plain(self, rows: int) -> None:
-        """Record that the group has launched a plain step, only now since it was asked for drafts in vain."""
+        """Record that the group launches a plain step, only now since it was asked for drafts in vain."""
         sources = [self._network] if self._network else [*self._asked_s]
         self._account.charge_together(sources, self._taken_s())
         self.launch_plain(rows)
