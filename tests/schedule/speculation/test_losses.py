@@ -45,7 +45,7 @@ PHASES = st.builds(
 def decode(phases: Sequence[Phase], steps: int) -> tuple[float, float]:
     """Return the seconds that the steps of these phases, over and over, take as far as they are allowed, and those of
     plain steps for the same tokens."""
-    account, seconds, plain_s = LossAccount(), 0.0, 0.0
+    account, seconds, plain_s = LossAccount(len(PROPOSERS)), 0.0, 0.0
     for phase in islice(cycle(each for each in phases for _ in range(each.steps)), steps):
         allowed = [each for each in phase.proposers if account.allows(each)]
         for proposer in allowed:
@@ -64,8 +64,8 @@ def decode(phases: Sequence[Phase], steps: int) -> tuple[float, float]:
 
 
 def bound(plain_s: float, longest_s: float) -> float:
-    """Return the most seconds: the share, the first losses of each proposer, and a last step of each."""
-    return (1 + 1.5 * SHARE) * plain_s + len(PROPOSERS) * (FIRST + longest_s)
+    """Return the most seconds: the share, the first losses, and a last step of each proposer."""
+    return (1 + 1.5 * SHARE) * plain_s + FIRST + len(PROPOSERS) * longest_s
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -152,7 +152,7 @@ def test_a_proposer_that_loses_is_used_rarely_on_a_noisy_machine(seed: int) -> N
 
 
 def account_of(*proposers: str) -> LossAccount:
-    account = LossAccount()
+    account = LossAccount(len(proposers))
     account.pass_time(1.0)
     for proposer in proposers:
         account.charge(proposer, 0.0)
@@ -193,18 +193,31 @@ def test_a_paused_proposer_is_tried_again_when_it_can_lose_a_little() -> None:
     assert steps_to_resume(account, "mtp") == pytest.approx(RESUMED / SHARE, abs=1)
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_proposers_together_may_lose_no_more_at_first_than_one_alone(number: int) -> None:
+    proposers = PROPOSERS[:number]
+    account = account_of(*proposers)
+    assert sum(steps_to_pause(account, each, 0.5) for each in proposers) == FIRST / 0.5
+
+
+def test_what_one_proposer_loses_leaves_the_others_a_first_try() -> None:
+    account = account_of(*PROPOSERS)
+    account.charge("mtp", 100 * FIRST)
+    assert steps_to_pause(account, "grammar", 0.5) == RESUMED / 0.5
+
+
 def test_proposers_that_lose_divide_the_share() -> None:
     account = account_of("copies", "mtp")
     for proposer in ("copies", "mtp"):
-        assert steps_to_pause(account, proposer, 1.0) == FIRST
+        steps_to_pause(account, proposer, 1.0)
     assert steps_to_resume(account, "mtp") == pytest.approx(2 * RESUMED / SHARE, abs=1)
 
 
 def test_what_a_forward_takes_longer_is_divided_by_the_tokens_proposed() -> None:
-    charged = account_of("copies", "mtp")
-    charged.charge_verified(2, 5.0, 1.0, {"copies": VerifiedPart(6, 0), "mtp": VerifiedPart(2, 2, seconds=1.0)})
-    assert steps_to_pause(charged, "copies", 0.5) == (FIRST - 3 * 6 / 8) // 0.5 + 1
-    assert steps_to_pause(charged, "mtp", 0.5) == (FIRST - 1 - 3 * 2 / 8 + 1) // 0.5 + 1
+    for proposer, lost in {"copies": 2 * 6 / 8, "mtp": 1 + 2 * 2 / 8 - 1}.items():
+        charged = account_of("copies", "mtp")
+        charged.charge_verified(2, 4.0, 1.0, {"copies": VerifiedPart(6, 0), "mtp": VerifiedPart(2, 2, seconds=1.0)})
+        assert steps_to_pause(charged, proposer, 0.25) == (FIRST - RESUMED - lost) // 0.25 + 1
 
 
 def test_nothing_is_charged_before_a_plain_step_was_measured() -> None:

@@ -50,7 +50,7 @@ class Speculator:
         networks = [network for network in (head, draft) if network]
         every = [*every_step, *proposers, *networks]
         self._costs = ForwardCosts()
-        self.spending = Spending(self._costs)
+        self.spending = Spending(self._costs, len(every))
         self._every_step: Sequence[Proposer] = every_step if max_draft else ()
         self._proposers: Sequence[Proposer] = [*every_step, *proposers] if max_draft else ()
         self._networks = Networks(networks if max_draft else (), self._costs, self._width, self.spending)

@@ -17,9 +17,9 @@ class Spending:
     """Charges proposers what steps take longer than plain ones, so that those that lose more than they may are paused.
     For the engine's thread."""
 
-    def __init__(self, costs: ForwardCosts) -> None:
-        """`costs`: of forwards."""
-        self._account = LossAccount()
+    def __init__(self, costs: ForwardCosts, proposers: int = 1) -> None:
+        """`costs`: of forwards. `proposers`: their number."""
+        self._account = LossAccount(proposers)
         self._costs = costs
         self._asked_s = defaultdict[object, float](float)  # seconds by proposer that was asked, in the present step
         self._running_s = 0.0  # expected seconds of the plain steps that groups have launched in it

@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 SHARE = 0.02  # of the time of plain steps, which all drafts together may lose
-FIRST = 10  # plain steps that drafts of one proposer may lose before a part of that share is theirs again
+FIRST = 10  # plain steps that all drafts together may lose in addition, before a part of that share is theirs again
 MOST_GAINED = 40  # plain steps: what was gained beyond that pays for no later loss
-RESUMED = 2  # plain steps that a proposer must be able to lose to be tried again
+RESUMED = 2  # plain steps that a proposer must be able to lose to be tried, at first and again
 
 
 @dataclass(slots=True)
@@ -39,11 +39,15 @@ class LossAccount:
     """Keeps account of what the drafts of each proposer lose and gain, as measured, whatever was expected of them.
 
     A proposer has a balance of seconds. What its drafts take is subtracted, the time of the plain steps that they save
-    is added. When the balance is used up, the proposer is paused until its part of `SHARE` of the time of all steps has
-    filled it again. So all decoding takes at most 1 + `SHARE` times the time of plain steps, and `FIRST` plain steps
-    and one step with drafts more for each proposer."""
+    is added. It begins with `RESUMED` plain steps, and while a common fund lasts, what is used up is taken from that;
+    both together are `FIRST` plain steps, however many proposers there are. After that, a proposer whose balance is
+    used up is paused until its part of `SHARE` of the time of all steps has filled it again. So all decoding takes at
+    most 1 + `SHARE` times the time of plain steps, `FIRST` plain steps, and one step with drafts more for each
+    proposer."""
 
-    def __init__(self) -> None:
+    def __init__(self, proposers: int = 1) -> None:
+        """`proposers`: their number, at most `FIRST` / `RESUMED`."""
+        self._fund = float(FIRST - RESUMED * proposers)  # plain steps
         self._balances = dict[object, _Balance]()
         self._step_s = 0.0  # of the last plain step; 0: unknown
 
@@ -66,7 +70,7 @@ class LossAccount:
         Counts once a plain step was measured; no draft is verified before."""
         if not self._step_s:
             return
-        balance = self._balances.setdefault(proposer, _Balance(FIRST * self._step_s))
+        balance = self._balances.setdefault(proposer, _Balance(RESUMED * self._step_s))
         self._change(balance, -seconds, MOST_GAINED * self._step_s)
 
     def charge_together(self, proposers: Collection[object], seconds: float) -> None:
@@ -89,6 +93,14 @@ class LossAccount:
     def _change(self, balance: _Balance, seconds: float, most: float) -> None:
         balance.change(seconds, most)
         if balance.seconds <= 0:
+            self._draw_on_fund(balance)
+        if balance.seconds <= 0:
             balance.paused = True
         elif balance.seconds >= RESUMED * self._step_s:
             balance.paused = False
+
+    def _draw_on_fund(self, balance: _Balance) -> None:
+        """Fill a balance that is used up from the common fund, as far as that lasts."""
+        steps = min(self._fund, RESUMED - balance.seconds / self._step_s)
+        self._fund -= steps
+        balance.seconds += steps * self._step_s
