@@ -198,8 +198,8 @@ class FrontProcess(LoggingProcess):
         given = {f"SLUICE_SERVE_{key.upper()}": str(value) for key, value in settings.items()}
         others = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
         self._env = {**others, **given, "SLUICE_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT)}
-        self._folder = tempfile.TemporaryDirectory(prefix="sluice-front-")
-        super().__init__(Path(self._folder.name) / "front.log")
+        self._folder = tempfile.TemporaryDirectory(prefix="sluice-gateway-")
+        super().__init__(Path(self._folder.name) / "gateway.log")
 
     @property
     def base_url(self) -> str:

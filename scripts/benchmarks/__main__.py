@@ -38,7 +38,7 @@ def main() -> int:
         if name == "prefix":
             disk.add_options(one)
     options.add_options(names.add_parser("serve", help=options.SUMMARY))
-    front.add_options(names.add_parser("front", help=front.SUMMARY))
+    front.add_options(names.add_parser("gateway", help=front.SUMMARY))
     sampling.add_options(names.add_parser("sampling", help="cost of sampling, and of a step on the host"))
     speculation_options.add_options(names.add_parser("speculation", help=speculation_options.SUMMARY))
     given = parser.parse_args()
@@ -55,7 +55,7 @@ def _passed(given: argparse.Namespace, console: Console) -> bool:
     match given.name:
         case "serve":
             return command.main(given)
-        case "front":
+        case "gateway":
             return front.main(console, given)
         case "sampling":
             return sampling.main(console, given)

@@ -37,7 +37,7 @@ SCENARIOS: dict[str, Scenario] = {
     "scripts": lambda s: outages.scripts_forgotten(s.url, streams=32, tokens=200),
     "full": lambda s: outages.full_server(s.url, streams=32, tokens=200, full_s=5),
     "answers": lambda s: outages.answers_lost(s.port, cuts=1000, streams=16, tokens=100),
-    "front": lambda s: front.all_killed(s.url, streams=32, tokens=200),
+    "gateway": lambda s: front.all_killed(s.url, streams=32, tokens=200),
     "backlog": lambda s: pickup.behind_a_backlog(s.url, backlog=600, samples=1000),
     "pickup": lambda s: pickup.with_running_rows(s.url, running=32, samples=1000),
     "fairness": lambda s: fairness.small_tenant(s.url, backlog=10_000, samples=200),

@@ -1,4 +1,4 @@
-"""What `scripts/bench front` computes and reads."""
+"""What `scripts/bench gateway` computes and reads."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The command `scripts/bench front`: its options, its tables and its JSON."""
+"""The command `scripts/bench gateway`: its options, its tables and its JSON."""
 
 import argparse
 import json
@@ -84,10 +84,10 @@ def _verdicts(measured: Sequence[Measured], streams: Idle | None) -> list[Verdic
 
 def _table(measured: Sequence[Measured], runs: int) -> Table:
     title = f"{STREAMS} streams, medians of {runs} bursts; CPU time in µs for each token"
-    columns = "chats", "by", "first token p50", "last first token", "tokens/s", "client", "front", "worker", "server"
+    columns = "chats", "by", "first token p50", "last first token", "tokens/s", "client", "gateway", "worker", "server"
     table = Table(*columns, title=title, title_justify="left")
     for each in measured:
-        for name, bursts in ("queue", each.queue), ("front", each.front):
+        for name, bursts in ("queue", each.queue), ("gateway", each.front):
             table.add_row(each.case.name if name == "queue" else "", name, *_cells(Burst.median(bursts)))
     return table
 

@@ -1,4 +1,4 @@
-"""LiteLLM, over all three interfaces of the front."""
+"""LiteLLM, over all three interfaces of the gateway."""
 
 import json
 from typing import Any

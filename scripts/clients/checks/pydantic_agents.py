@@ -1,4 +1,4 @@
-"""Agents of Pydantic AI, over all three interfaces of the front."""
+"""Agents of Pydantic AI, over all three interfaces of the gateway."""
 
 import asyncio
 import base64

@@ -102,7 +102,7 @@ export class Answer {
       } catch (later) { error = later instanceof Refused ? later : error; }
     }
     this.state.failed = true;
-    this.end(error instanceof Refused ? error.message : "The server does not answer. Try again in a moment.");
+    this.end(error instanceof Refused ? error.message : "The gateway does not answer. Try again in a moment.");
   }
 
   summary() {

@@ -67,7 +67,7 @@ async function run(answer) {
         await answer.run(request());
       } catch (error) {
         if (!(error instanceof Refused && error.status === 401)) throw error;
-        await login("The server does not accept this key.");
+        await login("The gateway does not accept this key.");
       }
     }
   } finally {
@@ -136,8 +136,8 @@ async function loadModels() {
       notice(found.length ? "" : "No worker is running. Start one: sluice worker --model FOLDER_OR_HUB_ID");
       return showAbilities();
     } catch (error) {
-      if (error instanceof Refused && error.status === 401) await login("The server does not accept this key.");
-      else return notice(error instanceof Refused ? error.message : "The server does not answer. Reload in a moment.");
+      if (error instanceof Refused && error.status === 401) await login("The gateway does not accept this key.");
+      else return notice(error instanceof Refused ? error.message : "The gateway does not answer. Reload in a moment.");
     }
   }
 }
