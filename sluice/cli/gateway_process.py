@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from sluice.gateway.settings import ServeSettings
 
 _PORT = 8000
+_POLL_S = 0.1  # between two checks if the process serves
 _EXIT_S = 5.0  # after which the process is killed
 
 
 class GatewayProcess:
-    """A process `sluice serve`. Without the extra `serve` it is none: `base_url` is None and `start` does nothing."""
+    """A process `sluice serve`. Without the extra `serve` it is none: `base_url` is None and `start` does nothing.
+    `serves` is True from the time when it answers."""
 
     def __init__(self, redis_url: str, port: int | None) -> None:
         """`port`: by default SLUICE_SERVE_PORT, else 8000, or a free one if that is in use. Raises `CliError` for an
@@ -29,15 +31,17 @@ class GatewayProcess:
         self._redis_url = redis_url
         self.base_url: str | None = None
         self.needs_key = False
+        self.serves = False
         if _is_installed():
             settings = _settings()
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             self._port = _port(settings, port)
+            self._host = settings.host
             self.base_url = f"http://{host}:{self._port}/v1"
             self.needs_key = settings.keys is not None
 
     async def start(self) -> None:
-        """Start the process; it prints its address when it listens."""
+        """Start the process, which prints its address; return when it answers or has ended."""
         if self.base_url is None:
             return
         command = [sys.executable, "-m", "sluice.cli", "serve", "--port", str(self._port)]
@@ -46,6 +50,16 @@ class GatewayProcess:
         self._process = await asyncio.create_subprocess_exec(
             *command, start_new_session=True, stdin=subprocess.DEVNULL, env=env
         )
+        while self._process.returncode is None and not self.serves:
+            await asyncio.sleep(_POLL_S)
+            self.serves = await _answers(self._host, self._port)
+
+    async def wait(self) -> int:
+        """Wait until the process has ended, and return its exit code; without a process, wait forever."""
+        if self._process is None:
+            await asyncio.get_running_loop().create_future()
+        assert self._process is not None
+        return await self._process.wait()
 
     def drain(self) -> None:
         """Let the process finish its open responses and end; called again, end at once."""
@@ -65,6 +79,21 @@ class GatewayProcess:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+
+
+async def _answers(host: str, port: int) -> bool:
+    """Return True if an HTTP server answers there."""
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return bool(await reader.readline())
+    except OSError:
+        return False
+    finally:
+        writer.close()
 
 
 def _is_installed() -> bool:

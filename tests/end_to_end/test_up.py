@@ -53,6 +53,11 @@ class Up:
     def server_pid(self) -> int:
         return int((self.data / "lock").read_text())
 
+    def gateway_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (pid,) = [each for each in children if b"\0serve\0" in Path(f"/proc/{each}/cmdline").read_bytes()]
+        return int(pid)
+
 
 @contextmanager
 def running(folder: Path, *args: str, model: Path | str = TINY_CHAT) -> Iterator[Up]:
@@ -104,23 +109,35 @@ def test_a_chat_runs_on_the_printed_server_and_jobs_that_wait_outlast_a_restart(
         assert not answers(up.url)
 
 
-def test_openai_clients_find_the_printed_address_and_the_front_ends_with_the_command(tmp_path: Path) -> None:
+def test_openai_clients_find_the_printed_address_and_the_gateway_ends_with_the_command(tmp_path: Path) -> None:
     with running(tmp_path, "--http-port", str(port := free_port())) as up:
-        up.until_said("ready.")
-        up.until_said(f"  export OPENAI_BASE_URL=http://127.0.0.1:{port}/v1 OPENAI_API_KEY=none\n")
         up.until_said(f"a chat page: http://127.0.0.1:{port}\n")
-        up.until_said(f"serving at http://127.0.0.1:{port}/v1")
+        before, _, instructions = up.said().partition("ready.")
+        assert f"serving at http://127.0.0.1:{port}/v1" in before
+        assert f"  export OPENAI_BASE_URL=http://127.0.0.1:{port}/v1 OPENAI_API_KEY=none\n" in instructions
         with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as openai:
             messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count to 3."}]
             answer = openai.chat.completions.create(model="default", messages=messages)
             assert answer.choices[0].message.content == "1 2 3"
         assert up.end() == 0, up.said()
         assert "Traceback" not in up.said()
+        assert "gateway has ended" not in up.said()
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_a_misspelt_setting_of_the_front_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_gateway_that_dies_is_reported_and_the_worker_continues(tmp_path: Path) -> None:
+    with running(tmp_path, "--http-port", str(free_port())) as up:
+        up.until_said("ready.")
+        os.kill(up.gateway_pid(), signal.SIGKILL)
+        up.until_said("the gateway has ended (exit code -9)")
+        with SyncClient(up.url) as client:
+            job = client.submit([{"role": "user", "content": "Count to 3."}])
+            assert client.result(job.id)["choices"][0]["message"]["content"] == "1 2 3"
+        assert up.end() == 0, up.said()
+
+
+def test_a_misspelt_setting_of_the_gateway_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("SLUICE_SERVE_PROT=1\n")
     assert "did you mean SLUICE_SERVE_PORT?" in refused(tmp_path, "--data", str(tmp_path / "data"))
 

@@ -87,6 +87,7 @@ class _Up:
         self._command = [sys.executable, "-m", "sluice.cli", "worker", *options, "--redis-url", server.url]
         self._worker: asyncio.subprocess.Process | None = None
         self._stopped = False
+        self._ready = False
 
     async def run(self) -> int:
         """Run until the worker or the server ends, and return the exit status of the command. Raises `CliError`."""
@@ -118,7 +119,6 @@ class _Up:
         announcing = asyncio.create_task(self._announce())
         working, serving = asyncio.create_task(worker.wait()), asyncio.create_task(self._server.wait())
         await asyncio.wait([working, serving], return_when=asyncio.FIRST_COMPLETED)
-        ready = announcing.done()
         announcing.cancel()
         if not working.done():
             _print(f"the server has ended (exit code {serving.result()}); see {self._server.log_file}")
@@ -127,19 +127,29 @@ class _Up:
         serving.cancel()
         if not self._stopped:
             _print(f"the worker has ended (exit code {working.result()})")
-        elif not ready:
+        elif not self._ready:
             return 0  # stopped while it loaded its model, so it held no job
         return working.result()
 
     async def _announce(self) -> None:
-        """Wait until the worker is ready, then print how to reach it."""
+        """Wait until the worker and the gateway are ready, then print how to reach them; and print it if the gateway
+        ends before the command does."""
+        model = await self._served_model()
+        self._ready = True
+        await self._gateway.start()
+        _print_instructions(self._server.url, model, self._gateway)
+        code = await self._gateway.wait()
+        if not self._stopped:
+            _print(f"the gateway has ended (exit code {code}); the worker continues. Start another with `sluice serve`")
+
+    async def _served_model(self) -> str:
+        """Return the name of the model, as soon as the worker serves it."""
         async with Client(self._server.url) as client:
             while True:
                 with suppress(SluiceError):
                     for worker in await client.workers():
                         if float(worker["started_at"]) >= self._started_at:
-                            await self._gateway.start()
-                            return _print_instructions(self._server.url, worker["model"], self._gateway)
+                            return str(worker["model"])
                 await asyncio.sleep(_POLL_S)
 
 
@@ -167,6 +177,8 @@ def _print_instructions(url: str, model: str, gateway: GatewayProcess) -> None:
 def _clients(gateway: GatewayProcess) -> str:
     if gateway.base_url is None:
         return f"For OpenAI clients, install the HTTP gateway: {INSTALL_GATEWAY}"
+    if not gateway.serves:
+        return "The HTTP gateway does not run; the lines above say why."
     key = "KEY  # of SLUICE_SERVE_KEYS" if gateway.needs_key else "none"
     return (
         f"For OpenAI clients:\n\n  export OPENAI_BASE_URL={gateway.base_url} OPENAI_API_KEY={key}\n\n"
