@@ -23,6 +23,7 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs.jobs import unknown
 from sluice.gateway.jobs.stored import Available
+from sluice.gateway.monitoring.access import identify
 from sluice.gateway.threads import json_response
 
 _PATH = "/v1/chat/completions"
@@ -67,10 +68,11 @@ class _Chat:
         """Answer `POST /v1/chat/completions`."""
         accepted = await self._accept(request)
         jobs = accepted.jobs
+        identify(request, jobs.ids[0])
         if accepted.stream:
             return await self._stream(request, jobs, [-1] * len(jobs.ids), include_usage=accepted.include_usage)
         completion = await unless_disconnected(request, self._completion(jobs))
-        return await json_response(completion, _headers(jobs))
+        return await json_response(completion)
 
     async def _accept(self, request: Request) -> _Accepted:
         """Read a request, and queue its jobs or find those of its `Idempotency-Key`."""
@@ -128,7 +130,6 @@ class _Chat:
             self._frames(jobs, seen, include_usage=include_usage),
             heartbeat_s=self._gateway.settings.heartbeat_s,
             error_frame=error_frame,
-            headers=_headers(jobs),
         )
 
     async def _frames(self, jobs: _Jobs, seen: Sequence[int], *, include_usage: bool) -> AsyncGenerator[bytes]:
@@ -154,7 +155,7 @@ class _Chat:
             raise unknown(jobs.ids[0])
         caller.held.add(stored.result_bytes)
         completion = await unless_disconnected(request, self._completion(jobs))
-        return await json_response(completion, _headers(jobs))
+        return await json_response(completion)
 
     async def resume(self, request: Request) -> Response:
         """Answer `GET /v1/chat/completions/{id}/stream`: the stream after the events that `Last-Event-ID` names."""
@@ -168,7 +169,7 @@ class _Chat:
         """Answer `POST /v1/chat/completions/{id}/cancel`."""
         _, jobs = await self._known(request)
         outcomes = [await self._gateway.jobs.cancel(job_id) for job_id in jobs.ids]
-        return JSONResponse({"id": jobs.ids[0], "outcome": outcomes[0]}, headers=_headers(jobs))
+        return JSONResponse({"id": jobs.ids[0], "outcome": outcomes[0]})
 
     async def refuse_raw_prompt(self, request: Request) -> Response:
         """Answer `POST /v1/completions`. Raises `ApiError` 400, and 401 without a valid key."""
@@ -183,9 +184,6 @@ class _Chat:
         caller = await self._gateway.authenticate(request)
         ids = job_ids_of(request.path_params["id"])
         await self._gateway.jobs.check_owner(caller, ids[0])
+        identify(request, ids[0])
         caller.count_choices(len(ids))
         return caller, _Jobs(ids, True)
-
-
-def _headers(jobs: _Jobs) -> dict[str, str]:
-    return {"x-request-id": jobs.ids[0]}

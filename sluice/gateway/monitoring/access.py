@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.gateway.monitoring.metrics import Metrics
@@ -18,8 +19,13 @@ _METHODS = frozenset({"GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"
 _MAX_PATH = 200  # characters
 _BROKEN_OFF = 499  # the status that proxies log if the client leaves before a response
 _FAILED = 500  # the status that Starlette, outside of this middleware, answers an exception with
-REQUEST_ID = "access_log_id"  # in the state of a request: the id of a response that sets none
+REQUEST_ID = "access_log_id"  # in the state of a request: its job's id, or else one that is made here
 _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
+
+
+def identify(request: Request, job_id: str) -> None:
+    """Make the id of a request's job the `x-request-id` of its response, also if that is an error."""
+    setattr(request.state, REQUEST_ID, job_id)
 
 
 class AccessLog:
@@ -34,8 +40,7 @@ class AccessLog:
         """Pass a request on."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        response = _Response(send)
-        scope.setdefault("state", {})[REQUEST_ID] = response.request_id
+        response = _Response(send, scope.setdefault("state", {}))
         started = time.monotonic()
         self._metrics.began()
         try:
@@ -58,17 +63,22 @@ class AccessLog:
 class _Response:
     """Watches the messages of one response."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, state: dict[str, Any]) -> None:
+        """`state`: of the request, which gets an id here."""
+        self._send, self._state = send, state
+        self._state[REQUEST_ID] = f"req-{uuid.uuid4().hex}"
         self.status = _BROKEN_OFF
-        self.request_id = f"req-{uuid.uuid4().hex}"
+
+    @property
+    def request_id(self) -> str:
+        """The `x-request-id` of the response."""
+        return str(self._state[REQUEST_ID])
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
-            headers.setdefault("x-request-id", self.request_id)
-            self.request_id = headers["x-request-id"]
+            self._state[REQUEST_ID] = headers.setdefault("x-request-id", self.request_id)
         await self._send(message)
 
     def failed(self) -> None:

@@ -22,6 +22,7 @@ from sluice.gateway.errors import ApiError, endpoint
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs.stored import Available
+from sluice.gateway.monitoring.access import identify
 from sluice.gateway.responses.events.head import PREFIX, Head, Response, skeleton
 from sluice.gateway.responses.history import Conversation, History
 from sluice.gateway.responses.listing import page
@@ -75,12 +76,13 @@ class _Responses:
         """Answer `POST /v1/responses`."""
         accepted = await self._read(http)
         head = accepted.head
+        identify(http, head.id)
         if accepted.response is not None:
-            return await json_response(accepted.response, _headers(head))
+            return await json_response(accepted.response)
         reading = Reading(self._gateway, self._store, head, detached=accepted.detached)
         if accepted.stream:
-            return await self._stream(http, reading, reading.frames(refuses=True), head)
-        return await json_response(await unless_disconnected(http, reading.whole()), _headers(head))
+            return await self._stream(http, reading, reading.frames(refuses=True))
+        return await json_response(await unless_disconnected(http, reading.whole()))
 
     async def _read(self, http: Request) -> _Accepted:
         caller = await self._gateway.authenticate(http)
@@ -148,13 +150,12 @@ class _Responses:
             raise expired(f"the events of the response have expired; retrieve it at {_PATH}/{response_id}.")
         return _Accepted(record.head, False, True, await self._history.current(record))
 
-    async def _stream(self, http: Request, reading: Reading, frames: AsyncGenerator[bytes], head: Head) -> HttpResponse:
+    async def _stream(self, http: Request, reading: Reading, frames: AsyncGenerator[bytes]) -> HttpResponse:
         return await sse.stream(
             http,
             frames,
             heartbeat_s=self._gateway.settings.heartbeat_s,
             error_frame=reading.error_frame,
-            headers=_headers(head),
         )
 
     async def retrieve(self, http: Request) -> HttpResponse:
@@ -169,7 +170,7 @@ class _Responses:
             raise ApiError(400, problem, code="stream_expired", param="stream")
         caller.held.add((await self._gateway.jobs.stored([record.head.id])).event_bytes)
         reading = Reading(self._gateway, self._store, record.head, detached=True)
-        return await self._stream(http, reading, reading.frames(after, refuses=False), record.head)
+        return await self._stream(http, reading, reading.frames(after, refuses=False))
 
     async def cancel(self, http: Request) -> HttpResponse:
         """Answer `POST /v1/responses/{id}/cancel`: the response after its end."""
@@ -208,7 +209,9 @@ class _Responses:
     async def _find(self, http: Request) -> tuple[Caller, Record]:
         """Return the caller, and the record that the path names."""
         caller = await self._gateway.authenticate(http)
-        return caller, await self._history.find(caller, http.path_params["id"])
+        record = await self._history.find(caller, http.path_params["id"])
+        identify(http, record.head.id)
+        return caller, record
 
     async def _current(self, record: Record) -> HttpResponse:
         """Return the response as it is now."""
@@ -243,7 +246,3 @@ def _starting_after(query: Mapping[str, str], last_event_id: str | None) -> int:
         problem = "starting_after: it must be the sequence_number of an event."
         raise ApiError(400, problem, code="invalid_value", param="starting_after")
     return int(given)
-
-
-def _headers(head: Head) -> dict[str, str]:
-    return {"x-request-id": head.id}
