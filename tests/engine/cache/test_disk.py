@@ -21,6 +21,7 @@ from worker.engine.cache.durable import Storing
 from worker.engine.model.load import Model
 from worker.engine.thread import EngineThread
 from worker.engine.upstream.streams import clear_streams
+from worker.prefix_store.names import parse_name
 from worker.prefix_store.reader import Reader
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import Writer
@@ -174,6 +175,52 @@ def test_a_prefix_that_was_used_twice_is_on_disk_before_it_is_evicted(tmp_path: 
     third = Worker(family, tmp_path)
     assert third.say(family, SYSTEM + prompt(20, 200), len(SYSTEM)) == len(SYSTEM)
     third.close()
+    run.close()
+
+
+def ends_on_disk(run: Worker, folder: Path) -> set[int]:
+    """Return the ends of all files, once nothing waits to be written."""
+    settled_writes(run)
+    names = [parse_name(file.name) for file in folder.glob("*.safetensors")]
+    return {name.end for name in names if name}
+
+
+@SOME
+def test_a_shared_part_is_written_early_if_one_conversation_had_used_it_before(tmp_path: Path, family: str) -> None:
+    """Its third request is the first of another conversation, and gives it a node of its own."""
+    run = Worker(family, tmp_path)
+    first = SYSTEM + prompt(20, 100)
+    run.say(family, first)
+    run.say(family, turn_of(family, first))
+    assert not ends_on_disk(run, tmp_path)
+    run.say(family, SYSTEM + prompt(20, 101), len(SYSTEM))
+    assert ends_on_disk(run, tmp_path) == {len(SYSTEM)}
+    run.close()
+
+
+@SOME
+def test_tails_that_one_request_uses_are_not_written_early(tmp_path: Path, family: str) -> None:
+    run = Worker(family, tmp_path)
+    for number in range(6):
+        run.say(family, SYSTEM + prompt(20, 100 + number), len(SYSTEM))
+    assert ends_on_disk(run, tmp_path) == {len(SYSTEM)}
+    run.close()
+
+
+@SOME
+def test_what_could_not_wait_to_be_written_early_is_written_after_its_next_use(
+    tmp_path: Path, family: str, full: threading.Event
+) -> None:
+    run = Worker(family, tmp_path, max_pending_bytes=1)
+    run.say(family, DOCUMENT)
+    attempt = run.engine.store_prefix("", DOCUMENT[:-1])
+    assert isinstance(attempt, Storing)  # its first file waits, so no other may
+    for number in range(3):
+        run.say(family, SYSTEM + prompt(20, 100 + number), len(SYSTEM))
+    full.set()
+    assert len(SYSTEM) not in ends_on_disk(run, tmp_path)
+    run.say(family, SYSTEM + prompt(20, 103), len(SYSTEM))
+    assert len(SYSTEM) in ends_on_disk(run, tmp_path)
     run.close()
 
 

@@ -46,8 +46,9 @@ def test_a_budget_counts_the_file_that_is_written() -> None:
     assert fits_budget(11, 90, None)
 
 
-def test_a_prefix_is_written_early_at_its_second_use_only() -> None:
-    assert [writes_early(uses) for uses in range(4)] == [False, False, True, False]
+def test_a_prefix_is_written_early_from_its_second_use_on_until_it_is_handed_over() -> None:
+    assert [writes_early(uses, handed_over=False) for uses in range(4)] == [False, False, True, True]
+    assert not any(writes_early(uses, handed_over=True) for uses in range(4))
 
 
 def limit_s(tokens: int, *files: int, compute_s: float = 1.0, waiting: int = 0) -> float | None:

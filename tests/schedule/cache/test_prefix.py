@@ -122,6 +122,19 @@ def test_other_tokens_of_equal_number_are_not_found() -> None:
     assert found.holder.snapshot == Whole((1, 2, 4))
 
 
+def test_a_node_that_was_handed_over_is_not_if_it_is_split_or_gets_a_snapshot() -> None:
+    tree = plain((1, 2, 3, 4))
+    (node,) = held(tree)
+    tree.mark_handed_over(node)
+    add(tree, (1, 2, 9))
+    assert {each.end: each.handed_over for each in held(tree)} == {2: False, 3: False, 4: True}
+    tree = stateful((1, 2, 3, 4), (1, 2, 9))
+    (upper,) = (each for each in held(tree) if each.end == 2)
+    tree.mark_handed_over(upper)
+    add(tree, (1, 2), state=True)
+    assert not upper.handed_over
+
+
 def test_namespaces_share_nothing() -> None:
     tree = plain(ABC)
     add(tree, ABD, space="another's")

@@ -100,10 +100,13 @@ class DurablePrefixes:
                 self._write(namespace, tokens, len(each.path[-1]), segment, each.snapshot)
 
     def write_early(self, found: Found[KVSegment, StateSnapshot]) -> None:
-        """Let the nodes of a prefix that was used again be written, so that they survive a crash."""
+        """Let the nodes of a prefix that was used again be written, so that they survive a crash. Those that cannot
+        wait to be written now are written after a later use."""
         for node in found.nodes:
-            if node.end <= found.length and writes_early(node.uses) and node.segment:
-                self._write_node(node)
+            if node.end <= found.length and writes_early(node.uses, handed_over=node.handed_over):
+                if not self._write_node(node):
+                    return
+                self._tree.mark_handed_over(node)
 
     def spill_row(self, namespace: str, tokens: tuple[int, ...], cache: Sequence[Any], limit_of: LoadLimit) -> None:
         """Let the cache of one row with these tokens be written as far as the disk lacks it, if loading that is

@@ -134,6 +134,8 @@ class PrefixCache:
         if state:
             slots.materialize(state.layers)
         self._tree.insert(namespace, tokens, partial(copy_segment, cache, index), state)
+        if self._durable:  # a prefix that this row shares with others may have a node of its own only now
+            self._durable.write_early(self._tree.find(namespace, tokens))
 
     def set_limit(self, max_bytes: int) -> None:
         """Limit the size to `max_bytes` until the next call, and evict what exceeds it; loads from disk that do not fit

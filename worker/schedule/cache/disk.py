@@ -56,10 +56,10 @@ def files_to_remove(files: Iterable[StoredFile[T]], excess_bytes: int) -> list[T
     return removed
 
 
-def writes_early(uses: int) -> bool:
-    """Return True if a prefix is to be written now, while it is in memory. It is True for one number of uses only, so
-    each prefix is written once."""
-    return uses == _USES_FOR_EARLY_WRITE
+def writes_early(uses: int, *, handed_over: bool) -> bool:
+    """Return True if a part of a prefix is to be written now, while it is in memory. `handed_over`: it was before, so
+    it is not written again."""
+    return uses >= _USES_FOR_EARLY_WRITE and not handed_over
 
 
 def fits_budget(nbytes: int, written_bytes: int, max_bytes: int | None) -> bool:

@@ -54,6 +54,7 @@ class Node(Generic[R, S]):
     snapshot: S | None = None
     children: "dict[int, Node[R, S]]" = field(default_factory=dict)  # by first token
     uses: int = 0  # number of requests that have shared it, after the first
+    handed_over: bool = False  # to be written to disk early, with the snapshot if it has one
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -141,6 +142,10 @@ class PrefixTree(Generic[R, S]):
         for node in found.nodes:
             node.uses += node.end <= found.length
 
+    def mark_handed_over(self, node: Node[R, S]) -> None:
+        """Record that a node was handed over to be written to disk early. Its next snapshot ends that."""
+        node.handed_over = True
+
     def recent(self) -> list[Node[R, S]]:
         """Return all nodes, the most recently used first, and each after its parent."""
         return [node for node, kind in reversed(self._order) if kind == "segment"]
@@ -225,6 +230,7 @@ class PrefixTree(Generic[R, S]):
 
     def _set_snapshot(self, node: Node[R, S], snapshot: S) -> None:
         node.snapshot = snapshot
+        node.handed_over = False
         self._num_trimmable += snapshot.trimmable
         self._order[node, "snapshot"] = None
         self.nbytes += snapshot.nbytes
