@@ -108,7 +108,7 @@ class Machine:
         if not self._running or self._started:
             return False
         delayed_s = self.now_s - min(request.joined_s for request in self._running)
-        return self._planner.delays_first_step(self._waiting.values(), delayed_s)
+        return self._planner.delays_first_step(self._waiting.values(), self._running, delayed_s)
 
     def _wait(self) -> None:
         """Let the running decode step end."""

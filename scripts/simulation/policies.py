@@ -6,7 +6,7 @@ from math import inf
 
 from scripts.simulation.costs import Costs
 from scripts.simulation.request import Request, Step
-from worker.schedule.budget import ALONE_STEPS, Running, StepBudget, delays_first_step
+from worker.schedule.budget import ALONE_STEPS, FirstStep, Running, StepBudget
 from worker.schedule.overruns import StepKind
 from worker.schedule.plan import Forward, PromptState, backlog, in_order, kind_of, plan
 from worker.schedule.request import Lane
@@ -98,12 +98,14 @@ class Planner:
             self._planned = planned_s, kind_of(forwards)
         return forwards
 
-    def delays_first_step(self, waiting: Iterable[Request], delayed_s: float) -> bool:
-        """Return True if the first decode step waits for another prompt. `delayed_s`: since the first row joined."""
+    def delays_first_step(self, waiting: Iterable[Request], joined: Sequence[Request], delayed_s: float) -> bool:
+        """Return True if the first decode step waits for another prompt. `joined`: the rows that it would compute.
+        `delayed_s`: since the first of them joined."""
         cost = self._budget.cost
         interactive = [request for request in waiting if request.arrival.lane == "interactive"]
         prompts_s = (cost.of(request.total - request.done, request.done) for request in interactive)
-        return self.policy.gathers and delays_first_step(prompts_s, delayed_s)
+        first = FirstStep(len(joined), delayed_s, self._budget.slowdown(self._decode_s(joined)))
+        return self.policy.gathers and first.waits_for(prompts_s)
 
     def _waiting(self, request: Request, step: Step) -> PromptState:
         return PromptState(

@@ -249,7 +249,7 @@ class Engine:
         """Return True if rows whose answers have not begun wait for more prompts. If no prompt is left, they wait for
         the next step, which admits what has arrived during this one. `joined_s`: seconds since the first joined."""
         computed_last = self._longest_chunk > 0 and not self._prefills.has_work
-        return computed_last or self._prefills.delays_first_step(joined_s)
+        return computed_last or self._prefills.delays_first_step(self._running, joined_s)
 
     def _end_row(self, step_token: StepToken, at: float) -> Iterator[Outcome]:
         """Yield the outcome of a row's last token, before anything that may fail, since the answer contains it from

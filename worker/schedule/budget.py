@@ -27,8 +27,11 @@ _LONG = 0.75
 # What waits is to be computed by the time that the oldest prompt has waited this many seconds: prompts get the share of
 # the time that this takes.
 COMPUTED_WITHIN_S = 0.5
-# Rows that have joined put off their first decode step for at most this many seconds while prompts can be computed.
+# Rows that have joined put off their first decode step for at most this many seconds while prompts can be computed, ...
 FIRST_STEP_WITHIN_S = 1.5
+# ... and beyond that, for prompts that take no longer than it, while this makes first tokens earlier in the mean; at
+# most this many seconds in all. `scripts/simulate --slower 1.6` needs 8 s for 32 prompts.
+FIRST_STEP_AT_MOST_S = 10.0
 # A chunk is worth its pass over the weights if its tokens take at least this multiple of the time of that pass.
 MIN_TOKENS_TIME_PER_PASS = 1.0
 _WEIGHT = 0.2  # of the newest measurement
@@ -69,11 +72,24 @@ class Backlog:
         return inf if self.seconds >= left_s else decode_s * self.seconds / (left_s - self.seconds)
 
 
-def delays_first_step(prompts_s: Iterable[float], delayed_s: float) -> bool:
-    """Return True if another prompt should be computed before the first decode step of rows of which none decodes yet.
-    Prompts that come together take less time without decode steps between them, and no answer has begun that could
-    pause. `prompts_s`: the seconds that each waiting prompt takes. `delayed_s`: seconds since the first row joined."""
-    return min(prompts_s, default=inf) <= FIRST_STEP_WITHIN_S - delayed_s
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """The first decode step of rows of which none has begun its answer, so that no reader notices a pause."""
+
+    rows: int  # that have joined
+    delayed_s: float  # since the first of them joined
+    slowdown: float  # of prompts, once these rows decode: see `StepBudget.slowdown`
+
+    def waits_for(self, prompts_s: Iterable[float]) -> bool:
+        """Return True if another prompt should be computed before the step. `prompts_s`: the seconds that each waiting
+        prompt takes. Prompts that come together take less time without decode steps between them: each second of them
+        costs the joined rows a second, and saves every waiting prompt `slowdown` seconds."""
+        waiting = [*prompts_s]
+        shortest_s = min(waiting, default=inf)
+        if shortest_s <= FIRST_STEP_WITHIN_S - self.delayed_s:
+            return True
+        in_time = shortest_s <= min(FIRST_STEP_WITHIN_S, FIRST_STEP_AT_MOST_S - self.delayed_s)
+        return in_time and self.rows < len(waiting) * self.slowdown
 
 
 def longest_gap_s(step_s: float, decode_s: float) -> float:
@@ -214,6 +230,14 @@ class StepBudget:
     def overrun(self) -> float:
         """The most seconds that a long gap is expected to last, relative to those that are planned."""
         return self._overruns.expected
+
+    def slowdown(self, decode_s: float) -> float:
+        """Return the seconds by which each second of prompts takes longer next to interactive rows whose decode step
+        takes `decode_s`: for every chunk, such a step and another pass over the weights. Infinite if they leave no time
+        for prompts."""
+        cost_s = decode_s + self.cost.forward_s
+        left_s = longest_gap_s(self._step_s, decode_s) / self.overrun - cost_s
+        return cost_s / left_s if left_s > 0 else inf
 
     def spare_s(self, running: Running, elapsed_s: float, backlog: Backlog) -> dict[Lane, float]:
         """Return the seconds that each lane's prompts may take in a step; 0 or less leaves no time. Both lanes share

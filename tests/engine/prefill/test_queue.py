@@ -30,7 +30,7 @@ def begin(
 
 @dataclass
 class Running:
-    """One row that decodes, which takes most of a step."""
+    """Rows that decode, by default one, which takes most of a step."""
 
     copied: int = 0  # bytes, when another joins
     num_interactive: int = 1
@@ -38,9 +38,10 @@ class Running:
     step_s: float = DECODE_S
     added_s: float = 0.0  # to that, once another has joined
     step_copy_bytes: int = 0
+    rows: int = 1
 
     def __len__(self) -> int:
-        return 1
+        return self.rows
 
     def join_copy_bytes(self, length: int) -> int:
         return self.copied
@@ -152,12 +153,21 @@ def test_planning_changes_nothing() -> None:
 
 
 def test_first_step_waits_for_an_interactive_prompt_that_is_soon_computed() -> None:
-    made = prefills()
-    assert not made.delays_first_step(0.0)
+    made, running = prefills(), Running(step_s=0.0)
+    assert not made.delays_first_step(running, 0.0)
     begin(made, "file", 60, "batch")
     begin(made, "long", int(2 * FIRST_STEP_WITHIN_S * TOKENS_PER_S))
-    assert not made.delays_first_step(0.0)
+    assert not made.delays_first_step(running, 0.0)
     begin(made, "short", 60)
-    assert made.delays_first_step(0.0)
-    assert made.delays_first_step(FIRST_STEP_WITHIN_S - 0.1)
-    assert not made.delays_first_step(FIRST_STEP_WITHIN_S)
+    assert made.delays_first_step(running, 0.0)
+    assert made.delays_first_step(running, FIRST_STEP_WITHIN_S - 0.1)
+    assert not made.delays_first_step(running, FIRST_STEP_WITHIN_S)
+
+
+def test_first_step_of_a_few_slow_rows_waits_for_many_prompts() -> None:
+    made = prefills()
+    for number in range(10):
+        begin(made, str(number), 60)
+    assert made.delays_first_step(Running(rows=3, step_s=0.1), FIRST_STEP_WITHIN_S)
+    assert not made.delays_first_step(Running(rows=30, step_s=0.1), FIRST_STEP_WITHIN_S)
+    assert not made.delays_first_step(Running(rows=3, step_s=0.001), FIRST_STEP_WITHIN_S)

@@ -24,7 +24,7 @@ from worker.engine.prefill.stage import Phase, Stage
 from worker.engine.prefill.task import Advanced, PromptTask
 from worker.engine.prefill.together import SharedForwards
 from worker.engine.vision.inputs import MultimodalInputs
-from worker.schedule.budget import PromptCost, Running, StepBudget, delays_first_step
+from worker.schedule.budget import FirstStep, PromptCost, Running, StepBudget
 from worker.schedule.cache.disk import load_limit_s
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
@@ -226,13 +226,14 @@ class PrefillQueue:
             self._planned = planned_s, kind_of(forwards)
         return forwards
 
-    def delays_first_step(self, delayed_s: float) -> bool:
-        """Return True if rows whose answers have not begun should wait for another interactive prompt: see
-        `budget.delays_first_step`. `delayed_s`: seconds since the first of these rows joined."""
-        cost = self.cost("prefill")
+    def delays_first_step(self, running: RunningRows, delayed_s: float) -> bool:
+        """Return True if rows of which none has begun its answer should wait for another interactive prompt: see
+        `FirstStep`. `delayed_s`: seconds since the first of these rows joined."""
+        budget = self._budgets["prefill"]
         stages = [task.stage for task in self._tasks.values() if task.row.request.lane == "interactive"]
         computable = [stage for stage in stages if stage.phase == "prefill" and stage.ready]
-        return delays_first_step((cost.of(stage.remaining, stage.done) for stage in computable), delayed_s)
+        first = FirstStep(len(running), delayed_s, budget.slowdown(running.step_s))
+        return first.waits_for(budget.cost.of(stage.remaining, stage.done) for stage in computable)
 
     def _state_of(
         self,
