@@ -35,11 +35,13 @@ COMPLETIONS = "/v1/chat/completions"
 
 
 class CountingChat(FakeChat):
-    """Reports the tokens of an answer in its result, as a worker does."""
+    """Reports the tokens of an answer in its result, as a worker does, and one choice."""
 
     async def chat(self, ctx: dict[Any, Any], request: dict[str, Any]) -> JobResult:
         done = await super().chat(ctx, request)
-        done.result["usage"] = {"total_tokens": ctx["job"].usage.completion_tokens}
+        tokens = ctx["job"].usage.completion_tokens
+        done.result["usage"] = {"prompt_tokens": 0, "completion_tokens": tokens, "total_tokens": tokens}
+        done.result["choices"] = [{"index": 0, "finish_reason": "stop"}]
         return done
 
 
@@ -111,6 +113,42 @@ async def test_a_key_s_model_without_a_worker_does_not_exist_if_its_key_may_use_
 ) -> None:
     refused = await ask(guarded, "narrow-key", model="other")
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "unknown"),
+    [
+        (COMPLETIONS, CHAT, f"chatcmpl-{'0' * 32}"),
+        (COMPLETIONS, {**CHAT, "n": 2}, f"chatcmpl-{'0' * 32}-n2"),
+        ("/v1/messages", {"messages": CHAT["messages"], "model": "default", "max_tokens": 9}, f"msg_{'0' * 32}"),
+    ],
+)
+@pytest.mark.parametrize(("method", "route"), [("GET", ""), ("GET", "/stream"), ("POST", "/cancel")])
+async def test_another_tenant_s_answer_is_refused_as_one_that_does_not_exist(
+    guarded: httpx.AsyncClient, path: str, body: dict[str, Any], unknown: str, method: str, route: str
+) -> None:
+    made = (await guarded.post(path, json=body, headers=bearer("acme-key"))).headers["x-request-id"]
+    assert len(made) == len(unknown)
+    refused, absent = [
+        await guarded.request(method, f"{COMPLETIONS}/{id}{route}", headers=bearer("rival-key"))
+        for id in (made, unknown)
+    ]
+    assert (refused.status_code, absent.status_code) == (404, 404)
+    assert refused.text.replace(made, unknown) == absent.text
+    assert refused.headers.keys() == absent.headers.keys()
+    own = await guarded.request(method, f"{COMPLETIONS}/{made}{route}", headers=bearer("acme-key"))
+    assert own.status_code == 200
+
+
+async def test_the_same_idempotency_key_of_two_tenants_is_two_jobs(guarded: httpx.AsyncClient, chat: FakeChat) -> None:
+    for secret in ("acme-key", "rival-key", "acme-key"):
+        answer = await guarded.post(COMPLETIONS, json=CHAT, headers={**bearer(secret), "idempotency-key": "k"})
+        assert answer.status_code == 200
+    assert len(chat.began) == len({*chat.began}) == 2
 
 
 async def test_a_limit_holds_across_two_fronts_and_its_headers_count_down(redis_url: str, key_file: Path) -> None:
