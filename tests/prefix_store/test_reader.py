@@ -29,10 +29,10 @@ class Held:
         self._go = threading.Event()
         read_segment = Reader._read_segment
 
-        def held(reader: Reader, name: FileName, chain: Chain) -> LoadedSegment | None:
+        def held(reader: Reader, name: FileName, chain: Chain, with_state: bool) -> LoadedSegment | None:
             self.names.append(name)
             assert self._go.wait(20)
-            return read_segment(reader, name, chain)
+            return read_segment(reader, name, chain, with_state)
 
         monkeypatch.setattr(Reader, "_read_segment", held)
 
@@ -341,3 +341,62 @@ def test_writes_give_way_to_reads(held: Held, opened: PrefixStore) -> None:
     until(lambda: reading.done)
     until(lambda: opened._writer._pace._no_other_work.is_set())  # type: ignore[union-attr]
     opened.close(5)
+
+
+# States
+
+
+def kv_only(header: Header) -> int:
+    """Return the number of tensors with KV, as if the second one held the state."""
+    return 1
+
+
+@pytest.fixture
+def stateful(tmp_path: Path) -> PrefixStore:
+    """A store with a prefix of three files with states."""
+    path = tuple(range(30))
+    written(tmp_path, *(segment(path[:end], end - 10, state=True) for end in (10, 20, 30)))
+    opened = PrefixStore(StoreOptions(tmp_path, 10_000_000), MODEL, num_kv_tensors=kv_only)
+    opened.open()
+    return opened
+
+
+def states_of(segments: tuple[LoadedSegment, ...]) -> list[tuple[int, bool]]:
+    return [(len(each.arrays), each.has_state) for each in segments]
+
+
+def test_of_the_states_along_a_prefix_only_the_last_one_is_read(stateful: PrefixStore) -> None:
+    chain = chain_of(stateful, PATH)
+    assert states_of(read(stateful, chain)) == [(1, False), (1, False), (3, True)]
+    assert states_of(read(stateful, chain_of(stateful, PATH[:20]))) == [(1, False), (3, True)]
+    stateful.close(5)
+
+
+def test_a_state_is_read_although_another_caller_has_the_file_without_it(stateful: PrefixStore) -> None:
+    longer = read(stateful, chain_of(stateful, PATH))
+    shorter = read(stateful, chain_of(stateful, PATH[:20]))
+    again = read(stateful, chain_of(stateful, PATH))
+    assert states_of(shorter) == [(1, False), (3, True)]
+    assert shorter[0] is longer[0] is again[0]
+    stateful.close(5)
+
+
+def test_the_last_state_before_a_bad_file_is_read(stateful: PrefixStore, tmp_path: Path) -> None:
+    chain = chain_of(stateful, PATH)
+    damage(tmp_path / str(chain.files[2]))
+    assert states_of(read(stateful, chain)) == [(1, False), (3, True)]
+    stateful.close(5)
+
+
+def test_files_whose_states_are_bad_are_not_used(stateful: PrefixStore, tmp_path: Path) -> None:
+    chain = chain_of(stateful, PATH)
+    for name in chain.files[1:]:
+        damage(tmp_path / str(name))
+    assert states_of(read(stateful, chain)) == [(3, True)]
+    assert len(files(tmp_path)) == 1
+    stateful.close(5)
+
+
+def damage(file: Path) -> None:
+    """Change the last byte, which is of a state."""
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")

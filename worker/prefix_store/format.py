@@ -264,16 +264,18 @@ def read_tensors(
     allocate: Callable[[int], Callable[[], B]],
     checksums: Executor,
     on_read: OnRead = lambda nbytes: None,
+    count: int | None = None,
 ) -> list[B]:
-    """Read the tensors, each into a buffer. `allocate(nbytes)` starts to allocate one, and returns a function that
-    waits for it: the memory of the next tensor is touched for the first time while one is read, and the checksum of the
-    one before is computed by `checksums`, since all three take about as long. `on_read`: called with the bytes of each
-    piece, and may block. Raises `BadFile`, OSError."""
+    """Read the first `count` tensors, or all, each into a buffer. `allocate(nbytes)` starts to allocate one, and
+    returns a function that waits for it: the memory of the next tensor is touched for the first time while one is read,
+    and the checksum of the one before is computed by `checksums`, since all three take about as long. `on_read`: called
+    with the bytes of each piece, and may block. Raises `BadFile`, OSError."""
     tag = TAG_BYTES if header.cipher else 0
-    starts = (0, *header.ends[:-1])
-    sizes = [end - start - tag for start, end in zip(starts, header.ends, strict=True)]
-    if _WILLNEED is not None:
-        os.posix_fadvise(file.fileno(), 0, 0, _WILLNEED)
+    ends = header.ends[:count]
+    starts = (0, *ends[:-1])[: len(ends)]
+    sizes = [end - start - tag for start, end in zip(starts, ends, strict=True)]
+    if _WILLNEED is not None and ends:
+        os.posix_fadvise(file.fileno(), 0, header.data_start + ends[-1], _WILLNEED)
     buffers, computed = list[B](), list[Future[int]]()
     for index, buffer in enumerate(_allocated_ahead(allocate, sizes)):
         view = memoryview(buffer).cast("B") if sizes[index] else memoryview(b"")  # type: ignore[arg-type]
@@ -284,7 +286,7 @@ def read_tensors(
             _read_plain(file, view, start, on_read)
             computed.append(checksums.submit(zlib.crc32, view))
         buffers.append(buffer)
-    if not all(crc.result() == right for crc, right in zip(computed, header.checksums, strict=True)):
+    if not all(crc.result() == right for crc, right in zip(computed, header.checksums[:count], strict=True)):
         raise BadFile("a checksum differs")
     return buffers
 

@@ -33,6 +33,7 @@ class LoadedSegment:
 
     header: Header
     arrays: tuple[Any, ...]  # as `decode` returned them
+    has_state: bool = False  # the state after the tokens was read too
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +49,15 @@ Decode = Callable[[Header, list[Any], OnRead], Sequence[Any]]
 def as_read(header: Header, buffers: list[Any], on_done: OnRead) -> Sequence[Any]:
     """Return the buffers of a file as they were read."""
     return buffers
+
+
+# Returns the number of a file's first tensors that hold KV. The others hold the state.
+NumTensors = Callable[[Header], int]
+
+
+def all_tensors(header: Header) -> int:
+    """Return the number of a file's tensors."""
+    return len(header.ends)
 
 
 class Reading:
@@ -81,14 +91,16 @@ class Reader:
         encryption: Encryption | None,
         allocate: Callable[[int], Callable[[], Any]],
         decode: Decode,
+        num_kv_tensors: NumTensors,
         on_read: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`allocate`, `decode`, `on_read` and `on_end`: see `PrefixStore`. Files that are bad or gone are discarded
-        from `index`."""
+        """`allocate`, `decode`, `num_kv_tensors`, `on_read` and `on_end`: see `PrefixStore`. Files that are bad or gone
+        are discarded from `index`."""
         self._folder, self._index = folder, index
         self._encryption = encryption
         self._allocate, self._decode = allocate, decode
+        self._num_kv_tensors = num_kv_tensors
         self._on_read, self._on_end = on_read, on_end
         self._unlimited_bytes_per_s = _FIRST_READ_BYTES_S  # measured while reads are not limited
         self._work_per_byte = 1.0  # bytes read and decoded, for each byte of a file
@@ -105,7 +117,7 @@ class Reader:
         self._queue: queue.SimpleQueue[weakref.ref[Reading] | None] = queue.SimpleQueue()
         # Several callers that want the same files share one reading; others the files that both chains have.
         self._readings = weakref.WeakValueDictionary[tuple[FileName, ...], Reading]()
-        self._segments = weakref.WeakValueDictionary[FileName, LoadedSegment]()
+        self._segments = weakref.WeakValueDictionary[tuple[FileName, bool], LoadedSegment]()  # True: with its state
         self.thread = threading.Thread(target=self._run, name="prefix-reader", daemon=True)
 
     def read(self, chain: Chain) -> Reading:
@@ -191,20 +203,23 @@ class Reader:
             self._on_read()
 
     def _read_chain(self, chain: Chain, reference: "weakref.ref[Reading]", segments: list[LoadedSegment]) -> None:
-        """Read the files of a chain into `segments`, up to the first bad one, or until no caller waits."""
+        """Read the files of a chain into `segments`, up to the first bad one, or until no caller waits. Of the states,
+        only the last one is read: callers continue there."""
         began, unlimited = time.perf_counter(), self._unlimited.is_set()
         paced = self._pace.nbytes
         nbytes = 0
         for name in chain.files:
             if not self._is_wanted(reference):
                 break
-            segment = self._segments.get(name)
+            with_state = name.has_state and name == chain.files[-1]
+            segment = self._shared(name, with_state)
             if segment is None:
-                segment = self._read_segment(name, chain)
+                segment = self._read_segment(name, chain, with_state)
                 nbytes += segment.nbytes if segment else 0
             if segment is None:
+                self._end_with_state(chain, segments)
                 break
-            self._segments[name] = segment
+            self._segments[name, segment.has_state] = segment
             segments.append(segment)
         if nbytes:
             self._work_per_byte = max(1.0, (self._pace.nbytes - paced) / nbytes)
@@ -212,20 +227,36 @@ class Reader:
             speed = nbytes / max(time.perf_counter() - began, 1e-9)
             self._unlimited_bytes_per_s += _WEIGHT * (speed - self._unlimited_bytes_per_s)
 
+    def _shared(self, name: FileName, with_state: bool) -> LoadedSegment | None:
+        """Return a segment that another caller has still in memory, with its state if that is asked for."""
+        whole = self._segments.get((name, True))
+        return whole if whole or with_state else self._segments.get((name, False))
+
+    def _end_with_state(self, chain: Chain, segments: list[LoadedSegment]) -> None:
+        """Read the last state of the files before a bad one, and forget those of them that have become bad."""
+        for at in reversed(range(len(segments))):
+            name = segments[at].header.name
+            if name.has_state:
+                if whole := self._read_segment(name, chain, with_state=True):
+                    segments[at] = whole
+                    return
+                del segments[at:]
+
     def _is_wanted(self, reference: "weakref.ref[Reading]") -> bool:
         reading = reference()
         return reading is not None and not reading.done and not self._closed.is_set()
 
-    def _read_segment(self, name: FileName, chain: Chain) -> LoadedSegment | None:
-        """Read a file, and mark it as used. Returns None if it is gone, cannot be read, or is bad: then it is
-        removed."""
+    def _read_segment(self, name: FileName, chain: Chain, with_state: bool) -> LoadedSegment | None:
+        """Read the KV of a file, and its state if `with_state`, and mark it as used. Returns None if it is gone, cannot
+        be read, or is bad: then it is removed."""
         path = self._folder.path / str(name)
         try:
             with path.open("rb", buffering=0) as file:
                 header = read_header(file, name, self._encryption)
                 if (header.namespace, header.tokens) != (chain.namespace, chain.tokens[name.start : name.end]):
                     raise BadFile("it holds other tokens")
-                buffers = read_tensors(file, header, self._allocate, self._checksums, self._pace)
+                count = None if with_state else self._num_kv_tensors(header)
+                buffers = read_tensors(file, header, self._allocate, self._checksums, self._pace, count)
                 arrays = self._decode(header, buffers, self._pace)
         except BadFile as error:
             logger.warning("prefixes on disk: %s is removed: %s", path.name, error)
@@ -248,7 +279,7 @@ class Reader:
             self._index.discard(name)  # until the next scan
             return None
         self._folder.touch(name)
-        return LoadedSegment(header, tuple(arrays))
+        return LoadedSegment(header, tuple(arrays), with_state)
 
     def _leave_alone(self, name: FileName) -> None:
         """Do not read a file again before it changes."""

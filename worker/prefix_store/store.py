@@ -10,7 +10,7 @@ from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder
 from worker.prefix_store.index import Chain, Index
 from worker.prefix_store.names import model_digest
-from worker.prefix_store.reader import Decode, Reader, Reading, as_read
+from worker.prefix_store.reader import Decode, NumTensors, Reader, Reading, all_tensors, as_read
 from worker.prefix_store.records import ModelRecord
 from worker.prefix_store.writer import NewSegment, Writer
 
@@ -40,20 +40,22 @@ class PrefixStore:
         *,
         allocate: Callable[[int], Callable[[], Any]] = lambda nbytes: partial(bytearray, nbytes),
         decode: Decode = as_read,
+        num_kv_tensors: NumTensors = all_tensors,
         on_read: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`fingerprint`: of the model and of all that its caches depend on. `allocate`: start to allocate a writable
-        buffer of so many bytes, and return a function that waits for it; called on the reader's thread, as `decode` is:
-        see `Decode`. `on_read`: called there when a reading is done. `on_end`: called there and on the writer's thread
-        when the thread ends. Raises OSError, and `NoCryptography` if there is a key and no library for it."""
+        buffer of so many bytes, and return a function that waits for it; called on the reader's thread, as `decode` and
+        `num_kv_tensors` are: see `Decode` and `NumTensors`. `on_read`: called there when a reading is done. `on_end`:
+        called there and on the writer's thread when the thread ends. Raises OSError, and `NoCryptography` if there is a
+        key and no library for it."""
         encryption = Encryption(options.key) if options.key else None
         digest_key = encryption.digest_key if encryption else b""
         model = model_digest(fingerprint, digest_key)
         record = ModelRecord(model, options.label, encrypted=encryption is not None) if options.label else None
         self._folder = Folder(options.folder, options.max_bytes, options.daily_bytes, encryption, record)
         self.index = Index(model, digest_key)
-        self._reader = Reader(self._folder, self.index, encryption, allocate, decode, on_read, on_end)
+        self._reader = Reader(self._folder, self.index, encryption, allocate, decode, num_kv_tensors, on_read, on_end)
         self._writer = Writer(
             self._folder, self.index, model, digest_key, options.max_pending_bytes, self._reader.no_reads, on_end
         )

@@ -111,10 +111,28 @@ def test_what_is_loaded_is_byte_equal_to_what_was_stored(tmp_path: Path, family:
     first.close()
     again = Worker(family, tmp_path)
     again.say(family, DOCUMENT, 40)
+    for end in stored:  # of the states along a prefix, only the last one is read with it
+        assert again.say(family, (*DOCUMENT[:end], *prompt(10, 5))) >= end
     found = cached(again, DOCUMENT)
     again.close()
     assert stored.keys() <= found.keys()
     assert all(found[end] == content for end, content in stored.items())
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_a_prompt_that_ends_its_match_at_a_state_on_disk_reads_one_file(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(family, tmp_path, DOCUMENT)
+    again = Worker(family, tmp_path)
+    assert again.say(family, DOCUMENT) >= len(DOCUMENT) - 1
+    read = list[str]()
+    read_segment = Reader._read_segment
+    monkeypatch.setattr(Reader, "_read_segment", lambda *given: read.append(str(given[1])) or read_segment(*given))
+    assert again.say(family, (*DOCUMENT[:40], *prompt(10, 5))) == 40
+    assert again.say(family, (*DOCUMENT[:40], *prompt(10, 6))) == 40  # from memory
+    assert len(read) == 1
+    again.close()
 
 
 def cached(run: Worker, tokens: tuple[int, ...]) -> dict[int, list[Any]]:

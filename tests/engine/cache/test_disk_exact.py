@@ -255,6 +255,9 @@ def test_bytes_of_a_model_in_bf16_are_those_that_were_stored(tmp_path: Path, fam
         run = Chat(family, tmp_path, opened=opened)
         run.start("turn", DOCUMENT)
         run.finish()
+        for end in held[0] if held else ():  # of the states along a prefix, only the last one is read with it
+            run.start(f"to {end}", (*DOCUMENT[:end], *prompt(10, 5)))
+            run.finish()
         held.append(cached(run, DOCUMENT))
         run.close()
     stored, found = held

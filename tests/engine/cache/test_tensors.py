@@ -191,7 +191,7 @@ def test_kv_of_8_bits_is_restored_to_a_step_and_states_exactly(tmp_path: Path, f
     assert any(group_size(buffer) for segment, _ in written.values() for buffer in (segment.buffers if segment else ()))
     for end, (segment, snapshot) in written.items():
         loaded, state = found[end]
-        assert states(state) == states(snapshot)
+        assert states(state) == (states(snapshot) if end == max(written) else [])  # only the last state is read
         assert segment is not None
         assert loaded is not None
         for before, after in zip(segment.buffers, loaded.buffers, strict=True):

@@ -16,7 +16,14 @@ import mlx.nn as nn
 
 from worker.engine.cache.layers import layers
 from worker.engine.cache.segments import KVSegment, StateSnapshot, is_sliceable, kv_buffers
-from worker.engine.cache.tensors import decode, exact_tensor, group_size, quantized_tensors, stored_bytes
+from worker.engine.cache.tensors import (
+    decode,
+    exact_tensor,
+    group_size,
+    num_kv_tensors,
+    quantized_tensors,
+    stored_bytes,
+)
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
 from worker.errors import CannotStart
@@ -134,10 +141,10 @@ class DiskTier:
         self._store.give_up(reading, waited_s)
 
     def restore(self, loaded: LoadedSegment) -> tuple[KVSegment, StateSnapshot | None]:
-        """Return the segment and the snapshot that a file holds; they share the memory of what was read. Raises
+        """Return the segment and the snapshot that were read of a file; they share the memory of what was read. Raises
         ValueError if they are not those of this network."""
         layout, arrays = json.loads(loaded.header.layout), loaded.arrays
-        state = None if layout["state"] is None else StateSnapshot(tuple(self._decoded(layout["state"], arrays)))
+        state = StateSnapshot(tuple(self._decoded(layout["state"], arrays))) if loaded.has_state else None
         return KVSegment(tuple(arrays[: layout["buffers"]])), state
 
     def _decoded(self, encoded: Sequence[dict[str, Any]], arrays: Sequence[mx.array]) -> Iterator[Any]:
@@ -205,7 +212,15 @@ def _tensors(arrays: Sequence[mx.array], group_sizes: Sequence[int | None]) -> I
 def store_of(options: StoreOptions, fingerprint: str, wake: Callable[[], None]) -> PrefixStore:
     """Return a store that reads into MLX arrays. `wake`: called on the reader's thread when a reading is done. Raises
     OSError and `NoCryptography`."""
-    return PrefixStore(options, fingerprint, allocate=_allocate, decode=decode, on_read=wake, on_end=clear_streams)
+    return PrefixStore(
+        options,
+        fingerprint,
+        allocate=_allocate,
+        decode=decode,
+        num_kv_tensors=num_kv_tensors,
+        on_read=wake,
+        on_end=clear_streams,
+    )
 
 
 def _allocate(nbytes: int) -> Callable[[], mx.array]:

@@ -93,13 +93,21 @@ class _Quantization:
         return parts
 
 
+def num_kv_tensors(header: Header) -> int:
+    """Return the number of a file's first tensors that hold KV; the others hold the state."""
+    layout = json.loads(header.layout)
+    num_quantized = sum(size is not None for size in layout.get("group_sizes", ()))
+    return int(layout["buffers"]) + (_PARTS - 1) * num_quantized
+
+
 def decode(header: Header, buffers: Sequence[mx.array], on_done: Callable[[int], object]) -> list[mx.array]:
-    """Return the arrays that a file holds, evaluated. Exact ones share the memory of its buffers; the others are
-    dequantized in pieces, and `on_done` is called with the bytes of each, and may block. For the reader's thread: it
-    computes on the CPU, so that the engine's thread has nothing to compute for a load, and its device stays free."""
+    """Return the arrays of a file's first tensors, evaluated: all, or its KV alone. Exact ones share the memory of the
+    buffers; the others are dequantized in pieces, and `on_done` is called with the bytes of each, and may block. For
+    the reader's thread: it computes on the CPU, so that the engine's thread has nothing to compute for a load, and its
+    device stays free."""
     views = [
         mx.reshape(mx.view(buffer, _OF_NAME[dtype], stream=mx.cpu), shape, stream=mx.cpu)
-        for buffer, dtype, shape in zip(buffers, header.dtypes, header.shapes, strict=True)
+        for buffer, dtype, shape in zip(buffers, header.dtypes, header.shapes, strict=False)
     ]
     tensors = iter(views)
     group_sizes = json.loads(header.layout).get("group_sizes", ())
