@@ -170,7 +170,8 @@ TIMINGS = {"queue_s": 0.0, "prefill_s": 0.0, "ttft_s": 0.0, "decode_s": 0.0, "to
 class FakeChat:
     """Stands in for `worker.jobs.chat`: the request itself says what to do.
 
-    `say`: words, a delta each; `pace_s` between them; `then`: an exception to raise, or "hang".
+    `think`: words of reasoning, and `say`: words, a delta each; `pace_s` between the latter; `then`: an exception to
+    raise, or "hang".
     """
 
     def __init__(self) -> None:
@@ -192,6 +193,8 @@ class FakeChat:
         job.log.append(
             "restarted" if job.claim.events else "started", model="default", fingerprint="fp_fake", worker="", seed=7
         )
+        for word in request.get("think", []):
+            job.log.append("delta", token_ids=[0], reasoning=word)
         words = request.get("say", [])
         for k, word in enumerate(words):
             if k:

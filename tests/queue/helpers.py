@@ -19,11 +19,12 @@ from worker.monitoring.metrics import Metrics
 from worker.queue.cron import Cron
 from worker.queue.job.claims import Claim, lease_key
 from worker.queue.job.functions import JobFunctions
+from worker.queue.presence import Abilities
 from worker.queue.scripts import script
 from worker.queue.server.clock import ServerClock
 from worker.queue.server.connection import connect
 from worker.queue.server.redis_server import RedisServer
-from worker.queue.worker import QueueWorker
+from worker.queue.worker import QueueWorker, ServedModel
 from worker.settings import Settings
 
 QUEUE = keys.queue("default", "interactive")
@@ -140,6 +141,7 @@ def queue_worker(
     count: Callable[..., Awaitable[Any]] | None = None,
     crons: Sequence[Cron] = (),
     clock: ServerClock | None = None,
+    abilities: Abilities | None = None,
     **ctx: Any,
 ) -> QueueWorker:
     functions = [func(chat, name="chat"), *([func(count, name="count")] if count else [])]
@@ -149,6 +151,7 @@ def queue_worker(
         settings=given,
         metrics=Metrics(given.model_name),
         crons=crons,
+        model=ServedModel(abilities=abilities or Abilities()),
     )
 
 

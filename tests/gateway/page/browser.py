@@ -65,12 +65,22 @@ class Browser:
         """Type into the focused element."""
         self.send("Input.insertText", text=text)
 
-    def press(self, key: str) -> None:
+    def press(self, key: str, *, shift: bool = False) -> None:
         """Press a key such as Enter or Escape."""
-        code = {"Enter": 13, "Escape": 27}[key]
-        character = {"text": "\r"} if key == "Enter" else {}
+        how: dict[str, Any] = {"windowsVirtualKeyCode": {"Enter": 13, "Escape": 27}[key], "modifiers": 8 * shift}
+        if key == "Enter":
+            how["text"] = "\r"
         for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **character)
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, **how)
+
+    def choose_files(self, selector: str, *files: Path) -> None:
+        """Choose files in an input of the page, as its user does in the dialog."""
+        found = self.send("Runtime.evaluate", expression=f"document.querySelector({selector!r})")["result"]
+        self.send("DOM.setFileInputFiles", files=[str(file) for file in files], objectId=found["objectId"])
+
+    def prefer(self, scheme: str) -> None:
+        """Show the page as to a user who prefers this colour scheme, `light` or `dark`."""
+        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def screenshot(self, file: Path) -> None:
         file.write_bytes(b64decode(self.send("Page.captureScreenshot")["data"]))
@@ -94,6 +104,11 @@ class Browser:
             if message.get("method") in _COMPLAINTS and not is_note:
                 self.complaints.append(json.dumps(message["params"]))
 
+    def close(self) -> None:
+        """End the browser, which then deletes its temporary files."""
+        self._session = None
+        self.send("Browser.close")
+
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._read:
             part = self._answers.read(65_536)
@@ -115,8 +130,11 @@ def browser(path: str, profile: Path) -> Iterator[Browser]:
     )
     os.close(their_in)
     os.close(their_out)
+    started = Browser(our_out, our_in)
     try:
-        yield Browser(our_out, our_in)
+        yield started
+        started.close()
+        process.wait(60)
     finally:
-        process.terminate()
-        process.wait(20)
+        process.kill()
+        process.wait()

@@ -1,80 +1,22 @@
 """The page in a real browser, on a gateway with a worker whose answers the messages dictate."""
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from scripts.stack import free_port
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
-from tests.fakes import FakeChat
 from tests.gateway.fronts import Front, front_process, serving
-from tests.gateway.page.browser import BROWSERS, Browser, browser
+from tests.gateway.page.asking import ENDED, WORDS, ObedientChat, ask, do
+from tests.gateway.page.browser import Browser
 from tests.waiting import until
-from worker.queue.job.job import JobResult
 
-Do = Callable[..., Awaitable[Any]]  # runs a method of the browser in a thread
-
-
-class ObedientChat(FakeChat):
-    """Takes `say`, `pace_s` and `then` from the last message."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[dict[str, Any]] = []
-
-    async def chat(self, ctx: dict[Any, Any], request: dict[str, Any]) -> JobResult:
-        self.asked.append(request)
-        content = request["messages"][-1]["content"]
-        orders = json.loads(content)
-        done = await super().chat(ctx, {**request, **orders})
-        said = {"role": "assistant", "content": "".join(orders["say"])}
-        choice = {"index": 0, "message": said, "finish_reason": "stop"}
-        timings = {"queue_s": 0.01, "ttft_s": 0.02, "tokens_per_s": 42.0}
-        ours = {"worker": "mac-1", "timings": timings}
-        usage = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
-        done.result.update(id=ctx["job"].claim.job_id, choices=[choice], usage=usage, sluice=ours)
-        return done
-
-
-@pytest.fixture
-def chat() -> FakeChat:
-    return ObedientChat()
-
-
-@pytest.fixture(params=BROWSERS)
-def chromium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Browser]:
-    with browser(request.param, tmp_path / "profile") as started:
-        yield started
-    assert started.complaints == []
-
-
-@pytest.fixture
-async def page(chromium: Browser, fake_worker: None, front: Front) -> Browser:
-    await asyncio.to_thread(chromium.open, front.url)
-    return chromium
-
-
-def do(action: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
-    return asyncio.to_thread(action, *arguments)
-
-
-async def ask(page: Browser, *say: str, **more: Any) -> None:
-    await do(page.evaluate, "document.querySelector('#box').focus()")
-    await do(page.type, json.dumps({"say": say, **more}))
-    await do(page.press, "Enter")
-
-
-ENDED = "document.querySelector('.facts') && !document.querySelector('.facts.busy')"
 WATCH = """window.shown = []; new MutationObserver(() => window.shown.push(
   ...[...document.querySelectorAll('.facts')].map((line) => line.textContent)
 )).observe(document.querySelector('#turns'), { subtree: true, childList: true, characterData: true })"""
-WORDS = [f"w{number} " for number in range(60)]
 
 
 async def test_an_answer_is_streamed_and_the_line_below_has_its_figures(page: Browser) -> None:
@@ -146,6 +88,37 @@ async def test_a_front_that_dies_is_reconnected_to_and_no_word_is_lost_or_double
     chromium.complaints.clear()  # the failed requests
 
 
+async def test_reasoning_arrives_folded(page: Browser) -> None:
+    await ask(page, "sum", think=["8 and 3 ", "make 11."])
+    await do(page.wait_for, ENDED)
+    assert await do(page.evaluate, "document.querySelector('details.reasoning').open") is False
+    assert await do(page.text, "details.reasoning div") == "8 and 3 make 11."
+    assert await do(page.evaluate, "document.querySelector('details.reasoning div').checkVisibility()") is False
+    await do(page.evaluate, "document.querySelector('details.reasoning summary').click()")
+    assert await do(page.evaluate, "document.querySelector('details.reasoning div').checkVisibility()") is True
+    assert await do(page.text, ".answer") == "sum"
+
+
+async def test_shift_and_enter_make_a_new_line(page: Browser, chat: ObedientChat) -> None:
+    await do(page.evaluate, "document.querySelector('#box').focus()")
+    await do(page.type, '{"say":')
+    await do(page.press, "Enter", shift=True)
+    await do(page.type, '["a"]}')
+    assert await do(page.evaluate, "document.querySelector('#box').value") == '{"say":\n["a"]}'
+    assert chat.asked == []
+    await do(page.press, "Enter")
+    await do(page.wait_for, ENDED)
+    assert chat.asked[0]["messages"] == [{"role": "user", "content": '{"say":\n["a"]}'}]
+
+
+async def test_a_dark_scheme_makes_the_page_dark(page: Browser) -> None:
+    lightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+    await do(page.prefer, "light")
+    assert min(await do(page.evaluate, lightness)) > 200
+    await do(page.prefer, "dark")
+    assert max(await do(page.evaluate, lightness)) < 60
+
+
 async def test_escape_stops_the_answer_and_its_job(page: Browser, chat: ObedientChat) -> None:
     await ask(page, "begin", then="hang")
     await do(page.wait_for, "document.querySelector('.answer')?.textContent === 'begin'")
@@ -213,17 +186,3 @@ async def test_the_page_fits_a_phone(chromium: Browser, fake_worker: None, front
     await ask(chromium, "x" * 300, "\n\n```\n" + "y" * 300 + "\n```")
     await do(chromium.wait_for, ENDED)
     assert await do(chromium.evaluate, "document.documentElement.scrollWidth") <= 360
-
-
-async def test_the_page_is_served_with_a_strict_policy_and_needs_nothing_from_elsewhere(
-    http: httpx.AsyncClient,
-) -> None:
-    for path in ("/", "/page/page.js", "/page/page.css", "/page/markdown.js"):
-        answer = await http.get(path)
-        policy = answer.headers["content-security-policy"].split("; ")
-        assert {"default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"} <= {*policy}
-        assert "unsafe" not in answer.headers["content-security-policy"]
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert "innerHTML" not in answer.text
-        assert not [place for place in ('src="http', "@import", "url(") if place in answer.text]
-    assert (await http.get("/page/nothing.js")).status_code == 404

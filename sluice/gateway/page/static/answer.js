@@ -113,7 +113,7 @@ export class Answer {
     return [
       firstAt && !this.state.resumed ? `first token ${seconds((firstAt - sentAt) / 1000)}` : timings && `first token ${seconds(timings.queue_s + timings.ttft_s)}`,
       rate > 0 && Number.isFinite(rate) && `${Math.round(rate)} tokens/s`,
-      usage && `${usage.completion_tokens} tokens`,
+      usage && `${usage.completion_tokens} ${usage.completion_tokens === 1 ? "token" : "tokens"}`,
       usage && cached !== undefined && `${cached} of ${usage.prompt_tokens} prompt tokens cached`,
       sluice?.worker && `worker ${sluice.worker}`,
       reason === "length" && "cut at the limit",

@@ -88,6 +88,7 @@ function ask() {
   const turn = { user, images, model: model.value || undefined, answer: Answer.fresh() };
   chat.turns.push(turn);
   box.value = "";
+  notice();
   images = [];
   showImages();
   save();
@@ -157,8 +158,11 @@ async function shrunk(file) {
 }
 
 async function attach(files) {
+  const pictures = [...files].filter(({ type }) => type.startsWith("image/"));
+  if (!pictures.length) return;
+  notice($("#attach").hidden ? "This model takes no images." : "");
   if ($("#attach").hidden) return;
-  for (const file of [...files].filter(({ type }) => type.startsWith("image/"))) {
+  for (const file of pictures) {
     try { images.push(await shrunk(file)); } catch { notice(`${file.name}: this is not an image that the browser can read.`); }
   }
   showImages();
