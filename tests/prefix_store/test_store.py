@@ -21,7 +21,7 @@ from worker.prefix_store import folder as folder_module
 from worker.prefix_store.folder import Unwritable
 from worker.prefix_store.lock import FolderLock
 from worker.prefix_store.names import LOCK, parse_name
-from worker.prefix_store.records import ModelRecord
+from worker.prefix_store.records.models import ModelRecord
 from worker.prefix_store.scan import Scan
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment, WriteReport

@@ -18,7 +18,7 @@ from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.format import StoredSegment, encoded_size, write_segment
 from worker.prefix_store.lock import FolderLock
 from worker.prefix_store.names import TEMPORARY, WRITTEN, FileName, pin_of
-from worker.prefix_store.records import ModelRecord
+from worker.prefix_store.records.models import ModelRecord
 from worker.prefix_store.scan import Scan, scan_folder
 from worker.prefix_store.unfinished import UnfinishedFile, is_abandoned
 from worker.schedule.cache.disk import NotStored, files_to_remove, fits_budget

@@ -9,7 +9,7 @@ from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder
 from worker.prefix_store.format import BadFile, read_file_header
 from worker.prefix_store.names import FileName, pin_of
-from worker.prefix_store.records import outdated_digests, read_records
+from worker.prefix_store.records.models import outdated_digests, read_records
 from worker.prefix_store.scan import Scan, scan_folder
 from worker.schedule.cache.disk import StoredFile
 

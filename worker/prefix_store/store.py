@@ -11,7 +11,7 @@ from worker.prefix_store.folder import Folder
 from worker.prefix_store.index import Chain, Index
 from worker.prefix_store.names import model_digest
 from worker.prefix_store.reader import Decode, NumTensors, Reader, Reading, all_tensors, as_read
-from worker.prefix_store.records import ModelRecord
+from worker.prefix_store.records.models import ModelRecord
 from worker.prefix_store.writer import NewSegment, Writer
 
 _READER_S = 1.0  # to end; a folder that hangs must not delay the end of the worker

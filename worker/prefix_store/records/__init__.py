@@ -1,0 +1,1 @@
+"""Small files of workers in the folder, for people: which models use it, and since when they are outdated."""
