@@ -116,6 +116,7 @@ class Engine:
         """Add a request, which a later step admits or refuses. Its id must not be in use. Its grammar belongs to the
         engine from now on."""
         self._admission.add(request)
+        self._prefills.expect(request)
 
     def remove(self, id: str) -> None:
         """Remove a request in any state, and free its memory. An unknown id is ignored, since the request may have just
@@ -185,6 +186,7 @@ class Engine:
         self._caches.set_limit(self._admission.free_bytes)  # rows have priority over prefixes
         for id, message in plan.refuse.items():
             self._admission.pop(id)
+            self._prefills.remove(id)
             yield Refused(id, message)
         for id in plan.admit:
             admitted = self._admission.pop(id)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, BinaryIO
 
+from worker.prefix_store.ahead import PageCache, ReadAhead, advise
 from worker.prefix_store.background import Pace, lower_priority
 from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder
@@ -23,6 +25,7 @@ logger = logging.getLogger("sluice.prefix_store")
 
 _FIRST_READ_BYTES_S = 500e6  # until reads are measured
 _SHARED_BYTES_S = 300e6  # while rows decode: the machine's memory bus is left to them
+_FIRST_BYTES = 1 << 20  # that the disk reads ahead of a file whose KV has an unknown size
 _WEIGHT = 0.3  # of the last measurement in the speed
 _NOT_OF_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the process or the machine has none left
 
@@ -111,10 +114,11 @@ class Reader:
         beside = partial(lower_priority, awaited=True)
         self._checksums = ThreadPoolExecutor(1, "prefix-checksums", initializer=beside)
         self._pace = Pace(_SHARED_BYTES_S, self._unlimited)
-        self._began_s: float | None = None  # time at which the chain that is read now was begun
+        self._page_cache = PageCache(folder.path, self._needed_bytes, Pace(_SHARED_BYTES_S, self._unlimited))
+        self._began_s: float | None = None  # time at which what is read now was begun
         self._given_up_s = float("-inf")  # time at which a caller last gave up
         self._closed = threading.Event()
-        self._queue: queue.SimpleQueue[weakref.ref[Reading] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[weakref.ref[Reading] | weakref.ref[ReadAhead] | None] = queue.SimpleQueue()
         # Several callers that want the same files share one reading; others the files that both chains have.
         self._readings = weakref.WeakValueDictionary[tuple[FileName, ...], Reading]()
         self._segments = weakref.WeakValueDictionary[tuple[FileName, bool], LoadedSegment]()  # True: with its state
@@ -127,6 +131,13 @@ class Reader:
             reading = self._readings[chain.files] = Reading(chain)
             self._queue.put(weakref.ref(reading))
         return reading
+
+    def read_ahead(self, chain: Chain) -> ReadAhead:
+        """Bring the files of a chain into the system's page cache while nothing is read, until the caller drops the
+        returned object."""
+        ahead = ReadAhead(chain)
+        self._queue.put(weakref.ref(ahead))
+        return ahead
 
     @property
     def bytes_per_s(self) -> float:
@@ -144,7 +155,7 @@ class Reader:
 
     @property
     def is_overdue(self) -> bool:
-        """True while a chain is read that was begun before a caller gave up: the folder may not answer."""
+        """True while something is read that was begun before a caller gave up: the folder may not answer."""
         began_s = self._began_s
         return began_s is not None and began_s <= self._given_up_s
 
@@ -175,13 +186,26 @@ class Reader:
             self._on_end()
 
     def _read_all(self) -> None:
-        while (reference := self._queue.get()) is not None:
-            reading = reference()
-            if reading is not None and not reading.done:
-                chain = reading.chain
-                del reading  # so that it is given up when no caller holds it
-                self._process(chain, reference)
-            reading = None
+        while (reference := self._next()) is not None:
+            asked = reference()
+            if isinstance(asked, ReadAhead):
+                self._page_cache.add(asked)
+            elif asked is not None and not asked.done:
+                reading, chain = weakref.ref(asked), asked.chain
+                del asked  # so that it is given up when no caller holds it
+                self._process(chain, reading)
+            asked = None
+
+    def _next(self) -> "weakref.ref[Reading] | weakref.ref[ReadAhead] | None":
+        """Return what was asked for next. While nothing is, read ahead."""
+        while self._page_cache.has_work:
+            try:
+                return self._queue.get_nowait()
+            except queue.Empty:
+                self._began_s = time.monotonic()
+                self._page_cache.bring_piece()
+                self._began_s = None
+        return self._queue.get()
 
     def _process(self, chain: Chain, reference: "weakref.ref[Reading]") -> None:
         """Read a chain, and hand over what was read of it, also after an error."""
@@ -208,9 +232,11 @@ class Reader:
         began, unlimited = time.perf_counter(), self._unlimited.is_set()
         paced = self._pace.nbytes
         nbytes = 0
-        for name in chain.files:
+        for name, following in zip_longest(chain.files, chain.files[1:]):
             if not self._is_wanted(reference):
                 break
+            if following:
+                self._advise(following, chain, segments)
             with_state = name.has_state and name == chain.files[-1]
             segment = self._shared(name, with_state)
             if segment is None:
@@ -226,6 +252,23 @@ class Reader:
         if nbytes and unlimited and self._unlimited.is_set():
             speed = nbytes / max(time.perf_counter() - began, 1e-9)
             self._unlimited_bytes_per_s += _WEIGHT * (speed - self._unlimited_bytes_per_s)
+
+    def _advise(self, name: FileName, chain: Chain, segments: list[LoadedSegment]) -> None:
+        """Let the disk begin with the file that is read next. Its KV takes about as many bytes as that of the one
+        before."""
+        nbytes = chain.sizes[chain.files.index(name)]
+        if name.has_state and name != chain.files[-1]:
+            nbytes = self._end_of(segments[-1].header, with_state=False) if segments else _FIRST_BYTES
+        advise(self._folder.path / str(name), nbytes)
+
+    def _needed_bytes(self, name: FileName, last: bool, file: BinaryIO) -> int:
+        """Return how many of a file's first bytes a load needs."""
+        return self._end_of(read_header(file, name, self._encryption), with_state=last)
+
+    def _end_of(self, header: Header, *, with_state: bool) -> int:
+        """Return the byte after the KV, or after the state."""
+        ends = (0, *header.ends)
+        return header.data_start + ends[-1 if with_state else self._num_kv_tensors(header)]
 
     def _shared(self, name: FileName, with_state: bool) -> LoadedSegment | None:
         """Return a segment that another caller has still in memory, with its state if that is asked for."""

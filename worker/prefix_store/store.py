@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder
 from worker.prefix_store.index import Chain, Index
@@ -109,6 +110,11 @@ class PrefixStore:
         """Start to read a chain, or return the reading of the same files that is under way. It is given up if all
         callers drop the returned object."""
         return self._reader.read(chain)
+
+    def read_ahead(self, chain: Chain) -> ReadAhead:
+        """Bring the files of a chain into the system's page cache while nothing is read, since they are likely to be
+        read soon. Ends if the caller drops the returned object."""
+        return self._reader.read_ahead(chain)
 
     def limit_reads(self, *, decoding: bool) -> None:
         """Read slowly from now on if rows decode, so that their gaps stay as they are, and fast if none does."""

@@ -27,6 +27,7 @@ from worker.engine.cache.tensors import (
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
 from worker.errors import CannotStart
+from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.encryption import NoCryptography
 from worker.prefix_store.format import StoredSegment, Tensor
 from worker.prefix_store.index import Chain
@@ -131,6 +132,10 @@ class DiskTier:
     def read(self, chain: Chain) -> Reading:
         """Start to read files, or return the reading of the same files that is under way."""
         return self._store.read(chain)
+
+    def read_ahead(self, chain: Chain) -> ReadAhead:
+        """Bring files into the system's page cache, as long as the caller holds the returned object."""
+        return self._store.read_ahead(chain)
 
     def limit_reads(self, *, decoding: bool) -> None:
         """Read slowly from now on if rows decode, and fast if none does."""

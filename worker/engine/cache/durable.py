@@ -10,6 +10,7 @@ from worker.engine.cache.disk import DiskTier
 from worker.engine.cache.segments import KVSegment, StateSnapshot, copy_segment, snapshot_state, token_bytes
 from worker.engine.cache.slots import materialize
 from worker.engine.isolation import isolate
+from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reading
 from worker.prefix_store.writer import WriteReport
@@ -271,6 +272,10 @@ class DurablePrefixes:
     def read_apart(self, chain: Chain) -> Reading:
         """Start to read files as `read` does, but not for the tree: their bytes are the caller's to count."""
         return self._tier.read(chain)
+
+    def read_ahead(self, chain: Chain) -> ReadAhead:
+        """Bring files into the system's page cache, as long as the caller holds the returned object."""
+        return self._tier.read_ahead(chain)
 
     def give_up(self, reading: Reading, waited_s: float) -> None:
         """Record that a reading took too long: until the reader has ended it, no prefix is found."""

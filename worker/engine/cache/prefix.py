@@ -26,6 +26,7 @@ from worker.engine.cache.segments import (
 )
 from worker.engine.isolation import isolate
 from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reading
 from worker.schedule.cache.disk import NotStored, StoreResult, store_result
@@ -204,6 +205,16 @@ class PrefixCache:
         reading = self._durable.read(chain)
         self._shrink(self._room)
         return StartedLoad(reading, limit_s)
+
+    def read_ahead(self, namespace: str, tokens: tuple[int, ...], limit_of: LoadLimit) -> ReadAhead | None:
+        """Bring the files of the longest prefix on disk into the system's page cache, for a request that waits, if
+        loading it now would be worthwhile. Takes no memory of the cache. Ends if the caller drops the returned
+        object."""
+        matched = self.match_length(namespace, tokens)
+        if self._durable is None or (chain := self._durable.find(namespace, tokens, matched)) is None:
+            return None
+        is_worthwhile = limit_of(self._durable.size_of(chain, matched)) is not None
+        return self._durable.read_ahead(chain) if is_worthwhile else None
 
     def read_for_row(
         self, namespace: str, tokens: tuple[int, ...], limit_of: LoadLimit, row_bytes: int

@@ -18,12 +18,13 @@ from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.images import EncodeImages
 from worker.engine.prefill.load import Load
 from worker.engine.prefill.scoring import Draft
-from worker.engine.prefill.spans import ComputeSpans, window_of
+from worker.engine.prefill.spans import ComputeSpans, dense_prefix_len, window_of
 from worker.engine.prefill.specprefill import Score
 from worker.engine.prefill.stage import Phase, Stage
 from worker.engine.prefill.task import Advanced, PromptTask
 from worker.engine.prefill.together import SharedForwards
 from worker.engine.vision.inputs import MultimodalInputs
+from worker.prefix_store.ahead import ReadAhead
 from worker.schedule.budget import FirstStep, PromptCost, Running, StepBudget
 from worker.schedule.cache.disk import load_limit_s
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
@@ -76,6 +77,7 @@ class PrefillQueue:
         self._network = cast(nn.Module, self._head.trunk) if self._head else model.network
         self._caches = caches
         self._tasks: dict[str, PromptTask] = {}
+        self._ahead: dict[str, ReadAhead] = {}  # by the ids of requests that wait to be admitted
         self._shared = SharedForwards(self._network, model.costs, self._head)
         self._step = 0
         self._step_s = step_s
@@ -115,6 +117,16 @@ class PrefillQueue:
 
     # Prompts
 
+    def expect(self, request: GenerationRequest) -> None:
+        """Let the disk begin with the prefix of a request that waits to be admitted, until it is added or removed."""
+        if self._caches.prefix is None or not self._caches.prefix.on_disk:
+            return
+        with isolate(f"{request.id}: reading a prefix ahead"):
+            dense = len(request.tokens) if request.kept_ranges is None else dense_prefix_len(request.kept_ranges)
+            key = request.cache_key(request.tokens[: min(dense, len(request.tokens) - 1)])
+            if ahead := self._caches.prefix.read_ahead(request.namespace, key, self._load_limit_s):
+                self._ahead[request.id] = ahead
+
     def add(self, row: Row) -> None:
         """Add a row whose prompt is to be prefilled. Raises ValueError for images or kept ranges that do not match the
         prompt."""
@@ -130,6 +142,7 @@ class PrefillQueue:
             first.insert(0, Load(row.request, spans.num_dense, prefix, self._load_limit_s, row_bytes))
         if self._caches.draft:
             first += self._score_stages(row.request, self._caches.draft, window_of(spans.cache))
+        self._ahead.pop(row.id, None)
         self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added_s=time.monotonic())
 
     def _score_stages(self, request: GenerationRequest, draft: Draft, window: int) -> list[Stage]:
@@ -161,8 +174,9 @@ class PrefillQueue:
         return draft.of(scored, 0) + target.of(int(keep * tokens), 0) < target.of(tokens, 0)
 
     def remove(self, id: str) -> None:
-        """Drop a prompt and what it has computed. An unknown id is ignored."""
+        """Drop a prompt and what it has computed, or what is read ahead for it. An unknown id is ignored."""
         self._tasks.pop(id, None)
+        self._ahead.pop(id, None)
 
     def spill(self, id: str) -> None:
         """Let what a prompt has computed be written to disk: see `PrefixCache.spill_row`. An unknown id is ignored."""
