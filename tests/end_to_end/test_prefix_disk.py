@@ -3,13 +3,14 @@
 import base64
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts.stack import WorkerProcess
-from sluice import Client, Delta, Finished
+from sluice import Client, Delta, Finished, Resumed
 
 LONG = " ".join(f"Line {number} says {number * 7 % 100}." for number in range(120))
 
@@ -24,8 +25,7 @@ async def ask(client: Client, *more: dict[str, str]) -> tuple[Any, str]:
     job = await client.submit({"messages": messages, "temperature": 0, "max_tokens": 12})
     events = [event async for event in client.stream(job.id)]
     assert isinstance(events[-1], Finished), events[-1]
-    answer = "".join(getattr(event, "content", None) or "" for event in events)
-    return events[-1].usage, answer
+    return events[-1].usage, text_of(events)
 
 
 async def test_a_conversation_goes_on_from_disk_after_a_restart(redis_url: str, client: Client, tmp_path: Path) -> None:
@@ -62,17 +62,30 @@ async def test_a_worker_that_takes_over_a_job_finds_its_prefix_in_the_folder(
         while not list(tmp_path.glob("*.safetensors")):
             assert time.monotonic() < until
             time.sleep(0.01)
-        messages = [{"role": "user", "content": LONG}, *turn]
-        job = await client.submit({"messages": messages, "max_tokens": 300, "logit_bias": {"0": -100, "2": -100}})
-        events = client.stream(job.id)
-        async for event in events:
+        request = {
+            "messages": [{"role": "user", "content": LONG}, *turn],
+            "temperature": 0,
+            "max_tokens": 300,
+            "logit_bias": {"0": -100, "2": -100},
+        }
+        job = await client.submit(request)
+        async for event in client.stream(job.id):
             if isinstance(event, Delta):
                 dead.signal(signal.SIGKILL)
                 break
         with serving(redis_url, tmp_path, lease_s=1):
-            last = [event async for event in client.stream(job.id)][-1]
+            resumed = [event async for event in client.stream(job.id)]
+            whole = await client.submit(request)
+            uninterrupted = [event async for event in client.stream(whole.id)]
+    last = resumed[-1]
     assert isinstance(last, Finished)
     assert last.usage.cached_tokens > 1000
+    assert any(isinstance(event, Resumed) for event in resumed)
+    assert text_of(resumed) == text_of(uninterrupted)
+
+
+def text_of(events: Sequence[Any]) -> str:
+    return "".join(event.content or "" for event in events if isinstance(event, Delta))
 
 
 KEY = base64.b64encode(bytes(range(32))).decode()
