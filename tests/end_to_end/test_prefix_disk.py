@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts.stack import WorkerProcess
-from sluice import Client, Delta, Finished, Resumed
+from sluice import Client, Delta, Finished, Progress, Resumed
 
 LONG = " ".join(f"Line {number} says {number * 7 % 100}." for number in range(120))
 
@@ -48,6 +48,25 @@ def test_a_folder_that_cannot_be_written_is_refused_at_start(redis_url: str, tmp
     code = worker.start(wait=False).wait(60)
     assert code == 2
     assert "SLUICE_PREFIX_DISK_DIR" in worker.log()
+
+
+@pytest.mark.slow
+async def test_a_prefix_that_is_read_from_disk_is_reported_as_loading(
+    redis_url: str, client: Client, tmp_path: Path
+) -> None:
+    with serving(redis_url, tmp_path) as worker:
+        await ask(client)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait(60) == 0
+    with serving(redis_url, tmp_path, module="tests.end_to_end.slow_prefix_reads"):
+        job = await client.submit({"messages": [{"role": "user", "content": LONG}], "max_tokens": 12})
+        events = [event async for event in client.stream(job.id)]
+    loading = [event for event in events if isinstance(event, Progress) and event.phase == "loading"]
+    assert loading
+    assert all(0 <= event.done <= event.total for event in loading)
+    last = events[-1]
+    assert isinstance(last, Finished)
+    assert loading[-1].total >= last.usage.cached_tokens > 1000
 
 
 @pytest.mark.slow

@@ -13,7 +13,15 @@ from worker.chat.speculation import SpeculationReceipt
 from worker.json_bytes import dumps
 from worker.queue.job.job import Job, JobResult
 from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
-from worker.schedule.outcomes import Phase, Prefilled, Sampled, SpecPrefillApplied, SpecPrefillSkipped, Speculated
+from worker.schedule.outcomes import (
+    Loaded,
+    Phase,
+    Prefilled,
+    Sampled,
+    SpecPrefillApplied,
+    SpecPrefillSkipped,
+    Speculated,
+)
 from worker.text.output.output import Output, OutputDelta, concat
 
 logger = logging.getLogger("sluice.jobs")
@@ -126,7 +134,9 @@ class JobRecorder:
     def progress(self, phase: Phase, done: int, total: int) -> None:
         """Emit a progress event, at most one every `_PROGRESS_EVERY_S` seconds, and none for the end of a phase."""
         now = time.monotonic()
-        if done < total and now - self._progress_at >= _PROGRESS_EVERY_S:
+        # A load is reported once, when it begins: until it ends, the engine may sleep.
+        is_due = phase == Loaded.phase or now - self._progress_at >= _PROGRESS_EVERY_S
+        if done < total and is_due:
             self._progress_at = now
             self._job.log.append("progress", phase=phase, done=done, total=total)
 
