@@ -543,3 +543,13 @@ def test_prompt_with_the_least_time_is_first_not_the_one_with_the_fewest_tokens(
         Chunk("scored", 500, joins=True),
         Chunk("a", 50),
     ]
+
+
+def test_interactive_row_joins_in_the_step_of_its_last_chunk_if_that_takes_little_more() -> None:
+    cost = PromptCost(forward_s=0.04, token_s=0.001, join_s=0.009)
+    row = replace(waiting("a", 60), cost=cost)
+    [forward] = plan([row], spare(0.1), 1, UNBOUNDED)
+    assert forward.chunks == (Chunk("a", 60, joins=True),)
+    slow = replace(row, cost=replace(cost, join_s=0.011))
+    [forward] = plan([slow], spare(0.1), 1, UNBOUNDED)
+    assert forward.chunks == (Chunk("a", 60, joins=False),)

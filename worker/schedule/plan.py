@@ -24,7 +24,8 @@ OFFLINE_EVERY = 8
 SHORT_PASSES = 6
 SHORT_CHUNKS = 3
 # A rest of an interactive prompt that takes at most this many passes over the weights is computed with the chunk before
-# it, although the step lasts longer than planned then: in a later step it would take a pass of its own.
+# it, although the step lasts longer than planned then: in a later step it would take a pass of its own. So does a join,
+# which would take most of a later step, since it leaves too little time for another chunk.
 REST_PASSES = 0.25
 
 
@@ -209,7 +210,7 @@ def _chunk(row: PromptState, seconds: float, longest: int, *, first: bool) -> Ch
     """Return the longest chunk that takes at most `seconds`, or None if it is not worth its pass over the weights. The
     `first` chunk of a step is never None.
 
-    A row whose join does not fit joins in the next step: leaving a token for that step would cost a pass."""
+    A row whose join takes much more joins in the next step: leaving a token for that step would cost a pass."""
     tokens = _fitting(row, seconds, longest)
     more_s = seconds + REST_PASSES * row.cost.forward_s
     if row.lane == "interactive" and 0 < tokens < row.remaining == _fitting(row, more_s, longest):
@@ -218,7 +219,8 @@ def _chunk(row: PromptState, seconds: float, longest: int, *, first: bool) -> Ch
         if not first:
             return None
         tokens = min(row.remaining, max(tokens, MIN_CHUNK))
-    joins = tokens == row.remaining and _forward_s(row, tokens) + _join_s(row) <= seconds
+    limit_s = more_s if row.lane == "interactive" else seconds
+    joins = tokens == row.remaining and _forward_s(row, tokens) + _join_s(row) <= limit_s
     if tokens == 0 and not joins:
         return Chunk(row.id, 0, joins=True) if first else None
     return Chunk(row.id, tokens, joins)
