@@ -1,6 +1,7 @@
 """Prefixes that were evicted, or whose worker was restarted, are loaded from disk, and change no token."""
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -15,12 +16,15 @@ import pytest
 
 from tests.engine.cache.test_prefix import ALL, SOME, SYSTEM, lonely
 from tests.engine.driver import Run
-from tests.engine.tiny import model, prompt
+from tests.engine.tiny import model, network, prompt
 from worker.engine.cache.disk import DiskTier, _allocate
 from worker.engine.cache.durable import Storing
+from worker.engine.cache.layers import layers
 from worker.engine.model.load import Model
 from worker.engine.thread import EngineThread
+from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
+from worker.prefix_store.format import read_file_header
 from worker.prefix_store.names import parse_name
 from worker.prefix_store.reader import Reader
 from worker.prefix_store.store import PrefixStore, StoreOptions
@@ -155,6 +159,16 @@ def raw(value: Any) -> Any:
     if isinstance(value, mx.array):
         return value.dtype, value.shape, memoryview(value).tobytes()  # type: ignore[arg-type]
     return [raw(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+@SOME
+def test_the_header_names_the_kinds_of_all_layers(tmp_path: Path, family: str) -> None:
+    stored(family, tmp_path, DOCUMENT)
+    kinds = {type(layer).__name__ for layer in layers(make_prompt_cache(network(family)))}
+    for file in tmp_path.glob("*.safetensors"):
+        name = parse_name(file.name)
+        assert name is not None
+        assert {*json.loads(read_file_header(file, name).layout)["kinds"].split()} == kinds
 
 
 @SOME

@@ -59,10 +59,10 @@ class DiskTier:
         self._token_bytes = token_bytes
         self._states = [layer for layer in layers(make_prompt_cache(network)) if not is_sliceable(layer)]
         libraries = f"mlx-lm {version('mlx-lm')}"  # another release may compute other states
-        kinds = " ".join(type(layer).__name__ for layer in layers(make_prompt_cache(network)))
+        self._kinds = " ".join(type(layer).__name__ for layer in layers(make_prompt_cache(network)))
         stored_as = f" KV of {bits} bits" if bits else ""  # exact prefixes and others are never mixed
         try:
-            self._store = store_of(options, f"{fingerprint} {libraries} {kinds}{stored_as}", wake)
+            self._store = store_of(options, f"{fingerprint} {libraries} {self._kinds}{stored_as}", wake)
             self._store.open()
         except OSError as error:
             raise CannotStart(f"SLUICE_PREFIX_DISK_DIR={options.folder}: {error}; give a writable folder") from error
@@ -98,7 +98,7 @@ class DiskTier:
         `report`: receives the result; they are then pinned, so that they are not removed for space. Copies nothing.
         Returns False if too much waits to be written."""
         arrays = [*segment.buffers]
-        layout: dict[str, Any] = {"buffers": len(arrays)}
+        layout: dict[str, Any] = {"kinds": self._kinds, "buffers": len(arrays)}
         layout["state"] = None if state is None else [*_encoded(state, arrays)]
         group_sizes = [group_size(buffer) for buffer in segment.buffers] if self._bits else []
         if self._bits:
