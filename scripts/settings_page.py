@@ -125,6 +125,7 @@ def _front_metrics() -> FrontMetrics:
     metrics = FrontMetrics()
     metrics.ended("", "", 0, 0.0)
     metrics.first_token("", 0.0)
+    metrics.finished("", "", 0.0)
     return metrics
 
 

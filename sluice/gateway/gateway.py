@@ -15,6 +15,8 @@ from sluice.gateway.jobs.submission import Submission
 from sluice.gateway.keys.authentication import Authentication
 from sluice.gateway.keys.limits import Limits
 from sluice.gateway.keys.store import KeyStore
+from sluice.gateway.models import mapped_name
+from sluice.gateway.monitoring.answers import AnswerTimer
 from sluice.gateway.monitoring.metrics import Metrics
 from sluice.gateway.protection.memory import Memory
 from sluice.gateway.settings import ServeSettings
@@ -64,3 +66,8 @@ class Gateway:
     async def read_body(self, request: Request, caller: Caller) -> Body:
         """Return the body of a request. The caller holds its bytes until it releases them. Raises `ApiError`."""
         return await read_body(request, self.settings.max_body_bytes, caller.held)
+
+    def timer(self, model: str, started: float, *, stream: bool) -> AnswerTimer:
+        """Return the timer of the answer to a request that was accepted. `model`: as the request names it; `started`:
+        when the request came, by the monotonic clock."""
+        return AnswerTimer(self.metrics, mapped_name(model, self.settings.model_map), started, stream=stream)

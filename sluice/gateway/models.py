@@ -21,10 +21,15 @@ def requested_model(body: Mapping[str, Any]) -> str:
     return model
 
 
+def mapped_name(requested: str, mapped: Mapping[str, str]) -> str:
+    """Return the name that the settings give the requested model."""
+    return mapped.get(requested, mapped.get("*", requested))
+
+
 def served_name(caller: Caller, requested: str, mapped: Mapping[str, str]) -> str:
     """Return the name that workers serve the requested model under. Raises `ApiError` 404 for a name that the caller
     may not use or that no worker can have."""
-    served = mapped.get(requested, mapped.get("*", requested))
+    served = mapped_name(requested, mapped)
     is_allowed = caller.models is None or bool({requested, served} & caller.models)
     if not is_allowed or not re.fullmatch(MODEL_NAME, served):
         raise model_not_found(requested)

@@ -9,11 +9,14 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
 from redis.asyncio import Redis
 
+import worker.jobs
 from scripts.stack import ROOT, Server
 from sluice import Client
 from sluice.gateway import ServeSettings, app
@@ -21,9 +24,10 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.monitoring.log_lines import TerminalFormatter, wrapped
 from sluice.gateway.server import listen
 from sluice.gateway.settings import CannotServe
-from tests.gateway.chat.test_routes import PATH, data_of, request, text_of
+from tests.fakes import ByteTokenizer, FakeChat, FakeEngine, worker_context
+from tests.gateway.chat.test_routes import PATH, data_of, request, text_of, until_running
 from tests.gateway.fronts import front_process, serving
-from tests.queue.helpers import field
+from tests.queue.helpers import field, listening, settings, working
 from tests.waiting import until
 
 
@@ -81,8 +85,85 @@ async def test_requests_are_counted_by_route_and_status(http: httpx.AsyncClient)
         while counted not in metrics:  # it is counted after the answer
             metrics = (await http.get("/metrics")).text
     assert 'http_requests_total{handler="other",method="GET",status="404"} 1.0' in metrics
-    assert 'vllm:time_to_first_token_seconds_count{model_name="default"} 1.0' in metrics
     assert "secret" not in metrics
+
+
+def counts(metrics: str) -> dict[str, float]:
+    """Return the first tokens, the latencies and the ends by reason that were counted."""
+    found = re.findall(r'^vllm:(\w+)(?:_count|_total)\{(?:finished_reason="(\w+)",)?.*\} (\S+)$', metrics, re.MULTILINE)
+    return {reason or name: float(value) for name, reason, value in found}
+
+
+TTFT, E2E = "time_to_first_token_seconds", "e2e_request_latency_seconds"
+SURFACES = [PATH, "/v1/responses", "/v1/messages"]
+
+
+def asking(text: str, **fields: Any) -> dict[str, dict[str, Any]]:
+    """Return a body for each surface."""
+    messages = [{"role": "user", "content": text}]
+    bodies = [{"messages": messages}, {"input": text}, {"messages": messages, "max_tokens": 9}]
+    return {path: {"model": "default", **body, **fields} for path, body in zip(SURFACES, bodies, strict=True)}
+
+
+@pytest.fixture
+async def speaking(redis_url: str, db: Redis) -> AsyncIterator[None]:
+    """A worker of the model `default` without a model, which reads requests as a worker does and answers `Hi.`."""
+    tokenizer, known = ByteTokenizer(), settings(redis_url)
+    engine = FakeEngine(lambda request: b"Hi.")
+    async with engine, working(known, worker.jobs.chat, context=worker_context(known, engine, tokenizer)):
+        await listening(db)
+        yield
+
+
+@pytest.mark.usefixtures("speaking")
+@pytest.mark.parametrize("path", SURFACES)
+async def test_the_first_token_of_a_stream_and_the_end_of_each_answer_are_observed_once(
+    http: httpx.AsyncClient, path: str
+) -> None:
+    streamed = await http.post(path, json=asking("Hi.", stream=True)[path])
+    assert counts((await http.get("/metrics")).text) == {TTFT: 1, E2E: 1, "stop": 1}
+    await http.post(path, json=asking("Hi.")[path])
+    job_id = streamed.headers["x-request-id"]
+    again = {PATH: [f"/{job_id}", f"/{job_id}/stream"], "/v1/responses": [f"/{job_id}", f"/{job_id}?stream=true"]}
+    for rest in again.get(path, []):
+        assert (await http.get(path + rest)).status_code == 200
+    assert counts((await http.get("/metrics")).text) == {TTFT: 1, E2E: 2, "stop": 2}
+
+
+@pytest.mark.usefixtures("speaking")
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", SURFACES)
+async def test_an_answer_that_fails_is_counted_as_an_error_of_its_model(
+    redis_url: str, path: str, stream: bool
+) -> None:
+    front_settings = ServeSettings(_env_file=None, models="gpt-4o=default")
+    with serving(redis_url, front_settings) as front:
+        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+            too_long = asking("Hi. " * 2000, model="gpt-4o", stream=stream)[path]
+            assert (await http.post(path, json=too_long)).status_code == 400
+            metrics = (await http.get("/metrics")).text
+    assert counts(metrics) == {"error": 1}
+    assert 'vllm:request_success_total{finished_reason="error",model_name="default"} 1.0' in metrics
+
+
+@pytest.mark.usefixtures("speaking")
+@pytest.mark.parametrize("stream", [True, False])
+async def test_each_choice_is_counted_and_the_first_token_of_all(http: httpx.AsyncClient, stream: bool) -> None:
+    await http.post(PATH, json=asking("Hi.", n=3, stream=stream)[PATH])
+    first = {TTFT: 1} if stream else {}
+    assert counts((await http.get("/metrics")).text) == {**first, E2E: 3, "stop": 3}
+
+
+@pytest.mark.usefixtures("fake_worker")
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_is_cancelled_is_counted_as_aborted(
+    http: httpx.AsyncClient, chat: FakeChat, stream: bool
+) -> None:
+    answer = asyncio.create_task(http.post(PATH, json=request(then="hang", stream=stream)))
+    await until_running(chat, 1)
+    await http.post(f"{PATH}/{chat.began[0]}/cancel")
+    assert '"cancelled"' in (await answer).text
+    assert counts((await http.get("/metrics")).text) == {"abort": 1}
 
 
 @pytest.mark.usefixtures("fake_worker")

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -23,7 +24,9 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs.jobs import unknown
 from sluice.gateway.jobs.stored import Available
+from sluice.gateway.models import requested_model
 from sluice.gateway.monitoring.access import identify
+from sluice.gateway.monitoring.answers import AnswerTimer
 from sluice.gateway.threads import json_response
 
 _PATH = "/v1/chat/completions"
@@ -54,6 +57,7 @@ class _Accepted:
     """A request whose jobs are queued. It holds nothing of the body."""
 
     jobs: _Jobs
+    model: str  # as the request names it
     stream: bool
     include_usage: bool
 
@@ -66,12 +70,15 @@ class _Chat:
 
     async def create(self, request: Request) -> Response:
         """Answer `POST /v1/chat/completions`."""
+        started = time.monotonic()
         accepted = await self._accept(request)
         jobs = accepted.jobs
         identify(request, jobs.ids[0])
+        timer = self._gateway.timer(accepted.model, started, stream=accepted.stream)
         if accepted.stream:
-            return await self._stream(request, jobs, [-1] * len(jobs.ids), include_usage=accepted.include_usage)
-        completion = await unless_disconnected(request, self._completion(jobs))
+            frames = self._frames(jobs, [-1] * len(jobs.ids), timer, include_usage=accepted.include_usage)
+            return await self._stream(request, frames)
+        completion = await unless_disconnected(request, self._completion(jobs, timer))
         return await json_response(completion)
 
     async def _accept(self, request: Request) -> _Accepted:
@@ -90,7 +97,7 @@ class _Chat:
             base = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
             jobs = _Jobs(job_ids(base, chat.choices), True)
             await unless_disconnected(request, self._submit_once(caller, chat, jobs, base, body.digest))
-        return _Accepted(jobs, chat.stream, chat.include_usage)
+        return _Accepted(jobs, requested_model(chat.body), chat.stream, chat.include_usage)
 
     async def _submit(self, caller: Caller, chat: ChatRequest, jobs: _Jobs, *, has_key: bool = False) -> None:
         """Queue the jobs. After that the caller holds nothing of the body."""
@@ -113,9 +120,9 @@ class _Chat:
             caller.held.release()
             caller.held.add(stored.event_bytes if chat.stream else stored.result_bytes)
 
-    async def _completion(self, jobs: _Jobs) -> dict[str, Any]:
+    async def _completion(self, jobs: _Jobs, timer: AnswerTimer | None = None) -> dict[str, Any]:
         """Return the completion. If one job fails or the client leaves, all are cancelled."""
-        tasks = [asyncio.create_task(self._gateway.jobs.result(job_id)) for job_id in jobs.ids]
+        tasks = [asyncio.create_task(self._gateway.jobs.result(job_id, timer=timer)) for job_id in jobs.ids]
         try:
             with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached):
                 return completion_of(await asyncio.gather(*tasks))
@@ -124,23 +131,16 @@ class _Chat:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stream(self, request: Request, jobs: _Jobs, seen: Sequence[int], *, include_usage: bool) -> Response:
-        return await sse.stream(
-            request,
-            self._frames(jobs, seen, include_usage=include_usage),
-            heartbeat_s=self._gateway.settings.heartbeat_s,
-            error_frame=error_frame,
-        )
+    async def _stream(self, request: Request, frames: AsyncGenerator[bytes]) -> Response:
+        heartbeat_s = self._gateway.settings.heartbeat_s
+        return await sse.stream(request, frames, heartbeat_s=heartbeat_s, error_frame=error_frame)
 
-    async def _frames(self, jobs: _Jobs, seen: Sequence[int], *, include_usage: bool) -> AsyncGenerator[bytes]:
+    async def _frames(
+        self, jobs: _Jobs, seen: Sequence[int], timer: AnswerTimer | None = None, *, include_usage: bool
+    ) -> AsyncGenerator[bytes]:
         """Yield the frames. If one job fails or the client leaves, all are cancelled."""
-        started = time.monotonic()
-
-        def on_first(model: str) -> None:
-            if max(seen) < 0:
-                self._gateway.metrics.first_token(model, time.monotonic() - started)
-
-        source = frames(jobs.ids, self._gateway.jobs.events, include_usage=include_usage, seen=seen, on_first=on_first)
+        events = partial(self._gateway.jobs.events, timer=timer)
+        source = frames(jobs.ids, events, include_usage=include_usage, seen=seen)
         with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached):
             async with aclosing(source):
                 async for frame in source:
@@ -163,7 +163,7 @@ class _Chat:
         caller.held.add((await self._gateway.jobs.stored(jobs.ids)).event_bytes)
         seen = seen_by(request.headers.get("last-event-id"), len(jobs.ids))
         include_usage = request.query_params.get("include_usage") == "true"
-        return await self._stream(request, jobs, seen, include_usage=include_usage)
+        return await self._stream(request, self._frames(jobs, seen, include_usage=include_usage))
 
     async def cancel(self, request: Request) -> Response:
         """Answer `POST /v1/chat/completions/{id}/cancel`."""

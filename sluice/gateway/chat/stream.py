@@ -10,7 +10,7 @@ from sluice.gateway.chat.merging import merged
 from sluice.gateway.errors import ApiError, openai_body
 from sluice.openai import Answer, usage_of
 from sluice.streaming.streams import LAST_SEQ
-from sluice.wire import Delta, Event, Finished, Started
+from sluice.wire import Event, Finished
 
 Events = Callable[[str], AsyncGenerator[Event]]  # the events of a job, from the first
 
@@ -21,17 +21,14 @@ async def frames(
     *,
     include_usage: bool,
     seen: Sequence[int],
-    on_first: Callable[[str], None] = lambda model: None,
 ) -> AsyncGenerator[bytes]:
     """Yield the frames of an answer with a choice for each job, without those of the events up to `seen`.
 
-    The id of a frame is the position in each job's events. `on_first` is called with the model before the first text.
-    Raises as `Answer.chunks` and `Gateway.events` do.
+    The id of a frame is the position in each job's events. Raises as `Answer.chunks` and `Gateway.events` do.
     """
     position = list(seen)
     answers = [Answer(include_usage=include_usage, index=i, id=job_ids[0]) for i in range(len(job_ids))]
     finished: dict[int, Finished] = {}
-    is_silent, model = True, ""
     async with aclosing(merged([events(job_id) for job_id in job_ids])) as merged_events:
         async for index, event in merged_events:
             chunks = answers[index].chunks(event)
@@ -39,11 +36,6 @@ async def frames(
                 position[index] = event.seq
                 for chunk in chunks:  # one at most
                     yield sse.frame(chunk, id=_id(position))
-            if isinstance(event, Started):
-                model = event.model
-            if isinstance(event, Delta) and is_silent:
-                is_silent = False
-                on_first(model)
             if isinstance(event, Finished):
                 finished[index] = event
     if include_usage:

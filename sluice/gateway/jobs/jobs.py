@@ -19,6 +19,7 @@ from sluice.gateway.errors import ApiError
 from sluice.gateway.jobs.queue_watch import QueueWatch
 from sluice.gateway.jobs.stored import StoredAnswer, read_stored
 from sluice.gateway.keys.limits import Limits
+from sluice.gateway.monitoring.answers import AnswerTimer
 from sluice.transport.retries import Retries
 from sluice.wire import Event
 
@@ -42,8 +43,8 @@ class Jobs:
         """Cancel no more jobs whose connections end: from now on the gateway itself closes them."""
         self._draining = True
 
-    async def events(self, job_id: str, after: int = -1) -> AsyncGenerator[Event]:
-        """Yield the job's events after `after`, as `Client.stream` does.
+    async def events(self, job_id: str, after: int = -1, *, timer: AnswerTimer | None = None) -> AsyncGenerator[Event]:
+        """Yield the job's events after `after`, as `Client.stream` does. `timer`: of the request that they answer.
 
         Raises `ApiError` 503, and cancels the job, if its workers are gone before the first event.
         """
@@ -53,14 +54,30 @@ class Jobs:
                 first = await anext(events, None)
             if first is None:
                 return
+            if timer:
+                timer.add_event(first)
             yield first
             async for event in events:
+                if timer:
+                    timer.add_event(event)
                 yield event
 
-    async def result(self, job_id: str) -> dict[str, Any]:
-        """Return the job's result, waiting until it has ended. A token count costs a request and no tokens.
+    async def result(self, job_id: str, *, timer: AnswerTimer | None = None) -> dict[str, Any]:
+        """Return the job's result, waiting until it has ended. `timer`: of the request that it answers.
 
         Raises as `Client.result` and `events` do."""
+        try:
+            completion = await self._settled_result(job_id)
+        except SluiceError as error:
+            if timer:
+                timer.add_error(error)
+            raise
+        if timer:
+            timer.add_result(completion)
+        return completion
+
+    async def _settled_result(self, job_id: str) -> dict[str, Any]:
+        """Return the job's result, and settle it. A token count costs a request and no tokens."""
         try:
             with self._queue_watch.watching(job_id):
                 completion = await self._client.result(job_id)

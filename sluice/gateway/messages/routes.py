@@ -1,6 +1,7 @@
 """The routes of Anthropic's Messages."""
 
 import re
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from sluice.gateway.messages.errors import ID_PREFIX, endpoint, error_body, id_h
 from sluice.gateway.messages.request import chat_request, prompt_fields
 from sluice.gateway.messages.stream import PING, MessageEvent, MessageStream, whole_message
 from sluice.gateway.threads import in_thread_if_long, json_response
-from sluice.wire import Restarted
+from sluice.wire import Event, Restarted
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ class _Accepted:
     leaves."""
 
     job_id: str
+    model: str  # as the request names it
     stream: bool
     omit_thinking: bool
     detached: bool
@@ -59,12 +61,15 @@ class _Messages:
 
     async def create(self, request: Request) -> Response:
         """Answer `POST /v1/messages`."""
+        started = time.monotonic()
         accepted = await self._accept(request)
         job_id, omits = accepted.job_id, accepted.omit_thinking
+        timer = self._gateway.timer(accepted.model, started, stream=accepted.stream)
+        events = self._gateway.jobs.events(job_id, timer=timer)
         if accepted.stream:
-            frames = self._frames(job_id, detached=accepted.detached, omit_thinking=omits)
+            frames = self._frames(job_id, events, detached=accepted.detached, omit_thinking=omits)
             return await self._stream(request, frames)
-        reading = self._whole(job_id, omit_thinking=omits)
+        reading = self._whole(events, omit_thinking=omits)
         whole = await self._unless_disconnected(request, reading, detached=accepted.detached)
         return await json_response(whole, id_headers(job_id))
 
@@ -79,7 +84,7 @@ class _Messages:
         else:
             request.state.request_id = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
             await unless_disconnected(request, self._submit_once(caller, request.state.request_id, chat, body.digest))
-        return _Accepted(request.state.request_id, bool(wanted.stream), omits, key is not None)
+        return _Accepted(request.state.request_id, wanted.model, bool(wanted.stream), omits, key is not None)
 
     async def _submit(self, caller: Caller, job_id: str, chat: dict[str, Any], *, has_key: bool = False) -> None:
         """Queue the job. After that the caller holds nothing of the body."""
@@ -121,9 +126,9 @@ class _Messages:
         with self._gateway.jobs.abandoning([request.state.request_id], detached=detached):
             return await unless_disconnected(request, work)
 
-    async def _whole(self, job_id: str, *, omit_thinking: bool) -> dict[str, Any]:
+    async def _whole(self, source: AsyncGenerator[Event], *, omit_thinking: bool) -> dict[str, Any]:
         stream, emitted = MessageStream(omit_thinking=omit_thinking), list[MessageEvent]()
-        async with aclosing(self._gateway.jobs.events(job_id)) as events:
+        async with aclosing(source) as events:
             async for event in events:
                 if isinstance(event, Restarted):
                     stream, emitted = MessageStream(omit_thinking=omit_thinking), []
@@ -141,11 +146,13 @@ class _Messages:
             heartbeat=_frame(PING),
         )
 
-    async def _frames(self, job_id: str, *, detached: bool, omit_thinking: bool) -> AsyncGenerator[bytes]:
+    async def _frames(
+        self, job_id: str, source: AsyncGenerator[Event], *, detached: bool, omit_thinking: bool
+    ) -> AsyncGenerator[bytes]:
         """Yield the frames. If the job fails or the client leaves, it is cancelled."""
         stream = MessageStream(omit_thinking=omit_thinking)
         with self._gateway.jobs.abandoning([job_id], detached=detached):
-            async with aclosing(self._gateway.jobs.events(job_id)) as events:
+            async with aclosing(source) as events:
                 async for event in events:
                     for each in stream.events(event):
                         yield _frame(each)

@@ -30,6 +30,20 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._e2e = Histogram(
+            "vllm:e2e_request_latency_seconds",
+            "Seconds from the request to the end of its answer, for each finished choice.",
+            ["model_name"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._success = Counter(
+            "vllm:request_success",
+            "Choices whose end a client waited for, by finished_reason: stop, length, tool_calls, abort (cancelled) or "
+            "error (failed).",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
 
     def began(self) -> None:
         """Count a request that has begun."""
@@ -44,3 +58,12 @@ class Metrics:
     def first_token(self, model: str, seconds: float) -> None:
         """Observe the wait for a streamed answer. `model`: a served name."""
         self._ttft.labels(model).observe(seconds)
+
+    def finished(self, model: str, reason: str, seconds: float) -> None:
+        """Count a choice that has finished, and observe the wait for its end."""
+        self._success.labels(model, reason).inc()
+        self._e2e.labels(model).observe(seconds)
+
+    def not_finished(self, model: str, reason: str) -> None:
+        """Count a choice that was cancelled or has failed."""
+        self._success.labels(model, reason).inc()

@@ -11,6 +11,7 @@ from sluice.errors import JobFailed
 from sluice.gateway import sse
 from sluice.gateway.errors import ApiError, openai_body
 from sluice.gateway.gateway import Gateway
+from sluice.gateway.monitoring.answers import AnswerTimer
 from sluice.gateway.responses.events.head import Head, Response
 from sluice.gateway.responses.events.stream import Fold
 from sluice.gateway.responses.store import Store
@@ -27,15 +28,18 @@ _FIRST_EVENT_S = 1.0  # within which a failure still becomes an HTTP status
 
 
 class Reading:
-    """One reader of a job's events. `detached`: the job continues when the reader leaves."""
+    """One reader of a job's events. `detached`: the job continues when the reader leaves; `timer`: of the request that
+    they answer."""
 
-    def __init__(self, gateway: Gateway, store: Store, head: Head, *, detached: bool) -> None:
+    def __init__(
+        self, gateway: Gateway, store: Store, head: Head, *, detached: bool, timer: AnswerTimer | None = None
+    ) -> None:
         self._gateway = gateway
         self._store = store
         self._head = head
         self._detached = detached
         self._fold = Fold(head)
-        self._source = ReadAhead(gateway.jobs.events(head.id))
+        self._source = ReadAhead(gateway.jobs.events(head.id, timer=timer))
         self._is_over = False
 
     async def whole(self) -> Response:

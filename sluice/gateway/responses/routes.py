@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
@@ -74,12 +75,14 @@ class _Responses:
 
     async def create(self, http: Request) -> HttpResponse:
         """Answer `POST /v1/responses`."""
+        started = time.monotonic()
         accepted = await self._read(http)
         head = accepted.head
         identify(http, head.id)
         if accepted.response is not None:
             return await json_response(accepted.response)
-        reading = Reading(self._gateway, self._store, head, detached=accepted.detached)
+        timer = self._gateway.timer(head.echo["model"], started, stream=accepted.stream)
+        reading = Reading(self._gateway, self._store, head, detached=accepted.detached, timer=timer)
         if accepted.stream:
             return await self._stream(http, reading, reading.frames(refuses=True))
         return await json_response(await unless_disconnected(http, reading.whole()))
