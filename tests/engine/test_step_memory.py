@@ -33,6 +33,7 @@ MODELS = {
     "window": MemoryModel(weights_bytes=10, kv_layers=(KVLayers(1000, 500, 300), KVLayers(100, 100))),
     "state": MemoryModel(weights_bytes=10, kv_layers=(KVLayers(100, 100),), state_bytes=10**6, state_layer_bytes=10**5),
     "drafts": MemoryModel(weights_bytes=10, kv_layers=(KVLayers(1000, 500),), state_bytes=10**5, max_draft=7),
+    "logits": MemoryModel(weights_bytes=10, kv_layers=(KVLayers(10, 5),), vocab=10**5),
     "draft model": MemoryModel(weights_bytes=10, kv_layers=(KVLayers(1000, 500),), max_draft=7, drafter=DRAFTER),
 }
 
@@ -42,7 +43,7 @@ MODELS = {
 
 def predicted_bytes(costs: MemoryModel, demand: StepDemand) -> int:
     slack_bytes = costs.slack_bytes(demand.lengths[: len(demand.buffers)], demand.buffers)
-    return costs.working_bytes(demand.lengths, demand.chunk, demand.images) + slack_bytes
+    return costs.working_bytes(demand.lengths, demand.chunk, demand.images, demand.drawn) + slack_bytes
 
 
 lengths = st.lists(st.lists(st.integers(1, 3000), min_size=1, max_size=5), max_size=3)
@@ -55,20 +56,21 @@ def test_step_that_covers_another_is_predicted_to_take_at_least_as_much(
 ) -> None:
     change = st.one_of(st.just(0), st.integers(0, 700), st.integers(-3, 3))
     buffers = [data.draw(st.integers(0, 20 * MB)) for _ in groups]
-    before = StepDemand(groups, buffers, data.draw(st.integers(0, 600)))
+    before = StepDemand(groups, buffers, data.draw(st.integers(0, 600)), drawn=data.draw(st.integers(0, 600)))
     now = StepDemand(
         [[max(1, tokens + data.draw(change)) for tokens in group] for group in groups],
         [max(0, nbytes + data.draw(change)) for nbytes in buffers],
         max(0, before.chunk + data.draw(change)),
+        drawn=max(0, before.drawn + data.draw(change)),
     )
     if now.covers(before):
         assert predicted_bytes(MODELS[name], now) >= predicted_bytes(MODELS[name], before)
 
 
 def test_step_covers_another_only_if_nothing_became_less() -> None:
-    before = StepDemand([[100, 40], [7]], [3000, 1000], 3)
+    before = StepDemand([[100, 40], [7]], [3000, 1000], 3, drawn=2)
     assert before.covers(before)
-    assert StepDemand([[101, 20], [8]], [3000, 1001], 4).covers(before)
+    assert StepDemand([[101, 20], [8]], [3000, 1001], 4, drawn=3).covers(before)
     for other in (
         replace(before, lengths=[[99, 40], [7]]),
         replace(before, lengths=[[100], [40, 7]]),
@@ -77,6 +79,7 @@ def test_step_covers_another_only_if_nothing_became_less() -> None:
         replace(before, buffers=[2999, 1000]),
         replace(before, buffers=[4000]),
         replace(before, chunk=2),
+        replace(before, drawn=1),
         replace(before, images=ImageDemand(1)),
     ):
         assert not other.covers(before)
@@ -96,8 +99,8 @@ class EveryStep(StepMemory):
     def compare(self, prompt_tokens: int, images: ImageDemand) -> tuple[int, int] | None:
         used, last = self._admission._used_bytes(self._caches.nbytes), self._compared
         memory = super().compare(prompt_tokens, images)
-        chunk = max(prompt_tokens, len(self._running), self._running.verifications.tokens)
-        demand = StepDemand(self._lengths, self._buffers, chunk, images)
+        drawn = max(sum(map(len, self._lengths[: len(self._buffers)])), self._running.verifications.tokens)
+        demand = StepDemand(self._lengths, self._buffers, max(prompt_tokens, drawn), images, drawn)
         self.reference.record_step(predicted_bytes(self._costs, demand) + self._admission._held_bytes(), used)
         self.reference.compare()
         self.steps, self.skipped = self.steps + 1, self.skipped + (self._compared is last)

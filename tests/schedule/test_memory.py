@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from worker.schedule.memory import (
     BUFFER_TOKENS,
     CHUNK,
+    DRAWN_AT_ONCE,
     MAX_ROWS,
     NO_IMAGES,
     EncoderCost,
@@ -38,6 +39,8 @@ costs = st.builds(
     state_bytes=st.integers(0, 10**6),
     chunk_token_bytes=st.integers(0, 10**5),
     score_bytes=st.integers(0, 100),
+    vocab=st.integers(0, 10**6),
+    max_draft=st.integers(0, 7),
     draft_bytes=st.integers(0, 10**8),
     factor=st.floats(0.5, 4.0),
 )
@@ -60,6 +63,27 @@ def test_every_row_of_a_group_pays_for_the_longest() -> None:
 
 def test_longer_chunk_takes_more_for_windows_and_scores() -> None:
     assert HYBRID.chunk_bytes(256, 1000) == 256 * (50 + 40 + 2 * 1000)
+
+
+def test_a_step_draws_from_the_logits_of_each_row_and_of_each_token_of_a_draft() -> None:
+    plain = replace(PLAIN, vocab=1000)
+    drafted = replace(plain, max_draft=7)
+    assert (plain.most_drawn(32), drafted.most_drawn(4)) == (32, 4 * 8)
+    assert drafted.most_drawn(100) == CHUNK, "drafts are so much shorter"
+    assert drafted.most_drawn(300) == plain.most_drawn(300) == 300
+    for costs in plain, drafted:
+        without = replace(costs, vocab=0)
+        logits = costs.logit_bytes(costs.most_drawn(5))
+        assert costs.working_bytes([[100] * 3, [50] * 2]) == without.working_bytes([[100] * 3, [50] * 2]) + logits
+        assert costs.working_bytes([[100]], drawn=3) == without.working_bytes([[100]]) + costs.logit_bytes(3)
+
+
+def test_what_sampling_holds_does_not_grow_with_rows_beyond_those_that_are_drawn_at_once() -> None:
+    costs = replace(PLAIN, vocab=DRAWN_AT_ONCE // 8)
+    assert costs.logit_bytes(8) == 8 * costs.logit_bytes(1)
+    assert costs.logit_bytes(9) - costs.logit_bytes(8) < costs.logit_bytes(1) / 2
+    larger = replace(PLAIN, vocab=2 * DRAWN_AT_ONCE)
+    assert larger.logit_bytes(1) > 0.9 * larger.vocab * 52
 
 
 def test_without_rows_only_the_weights_count() -> None:

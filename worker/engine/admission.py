@@ -173,16 +173,17 @@ class AdmissionController:
         prefix_bytes: int,
         images: ImageDemand = NO_IMAGES,
         slack_bytes: int = 0,
+        drawn: int | None = None,
     ) -> tuple[int, int] | None:
         """Compare the predicted with the measured memory of a step, both without weights. If the step took more than
         predicted, predictions rise at once, and a new plan is requested. Returns what `Calibration.compare` returns.
 
         `lengths`: current lengths of the rows in tokens, by group. `chunk`: tokens of the step's longest chunk.
         `prefix_bytes`: bytes of the caches that outlive a request, which are not counted. `images`: those encoded in
-        the step. `slack_bytes`: see `MemoryModel`. MLX's peak memory must have been reset before the step."""
+        the step. `slack_bytes`, `drawn`: see `MemoryModel`. MLX's peak memory must have been reset before the step."""
         used = self._used_bytes(prefix_bytes)
         self._prefix_bytes = prefix_bytes
-        predicted = self._limits.costs.working_bytes(lengths, chunk, images) + self._held_bytes() + slack_bytes
+        predicted = self._limits.costs.working_bytes(lengths, chunk, images, drawn) + self._held_bytes() + slack_bytes
         if self.calibration.record_step(predicted, used):
             self.mark_dirty()
         return self.calibration.compare()

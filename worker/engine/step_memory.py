@@ -21,6 +21,7 @@ class StepDemand:
     buffers: Sequence[int]  # allocated bytes of the decoding groups, which come first in `lengths`
     chunk: int = 0  # tokens of the longest chunk
     images: ImageDemand = NO_IMAGES
+    drawn: int = 0  # tokens that decoding rows draw
 
     def covers(self, other: "StepDemand") -> bool:
         """Return True if at least as much memory is predicted for this step as for the other, whatever the model: all
@@ -31,6 +32,7 @@ class StepDemand:
             and all(map(ge, _longest(self), _longest(other)))
             and all(map(ge, self.buffers, other.buffers))
             and self.chunk >= other.chunk
+            and self.drawn >= other.drawn
             and self.images == other.images
         )
 
@@ -77,11 +79,12 @@ class StepMemory:
         `AdmissionController.calibrate` returns; None if nothing is compared. `prompt_tokens`: tokens of the longest
         chunk. `images`: encoded in the step."""
         # A decoding row needs as much as one token of a chunk, and as one for each token of a draft.
-        chunk = max(prompt_tokens, len(self._running), self._running.verifications.tokens)
-        demand = StepDemand(self._lengths, self._buffers, chunk, images)
+        drawn = max(sum(map(len, self._lengths[: len(self._buffers)])), self._running.verifications.tokens)
+        chunk = max(prompt_tokens, drawn)
+        demand = StepDemand(self._lengths, self._buffers, chunk, images, drawn)
         comparable = not self._is_planned and self._compared is not None and demand.covers(self._compared)
         if comparable and self._admission.skip_calibration(self._caches.nbytes):
             return None
         self._compared = demand
         slack_bytes = self._costs.slack_bytes(self._lengths[: len(self._buffers)], self._buffers)
-        return self._admission.calibrate(self._lengths, chunk, self._caches.nbytes, images, slack_bytes)
+        return self._admission.calibrate(self._lengths, chunk, self._caches.nbytes, images, slack_bytes, drawn)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from worker.schedule.memory import MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel, Occupancy, format_bytes
+from worker.schedule.memory import MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel, format_bytes
+from worker.schedule.occupancy import Occupancy
 from worker.schedule.request import Lane
 
 # Rows that may overtake a row that does not fit yet. Then the rows behind it wait too, so memory is freed for it.

@@ -1,11 +1,10 @@
-"""Predicted memory of rows, in bytes: of any rows, and of active rows to which others are added."""
+"""Predicted memory of rows, in bytes."""
 
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from itertools import starmap
 from math import ceil
-from typing import Protocol
 
 BUFFER_TOKENS = 256  # buffers grow in steps of this many tokens, as mlx-lm's do
 # Tokens of a prompt chunk that every prediction allows for. Longer chunks are only faster: see `longest_chunk`.
@@ -13,6 +12,11 @@ CHUNK = 256
 
 # Arrays of the size of a state that a recurrence without a kernel holds at once, measured on a CPU.
 _LAYER_STATES = 8
+
+DRAWN_AT_ONCE = 1 << 21  # logits that tokens are sampled from at once
+# Bytes for each logit of a forward, and for each of those that are sampled from at once: measured on a CPU, with all
+# filters, penalties and logprobs, in float32 and bfloat16.
+_LOGIT_BYTES, _SAMPLING_BYTES = 20, 32
 
 MAX_ROWS = 512  # upper limit of SLUICE_MAX_ROWS
 UNLIMITED_TOKENS = 1 << 32  # tokens; more than any device holds, unless the model caches none
@@ -114,6 +118,7 @@ class MemoryModel:
     state_layer_bytes: int = 0  # the largest layer's part of it
     chunk_token_bytes: int = 0  # activations, for each token of a chunk
     score_bytes: int = 0  # attention scores, for each pair of a chunk's token and one before it; 0 if not materialized
+    vocab: int = 0  # logits of a token
     draft_bytes: int = 0  # the weights of draft models
     draft: "MemoryModel | None" = None  # of the draft model of SpecPrefill
     drafter: "MemoryModel | None" = None  # of the draft model whose drafts are verified, with a row for each row
@@ -180,6 +185,15 @@ class MemoryModel:
         windows = sum(kind.token_bytes for kind in self.kv_layers if kind.window)  # which the chunk extends
         return chunk * (self.chunk_token_bytes + windows + self.score_bytes * tokens)
 
+    def most_drawn(self, rows: int) -> int:
+        """Return the most tokens that a step draws: one for each row, and one after each token of a draft."""
+        return max(rows, min(rows * (1 + self.max_draft), CHUNK))
+
+    def logit_bytes(self, drawn: int) -> int:
+        """Return the temporary bytes of drawing this number of tokens from their logits."""
+        logits = drawn * self.vocab
+        return _LOGIT_BYTES * logits + _SAMPLING_BYTES * min(logits, max(self.vocab, DRAWN_AT_ONCE))
+
     def packed_tokens(self, rows: int, tokens: int, done: int) -> int:
         """Return the tokens of a single prompt's chunk that takes as many temporary bytes as chunks of `tokens` tokens
         of `rows` prompts in one forward. `done`: tokens that the longest of these holds. What they hold is copied into
@@ -189,25 +203,34 @@ class MemoryModel:
         return rows * (tokens + ceil(copied / max(1, self.chunk_token_bytes)))
 
     def working_bytes(
-        self, groups: Iterable[Sequence[int]], chunk: int = CHUNK, images: ImageDemand = NO_IMAGES
+        self,
+        groups: Iterable[Sequence[int]],
+        chunk: int = CHUNK,
+        images: ImageDemand = NO_IMAGES,
+        drawn: int | None = None,
     ) -> int:
         """Return the peak bytes in addition to the weights, for rows of these lengths at their end, by group. Includes
         one row that has not joined its group yet and has a cache of its own, while its prompt advances or buffers grow.
-        Counts MLX's memory only, so without pixel inputs. Not corrected by `factor`."""
-        return self._working_bytes(_shapes(groups), chunk, images)
+        Counts MLX's memory only, so without pixel inputs. Not corrected by `factor`. `drawn`: tokens that are drawn in
+        the step; None: `most_drawn`."""
+        return self._working_bytes(_shapes(groups), chunk, images, drawn)
 
-    def _working_bytes(self, shapes: Sequence[Shape], chunk: int, images: ImageDemand) -> int:
+    def _working_bytes(self, shapes: Sequence[Shape], chunk: int, images: ImageDemand, drawn: int | None = None) -> int:
         if not shapes:
             return self.encoder.bytes_for(images)
         cached_bytes, copied = zip(*starmap(self.group_bytes, shapes), strict=True)
-        longest, total = max(longest for _, longest in shapes), sum(map(_cells, shapes))
-        return self.step_bytes(sum(cached_bytes), max(copied), longest, min(chunk, total), images)
+        longest, total = max(longest for _, longest in shapes), sum(map(cells, shapes))
+        most = self.most_drawn(sum(rows for rows, _ in shapes)) if drawn is None else drawn
+        return self.step_bytes(sum(cached_bytes), max(copied), longest, min(chunk, total), images, most)
 
-    def step_bytes(self, cached_bytes: int, copied: int, longest: int, chunk: int, images: ImageDemand) -> int:
+    def step_bytes(
+        self, cached_bytes: int, copied: int, longest: int, chunk: int, images: ImageDemand, drawn: int
+    ) -> int:
         """Return `working_bytes` of groups whose buffers take `cached_bytes` bytes, of which growing the largest takes
         `copied` more, and whose longest row has `longest` tokens at its end. `chunk`: tokens of a prompt chunk, or of
-        those of several prompts in one forward."""
-        step = max(self.chunk_bytes(chunk, longest), copied)
+        those of several prompts in one forward. `drawn`: tokens that are drawn."""
+        # The device may begin a chunk before it has freed the logits of the last decode step.
+        step = max(self.chunk_bytes(chunk, longest), copied) + self.logit_bytes(drawn)
         if self.drafter:  # it computes one prompt at a time, which then joins the others in its batch
             cached_bytes += self.drafter.row_bytes(longest)
             step = max(step, self.drafter.chunk_bytes(CHUNK, longest))
@@ -246,100 +269,11 @@ class MemoryModel:
         return max(CHUNK, fitting)
 
 
-def _cells(shape: Shape) -> int:
+def cells(shape: Shape) -> int:
+    """Return the tokens of a group's rows, if each were as long as the longest."""
     rows, longest = shape
     return rows * longest
 
 
 def _shapes(groups: Iterable[Sequence[int]]) -> list[Shape]:
     return [(len(group), max(group)) for group in groups if group]
-
-
-class Occupant(Protocol):
-    """A row as `Occupancy` needs it."""
-
-    @property
-    def tokens(self) -> int:
-        """Length at its end in tokens, prompt and answer together."""
-
-    @property
-    def group(self) -> int:
-        """Number of the group that it decodes in, or will decode in."""
-
-    @property
-    def images(self) -> ImageDemand:
-        """Images that are not yet computed."""
-
-
-class Occupancy:
-    """Active rows, by group. Peaks are those of `MemoryModel.peak_bytes` for the same rows.
-
-    A peak never falls when a row is added or becomes longer, so a row that does not fit does not fit later either,
-    unless rows leave.
-    """
-
-    def __init__(self, costs: MemoryModel, rows: Iterable[Occupant] = ()) -> None:
-        self._costs = costs
-        self._groups = dict[int, Shape]()
-        self._images = NO_IMAGES
-        self._rows = 0  # number of rows
-        self._longest = 0  # tokens of the longest row at its end
-        self._total = 0  # tokens of all rows, if each were as long as the longest of its group
-        for row in rows:
-            self._count(row)
-        self._bytes = {group: costs.group_bytes(*shape) for group, shape in self._groups.items()}
-        self._cached_bytes = sum(cached_bytes for cached_bytes, _ in self._bytes.values())  # of all buffers
-        self._copy_bytes = max((copied for _, copied in self._bytes.values()), default=0)  # while one of them grows
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return self._rows
-
-    def copy(self) -> "Occupancy":
-        """Return an independent copy."""
-        other = Occupancy(self._costs)
-        other._groups = dict(self._groups)
-        other._bytes = dict(self._bytes)
-        other._images = self._images
-        other._rows = self._rows
-        other._longest = self._longest
-        other._total = self._total
-        other._cached_bytes, other._copy_bytes = self._cached_bytes, self._copy_bytes
-        return other
-
-    def add(self, row: Occupant) -> None:
-        """Add an active row."""
-        self._bytes[row.group], self._cached_bytes, self._copy_bytes = self._joined(row)
-        self._count(row)
-
-    def peak_with(self, row: Occupant) -> int:
-        """Return the predicted peak bytes with one more row."""
-        costs, images = self._costs, self._with_images(row)
-        _, cached_bytes, copied = self._joined(row)
-        longest = max(self._longest, row.tokens)
-        chunk = min(costs.chunk_with(images), self._total_with(row))
-        working_bytes = costs.step_bytes(cached_bytes, copied, longest, chunk, images)
-        return costs.corrected_bytes(working_bytes, images)
-
-    def _count(self, row: Occupant) -> None:
-        self._total = self._total_with(row)
-        self._groups[row.group] = self._shape_with(row)
-        self._rows += 1
-        self._longest = max(self._longest, row.tokens)
-        self._images = self._with_images(row)
-
-    def _shape_with(self, row: Occupant) -> Shape:
-        rows, longest = self._groups.get(row.group, (0, 0))
-        return rows + 1, max(longest, row.tokens)
-
-    def _total_with(self, row: Occupant) -> int:
-        return self._total - _cells(self._groups.get(row.group, (0, 0))) + _cells(self._shape_with(row))
-
-    def _joined(self, row: Occupant) -> tuple[tuple[int, int], int, int]:
-        """Return the bytes of the row's group with the row, of all buffers then, and of the largest copy."""
-        after = self._costs.group_bytes(*self._shape_with(row))
-        before, _ = self._bytes.get(row.group, (0, 0))
-        return after, self._cached_bytes - before + after[0], max(self._copy_bytes, after[1])
-
-    def _with_images(self, row: Occupant) -> ImageDemand:
-        return self._images if row.images is NO_IMAGES else self._images + row.images

@@ -16,7 +16,9 @@ from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
 from tests.selection import examples
 from worker.engine.batch.row import Row
 from worker.engine.model.load import Model, open_model
+from worker.engine.sampling import sampler
 from worker.engine.sampling.sampler import Sampler, _RowsAlike, draw, draw_key, kind_of
+from worker.schedule import memory
 from worker.schedule.request import GenerationRequest, Sampling
 
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -268,12 +270,44 @@ def test_seeded_row_draws_the_same_while_others_join_and_leave(model: Model) -> 
         assert answers(model, crowd, steps_apart=2)["mine"] == expected
 
 
+MIXED = [Sampling(1.0, top_p=0.9), Sampling(), Sampling(0.7, top_p=0.5), Sampling(1.2, min_p=0.1)]
+
+
+def test_rows_that_are_drawn_in_parts_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    mx.random.seed(1)
+    logprobs = mx.log(mx.softmax(3 * mx.random.normal((40, 100))))
+
+    def drawn() -> list[int]:
+        rows = [row(replace(MIXED[index % 4], seed=index)) for index in range(40)]
+        return draw(logprobs, rows).tolist()  # type: ignore[return-value]
+
+    whole = drawn()
+    for rows_at_once in 1, 3, 7, 10:
+        monkeypatch.setattr(sampler, "DRAWN_AT_ONCE", rows_at_once * 100 + 99)
+        assert drawn() == whole
+    assert len({*whole}) > 10
+
+
+def test_memory_of_drawing_is_what_admission_reserves_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, vocab = 48, 1 << 14
+    for module in memory, sampler:
+        monkeypatch.setattr(module, "DRAWN_AT_ONCE", 6 * vocab)
+    logits = mx.random.normal((rows, vocab))
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    mx.eval(logits, logprobs)
+    held = mx.get_active_memory() - 8 * rows * vocab
+    mx.reset_peak_memory()
+    mx.eval(draw(logprobs, [row(Sampling(0.8, top_p=0.9, min_p=0.01, seed=seed)) for seed in range(rows)]))
+    reserved = memory.MemoryModel(weights_bytes=0, vocab=vocab).logit_bytes(rows)
+    assert 0.4 * reserved < mx.get_peak_memory() - held <= reserved
+
+
 def test_rows_of_one_kind_are_drawn_in_one_call(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[list[int]] = []  # the rows of each call, for each step
 
-    def step(sampler: Sampler, logprobs: mx.array) -> mx.array:
+    def step(each: Sampler, logprobs: mx.array) -> mx.array:
         steps.append([])
-        return draw_step(sampler, logprobs)
+        return draw_step(each, logprobs)
 
     def call(alike: _RowsAlike, logprobs: mx.array) -> mx.array:
         steps[-1].append(logprobs.shape[0])

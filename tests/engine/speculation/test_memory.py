@@ -25,12 +25,13 @@ from worker.engine.speculation.mtp.proposer import HeadProposer
 from worker.engine.speculation.mtp.trunk import RecordingTrunk
 from worker.engine.speculation.speculator import Speculator
 from worker.schedule.outcomes import Speculated
+from worker.schedule.request import Sampling
 
 ROWS, PROMPT, ANSWER = 6, 60, 40
 _TEXT = CONFIGS["qwen3_5"]["text_config"]
 _WIDE = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 _STATES = {"linear_num_value_heads": 8, "linear_num_key_heads": 8, "linear_key_head_dim": 64}
-# Each of these caches takes more than all else.
+# Each of these caches takes more than all else, and at last the logits do.
 LARGE: dict[str, dict[str, Any]] = {
     "keys": {**CONFIGS["llama"], **_WIDE, "num_hidden_layers": 2},
     "rings": {**CONFIGS["gemma3"], **_WIDE, "sliding_window": 24, "sliding_window_pattern": 4},
@@ -52,6 +53,7 @@ LARGE: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "num_hidden_layers": 8,
     },
+    "logits": {**CONFIGS["llama"], "vocab_size": 1 << 16, "num_hidden_layers": 2},
 }
 LARGE["states of each token"]["intermediate_size"] = 256
 
@@ -83,7 +85,8 @@ def served(caches: str) -> Model:
 def ask(run: Run) -> None:
     run.group_by(ONE_GROUP)
     for row in range(ROWS):
-        run.add(str(row), prompt(PROMPT + row, row), max_tokens=ANSWER)
+        sampling = Sampling() if row else Sampling(temperature=0.8, top_p=0.9, seed=1)
+        run.add(str(row), prompt(PROMPT + row, row), max_tokens=ANSWER, sampling=sampling)
 
 
 @pytest.mark.slow

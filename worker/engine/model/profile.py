@@ -98,6 +98,7 @@ class ModelProfile:
             state_layer_bytes=max((layer.fixed_bytes for layer in self.layers), default=0),
             chunk_token_bytes=self.chunk_token_bytes,
             score_bytes=self.score_bytes,
+            vocab=self.vocab,
             draft_bytes=draft_bytes,
         )
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 
 from worker.engine.sampling.best import best_values
+from worker.schedule.memory import DRAWN_AT_ONCE
 from worker.schedule.request import GenerationRequest, Sampling
 
 _MASK = (1 << 64) - 1
@@ -100,11 +101,24 @@ class _RowsAlike:
         kind = self._kind
         if kind.greedy:
             return mx.argmax(logprobs, axis=-1)
+        most = max(1, DRAWN_AT_ONCE // logprobs.shape[-1])
+        if len(self._rows) > most:
+            return self._draw_parts(logprobs, most)
         logprobs = normalized(logprobs)
         if kind.top_k or kind.top_p or kind.min_p:
             logprobs = mx.where(logprobs < self._threshold(logprobs), -math.inf, logprobs)
         keys = mx.array([row.next_key() for row in self._rows], dtype=mx.uint32)
         return _categorical(logprobs * self._sharpness, keys)
+
+    def _draw_parts(self, logprobs: mx.array, most: int) -> mx.array:
+        """Draw for `most` rows after the other, so that what filters hold does not grow with the rows."""
+        drawn = list[mx.array]()
+        for start in range(0, len(self._rows), most):
+            part = logprobs[start : start + most]
+            if drawn:  # else MLX would compute all parts side by side
+                (part,) = mx.depends([part], [drawn[-1]])
+            drawn.append(_RowsAlike(self._kind, self._rows[start : start + most]).draw(part))
+        return mx.concatenate(drawn)
 
     def _threshold(self, logprobs: mx.array) -> mx.array:
         """Return the smallest log probability that may be drawn, (rows, 1). Filters apply in mlx-lm's order: top_p over
