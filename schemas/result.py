@@ -59,7 +59,8 @@ class SpeculationReport(DraftCounts):
         description="Tokens of the answer by the forwards that have drawn them, or its end."
     )
     kinds: dict[str, DraftCounts] = Field(
-        description="By the source of the drafts: `copy`, `prediction`, `grammar`, and others."
+        description="By the source of the drafts: `copy`, `prediction`, `grammar`, `grammar_guess`, `mtp`, `draft`; "
+        "others may follow."
     )
 
 

@@ -6,9 +6,14 @@ import pytest
 
 from schemas import ChatRequest
 from schemas.result import SpeculationReport
+from scripts.stack import ROOT
 from worker.chat.speculation import Counts, SpeculationReceipt, draft_limit
+from worker.engine.speculation.draft_model import DRAFT
+from worker.engine.speculation.mtp.proposer import MTP
 from worker.schedule.outcomes import Sampled, Speculated
 from worker.schedule.report import DraftUse
+from worker.schedule.speculation.copies import COPY, PREDICTION
+from worker.schedule.speculation.forced import GRAMMAR, GUESS
 from worker.settings import Settings
 
 VERIFIED = (Speculated("a", "copy", 7, 7), Speculated("a", "prediction", 4, 1), Speculated("a", "copy", 3, 0))
@@ -91,3 +96,9 @@ def test_a_receipt_counts_the_tokens_of_a_draft_by_their_own_kinds() -> None:
     kinds = ("grammar", "grammar_guess", "grammar", "grammar")
     receipt = answered(SpeculationReceipt(), (Speculated("a", "grammar", 4, 3, kinds), 4))
     assert (receipt.of("grammar"), receipt.of("grammar_guess")) == (Counts(3, 2), Counts(1, 1))
+
+
+@pytest.mark.parametrize("page", ["contract.md", "contract.schema.json", "models.md"])
+def test_the_pages_name_every_source_of_drafts(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert [kind for kind in (COPY, PREDICTION, GRAMMAR, GUESS, MTP, DRAFT) if f"`{kind}`" not in text] == []

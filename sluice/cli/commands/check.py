@@ -29,9 +29,9 @@ def check(
     the model reasons, accepts images, calls tools, and supports JSON schemas. For a model on the hub, the weights are
     not downloaded.
 
-    The numbers of rows are predictions, which include spare memory for rows that grow; a running worker measures and
-    corrects them. SLUICE_MEMORY_GB, SLUICE_MEMORY_HEADROOM_GB, SLUICE_VISION and SLUICE_TRUST_MODEL_CODE apply as for a
-    worker. Exit codes: 0, or 2 if a worker would not serve the model.
+    The numbers of rows are predictions for speculation off, which include spare memory for rows that grow; a running
+    worker measures and corrects them. SLUICE_MEMORY_GB, SLUICE_MEMORY_HEADROOM_GB, SLUICE_VISION and
+    SLUICE_TRUST_MODEL_CODE apply as for a worker. Exit codes: 0, or 2 if a worker would not serve the model.
 
     \b
     Examples:
@@ -209,7 +209,7 @@ def _print_rows(facts: Facts) -> None:
     from worker.schedule.memory import MAX_ROWS
 
     print_table(
-        f"Rows that fit at once (at most {MAX_ROWS})",
+        f"Rows that fit at once with speculation off (at most {MAX_ROWS})",
         {"tokens per row": "right", "rows": "right"},
         [(f"{row['tokens']:,}", f"{row['rows']:,}") for row in facts["rows"]],
     )
