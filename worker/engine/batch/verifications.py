@@ -85,6 +85,8 @@ class Verifications:
         is worthwhile after these inputs, or if a plain step is needed: see `DecodeBatch.verify`. Blocks. `host_s`:
         seconds of the host's work that belong to this step and came before; None: the device does other work meanwhile,
         so costs are not learned."""
+        if all(self._speculator.ends(each) for each in inputs):
+            return group.collect_drawn()  # a forward would feed tokens after which nothing follows
         began = time.perf_counter()
         self._spending.begin_group(host_s)
         drafted = self._speculator.prepare(group, inputs, group.fed, self._more_s)

@@ -135,6 +135,8 @@ class Networks:
         """Let a network draft for all rows of a batch after their next inputs, if that is expected to pay, and return
         what it did. Blocks. `ahead`: the same rows, with these inputs. `fed`: the last forward of the batch."""
         trying, self._trying = self._trying, None
+        if not any(each.most for each in ahead):
+            return None
         plan = self._plan(ahead, more_s)
         network = plan.network if plan else trying
         if network is None:

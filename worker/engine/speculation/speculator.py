@@ -151,7 +151,7 @@ class Speculator:
 
     def _ahead_of(self, row_input: RowInput) -> Ahead:
         """Return a row whose next input is known."""
-        most = 0 if self._ends(row_input) else self._most(row_input.row)
+        most = 0 if self.ends(row_input) else self._most(row_input.row)
         held = self._held(row_input.row, undelivered(row_input)) if most else None
         return Ahead(view(row_input), most, held.offer if held else None)
 
@@ -168,12 +168,12 @@ class Speculator:
         """Return the draft of each row that its next forward verifies: None if the row's input ends its answer.
         If none has a token, a plain step is better. Takes the offers that `ask_for_drafts` was given. `more_s`: as
         there."""
-        proposals = [None if self._ends(each) else self._after(each) for each in inputs]
+        proposals = [None if self.ends(each) else self._after(each) for each in inputs]
         offers = [proposal.offer if proposal else None for proposal in proposals]
         width = self._width(offers, self._costs, more_s)
         self._proposals |= {each.row.id: made for each, made in zip(inputs, proposals, strict=True) if made}
         drafts = [offer.tokens[: width - 1] if offer else () for offer in offers]
-        return [None if self._ends(each) else draft for each, draft in zip(inputs, drafts, strict=True)]
+        return [None if self.ends(each) else draft for each, draft in zip(inputs, drafts, strict=True)]
 
     def _width(self, offers: Sequence[Offer | None], costs: Costs, more_s: float) -> int:
         """Return the tokens per row of the rows' next forward. Memory is reserved for a forward of `CHUNK` tokens."""
@@ -181,7 +181,7 @@ class Speculator:
         widest = max(1, min(1 + self.max_draft, CHUNK // len(offers)))
         return choose_width(offers, costs, widest, None if plain_s is None else plain_s + more_s)
 
-    def _ends(self, row_input: RowInput) -> bool:
+    def ends(self, row_input: RowInput) -> bool:
         """Return True if an input that is not delivered yet is the last of its row's answer."""
         row = row_input.row
         if row.last_unfed:
