@@ -1,24 +1,32 @@
 """A prefix from disk changes no token of a miss, and no bit of a hit in memory."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
-from tests.engine.cache.test_disk import ANSWER, DOCUMENT, Worker, cached, settled, turn_of
+from tests.engine.cache.test_disk import ANSWER, DOCUMENT, Worker, cached, raw, settled, turn_of
 from tests.engine.cache.test_prefix import ALL, BY_TOKEN, SOME, STATEFUL, lonely
+from tests.engine.driver import answer
+from tests.engine.driver import tokens as sampled
 from tests.engine.prefill.test_specprefill import WISH, drafted
-from tests.engine.tiny import FAMILIES, build, model_of, prompt
+from tests.engine.tiny import FAMILIES, build, model, model_of, prompt
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from tests.engine.vision.checkpoints import CONFIGS
 from worker.engine.cache.prefix import PrefixCache
 from worker.engine.model.load import Model
+from worker.prefix_store.index import Chain
+from worker.prefix_store.reader import Reader, Reading
 from worker.schedule.outcomes import Logprobs, Outcome, Sampled
+from worker.schedule.request import GenerationRequest
 
 BOUNDARY = 40
 LONG_ANSWER = 12
@@ -79,33 +87,61 @@ def told(run: Chat, id: str) -> Told:
 # Each way runs with the prefix in memory and with the prefix on disk.
 
 
-def evicted(family: str, folder: Path, *, on_disk: bool) -> Told:
-    run = Chat(family, folder)
-    run.say(family, DOCUMENT, BOUNDARY)
+@dataclass(frozen=True)
+class Talk:
+    """A model, a request that it has answered, and one that continues it."""
+
+    family: str
+    opened: Model
+    asked: GenerationRequest
+    turn: GenerationRequest
+
+    def begun(self, folder: Path) -> Chat:
+        """Return a worker that has answered the first request."""
+        run = Chat(self.family, folder, opened=self.opened)
+        run.submit(self.asked)
+        run.finish()
+        return run
+
+    def of(self, namespace: str) -> "Talk":
+        """Return the same talk of a tenant."""
+        asked, turn = (replace(each, namespace=namespace) for each in (self.asked, self.turn))
+        return replace(self, asked=asked, turn=turn)
+
+
+def talk_of(family: str, *, opened: Model | None = None, max_tokens: int = ANSWER) -> Talk:
+    """Return a talk of text. `opened`: another model than the family's."""
+    asked = GenerationRequest("asked", DOCUMENT, ANSWER, boundaries=(BOUNDARY,), top_logprobs=20)
+    answered = lonely(family, DOCUMENT) if opened is None else sampled(answer(opened, asked))
+    tokens = (*DOCUMENT, *answered, *prompt(10, 77))
+    turn = replace(asked, id="turn", prompt=tokens, max_tokens=max_tokens)
+    return Talk(family, opened or model(family), asked, turn)
+
+
+def evicted(talk: Talk, folder: Path, *, on_disk: bool) -> Told:
+    run = talk.begun(folder)
     if on_disk:
         run.evict()
-    run.start("turn", turn_of(family, DOCUMENT))
+    run.submit(talk.turn)
     run.finish()
     run.close()
     return told(run, "turn")
 
 
-def restarted(family: str, folder: Path, *, on_disk: bool) -> Told:
-    run = Chat(family, folder)
-    run.say(family, DOCUMENT, BOUNDARY)
+def restarted(talk: Talk, folder: Path, *, on_disk: bool) -> Told:
+    run = talk.begun(folder)
     if on_disk:
         run.close()
-        run = Chat(family, folder)
-    run.start("turn", turn_of(family, DOCUMENT))
+        run = Chat(talk.family, folder, opened=talk.opened)
+    run.submit(talk.turn)
     run.finish()
     run.close()
     return told(run, "turn")
 
 
-def parked(family: str, folder: Path, *, on_disk: bool) -> Told:
-    run = Chat(family, folder)
-    run.say(family, DOCUMENT, BOUNDARY)
-    run.start("turn", turn_of(family, DOCUMENT), max_tokens=LONG_ANSWER)
+def parked(talk: Talk, folder: Path, *, on_disk: bool) -> Told:
+    run = talk.begun(folder)
+    run.submit(talk.turn)
     run.until(lambda: len(run.generated["turn"]) == 4 or "turn" in run.ended)
     if "turn" not in run.ended:
         run.preempt("turn")
@@ -117,26 +153,30 @@ def parked(family: str, folder: Path, *, on_disk: bool) -> Told:
     return told(run, "turn")
 
 
-def tenants(family: str, folder: Path, *, on_disk: bool) -> Told:
-    run = Chat(family, folder)
-    run.say(family, DOCUMENT, BOUNDARY, namespace="a")
+def tenants(talk: Talk, folder: Path, *, on_disk: bool) -> Told:
+    run = talk.of("a").begun(folder)
     if on_disk:
         run.evict()
-    run.start("other", turn_of(family, DOCUMENT), namespace="b")
+    run.submit(replace(talk.of("b").turn, id="other"))
     run.finish()
     assert run.cached["other"] == 0
-    run.start("turn", turn_of(family, DOCUMENT), namespace="a")
+    run.submit(talk.of("a").turn)
     run.finish()
     run.close()
     return told(run, "turn")
 
 
-WAYS: dict[str, tuple[Callable[..., Told], int]] = {
-    "evicted": (evicted, ANSWER),
-    "restarted": (restarted, ANSWER),
-    "parked": (parked, LONG_ANSWER),
-    "tenants": (tenants, ANSWER),
+WAYS: dict[str, Callable[..., Told]] = {
+    "evicted": evicted,
+    "restarted": restarted,
+    "parked": parked,
+    "tenants": tenants,
 }
+
+
+def from_both(way: str, talk: Talk, folder: Path) -> tuple[Told, Told]:
+    """Return what a way yields with the prefix on disk, and with the prefix in memory."""
+    return tuple(WAYS[way](talk, folder / str(on_disk), on_disk=on_disk) for on_disk in (True, False))  # type: ignore[return-value]
 
 
 @ALL
@@ -144,12 +184,96 @@ WAYS: dict[str, tuple[Callable[..., Told], int]] = {
 def test_a_prefix_from_disk_yields_the_tokens_of_a_miss_and_the_bits_of_a_hit_in_memory(
     tmp_path: Path, family: str, way: str
 ) -> None:
-    run, max_tokens = WAYS[way]
-    from_memory = run(family, tmp_path / "memory", on_disk=False)
-    from_disk = run(family, tmp_path / "disk", on_disk=True)
+    max_tokens = LONG_ANSWER if way == "parked" else ANSWER
+    from_disk, from_memory = from_both(way, talk_of(family, max_tokens=max_tokens), tmp_path)
     assert from_disk.tokens == lonely(family, turn_of(family, DOCUMENT), max_tokens)
     assert from_disk.cached >= len(DOCUMENT) - 1
     assert from_disk == from_memory
+
+
+# The CPU's products of experts are fp32 only (mlx 0.32.4).
+WITH_EXPERTS = "deepseek_v3", "gpt_oss", "jamba", "kimi_linear"
+DENSE = pytest.mark.parametrize("family", [each for each in [*BY_TOKEN, *STATEFUL] if each not in WITH_EXPERTS])
+DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+
+@cache
+def in_dtype(family: str, dtype: str) -> Model:
+    """Return the family's model with weights of this type."""
+    built = build(FAMILIES[family])
+    built.set_dtype(getattr(mx, dtype))
+    return model_of(built, FAMILIES[family])
+
+
+@cache
+def of_4_bits(family: str) -> Model:
+    """Return the family's model with quantized weights."""
+    built = build(FAMILIES[family])
+    nn.quantize(built, group_size=32, bits=4)
+    return model_of(built, FAMILIES[family])
+
+
+@DENSE
+@DTYPES
+@pytest.mark.parametrize("way", ["evicted", "restarted"])
+def test_in_16_bits_a_prefix_from_disk_yields_the_bits_of_a_hit_in_memory(
+    tmp_path: Path, family: str, way: str, dtype: str
+) -> None:
+    from_disk, from_memory = from_both(way, talk_of(family, opened=in_dtype(family, dtype)), tmp_path)
+    assert from_disk.cached >= len(DOCUMENT) - 1
+    assert from_disk == from_memory
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("way", ["evicted", "restarted"])
+def test_with_weights_of_4_bits_a_prefix_from_disk_yields_the_bits_of_a_hit_in_memory(
+    tmp_path: Path, family: str, way: str
+) -> None:
+    from_disk, from_memory = from_both(way, talk_of(family, opened=of_4_bits(family)), tmp_path)
+    assert from_disk.cached >= len(DOCUMENT) - 1
+    assert from_disk == from_memory
+
+
+def logits_after(prefix: PrefixCache, talk: Talk) -> Any:
+    """Return the bytes of the logits of the turn's tokens that the prefix cache does not hold, from one forward."""
+    cache, length = prefix.load("", talk.turn.tokens)
+    assert len(DOCUMENT) - 1 <= length < len(talk.turn.tokens)
+    return raw(talk.opened.network(mx.array([talk.turn.tokens[length:]]), cache=cache))
+
+
+def wait_for(reading: Reading) -> None:
+    until = time.monotonic() + 20
+    while not reading.done:
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def assert_equal_logits(talk: Talk, folder: Path) -> None:
+    """Assert that a forward after a prefix from disk yields the bits of one after the same prefix in memory."""
+    run = talk.begun(folder)
+    from_memory = logits_after(run.prefix, talk)
+    run.close()
+    again = Chat(talk.family, folder, opened=talk.opened)
+    load = again.prefix.read_from_disk("", talk.turn.tokens, lambda size: 60.0)
+    assert load is not None
+    wait_for(load.reading)
+    again.prefix.insert_from_disk(load.reading)
+    from_disk = logits_after(again.prefix, talk)
+    again.close()
+    assert from_disk == from_memory
+
+
+@ALL
+def test_logits_after_a_prefix_from_disk_are_those_after_one_in_memory(tmp_path: Path, family: str) -> None:
+    assert_equal_logits(talk_of(family), tmp_path)
+
+
+@DENSE
+@DTYPES
+def test_logits_of_16_bits_after_a_prefix_from_disk_are_those_after_one_in_memory(
+    tmp_path: Path, family: str, dtype: str
+) -> None:
+    assert_equal_logits(talk_of(family, opened=in_dtype(family, dtype)), tmp_path)
 
 
 def preempted(run: Chat, id: str, tokens: int, *, on_disk: bool = True) -> int:
@@ -244,12 +368,45 @@ def test_a_row_with_a_prefix_from_disk_is_right_beside_one_with_dropped_tokens(t
     assert run.cached["turn"] >= len(DOCUMENT) - 1
 
 
-# The CPU's products of experts are fp32 only (mlx 0.32.4).
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a reading end before the step that begins it, so that rows from disk and from memory share their steps."""
+    read = Reader.read
+
+    def read_at_once(reader: Reader, chain: Chain) -> Reading:
+        reading = read(reader, chain)
+        wait_for(reading)
+        return reading
+
+    monkeypatch.setattr(Reader, "read", read_at_once)
+
+
+@ALL
+@pytest.mark.usefixtures("no_wait")
+def test_a_prefix_from_disk_yields_the_bits_of_a_hit_in_memory_beside_a_row_with_dropped_tokens(
+    tmp_path: Path, family: str
+) -> None:
+    talk = talk_of(family, opened=replace(drafted(family)))
+    results = []
+    for on_disk in (True, False):
+        run = talk.begun(tmp_path / str(on_disk))
+        if on_disk:
+            run.evict()
+        run.add("thin", prompt(200, 1), max_tokens=LONG_ANSWER, specprefill=WISH)
+        run.submit(talk.turn)
+        run.finish()
+        run.close()
+        assert "thin" in run.kept_ranges
+        results.append(told(run, "turn"))
+    from_disk, from_memory = results
+    assert from_disk.tokens == lonely(family, turn_of(family, DOCUMENT))
+    assert from_disk.cached >= len(DOCUMENT) - 1
+    assert from_disk == from_memory
+
+
 @pytest.mark.parametrize("family", [*BY_TOKEN, *(family for family in STATEFUL if family != "gpt_oss")])
 def test_bytes_of_a_model_in_bf16_are_those_that_were_stored(tmp_path: Path, family: str) -> None:
-    network = build(FAMILIES[family])
-    network.set_dtype(mx.bfloat16)
-    opened = model_of(network, FAMILIES[family])
+    opened = in_dtype(family, "bfloat16")
     held = []
     for _ in range(2):
         run = Chat(family, tmp_path, opened=opened)
@@ -287,6 +444,23 @@ def test_a_prefix_with_an_image_is_loaded_and_another_image_is_not_taken_for_it(
     again.close()
     assert again.cached["other"] <= 40
     assert again.cached["turn"] >= len(shown.tokens) - 1
+
+
+@pytest.mark.parametrize("family", [*CONFIGS])
+@pytest.mark.parametrize("way", ["evicted", "restarted", "tenants"])
+def test_an_image_in_a_prefix_from_disk_yields_the_bits_of_a_hit_in_memory(
+    tmp_path: Path, family: str, way: str
+) -> None:
+    shown = cases.prompt(family, 40, (1, 24, 16), 30)
+    more = replace(shown, tokens=(*shown.tokens, *cases.alone(family, shown, ANSWER), *range(60, 70)))
+    asked, turn = (
+        cases.image_request(family, id, given, ANSWER, boundaries=(len(shown.tokens) - 1,), top_logprobs=20)
+        for id, given in (("asked", shown), ("turn", more))
+    )
+    from_disk, from_memory = from_both(way, Talk(family, cases.model(family), asked, turn), tmp_path)
+    assert list(from_disk.tokens) == cases.alone(family, more, ANSWER)
+    assert from_disk.cached >= len(shown.tokens) - 1
+    assert from_disk == from_memory
 
 
 @pytest.mark.parametrize("family", [*CONFIGS])
