@@ -3,7 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +17,12 @@ from scripts.benchmarks.serve.report import verdict_table
 from scripts.benchmarks.serve.results import Verdict
 from scripts.benchmarks.speculation import cost, report
 from scripts.benchmarks.speculation.bars import judge
+from scripts.benchmarks.speculation.checkpoints import random_model
 from scripts.benchmarks.speculation.cost import Cost
 from scripts.benchmarks.speculation.figures import Case, NotAnswered, Result, TokensDiffer
 from scripts.benchmarks.speculation.requests import Requests
 from scripts.benchmarks.speculation.runner import STEP_S, Comparison, answers, cases
+from scripts.benchmarks.speculation.tasks import TASKS
 from worker.engine.checkpoint import read_json
 from worker.engine.model.drafter import with_drafter
 from worker.engine.model.head import with_head
@@ -28,16 +30,17 @@ from worker.engine.model.load import Model, open_model
 from worker.engine.speculation.mtp.load import find_head
 from worker.errors import CannotStart
 
-_WIDTH = 145
+_WIDTH = 165
 
 
 def main(given: argparse.Namespace) -> bool:
     """Measure, print the tables, and return True if all answers were equal and no bar is missed."""
     console = Console(width=_WIDTH)
     try:
-        with console.status(f"loading {given.model}"):
-            model = open_in_fp32(given.model, given.mtp_model, given.draft_model)
-        return Session(console, given, model).run()
+        with random_model(given.random_model) if given.random_model else nullcontext(given.model) as given.model:
+            with console.status(f"loading {given.model}"):
+                model = open_in_fp32(given.model, given.mtp_model, given.draft_model)
+            return Session(console, given, model).run()
     except CannotStart as error:
         return _failed(console, error)
 
@@ -91,7 +94,8 @@ class Session:
         present = [name for name in ("head", "drafter") if getattr(self._model, name)]
         if "tasks" not in given.part:
             return []
-        planned = [*cases(given.task, given.rows, given.proposer, present)]
+        tasks = [task for task in given.task if TASKS[task].any_model or not given.random_model]
+        planned = [*cases(tasks, given.rows, given.proposer, present)]
         if not planned:
             raise CannotStart(f"--proposer {' '.join(given.proposer)}: none can have an effect here; give another one.")
         if not self._model.head:
@@ -102,7 +106,8 @@ class Session:
         """Measure the cases. Raises `TokensDiffer` and `NotAnswered`."""
         runs = self._given.runs
         progress = self._progress(len(planned) * (runs + 1))
-        requests = closing(Requests(self._model, partial(answers, self._model)))
+        answer = partial(answers, self._model)
+        requests = closing(Requests(self._model, answer, random_weights=bool(self._given.random_model)))
         with progress as (describe, advance), requests as made:
             for case in planned:
                 describe(case.name)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from scripts.benchmarks.speculation.clocks import Clocks
 from worker.schedule.outcomes import Outcome, Prefilled, Refused, RowFailed, Sampled, Speculated
 
 MIN_ANSWERS = 8  # of a run
@@ -45,7 +46,7 @@ class Run:
     answers: Mapping[str, tuple[int, ...]]
     draws: int  # tokens of all answers and their ends
     tokens: int  # delivered by steps that computed no prompt
-    decode_s: float  # that these steps took
+    decode: Clocks  # that these steps took
     whole_s: float  # that all steps took
     gap_s: float  # the longest between two deliveries to one row
     drafts: Mapping[str, tuple[int, int]]  # proposed and accepted tokens by proposer
@@ -53,7 +54,17 @@ class Run:
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of decoding."""
-        return self.tokens / self.decode_s if self.decode_s else math.nan
+        return _per(self.tokens, self.decode.wall_s)
+
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        """Tokens per second of CPU time of the process, while decoding."""
+        return _per(self.tokens, self.decode.cpu_s)
+
+    @property
+    def host_s_per_token(self) -> float:
+        """Seconds of CPU time of the engine's thread per token of decoding."""
+        return _per(self.decode.host_s, self.tokens)
 
     @property
     def delivered(self) -> int:
@@ -71,6 +82,10 @@ class Run:
         return sum(accepted for _, accepted in self.drafts.values())
 
 
+def _per(number: float, other: float) -> float:
+    return number / other if other else math.nan
+
+
 class Meter:
     """Measures a run, step by step. Has no clock of its own."""
 
@@ -79,17 +94,18 @@ class Meter:
         self._delivered_at = dict[str, float]()  # by row: the end of the step that has delivered to it last
         self._drafts = dict[str, tuple[int, int]]()
         self._tokens = self._draws = 0
-        self._decode_s = self._whole_s = self._gap_s = 0.0
+        self._decode = Clocks()
+        self._whole_s = self._gap_s = 0.0
 
-    def observe(self, outcomes: Iterable[Outcome], began: float, ended: float) -> None:
-        """Record a step and the seconds at which it began and ended. Raises `NotAnswered`."""
+    def observe(self, outcomes: Iterable[Outcome], began: Clocks, ended: Clocks) -> None:
+        """Record a step and what the clocks showed when it began and ended. Raises `NotAnswered`."""
         tokens, with_prompt = 0, False
         for outcome in outcomes:
             match outcome:
                 case Sampled(id, token):
                     self._draws += 1
                     if token is not None:
-                        self._deliver(id, token, ended)
+                        self._deliver(id, token, ended.wall_s)
                         tokens += 1
                 case Speculated(_, kind, proposed, accepted):
                     before = self._drafts.get(kind, (0, 0))
@@ -100,10 +116,11 @@ class Meter:
                     raise NotAnswered(f"request {id} was refused: {message}")
                 case RowFailed(id):
                     raise NotAnswered(f"request {id} has failed; the lines above say why")
-        self._whole_s += ended - began
+        taken = ended - began
+        self._whole_s += taken.wall_s
         if not with_prompt:
             self._tokens += tokens
-            self._decode_s += ended - began
+            self._decode += taken
 
     def _deliver(self, id: str, token: int, at: float) -> None:
         self._answers.setdefault(id, []).append(token)
@@ -113,7 +130,7 @@ class Meter:
     def run(self) -> Run:
         """Return what was measured."""
         answers = {id: tuple(tokens) for id, tokens in self._answers.items()}
-        return Run(answers, self._draws, self._tokens, self._decode_s, self._whole_s, self._gap_s, dict(self._drafts))
+        return Run(answers, self._draws, self._tokens, self._decode, self._whole_s, self._gap_s, dict(self._drafts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +178,21 @@ class Result:
         return self._median(lambda pair: pair.off.whole_s / pair.on.whole_s)
 
     @property
+    def cpu_speed(self) -> float:
+        """Tokens per second of CPU time, relative to those without drafts: the median of the pairs."""
+        return self._median(lambda pair: pair.on.tokens_per_cpu_s / pair.off.tokens_per_cpu_s)
+
+    @property
+    def plain_host_s(self) -> float:
+        """Seconds of the host's work per token without drafts."""
+        return self._median(lambda pair: pair.off.host_s_per_token)
+
+    @property
+    def host_s(self) -> float:
+        """Seconds of the host's work per token with drafts."""
+        return self._median(lambda pair: pair.on.host_s_per_token)
+
+    @property
     def tokens_per_forward(self) -> float:
         """Tokens that a row draws per forward, its end included: one after those of a draft that were right."""
         draws = sum(pair.on.draws for pair in self.pairs)
@@ -200,7 +232,7 @@ class Result:
         """Return the figures as JSON values, with those of each pair."""
         names = (
             "tokens_per_forward", "accepted_share", "plain_tokens_per_s", "tokens_per_s",
-            "speed", "whole_speed", "plain_gap_s", "gap_s",
+            "speed", "cpu_speed", "whole_speed", "plain_host_s", "host_s", "plain_gap_s", "gap_s",
         )  # fmt: skip
         figures = {name: _finite(getattr(self, name)) for name in names}
         return {
@@ -215,6 +247,8 @@ def _run_json(run: Run) -> dict[str, Any]:
     return {
         "tokens": run.delivered,
         "tokens_per_s": _finite(run.tokens_per_s),
+        "tokens_per_cpu_s": _finite(run.tokens_per_cpu_s),
+        "host_s_per_token": _finite(run.host_s_per_token),
         "whole_s": run.whole_s,
         "gap_s": run.gap_s,
         "drafts": drafts,

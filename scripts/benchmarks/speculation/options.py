@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from scripts.benchmarks.serve.options import new_file, positive
+from scripts.benchmarks.speculation.checkpoints import RANDOM
 from scripts.benchmarks.speculation.proposers import PROPOSERS
 from scripts.benchmarks.speculation.tasks import TASKS
 from scripts.stack import TINY_CHAT
@@ -22,6 +23,8 @@ examples:
       how much wider forwards cost on this machine, in plain steps
   scripts/bench speculation --task json tools --json out.json
       what schemas and repeated tool calls gain, with the figures of every run in a file
+  scripts/bench speculation --part tasks --random-model plain --task count free --rows 8 --proposer idle copies
+      what drafts cost where they gain nothing, by a model whose steps take as long as those of real ones
 
 Each case has two engines of the same model, one that verifies drafts and one that does not. They answer the same chats
 in turn, in the other order every other time, after a pair that warms up; figures are medians of the pairs. Answers must
@@ -39,6 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("--model", type=_folder, default=TINY_CHAT, metavar="FOLDER",
                         help="a checkpoint; default: models/tiny-chat, which knows all tasks")  # fmt: skip
+    parser.add_argument("--random-model", choices=RANDOM, metavar="KIND",
+                        help="instead: random weights, plain or hybrid, whose steps take tens of ms; "
+                        "for the tasks edit, free and count")  # fmt: skip
     parser.add_argument("--mtp-model", type=_folder, metavar="FOLDER",
                         help="the checkpoint with the MTP head; default: the model itself, if it has one")  # fmt: skip
     parser.add_argument("--draft-model", type=_folder, metavar="FOLDER",

@@ -28,6 +28,19 @@ class PredictionProposer(CopyProposer):
         return offered if offered and offered.kind == PREDICTION else None
 
 
+class IdleProposer:
+    """Never offers a draft."""
+
+    def offer(self, row: DraftedRow) -> None:
+        """Return None."""
+
+    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
+        """Do nothing: there is no draft that could be verified."""
+
+    def forget(self, row: DraftedRow) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Where the drafts of a run come from."""
@@ -91,6 +104,9 @@ def _drafter_alone(model: Model) -> Speculator:
 
 
 PROPOSERS = {
+    "idle": Drafts(
+        "none is ever offered: what it costs that drafts are possible", lambda model: _alone([IdleProposer()], model)
+    ),
     "copies": Drafts("what has followed the row's ending before", lambda model: _alone([CopyProposer()], model)),
     "prediction": Drafts(
         "the text that the client expects", lambda model: _alone([PredictionProposer()], model), predicted=True

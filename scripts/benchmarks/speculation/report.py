@@ -12,10 +12,12 @@ from scripts.benchmarks.speculation.cost import WIDTHS, Cost
 from scripts.benchmarks.speculation.figures import Result
 
 _COLUMNS = (
-    "tokens/forward", "accepted", "tokens/s, off", "on", "× tokens/s", "× with prompts", "longest gap, off", "on",
+    "tokens/forward", "accepted", "tokens/s, off", "on", "× tokens/s", "× by CPU", "× with prompts", "host, off", "on",
+    "longest gap, off", "on",
 )  # fmt: skip
 NOTES = (
     "× tokens/s: with drafts relative to without, decode steps alone; × with prompts: of the whole time",
+    "× by CPU: tokens per second of CPU time; host: CPU time of the engine's thread per token",
     "tokens/forward: of a row; accepted: tokens of drafts that were right",
 )
 
@@ -24,7 +26,7 @@ def line(result: Result) -> str:
     """Return the result in one line, to be printed as soon as it is known."""
     return (
         f"{result.case.name}: {result.tokens_per_forward:.2f} tokens a forward, {result.tokens_per_s:,.0f} tokens/s, "
-        f"× {result.speed:.2f}"
+        f"× {result.speed:.2f}, by CPU time × {result.cpu_speed:.2f}"
     )
 
 
@@ -52,10 +54,17 @@ def _cells(result: Result) -> Iterable[str]:
         f"{result.plain_tokens_per_s:,.0f}",
         f"{result.tokens_per_s:,.0f}",
         f"{result.speed:.2f}",
+        f"{result.cpu_speed:.2f}",
         f"{result.whole_speed:.2f}",
+        _ms(result.plain_host_s),
+        _ms(result.host_s),
         seconds(result.plain_gap_s),
         seconds(result.gap_s),
     )
+
+
+def _ms(seconds: float) -> str:
+    return "–" if math.isnan(seconds) else f"{1000 * seconds:.1f} ms"
 
 
 def _share(value: float) -> str:

@@ -20,9 +20,11 @@ Answer = Callable[[Sequence[GenerationRequest]], Sequence[Sequence[int]]]
 class Requests:
     """The requests of one model. A grammar belongs to the engine that it was given to, so each run gets its own."""
 
-    def __init__(self, model: Model, answer: Answer) -> None:
-        """`answer`: compute the answers to requests without drafts, from which the predictions are made."""
+    def __init__(self, model: Model, answer: Answer, *, random_weights: bool = False) -> None:
+        """`answer`: compute the answers to requests without drafts, from which the predictions are made.
+        `random_weights`: the model has them."""
         self._model, self._answer = model, answer
+        self._random_weights = random_weights
         self._codec = TextCodec(MLXTokenizer(model.tokenizer), model.vocab)
         self._loop = asyncio.Runner()
         self._predictions: dict[tuple[str, int], list[tuple[int, ...]]] = {}  # by task and run
@@ -33,7 +35,7 @@ class Requests:
 
     def make(self, name: str, number: int, count: int, *, predicted: bool) -> list[GenerationRequest]:
         """Return the requests of run `number` of a task. `predicted`: with predictions, if the task has them."""
-        task = TASKS[name]
+        task = TASKS[name].by_random_weights if self._random_weights else TASKS[name]
         expected = self._expected(name, number, count) if predicted and task.predicted else [()] * count
         return [
             self._request(task, number, index, messages, prediction)

@@ -1,8 +1,8 @@
 """Runs the same requests without drafts and with them, in turn."""
 
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from scripts.benchmarks.speculation.clocks import Clocks
 from scripts.benchmarks.speculation.figures import Case, Meter, Pair, Result, Run
 from scripts.benchmarks.speculation.proposers import PROPOSERS
 from scripts.benchmarks.speculation.requests import Requests
@@ -39,9 +39,9 @@ def run(engine: Engine, requests: Sequence[GenerationRequest], rows: int) -> Run
         for request in requests[start : start + rows]:
             engine.add(request)
         while len(engine):
-            began = time.perf_counter()
+            began = Clocks.now()
             outcomes = engine.step().outcomes
-            meter.observe(outcomes, began, time.perf_counter())
+            meter.observe(outcomes, began, Clocks.now())
     return meter.run()
 
 

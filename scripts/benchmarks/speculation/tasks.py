@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -24,6 +24,13 @@ class Task:
     temperature: float = 0.0
     endless: bool = False  # answers never end by themselves
     predicted: bool = False  # the client expects the answer, but for a few words
+    any_model: bool = False  # a model with random weights can be measured with it
+
+    @property
+    def by_random_weights(self) -> "Task":
+        """Return the task for a model with random weights, whose likeliest tokens soon repeat themselves: sampled, so
+        that there is nothing to copy, and without an end; except answers that the client expects."""
+        return self if self.predicted else replace(self, temperature=1.0, endless=True)
 
 
 def _messages(chat: Chat) -> list[Message]:
@@ -91,6 +98,7 @@ TASKS = {
         _count,
         ("prediction", "all"),
         predicted=True,
+        any_model=True,
     ),
     "tools": Task(
         "a tool call that equals one earlier in the conversation",
@@ -107,11 +115,14 @@ TASKS = {
     "free": Task(
         "text sampled at temperature 1, of which nothing repeats",
         _story,
-        ("copies", "mtp", "draft", "all"),
+        ("idle", "copies", "mtp", "draft", "all"),
         temperature=1.0,
         endless=True,
+        any_model=True,
     ),
-    "count": Task("counting to 30 or more: nothing to copy", _count, ("copies", "mtp", "draft", "all")),
+    "count": Task(
+        "counting to 30 or more: nothing to copy", _count, ("idle", "copies", "mtp", "draft", "all"), any_model=True
+    ),
     "mixed": Task("any skill of the tiny model", _any_skill, ("copies", "mtp", "mtp-fixed", "draft", "all")),
 }
 

@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 
+from scripts.benchmarks.speculation.clocks import Clocks
 from scripts.benchmarks.speculation.figures import Case, Pair, Result, Run
 
 
 def run(
     tokens: int = 10, *, rate: int = 1000, gap_s: float = 0.01, drafts: Mapping[str, tuple[int, int]] | None = None
 ) -> Run:
-    """A run with one answer of `tokens` tokens, and `rate` tokens per second."""
-    return Run({"0.0": tuple(range(tokens))}, tokens, rate, 1.0, 2.0, gap_s, drafts or {})
+    """A run with one answer of `tokens` tokens, and `rate` tokens per second by all clocks."""
+    return Run({"0.0": tuple(range(tokens))}, tokens, rate, Clocks(1.0, 1.0, 1.0), 2.0, gap_s, drafts or {})
 
 
 def result(

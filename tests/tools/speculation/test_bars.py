@@ -41,9 +41,15 @@ def test_schemas_and_repeated_calls_make_four_tokens_a_forward(
     assert [*found.values()] == [holds, True]
 
 
-@pytest.mark.parametrize(("task", "rows", "judged"), [("count", 1, True), ("free", 8, True), ("free", 4, False)])
-def test_nothing_may_be_lost_where_there_is_nothing_to_gain(task: str, rows: int, judged: bool) -> None:
-    held, missed = (verdicts(result(task, rows, "all", speed=speed)) for speed in (0.97, 0.96))
+@pytest.mark.parametrize(
+    ("task", "rows", "proposer", "judged"),
+    [
+        ("count", 1, "copies", True), ("free", 8, "all", True), ("free", 4, "all", False),
+        ("count", 8, "all", False), ("count", 8, "idle", False),
+    ],
+)  # fmt: skip
+def test_nothing_may_be_lost_where_there_is_nothing_to_gain(task: str, rows: int, proposer: str, judged: bool) -> None:
+    held, missed = (verdicts(result(task, rows, proposer, speed=speed)) for speed in (0.97, 0.96))
     assert [*held.values()] == [True, True] * judged
     assert [*missed.values()] == [False, True] * judged
 

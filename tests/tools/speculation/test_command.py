@@ -3,11 +3,14 @@
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
 from scripts.benchmarks.speculation import command
+from scripts.benchmarks.speculation.checkpoints import RANDOM
 from scripts.benchmarks.speculation.figures import Pair, Result, TokensDiffer
 from scripts.benchmarks.speculation.options import add_options
 from scripts.benchmarks.speculation.runner import Comparison
@@ -36,6 +39,7 @@ def test_without_options_everything_is_measured_with_the_bundled_model() -> None
         ["--runs=none"],
         ["--part=all"],
         ["--model=/no/such/folder"],
+        ["--random-model=huge"],
         ["--mtp-model=/tmp"],
         ["--json=/no/such/folder/out.json"],
     ],
@@ -74,6 +78,24 @@ def test_a_short_run_measures_equal_answers_and_writes_all_figures(
     [cost] = written["verify_cost"]
     assert cost["relative"].keys() == {"1", "2", "4", "8", "16"}
     assert "tokens/forward" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RANDOM)
+def test_random_weights_answer_the_tasks_of_any_model(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"plain": random_checkpoint, "hybrid": hybrid_checkpoint}
+    monkeypatch.setitem(RANDOM, kind, partial(small[kind], hidden=128, layers=4))
+    file = tmp_path / "out.json"
+    command.main(given(
+        "--random-model", kind, "--rows", "2", "--runs", "1", "--part", "tasks", "--json", str(file),
+        "--proposer", "idle", "prediction", "mtp",
+    ))  # fmt: skip
+    found = {(each["task"], each["proposer"]): each for each in json.loads(file.read_text())["results"]}
+    assert found.keys() == {("edit", "prediction"), ("free", "idle"), ("count", "idle")}
+    assert found["edit", "prediction"]["accepted_share"] > 0.5
+    assert found["count", "idle"]["tokens_per_forward"] == 1
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from scripts.benchmarks.speculation.clocks import Clocks
 from scripts.benchmarks.speculation.figures import Case, Meter, NotAnswered, Pair, Result, Run, TokensDiffer
 from tests.tools.speculation.results import run
 from worker.schedule.outcomes import Outcome, Prefilled, Refused, RowFailed, Sampled, Speculated
@@ -12,23 +13,33 @@ from worker.schedule.outcomes import Outcome, Prefilled, Refused, RowFailed, Sam
 CASE = Case("recall", 2, "copies")
 
 
+def at(second: int) -> Clocks:
+    return Clocks(second, second / 2, second / 4)
+
+
 def metered(*steps: list[Outcome]) -> Run:
-    """Return the run of these steps, of one second each."""
+    """Return the run of these steps, of one second each, in half of which the process works, and in a quarter of which
+    the engine's thread does."""
     meter = Meter()
     for second, outcomes in enumerate(steps):
-        meter.observe(outcomes, second, second + 1)
+        meter.observe(outcomes, at(second), at(second + 1))
     return meter.run()
 
 
 def test_steps_with_a_prompt_count_in_the_whole_time_alone() -> None:
     found = metered([Prefilled("a", 5, 5)], [Prefilled("b", 5, 5), Sampled("a", 1)], [Sampled("a", 2)])
-    assert (found.whole_s, found.decode_s, found.tokens, found.delivered) == (3, 1, 1, 2)
+    assert (found.whole_s, found.decode.wall_s, found.tokens, found.delivered) == (3, 1, 1, 2)
 
 
 def test_an_end_of_sequence_is_drawn_and_not_delivered() -> None:
     found = metered([Sampled("a", 1)], [Sampled("a", None, "stop")])
     assert found.answers == {"a": (1,)}
     assert (found.tokens, found.draws) == (1, 2)
+
+
+def test_a_step_is_measured_by_all_clocks() -> None:
+    found = metered([Sampled("a", 1), Sampled("a", 2)])
+    assert (found.tokens_per_s, found.tokens_per_cpu_s, found.host_s_per_token) == (2, 4, 1 / 8)
 
 
 def test_a_gap_lies_between_two_steps_that_deliver_to_the_same_row() -> None:
@@ -50,7 +61,7 @@ def test_a_request_without_an_answer_ends_the_run(outcome: Outcome) -> None:
 
 
 def test_the_first_token_that_differs_is_named() -> None:
-    off, on = (Run({"0.0": tokens}, 3, 3, 1.0, 1.0, 0.0, {}) for tokens in ((1, 2, 3), (1, 5, 3)))
+    off, on = (Run({"0.0": tokens}, 3, 3, Clocks(), 1.0, 0.0, {}) for tokens in ((1, 2, 3), (1, 5, 3)))
     with pytest.raises(TokensDiffer, match=r"recall, 2 rows, copies: request 0\.0 differs at token 1: 2 3 .* 5 3"):
         Pair(off, on).check(CASE)
 
@@ -58,7 +69,9 @@ def test_the_first_token_that_differs_is_named() -> None:
 @pytest.mark.parametrize("answers", [{}, {"0.0": (1, 2)}, {"0.0": (1, 2, 3), "0.1": (1,)}])
 def test_an_answer_that_is_missing_or_short_differs(answers: dict[str, tuple[int, ...]]) -> None:
     with pytest.raises(TokensDiffer):
-        Pair(Run({"0.0": (1, 2, 3)}, 3, 3, 1.0, 1.0, 0.0, {}), Run(answers, 3, 3, 1.0, 1.0, 0.0, {})).check(CASE)
+        Pair(Run({"0.0": (1, 2, 3)}, 3, 3, Clocks(), 1.0, 0.0, {}), Run(answers, 3, 3, Clocks(), 1.0, 0.0, {})).check(
+            CASE
+        )
 
 
 def test_equal_answers_pass() -> None:

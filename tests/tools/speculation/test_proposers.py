@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from scripts.benchmarks.speculation.proposers import PROPOSERS, PredictionProposer
+from scripts.benchmarks.speculation.proposers import PROPOSERS, IdleProposer, PredictionProposer
 from worker.engine.speculation import speculator
 from worker.engine.speculation.mtp.proposer import DEPTH
 from worker.schedule.request import GenerationRequest
@@ -33,6 +33,10 @@ def test_a_prediction_alone_offers_what_the_client_expects() -> None:
     offered = PredictionProposer().offer(row)
     assert offered is not None
     assert (offered.kind, offered.tokens) == (PREDICTION, (30, 31, 32))
+
+
+def test_the_idle_proposer_offers_nothing_that_could_be_copied() -> None:
+    assert IdleProposer().offer(Row(GenerationRequest("a", REPEATING, 20))) is None
 
 
 def test_a_fixed_depth_holds_in_the_block_alone() -> None:

@@ -27,6 +27,12 @@ def test_a_prediction_differs_in_one_word_of_twelve() -> None:
     assert differing == [6, 18]
 
 
+def test_random_weights_sample_what_is_not_expected_of_them() -> None:
+    assert {name: task.by_random_weights.temperature for name, task in TASKS.items() if task.any_model} == {
+        "edit": 0.0, "free": 1.0, "count": 1.0,
+    }  # fmt: skip
+
+
 def test_every_proposer_is_measured_with_a_task() -> None:
     assert {proposer for task in TASKS.values() for proposer in task.proposers} == set(PROPOSERS)
 
