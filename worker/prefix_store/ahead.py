@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -70,7 +70,7 @@ class PageCache:
                     yield from pieces
 
 
-def _bring(path: Path, needed_bytes: Callable[[BinaryIO], int]) -> Iterator[int]:
+def _bring(path: Path, needed_bytes: Callable[[BinaryIO], int]) -> Generator[int, None, None]:
     with path.open("rb", buffering=0) as file:
         end = needed_bytes(file)
         buffer = memoryview(bytearray(0 if _WILLNEED is not None else _PIECE_BYTES))

@@ -130,6 +130,7 @@ class PrefillQueue:
     def add(self, row: Row) -> None:
         """Add a row whose prompt is to be prefilled. Raises ValueError for images or kept ranges that do not match the
         prompt."""
+        self._ahead.pop(row.id, None)
         first, inputs = list[Stage](), None
         if row.request.images:
             vision, features = self._model.vision, self._caches.features
@@ -142,7 +143,6 @@ class PrefillQueue:
             first.insert(0, Load(row.request, spans.num_dense, prefix, self._load_limit_s, row_bytes))
         if self._caches.draft:
             first += self._score_stages(row.request, self._caches.draft, window_of(spans.cache))
-        self._ahead.pop(row.id, None)
         self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added_s=time.monotonic())
 
     def _score_stages(self, request: GenerationRequest, draft: Draft, window: int) -> list[Stage]:
