@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from sluice.cli.app import app
 from sluice.cli.commands.prefix import _warmed
 from sluice.cli.errors import CliError
-from tests.prefix_store.segments import files, segment, store, written
+from tests.prefix_store.segments import files, read, segment, store, written
 from worker.chat.warm import Warmed
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import model_digest, model_record
+from worker.prefix_store.records.memory import Held, HeldNode
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.schedule.cache.disk import NotStored, StoreResult
 
@@ -107,6 +108,47 @@ def test_a_prefix_without_its_start_is_marked(folder: Path) -> None:
         11: False,
         30: False,
     }
+
+
+# Hits, age and memory
+
+HELD = Held(5_000_000, (HeldNode(None, "", PATH[:10], 1_000_000, 4), HeldNode(0, "", PATH[10:], 2_000_000, 1)))
+
+
+def test_hits_age_and_memory_are_listed(folder: Path) -> None:
+    opened = store(folder)
+    for _ in range(2):
+        read(opened, opened.find("", PATH, stateful=False))
+    opened.hold(HELD)
+    opened._writer.scan()
+    listed = {each["tokens"]: each for each in run(folder, "list", "--json")}
+    opened.close(20)
+    found = {tokens: (each["hits"], each["memory_bytes"], each["memory_uses"]) for tokens, each in listed.items()}
+    assert found == {1: (0, 0, 0), 11: (2, 1_000_000, 4), 30: (2, 3_000_000, 4)}
+    assert all(0 <= each["age_s"] < 60 for each in listed.values())
+    assert {each["memory_bytes"] for each in run(folder, "list", "--json")} == {0}  # no worker runs
+
+
+def test_the_table_keeps_ids_and_numbers_whole_in_80_columns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.cli.terminal.output._PIPE_COLUMNS", 80)
+    for tokens in (1, 11, 30):
+        run(folder, "pin", id_of(folder, tokens))
+    opened = store(folder)
+    opened.hold(replace(HELD, nodes=tuple(replace(each, nbytes=6_000_000_000) for each in HELD.nodes)))
+    opened._writer.scan()
+    result = CliRunner().invoke(app, ["prefix", "list", "--dir", str(folder)])
+    opened.close(20)
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(any(each["id"] in line for line in lines) for each in run(folder, "list", "--json"))
+    assert {"12,000", "6,000"} <= set(result.stdout.split())
+    assert {"tenant", "disk", "RAM", "hits", "age", "used"} <= set(result.stdout.split())
+
+
+def test_the_age_of_a_file_that_cannot_be_read_is_unknown(folder: Path) -> None:
+    for each in Listing(folder).prefixes:
+        (folder / str(each.files[-1])).write_bytes(b"")
+    assert {each["age_s"] for each in run(folder, "list", "--json")} == {None}
 
 
 # Encrypted files

@@ -150,6 +150,8 @@ class Engine:
         if self._tier:
             self._tier.limit_reads(decoding=len(self._running) > 0)
         ended = time.perf_counter()
+        if self._caches.prefix:
+            self._caches.prefix.show(ended, idle=not len(self))
         self._prefills.observe_gap(ended - self._reported_at)
         self._reported_at = ended
         return StepReport(

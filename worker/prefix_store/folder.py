@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -19,6 +19,7 @@ from worker.prefix_store.format import StoredSegment, encoded_size, write_segmen
 from worker.prefix_store.lock import FolderLock
 from worker.prefix_store.names import TEMPORARY, WRITTEN, FileName, pin_of
 from worker.prefix_store.records.models import ModelRecord
+from worker.prefix_store.records.usage import UsageRecord
 from worker.prefix_store.scan import Scan, scan_folder
 from worker.prefix_store.unfinished import UnfinishedFile, is_abandoned
 from worker.schedule.cache.disk import NotStored, files_to_remove, fits_budget
@@ -42,16 +43,18 @@ class Folder:
         daily_bytes: int | None = None,
         encryption: Encryption | None = None,
         record: ModelRecord | None = None,
+        usage: Sequence[UsageRecord] = (),
     ) -> None:
         """`max_bytes`: of all files in the folder together, also those of others. `daily_bytes`: most bytes to write in
         a day; None: no limit. `encryption`: of the files that are written; None: they are plain. `record`: of
-        the model in use, renewed by `enforce`. Creates the folder; raises OSError."""
+        the model in use, renewed by `enforce`, as `usage` is. Creates the folder; raises OSError."""
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = path
         self._max_bytes = max_bytes
         self._daily_bytes = daily_bytes
         self._encryption = encryption
         self._record = record
+        self._usage = usage
         self._writer = f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"
         self._changes = count()  # of the folder, by this process
         self._lock = FolderLock(path)
@@ -63,15 +66,24 @@ class Folder:
 
     def enforce(self) -> None:
         """Scan the folder, and remove unfinished files of writers that have died, and what exceeds the quota; then
-        renew the record. Raises OSError, and `Unwritable` if the folder was scanned, but another process keeps its
-        lock, or the record cannot be written."""
+        renew the records. Raises OSError, and `Unwritable` if the folder was scanned, but another process keeps its
+        lock, or a record cannot be written."""
         try:
             with self._lock.held():
                 self._known = self._enforced(self._scan(), 0)
-                self._renew_record()
+                self._known = self._renew_records(self._known)
         except TimeoutError as error:
             self._known = self._scan()  # needs no lock, as little as reading does
             raise Unwritable(str(error)) from error
+
+    def end_usage(self) -> None:
+        """Write what the records of the use of prefixes lack, and remove those of this worker. Raises no OSError."""
+        with suppress(OSError):
+            if self.path.exists():
+                with self._lock.held():
+                    scan = self._known or self._scan()
+                    for each in self._usage:
+                        each.end(self.path, self._max_bytes - scan.nbytes)
 
     def shorten_waits(self) -> None:
         """Wait at most a second for the folder's lock from now on: the worker ends."""
@@ -132,12 +144,17 @@ class Folder:
             return None
         return _Identity(stat.st_ino, stat.st_size, stat.st_mode, stat.st_uid)
 
-    def _renew_record(self) -> None:
+    def _renew_records(self, scan: Scan) -> Scan:
+        """Renew all records, and return the scan with their new sizes. Requires the lock."""
         try:
             if self._record:
                 self._record.renew(self.path)
+            for each in self._usage:
+                if sizes := each.renew(self.path, scan, self._max_bytes - scan.nbytes):
+                    scan = scan.with_sizes(sizes)
         except OSError as error:
             raise Unwritable(str(error)) from error
+        return scan
 
     def _reserve(self, name: FileName, size: int) -> tuple[UnfinishedFile, int] | NotStored:
         """Make room for a file, and create it with its size, so that other processes count it from now on. Returns the

@@ -9,9 +9,10 @@ from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder
 from worker.prefix_store.format import BadFile, read_file_header
 from worker.prefix_store.names import FileName, pin_of
+from worker.prefix_store.records.hits import read_hits
+from worker.prefix_store.records.memory import SegmentUse, joined, read_memory
 from worker.prefix_store.records.models import outdated_digests, read_records
-from worker.prefix_store.scan import Scan, scan_folder
-from worker.schedule.cache.disk import StoredFile
+from worker.prefix_store.scan import scan_folder
 
 _ID_LENGTH = 12
 
@@ -25,6 +26,8 @@ class StoredPrefix:
     used_s: float  # Unix time of the last use
     pinned: bool  # the last file is not removed for space
     complete: bool  # False if files before the first one are missing, so that it is found only while memory holds them
+    hits: int  # how often its most read file was read from disk
+    held: SegmentUse  # by running workers, in memory
 
     @property
     def id(self) -> str:
@@ -42,6 +45,14 @@ class StoredPrefix:
         return self.files[-1].end
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What the last file of a prefix says about itself."""
+
+    tenant: str  # empty if it has none
+    created_s: float  # Unix time
+
+
 class Listing:
     """The prefixes in a folder at one time."""
 
@@ -52,11 +63,19 @@ class Listing:
         self._encryption = encryption
         self._scan = scan_folder(path)
         self._outdated = outdated_digests(read_records(path, self._scan.models))
+        self._memory = read_memory(path, self._scan.memory)
+        self._hits = {model: read_hits(path, model) for model in {name.model for name in self._scan.names}}
+        self._written = dict[FileName, _Written | None]()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files, also those of others."""
         return self._scan.nbytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that running workers hold in memory, also of prefixes that are not on disk."""
+        return self._memory.nbytes
 
     @property
     def stale(self) -> tuple[str, ...]:
@@ -69,18 +88,55 @@ class Listing:
         continued = {(name.model, name.parent) for name in self._scan.names if name.start}
         last = (name for name in self._scan.names if (name.model, name.digest) not in continued)
         before = _by_digest(self._scan.names)
-        found = [_prefix([*_chain(name, before)][::-1], self._scan) for name in last]
+        found = [self._prefix([*_chain(name, before)][::-1]) for name in last]
         return sorted(found, key=lambda prefix: -prefix.used_s)
+
+    def _prefix(self, files: list[FileName]) -> StoredPrefix:
+        stored = [self._scan.files[str(name)] for name in files]
+        held = (self._memory.segments.get((name.model, name.digest), SegmentUse()) for name in files)
+        return StoredPrefix(
+            tuple(files),
+            sum(file.nbytes for file in stored),
+            max(file.used_s for file in stored),
+            pinned=not stored[-1].removable,
+            complete=files[0].start == 0,
+            hits=max(self._hits[name.model].get(name.digest, 0) for name in files),
+            held=joined(held),
+        )
 
     def tenant(self, prefix: StoredPrefix) -> str | None:
         """Return the namespace of a prefix, which is its tenant, and empty if it has none or is gone; None if its file
         cannot be read or decrypted."""
+        try:
+            written = self._written_of(prefix)
+        except FileNotFoundError:
+            return ""
+        return written.tenant if written else None
+
+    def created_s(self, prefix: StoredPrefix) -> float | None:
+        """Return the Unix time at which the last file of a prefix was written; None if it is gone, or cannot be read or
+        decrypted."""
+        try:
+            written = self._written_of(prefix)
+        except FileNotFoundError:
+            return None
+        return written.created_s if written else None
+
+    def _written_of(self, prefix: StoredPrefix) -> _Written | None:
+        """Return what the last file of a prefix says; None if it cannot be read or decrypted. Raises
+        FileNotFoundError."""
         name = prefix.files[-1]
+        if name not in self._written:
+            self._written[name] = self._read(name)
+        return self._written[name]
+
+    def _read(self, name: FileName) -> _Written | None:
         for encryption in {self._encryption, None}:  # workers with and without a key may share the folder
             try:
-                return read_file_header(self._folder.path / str(name), name, encryption).namespace
+                header = read_file_header(self._folder.path / str(name), name, encryption)
+                return _Written(header.namespace, header.created_s)
             except FileNotFoundError:
-                return ""
+                raise
             except (BadFile, OSError):
                 continue
         return None
@@ -138,14 +194,3 @@ def _chain(name: FileName, before: dict[tuple[str, str], FileName]) -> Iterator[
     while current is not None:
         yield current
         current = before.get((current.model, current.parent)) if current.start else None
-
-
-def _prefix(files: list[FileName], scan: Scan) -> StoredPrefix:
-    stored: list[StoredFile[str]] = [scan.files[str(name)] for name in files]
-    return StoredPrefix(
-        tuple(files),
-        sum(file.nbytes for file in stored),
-        max(file.used_s for file in stored),
-        pinned=not stored[-1].removable,
-        complete=files[0].start == 0,
-    )

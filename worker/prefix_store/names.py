@@ -1,5 +1,6 @@
 """Names of the files, and digests of tokens. A name has all that the index needs, so no file is opened at start."""
 
+import copy
 import hashlib
 import re
 from array import array
@@ -17,6 +18,8 @@ WRITTEN = "sluice-prefix-written.json"  # bytes written today, by all processes
 TEMPORARY = ".part"
 _PIN = ".pin"
 _MODEL = re.compile(rf"{_PREFIX}model-([0-9a-f]{{32}})\.json")
+_HITS = re.compile(rf"{_PREFIX}hits-([0-9a-f]{{32}})\.json")
+_MEMORY = re.compile(rf"{_PREFIX}memory-([0-9a-f]{{32}})-[0-9a-f]{{16}}\.json")
 _BIG_TOKEN = (-(1 << 63)).to_bytes(8, "little", signed=True)  # announces a key of an image, which is a large number
 
 
@@ -85,6 +88,29 @@ def recorded_model(text: str) -> str | None:
     return match[1] if match else None
 
 
+def hits_record(model: str) -> str:
+    """Return the name of the file that counts how often files of a model are read. `model`: its digest."""
+    return f"{_PREFIX}hits-{model}.json"
+
+
+def counted_model(text: str) -> str | None:
+    """Return the digest that a file of `hits_record` is about; None for the name of another file."""
+    match = _HITS.fullmatch(text)
+    return match[1] if match else None
+
+
+def memory_record(model: str, worker: str) -> str:
+    """Return the name of the file that says what a worker holds in memory. `worker`: 16 hexadecimal digits, which no
+    other has."""
+    return f"{_PREFIX}memory-{model}-{worker}.json"
+
+
+def held_model(text: str) -> str | None:
+    """Return the digest that a file of `memory_record` is about; None for the name of another file."""
+    match = _MEMORY.fullmatch(text)
+    return match[1] if match else None
+
+
 def is_temporary(text: str) -> bool:
     """Return True for the name of a file that is being written, or whose writer has died."""
     return is_ours(text) and text.endswith(TEMPORARY)
@@ -112,6 +138,12 @@ class TokenDigest:
     def hexdigest(self) -> str:
         """Return the digest of all tokens so far."""
         return self._hash.hexdigest()
+
+    def copy(self) -> "TokenDigest":
+        """Return a digest of the same tokens, to append others."""
+        copied = copy.copy(self)
+        copied._hash = self._hash.copy()
+        return copied
 
 
 def _packed(tokens: Sequence[int]) -> bytes:

@@ -95,15 +95,17 @@ class Reader:
         allocate: Callable[[int], Callable[[], Any]],
         decode: Decode,
         num_kv_tensors: NumTensors,
+        on_hit: Callable[[FileName], None],
         on_read: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
         """`allocate`, `decode`, `num_kv_tensors`, `on_read` and `on_end`: see `PrefixStore`. Files that are bad or gone
-        are discarded from `index`."""
+        are discarded from `index`. `on_hit`: called on the reader's thread with each file that was read."""
         self._folder, self._index = folder, index
         self._encryption = encryption
         self._allocate, self._decode = allocate, decode
         self._num_kv_tensors = num_kv_tensors
+        self._on_hit = on_hit
         self._on_read, self._on_end = on_read, on_end
         self._unlimited_bytes_per_s = _FIRST_READ_BYTES_S  # measured while reads are not limited
         self._work_per_byte = 1.0  # bytes read and decoded, for each byte of a file
@@ -322,6 +324,7 @@ class Reader:
             self._index.discard(name)  # until the next scan
             return None
         self._folder.touch(name)
+        self._on_hit(name)
         return LoadedSegment(header, tuple(arrays), with_state)
 
     def _leave_alone(self, name: FileName) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +11,8 @@ from worker.prefix_store.names import (
     LOCK,
     WRITTEN,
     FileName,
+    counted_model,
+    held_model,
     is_ours,
     is_pin,
     is_temporary,
@@ -32,6 +34,7 @@ class Scan:
     names: tuple[FileName, ...]  # files of this version, of all models
     stale: tuple[str, ...] = ()  # files of other versions
     models: tuple[str, ...] = ()  # digests that have a record
+    memory: tuple[str, ...] = ()  # files that say what workers hold in memory
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +62,12 @@ class Scan:
         others = tuple(each for each in self.names if each != name)
         return replace(self, files={**self.files, str(name): file}, names=(*others, name))
 
+    def with_sizes(self, sizes: Mapping[str, int]) -> "Scan":
+        """Return the scan with the sizes of records that were written now; 0 if there is none."""
+        records = {key: StoredFile(key, nbytes, 0.0, removable=False) for key, nbytes in sizes.items() if nbytes}
+        files = {key: file for key, file in self.files.items() if key not in sizes}
+        return replace(self, files={**files, **records})
+
     def with_pin(self, name: FileName) -> "Scan":
         """Return the scan with a file that was pinned now."""
         key = str(name)
@@ -72,6 +81,7 @@ def scan_folder(folder: Path) -> Scan:
     files = dict[str, StoredFile[str]]()
     unfinished, names = list[str](), list[FileName]()
     stale, models = list[str](), list[str]()
+    memory = list[str]()
     pinned = set[str]()
     for relative, stat in _walk(folder):
         name = parse_name(relative)
@@ -83,7 +93,10 @@ def scan_folder(folder: Path) -> Scan:
             names.append(name)
         if model := recorded_model(relative):
             models.append(model)
-        known = name or model or is_pin(relative) or is_temporary(relative) or relative in (LOCK, WRITTEN)
+        if held_model(relative):
+            memory.append(relative)
+        is_record = model or held_model(relative) or counted_model(relative) or relative in (LOCK, WRITTEN)
+        known = name or is_record or is_pin(relative) or is_temporary(relative)
         is_stale = is_ours(relative) and not known
         if is_stale:
             stale.append(relative)
@@ -92,7 +105,7 @@ def scan_folder(folder: Path) -> Scan:
     for key in pinned & files.keys():
         files[key] = replace(files[key], removable=False)
     lone_pins = tuple(map(pin_of, pinned - files.keys()))
-    return Scan(files, tuple(unfinished), lone_pins, tuple(names), tuple(stale), tuple(models))
+    return Scan(files, tuple(unfinished), lone_pins, tuple(names), tuple(stale), tuple(models), tuple(memory))
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:

@@ -12,6 +12,8 @@ from worker.prefix_store.folder import Folder
 from worker.prefix_store.index import Chain, Index
 from worker.prefix_store.names import model_digest
 from worker.prefix_store.reader import Decode, NumTensors, Reader, Reading, all_tensors, as_read
+from worker.prefix_store.records.hits import HitRecord
+from worker.prefix_store.records.memory import Held, MemoryRecord
 from worker.prefix_store.records.models import ModelRecord
 from worker.prefix_store.writer import NewSegment, Writer
 
@@ -54,9 +56,13 @@ class PrefixStore:
         digest_key = encryption.digest_key if encryption else b""
         model = model_digest(fingerprint, digest_key)
         record = ModelRecord(model, options.label, encrypted=encryption is not None) if options.label else None
-        self._folder = Folder(options.folder, options.max_bytes, options.daily_bytes, encryption, record)
+        self._memory, hits = MemoryRecord(model, digest_key), HitRecord(model)
+        usage = (hits, self._memory)
+        self._folder = Folder(options.folder, options.max_bytes, options.daily_bytes, encryption, record, usage)
         self.index = Index(model, digest_key)
-        self._reader = Reader(self._folder, self.index, encryption, allocate, decode, num_kv_tensors, on_read, on_end)
+        self._reader = Reader(
+            self._folder, self.index, encryption, allocate, decode, num_kv_tensors, hits.add, on_read, on_end
+        )
         self._writer = Writer(
             self._folder, self.index, model, digest_key, options.max_pending_bytes, self._reader.no_reads, on_end
         )
@@ -81,6 +87,10 @@ class PrefixStore:
     def read_bytes_s(self) -> float:
         """Expected speed of reading, in bytes per second: see `limit_reads`."""
         return self._reader.bytes_per_s
+
+    def hold(self, held: Held) -> None:
+        """Let people see what the worker holds in memory: see `MemoryRecord`."""
+        self._memory.hold(held)
 
     def write(self, new: NewSegment) -> bool:
         """Write a segment later. Returns False, and forgets it, if too much waits already or the store is closed. One

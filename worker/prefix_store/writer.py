@@ -180,6 +180,7 @@ class Writer:
             match command:
                 case None:
                     self._report_lost()
+                    self._folder.end_usage()
                     return
                 case _Forget(namespace, tokens):
                     self._attempt(partial(self._remove, namespace, tokens))

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -49,7 +49,10 @@ def about() -> None:
 def list_prefixes(folder: Folder = None, as_json: AsJson = False) -> None:
     """List the prefixes on disk, the most recently used first.
 
-    The size counts files that several prefixes share once for each. With --json, print an object for each.
+    The sizes count files that several prefixes share once for each. RAM is what running workers hold of them in memory;
+    it is a few seconds old. Hits are hits from disk: how often a file of the prefix was read. Hits in memory read no
+    file and do not count; requests that wait for the same reading count once. The age is that of the last file. With
+    --json, print an object for each prefix.
 
     \b
     Examples:
@@ -62,7 +65,7 @@ def list_prefixes(folder: Folder = None, as_json: AsJson = False) -> None:
         for row in rows:
             print_json(row)
     elif rows:
-        _print(rows, listing.nbytes)
+        _print(rows, listing)
     else:
         note("there are no prefixes.")
 
@@ -256,12 +259,17 @@ def _find(listing: "Listing", id: str) -> "StoredPrefix":
 
 
 def _facts(listing: "Listing", each: "StoredPrefix") -> dict[str, object]:
+    created_s = listing.created_s(each)
     return {
         "id": each.id,
         "model": each.model,
         "tenant": listing.tenant(each) or None,
         "tokens": each.tokens,
         "bytes": each.nbytes,
+        "memory_bytes": each.held.nbytes,
+        "hits": each.hits,
+        "memory_uses": each.held.uses,
+        "age_s": None if created_s is None else round(max(0.0, time.time() - created_s), 1),
         "used_s_ago": round(max(0.0, time.time() - each.used_s), 1),
         "pinned": each.pinned,
         "complete": each.complete,
@@ -269,30 +277,54 @@ def _facts(listing: "Listing", each: "StoredPrefix") -> dict[str, object]:
     }
 
 
-def _print(rows: list[dict[str, object]], nbytes: int) -> None:
-    print_table(
-        f"Prefixes on disk: {nbytes / 1e6:,.1f} MB with files of others",
-        {
-            "id": "left",
-            "model": "left",
-            "tenant": "left",
-            "tokens": "right",
-            "MB": "right",
-            "last use": "right",
-            "": "left",
-        },
-        [_cells(row) for row in rows],
+def _print(rows: list[dict[str, object]], listing: "Listing") -> None:
+    """Print a table for each model, without columns that are empty."""
+    for model in dict.fromkeys(str(row["model"]) for row in rows):
+        cells = [_cells(row) for row in rows if row["model"] == model]
+        kept = [name for name in _COLUMNS if any(row[name] for row in cells)]
+        table = [[row[name] for name in kept] for row in cells]
+        columns = {name: _COLUMNS[name] for name in kept}
+        print_table(f"Prefixes of model {model}", columns, table, whole=_WHOLE)
+    note(
+        f"{listing.nbytes / 1e6:,.1f} MB on disk, with files of others; "
+        f"{listing.memory_bytes / 1e6:,.1f} MB of prefixes in the memory of running workers"
     )
 
 
-def _cells(row: dict[str, object]) -> tuple[str, ...]:
-    remarks = {"pinned": row["pinned"], "start is missing": not row["complete"], "outdated": row["outdated"]}
-    return (
-        str(row["id"]),
-        str(row["model"]),
-        str(row["tenant"] or ""),
-        f"{row['tokens']:,}",
-        f"{float(str(row['bytes'])) / 1e6:,.1f}",
-        f"{format_duration(float(str(row['used_s_ago'])))} ago",
-        ", ".join(remark for remark, holds in remarks.items() if holds),
-    )
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "id": "left",
+    "tenant": "left",
+    "tokens": "right",
+    "disk MB": "right",
+    "RAM MB": "right",
+    "hits": "right",
+    "age": "right",
+    "used": "right",
+    "": "left",
+}
+_WHOLE = ("id", "tokens", "RAM MB", "hits", "age", "used")  # in a terminal of 80 columns
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    remarks = {"pinned": row["pinned"], "no start": not row["complete"], "outdated": row["outdated"]}
+    return {
+        "id": str(row["id"]),
+        "tenant": str(row["tenant"] or ""),
+        "tokens": f"{row['tokens']:,}",
+        "disk MB": _megabytes(row["bytes"]),
+        "RAM MB": _megabytes(row["memory_bytes"]),
+        "hits": f"{row['hits']:,}",
+        "age": "?" if row["age_s"] is None else _short(row["age_s"]),
+        "used": _short(row["used_s_ago"]),
+        "": ", ".join(remark for remark, holds in remarks.items() if holds),
+    }
+
+
+def _megabytes(nbytes: int) -> str:
+    """Return at most six characters up to 100 GB."""
+    return f"{nbytes / 1e6:,.1f}" if nbytes < 100e6 else f"{nbytes / 1e6:,.0f}"
+
+
+def _short(seconds: float) -> str:
+    """Return the largest unit of a duration: `3d`, `5min`."""
+    return "".join(format_duration(seconds).split()[:2])

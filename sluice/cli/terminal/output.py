@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import JustifyMethod
@@ -26,11 +26,14 @@ def print_json(value: dict[str, Any], indent: int | None = None) -> None:
     sys.stdout.buffer.flush()
 
 
-def print_table(title: str, columns: Mapping[str, JustifyMethod], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table. Control characters in cells are replaced, and long cells are folded."""
+def print_table(
+    title: str, columns: Mapping[str, JustifyMethod], rows: Iterable[Sequence[str]], *, whole: Collection[str] = ()
+) -> None:
+    """Print a table. Control characters in cells are replaced, and long cells are folded, except in the columns
+    `whole`."""
     table = Table(title=title, title_justify="left")
     for name, justify in columns.items():
-        table.add_column(name, justify=justify, overflow="fold")
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name in whole)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(table)

@@ -32,6 +32,7 @@ from worker.prefix_store.encryption import NoCryptography
 from worker.prefix_store.format import StoredSegment, Tensor
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import LoadedSegment, Reading
+from worker.prefix_store.records.memory import Held
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment, WriteReport
 
@@ -123,6 +124,10 @@ class DiskTier:
         states = sum(size for name, size in zip(chain.files, chain.sizes, strict=True) if name.has_state)
         kv_bytes = self._token_bytes * (len(chain.tokens) - chain.start)
         return kv_bytes + min(chain.nbytes, states + max(chain.sizes))
+
+    def show(self, held: Held) -> None:
+        """Let people see what memory holds: see `PrefixStore.hold`."""
+        self._store.hold(held)
 
     def find(self, namespace: str, tokens: tuple[int, ...], *, held: Collection[int], longer_than: int) -> Chain | None:
         """Return the files of the longest stored prefix; see `Index.find`."""

@@ -1,7 +1,7 @@
 """What a prefix cache with a disk tier hands over to it, and takes back."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -13,11 +13,15 @@ from worker.engine.isolation import isolate
 from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reading
+from worker.prefix_store.records.memory import Held, HeldNode
 from worker.prefix_store.writer import WriteReport
 from worker.schedule.cache.disk import NotStored, writes_early
 from worker.schedule.cache.prefix import MAX_SEGMENT_TOKENS, Evicted, Found, Node, PrefixTree
 
 Tree = PrefixTree[KVSegment, StateSnapshot]
+
+_SHOW_S = 5.0  # as often as the store looks at it
+_SHOWN_NODES = 512  # a record of about 25 kB, and a millisecond of the engine's thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class DurablePrefixes:
     def __init__(self, tree: Tree, tier: DiskTier) -> None:
         self._tree = tree
         self._tier = tier
+        self._shown, self._shown_s = (0, 0), 0.0  # version and bytes of the tree when it was shown, and the time
         self._readings: list[weakref.ref[Reading]] = []  # whose content is not inserted yet, in the order of begin
 
     @property
@@ -239,6 +244,14 @@ class DurablePrefixes:
         self._readings = [weakref.ref(reading) for reading in readings]
         return readings
 
+    def show(self, now_s: float, *, idle: bool) -> None:
+        """Let people see what the tree holds, every few seconds and when the engine becomes idle. `now_s`: a clock.
+        Copies no tokens."""
+        state = self._tree.version, self._tree.nbytes
+        if state != self._shown and (idle or now_s - self._shown_s >= _SHOW_S):
+            self._shown, self._shown_s = state, now_s
+            self._tier.show(Held(self._tree.nbytes, tuple(_held(self._tree.recent()[:_SHOWN_NODES]))))
+
     def find(self, namespace: str, tokens: tuple[int, ...], matched: int) -> Chain | None:
         """Return the files that hold more of the tokens than the `matched` ones that can be loaded from memory; None if
         there are none."""
@@ -308,3 +321,12 @@ class DurablePrefixes:
     def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
         """Remove the files along these tokens."""
         self._tier.forget(namespace, tokens)
+
+
+def _held(nodes: Iterable[Node[KVSegment, StateSnapshot]]) -> Iterator[HeldNode]:
+    """Yield the nodes as people see them. Each comes after its parent."""
+    indexes = dict[Node[KVSegment, StateSnapshot], int]()
+    for index, node in enumerate(nodes):
+        indexes[node] = index
+        parent = indexes.get(node.parent) if node.parent else None  # None for the root
+        yield HeldNode(parent, node.namespace, node.tokens, node.nbytes, node.uses)

@@ -183,6 +183,11 @@ class PrefixCache:
             with isolate(f"writing the cache of a row of {len(tokens)} tokens to disk"):
                 self._durable.spill_row(namespace, tokens, cache, limit_of)
 
+    def show(self, now_s: float, *, idle: bool) -> None:
+        """Let people see what memory holds, if there is a disk tier: see `DurablePrefixes.show`."""
+        if self._durable:
+            self._durable.show(now_s, idle=idle)
+
     def close(self) -> None:
         """Write all prefixes to disk, if there is a disk tier, as far as time allows. Blocks. The cache must not be
         used afterwards."""

@@ -1,1 +1,1 @@
-"""Small files of workers in the folder, for people: which models use it, and since when they are outdated."""
+"""Small files of workers in the folder, for people: models that use it, hits, and what memory holds."""

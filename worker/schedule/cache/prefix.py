@@ -53,6 +53,7 @@ class Node(Generic[R, S]):
     segment: R | None = None
     snapshot: S | None = None
     children: "dict[int, Node[R, S]]" = field(default_factory=dict)  # by first token
+    nbytes: int = 0  # of its segment and snapshot
     uses: int = 0  # number of requests that have shared it, after the first
     handed_over: bool = False  # to be written to disk early, with the snapshot if it has one
 
@@ -60,11 +61,6 @@ class Node(Generic[R, S]):
     def prefix(self) -> tuple[int, ...]:
         """All tokens from the root to the end of the node."""
         return tuple(chain.from_iterable(_path(self)))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its segment and snapshot."""
-        return sum(each.nbytes for each in (self.segment, self.snapshot) if each is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +206,12 @@ class PrefixTree(Generic[R, S]):
     def _attach(self, parent: Node[R, S], tokens: tuple[int, ...], segment: R) -> Node[R, S]:
         node = parent.children[tokens[0]] = Node(parent.namespace, parent, tokens, parent.end + len(tokens), segment)
         self._order[node, "segment"] = None
-        self.nbytes += segment.nbytes
+        self._count(node, segment.nbytes)
         return node
+
+    def _count(self, node: Node[R, S], added_bytes: int) -> None:
+        node.nbytes += added_bytes
+        self.nbytes += added_bytes
 
     def _split(self, node: Node[R, S], end: int) -> Node[R, S]:
         """Split a node in two at token `end`; return the upper one, which ends there."""
@@ -219,7 +219,7 @@ class PrefixTree(Generic[R, S]):
         assert node.segment is not None
         at = end - node.parent.end
         first, rest = node.segment.split(at)
-        self.nbytes += rest.nbytes - node.segment.nbytes
+        self._count(node, rest.nbytes - node.segment.nbytes)
         upper = self._attach(node.parent, node.tokens[:at], first)
         upper.uses = node.uses + 1  # the other prompt shares it
         node.parent = upper
@@ -233,14 +233,14 @@ class PrefixTree(Generic[R, S]):
         node.handed_over = False
         self._num_trimmable += snapshot.trimmable
         self._order[node, "snapshot"] = None
-        self.nbytes += snapshot.nbytes
+        self._count(node, snapshot.nbytes)
 
     def _pop_snapshot(self, node: Node[R, S]) -> S | None:
         """Remove and return the node's snapshot, if it has one."""
         snapshot, node.snapshot = node.snapshot, None
         if snapshot is not None:
             del self._order[node, "snapshot"]
-            self.nbytes -= snapshot.nbytes
+            self._count(node, -snapshot.nbytes)
             self._num_trimmable -= snapshot.trimmable
         return snapshot
 
