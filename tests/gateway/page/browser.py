@@ -7,12 +7,13 @@ import subprocess
 import time
 from base64 import b64decode
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 BROWSERS = [found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))][:1]
 _OPTIONS = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-pipe"
+_CLOSE_S = 20.0
 _COMPLAINTS = {"Runtime.exceptionThrown", "Log.entryAdded"}
 
 
@@ -87,11 +88,7 @@ class Browser:
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command, and return its answer."""
-        self._number += 1
-        command = {"id": self._number, "method": method, "params": params}
-        if self._session:
-            command["sessionId"] = self._session
-        self._commands.write(json.dumps(command).encode() + b"\0")
+        self._write(method, params)
         while True:
             message = self._next()
             if message.get("id") == self._number:
@@ -105,9 +102,16 @@ class Browser:
                 self.complaints.append(json.dumps(message["params"]))
 
     def close(self) -> None:
-        """End the browser, which then deletes its temporary files."""
+        """Let the browser end, and delete its temporary files. Does not wait for that."""
         self._session = None
-        self.send("Browser.close")
+        self._write("Browser.close", {})
+
+    def _write(self, method: str, params: dict[str, Any]) -> None:
+        self._number += 1
+        command = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            command["sessionId"] = self._session
+        self._commands.write(json.dumps(command).encode() + b"\0")
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._read:
@@ -134,7 +138,8 @@ def browser(path: str, profile: Path) -> Iterator[Browser]:
     try:
         yield started
         started.close()
-        process.wait(60)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_CLOSE_S)
     finally:
         process.kill()
         process.wait()
