@@ -19,7 +19,8 @@ from scripts.stack import ROOT
 _ABOUT = """\
 Drive the HTTP gateway with the clients that people use, through every call that each of them has: answers, streams,
 tools, JSON schemas, images, errors, and leaving in the middle. Each client is installed in its newest release from PyPI
-or npm, in a folder of its own. A server, a worker with models/tiny-chat and a gateway are started for the run.
+or npm, in a folder of its own. A server, a worker with models/tiny-chat, one with a tiny random model that takes
+images, and a gateway are started for the run.
 
 Prints a table of calls and clients, and the reason of each failure. The exit code is 1 if a call fails, or if a client
 cannot be installed."""

@@ -1,16 +1,24 @@
-"""A server, a worker with the tiny model, and a gateway, for as long as a block lasts."""
+"""A server, two workers and a gateway, for as long as a block lasts: one worker has the tiny model, which takes text
+alone, and the other a random model that takes images."""
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+from scripts.clients.environments import CHECKS
 from scripts.stack import ROOT, Server, WorkerProcess, embedded_binary, free_port
 
+_SEEING = json.loads((CHECKS / "requests.json").read_text())["seeing"]  # the name of the second worker's model
+_FAMILY = "qwen3_vl"
 _START_S = 30.0
 # A fuzzed request ends soon, and the unending answers of the checks have the second limit themselves.
 _DEFAULT_TOKENS, _MOST_TOKENS = 200, 2_000
@@ -18,11 +26,22 @@ _DEFAULT_TOKENS, _MOST_TOKENS = 200, 2_000
 
 @contextmanager
 def front() -> Iterator[str]:
-    """Yield the URL of a gateway, without /v1. Raises RuntimeError if one of the three does not start."""
-    with Server(embedded_binary()) as server:
-        worker = WorkerProcess(server.url, default_max_tokens=_DEFAULT_TOKENS, max_output_tokens=_MOST_TOKENS)
-        with worker, _serving(server.url) as url:
+    """Yield the URL of a gateway, without /v1. Raises RuntimeError if one of the processes does not start."""
+    limits: dict[str, Any] = {"default_max_tokens": _DEFAULT_TOKENS, "max_output_tokens": _MOST_TOKENS}
+    with Server(embedded_binary()) as server, _seeing_model() as model:
+        reading = WorkerProcess(server.url, **limits)
+        seeing = WorkerProcess(server.url, model=model, model_name=_SEEING, **limits)
+        with reading, seeing, _serving(server.url) as url:
             yield url
+
+
+@contextmanager
+def _seeing_model() -> Iterator[Path]:
+    """Yield the folder of a tiny model with random weights that takes images."""
+    from tests.engine.vision.checkpoints import write_checkpoint  # loads mlx-vlm, which --help does not need
+
+    with tempfile.TemporaryDirectory(prefix="sluice-seeing-") as folder:
+        yield write_checkpoint(_FAMILY, Path(folder))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, jsonSchema, Output, stepCountIs, streamText, tool } from "ai";
 
-import { awaitCancelled, BASE_URL, check, equal, refusedWith, runChecks, SAID } from "./checking.mjs";
+import { awaitCancelled, BASE_URL, check, equal, refusedWith, runChecks, SAID, tookTokens } from "./checking.mjs";
 
 let lastId;
 async function watched(url, options) {
@@ -66,8 +66,12 @@ check("chat: reasoning", async () => {
 
 check("chat: image", async () => {
   const image = Buffer.from(SAID.image, "base64");
-  const content = [{ type: "text", text: "What is it?" }, { type: "image", image, mediaType: "image/png" }];
-  await refusedWith(400, statusOf, () => generateText({ ...COMMON, messages: [{ role: "user", content }] }));
+  const content = [{ type: "text", text: SAID.question }, { type: "image", image, mediaType: "image/png" }];
+  const messages = [{ role: "user", content }];
+  const fields = { ...COMMON, model: provider(SAID.seeing), maxOutputTokens: 16 };
+  const shown = await generateText({ ...fields, messages });
+  tookTokens(shown.usage.inputTokens, (await generateText({ ...fields, prompt: SAID.question })).usage.inputTokens);
+  await refusedWith(400, statusOf, () => generateText({ ...COMMON, messages }));
 });
 
 check("chat: errors", async () => {

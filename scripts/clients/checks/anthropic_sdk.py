@@ -8,12 +8,14 @@ from anthropic import Anthropic, BadRequestError, NotFoundError
 from scripts.clients.checks.checking import (
     MODEL,
     SAID,
+    SEEING,
     URL,
     WEATHER,
     Checks,
     await_cancelled,
     equal,
     refused_with,
+    took_tokens,
     user,
 )
 
@@ -77,8 +79,13 @@ def thinks() -> None:
 
 
 @check("messages: image")
-def refuses_an_image_that_the_model_cannot_see() -> None:
-    refused_with(400, BadRequestError, lambda: ask(user([IMAGE])))
+def takes_an_image_if_the_model_sees() -> None:
+    question = {"type": "text", "text": SAID["question"]}
+    shown, plain = user([IMAGE, question]), user([question])
+    assert ask(shown, model=SEEING, max_tokens=8).usage.output_tokens > 0
+    counts = [client.messages.count_tokens(model=SEEING, messages=each).input_tokens for each in (shown, plain)]
+    took_tokens(*counts)
+    refused_with(400, BadRequestError, lambda: ask(shown))
 
 
 @check("messages: errors")

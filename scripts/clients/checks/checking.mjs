@@ -5,6 +5,10 @@ export const URL_OF_FRONT = process.env.SLUICE_CONFORMANCE_URL;
 export const BASE_URL = `${URL_OF_FRONT}/v1`;
 export const SAID = JSON.parse(readFileSync(new URL("requests.json", import.meta.url)));
 export const IMAGE_URL = `data:image/png;base64,${SAID.image}`;
+export const IMAGE_PARTS = [
+  { type: "text", text: SAID.question },
+  { type: "image_url", image_url: { url: IMAGE_URL } },
+];
 export const TOOL = { type: "function", function: SAID.weather };
 const CANCELLED = 499;
 const CANCEL_MS = 10_000; // far less than the unending answer takes to its limit
@@ -57,6 +61,13 @@ export async function awaitCancelled(jobId) {
   const answer = await fetch(`${BASE_URL}/chat/completions/${jobId}`);
   equal(answer.status, CANCELLED);
   if (Date.now() - began > CANCEL_MS) throw new Error("the job was cancelled late");
+}
+
+// Throw unless an image made a prompt of `withImage` tokens out of one of `without`.
+export function tookTokens(withImage, without) {
+  if (!(withImage > without && without > 0)) {
+    throw new Error(`a prompt with an image has ${withImage} tokens, and ${without} without`);
+  }
 }
 
 export function user(content = SAID.count) {

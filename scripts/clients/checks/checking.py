@@ -15,10 +15,11 @@ from typing import Any
 URL = os.environ.get("SLUICE_CONFORMANCE_URL", "")  # of the gateway, without /v1
 SAID: dict[str, Any] = json.loads((Path(__file__).parent / "requests.json").read_text())
 MODEL = SAID["model"]
+SEEING = SAID["seeing"]  # a model that takes images; its answers are random
 WEATHER: dict[str, Any] = SAID["weather"]
 IMAGE_URL = f"data:image/png;base64,{SAID['image']}"
 IMAGE_PARTS: list[Any] = [
-    {"type": "text", "text": "What is it?"},
+    {"type": "text", "text": SAID["question"]},
     {"type": "image_url", "image_url": {"url": IMAGE_URL}},
 ]
 TOOL = {"type": "function", "function": WEATHER}  # as chat completions take it
@@ -103,6 +104,11 @@ def _status_of(url: str) -> int:
 def equal(found: object, expected: object) -> None:
     """Raise AssertionError, with both values, unless they are equal."""
     assert found == expected, f"{found!r} is not {expected!r}"
+
+
+def took_tokens(with_image: int, without: int) -> None:
+    """Raise AssertionError unless an image made a prompt of `with_image` tokens out of one of `without`."""
+    assert with_image > without > 0, f"a prompt with an image has {with_image} tokens, and {without} without"
 
 
 def user(content: object = SAID["count"]) -> list[Any]:

@@ -12,12 +12,14 @@ from scripts.clients.checks.checking import (
     IMAGE_PARTS,
     MODEL,
     SAID,
+    SEEING,
     TOOL,
     URL,
     Checks,
     await_cancelled,
     equal,
     refused_with,
+    took_tokens,
 )
 from scripts.clients.checks.shapes import City, Said
 
@@ -77,19 +79,35 @@ def takes_sampling_fields() -> None:
 
 
 @check("chat: image")
-def refuses_an_image_that_the_model_cannot_see() -> None:
-    refused_with(400, BadRequestError, lambda: model().invoke([HumanMessage(IMAGE_PARTS)]))
+def takes_an_image_if_the_model_sees() -> None:
+    _takes_an_image()
+
+
+def _takes_an_image(**fields: Any) -> None:
+    seeing = model(model=SEEING, max_tokens=16, **fields)
+    shown, plain = seeing.invoke([HumanMessage(IMAGE_PARTS)]), seeing.invoke(SAID["question"])
+    took_tokens(shown.usage_metadata["input_tokens"], plain.usage_metadata["input_tokens"])
+    refused_with(400, BadRequestError, lambda: model(**fields).invoke([HumanMessage(IMAGE_PARTS)]))
 
 
 @check("chat: errors")
 def raises_openai_s_errors() -> None:
-    refused_with(404, NotFoundError, lambda: model(model="absent").invoke(SAID["count"]))
-    refused_with(400, BadRequestError, lambda: model(top_p=7).invoke(SAID["count"]))
+    _raises_errors()
+
+
+def _raises_errors(**fields: Any) -> None:
+    refused_with(404, NotFoundError, lambda: model(model="absent", **fields).invoke(SAID["count"]))
+    refused_with(400, BadRequestError, lambda: model(top_p=7, **fields).invoke(SAID["count"]))
 
 
 @check("chat: cancel")
 def cancels_when_its_client_leaves() -> None:
-    chunks = model(logit_bias=SAID["unending"], max_tokens=SAID["limit"]).stream(SAID["count"])
+    _cancels()
+
+
+def _cancels(**fields: Any) -> None:
+    unending = {"logit_bias": SAID["unending"]}
+    chunks = model(extra_body=unending, max_tokens=SAID["limit"], **fields).stream(SAID["count"])
     next(chunks)
     chunks.close()
     await_cancelled(seen[-1])
@@ -119,6 +137,21 @@ def calls_a_function() -> None:
 def responds_with_a_schema() -> None:
     found = model(use_responses_api=True).with_structured_output(City, method="json_schema").invoke(SAID["capital"])
     equal(found, City(**SAID["oslo"]))
+
+
+@check("responses: image")
+def takes_an_input_image_if_the_model_sees() -> None:
+    _takes_an_image(use_responses_api=True)
+
+
+@check("responses: errors")
+def raises_errors_of_responses() -> None:
+    _raises_errors(use_responses_api=True)
+
+
+@check("responses: cancel")
+def cancels_a_response() -> None:
+    _cancels(use_responses_api=True)
 
 
 if __name__ == "__main__":

@@ -8,25 +8,43 @@ import litellm
 from scripts.clients.checks.checking import (
     CALLED,
     IMAGE_PARTS,
+    IMAGE_URL,
     JSON_SCHEMA,
     MODEL,
     SAID,
+    SEEING,
     TOOL,
     URL,
+    WEATHER,
     Checks,
     await_cancelled,
     equal,
     refused_with,
+    took_tokens,
     user,
 )
 
 check = Checks("litellm")
 OPENAI: Any = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "none", "max_retries": 0}
 ANTHROPIC: Any = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": "none", "max_tokens": 200}
+# Without it the client would request whole responses of a model that it does not know, and only seem to stream them.
+litellm.register_model({OPENAI["model"]: {"litellm_provider": "openai", "supports_native_streaming": True}})
 
 
 def chat(messages: Any = None, **fields: Any) -> Any:
     return litellm.completion(messages=messages or user(), temperature=0, **{**OPENAI, **fields})
+
+
+def respond(input: Any = SAID["count"], **fields: Any) -> Any:
+    return litellm.responses(input=input, temperature=0, **{**OPENAI, **fields})
+
+
+def ask(messages: Any = None, **fields: Any) -> Any:
+    return litellm.completion(messages=messages or user(), temperature=0, **{**ANTHROPIC, **fields})
+
+
+def job_of(stream: Any) -> str:
+    return str(stream._hidden_params["additional_headers"]["llm_provider-x-request-id"])
 
 
 def text_of(chunks: Any) -> str:
@@ -66,7 +84,10 @@ def follows_a_schema() -> None:
 
 
 @check("chat: image")
-def refuses_an_image_that_the_model_cannot_see() -> None:
+def takes_an_image_if_the_model_sees() -> None:
+    seeing = {"model": f"openai/{SEEING}", "max_tokens": 16}
+    shown, plain = chat(user(IMAGE_PARTS), **seeing).usage, chat(user(SAID["question"]), **seeing).usage
+    took_tokens(shown.prompt_tokens, plain.prompt_tokens)
     refused_with(400, litellm.BadRequestError, lambda: chat(user(IMAGE_PARTS)))
 
 
@@ -92,33 +113,104 @@ def names_the_route_that_it_lacks() -> None:
 
 @check("responses: answer")
 def responds() -> None:
-    response: Any = litellm.responses(input=SAID["count"], temperature=0, **OPENAI)
-    equal(response.output[0].content[0].text, SAID["counted"])
+    equal(respond().output[0].content[0].text, SAID["counted"])
 
 
 @check("responses: stream")
 def streams_a_response() -> None:
-    events: Any = litellm.responses(input=SAID["count"], temperature=0, stream=True, **OPENAI)
-    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    deltas = [event.delta for event in respond(stream=True) if event.type == "response.output_text.delta"]
     equal("".join(deltas), SAID["counted"])
+
+
+@check("responses: tools")
+def calls_a_function() -> None:
+    function = {"type": "function", **WEATHER, "strict": False}
+    first = respond(SAID["call"], tools=[function])
+    (call,) = first.output
+    equal((call.name, json.loads(call.arguments)), CALLED)
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Snow."}
+    equal(respond([output], tools=[function], previous_response_id=first.id).status, "completed")
+
+
+@check("responses: JSON schema")
+def responds_with_a_schema() -> None:
+    format = {"type": "json_schema", "name": "city", "schema": SAID["schema"], "strict": True}
+    response = respond(SAID["capital"], text={"format": format})
+    equal(json.loads(response.output[0].content[0].text), SAID["oslo"])
+
+
+@check("responses: image")
+def takes_an_input_image_if_the_model_sees() -> None:
+    parts = [{"type": "input_text", "text": SAID["question"]}, {"type": "input_image", "image_url": IMAGE_URL}]
+    seeing = {"model": f"openai/{SEEING}", "max_output_tokens": 16}
+    shown, plain = respond(user(parts), **seeing).usage, respond(SAID["question"], **seeing).usage
+    took_tokens(shown.input_tokens, plain.input_tokens)
+    refused_with(400, litellm.BadRequestError, lambda: respond(user(parts)))
+
+
+@check("responses: errors")
+def raises_errors_of_responses() -> None:
+    refused_with(404, litellm.NotFoundError, lambda: respond(model="openai/absent"))
+    refused_with(400, litellm.BadRequestError, lambda: respond(top_p=7))
+
+
+@check("responses: cancel")
+def cancels_a_response() -> None:
+    fields = {"max_output_tokens": SAID["limit"], "extra_body": {"logit_bias": SAID["unending"]}}
+    stream = respond(stream=True, **fields)
+    next(iter(stream))
+    job_id = job_of(stream)
+    stream.response.close()
+    await_cancelled(job_id)
 
 
 @check("messages: answer")
 def sends_a_message() -> None:
-    completion: Any = litellm.completion(messages=user(), temperature=0, **ANTHROPIC)
-    equal(completion.choices[0].message.content, SAID["counted"])
+    equal(ask().choices[0].message.content, SAID["counted"])
 
 
 @check("messages: stream")
 def streams_a_message() -> None:
-    equal(text_of(litellm.completion(messages=user(), temperature=0, stream=True, **ANTHROPIC)), SAID["counted"])
+    equal(text_of(ask(stream=True)), SAID["counted"])
 
 
 @check("messages: tools")
 def calls_a_tool_in_a_message() -> None:
-    completion: Any = litellm.completion(messages=user(SAID["call"]), temperature=0, tools=[TOOL], **ANTHROPIC)
-    (call,) = completion.choices[0].message.tool_calls
+    (call,) = ask(user(SAID["call"]), tools=[TOOL]).choices[0].message.tool_calls
     equal(json.loads(call.function.arguments), {"city": "Oslo"})
+
+
+@check("messages: JSON schema")
+def follows_a_schema_in_a_message() -> None:
+    # The client makes a forced call of a tool out of it, in which the tiny model does not end strings that are free.
+    schema = {"type": "object", "properties": {"word": {"enum": ["yes"]}}, "required": ["word"]}
+    format = {"type": "json_schema", "json_schema": {"name": "said", "schema": schema, "strict": True}}
+    equal(json.loads(ask(response_format=format).choices[0].message.content), {"word": "yes"})
+
+
+@check("messages: image")
+def takes_an_image_in_a_message_if_the_model_sees() -> None:
+    seeing = {"model": f"anthropic/{SEEING}", "max_tokens": 16}
+    shown, plain = ask(user(IMAGE_PARTS), **seeing).usage, ask(user(SAID["question"]), **seeing).usage
+    took_tokens(shown.prompt_tokens, plain.prompt_tokens)
+    refused_with(400, litellm.BadRequestError, lambda: ask(user(IMAGE_PARTS)))
+
+
+@check("messages: errors")
+def raises_errors_of_messages() -> None:
+    refused_with(404, litellm.NotFoundError, lambda: ask(model="anthropic/absent"))
+    refused_with(400, litellm.BadRequestError, lambda: ask(top_p=7))
+
+
+@check("messages: cancel")
+def cancels_a_message() -> None:
+    # The interface has no bias against the end of an answer, but schemas that take long.
+    format = {"type": "json_schema", "schema": SAID["long"]}
+    stream = ask(stream=True, max_tokens=SAID["limit"], output_config={"format": format})
+    next(iter(stream))
+    job_id = job_of(stream)
+    stream.completion_stream.response_iterator.close()
+    await_cancelled(job_id)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 // OpenAI's SDK for Node: chat completions, responses and models.
 import OpenAI from "openai";
 
-import { awaitCancelled, BASE_URL, check, equal, IMAGE_URL, refusedWith, runChecks, SAID, TOOL, user } from "./checking.mjs";
+import {
+  awaitCancelled, BASE_URL, check, equal, IMAGE_PARTS, IMAGE_URL, refusedWith, runChecks, SAID, TOOL, tookTokens, user,
+} from "./checking.mjs";
 
 const client = new OpenAI({ baseURL: BASE_URL, apiKey: "none", maxRetries: 0, timeout: 60_000 });
 const JSON_SCHEMA = { type: "json_schema", json_schema: { name: "city", schema: SAID.schema, strict: true } };
@@ -47,6 +49,11 @@ check("chat: JSON schema", async () => {
   equal(JSON.parse(completion.choices[0].message.content), SAID.oslo);
 });
 
+check("chat: reasoning", async () => {
+  const { message } = (await chat(user(SAID.think))).choices[0];
+  equal([message.reasoning, message.content], [SAID.thought, SAID.sum]);
+});
+
 check("chat: n, stop, logprobs", async () => {
   const completion = await chat(user(), { n: 2, stop: [" 4"], logprobs: true, top_logprobs: 2, seed: 7 });
   equal(completion.choices.map((choice) => choice.message.content), ["1 2 3", "1 2 3"]);
@@ -54,8 +61,10 @@ check("chat: n, stop, logprobs", async () => {
 });
 
 check("chat: image", async () => {
-  const parts = [{ type: "text", text: "What is it?" }, { type: "image_url", image_url: { url: IMAGE_URL } }];
-  await refusedWith(400, statusOf, () => chat(user(parts)));
+  const fields = { model: SAID.seeing, max_tokens: 16 };
+  const shown = await chat(user(IMAGE_PARTS), fields);
+  tookTokens(shown.usage.prompt_tokens, (await chat(user(SAID.question), fields)).usage.prompt_tokens);
+  await refusedWith(400, statusOf, () => chat(user(IMAGE_PARTS)));
 });
 
 check("chat: errors", async () => {
@@ -72,6 +81,11 @@ check("chat: cancel", async () => {
     break; // leaves
   }
   await awaitCancelled(id);
+});
+
+check("chat: retrieve", async () => {
+  const { id } = await chat();
+  equal((await client.chat.completions.retrieve(id)).choices[0].message.content, SAID.counted);
 });
 
 check("completions: refused", async () => {
@@ -97,6 +111,10 @@ check("responses: tools", async () => {
   equal([call.name, JSON.parse(call.arguments)], ["get_weather", { city: "Oslo" }]);
   const output = { type: "function_call_output", call_id: call.call_id, output: "Snow." };
   equal((await respond([output], { tools: [FUNCTION], previous_response_id: first.id })).status, "completed");
+  const grammar = { type: "grammar", syntax: "regex", definition: "(yes|no)" };
+  const tools = [{ type: "custom", name: "say", format: grammar }];
+  const [said] = (await respond(SAID.count, { tools, tool_choice: { type: "custom", name: "say" } })).output;
+  equal([said.type, ["yes", "no"].includes(said.input)], ["custom_tool_call", true]);
 });
 
 check("responses: JSON schema", async () => {
@@ -104,8 +122,18 @@ check("responses: JSON schema", async () => {
   equal(JSON.parse((await respond(SAID.capital, { text: { format } })).output_text), SAID.oslo);
 });
 
+check("responses: reasoning", async () => {
+  const [reasoning, message] = (await respond(SAID.think)).output;
+  equal([reasoning.content[0].text, message.content[0].text], [SAID.thought, SAID.sum]);
+  const items = [{ role: "user", content: SAID.think }, reasoning, message, ...user()];
+  equal((await respond(items)).output_text, SAID.counted);
+});
+
 check("responses: image", async () => {
-  const parts = [{ type: "input_text", text: "What is it?" }, { type: "input_image", image_url: IMAGE_URL }];
+  const parts = [{ type: "input_text", text: SAID.question }, { type: "input_image", image_url: IMAGE_URL }];
+  const fields = { model: SAID.seeing, max_output_tokens: 16 };
+  const shown = await respond(user(parts), fields);
+  tookTokens(shown.usage.input_tokens, (await respond(SAID.question, fields)).usage.input_tokens);
   await refusedWith(400, statusOf, () => respond(user(parts)));
 });
 
@@ -126,6 +154,23 @@ check("responses: cancel", async () => {
   const background = await respond(SAID.count, { background: true, ...fields });
   equal((await client.responses.cancel(background.id)).status, "cancelled");
 });
+
+check("responses: background", async () => {
+  let response = await respond(SAID.count, { background: true });
+  while (["queued", "in_progress"].includes(response.status)) {
+    await new Promise((resolve) => setTimeout(resolve, 50));
+    response = await client.responses.retrieve(response.id);
+  }
+  equal(response.output_text, SAID.counted);
+  const events = await eventsOf(response.id, {});
+  equal(await eventsOf(response.id, { starting_after: 3 }), events.slice(4));
+});
+
+async function eventsOf(id, fields) {
+  const events = [];
+  for await (const event of await client.responses.retrieve(id, { stream: true, ...fields })) events.push(event);
+  return events;
+}
 
 check("responses: conversation", async () => {
   const first = await respond("My name is Ada.");

@@ -14,6 +14,7 @@ from scripts.clients.checks.checking import (
     JSON_SCHEMA,
     MODEL,
     SAID,
+    SEEING,
     TOOL,
     URL,
     WEATHER,
@@ -21,6 +22,7 @@ from scripts.clients.checks.checking import (
     await_cancelled,
     equal,
     refused_with,
+    took_tokens,
     user,
 )
 from scripts.clients.checks.shapes import City
@@ -31,11 +33,12 @@ FUNCTION: Any = {"type": "function", **WEATHER, "strict": False}
 
 
 def chat(messages: Any = None, **fields: Any) -> Any:
-    return client.chat.completions.create(model=MODEL, messages=messages or user(), temperature=0, **fields)
+    given: Any = {"model": MODEL, "messages": messages or user(), "temperature": 0, **fields}
+    return client.chat.completions.create(**given)
 
 
 def respond(input: Any = SAID["count"], **fields: Any) -> Any:
-    return client.responses.create(model=MODEL, input=input, temperature=0, **fields)
+    return client.responses.create(**{"model": MODEL, "input": input, "temperature": 0, **fields})
 
 
 @check("chat: answer")
@@ -96,7 +99,10 @@ def takes_sampling_fields() -> None:
 
 
 @check("chat: image")
-def refuses_an_image_that_the_model_cannot_see() -> None:
+def takes_an_image_if_the_model_sees() -> None:
+    seeing = partial(chat, model=SEEING, max_tokens=8)
+    shown, plain = seeing(user(IMAGE_PARTS)).usage, seeing(user(SAID["question"])).usage
+    took_tokens(shown.prompt_tokens, plain.prompt_tokens)
     for stream in (False, True):
         refused = refused_with(400, BadRequestError, partial(chat, user(IMAGE_PARTS), stream=stream))
         equal(refused.code, "unsupported")
@@ -177,8 +183,11 @@ def reasons_in_an_item() -> None:
 
 
 @check("responses: image")
-def refuses_an_input_image() -> None:
-    parts = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": IMAGE_URL}]
+def takes_an_input_image_if_the_model_sees() -> None:
+    parts = [{"type": "input_text", "text": SAID["question"]}, {"type": "input_image", "image_url": IMAGE_URL}]
+    seeing = partial(respond, model=SEEING, max_output_tokens=16)
+    shown, plain = seeing(user(parts)).usage, seeing(SAID["question"]).usage
+    took_tokens(shown.input_tokens, plain.input_tokens)
     refused_with(400, BadRequestError, lambda: respond(user(parts)))
 
 

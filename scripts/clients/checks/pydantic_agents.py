@@ -12,7 +12,17 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from scripts.clients.checks.checking import MODEL, SAID, URL, Checks, await_cancelled, equal, refused_with
+from scripts.clients.checks.checking import (
+    MODEL,
+    SAID,
+    SEEING,
+    URL,
+    Checks,
+    await_cancelled,
+    equal,
+    refused_with,
+    took_tokens,
+)
 from scripts.clients.checks.shapes import City, Said
 
 check = Checks("pydantic-ai-slim")
@@ -69,9 +79,12 @@ def follows_a_schema(model: Callable[..., Any]) -> None:
     equal(agent(model(), output_type=Said).run_sync(SAID["count"]).output, Said(word="yes"))  # by a forced call
 
 
-def refuses_an_image(model: Callable[..., Any]) -> None:
+def takes_an_image(model: Callable[..., Any]) -> None:
     image = BinaryContent(base64.b64decode(SAID["image"]), media_type="image/png")
-    refused_with(400, ModelHTTPError, lambda: agent(model()).run_sync(["What is it?", image]))
+    shown = agent(model(SEEING)).run_sync([SAID["question"], image]).usage
+    plain = agent(model(SEEING)).run_sync(SAID["question"]).usage
+    took_tokens(shown.input_tokens, plain.input_tokens)
+    refused_with(400, ModelHTTPError, lambda: agent(model()).run_sync([SAID["question"], image]))
 
 
 def raises_errors(model: Callable[..., Any]) -> None:
@@ -79,8 +92,10 @@ def raises_errors(model: Callable[..., Any]) -> None:
 
 
 def cancels(model: Callable[..., Any]) -> None:
-    settings: Any = {"logit_bias": SAID["unending"], "max_tokens": SAID["limit"]}
-
+    # Messages have no bias against the end of an answer, but schemas that take long.
+    long = {"output_config": {"format": {"type": "json_schema", "schema": SAID["long"]}}}
+    body: Any = long if model is messages else {"logit_bias": SAID["unending"]}
+    settings: Any = {"extra_body": body, "max_tokens": SAID["limit"]}
     job_ids = list[str]()
 
     async def leave() -> None:
@@ -100,14 +115,13 @@ COMMON = {
     "stream": streams,
     "tools": calls_a_tool,
     "JSON schema": follows_a_schema,
-    "image": refuses_an_image,
+    "image": takes_an_image,
     "errors": raises_errors,
+    "cancel": cancels,
 }
 for surface, model in {"chat": chat, "responses": responses, "messages": messages}.items():
     for name, function in COMMON.items():
         check(f"{surface}: {name}")(partial(function, model))
-    if surface == "chat":  # the one with a bias
-        check("chat: cancel")(partial(cancels, model))
 
 if __name__ == "__main__":
     check.run()
