@@ -1,5 +1,6 @@
 """Chooses how many tokens of each row a forward computes, by what forwards have cost."""
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -95,8 +96,11 @@ class _Mean:
     def observe(self, seconds: float) -> None:
         """Record a plain step."""
         self._seconds.append(seconds)
-        usual_s = lower_quartile(self._seconds)
-        self.seconds = sum(without_stall(each, usual_s) for each in self._seconds) / len(self._seconds)
+        ordered = sorted(self._seconds)
+        most_s = _STALLED * ordered[len(ordered) // 4]
+        stalled = len(ordered) - bisect_right(ordered, most_s)
+        usual_s = sum(ordered[: len(ordered) - stalled])  # summed at once: this runs in every plain step
+        self.seconds = (usual_s + stalled * most_s) / len(ordered)
 
 
 class ForwardCosts:
