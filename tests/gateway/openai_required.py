@@ -1,6 +1,8 @@
 """The fields, `null` included, that OpenAI's OpenAPI description requires of what the gateway sends. The SDK's types do
 not require those that may be null. Names alone, read from the description of November 2026."""
 
+from collections.abc import Iterator
+
 _USAGE = "completion_tokens prompt_tokens total_tokens"
 _RESPONSE = (
     "created_at error id incomplete_details instructions metadata model object output parallel_tool_calls temperature "
@@ -23,9 +25,6 @@ OBJECTS = {
     "chat.completion.chunk.choices.logprobs": "content refusal",
     "chat.completion.chunk.choices.logprobs.content": "bytes logprob token top_logprobs",
     "chat.completion.chunk.usage": _USAGE,
-    "text_completion": "choices created id model object",
-    "text_completion.choices": "finish_reason index logprobs text",
-    "text_completion.usage": _USAGE,
     "response": _RESPONSE,
     "response.error": "code message",
     "response.usage": "input_tokens input_tokens_details output_tokens output_tokens_details total_tokens",
@@ -71,3 +70,18 @@ TYPES = {
     "error": "code message param sequence_number type",
 }
 ERROR = "code message param type"
+
+
+def lacking(value: object, place: str = "") -> Iterator[str]:
+    """Yield the fields that OpenAI's description requires and the answer or event lacks."""
+    if isinstance(value, list):
+        for each in value:
+            yield from lacking(each, place)
+    if isinstance(value, dict):
+        kind, sort = value.get("object"), value.get("type")
+        place = kind if kind in OBJECTS else place
+        place = sort if sort in TYPES else place
+        required = {**OBJECTS, **TYPES}.get(place, "").split()
+        yield from (f"{place}.{name}" for name in required if name not in value)
+        for name, each in value.items():
+            yield from lacking(each, f"{place}.{name}")

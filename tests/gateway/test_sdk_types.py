@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from scripts.stack import ROOT
 from tests.gateway.fronts import events
-from tests.gateway.openai_required import ERROR, OBJECTS, TYPES
+from tests.gateway.openai_required import ERROR, lacking
 
 Said = dict[str, Any]
 
@@ -102,21 +102,6 @@ def check_openai(kind: Any, data: object) -> None:
     """Check JSON against a type of OpenAI's SDK, and for the fields that its description requires."""
     check(kind, data)
     assert list(lacking(data)) == []
-
-
-def lacking(value: object, place: str = "") -> Iterator[str]:
-    """Yield the fields that OpenAI's description requires and the answer or event lacks."""
-    if isinstance(value, list):
-        for each in value:
-            yield from lacking(each, place)
-    if isinstance(value, dict):
-        kind, sort = value.get("object"), value.get("type")
-        place = kind if kind in OBJECTS else place
-        place = sort if sort in TYPES else place
-        required = {**OBJECTS, **TYPES}.get(place, "").split()
-        yield from (f"{place}.{name}" for name in required if name not in value)
-        for name, each in value.items():
-            yield from lacking(each, f"{place}.{name}")
 
 
 async def post(http: httpx.AsyncClient, path: str, body: Said) -> Any:

@@ -13,6 +13,7 @@ from sluice import wire
 from sluice.gateway.responses.events.head import Head
 from sluice.gateway.responses.events.stream import Fold, stream_events
 from sluice.gateway.responses.record import from_completion
+from tests.gateway.openai_required import lacking
 from tests.gateway.responses.events import (
     CANCELLED,
     PROGRESS,
@@ -193,6 +194,7 @@ def test_reasoning_tokens_are_those_before_the_answer() -> None:
 def test_every_event_is_one_of_openai_s(head: Head, log: list[wire.Event]) -> None:
     for event in stream_events(head, log):
         STREAM_EVENT.validate_python(json.loads(json.dumps(event)))
+        assert list(lacking(event)) == []
 
 
 @given(HEADS, logs())
