@@ -16,6 +16,6 @@ def _read_slowly(*arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    Reader._read_segment = _read_slowly  # type: ignore[method-assign]
-    queue.load_limit_s = lambda *_, **__: 60.0
+    Reader._read_segment = _read_slowly  # type: ignore[assignment]
+    queue.load_limit_s = lambda *_, **__: 60.0  # type: ignore[attr-defined]
     main()
