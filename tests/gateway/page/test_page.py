@@ -79,7 +79,7 @@ async def test_a_front_that_dies_is_reconnected_to_and_no_word_is_lost_or_double
     port = free_port()
     with front_process(redis_url, port=port) as first:
         await do(chromium.open, first.url)
-        await ask(chromium, *WORDS, pace_s=0.05)
+        await ask(chromium, *WORDS, pace_s=0.1)  # so slowly that it has not ended when the gateway dies
         await do(chromium.wait_for, "document.querySelector('.answer')?.textContent.includes('w8 ')")
     await do(chromium.wait_for, "document.querySelector('.facts').textContent.includes('reconnecting')")
     with front_process(redis_url, port=port):
