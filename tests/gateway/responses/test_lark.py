@@ -40,6 +40,8 @@ def test_the_expression_matches_the_texts_of_the_grammar(definition: str, texts:
         "begin: /a/",
         "start: /a/i",
         'start: "a"i',
+        'start: "a"i\ni: "b"',
+        'start: /a/s\ns: "b"',
         "start: ( /a/",
         "start: /a/ )",
         "start:",

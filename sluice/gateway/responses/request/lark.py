@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 MAX_DEFINITION = 10_000  # characters of a grammar
 _MAX_CHARACTERS = 20_000  # of an expression: rules that double each other grow without a bound
+# A letter after a string or an expression is a flag of Lark's, not the name of a rule.
 _TOKEN = re.compile(
     r"(?P<space>[ \t\f]+|//[^\n]*)"
     r"|(?P<line>\r?\n)"
-    r'|(?P<string>"(?:[^"\\\n]|\\.)*")'
-    r"|(?P<regex>/(?!/)(?:[^/\\\n]|\\.)+/)"
+    r'|(?P<string>"(?:[^"\\\n]|\\.)*")(?!i)'
+    r"|(?P<regex>/(?!/)(?:[^/\\\n]|\\.)+/)(?![imslux])"
     r"|(?P<import>%import[ \t]+common\.[A-Z_]+)(?![ \t]*->)"
     r"|(?P<times>~[ \t]*\d+(?:[ \t]*\.\.[ \t]*\d+)?)"
     r"|(?P<alias>->[ \t]*\w+)"
