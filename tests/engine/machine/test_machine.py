@@ -25,6 +25,12 @@ class TwofoldMachine(Machine):
     family = Family("falcon_h1")
 
 
+class SteppingMachine(Machine):
+    """Recurrent state that advances token by token while drafts are verified."""
+
+    family = Family("jamba")
+
+
 class SeeingRecurrentMachine(Machine):
     family = Family("qwen3_5", sees=True)
 
@@ -38,6 +44,7 @@ MACHINES: dict[str, type[Machine]] = {
     "window": WindowMachine,
     "recurrent": RecurrentMachine,
     "twofold": TwofoldMachine,
+    "stepping": SteppingMachine,
     "recurrent-vision": SeeingRecurrentMachine,
     "window-vision": SeeingWindowMachine,
 }
@@ -46,9 +53,10 @@ TestPlain = PlainMachine.TestCase
 TestWindow = WindowMachine.TestCase
 TestRecurrent = RecurrentMachine.TestCase
 TestTwofold = TwofoldMachine.TestCase
+TestStepping = SteppingMachine.TestCase
 TestSeeingRecurrent = SeeingRecurrentMachine.TestCase
 TestSeeingWindow = SeeingWindowMachine.TestCase
-for case in TestPlain, TestWindow, TestRecurrent, TestTwofold, TestSeeingRecurrent, TestSeeingWindow:
+for case in TestPlain, TestWindow, TestRecurrent, TestTwofold, TestStepping, TestSeeingRecurrent, TestSeeingWindow:
     case.settings = settings(
         max_examples=examples(8), stateful_step_count=STEPS, deadline=None, suppress_health_check=[*HealthCheck]
     )

@@ -67,6 +67,17 @@ def guided(run: Run) -> None:
     joined(run, guided=True)
 
 
+def sparse(run: Run) -> None:
+    """Rows from whose prompts tokens were dropped, beside whole ones, of which some join late."""
+    run.add("whole", prompt(40, 1), max_tokens=ANSWER)
+    run.add("middle", prompt(40, 2), max_tokens=ANSWER, kept_ranges=((0, 10), (20, 40)), top_logprobs=2)
+    for _ in range(3):
+        run.step()
+    run.add("start", prompt(50, 3), max_tokens=ANSWER, kept_ranges=((8, 14), (30, 50)), sampling=SAMPLINGS[1])
+    run.add("short", prompt(9, 4), max_tokens=ANSWER, sampling=SAMPLINGS[3])
+    run.drain()
+
+
 def penalized(run: Run) -> None:
     """Rows whose penalties forbid to repeat the last tokens."""
     for index in range(6):

@@ -1,7 +1,6 @@
-"""Rows draw the same tokens with an MTP head as without, as others join and leave, are preempted and lose their
-caches."""
+"""Rows draw the same tokens with an MTP head as without: with grammars, penalties, bias and logprobs, with dropped
+tokens, as others join and leave, are preempted and lose their caches."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -11,24 +10,16 @@ from tests.engine.driver import Run
 from tests.engine.speculation.mtp.checkpoints import MTP_CONFIGS
 from tests.engine.speculation.mtp.test_drafts import head_of
 from tests.engine.speculation.oracle import verify_everything
-from tests.engine.speculation.scenarios import eventful
-from tests.engine.tiny import model_of, prompt
+from tests.engine.speculation.scenarios import Drive, eventful, guided, joined, sparse, submit
+from tests.engine.tiny import model_of
 from worker.engine.cache.recurrence import Replay
 from worker.engine.model.head import Head
 from worker.engine.model.load import Model
 from worker.engine.speculation.mtp.proposer import HeadProposer
 from worker.engine.speculation.mtp.trunk import RecordingTrunk
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.request import Sampling
 
 LAYOUTS = [*MTP_CONFIGS]
-SAMPLINGS = [
-    Sampling(),
-    Sampling(temperature=0.8, seed=11),
-    Sampling(repetition_penalty=1.3, frequency_penalty=0.4),
-    Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=7, presence_penalty=0.5),
-]
-ANSWER = 20
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +45,7 @@ class Counting(HeadProposer):
         self.proposed += proposed
 
 
-def drafted(name: str, drive: Callable[[Run], None]) -> tuple[Run, Counting]:
+def drafted(name: str, drive: Drive) -> tuple[Run, Counting]:
     proposer = Counting(head_of(name), 3)
     tiny = model(name)
     eos_ids = tiny.tokenizer.eos_token_ids
@@ -64,34 +55,22 @@ def drafted(name: str, drive: Callable[[Run], None]) -> tuple[Run, Counting]:
     return run, proposer
 
 
-def plain(name: str, drive: Callable[[Run], None]) -> Run:
+def plain(name: str, drive: Drive) -> Run:
     run = Run(model(name), prefix_bytes=10**8)
     drive(run)
     return run
 
 
-def submit(run: Run, index: int) -> None:
-    length = (5, 17, 2, 30, 45)[index % 5]
-    run.add(str(index), prompt(length, index), max_tokens=ANSWER - index, sampling=SAMPLINGS[index % 4])
-
-
-def late_joins(run: Run) -> None:
-    for index in range(3):
-        submit(run, index)
-    for _ in range(4):
-        run.step()
-    for index in range(3, 7):
-        submit(run, index)
-    run.drain()
-
-
-@pytest.mark.parametrize("drive", [late_joins, eventful])
+@pytest.mark.parametrize("drive", [joined, eventful, guided, sparse])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rows_with_a_head_draw_what_they_draw_without(name: str, drive: Callable[[Run], None]) -> None:
+def test_rows_with_a_head_draw_what_they_draw_without(name: str, drive: Drive) -> None:
     run, proposer = drafted(name, drive)
     without = plain(name, drive)
     assert (run.generated, run.ended) == (without.generated, without.ended)
-    assert proposer.proposed > 50
+    if drive is not eventful:  # rows without a cache are recomputed without drafts, by other forwards
+        for id, logprobs in without.logprobs.items():
+            assert run.logprobs[id] == pytest.approx(logprobs, abs=1e-4)
+    assert proposer.proposed > (20 if drive is guided else 50)
 
 
 def removals(run: Run) -> None:
