@@ -83,7 +83,7 @@ def test_what_sampling_holds_does_not_grow_with_rows_beyond_those_that_are_drawn
     assert costs.logit_bytes(8) == 8 * costs.logit_bytes(1)
     assert costs.logit_bytes(9) - costs.logit_bytes(8) < costs.logit_bytes(1) / 2
     larger = replace(PLAIN, vocab=2 * DRAWN_AT_ONCE)
-    assert larger.logit_bytes(1) > 0.9 * larger.vocab * 52
+    assert larger.logit_bytes(1) > 50 * larger.vocab
 
 
 def test_without_rows_only_the_weights_count() -> None:

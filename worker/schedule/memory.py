@@ -15,8 +15,8 @@ _LAYER_STATES = 8
 
 DRAWN_AT_ONCE = 1 << 21  # logits that tokens are sampled from at once
 # Bytes for each logit of a forward, and for each of those that are sampled from at once: measured on a CPU, with all
-# filters, penalties and logprobs, in float32 and bfloat16.
-_LOGIT_BYTES, _SAMPLING_BYTES = 20, 32
+# filters, penalties, grammars and logprobs, in float32 and bfloat16.
+_LOGIT_BYTES, _SAMPLING_BYTES = 24, 32
 
 MAX_ROWS = 512  # upper limit of SLUICE_MAX_ROWS
 UNLIMITED_TOKENS = 1 << 32  # tokens; more than any device holds, unless the model caches none
