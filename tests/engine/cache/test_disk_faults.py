@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -21,6 +22,7 @@ from tests.engine.cache.test_disk import ANSWER, Worker, settled, settled_writes
 from tests.engine.tiny import FAMILIES, alone, build, model_of, prompt
 from tests.selection import examples
 from worker.engine.model.load import Model
+from worker.prefix_store.names import parse_name
 from worker.prefix_store.unfinished import _CountingFile
 
 QUOTA = 400_000  # bytes; a prompt takes 40,000 to 200,000
@@ -155,18 +157,20 @@ class FaultMachine(RuleBasedStateMachine):
         self.evict_all()  # else the files are not read
         self.after(flip, tokens, waiting)
 
-    @rule(one=SHARE, other=SHARE, tokens=TOKENS, waiting=st.booleans())
-    def swap_two_files(self, one: float, other: float, tokens: tuple[int, ...], waiting: bool) -> None:
-        """Exchange the files of two models, or of one."""
+    @rule(tokens=TOKENS, waiting=st.booleans())
+    def swap_files(self, tokens: tuple[int, ...], waiting: bool) -> None:
+        """Exchange the files of the two models that hold the same positions, often of the same tokens."""
 
         def swap() -> None:
-            first, second = self.one_file(one), self.one_file(other)
-            if first and second:
-                aside = self.folder / "aside"
-                first.rename(aside)
-                if second != first:
-                    second.rename(first)
-                aside.rename(second)
+            alike = defaultdict[tuple[int, int, bool], list[Path]](list)
+            for file in self.files():
+                if name := parse_name(file.name):
+                    alike[name.start, name.end, name.has_state].append(file)
+            for first, *others in alike.values():
+                if others:
+                    first.rename(self.folder / "aside")
+                    others[-1].rename(first)
+                    (self.folder / "aside").rename(others[-1])
 
         self.evict_all()  # else the files are not read
         self.after(swap, tokens, waiting)
