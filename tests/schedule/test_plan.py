@@ -13,7 +13,7 @@ from worker.schedule.plan import (
     FIRST_TOKEN_S,
     OFFLINE_EVERY,
     OLDEST_FIRST_EVERY,
-    REST_PASSES,
+    REMAINDER_PASSES,
     SHORT_PASSES,
     Chunk,
     Forward,
@@ -111,7 +111,7 @@ def test_plan_keeps_the_time_except_for_the_first_prompts_minimum(
 ) -> None:
     rows = [replace(row, cost=cost) for row in rows]
     forwards = plan(rows, spare(seconds), step, UNBOUNDED)
-    if seconds_of(forwards, rows, cost) > seconds * 1.000001 + REST_PASSES * cost.forward_s:
+    if seconds_of(forwards, rows, cost) > seconds * 1.000001 + REMAINDER_PASSES * cost.forward_s:
         [chunk] = chunks_of(forwards)
         assert chunk.tokens <= MIN_CHUNK
         assert not (chunk.tokens and chunk.joins)

@@ -21,11 +21,10 @@ _GAP_RISE = 4.0  # seconds of a gap for each second that decoding takes beyond t
 # Part of the longest gap that a step with drafts may take; the rest is for what is not predicted, such as rows that
 # leave.
 PLANNED = 0.86
-# A gap could become too long if it was planned to last half of the limit, or this share of the most that is planned at
-# present.
+# Overruns are recorded only for gaps that were planned to last half of the limit, or this share of the longest gap that
+# is planned at present.
 _LONG = 0.75
-# What waits is to be computed by the time that the oldest prompt has waited this many seconds: prompts get the share of
-# the time that this takes.
+# Waiting prompts get the share of the time with which all are computed before the oldest has waited this many seconds.
 COMPUTED_WITHIN_S = 0.5
 # Rows that have joined put off their first decode step for at most this many seconds while prompts can be computed, ...
 FIRST_STEP_WITHIN_S = 1.5
@@ -101,8 +100,8 @@ def longest_gap_s(step_s: float, decode_s: float) -> float:
 
 
 def half_gap_s(step_s: float) -> float:
-    """Return half of the gap that decoding has while it takes little time: a longer gap could become too long, and
-    longer decode steps are allowed a longer gap. `step_s`: target of a step."""
+    """Return half of the longest gap of rows that decode fast. Decode steps that take more may make a longer gap, and
+    only gaps planned to last more are compared with their plan. `step_s`: target of a step."""
     return GAP_STEPS * step_s / 2
 
 
@@ -175,7 +174,7 @@ class StepBudget:
         self._joins.observe((_GUESS, 0.0, 0.0), 0.0)
         self._joins.observe((0.0, 0.0, _GUESS), _GUESS * _BYTES_UNIT / _COPIED_BYTES_PER_S)
         self._forward_s = 0.0  # seconds of a pass over the weights
-        self._most_forward_s = 0.0  # it takes at most as long
+        self._most_forward_s = 0.0  # upper limit of that
 
     def observe_chunk(self, tokens: int, done: float, seconds: float, *, cuts: int = 0, rows: int = 1) -> None:
         """Record the measured seconds of a chunk of `tokens`, after `done` tokens of its prompt. `cuts`: number of cuts

@@ -19,14 +19,14 @@ OLDEST_FIRST_EVERY = 8
 AGING = 1 / 8
 # In steps without enough time for an offline chunk, one in this many has a short one all the same.
 OFFLINE_EVERY = 8
-# A prompt shares a forward if the rest of it takes at most this many passes over the weights, or this many times the
-# tokens of the forward. The tokens of a longer one would delay the others, and save little.
+# A prompt shares a forward if its remaining tokens take at most this many passes over the weights, or are this many
+# times those of the forward. The tokens of a longer one would delay the others, and save little.
 SHORT_PASSES = 6
 SHORT_CHUNKS = 3
-# A rest of an interactive prompt that takes at most this many passes over the weights is computed with the chunk before
-# it, although the step lasts longer than planned then: in a later step it would take a pass of its own. So does a join,
-# which would take most of a later step, since it leaves too little time for another chunk.
-REST_PASSES = 0.25
+# The last tokens of an interactive prompt are computed with the chunk before them if they take at most this many passes
+# over the weights, although the step then lasts longer than planned: in a later step they would take a pass of their
+# own. The same holds for its join, which would leave a later step too little time for another chunk.
+REMAINDER_PASSES = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Forward:
     end at one."""
 
     chunks: tuple[Chunk, ...]
-    seconds: float = 0.0  # expected, those included by which the joins of its rows delay or lengthen the decode step
+    seconds: float = 0.0  # expected, with the joins of its rows and the time that these add to the decode step
 
 
 def kind_of(forwards: Sequence[Forward]) -> StepKind:
@@ -186,16 +186,16 @@ def _own_s(row: PromptState, tokens: int) -> float:
 
 
 def _tokens_to_share(row: PromptState, other: PromptState, tokens: int) -> int:
-    """Return the tokens that the other row should compute in one forward with `tokens` tokens of this one; 0 if it may
-    not share it, would leave a rest that is hardly worth a pass, or is long."""
+    """Return the tokens that the other row should compute in one forward with `tokens` tokens of this one. 0 if it may
+    not share it, if too few tokens would remain for another pass, or if its prompt is long."""
     if row.pack is None or other.pack != row.pack or other.lane != row.lane or tokens == 0:
         return 0
     uncut = _uncut(other)
     # With padding, a row that has a few tokens more or fewer computes all of them.
     padding = int(row.cost.forward_s / max(row.cost.token_s, 1e-9)) if row.padded and other.padded else 0
     own = uncut if abs(uncut - tokens) <= padding else tokens
-    rest = other.remaining - own
-    if own > uncut or (rest and min(rest, own) < row.cost.worthwhile):
+    left = other.remaining - own
+    if own > uncut or (left and min(left, own) < row.cost.worthwhile):
         return 0
     short_s = max(SHORT_PASSES * other.cost.forward_s, SHORT_CHUNKS * tokens * other.cost.token_s)
     return own if other.remaining * other.cost.token_s <= short_s else 0
@@ -212,7 +212,7 @@ def _chunk(row: PromptState, seconds: float, longest: int, *, first: bool) -> Ch
 
     A row whose join takes much more joins in the next step: leaving a token for that step would cost a pass."""
     tokens = _fitting(row, seconds, longest)
-    more_s = seconds + REST_PASSES * row.cost.forward_s
+    more_s = seconds + REMAINDER_PASSES * row.cost.forward_s
     if row.lane == "interactive" and 0 < tokens < row.remaining == _fitting(row, more_s, longest):
         tokens, seconds = row.remaining, more_s
     if tokens < min(row.remaining, row.cost.worthwhile):
