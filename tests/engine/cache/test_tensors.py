@@ -259,7 +259,7 @@ def test_the_layout_of_a_file_says_how_it_is_stored(tmp_path: Path) -> None:
         answered(run)
         run.close()
     layouts = {bits: layout_in(tmp_path / str(bits)) for bits in (None, 8)}
-    assert layouts[None].keys() == {"buffers", "state"}
+    assert layouts[None].keys() == {"buffers", "state", "kinds"}
     assert (layouts[8]["bits"], layouts[8]["group_sizes"]) == (8, [64] * layouts[8]["buffers"])
 
 
