@@ -1,7 +1,11 @@
+from dataclasses import replace
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.prefix_store.index import Index
+from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import FileName, TokenDigest, parse_name
 
 MODEL = "0" * 32
@@ -37,6 +41,30 @@ def test_a_name_is_read_as_it_was_written() -> None:
         assert parse_name(str(made)) == made
     assert parse_name("model.safetensors") is None
     assert parse_name(str(name((1,))).replace("-v1-", "-v2-")) is None
+
+
+def test_a_name_without_tokens_is_not_one_of_ours() -> None:
+    for start, end in ((5, 5), (6, 5), (0, 0)):
+        assert parse_name(str(FileName(MODEL, "1" * 32, "1" * 32, start, end, False))) is None
+
+
+def circle() -> tuple[FileName, FileName]:
+    """Return two names that claim to continue each other."""
+    one, other = "1" * 32, "2" * 32
+    return FileName(MODEL, other, one, 5, 10, False), FileName(MODEL, one, other, 5, 10, False)
+
+
+def test_a_search_ends_although_two_names_claim_to_continue_each_other() -> None:
+    one, other = circle()
+    assert index(one, other).stored(replace(one, start=3)) is None
+
+
+def test_a_listing_ends_although_names_claim_to_continue_each_other(tmp_path: Path) -> None:
+    one, other = circle()
+    last = FileName(MODEL, one.digest, "3" * 32, 10, 12, False)
+    for each in (one, other, last):
+        (tmp_path / str(each)).touch()
+    assert Listing(tmp_path).prefixes[0].complete is False
 
 
 def test_a_chain_goes_on_where_the_file_before_ends() -> None:

@@ -124,7 +124,8 @@ class Index:
     def _is_reached(self, name: FileName) -> bool:
         """Return True if the files before this one are stored."""
         while name.start:
-            before = self._by_digest.get(name.parent)
+            # Without the check of the positions, bad names could continue each other in a circle.
+            before = [each for each in self._by_digest.get(name.parent, ()) if each.end == name.start]
             if not before:
                 return False
             name = min(before, key=lambda each: each.start)

@@ -193,4 +193,6 @@ def _chain(name: FileName, before: dict[tuple[str, str], FileName]) -> Iterator[
     current: FileName | None = name
     while current is not None:
         yield current
-        current = before.get((current.model, current.parent)) if current.start else None
+        previous = before.get((current.model, current.parent)) if current.start else None
+        # Without the check of the positions, bad names could continue each other in a circle.
+        current = previous if previous and previous.end == current.start else None

@@ -54,6 +54,8 @@ def parse_name(text: str) -> FileName | None:
     if (match := _PATTERN.fullmatch(text)) is None:
         return None
     model, parent, digest, start, end, kind = match.groups()
+    if int(start) >= int(end):
+        return None
     return FileName(model, parent, digest, int(start), int(end), kind == "state")
 
 
