@@ -132,12 +132,11 @@ class JobRecorder:
         self.progress(Prefilled.phase, done, total)
 
     def progress(self, phase: Phase, done: int, total: int) -> None:
-        """Emit a progress event, at most one every `_PROGRESS_EVERY_S` seconds, and none for the end of a phase."""
-        now = time.monotonic()
-        # A load is reported once, when it begins: until it ends, the engine may sleep.
-        is_due = phase == Loaded.phase or now - self._progress_at >= _PROGRESS_EVERY_S
-        if done < total and is_due:
-            self._progress_at = now
+        """Emit a progress event, at most one every `_PROGRESS_EVERY_S` seconds, and none for the end of a phase. A load
+        is reported once, when it begins, since the engine may sleep until it ends; the next event is later for it."""
+        now, due_s = time.monotonic(), self._progress_at + _PROGRESS_EVERY_S
+        if done < total and (now >= due_s or phase == Loaded.phase):
+            self._progress_at = max(now, due_s)
             self._job.log.append("progress", phase=phase, done=done, total=total)
 
     def record_specprefill(self, outcome: SpecPrefillApplied | SpecPrefillSkipped) -> None:
