@@ -31,6 +31,10 @@ class BadKeyFile(Exception):
     """The key file cannot be read or is invalid; the message names the file and the first problem."""
 
 
+class UnreadableKeyFile(BadKeyFile):
+    """The key file cannot be read: it is missing, or the system refused. Later it may be readable without a change."""
+
+
 class Key(BaseModel):
     """One key. None as a limit is no limit, and None as `models` allows all of them."""
 
@@ -89,11 +93,11 @@ def new_key(**fields: Any) -> tuple[str, Key]:
 
 
 def read(path: Path) -> KeyFile:
-    """Read and validate the file. Raises `BadKeyFile`."""
+    """Read and validate the file. Raises `BadKeyFile`; if it cannot be read, `UnreadableKeyFile`."""
     try:
         return KeyFile.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise BadKeyFile(f"{path}: it cannot be read: {error.strerror}.") from None
+        raise UnreadableKeyFile(f"{path}: it cannot be read: {error.strerror}.") from None
     except ValidationError as error:
         raise BadKeyFile(f"{path}: {_describe(error)}.") from None
 

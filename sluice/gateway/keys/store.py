@@ -7,7 +7,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sluice.gateway.keys.file import BadKeyFile, Key, KeyFile, digest, read
+from sluice.gateway.keys.file import BadKeyFile, Key, KeyFile, UnreadableKeyFile, digest, read
 
 logger = logging.getLogger("sluice.gateway")
 CHECK_S = 1.0  # between two looks at the file: a revoked key is refused after at most this time
@@ -25,6 +25,7 @@ class KeyStore:
         self._signature = _signature(path)
         self._by_hash = _by_hash(read(path))
         self._checked_at = time.monotonic()
+        self._problem: str | None = None  # the last one that was logged, while it lasts
 
     async def find(self, secret: str) -> Key | None:
         """Return the key with this secret; None if there is none, or it has expired."""
@@ -42,13 +43,22 @@ class KeyStore:
         signature = _signature(self._path)
         if signature == self._signature:
             return
-        self._signature = signature
         try:
             self._by_hash = _by_hash(await asyncio.to_thread(read, self._path))
+        except UnreadableKeyFile as error:
+            self._log_once(error)  # it is read again at the next check: without the signature it counts as changed
         except BadKeyFile as error:
-            logger.error("%s The keys read before stay in force; correct the file.", error)
+            self._log_once(error)
+            self._signature = signature
         else:
+            self._problem = None
+            self._signature = signature
             logger.info("%s was read again", self._path)
+
+    def _log_once(self, error: BadKeyFile) -> None:
+        if str(error) != self._problem:
+            logger.error("%s The keys read before stay in force; correct the file.", error)
+        self._problem = str(error)
 
 
 def _by_hash(file: KeyFile) -> dict[str, list[Key]]:

@@ -1,5 +1,6 @@
 """The file of the keys, and the keys of a running front."""
 
+import errno
 import json
 import os
 import stat
@@ -153,3 +154,22 @@ async def test_the_file_is_looked_at_once_a_second_at_most(tmp_path: Path, monke
     keys = KeyStore(write(tmp_path / "keys.json", ENTRY))
     write(tmp_path / "keys.json")
     assert await keys.find("secret") is not None
+
+
+async def test_a_file_that_could_not_be_read_once_is_read_again_without_a_further_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "keys.json", ENTRY)
+    keys = KeyStore(path)
+    write(path, {**ENTRY, "sha256": digest("another")})
+
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", fail)
+        for _ in range(3):
+            assert await keys.find("secret") is not None
+    assert await keys.find("secret") is None
+    assert await keys.find("another") is not None
+    assert [record.levelname for record in caplog.records if record.name == "sluice.gateway"].count("ERROR") == 1
