@@ -16,6 +16,7 @@ from sluice.gateway.models import model_not_found
 from sluice.gateway.workers import Worker
 
 _ABILITIES = ("images", "tools", "reasoning")
+_MAX_NUMBER = 253402300799  # the end of the year 9999 in Unix seconds: Python's datetime ends there
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -95,4 +96,4 @@ def _number(text: str | None) -> float:
         number = float(text or 0)
     except ValueError:
         return 0.0
-    return number if 0 <= number < 1e15 else 0.0
+    return number if 0 <= number <= _MAX_NUMBER else 0.0

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from sluice.gateway import ServeSettings
 from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.catalog import models
+from sluice.gateway.messages.models import model_info
 from tests.fakes import FakeChat
 from tests.gateway.fronts import serving
 from tests.queue.helpers import settings, working
@@ -69,6 +70,15 @@ def test_a_caller_sees_its_own_models_alone() -> None:
 def test_numbers_that_no_worker_wrote_count_as_none(wrong: str) -> None:
     (model,) = models([worker("tiny", started_at=wrong, rows=wrong)], {}, LOCAL).values()
     assert (model["created"], model["sluice"]["rows"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("started_at", "created_at"),
+    [("253402300799", "9999-12-31T23:59:59Z"), ("253402300800", "1970-01-01T00:00:00Z")],
+)
+def test_a_time_beyond_the_last_year_of_a_calendar_counts_as_none(started_at: str, created_at: str) -> None:
+    (model,) = models([worker("tiny", started_at=started_at)], {}, LOCAL).values()
+    assert model_info(model)["created_at"] == created_at
 
 
 @pytest.mark.usefixtures("fake_worker")
