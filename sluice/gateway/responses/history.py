@@ -44,7 +44,7 @@ class History:
         404, and as `HeldBytes.add`."""
         if not is_job_id(response_id):
             raise not_found(response_id, param)
-        caller.held.add(await self._store.length([response_id]))
+        caller.held.add(await self._store.length(response_id))
         raw = await self._store.read(response_id)
         record = None if raw is None else await in_thread_if_long(len(raw), parse_record, raw)
         if record is None or (caller.tenant is not None and record.tenant != caller.tenant):
@@ -80,18 +80,22 @@ class History:
         response = await self.current(last)
         if response["status"] in ("queued", "in_progress"):
             raise refusal(_PREVIOUS, "the response has not ended yet; wait for it, or cancel it.")
-        items = await self._items(caller, ids[:-1])
+        items = await self._items(caller, ids[:-1], [response_id])
         return Conversation(ids, (*items, *last.items, *_completed_output(response)))
 
     async def items(self, caller: Caller, record: Record) -> tuple[dict[str, Any], ...]:
         """Return the items that a response was made from."""
         return (*await self._items(caller, record.previous), *record.items)
 
-    async def _items(self, caller: Caller, ids: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
-        """Return the items of responses that others continue: inputs and outputs. The caller holds their bytes."""
-        length = await self._store.length(ids)
-        if length > MAX_BYTES:
+    async def _items(
+        self, caller: Caller, ids: tuple[str, ...], last: Sequence[str] = ()
+    ) -> tuple[dict[str, Any], ...]:
+        """Return the items of responses that others continue: inputs and outputs. The caller holds their bytes. `last`:
+        the end of the conversation, which the caller holds already, and which counts for the limit."""
+        lengths = await self._store.lengths([*ids, *last])
+        if sum(lengths) > MAX_BYTES:
             raise refusal(_PREVIOUS, f"the conversation has more than {MAX_BYTES:,} bytes; begin a new one.")
+        length = sum(lengths[: len(ids)])
         caller.held.add(length)
         found = await self._store.read_all(ids)
         return await in_thread_if_long(length, _joined, ids, found)

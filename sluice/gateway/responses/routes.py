@@ -138,7 +138,7 @@ class _Responses:
         """Find the response that an earlier request with this key has queued. The caller holds what is stored of it.
         Raises `ApiError` 410 if what the request asks for has expired."""
         caller.held.release()
-        caller.held.add(await self._store.length([response_id]))
+        caller.held.add(await self._store.length(response_id))
         raw = await self._store.read(response_id)
         stored = await self._gateway.jobs.stored([response_id])
         caller.held.add(stored.event_bytes)
@@ -164,7 +164,7 @@ class _Responses:
     async def retrieve(self, http: Request) -> HttpResponse:
         """Answer `GET /v1/responses/{id}`: the response, or with `stream=true` its events."""
         caller, record = await self._find(http)
-        if http.query_params.get("stream", "false").lower() != "true":
+        if not _streams(http.query_params):
             await caller.count_request()
             return await self._current(record)
         after = _starting_after(http.query_params, http.headers.get("last-event-id"))
@@ -238,6 +238,17 @@ async def _parsed(raw: bytes) -> Record:
     if record is None:
         raise idempotency.other_version()
     return record
+
+
+def _streams(query: Mapping[str, str]) -> bool:
+    """Return True if the query asks for the events. Raises `ApiError`."""
+    streams = query.get("stream", "false").lower()
+    if streams not in ("true", "false"):
+        raise ApiError(400, "stream: it must be true or false.", code="invalid_value", param="stream")
+    if streams == "false" and "starting_after" in query:
+        problem = "starting_after: it is for streams; add stream=true."
+        raise ApiError(400, problem, code="invalid_value", param="starting_after")
+    return streams == "true"
 
 
 def _starting_after(query: Mapping[str, str], last_event_id: str | None) -> int:

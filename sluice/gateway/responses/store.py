@@ -77,8 +77,12 @@ class Store:
         found: bytes | None = await self._retries.run(lambda: self._redis.getex(key, ex=self._ttl_s))
         return found
 
-    async def length(self, response_ids: Sequence[str]) -> int:
-        """Return the bytes of the records and the ended responses together."""
+    async def length(self, response_id: str) -> int:
+        """Return the bytes of a record and the ended response together."""
+        return sum(await self.lengths([response_id]))
+
+    async def lengths(self, response_ids: Sequence[str]) -> list[int]:
+        """Return the bytes of the record and the ended response of each id together."""
 
         async def read() -> list[int]:
             async with self._redis.pipeline(transaction=False) as pipe:
@@ -86,7 +90,8 @@ class Store:
                     pipe.strlen(key)
                 return await pipe.execute()
 
-        return sum(await self._retries.run(read))
+        found = await self._retries.run(read) if response_ids else []
+        return [record + final for record, final in zip(found[::2], found[1::2], strict=True)]
 
     async def store_final(self, response: Response) -> None:
         """Store a response that has ended, unless it was deleted. A failure is logged: the response can be made again

@@ -131,6 +131,18 @@ async def test_a_conversation_has_a_limit(
     assert (refused.value.status, refused.value.param) == (400, "previous_response_id")
 
 
+async def test_the_last_response_counts_for_the_limit_of_a_conversation(
+    history: History, store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(store, 0)
+    monkeypatch.setattr(module, "MAX_BYTES", await store.length("resp_0"))
+    assert (await history.conversation(ADA, "resp_0")).ids == ("resp_0",)
+    monkeypatch.setattr(module, "MAX_BYTES", await store.length("resp_0") - 1)
+    with pytest.raises(ApiError) as refused:
+        await history.conversation(ADA, "resp_0")
+    assert (refused.value.status, refused.value.param) == (400, "previous_response_id")
+
+
 @pytest.mark.parametrize(
     ("final", "status"),
     [
