@@ -13,12 +13,12 @@ from redis.exceptions import RedisError
 from sluice import wire
 from sluice.cancellation import Outcome
 from sluice.client import Client
-from sluice.errors import JobFailed, SluiceError
+from sluice.errors import JobCancelled, JobFailed, ServerUnreachable, SluiceError
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError
 from sluice.gateway.jobs.queue_watch import QueueWatch
 from sluice.gateway.jobs.stored import StoredAnswer, read_stored
-from sluice.gateway.keys.limits import Limits
+from sluice.gateway.keys.limits import Limits, used_tokens
 from sluice.gateway.monitoring.answers import AnswerTimer
 from sluice.transport.retries import Retries
 from sluice.wire import Event
@@ -26,7 +26,6 @@ from sluice.wire import Event
 logger = logging.getLogger("sluice.gateway")
 
 _UNKNOWN_S = 2.0  # short, since a job exists as soon as it is submitted
-_REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed
 
 
 class Jobs:
@@ -81,9 +80,9 @@ class Jobs:
         try:
             with self._queue_watch.watching(job_id):
                 completion = await self._client.result(job_id)
-        except JobFailed as failed:
-            if self._limits and failed.error.type in _REFUSED:
-                await self._limits.settle(job_id, 0)
+        except (JobFailed, JobCancelled):
+            if self._limits:
+                await self._settle_unfinished(job_id, self._limits)
             raise
         match completion:
             case {"object": "token_count"} if self._limits:
@@ -91,6 +90,22 @@ class Jobs:
             case {"usage": {"total_tokens": int(tokens)}} if self._limits:
                 await self._limits.settle(job_id, tokens)
         return completion
+
+    async def _settle_unfinished(self, job_id: str, limits: Limits) -> None:
+        """Settle a job that failed or was cancelled: its result is its final event."""
+        try:
+            function, stored = await self._retries.run(lambda: self._read_ending(job_id))
+            tokens = 0 if function == b"count" else used_tokens(wire.parse_event(stored or b""))
+        except (ServerUnreachable, ValueError):
+            return  # the estimate stands: the result cannot be read, or has expired
+        await limits.settle(job_id, tokens)
+
+    async def _read_ending(self, job_id: str) -> list[Any]:
+        """Return the job's function, which is None for a chat, and its stored result."""
+        async with self._client.redis.pipeline(transaction=False) as pipe:
+            pipe.hget(wire.job_key(job_id), "function")
+            pipe.get(wire.result_key(job_id))
+            return await pipe.execute()
 
     async def cancel(self, job_id: str) -> Outcome:
         """Cancel a job, as `Client.cancel` does."""

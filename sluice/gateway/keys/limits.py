@@ -19,6 +19,8 @@ from sluice.gateway.keys.file import Key
 from sluice.transport.retries import Retries
 from sluice.wire import JOB_LIFE_S, RESULT_TTL_S, Cancelled, Event, Failed, Finished
 
+_REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed
+
 
 @dataclass(frozen=True, slots=True)
 class Balance:
@@ -47,6 +49,16 @@ class Exceeded:
     balance: Balance
     limit: str
     retry_after_s: float
+
+
+def used_tokens(final: Event) -> int:
+    """Return the tokens that a job costs, by its final event: none if its worker refused it."""
+    match final:
+        case Failed(error=error) if error.type in _REFUSED:
+            return 0
+        case Finished(usage=usage) | Failed(usage=usage) | Cancelled(usage=usage):
+            return usage.prompt_tokens + usage.completion_tokens
+    raise AssertionError(final)
 
 
 class Limits:
@@ -84,8 +96,8 @@ class Limits:
         """Yield a job's events; settles it before its final event. Closes `events`."""
         async with aclosing(events):
             async for event in events:
-                if isinstance(event, Finished | Failed | Cancelled):
-                    await self.settle(event.id, event.usage.prompt_tokens + event.usage.completion_tokens)
+                if event.final:
+                    await self.settle(event.id, used_tokens(event))
                 yield event
 
     async def _settle(self, job_ids: Sequence[str], tokens: int, life_ms: int, mark: str = "") -> None:

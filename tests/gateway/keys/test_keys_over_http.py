@@ -1,5 +1,6 @@
 """Keys and limits as clients meet them: over HTTP, from one gateway or two."""
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from sluice.gateway.keys.limits import reservation_key
 from tests.fakes import FakeChat
 from tests.gateway.fronts import serving
 from tests.waiting import until
+from worker.errors import JobFailure
 from worker.queue.job.job import JobResult
 
 pytestmark = pytest.mark.usefixtures("fake_worker")
@@ -32,13 +34,19 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 CHAT = {"messages": [{"role": "user", "content": "Hi."}], "say": ["1", " 2"]}
 COMPLETIONS = "/v1/chat/completions"
+TOO_LARGE = "too_large"
 
 
 class CountingChat(FakeChat):
-    """Reports the tokens of an answer in its result, as a worker does, and one choice."""
+    """Reports the tokens of an answer in its result, as a worker does, and one choice. `then` may be `TOO_LARGE`."""
 
     async def chat(self, ctx: dict[Any, Any], request: dict[str, Any]) -> JobResult:
-        done = await super().chat(ctx, request)
+        try:
+            done = await super().chat(ctx, request)
+        except ValueError:
+            if request["then"] == TOO_LARGE:
+                raise JobFailure(TOO_LARGE, "It is too long.") from None
+            raise
         tokens = ctx["job"].usage.completion_tokens
         done.result["usage"] = {"prompt_tokens": 0, "completion_tokens": tokens, "total_tokens": tokens}
         done.result["choices"] = [{"index": 0, "finish_reason": "stop"}]
@@ -177,6 +185,24 @@ async def test_the_tokens_that_were_not_used_come_back_at_the_end(
         await until(settled)
     # What was used comes back within 24 s, at 50 tokens a second.
     assert (await ask(guarded, "small-key", max_tokens=3_001)).status_code == 429
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("then", "used"),
+    [("It broke.", 300), ("hang", 300), (TOO_LARGE, 0)],
+)
+async def test_a_job_that_does_not_finish_is_settled_by_its_usage_and_a_refused_one_by_none(
+    guarded: httpx.AsyncClient, db: "redis.asyncio.Redis", chat: FakeChat, stream: bool, then: str, used: int
+) -> None:
+    asking = asyncio.create_task(ask(guarded, "small-key", stream=stream, say=["x"] * 300, then=then))
+    if then == "hang":
+        await until(lambda: bool(chat.running) and chat.running[0].usage.completion_tokens == 300)
+        await guarded.post(f"{COMPLETIONS}/{chat.began[0]}/cancel", headers=bearer("small-key"))
+    await asking
+    assert await db.get(reservation_key(chat.began[0])) == b"settled"
+    left = int((await guarded.get("/v1/models", headers=bearer("small-key"))).headers["x-ratelimit-remaining-tokens"])
+    assert 3_000 - used <= left < 3_000 - used + 300
 
 
 async def test_a_request_that_was_not_queued_costs_no_tokens(guarded: httpx.AsyncClient) -> None:
