@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sluice.cancellation import Outcome
+
 Usage = Mapping[str, Any]
 
 
@@ -14,6 +16,12 @@ def completion_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     choices = [{**result["choices"][0], "index": index} for index, result in enumerate(results)]
     ours = {"choices": [result.get("sluice") for result in results]}
     return {**first, "choices": choices, "usage": total_usage([result["usage"] for result in results]), "sluice": ours}
+
+
+def outcome_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of cancelling all choices: "requested" while one runs, "ended" if all had ended before."""
+    order: Sequence[Outcome] = ("requested", "cancelled", "ended")
+    return next(outcome for outcome in order if outcome in outcomes)
 
 
 def total_usage(usages: Sequence[Usage]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from sluice.gateway import idempotency, sse
 from sluice.gateway.caller import Caller
-from sluice.gateway.chat.answer import completion_of
+from sluice.gateway.chat.answer import completion_of, outcome_of
 from sluice.gateway.chat.request import ID_PREFIX, ChatRequest, job_ids, job_ids_of, read_request
 from sluice.gateway.chat.stream import error_frame, frames, seen_by
 from sluice.gateway.disconnect import unless_disconnected
@@ -149,6 +149,7 @@ class _Chat:
     async def retrieve(self, request: Request) -> Response:
         """Answer `GET /v1/chat/completions/{id}`: the whole answer, as soon as it has ended."""
         caller, jobs = await self._known(request)
+        caller.count_choices(len(jobs.ids))
         await caller.count_request()
         stored = await self._gateway.jobs.stored(jobs.ids)
         if stored.available is Available.NOTHING:
@@ -160,6 +161,7 @@ class _Chat:
     async def resume(self, request: Request) -> Response:
         """Answer `GET /v1/chat/completions/{id}/stream`: the stream after the events that `Last-Event-ID` names."""
         caller, jobs = await self._known(request)
+        caller.count_choices(len(jobs.ids))
         caller.held.add((await self._gateway.jobs.stored(jobs.ids)).event_bytes)
         seen = seen_by(request.headers.get("last-event-id"), len(jobs.ids))
         include_usage = request.query_params.get("include_usage") == "true"
@@ -169,7 +171,7 @@ class _Chat:
         """Answer `POST /v1/chat/completions/{id}/cancel`."""
         _, jobs = await self._known(request)
         outcomes = [await self._gateway.jobs.cancel(job_id) for job_id in jobs.ids]
-        return JSONResponse({"id": jobs.ids[0], "outcome": outcomes[0]})
+        return JSONResponse({"id": jobs.ids[0], "outcome": outcome_of(outcomes)})
 
     async def refuse_raw_prompt(self, request: Request) -> Response:
         """Answer `POST /v1/completions`. Raises `ApiError` 400, and 401 without a valid key."""
@@ -185,5 +187,4 @@ class _Chat:
         ids = job_ids_of(request.path_params["id"])
         await self._gateway.jobs.check_owner(caller, ids[0])
         identify(request, ids[0])
-        caller.count_choices(len(ids))
         return caller, _Jobs(ids, True)

@@ -1,4 +1,4 @@
-"""Answers of several choices of which one fails."""
+"""Answers of several choices that fail or are cancelled."""
 
 import asyncio
 from typing import Any
@@ -7,6 +7,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from sluice.cancellation import Outcome
+from sluice.gateway.chat.answer import outcome_of
 from tests.fakes import FakeChat
 from tests.gateway.chat.test_routes import PATH, data_of, request, until_idle
 from tests.queue.helpers import field
@@ -48,3 +50,17 @@ async def test_a_choice_that_fails_ends_the_answer_and_cancels_the_others(
         return states == ["cancelled", "failed", "cancelled"]
 
     await until(all_have_ended)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "whole"),
+    [
+        (["ended", "requested", "cancelled"], "requested"),
+        (["ended", "cancelled"], "cancelled"),
+        (["ended", "ended"], "ended"),
+    ],
+)
+def test_the_outcome_of_several_choices_is_that_of_the_one_that_lasts_longest(
+    outcomes: list[Outcome], whole: Outcome
+) -> None:
+    assert outcome_of(outcomes) == whole

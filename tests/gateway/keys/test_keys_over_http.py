@@ -263,6 +263,19 @@ async def test_each_choice_is_a_connection_and_a_request_of_its_key(redis_url: s
     assert (answer.status_code, answer.headers["x-ratelimit-remaining-requests"]) == (200, "0")
 
 
+async def test_cancelling_an_answer_of_many_choices_takes_one_connection(redis_url: str, key_file: Path) -> None:
+    async with front(redis_url, key_file, max_connections_per_key=3) as http:
+        path = f"{COMPLETIONS}/{(await ask(http, 'acme-key', n=3)).headers['x-request-id']}"
+        body = {**CHAT, "stream": True, "then": "hang"}
+        async with http.stream("POST", COMPLETIONS, json=body, headers=bearer("acme-key")) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            cancelled = await http.post(f"{path}/cancel", headers=bearer("acme-key"))
+            read = [await http.get(f"{path}{route}", headers=bearer("acme-key")) for route in ("", "/stream")]
+    assert (cancelled.status_code, cancelled.json()["outcome"]) == (200, "ended")
+    assert [each.status_code for each in read] == [429, 429]
+
+
 async def test_choices_that_the_limit_does_not_hold_cost_nothing(guarded: httpx.AsyncClient) -> None:
     assert (await ask(guarded, "slow-key")).status_code == 200
     assert (await ask(guarded, "slow-key", n=2)).status_code == 429
