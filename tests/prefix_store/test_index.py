@@ -146,12 +146,28 @@ def test_a_chain_has_the_sizes_of_its_files() -> None:
 
 
 def test_files_along_tokens_are_named_even_if_no_chain_reaches_them() -> None:
-    made = index(name((1, 2)), name((1, 2, 3, 4), 3), name((1, 2, 9), 2), name((1, 2), namespace="a"))
-    assert {*made.along("", (1, 2, 3, 4, 5))} == {name((1, 2)), name((1, 2, 3, 4), 3)}
+    names = [name((1, 2)), name((1, 2, 3, 4), 3), name((1, 2, 9), 2), name((1, 2), namespace="a")]
+    assert {*index().along("", (1, 2, 3, 4, 5), names)} == {name((1, 2)), name((1, 2, 3, 4), 3)}
+
+
+def test_files_along_forgotten_tokens_are_left_out_until_that_ends() -> None:
+    forgotten, other = name((1, 2)), name((1, 3))
+    made = index(forgotten, other)
+    made.forget("", (1, 2, 3))
+    made.forget("", (1, 2, 3))
+    assert (forgotten in made, other in made) == (False, True)
+    for _ in range(2):
+        made.add(forgotten, 1)
+        assert forgotten not in made
+        made.replace({forgotten: 1, other: 1})
+        assert (forgotten in made, other in made) == (False, True)
+        made.end_forget("", (1, 2, 3))
+    made.add(forgotten, 1)
+    assert forgotten in made
 
 
 def test_digests_of_another_key_are_not_found() -> None:
     other = Index(MODEL, b"key")
     other.replace({name((1, 2)): 1})
     assert other.find("", (1, 2), stateful=False) is None
-    assert other.along("", (1, 2)) == []
+    assert other.along("", (1, 2), [name((1, 2))]) == []

@@ -1,5 +1,6 @@
 import errno
 import logging
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,68 @@ def test_a_forgotten_prefix_is_not_found_from_then_on(tmp_path: Path) -> None:
     opened.forget("", PATH)
     assert opened.find("", PATH, stateful=False) is None
     opened.close(10)
+
+
+def test_a_scan_does_not_bring_back_a_forgotten_prefix_whose_removal_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, segment(PATH))
+    opened, go = store(tmp_path), threading.Event()
+    monkeypatch.setattr(opened._folder, "write", lambda *_, **__: go.wait(20))
+    opened.write(segment((99,)))  # the removal waits for it
+    opened.forget("", PATH)
+    opened._writer.scan()
+    assert files(tmp_path)
+    assert opened.find("", PATH, stateful=False) is None
+    go.set()
+    opened.close(20)
+    assert files(tmp_path) == []
+
+
+def test_a_forgotten_prefix_that_is_written_again_is_found(tmp_path: Path) -> None:
+    written(tmp_path, segment(PATH))
+    opened = store(tmp_path)
+    opened.forget("", PATH)
+    opened.write(segment(PATH))
+    all_written(opened)
+    assert opened.find("", PATH, stateful=False) is not None
+    opened.close(20)
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_forgotten_file_that_cannot_be_removed_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError
+
+    written(tmp_path, segment(PATH))
+    opened = store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        opened.forget("", PATH)
+        opened.close(20)
+    opened._writer.scan()
+    assert len(files(tmp_path)) == 1
+    assert opened.find("", PATH, stateful=False) is None
+
+
+def test_forgotten_files_are_removed_once_the_folder_can_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enforce, fails = Folder.enforce, [True]
+
+    def failing(folder: Folder) -> None:
+        if fails:
+            fails.clear()
+            raise OSError(errno.EIO, "kumquat")
+        enforce(folder)
+
+    written(tmp_path, segment(PATH))
+    opened = store(tmp_path)
+    monkeypatch.setattr(Folder, "enforce", failing)
+    opened.forget("", PATH)
+    opened.forget("", (99,))
+    opened.close(20)
+    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("stored_before", [False, True])

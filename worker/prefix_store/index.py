@@ -2,7 +2,7 @@
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from threading import Lock
 
@@ -28,6 +28,11 @@ class Chain:
         """Bytes of all files."""
         return sum(self.sizes)
 
+    def is_along(self, namespace: str, tokens: tuple[int, ...]) -> bool:
+        """Return True if `Index.along` would return a file of it."""
+        end = self.files[0].end
+        return self.namespace == namespace and self.tokens[:end] == tokens[:end]
+
 
 class Index:
     """Segments of one model, by digest. For several threads: each call takes a lock for less than a millisecond, or for
@@ -41,6 +46,7 @@ class Index:
         self._sizes: dict[FileName, int] = {}
         self._by_digest: defaultdict[str, set[FileName]] = defaultdict(set)
         self._by_parent: defaultdict[str, set[FileName]] = defaultdict(set)
+        self._forgotten: list[tuple[str, tuple[int, ...]]] = []  # namespaces and tokens
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -57,25 +63,45 @@ class Index:
             return next((each for each in found if each.start == name.start or self._is_reached(each)), None)
 
     def add(self, name: FileName, nbytes: int) -> None:
-        """Add a file of `nbytes` bytes."""
+        """Add a file of `nbytes` bytes, unless it is forgotten."""
         if name.model == self._model:
             with self._lock:
                 self._sizes[name] = nbytes
                 self._by_digest[name.digest].add(name)
                 self._by_parent[name.parent].add(name)
+                self._discard_forgotten([name])
 
     def discard(self, name: FileName) -> None:
         """Remove a file, if it is there."""
         with self._lock:
-            self._sizes.pop(name, None)
-            for names, key in ((self._by_digest, name.digest), (self._by_parent, name.parent)):
-                if key in names:
-                    names[key].discard(name)
-                    if not names[key]:
-                        del names[key]
+            self._discard(name)
+
+    def _discard(self, name: FileName) -> None:
+        self._sizes.pop(name, None)
+        for names, key in ((self._by_digest, name.digest), (self._by_parent, name.parent)):
+            if key in names:
+                names[key].discard(name)
+                if not names[key]:
+                    del names[key]
+
+    def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
+        """Remove the files along these tokens, and leave out those that are added, until `end_forget`."""
+        with self._lock:
+            self._forgotten.append((namespace, tokens))
+            self._discard_forgotten(self._sizes)
+
+    def end_forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
+        """End one call of `forget`: files along these tokens that are added from now on are held."""
+        with self._lock:
+            self._forgotten.remove((namespace, tokens))
+
+    def _discard_forgotten(self, names: Iterable[FileName]) -> None:
+        for namespace, tokens in self._forgotten:
+            for name in self.along(namespace, tokens, names):
+                self._discard(name)
 
     def replace(self, sizes: Mapping[FileName, int]) -> None:
-        """Hold exactly these files from now on, with their bytes."""
+        """Hold exactly these files from now on, with their bytes, except for those that are forgotten."""
         own = {name: nbytes for name, nbytes in sizes.items() if name.model == self._model}
         by_digest, by_parent = defaultdict[str, set[FileName]](set), defaultdict[str, set[FileName]](set)
         for name in own:
@@ -85,6 +111,7 @@ class Index:
             self._sizes = own
             self._by_digest = by_digest
             self._by_parent = by_parent
+            self._discard_forgotten(self._sizes)
 
     def find(
         self,
@@ -111,14 +138,18 @@ class Index:
             files.reverse()
             return Chain(namespace, tokens[: max(ends)], tuple(files), tuple(self._sizes[each] for each in files))
 
-    def along(self, namespace: str, tokens: tuple[int, ...]) -> list[FileName]:
-        """Return all files along these tokens, also those that no chain of files reaches."""
+    def along(self, namespace: str, tokens: tuple[int, ...], names: Iterable[FileName]) -> list[FileName]:
+        """Return those of the files that end along these tokens, also if no chain of files reaches them."""
         digest = TokenDigest(self._model, namespace, self._key)
+        by_end = defaultdict[int, list[FileName]](list)
+        for name in names:
+            if name.end <= len(tokens):
+                by_end[name.end].append(name)
         found = list[FileName]()
-        with self._lock:
-            for end in sorted({name.end for name in self._sizes if name.end <= len(tokens)}):
-                digest.update(tokens[digest.length : end])
-                found += (name for name in self._by_digest.get(digest.hexdigest(), ()) if name.end == end)
+        for end in sorted(by_end):
+            digest.update(tokens[digest.length : end])
+            here = digest.hexdigest()
+            found += (name for name in by_end[end] if name.digest == here)
         return found
 
     def _is_reached(self, name: FileName) -> bool:

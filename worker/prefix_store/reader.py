@@ -71,17 +71,20 @@ class Reading:
         self.chain = chain
         self.done = False
         self.segments: tuple[LoadedSegment, ...] = ()  # the first ones of the chain; fewer if a file was bad
+        self._lock = threading.Lock()  # so that nothing is handed over after `cancel`
 
     def finish(self, segments: tuple[LoadedSegment, ...]) -> None:
         """Hand over what was read, unless the reading was cancelled. Called on the reader's thread."""
-        if not self.done:
-            self.segments = segments
-            self.done = True
+        with self._lock:
+            if not self.done:
+                self.segments = segments
+                self.done = True
 
     def cancel(self) -> None:
-        """End the reading for all callers, without a result."""
-        self.done = True
-        self.segments = ()
+        """End the reading for all callers, and drop its result."""
+        with self._lock:
+            self.done = True
+            self.segments = ()
 
 
 class Reader:

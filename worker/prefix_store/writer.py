@@ -56,6 +56,7 @@ class NewSegment:
     has_state: bool
     content: StoredSegment
     pinned: bool = False  # not to be removed for space
+    ends_pinned: bool = False  # the pinned prefix ends with it
     report: WriteReport | None = None  # receives the result
     memory_bytes: int | None = None  # taken until it is written; None: the bytes of the tensors
 
@@ -99,6 +100,7 @@ class Writer:
         self._paused_until_s = 0.0  # time.monotonic() before which nothing is written, after a failure
         self._lost = 0  # segments, since the last failure
         self._unlisted = False  # the last scan has failed
+        self._forgotten = list[_Forget]()  # whose files are removed after the next scan
         self._queue: queue.SimpleQueue[NewSegment | _Forget | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="prefix-writer", daemon=True)
 
@@ -124,9 +126,8 @@ class Writer:
         return True
 
     def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
-        """Remove the files along these tokens later, also those that wait to be written now."""
-        for name in self._index.along(namespace, tokens):
-            self._index.discard(name)
+        """Find the files along these tokens no more, and remove them later, also those that wait to be written now."""
+        self._index.forget(namespace, tokens)
         self._queue.put(_Forget(namespace, tokens))
 
     def wait_for_room(self, nbytes: int, until_s: float) -> bool:
@@ -182,8 +183,9 @@ class Writer:
                     self._report_lost()
                     self._folder.end_usage()
                     return
-                case _Forget(namespace, tokens):
-                    self._attempt(partial(self._remove, namespace, tokens))
+                case _Forget():
+                    self._forgotten.append(command)
+                    self._attempt(self._rescan)
                 case NewSegment():
                     self._attempt(partial(self._process, command))
             del command  # else its memory would be held until the next one comes
@@ -218,7 +220,8 @@ class Writer:
         self._lost = 0
 
     def _rescan(self) -> None:
-        """Count the files of others, and find those that other workers have written."""
+        """Count the files of others, find those that other workers have written, and remove those that are to be
+        forgotten. If the scan fails, they are removed after a later one."""
         try:
             self.scan()
             self._unlisted = False
@@ -226,12 +229,17 @@ class Writer:
             if not self._unlisted:
                 logger.warning("prefixes on disk: the folder cannot be read: %s", error)
             self._unlisted = True
+            return
+        while self._forgotten:
+            self._remove(self._forgotten.pop())
 
-    def _remove(self, namespace: str, tokens: tuple[int, ...]) -> None:
-        self._rescan()  # the index is without the files that were discarded by `forget`
-        for name in self._index.along(namespace, tokens):
-            self._index.discard(name)
-            self._folder.remove(name)
+    def _remove(self, forgotten: _Forget) -> None:
+        """Remove the files along forgotten tokens, and never read those that cannot be removed."""
+        namespace, tokens = forgotten.namespace, forgotten.tokens
+        for name in self._index.along(namespace, tokens, self._folder.sizes):
+            if not self._folder.remove(name):
+                self._folder.leave_alone(name)
+        self._index.end_forget(namespace, tokens)
 
     def _process(self, new: NewSegment) -> None:
         result: int | NotStored = NotStored.DISK
@@ -254,7 +262,9 @@ class Writer:
         name = self._name_of(new)
         if self._is_stored(name, new):
             return 0
-        result = self._folder.write(name, new.content, pinned=new.pinned, on_written=self._pace)
+        result = self._folder.write(
+            name, new.content, pinned=new.pinned, ends_pinned=new.ends_pinned, on_written=self._pace
+        )
         if not isinstance(result, NotStored):
             self._index.add(name, result)
             if name.has_state:  # it replaces the file without the state
@@ -269,7 +279,7 @@ class Writer:
         if not self._folder.touch(stored):  # it was deleted by another program
             self._index.discard(stored)
             return False
-        if new.pinned and not self._folder.pin(stored):
+        if new.pinned and not self._folder.pin(stored, is_end=new.ends_pinned):
             raise Unwritable(f"{stored} cannot be pinned")
         return True
 

@@ -528,6 +528,36 @@ def test_non_finite_files_are_removed_if_memory_holds_their_start(tmp_path: Path
     run.close()
 
 
+@SOME
+@pytest.mark.parametrize("read", [False, True])
+def test_a_load_of_non_finite_files_ends_without_a_result(
+    tmp_path: Path, hanging: threading.Event, family: str, read: bool
+) -> None:
+    other = prompt(300, 77)
+    stored(family, tmp_path, DOCUMENT, other)
+    again = Worker(family, tmp_path)
+    prefix = again.engine._caches.prefix
+    assert prefix is not None
+    for number, tokens in enumerate((DOCUMENT, other)):
+        again.add(f"row {number}", tokens, max_tokens=ANSWER)
+    again.step()
+    if read:
+        hanging.set()
+        readings = [*prefix._durable._held]  # type: ignore[union-attr]
+        until = time.monotonic() + 20
+        while not all(reading.done for reading in readings):
+            assert time.monotonic() < until
+            time.sleep(0.005)
+    prefix.forget_non_finite("", DOCUMENT)
+    hanging.set()
+    while len(again.engine):
+        again.step()
+    again.close()
+    assert again.cached["row 0"] == 0
+    assert again.cached["row 1"] >= len(other) - 1
+    assert tuple(again.generated["row 0"]) == lonely(family, DOCUMENT, ANSWER)
+
+
 def settled_writes(run: Worker) -> None:
     """Wait until nothing waits to be written."""
     prefix = run.engine._caches.prefix

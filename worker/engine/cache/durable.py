@@ -83,6 +83,7 @@ class DurablePrefixes:
         self._tier = tier
         self._shown, self._shown_s = (0, 0), 0.0  # version and bytes of the tree when it was shown, and the time
         self._readings: list[weakref.ref[Reading]] = []  # whose content is not inserted yet, in the order of begin
+        self._held = weakref.WeakSet[Reading]()  # that requests hold, inserted or not
 
     @property
     def pending_bytes(self) -> int:
@@ -158,24 +159,26 @@ class DurablePrefixes:
         Returns the attempt to go on with. Blocks while a part of a node is copied."""
         path, matched = self._tree.walk(namespace, tokens)
         start = attempt.start
-        for node in path:
-            end = node.end if self._tree.stateful else min(node.end, matched)
-            if end > matched:  # without a state at the match, a part of the node is useless
-                break
-            if end > start:
-                if not self._store_node(node, end, attempt.report):
-                    return replace(attempt, start=start)
-                start = end
+        # With states, a part of a node is useless without a state at its end.
+        ends = [node.end if self._tree.stateful else min(node.end, matched) for node in path]
+        nodes = {end: node for end, node in zip(ends, path, strict=True) if start < end <= matched}
+        for end, node in nodes.items():
+            if not self._store_node(node, end, attempt.report, ends_pinned=end == max(nodes)):
+                return replace(attempt, start=start)
+            start = end
         return replace(attempt, start=start, handed_over=True)
 
-    def _store_node(self, node: Node[KVSegment, StateSnapshot], end: int, report: WriteReport) -> bool:
-        """Write the first tokens of a node, up to `end`; of a prefix that another one continues, no file ends there."""
+    def _store_node(
+        self, node: Node[KVSegment, StateSnapshot], end: int, report: WriteReport, *, ends_pinned: bool
+    ) -> bool:
+        """Write the first tokens of a node, up to `end`; of a prefix that another one continues, no file ends there.
+        `ends_pinned`: the pinned prefix ends there."""
         assert node.segment is not None, "the root is never written"
         if end == node.end:
-            return self._write_node(node, report)
+            return self._write_node(node, report, ends_pinned=ends_pinned)
         start = node.end - len(node.tokens)
         first, _ = node.segment.split(end - start)
-        return self._write(node.namespace, node.prefix[:end], end - start, first, None, report)
+        return self._write(node.namespace, node.prefix[:end], end - start, first, None, report, ends_pinned=ends_pinned)
 
     def stored_length(self, namespace: str, tokens: tuple[int, ...]) -> int:
         """Return the number of the first of these tokens that a worker without them in memory would find on disk."""
@@ -186,9 +189,14 @@ class DurablePrefixes:
         path, _ = self._tree.walk(namespace, tokens)
         return path[-1].segment if path and path[-1].end == len(tokens) else None
 
-    def _write_node(self, node: Node[KVSegment, StateSnapshot], report: WriteReport | None = None) -> bool:
+    def _write_node(
+        self, node: Node[KVSegment, StateSnapshot], report: WriteReport | None = None, *, ends_pinned: bool = False
+    ) -> bool:
         assert node.segment is not None, "the root is never written"
-        return self._write(node.namespace, node.prefix, len(node.tokens), node.segment, node.snapshot, report)
+        segment, snapshot = node.segment, node.snapshot
+        return self._write(
+            node.namespace, node.prefix, len(node.tokens), segment, snapshot, report, ends_pinned=ends_pinned
+        )
 
     def _write(
         self,
@@ -198,10 +206,14 @@ class DurablePrefixes:
         segment: KVSegment,
         snapshot: StateSnapshot | None,
         report: WriteReport | None = None,
+        *,
+        ends_pinned: bool = False,
     ) -> bool:
         accepted = True  # after a failure too: another attempt would fail as well
         with isolate(f"writing a prefix of {len(tokens)} tokens to disk") as attempt:
-            accepted = self._tier.write(namespace, tokens, length, segment, snapshot, report=report)
+            accepted = self._tier.write(
+                namespace, tokens, length, segment, snapshot, report=report, ends_pinned=ends_pinned
+            )
         if attempt.failed and report:
             report.expect()
             report.settle(NotStored.DISK)
@@ -277,14 +289,16 @@ class DurablePrefixes:
     def read(self, chain: Chain) -> Reading:
         """Start to read files, or return the reading of the same files that is under way. It is given up if all callers
         drop the returned object."""
-        reading = self._tier.read(chain)
+        reading = self.read_apart(chain)
         if reading not in self._loading():
             self._readings.append(weakref.ref(reading))
         return reading
 
     def read_apart(self, chain: Chain) -> Reading:
         """Start to read files as `read` does, but not for the tree: their bytes are the caller's to count."""
-        return self._tier.read(chain)
+        reading = self._tier.read(chain)
+        self._held.add(reading)
+        return reading
 
     def read_ahead(self, chain: Chain) -> ReadAhead:
         """Bring files into the system's page cache, as long as the caller holds the returned object."""
@@ -319,7 +333,11 @@ class DurablePrefixes:
         self._readings = [weakref.ref(each) for each in self._loading() if each is not reading]
 
     def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
-        """Remove the files along these tokens."""
+        """Remove the files along these tokens, and end the loads of them. Their prompts are computed."""
+        for reading in self._held:
+            if reading.chain.is_along(namespace, tokens):
+                reading.cancel()
+                self._forget_load(reading)
         self._tier.forget(namespace, tokens)
 
 
