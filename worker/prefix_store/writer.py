@@ -56,7 +56,6 @@ class NewSegment:
     has_state: bool
     content: StoredSegment
     pinned: bool = False  # not to be removed for space
-    ends_pinned: bool = False  # the pinned prefix ends with it
     report: WriteReport | None = None  # receives the result
     memory_bytes: int | None = None  # taken until it is written; None: the bytes of the tensors
 
@@ -262,9 +261,7 @@ class Writer:
         name = self._name_of(new)
         if self._is_stored(name, new):
             return 0
-        result = self._folder.write(
-            name, new.content, pinned=new.pinned, ends_pinned=new.ends_pinned, on_written=self._pace
-        )
+        result = self._folder.write(name, new.content, pinned=new.pinned, on_written=self._pace)
         if not isinstance(result, NotStored):
             self._index.add(name, result)
             if name.has_state:  # it replaces the file without the state
@@ -279,7 +276,7 @@ class Writer:
         if not self._folder.touch(stored):  # it was deleted by another program
             self._index.discard(stored)
             return False
-        if new.pinned and not self._folder.pin(stored, is_end=new.ends_pinned):
+        if new.pinned and not self._folder.pin(stored):
             raise Unwritable(f"{stored} cannot be pinned")
         return True
 

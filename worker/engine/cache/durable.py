@@ -159,26 +159,24 @@ class DurablePrefixes:
         Returns the attempt to go on with. Blocks while a part of a node is copied."""
         path, matched = self._tree.walk(namespace, tokens)
         start = attempt.start
-        # With states, a part of a node is useless without a state at its end.
-        ends = [node.end if self._tree.stateful else min(node.end, matched) for node in path]
-        nodes = {end: node for end, node in zip(ends, path, strict=True) if start < end <= matched}
-        for end, node in nodes.items():
-            if not self._store_node(node, end, attempt.report, ends_pinned=end == max(nodes)):
-                return replace(attempt, start=start)
-            start = end
+        for node in path:
+            end = node.end if self._tree.stateful else min(node.end, matched)
+            if end > matched:  # without a state at the match, a part of the node is useless
+                break
+            if end > start:
+                if not self._store_node(node, end, attempt.report):
+                    return replace(attempt, start=start)
+                start = end
         return replace(attempt, start=start, handed_over=True)
 
-    def _store_node(
-        self, node: Node[KVSegment, StateSnapshot], end: int, report: WriteReport, *, ends_pinned: bool
-    ) -> bool:
-        """Write the first tokens of a node, up to `end`; of a prefix that another one continues, no file ends there.
-        `ends_pinned`: the pinned prefix ends there."""
+    def _store_node(self, node: Node[KVSegment, StateSnapshot], end: int, report: WriteReport) -> bool:
+        """Write the first tokens of a node, up to `end`; of a prefix that another one continues, no file ends there."""
         assert node.segment is not None, "the root is never written"
         if end == node.end:
-            return self._write_node(node, report, ends_pinned=ends_pinned)
+            return self._write_node(node, report)
         start = node.end - len(node.tokens)
         first, _ = node.segment.split(end - start)
-        return self._write(node.namespace, node.prefix[:end], end - start, first, None, report, ends_pinned=ends_pinned)
+        return self._write(node.namespace, node.prefix[:end], end - start, first, None, report)
 
     def stored_length(self, namespace: str, tokens: tuple[int, ...]) -> int:
         """Return the number of the first of these tokens that a worker without them in memory would find on disk."""
@@ -189,14 +187,9 @@ class DurablePrefixes:
         path, _ = self._tree.walk(namespace, tokens)
         return path[-1].segment if path and path[-1].end == len(tokens) else None
 
-    def _write_node(
-        self, node: Node[KVSegment, StateSnapshot], report: WriteReport | None = None, *, ends_pinned: bool = False
-    ) -> bool:
+    def _write_node(self, node: Node[KVSegment, StateSnapshot], report: WriteReport | None = None) -> bool:
         assert node.segment is not None, "the root is never written"
-        segment, snapshot = node.segment, node.snapshot
-        return self._write(
-            node.namespace, node.prefix, len(node.tokens), segment, snapshot, report, ends_pinned=ends_pinned
-        )
+        return self._write(node.namespace, node.prefix, len(node.tokens), node.segment, node.snapshot, report)
 
     def _write(
         self,
@@ -206,14 +199,10 @@ class DurablePrefixes:
         segment: KVSegment,
         snapshot: StateSnapshot | None,
         report: WriteReport | None = None,
-        *,
-        ends_pinned: bool = False,
     ) -> bool:
         accepted = True  # after a failure too: another attempt would fail as well
         with isolate(f"writing a prefix of {len(tokens)} tokens to disk") as attempt:
-            accepted = self._tier.write(
-                namespace, tokens, length, segment, snapshot, report=report, ends_pinned=ends_pinned
-            )
+            accepted = self._tier.write(namespace, tokens, length, segment, snapshot, report=report)
         if attempt.failed and report:
             report.expect()
             report.settle(NotStored.DISK)
