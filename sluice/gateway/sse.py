@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,10 +15,10 @@ from starlette.types import Receive, Scope, Send
 from sluice.errors import SluiceError
 from sluice.gateway.disconnect import ClientDisconnected, unless_disconnected
 from sluice.gateway.errors import ApiError, from_client, log_refusal
-from sluice.sse import HEADERS, seq_of, take
-from sluice.streaming.streams import ReadAhead
+from sluice.sse import HEADERS, take
+from sluice.streaming.streams import LAST_SEQ, ReadAhead
 
-__all__ = ["DONE", "HEADERS", "KEEP_ALIVE", "frame", "seq_of", "stream"]
+__all__ = ["DONE", "HEADERS", "KEEP_ALIVE", "bad_last_event_id", "frame", "seq_of", "stream"]
 
 DONE = b"data: [DONE]\n\n"
 # A comment without an empty line: after an event with an id, an empty line is an event without data to OpenAI's SDK.
@@ -35,6 +36,22 @@ def frame(data: Any, *, event: str | None = None, id: int | str | None = None) -
         lines.append(f"event: {event}")
     lines.append(f"data: {_encode(data)}")
     return "\n".join([*lines, "", ""]).encode()
+
+
+def bad_last_event_id() -> ApiError:
+    """Return the error for a `Last-Event-ID` that no event can have."""
+    message = "Last-Event-ID: it must be the id of an event of this stream; leave it out to read from the beginning."
+    return ApiError(400, message, code="invalid_value", param="Last-Event-ID")
+
+
+def seq_of(last_event_id: str | None) -> int:
+    """Return the number in a `Last-Event-ID` header; -1, which precedes all events, without one. Raises `ApiError` 400
+    for anything else."""
+    if not last_event_id:
+        return -1
+    if not re.fullmatch(r"\d{1,16}", last_event_id, re.ASCII) or int(last_event_id) > LAST_SEQ:
+        raise bad_last_event_id()
+    return int(last_event_id)
 
 
 async def stream(

@@ -49,11 +49,16 @@ def _id(position: Sequence[int]) -> str:
 
 
 def seen_by(last_event_id: str | None, jobs: int) -> list[int]:
-    """Return the last event of each job that the client has, by its `Last-Event-ID`; -1 for none."""
-    if not re.fullmatch(r"(?:-1|\d{1,16})(?:\.(?:-1|\d{1,16}))*", last_event_id or "", re.ASCII):
+    """Return the last event of each job that the client has, by its `Last-Event-ID`; -1 for none. Raises `ApiError` 400
+    for an id that no frame of these jobs has."""
+    if not last_event_id:
         return [-1] * jobs
-    seqs = [int(seq) for seq in (last_event_id or "").split(".")]
-    return seqs if len(seqs) == jobs and max(seqs) <= LAST_SEQ else [-1] * jobs
+    if not re.fullmatch(r"(?:-1|\d{1,16})(?:\.(?:-1|\d{1,16}))*", last_event_id, re.ASCII):
+        raise sse.bad_last_event_id()
+    seqs = [int(seq) for seq in last_event_id.split(".")]
+    if len(seqs) != jobs or not 0 <= max(seqs) <= LAST_SEQ:
+        raise sse.bad_last_event_id()
+    return seqs
 
 
 def error_frame(error: ApiError) -> bytes:

@@ -50,16 +50,20 @@ def test_other_ids_are_one_job(job_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "jobs", "seen"),
-    [
-        (None, 1, [-1]), ("", 1, [-1]), ("5", 1, [5]), ("5.-1.7", 3, [5, -1, 7]), ("5", 2, [-1, -1]), ("5.5", 1, [-1]),
-        ("x", 1, [-1]), ("9" * 16, 1, [-1]), ("9" * 5000, 1, [-1]), ("٣", 1, [-1]),
-    ],
-)  # fmt: skip
-def test_a_last_event_id_that_the_front_did_not_send_counts_as_none(
-    header: str | None, jobs: int, seen: list[int]
-) -> None:
+    ("header", "jobs", "seen"), [(None, 1, [-1]), ("", 2, [-1, -1]), ("5", 1, [5]), ("5.-1.7", 3, [5, -1, 7])]
+)
+def test_a_last_event_id_is_the_position_in_each_job(header: str | None, jobs: int, seen: list[int]) -> None:
     assert seen_by(header, jobs) == seen
+
+
+@pytest.mark.parametrize(
+    ("header", "jobs"),
+    [("5", 2), ("5.5", 1), ("-1", 1), ("-1.-1", 2), ("x", 1), ("9" * 16, 1), ("9" * 5000, 1), ("٣", 1)],
+)
+def test_a_last_event_id_that_the_gateway_did_not_send_is_refused(header: str, jobs: int) -> None:
+    with pytest.raises(ApiError) as refused:
+        seen_by(header, jobs)
+    assert (refused.value.status, refused.value.param) == (400, "Last-Event-ID")
 
 
 def test_usage_counts_the_prompt_once_and_sums_the_answers() -> None:

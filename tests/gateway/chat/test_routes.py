@@ -91,6 +91,19 @@ async def test_a_stream_continues_after_the_last_event_that_the_client_has(http:
     assert data_of(rest.text) == data_of(first.text)[last + 1 :]
 
 
+@pytest.mark.parametrize("last", ["zzz", "7.5", "-1"])
+async def test_a_last_event_id_that_is_no_number_is_refused_by_name(http: httpx.AsyncClient, last: str) -> None:
+    first = await http.post(PATH, json=request("1", stream=True))
+    answer = await http.get(f"{PATH}/{first.headers['x-request-id']}/stream", headers={"last-event-id": last})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
+async def test_nothing_but_the_end_follows_a_last_event_id_beyond_the_end(http: httpx.AsyncClient) -> None:
+    first = await http.post(PATH, json=request("1", stream=True))
+    answer = await http.get(f"{PATH}/{first.headers['x-request-id']}/stream", headers={"last-event-id": "999"})
+    assert data_of(answer.text) == ["[DONE]"]
+
+
 async def test_a_stream_of_an_unknown_job_is_refused(http: httpx.AsyncClient) -> None:
     answer = await http.get(f"{PATH}/chatcmpl-none/stream")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_job")

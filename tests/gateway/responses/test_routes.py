@@ -100,6 +100,10 @@ async def test_a_restart_after_text_is_an_error_that_the_rest_of_the_stream_foll
     [
         ("?stream=true&starting_after=-1", "starting_after"),
         ("?stream=true&starting_after=x", "starting_after"),
+        ("?stream=yes", "stream"),
+        ("?stream=", "stream"),
+        ("?starting_after=3", "starting_after"),
+        ("?stream=false&starting_after=3", "starting_after"),
         ("/input_items?limit=0", "limit"),
         ("/input_items?limit=101", "limit"),
         ("/input_items?order=up", "order"),
@@ -110,6 +114,13 @@ async def test_a_wrong_query_is_refused_by_name(http: httpx.AsyncClient, path: s
     created = (await http.post("/responses", json={"input": COUNT, "max_output_tokens": 1})).json()
     answer = await http.get(f"/responses/{created['id']}{path}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("last", ["zzz", "7.5", "-1"])
+async def test_a_last_event_id_that_is_no_number_is_refused_by_name(http: httpx.AsyncClient, last: str) -> None:
+    created = (await http.post("/responses", json={"input": COUNT, "max_output_tokens": 1})).json()
+    answer = await http.get(f"/responses/{created['id']}?stream=true", headers={"last-event-id": last})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
 async def test_half_a_surrogate_pair_is_refused_and_breaks_nothing(http: httpx.AsyncClient) -> None:
