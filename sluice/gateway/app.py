@@ -1,4 +1,4 @@
-"""The application: the routes of all surfaces."""
+"""The application: the routes of all interfaces."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ from sluice.gateway.settings import ServeSettings
 
 logger = logging.getLogger("sluice.gateway")
 
-Surface = Callable[[Gateway], Sequence[Route]]
+Interface = Callable[[Gateway], Sequence[Route]]
 
-SURFACES: Sequence[Surface] = (
+INTERFACES: Sequence[Interface] = (
     chat.routes,
     responses.routes,
     messages.routes,
@@ -44,7 +44,7 @@ def app(client: Client, settings: ServeSettings | None = None) -> Starlette:
     `BadKeyFile`.
     """
     gateway = Gateway(client, settings or ServeSettings())
-    routes = [route for surface in SURFACES for route in surface(gateway)]
+    routes = [route for interface in INTERFACES for route in interface(gateway)]
     paths = {route.endpoint: route.path for route in routes}
     application = Starlette(
         routes=routes,

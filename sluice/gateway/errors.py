@@ -1,4 +1,4 @@
-"""Errors of the gateway, independent of a surface; and OpenAI's form of them."""
+"""Errors of the gateway, independent of an interface; and OpenAI's form of them."""
 
 import logging
 import math
@@ -111,7 +111,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def endpoint(handler: Handler, render: Callable[[ApiError], Response] = openai_response) -> Handler:
-    """Return the handler with its errors, and the client library's, rendered in the form of a surface."""
+    """Return the handler with its errors, and the client library's, rendered in the form of an interface."""
 
     async def guarded(request: Request) -> Response:
         try:

@@ -95,14 +95,14 @@ def counts(metrics: str) -> dict[str, float]:
 
 
 TTFT, E2E = "time_to_first_token_seconds", "e2e_request_latency_seconds"
-SURFACES = [PATH, "/v1/responses", "/v1/messages"]
+INTERFACES = [PATH, "/v1/responses", "/v1/messages"]
 
 
 def asking(text: str, **fields: Any) -> dict[str, dict[str, Any]]:
-    """Return a body for each surface."""
+    """Return a body for each interface."""
     messages = [{"role": "user", "content": text}]
     bodies = [{"messages": messages}, {"input": text}, {"messages": messages, "max_tokens": 9}]
-    return {path: {"model": "default", **body, **fields} for path, body in zip(SURFACES, bodies, strict=True)}
+    return {path: {"model": "default", **body, **fields} for path, body in zip(INTERFACES, bodies, strict=True)}
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ async def speaking(redis_url: str, db: Redis) -> AsyncIterator[None]:
 
 
 @pytest.mark.usefixtures("speaking")
-@pytest.mark.parametrize("path", SURFACES)
+@pytest.mark.parametrize("path", INTERFACES)
 async def test_the_first_token_of_a_stream_and_the_end_of_each_answer_are_observed_once(
     http: httpx.AsyncClient, path: str
 ) -> None:
@@ -132,7 +132,7 @@ async def test_the_first_token_of_a_stream_and_the_end_of_each_answer_are_observ
 
 @pytest.mark.usefixtures("speaking")
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", SURFACES)
+@pytest.mark.parametrize("path", INTERFACES)
 async def test_an_answer_that_fails_is_counted_as_an_error_of_its_model(
     redis_url: str, path: str, stream: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""Errors that a worker finds, as the clients of each surface get them."""
+"""Errors that a worker finds, as the clients of each interface get them."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,1 +1,1 @@
-"""Jobs as all surfaces use them: submitted, watched, read and cancelled."""
+"""Jobs as all interfaces use them: submitted, watched, read and cancelled."""

@@ -29,7 +29,7 @@ _UNKNOWN_S = 2.0  # short, since a job exists as soon as it is submitted
 
 
 class Jobs:
-    """Reads, settles and cancels the jobs of all surfaces."""
+    """Reads, settles and cancels the jobs of all interfaces."""
 
     def __init__(self, client: Client, retries: Retries, queue_watch: QueueWatch, limits: Limits | None) -> None:
         """`limits`: those that the usage of jobs counts for; None without keys."""
