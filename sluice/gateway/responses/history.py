@@ -12,7 +12,7 @@ from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses.events.head import Head, Response, skeleton
-from sluice.gateway.responses.events.stream import Fold
+from sluice.gateway.responses.events.stream import ResponseState
 from sluice.gateway.responses.record import MAX_BYTES, Record, from_completion, parse_record
 from sluice.gateway.responses.request.fields import refusal
 from sluice.gateway.responses.store import Store
@@ -102,14 +102,14 @@ class History:
 
     async def _ended(self, head: Head) -> Response:
         """Return the response of a job that has ended, from its log, or else from its result."""
-        fold = Fold(head)
+        state = ResponseState(head)
         if not await self._store.has_log(head.id):
             return await self._from_result(head)
         try:
             async with aclosing(self._gateway.jobs.events(head.id)) as events:
                 async for event in events:
-                    fold.add(event)
-            return fold.response
+                    state.add(event)
+            return state.response
         except UnknownJob:
             return await self._from_result(head)
 
@@ -152,9 +152,9 @@ def not_found(response_id: str, param: str | None = None) -> ApiError:
 
 
 def _final(head: Head, kind: type[wire.Failed | wire.Cancelled], **more: Any) -> Response:
-    fold = Fold(head)
-    fold.add(kind(type="", id=head.id, seq=0, attempt=1, ts=0.0, usage=wire.Usage(), **more))
-    return fold.response
+    state = ResponseState(head)
+    state.add(kind(type="", id=head.id, seq=0, attempt=1, ts=0.0, usage=wire.Usage(), **more))
+    return state.response
 
 
 def _completed_output(response: Mapping[str, Any]) -> list[dict[str, Any]]:

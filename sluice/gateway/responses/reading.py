@@ -13,7 +13,7 @@ from sluice.gateway.errors import ApiError, openai_body
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.monitoring.answers import AnswerTimer
 from sluice.gateway.responses.events.head import Head, Response
-from sluice.gateway.responses.events.stream import Fold
+from sluice.gateway.responses.events.stream import ResponseState
 from sluice.gateway.responses.store import Store
 from sluice.sse import take
 from sluice.streaming.streams import ReadAhead
@@ -38,7 +38,7 @@ class Reading:
         self._store = store
         self._head = head
         self._detached = detached
-        self._fold = Fold(head)
+        self._state = ResponseState(head)
         self._source = ReadAhead(gateway.jobs.events(head.id, timer=timer))
         self._is_over = False
 
@@ -48,9 +48,9 @@ class Reading:
             while events := await self._source.take():
                 for event in events:
                     await self._check(event)
-                    self._fold.add(event)
+                    self._state.add(event)
             await self._store_end()
-            return self._fold.response
+            return self._state.response
         finally:
             await asyncio.shield(self._close())
 
@@ -64,7 +64,7 @@ class Reading:
             events = await take(self._source, _FIRST_EVENT_S)
             if refuses and events:
                 await self._check(events[0])
-            made = self._fold.opening()
+            made = self._state.opening()
             while events != []:
                 if frames := _framed(made + await self._add(events or (), after), after):
                     yield frames
@@ -75,29 +75,29 @@ class Reading:
     def error_frame(self, error: ApiError) -> bytes:
         """Return the last event of a stream that failed on the way to the client. It is not one of the numbered events:
         a stream that continues after the one before it does not have it."""
-        number = max(self._fold.count - 1, 0)
+        number = max(self._state.count - 1, 0)
         return sse.frame(error_event(error, number), event="error")
 
     async def _add(self, events: Sequence[wire.Event], after: int) -> list[dict[str, Any]]:
         made = list[dict[str, Any]]()
         for event in events:
-            made += self._fold.add(event)
+            made += self._state.add(event)
             if made and made[-1]["type"] == "error" and made[-1]["sequence_number"] > after:
                 self._is_over = True
                 return made
-        if self._fold.ended:
+        if self._state.ended:
             self._is_over = True
             await self._store_end()
         return made
 
     async def _close(self) -> None:
         await self._source.close()
-        if not self._detached and not self._is_over and not self._fold.ended:
+        if not self._detached and not self._is_over and not self._state.ended:
             self._gateway.jobs.abandon([self._head.id])
 
     async def _store_end(self) -> None:
-        if self._head.echo["store"] and self._fold.ended:
-            await self._store.store_final(self._fold.response)
+        if self._head.echo["store"] and self._state.ended:
+            await self._store.store_final(self._state.response)
 
     async def _check(self, event: wire.Event) -> None:
         """Raise `JobFailed` for a failure. Nothing is kept of such a response."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from sluice import wire
 from sluice.gateway.responses.events.head import Head
-from sluice.gateway.responses.events.stream import Fold
+from sluice.gateway.responses.events.stream import ResponseState
 
 VERSION = 1  # of the format; gateways take a record of another version for absent
 MAX_BYTES = 16_000_000  # of a conversation, as stored; a job's body is not longer either
@@ -68,16 +68,16 @@ def _with_id(item: dict[str, Any], suffix: str) -> dict[str, Any]:
     return named
 
 
-def from_completion(head: Head, completion: Mapping[str, Any]) -> Fold:
+def from_completion(head: Head, completion: Mapping[str, Any]) -> ResponseState:
     """Return the response of a job's stored result, for a job whose log has expired.
 
     It is that of the log, but for output that the model interleaved: the result has all text in one piece. The tokens
     of its reasoning are not counted.
     """
-    fold = Fold(head)
+    state = ResponseState(head)
     for event in _as_log(completion):
-        fold.add(event)
-    return fold
+        state.add(event)
+    return state
 
 
 def _as_log(completion: Mapping[str, Any]) -> list[wire.Event]:

@@ -1,11 +1,13 @@
-"""Builders of jobs' logs and of heads, and hypothesis strategies of logs."""
+"""Builders of jobs' logs, of heads and of a response's events, and hypothesis strategies of logs."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hypothesis import strategies as st
 
 from sluice import wire
 from sluice.gateway.responses.events.head import Head, new_head
+from sluice.gateway.responses.events.stream import ResponseState
 from sluice.gateway.responses.request.body import read_request
 
 Said = dict[str, Any]
@@ -32,6 +34,14 @@ def log(*events: Said, start: int = 0) -> list[wire.Event]:
         kind = wire.EVENTS[fields["type"]]
         made.append(kind(id=ID, seq=seq, attempt=1, ts=1000.5 + seq, **fields))
     return made
+
+
+def stream_events(head: Head, log: Iterable[wire.Event]) -> Iterator[Said]:
+    """Yield the numbered events of a response for a job's log, as far as it is given."""
+    state = ResponseState(head)
+    yield from state.opening()
+    for event in log:
+        yield from state.add(event)
 
 
 def started(kind: str = "started") -> Said:

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from sluice import wire
 from sluice.gateway.responses.events.head import Head
-from sluice.gateway.responses.events.stream import Fold, stream_events
+from sluice.gateway.responses.events.stream import ResponseState
 from sluice.gateway.responses.record import from_completion
 from tests.gateway.openai_required import lacking
 from tests.gateway.responses.events import (
@@ -28,6 +28,7 @@ from tests.gateway.responses.events import (
     log,
     logs,
     started,
+    stream_events,
 )
 
 STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -208,12 +209,12 @@ def test_numbers_count_up_from_zero_and_a_longer_log_only_adds_events(head: Head
 
 @given(HEADS, logs())
 def test_the_final_event_has_the_response_that_is_retrieved(head: Head, log: list[wire.Event]) -> None:
-    fold = Fold(head)
-    made = [*fold.opening(), *(event for each in log for event in fold.add(each))]
-    Response.model_validate(fold.response)
-    assert fold.ended == (log[-1].final if log else False)
-    if fold.ended:
-        assert made[-1]["response"] == fold.response
+    state = ResponseState(head)
+    made = [*state.opening(), *(event for each in log for event in state.add(each))]
+    Response.model_validate(state.response)
+    assert state.ended == (log[-1].final if log else False)
+    if state.ended:
+        assert made[-1]["response"] == state.response
 
 
 @given(HEADS, logs())

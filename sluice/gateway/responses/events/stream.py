@@ -29,15 +29,7 @@ _RESTARTED = (
 )
 
 
-def stream_events(head: Head, log: Iterable[wire.Event]) -> Iterator[Event]:
-    """Yield the numbered events of a response for a job's log, as far as it is given."""
-    fold = Fold(head)
-    yield from fold.opening()
-    for event in log:
-        yield from fold.add(event)
-
-
-class Fold:
+class ResponseState:
     """The state of a response after some of the log's events."""
 
     def __init__(self, head: Head) -> None:
