@@ -24,7 +24,7 @@ async def frames(
 ) -> AsyncGenerator[bytes]:
     """Yield the frames of an answer with a choice for each job, without those of the events up to `seen`.
 
-    The id of a frame is the position in each job's events. Raises as `Answer.chunks` and `Gateway.events` do.
+    The id of a frame is the position in each job's events. Raises as `Answer.chunks` and `Jobs.events` do.
     """
     position = list(seen)
     answers = [Answer(include_usage=include_usage, index=i, id=job_ids[0]) for i in range(len(job_ids))]

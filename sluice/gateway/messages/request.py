@@ -105,7 +105,11 @@ def _user_messages(message: UserMessage) -> list[dict[str, Any]]:
 
 def _tool_message(result: ToolResultBlock) -> dict[str, Any]:
     blocks = [result.content] if isinstance(result.content, str) else result.content or []
-    texts = [block if isinstance(block, str) else _part(block)["text"] for block in blocks if not _is_image(block)]
+    texts = [
+        block if isinstance(block, str) else _part(block)["text"]
+        for block in blocks
+        if not isinstance(block, ImageBlock)
+    ]
     text = "\n".join(texts)
     return {
         "role": "tool",
@@ -118,10 +122,6 @@ def _result_images(result: ToolResultBlock) -> list[Part]:
     images = [block for block in result.content or () if isinstance(block, ImageBlock)]
     label = [{"type": "text", "text": f"The images of the result {result.tool_use_id}:"}] if images else []
     return [*label, *map(_part, images)]
-
-
-def _is_image(block: object) -> bool:
-    return isinstance(block, ImageBlock)
 
 
 def _part(block: TextBlock | ImageBlock | DocumentBlock) -> Part:

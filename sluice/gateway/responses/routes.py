@@ -127,7 +127,7 @@ class _Responses:
             extra_keys=[self._store.record(head.id, new.written)] if request.store else [],
         )
         caller.held.release()
-        # No record with a job: the job has failed, and its events say why.
+        # Without a record the request has `store: false`, or the job has failed: the job's events are the answer.
         if not submitted.new and (stored := await self._store.read(head.id)) is not None:
             head = (await _parsed(stored)).head
         if not request.background or request.stream:
@@ -143,7 +143,8 @@ class _Responses:
         stored = await self._gateway.jobs.stored([response_id])
         caller.held.add(stored.event_bytes)
         if raw is None:
-            if stored.available is not Available.EVENTS:  # else it has failed, and its events say why
+            # With events it has `store: false`, or has failed: the events are the answer, under a new `created_at`.
+            if stored.available is not Available.EVENTS:
                 raise expired("the response has expired or was deleted; use a new key to have it computed again.")
             return _Accepted((await self._new(caller, request, body, response_id)).record.head, request.stream, True)
         record = await _parsed(raw)

@@ -45,7 +45,7 @@ class CountingChat(FakeChat):
             done = await super().chat(ctx, request)
         except ValueError:
             if request["then"] == TOO_LARGE:
-                raise JobFailure(TOO_LARGE, "It is too long.") from None
+                raise JobFailure("too_large", "It is too long.") from None
             raise
         tokens = ctx["job"].usage.completion_tokens
         done.result["usage"] = {"prompt_tokens": 0, "completion_tokens": tokens, "total_tokens": tokens}

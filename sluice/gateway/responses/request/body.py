@@ -77,7 +77,7 @@ def read_request(body: Mapping[str, Any]) -> ResponseRequest:
     background = fields.flag(body.get("background"), "background", False)
     if background and not store:
         raise refusal("background", "a response in the background is stored; leave out store: false.")
-    _check_unread(body)
+    _check_plain_fields(body)
     chat = {name: body[name] for name in _SAME if body.get(name) is not None}
     chat |= read_tool_choice(body.get("tool_choice"), tools) | _output(body) | _metadata(body)
     includes = _includes(body)
@@ -93,8 +93,8 @@ def read_request(body: Mapping[str, Any]) -> ResponseRequest:
     )
 
 
-def _check_unread(body: Mapping[str, Any]) -> None:
-    """Check the fields that are read as they are. Raises `ApiError`."""
+def _check_plain_fields(body: Mapping[str, Any]) -> None:
+    """Check the fields that need no translation. Raises `ApiError`."""
     fields.optional_text(body.get("instructions"), "instructions")
     fields.optional_text(body.get("previous_response_id"), "previous_response_id")
     fields.flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True)
