@@ -1,4 +1,4 @@
-"""`/v1/models`: the models that live workers serve, and what they can."""
+"""`/v1/models`: the models that live workers serve, and their abilities."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -70,8 +70,8 @@ def models(workers: Sequence[Worker], mapped: Mapping[str, str], caller: Caller)
 
 
 def _model(name: str, served_as: str, workers: Sequence[Worker]) -> dict[str, Any]:
-    """Return a model in OpenAI's form, with vLLM's `max_model_len` and ours under `sluice`. With several workers, what
-    all of them can."""
+    """Return a model in OpenAI's form, with vLLM's `max_model_len` and ours under `sluice`. With several workers, the
+    abilities that all of them have."""
     contexts = [int(_number(worker.get("context_tokens"))) for worker in workers if "context_tokens" in worker]
     abilities = {name: all(worker.get(name) == "yes" for worker in workers) for name in _ABILITIES}
     return {

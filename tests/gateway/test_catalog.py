@@ -1,4 +1,4 @@
-"""Which models there are, and what each can."""
+"""The models that are listed, and their abilities."""
 
 import asyncio
 from typing import Any
