@@ -81,6 +81,24 @@ def test_a_key_expires_at_a_time_in_a_zone(when: str) -> None:
     assert key.expires.tzinfo is not None
 
 
+def test_the_list_marks_the_keys_that_have_expired() -> None:
+    create("--expires", "2099-01-31")
+    content = Path("keys.json").read_text()
+    Path("keys.json").write_text(content.replace("2099", "2020"))
+    create("--expires", "2099-01-31")
+    listed = run("list", "--file", "keys.json").stdout.splitlines()
+    assert [line.count("expired") for line in listed if "2020-" in line or "2099-" in line] == [1, 0]
+    entries = run("list", "--file", "keys.json", "--json").stdout.splitlines()
+    assert [json.loads(entry)["expired"] for entry in entries] == [True, False]
+
+
+@pytest.mark.parametrize("when", ["2020-01-01", "2020-01-01T00:00:00+02:00", "0m"])
+def test_a_key_that_would_expire_in_the_past_is_not_created(when: str) -> None:
+    with pytest.raises(CliError, match="--expires: .* is in the past"):
+        create("--expires", when)
+    assert not Path("keys.json").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -156,14 +156,17 @@ def _revoke(file: Path | None, id: str) -> None:
 
 
 def _read(file: Path | None) -> list[dict[str, Any]]:
-    """Return the keys without their hashes."""
+    """Return the keys without their hashes, and if they have expired."""
     with needs_gateway():
         from sluice.gateway.keys.file import BadKeyFile, read
     try:
         content = read(_path(file))
     except BadKeyFile as error:
         raise CliError(str(error)) from None
-    return [key.model_dump(mode="json", exclude={"sha256"}) for key in content.keys]
+    now = datetime.now(UTC)
+    return [
+        {**key.model_dump(mode="json", exclude={"sha256"}), "expired": key.has_expired(now)} for key in content.keys
+    ]
 
 
 def _edit(path: Path, change: "Callable[[KeyFile], KeyFile]") -> None:
@@ -187,7 +190,14 @@ def _path(file: Path | None) -> Path:
 
 
 def _expiry(text: str) -> datetime:
-    """Return the time that an option names. Raises `CliError`."""
+    """Return the time that an option names. Raises `CliError`, also for a time in the past."""
+    when = _named_time(text)
+    if when <= datetime.now(UTC):
+        raise CliError(f"--expires: {text!r} is in the past; name a time to come, such as 90d.")
+    return when
+
+
+def _named_time(text: str) -> datetime:
     if duration := re.fullmatch(r"(\d{1,6})([mhd])", text):
         return datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=int(duration[1]) * _UNITS_S[duration[2]])
     try:
@@ -200,7 +210,7 @@ def _expiry(text: str) -> datetime:
 def _print_keys(found: list[dict[str, Any]]) -> None:
     left: JustifyMethod = "left"
     columns = ["id", "tenant", "per minute", "may use", "expires (UTC)"]
-    rows = [[key["id"], key["tenant"], _limits(key), _rights(key), _time(key["expires"])] for key in found]
+    rows = [[key["id"], key["tenant"], _limits(key), _rights(key), _end(key)] for key in found]
     if any(key["note"] for key in found):
         columns.append("note")
         rows = [[*row, key["note"]] for row, key in zip(rows, found, strict=True)]
@@ -218,5 +228,8 @@ def _rights(key: dict[str, Any]) -> str:
     return "; ".join([*lanes, *models]) or "all"
 
 
-def _time(text: str | None) -> str:
-    return "never" if text is None else f"{datetime.fromisoformat(text).astimezone(UTC):%Y-%m-%d %H:%M}"
+def _end(key: dict[str, Any]) -> str:
+    if key["expires"] is None:
+        return "never"
+    when = f"{datetime.fromisoformat(key['expires']).astimezone(UTC):%Y-%m-%d %H:%M}"
+    return f"{when}, expired" if key["expired"] else when

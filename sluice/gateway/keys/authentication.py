@@ -21,8 +21,8 @@ class Authentication:
         """Return the caller, and count its connection. Raises `ApiError`: 401, and 429 for too many connections."""
         key = await self._store.find(secret_of(request))
         if key is None:
-            raise ApiError(401, "The API key is missing or wrong; send `Authorization: Bearer KEY`.",
-                           code="invalid_api_key")  # fmt: skip
+            message = "The API key is missing, wrong or expired; send `Authorization: Bearer KEY`."
+            raise ApiError(401, message, code="invalid_api_key")
         state = request.scope.setdefault("state", {})
         if "meter" not in state:  # a request may be authenticated more than once
             state["meter"] = Meter(key, self._limits, self.connections)
