@@ -329,7 +329,7 @@ async def test_a_body_that_is_no_object_is_refused(http: httpx.AsyncClient, cont
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
-async def test_a_body_that_is_nested_too_deep_is_refused_on_each_surface(http: httpx.AsyncClient, path: str) -> None:
+async def test_a_body_that_is_nested_too_deep_is_refused_on_each_interface(http: httpx.AsyncClient, path: str) -> None:
     content = b'{"input": "Hi.", "metadata": ' + b"[" * 200 + b"]" * 200 + b"}"
     answer = await http.post(path, content=content)
     assert answer.status_code == 400
