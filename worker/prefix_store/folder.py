@@ -17,9 +17,9 @@ from pathlib import Path
 from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.format import StoredSegment, encoded_size, write_segment
 from worker.prefix_store.lock import FolderLock
-from worker.prefix_store.names import TEMPORARY, WRITTEN, FileName, pin_of
+from worker.prefix_store.names import WRITTEN, FileName, pin_of
 from worker.prefix_store.records.models import ModelRecord
-from worker.prefix_store.records.usage import UsageRecord
+from worker.prefix_store.records.usage import UsageRecord, write_record
 from worker.prefix_store.scan import Scan, scan_folder
 from worker.prefix_store.unfinished import UnfinishedFile, is_abandoned
 from worker.schedule.cache.disk import NotStored, files_to_remove, fits_budget
@@ -285,9 +285,7 @@ class Folder:
     def _write_record(self, record: "_Record") -> None:
         self._last_record = replace(record, change=f"{self._writer}-{next(self._changes)}")
         content = {"day": record.day, "bytes": record.nbytes, "writer": self._last_record.change}
-        temporary = self.path / f"{WRITTEN}{TEMPORARY}"
-        temporary.write_text(json.dumps(content))
-        temporary.rename(self.path / WRITTEN)
+        write_record(self.path / WRITTEN, json.dumps(content))
 
 
 @dataclass(frozen=True, slots=True)

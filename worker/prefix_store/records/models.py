@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.prefix_store.names import TEMPORARY, model_record
+from worker.prefix_store.names import model_record
+from worker.prefix_store.records.usage import write_record
 
 _RENEWED_S = 60.0  # running workers renew their records more often than this
 
@@ -29,9 +30,7 @@ class ModelRecord:
             if path.read_text() == content:
                 os.utime(path)
                 return
-        temporary = path.with_name(f"{path.name}{TEMPORARY}")
-        temporary.write_text(content)
-        temporary.rename(path)
+        write_record(path, content)
 
 
 def read_records(folder: Path, digests: Iterable[str]) -> list[ModelRecord]:

@@ -1,4 +1,4 @@
-"""What the records of the use of prefixes have in common: they are small, and damaged ones count as empty."""
+"""What records have in common: they are small and written as a whole, and damaged ones count as empty."""
 
 import json
 from contextlib import suppress
@@ -22,13 +22,14 @@ class UsageRecord(Protocol):
         """Leave the record as it is to be while the worker does not run. Requires the folder's lock. Raises OSError."""
 
 
-def write_record(path: Path, content: str, room_bytes: int) -> bool:
-    """Write a record as a whole. Returns False, and leaves it as it was, if it grows by more than `room_bytes`. Raises
-    OSError."""
-    with suppress(FileNotFoundError):
-        room_bytes += path.stat().st_size
-    if len(content.encode()) > room_bytes:
-        return False
+def write_record(path: Path, content: str, room_bytes: int | None = None) -> bool:
+    """Write a record as a whole, readable by its owner only. Returns False, and leaves it as it was, if it grows by
+    more than `room_bytes`; None: no limit. Raises OSError."""
+    if room_bytes is not None:
+        with suppress(FileNotFoundError):
+            room_bytes += path.stat().st_size
+        if len(content.encode()) > room_bytes:
+            return False
     temporary = path.with_name(f"{path.name}{TEMPORARY}")
     temporary.touch(mode=0o600)
     temporary.write_text(content)
