@@ -509,6 +509,32 @@ def test_a_load_that_does_not_fit_beside_another_takes_the_memory_of_its_own_row
 
 
 @SOME
+def test_a_row_whose_cache_cannot_be_computed_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    def fail(cache: Any) -> None:
+        raise RuntimeError("kumquat")
+
+    stored(family, tmp_path, DOCUMENT)
+    again = Worker(family, tmp_path)
+    prefix = again.engine._caches.prefix
+    assert prefix is not None
+    load = prefix.read_for_row("", DOCUMENT, lambda _: 60.0, 10**9)
+    assert load is not None
+    until = time.monotonic() + 20
+    while not load.reading.done:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    with monkeypatch.context() as patch:
+        patch.setattr("worker.engine.cache.prefix.slots.materialize", fail)
+        assert prefix.restore_row(load.reading, len(DOCUMENT)) is None
+    restored = prefix.restore_row(load.reading, len(DOCUMENT))
+    assert restored is not None
+    assert restored[1] > 0
+    again.close()
+
+
+@SOME
 def test_non_finite_files_are_removed_if_memory_holds_their_start(tmp_path: Path, family: str) -> None:
     """Evicted is the end of the prefix only, so that no chain of files reaches it from the start."""
     run = Worker(family, tmp_path)

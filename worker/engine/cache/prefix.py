@@ -235,11 +235,10 @@ class PrefixCache:
             return None
         return StartedLoad(self._durable.read_apart(chain), limit_s, for_row=True)
 
-    def restore_row(self, reading: Reading, tokens: int) -> tuple[list[Any], int]:
+    def restore_row(self, reading: Reading, tokens: int) -> tuple[list[Any], int] | None:
         """Return a new cache of one row with what was read for it, and room for `tokens` tokens, and the prefix's
-        length; 0 if nothing was read, or after a failure, which is logged. The caller owns the cache. Blocks until it
-        is computed."""
-        cache, length = make_prompt_cache(self._network), 0
+        length; None if nothing was read, or after a failure, which is logged. The caller owns the cache. Blocks until
+        it is computed."""
         with isolate(f"loading a row of {len(reading.chain.tokens)} tokens from disk"):
             parts = self._durable.restored_apart(reading) if self._durable else []
             while parts and self.stateful and not parts[-1].snapshot:  # a later file was bad
@@ -247,10 +246,11 @@ class PrefixCache:
             if parts:
                 states = parts[-1].snapshot.before(0) if parts[-1].snapshot else iter(())
                 end = parts[-1].end
-                loaded = restore_cache(cache, [part.segment for part in parts], states, end, capacity=_capacity(tokens))
-                slots.materialize(loaded)
-                cache, length = loaded, end
-        return cache, length
+                segments, cache = [part.segment for part in parts], make_prompt_cache(self._network)
+                cache = restore_cache(cache, segments, states, end, capacity=_capacity(tokens))
+                slots.materialize(cache)
+                return cache, end
+        return None
 
     def _touch_all(self, namespace: str, tokens: tuple[int, ...]) -> None:
         """Mark all nodes along these tokens as most recently used, also those without a state."""

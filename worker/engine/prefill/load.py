@@ -94,8 +94,12 @@ class Load(Stage):
         return Ended(0)
 
     def _insert(self, load: StartedLoad) -> Ended:
-        loaded = self._prefix.restore_row(load.reading, len(self._key)) if load.for_row else None
-        length = loaded[1] if loaded else self._prefix.insert_from_disk(load.reading)
+        if load.for_row:
+            loaded = self._prefix.restore_row(load.reading, len(self._key))
+            length = loaded[1] if loaded else 0
+        else:
+            loaded = None
+            length = self._prefix.insert_from_disk(load.reading)
         gained = max(0, length - self._start)
         self._start += gained
         self._load = None
