@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from worker.prefix_store.background import Pace
-from worker.prefix_store.format import BadFile
+from worker.prefix_store.format import BadFile, will_need
 from worker.prefix_store.index import Chain
 from worker.prefix_store.names import FileName
 
 _PIECE_BYTES = 1 << 20  # after each, a load that has come meanwhile is first
 _MAX_BYTES = 4 << 30  # of requests that wait: the page cache may lose what is read long before its use
-_WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)  # macOS has none
 
 
 class ReadAhead:
@@ -73,19 +72,15 @@ class PageCache:
 def _bring(path: Path, needed_bytes: Callable[[BinaryIO], int]) -> Generator[int, None, None]:
     with path.open("rb", buffering=0) as file:
         end = needed_bytes(file)
-        buffer = memoryview(bytearray(0 if _WILLNEED is not None else _PIECE_BYTES))
         for at in range(0, end, _PIECE_BYTES):
             nbytes = min(_PIECE_BYTES, end - at)
-            if _WILLNEED is not None:
-                os.posix_fadvise(file.fileno(), at, nbytes, _WILLNEED)
-            else:
-                os.preadv(file.fileno(), [buffer[:nbytes]], at)
+            if not will_need(file, at, nbytes):
+                os.pread(file.fileno(), nbytes, at)
             yield nbytes
 
 
 def advise(path: Path, nbytes: int) -> None:
     """Let the system begin to read the first bytes of a file, if it has a call for that. Does not wait for them, and
     raises no OSError."""
-    if _WILLNEED is not None:
-        with suppress(OSError), path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, nbytes, _WILLNEED)
+    with suppress(OSError), path.open("rb", buffering=0) as file:
+        will_need(file, 0, nbytes)

@@ -26,7 +26,7 @@ _MAX_HEADER = 64 << 20
 _NO_CHECKSUM = "0" * 8
 # Bytes of one read or write: a checksum finds them in the processor's cache, and rates are held finely.
 _COPY_BYTES = 1 << 20
-_WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)  # macOS has none, and reads ahead by itself
+_WILLNEED: int | None = getattr(os, "POSIX_FADV_WILLNEED", None)  # macOS has none
 
 B = TypeVar("B")
 OnRead = Callable[[int], object]
@@ -260,6 +260,15 @@ def _decrypted(metadata: dict[str, str], cipher: FileCipher) -> dict[str, Any]:
     return decoded
 
 
+def will_need(file: BinaryIO, start: int, nbytes: int) -> bool:
+    """Let the system begin to read a part of a file, without waiting for it. Returns False if it has no call for
+    that. Raises OSError."""
+    if _WILLNEED is None:
+        return False
+    os.posix_fadvise(file.fileno(), start, nbytes, _WILLNEED)
+    return True
+
+
 def read_tensors(
     file: BinaryIO,
     header: Header,
@@ -276,8 +285,8 @@ def read_tensors(
     ends = header.ends[:count]
     starts = (0, *ends[:-1])[: len(ends)]
     sizes = [end - start - tag for start, end in zip(starts, ends, strict=True)]
-    if _WILLNEED is not None and ends:
-        os.posix_fadvise(file.fileno(), 0, header.data_start + ends[-1], _WILLNEED)
+    if ends:
+        will_need(file, 0, header.data_start + ends[-1])
     buffers, computed = list[B](), list[Future[int]]()
     for index, buffer in enumerate(_allocated_ahead(allocate, sizes)):
         view = memoryview(buffer).cast("B") if sizes[index] else memoryview(b"")  # type: ignore[arg-type]
