@@ -202,7 +202,8 @@ class ChatRequest(Strict):
     )
 
     speculation: Speculation | None = Field(
-        default=None, description="If drafts may be verified; never changes the answer. Absent: the worker decides."
+        default=None,
+        description="If drafts may be verified; never changes the answer. true, as if absent: the worker decides.",
     )
     prediction: Prediction | None = Field(
         default=None, description="A text that the client expects, used as a draft; never changes the answer."

@@ -62,6 +62,7 @@ class SpeculationReport(DraftCounts):
         description="By the source of the drafts: `copy`, `prediction`, `grammar`, `grammar_guess`, `mtp`, `draft`; "
         "others may follow."
     )
+    skipped: str | None = Field(default=None, description="Why no draft was verified.")
 
 
 class SluiceDetails(Sent):

@@ -7,7 +7,7 @@ import pytest
 from schemas import ChatRequest
 from schemas.result import SpeculationReport
 from scripts.stack import ROOT
-from worker.chat.speculation import Counts, SpeculationReceipt, draft_limit
+from worker.chat.speculation import Counts, SpeculationReceipt, draft_limit, why_no_drafts
 from worker.engine.speculation.draft_model import DRAFT
 from worker.engine.speculation.mtp.proposer import MTP
 from worker.schedule.outcomes import Sampled, Speculated
@@ -16,14 +16,19 @@ from worker.schedule.speculation.copies import COPY, PREDICTION
 from worker.schedule.speculation.forced import GRAMMAR, GUESS
 from worker.settings import Settings
 
+WHY = "No source had a draft, or none was expected to save time."
 VERIFIED = (Speculated("a", "copy", 7, 7), Speculated("a", "prediction", 4, 1), Speculated("a", "copy", 3, 0))
+
+
+def asked(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
 
 
 @pytest.mark.parametrize(
     ("speculation", "limit"), [(None, None), (True, None), (False, 0), ({"max_tokens": 3}, 3), ({"max_tokens": 0}, 0)]
 )
 def test_a_request_limits_its_drafts(speculation: Any, limit: int | None) -> None:
-    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "speculation": speculation})
+    request = asked(speculation=speculation)
     assert draft_limit(request, Settings(model="m", speculation="auto")) == limit
     assert draft_limit(request, Settings(model="m", speculation="off")) == 0
 
@@ -75,15 +80,42 @@ def test_the_next_input_of_a_row_is_not_a_token_of_the_forward_that_verifies_aft
 
 
 def test_the_end_of_an_answer_takes_a_forward_and_is_no_token() -> None:
-    receipt = answered(SpeculationReceipt(requested=True), *[(None, 1)] * 4)
+    receipt = answered(SpeculationReceipt(WHY), *[(None, 1)] * 4)
     receipt.count(Sampled("a", None, "stop"))
-    assert receipt.as_result() == {"proposed": 0, "accepted": 0, "tokens_per_forward": 0.8, "kinds": {}}
+    report = receipt.as_result()
+    assert report == {"proposed": 0, "accepted": 0, "tokens_per_forward": 0.8, "kinds": {}, "skipped": WHY}
+    SpeculationReport.model_validate(report)
 
 
-def test_a_receipt_without_drafts_is_given_if_the_request_asks() -> None:
+def test_a_receipt_without_drafts_is_given_with_the_reason_if_the_request_asks() -> None:
     assert answered(SpeculationReceipt(), (None, 1)).as_result() is None
-    report = answered(SpeculationReceipt(requested=True), (None, 1), (None, 1)).as_result()
-    assert report == {"proposed": 0, "accepted": 0, "tokens_per_forward": 1.0, "kinds": {}}
+    report = answered(SpeculationReceipt(WHY), (None, 1), (None, 1)).as_result()
+    assert report == {"proposed": 0, "accepted": 0, "tokens_per_forward": 1.0, "kinds": {}, "skipped": WHY}
+
+
+def test_a_receipt_of_drafts_has_no_reason() -> None:
+    report = answered(SpeculationReceipt(WHY), (Speculated("a", "copy", 2, 0), 1)).as_result()
+    assert report
+    assert "skipped" not in report
+
+
+@pytest.mark.parametrize(
+    ("fields", "with_auto", "with_off"),
+    [
+        ({}, "", ""),
+        ({"speculation": True}, "No source had a draft", "Speculation is off"),
+        ({"prediction": {"type": "content", "content": "x"}}, "No source had a draft", "Speculation is off"),
+        ({"speculation": False}, "The request turns", "Speculation is off"),
+        ({"speculation": {"max_tokens": 0}}, "The request turns", "Speculation is off"),
+    ],
+)
+def test_the_worker_s_setting_is_the_first_reason_for_no_drafts(
+    fields: dict[str, Any], with_auto: str, with_off: str
+) -> None:
+    request = asked(**fields)
+    for setting, start in (("auto", with_auto), ("off", with_off)):
+        reason = why_no_drafts(request, Settings(model="m", speculation=setting))
+        assert (reason[: len(start)], bool(reason)) == (start, bool(start))
 
 
 def test_a_step_counts_its_drafts_by_position() -> None:

@@ -9,7 +9,7 @@ from worker.chat.completion import Answer, completion
 from worker.chat.context import WorkerContext
 from worker.chat.resume import Delivered
 from worker.chat.specprefill import as_result, with_outcome
-from worker.chat.speculation import SpeculationReceipt
+from worker.chat.speculation import SpeculationReceipt, why_no_drafts
 from worker.json_bytes import dumps
 from worker.queue.job.job import Job, JobResult
 from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
@@ -81,7 +81,7 @@ class JobRecorder:
 
     def consider_speculation(self, request: ChatRequest) -> None:
         """Prepare the receipt that the request is due."""
-        self._speculation.requested = request.speculation is not None or request.prediction is not None
+        self._speculation.why_no_drafts = why_no_drafts(request, self._context.settings)
         if request.prediction is not None:
             self._job.usage.accepted_prediction_tokens = self._job.usage.rejected_prediction_tokens = 0
 

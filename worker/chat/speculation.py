@@ -20,6 +20,17 @@ def draft_limit(request: ChatRequest, settings: Settings) -> int | None:
     return request.speculation.max_tokens if isinstance(request.speculation, DraftLimit) else None
 
 
+def why_no_drafts(request: ChatRequest, settings: Settings) -> str:
+    """Return why an answer may have no drafts, for its receipt; empty if the request has no field about them."""
+    if request.speculation is None and request.prediction is None:
+        return ""
+    if settings.speculation == "off":
+        return "Speculation is off on this worker; SLUICE_SPECULATION=auto turns it on."
+    if draft_limit(request, settings) == 0:
+        return "The request turns speculation off."
+    return "No source had a draft, or none was expected to save time."
+
+
 async def prediction_tokens(request: ChatRequest, context: WorkerContext, claim: Claim) -> tuple[int, ...]:
     """Tokenize the predicted text on a text thread; empty if there is none, or it is not used."""
     if request.prediction is None or draft_limit(request, context.settings) == 0:
@@ -40,7 +51,7 @@ class SpeculationReceipt:
     """Counts of one attempt. Tokens count as accepted once they are a part of the answer: a stop sequence may end it
     within a draft."""
 
-    requested: bool = False  # by a field of the request: then a receipt is due, even if nothing was drafted
+    why_no_drafts: str = ""  # not empty if the request has a field about them: then a receipt is due without drafts too
     _kinds: dict[str, Counts] = field(default_factory=dict)
     _accepted: Iterator[str] = field(default_factory=lambda: iter(()))  # kinds of the last draft's accepted tokens
     _tokens: int = 0  # of the answer
@@ -77,7 +88,7 @@ class SpeculationReceipt:
 
     def as_result(self) -> dict[str, Any] | None:
         """Return the report for the stored result; None if there is nothing to report."""
-        if not self._kinds and not self.requested:
+        if not self._kinds and not self.why_no_drafts:
             return None
         proposed = sum(counts.proposed for counts in self._kinds.values())
         accepted = sum(counts.accepted for counts in self._kinds.values())
@@ -85,4 +96,5 @@ class SpeculationReceipt:
             kind: {"proposed": counts.proposed, "accepted": counts.accepted} for kind, counts in self._kinds.items()
         }
         per_forward = round(self._tokens / self._forwards, 2) if self._forwards else 0.0
-        return {"proposed": proposed, "accepted": accepted, "tokens_per_forward": per_forward, "kinds": kinds}
+        report = {"proposed": proposed, "accepted": accepted, "tokens_per_forward": per_forward, "kinds": kinds}
+        return report if kinds else {**report, "skipped": self.why_no_drafts}
