@@ -1,4 +1,4 @@
-"""The format of a file: safetensors, with a header that says what the tensors are the cache of.
+"""The format of a file: safetensors, and a header with the model, the tokens and the layout.
 
 Written and read here rather than by the safetensors package, since tensors are read into buffers of the caller, and
 have types that NumPy lacks. `safetensors` opens these files all the same. In an encrypted file each tensor is the

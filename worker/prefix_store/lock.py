@@ -50,8 +50,8 @@ class FolderLock:
         return file
 
     def _try(self) -> int | None:
-        """Return the open file that has the lock; None if another process has it. Opened anew each time: the lock of a
-        file that was deleted meanwhile keeps nobody out."""
+        """Return the open file that has the lock; None if another process has it. Opened anew each time: a lock
+        on a deleted file protects nothing."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         is_held = False
         try:

@@ -27,7 +27,7 @@ _FIRST_READ_BYTES_S = 500e6  # until reads are measured
 _SHARED_BYTES_S = 300e6  # while rows decode: the machine's memory bus is left to them
 _FIRST_BYTES = 1 << 20  # that the disk reads ahead of a file whose KV has an unknown size
 _WEIGHT = 0.3  # of the last measurement in the speed
-_NOT_OF_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the process or the machine has none left
+_TEMPORARY_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the process or the machine has none left
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -317,7 +317,7 @@ class Reader:
             return None
         except (OSError, LookupError, TypeError) as error:
             logger.warning("prefixes on disk: %s cannot be read: %s", path.name, error)
-            if isinstance(error, OSError) and error.errno in _NOT_OF_THE_FILE:
+            if isinstance(error, OSError) and error.errno in _TEMPORARY_ERRORS:
                 self._index.discard(name)
             else:
                 self._leave_alone(name)

@@ -1,4 +1,4 @@
-"""What a prefix cache with a disk tier hands over to it, and takes back."""
+"""Moves prefixes between memory and disk for the prefix cache."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,7 +93,8 @@ class DurablePrefixes:
     # Writing
 
     def spill(self, evicted: Iterable[Evicted[KVSegment, StateSnapshot]]) -> None:
-        """Let evicted data be written; a snapshot together with its segment. What cannot wait is lost."""
+        """Let evicted data be written; a snapshot together with its segment. What exceeds the write queue is
+        dropped."""
         segments = dict[tuple[str, tuple[int, ...]], Evicted[KVSegment, StateSnapshot]]()
         for each in evicted:  # a snapshot may have been evicted before its segment
             key = each.namespace, each.tokens
@@ -117,8 +118,8 @@ class DurablePrefixes:
 
     def spill_row(self, namespace: str, tokens: tuple[int, ...], cache: Sequence[Any], limit_of: LoadLimit) -> None:
         """Let the cache of one row with these tokens be written as far as the disk lacks it, if loading that is
-        worthwhile: nodes that hold its first tokens, then copies of the rest. What cannot wait is lost; all of it if
-        the rest is useless without the state at its end."""
+        worthwhile: nodes that hold its first tokens, then copies of the rest. What exceeds the write queue is dropped;
+        all of it if the rest is useless without the state at its end."""
         chain = self.find_whole(namespace, tokens, 0)
         stored = len(chain.tokens) if chain else 0
         nodes = self._nodes_after(stored, namespace, tokens)
