@@ -93,8 +93,7 @@ class DurablePrefixes:
     # Writing
 
     def spill(self, evicted: Iterable[Evicted[KVSegment, StateSnapshot]]) -> None:
-        """Let evicted data be written; a snapshot together with its segment. What exceeds the write queue is
-        dropped."""
+        """Let evicted data be written, a snapshot with its segment. What exceeds the write queue is dropped."""
         segments = dict[tuple[str, tuple[int, ...]], Evicted[KVSegment, StateSnapshot]]()
         for each in evicted:  # a snapshot may have been evicted before its segment
             key = each.namespace, each.tokens
