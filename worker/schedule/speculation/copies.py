@@ -14,8 +14,7 @@ _INDEXED_PER_STEP = 1_024  # tokens of all rows, a quarter of a millisecond: a l
 _INDEXED_PER_OFFER = 32  # tokens of each row, which it has drawn since the last step that has indexed it
 _OTHERS_PER_STEP = 2  # rows that are not far behind: each of 32 rows is visited every 16 steps
 _FOLLOWED = 64  # tokens of an answer that a new row may have and is compared with its prediction from the beginning
-_COPY_GRAM = 3  # tokens: a shorter ending occurs by chance
-_PREDICTION_GRAM = 2  # a predicted text is short, and mostly right
+_GRAM = 2  # tokens of the shortest ending that is looked up: a single one occurs by chance
 _CLASSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # lengths of endings with an acceptance rate of their own
 _PRIORS = {COPY: (0.3, 0.6, 0.8), PREDICTION: (0.5, 0.8, 0.9)}  # for endings below 4, below 8, and longer
 
@@ -70,12 +69,12 @@ class RowCopies:
         # Following a long answer, of a row that resumes, token by token would delay the step.
         answer = row.answer if len(row.answer) > _FOLLOWED else ()
         prediction = row.request.prediction
-        own = NgramIndex([*row.request.prompt[-WINDOW:], *answer[-WINDOW:]], _COPY_GRAM, WINDOW)
+        own = NgramIndex([*row.request.prompt[-WINDOW:], *answer[-WINDOW:]], _GRAM, WINDOW)
         self._acceptance = RowAcceptance(shared)
         self._text = own
         self._sources = [_Source(COPY, own, own)]
         if prediction:
-            expected = NgramIndex(prediction[:WINDOW], _PREDICTION_GRAM, WINDOW)
+            expected = NgramIndex(prediction[:WINDOW], _GRAM, WINDOW)
             self._sources.append(_Source(PREDICTION, expected, own, position=None if answer else 0))
         self.answered = len(answer)  # tokens of the answer that are in the text
 
