@@ -27,6 +27,7 @@ from sluice.errors import (
     UnknownJob,
 )
 from sluice.wire import MODEL_NAME, Cancelled, Delta, Event, Failed, Finished, Restarted, Started, Usage
+from sluice.wording import cancelled_sentence, full_sentence
 
 Chunk = dict[str, Any]  # a `chat.completion.chunk`
 
@@ -135,18 +136,18 @@ def error_reply(error: SluiceError) -> ErrorReply:
         case BadRequest(param=param):
             return _reply(400, "invalid_request", str(error), retryable=False, param=param)
         case NoWorker(served=()):
-            return _reply(503, "overloaded", str(error), retryable=True)  # the workers may be restarting
+            return _reply(503, "overloaded", full_sentence(str(error)), retryable=True)  # the workers may be restarting
         case NoWorker():
-            return _reply(404, "model_not_found", str(error), retryable=False, param="model")
+            return _reply(404, "model_not_found", full_sentence(str(error)), retryable=False, param="model")
         case JobFailed(error=failed):
             status = _STATUS.get(failed.type, 500)
             return _reply(status, failed.type, failed.message, retryable=failed.retryable, param=failed.param)
         case JobCancelled(reason=reason):
-            return _reply(_CANCELLED, "cancelled", f"The job was cancelled: {reason}.", retryable=False)
+            return _reply(_CANCELLED, "cancelled", cancelled_sentence(reason), retryable=False)
         case UnknownJob():
-            return _reply(404, "unknown_job", str(error), retryable=False)
+            return _reply(404, "unknown_job", full_sentence(str(error)), retryable=False)
         case QueueFull(retry_after_s=wait_s):
-            return _reply(503, "overloaded", str(error), retryable=True, wait_s=wait_s)
+            return _reply(503, "overloaded", full_sentence(str(error)), retryable=True, wait_s=wait_s)
         case ServerFull():
             return _reply(503, "overloaded", "The queue has no memory left at the moment.", retryable=True)
         case ServerUnreachable():

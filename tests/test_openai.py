@@ -316,7 +316,20 @@ def test_usage_is_wanted_only_by_options_that_ask_for_it(options: Any, wanted: b
 
 def test_a_failed_job_says_its_own_sentence() -> None:
     assert error_reply(failed("too_large", retryable=False)).body["error"]["message"] == "Why."
-    assert error_reply(JobCancelled("requested")).body["error"]["message"] == "The job was cancelled: requested."
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (JobCancelled("requested"), "The job was cancelled, as requested."),
+        (JobCancelled("disconnected"), "The job was cancelled, since its client has left."),
+        (JobCancelled("shutdown"), "The job was cancelled, for this reason: shutdown."),
+        (NoWorker("m", ["other"]), "No worker serves 'm'; there are workers for other."),
+        (NoWorker("defualt", ["default"]), "No worker serves 'defualt'; did you mean 'default'?"),
+    ],
+)
+def test_other_errors_are_told_in_whole_sentences(error: SluiceError, message: str) -> None:
+    assert error_reply(error).body["error"]["message"] == message
 
 
 @pytest.mark.parametrize(("wait_s", "header"), [(0.0, "1"), (2.1, "3")])

@@ -32,6 +32,7 @@ from sluice.batch.transitions import (
 )
 from sluice.errors import QueueFull, ServerFull
 from sluice.submission import NewJob, Submitted
+from sluice.wording import cancelled_sentence
 
 _POLL_S = 0.25
 _MAX_WINDOW_BYTES = 64_000_000  # of all lines in the window, so that a run does not fill the server
@@ -254,7 +255,7 @@ def _job_event(stored: StoredJob, failures: int) -> LineEvent | None:
         case {"type": "failed", "error": dict(error)}:
             return _failure_event(error, failures)
         case {"type": "cancelled", "reason": str(reason)}:
-            return JobCancelled(LineError("cancelled", f"The job was cancelled: {reason}."))
+            return JobCancelled(LineError("cancelled", cancelled_sentence(reason)))
     return JobEnded(stored.result)
 
 

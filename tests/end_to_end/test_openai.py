@@ -285,7 +285,7 @@ async def test_each_choice_has_a_seed_of_its_own_that_follows_from_the_request_s
 
 
 async def test_a_model_that_nobody_serves_is_http_404(openai: AsyncOpenAI, alive: WorkerProcess) -> None:
-    with pytest.raises(NotFoundError, match="no worker serves 'gpt-4o'; there are workers for default") as refused:
+    with pytest.raises(NotFoundError, match="No worker serves 'gpt-4o'; there are workers for default") as refused:
         await openai.chat.completions.create(model="gpt-4o", messages=COUNT["messages"])
     assert refused.value.code == "model_not_found"
 

@@ -204,7 +204,7 @@ async def test_a_job_that_ends_badly_in_its_stream_ends_it_with_an_error_event(
         await db.publish(keys.CONTROL, job_id)
         last = events_of((await asking).text)[-1]
     assert (last["type"], last["request_id"]) == ("error", job_id)
-    assert last["error"]["message"] == "The job was cancelled: requested."
+    assert last["error"]["message"] == "The job was cancelled, as requested."
 
 
 @pytest.mark.parametrize("stream", [True, False])
