@@ -19,6 +19,7 @@ from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import model_digest, model_record
 from worker.prefix_store.records.memory import Held, HeldNode
 from worker.prefix_store.store import PrefixStore, StoreOptions
+from worker.prefix_store.writer import NewSegment
 from worker.schedule.cache.disk import NotStored, StoreResult
 
 PATH = tuple(range(30))
@@ -31,10 +32,11 @@ def run(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-def refused(folder: Path, *arguments: str) -> str:
+def refused(folder: Path, *arguments: str, exit_code: int = 2) -> str:
     """Run a command that fails; return the message."""
     result = CliRunner().invoke(app, ["prefix", *arguments, "--dir", str(folder)])
     assert isinstance(result.exception, CliError)
+    assert result.exception.exit_code == exit_code
     return str(result.exception)
 
 
@@ -108,6 +110,119 @@ def test_a_prefix_without_its_start_is_marked(folder: Path) -> None:
         11: False,
         30: False,
     }
+
+
+# Prefixes that continue each other: `a` of 10 tokens, and `b` of 30
+
+
+@pytest.fixture
+def continued(tmp_path: Path) -> Path:
+    """`a` and `b`, both pinned one after the other."""
+    first, second = segment(PATH[:10]), segment(PATH, 10)
+    pinned(tmp_path, first)
+    pinned(tmp_path, first, second)
+    return tmp_path
+
+
+def pinned(folder: Path, *segments: NewSegment) -> None:
+    """Write and pin a prefix, as `warm` does."""
+    opened = store(folder)
+    for each in segments:
+        assert opened.write(replace(each, pinned=True, ends_pinned=each is segments[-1]))
+    opened.close(20)
+
+
+def listed_pins(folder: Path) -> dict[int, bool]:
+    """Return which prefixes are pinned, by their tokens."""
+    return {each["tokens"]: each["pinned"] for each in run(folder, "list", "--json")}
+
+
+def said(folder: Path, *arguments: str) -> str:
+    """Run a command that succeeds; return what it says."""
+    result = CliRunner().invoke(app, ["prefix", *arguments, "--dir", str(folder)])
+    assert result.exit_code == 0, result.exception
+    return result.stderr
+
+
+def fill(folder: Path) -> None:
+    """Remove what may be removed for space."""
+    store(folder, max_bytes=1).close(5)
+
+
+def test_a_pinned_prefix_that_another_one_continues_is_listed(continued: Path) -> None:
+    assert listed_pins(continued) == {10: True, 30: True}
+
+
+def test_a_dropped_prefix_leaves_the_pinned_one_that_it_continues(continued: Path) -> None:
+    assert "kept 1 file that other prefixes share, 1 of them pinned" in said(continued, "drop", id_of(continued, 30))
+    fill(continued)
+    assert listed_pins(continued) == {10: True}
+
+
+def test_a_dropped_prefix_leaves_its_files_to_the_one_that_continues_it(continued: Path) -> None:
+    assert "0 files; kept 1 file" in said(continued, "drop", id_of(continued, 10))
+    assert listed_pins(continued) == {30: True}
+    run(continued, "drop", id_of(continued, 30))
+    assert files(continued) == []
+
+
+@pytest.mark.parametrize(("unpinned", "left"), [(10, {30: True}), (30, {10: True})])
+def test_unpinning_a_prefix_leaves_the_pin_of_the_other(continued: Path, unpinned: int, left: dict[int, bool]) -> None:
+    run(continued, "unpin", id_of(continued, unpinned))
+    assert listed_pins(continued) == {30: False} | left
+    fill(continued)
+    assert listed_pins(continued) == left
+
+
+def test_a_prefix_that_is_not_pinned_cannot_be_unpinned(tmp_path: Path) -> None:
+    pinned(tmp_path, segment(PATH[:10]))
+    written(tmp_path, segment(PATH, 10))
+    assert "not pinned" in refused(tmp_path, "unpin", id_of(tmp_path, 30), exit_code=1)
+    fill(tmp_path)
+    assert listed_pins(tmp_path) == {10: True}
+
+
+def test_a_prefix_that_is_pinned_by_id_stays_when_one_that_continues_it_is_dropped(tmp_path: Path) -> None:
+    written(tmp_path, segment(PATH[:10]))
+    run(tmp_path, "pin", id_of(tmp_path, 10))
+    written(tmp_path, segment(PATH, 10))
+    run(tmp_path, "drop", id_of(tmp_path, 30))
+    assert listed_pins(tmp_path) == {10: True}
+
+
+def test_a_pinned_end_stays_one_when_it_is_written_again_with_its_state(continued: Path) -> None:
+    written(continued, segment(PATH[:10], state=True))
+    assert listed_pins(continued) == {10: True, 30: True}
+
+
+def test_files_before_a_pinned_one_are_not_removed_for_space(continued: Path) -> None:
+    for pin in continued.glob("*-0-10-*.pin"):
+        pin.unlink()
+    fill(continued)
+    assert [each["complete"] for each in run(continued, "list", "--json")] == [True]
+
+
+def test_pins_of_earlier_versions_are_those_of_the_longest_prefix(continued: Path) -> None:
+    for pin in continued.glob("*.pin"):
+        pin.write_bytes(b"")
+    assert listed_pins(continued) == {30: True}
+    run(continued, "unpin", id_of(continued, 30))
+    fill(continued)
+    assert files(continued) == []
+
+
+@pytest.mark.parametrize("command", ["pin", "unpin", "drop"])
+def test_an_empty_id_is_refused(tmp_path: Path, command: str) -> None:
+    pinned(tmp_path, segment(PATH))
+    assert "empty" in refused(tmp_path, command, "")
+    assert listed_pins(tmp_path) == {30: True}
+
+
+def test_the_last_use_of_a_prefix_is_that_of_its_own_last_file(folder: Path) -> None:
+    own = {each.tokens: each.files[-1] for each in Listing(folder).prefixes}
+    os.utime(folder / str(own[30]), (1e9, 1e9))
+    newest = [each["tokens"] for each in run(folder, "list", "--json")]
+    assert newest[-1] == 30
 
 
 # Hits, age and memory
@@ -187,7 +302,7 @@ def test_with_the_key_a_tenant_is_dropped(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_files_of_other_versions_are_reported_when_a_tenant_is_dropped(folder: Path) -> None:
     (folder / "sluice-prefix-v0-something.safetensors").write_bytes(b"acme")
-    assert "1 file cannot be read" in refused(folder, "drop", "--tenant", "acme")
+    assert "1 file cannot be read" in refused(folder, "drop", "--tenant", "acme", exit_code=1)
     assert "acme" not in [each["tenant"] for each in run(folder, "list", "--json")]
 
 

@@ -19,6 +19,7 @@ from worker.prefix_store.format import StoredSegment, encoded_size, write_segmen
 from worker.prefix_store.lock import FolderLock
 from worker.prefix_store.names import WRITTEN, FileName, pin_of
 from worker.prefix_store.records.models import ModelRecord
+from worker.prefix_store.records.pins import copy_pin, write_pin
 from worker.prefix_store.records.usage import UsageRecord, write_record
 from worker.prefix_store.scan import Scan, scan_folder
 from worker.prefix_store.unfinished import UnfinishedFile, is_abandoned
@@ -95,11 +96,13 @@ class Folder:
         segment: StoredSegment,
         *,
         pinned: bool = False,
+        ends_pinned: bool = False,
         on_written: Callable[[int], object] = lambda nbytes: None,
     ) -> int | NotStored:
         """Write a segment as a whole or not at all, after making room for it. `pinned`: keep it from being removed for
-        space; so is a segment that replaces a pinned one. `on_written`: called with the bytes of each piece, and may
-        block. Returns the bytes of the file, or why it was not written. Raises `Unwritable`."""
+        space; so is a segment that replaces a pinned one. `ends_pinned`: the pinned prefix ends with it. `on_written`:
+        called with the bytes of each piece, and may block. Returns the bytes of the file, or why it was not written.
+        Raises `Unwritable`."""
         size = encoded_size(name, segment, self._encryption)
         try:
             reserved = self._reserve(name, size)
@@ -110,7 +113,7 @@ class Folder:
                 undo.callback(self._release, unfinished, reserved_on)
                 write_segment(unfinished.file, name, segment, self._encryption, on_written)
                 unfinished.sync()
-                self._finish(unfinished, name, size, pinned=pinned)
+                self._finish(unfinished, name, size, pinned=pinned, ends_pinned=ends_pinned)
                 undo.pop_all()
             self._sync()
             if name.has_state:
@@ -179,14 +182,16 @@ class Folder:
             self._known = self._known.with_unfinished(temporary, size)
             return unfinished, record.day
 
-    def _finish(self, unfinished: UnfinishedFile, name: FileName, size: int, *, pinned: bool) -> None:
+    def _finish(
+        self, unfinished: UnfinishedFile, name: FileName, size: int, *, pinned: bool, ends_pinned: bool
+    ) -> None:
         """Let a file that is written appear, with its pin. Raises OSError."""
-        without_state = replace(name, has_state=False)
         with self._lock.held():
             record = self._read_record()
-            if pinned or (self.path / without_state.pin).exists():
-                pinned = True
-                (self.path / name.pin).touch(mode=0o600)  # first, so that the file is never without it
+            # The pin comes first, so that the file is never without it.
+            pinned |= copy_pin(self.path, replace(name, has_state=False), name)
+            if pinned:
+                write_pin(self.path, name, is_end=ends_pinned)
             unfinished.finish(self.path / str(name))
             if self._known and record == self._last_record:
                 self._known = self._known.without({unfinished.path.name}).with_file(name, size, pinned=pinned)
@@ -240,10 +245,11 @@ class Folder:
             return path.exists()
         return False
 
-    def pin(self, name: FileName) -> bool:
-        """Keep a file from being removed for space. Returns False if that failed. Raises no OSError."""
+    def pin(self, name: FileName, *, is_end: bool = False) -> bool:
+        """Keep a file from being removed for space. `is_end`: the pinned prefix ends with it. Returns False if that
+        failed. Raises no OSError."""
         try:
-            (self.path / name.pin).touch(mode=0o600)
+            write_pin(self.path, name, is_end=is_end)
         except OSError:
             return False
         if self._known:

@@ -1,17 +1,17 @@
 """What a folder holds, for people: prefixes rather than files. Needs no worker, and no lock."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder
 from worker.prefix_store.format import BadFile, read_file_header
-from worker.prefix_store.names import FileName, pin_of
+from worker.prefix_store.names import FileName, chain_to, file_of_each_segment, pin_of
 from worker.prefix_store.records.hits import read_hits
 from worker.prefix_store.records.memory import SegmentUse, joined, read_memory
 from worker.prefix_store.records.models import outdated_digests, read_records
+from worker.prefix_store.records.pins import clear_end, write_pin
 from worker.prefix_store.scan import scan_folder
 
 _ID_LENGTH = 12
@@ -19,12 +19,12 @@ _ID_LENGTH = 12
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """The files along one prefix that no other file continues."""
+    """The files along one prefix that no other file continues, or that is pinned."""
 
     files: tuple[FileName, ...]  # in order; the first ones may be shared with other prefixes
     nbytes: int  # of these files
-    used_s: float  # Unix time of the last use
-    pinned: bool  # the last file is not removed for space
+    used_s: float  # Unix time of the last use of the last file
+    pinned: bool  # its files are not removed for space
     complete: bool  # False if files before the first one are missing, so that it is found only while memory holds them
     hits: int  # how often its most read file was read from disk
     held: SegmentUse  # by running workers, in memory
@@ -43,6 +43,15 @@ class StoredPrefix:
     def tokens(self) -> int:
         """Tokens from the start of the prompt to the end of the last file."""
         return self.files[-1].end
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What became of the files of prefixes that were dropped."""
+
+    removed: int  # files
+    kept: int  # files that stay, since other prefixes share them
+    pinned: int  # of these, files of pinned prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +93,22 @@ class Listing:
 
     @property
     def prefixes(self) -> list[StoredPrefix]:
-        """All prefixes, the most recently used first."""
+        """All prefixes, the most recently used first. Of a pinned one that another continues, both are in the list."""
         continued = {(name.model, name.parent) for name in self._scan.names if name.start}
-        last = (name for name in self._scan.names if (name.model, name.digest) not in continued)
-        before = _by_digest(self._scan.names)
-        found = [self._prefix([*_chain(name, before)][::-1]) for name in last]
+        pinned = {name.segment for name in self._scan.pinned_ends}
+        files = file_of_each_segment(self._scan.names)
+        last = (name for segment, name in files.items() if segment not in continued or segment in pinned)
+        found = [self._prefix([*chain_to(name, files)][::-1], pinned=name.segment in pinned) for name in last]
         return sorted(found, key=lambda prefix: -prefix.used_s)
 
-    def _prefix(self, files: list[FileName]) -> StoredPrefix:
+    def _prefix(self, files: list[FileName], *, pinned: bool) -> StoredPrefix:
         stored = [self._scan.files[str(name)] for name in files]
         held = (self._memory.segments.get((name.model, name.digest), SegmentUse()) for name in files)
         return StoredPrefix(
             tuple(files),
             sum(file.nbytes for file in stored),
-            max(file.used_s for file in stored),
-            pinned=not stored[-1].removable,
+            stored[-1].used_s,
+            pinned,
             complete=files[0].start == 0,
             hits=max(self._hits[name.model].get(name.digest, 0) for name in files),
             held=joined(held),
@@ -148,29 +158,38 @@ class Listing:
     def pin(self, prefix: StoredPrefix) -> None:
         """Keep a prefix from being removed for space. Raises OSError."""
         for name in prefix.files:
-            (self._folder.path / name.pin).touch(mode=0o600)
+            write_pin(self._folder.path, name, is_end=name == prefix.files[-1])
 
     def unpin(self, prefix: StoredPrefix) -> None:
-        """Let a prefix be removed for space again, but not the files that it shares with another pinned one. Raises
-        OSError."""
-        others = (each for each in self.prefixes if each.pinned and each.files != prefix.files)
-        kept = {name for each in others for name in each.files}
-        for name in prefix.files:
-            if name not in kept:
-                (self._folder.path / name.pin).unlink(missing_ok=True)
+        """Let a pinned prefix be removed for space again, but not the files that it shares with another pinned one.
+        Raises OSError."""
+        self._end_pins([prefix])
 
-    def drop(self, prefixes: Iterable[StoredPrefix]) -> int:
-        """Remove these prefixes, except for the files that others share. Returns the number of files removed. A worker
-        stops to use them within seconds; what it holds in memory is not affected."""
+    def _end_pins(self, ended: Collection[StoredPrefix]) -> None:
+        """End the pins of these prefixes. Files of other pinned prefixes stay pinned."""
+        kept = _segments(each for each in self.prefixes if each.pinned and each not in ended)
+        for prefix in ended:
+            for name in self._files_of({name.segment for name in prefix.files} - kept):
+                (self._folder.path / name.pin).unlink(missing_ok=True)
+            for name in self._files_of({prefix.files[-1].segment}):
+                clear_end(self._folder.path, name)
+
+    def drop(self, prefixes: Iterable[StoredPrefix]) -> Dropped:
+        """Remove these prefixes and their pins, except for the files that others share. A worker stops to use them
+        within seconds; what it holds in memory is not affected. Raises OSError."""
         dropped = [*prefixes]
-        kept = {name for each in self.prefixes if each not in dropped for name in each.files}
-        names = {name for each in dropped for name in each.files} - kept
-        segments = {(name.model, name.digest) for name in names}
-        # A segment may have two files, without the state and with it.
-        names.update(name for name in self._scan.names if (name.model, name.digest) in segments)
+        others = [each for each in self.prefixes if each not in dropped]
+        self._end_pins([each for each in dropped if each.pinned])
+        segments, shared = _segments(dropped), _segments(others)
+        pinned = _segments(each for each in others if each.pinned)
+        names = self._files_of(segments - shared)
         for name in names:
             self._folder.remove(name)
-        return len(names)
+        return Dropped(len(names), len(segments & shared), len(segments & pinned))
+
+    def _files_of(self, segments: Collection[tuple[str, str]]) -> list[FileName]:
+        """Return all files of these segments. One may have two, without the state and with it."""
+        return [name for name in self._scan.names if name.segment in segments]
 
     def drop_stale(self) -> int:
         """Remove the files of other versions of the store, with their pins. Returns their number."""
@@ -180,19 +199,5 @@ class Listing:
         return len(self.stale)
 
 
-def _by_digest(names: Iterable[FileName]) -> dict[tuple[str, str], FileName]:
-    """Return a file for each segment, by the digests of model and tokens; of several, one with a state."""
-    segments = defaultdict[tuple[str, str], list[FileName]](list)
-    for name in names:
-        segments[name.model, name.digest].append(name)
-    return {digests: max(files, key=lambda name: (name.has_state, -name.start)) for digests, files in segments.items()}
-
-
-def _chain(name: FileName, before: dict[tuple[str, str], FileName]) -> Iterator[FileName]:
-    """Yield the file and those before it, the last first."""
-    current: FileName | None = name
-    while current is not None:
-        yield current
-        previous = before.get((current.model, current.parent)) if current.start else None
-        # Without the check of the positions, bad names could continue each other in a circle.
-        current = previous if previous and previous.end == current.start else None
+def _segments(prefixes: Iterable[StoredPrefix]) -> set[tuple[str, str]]:
+    return {name.segment for prefix in prefixes for name in prefix.files}

@@ -4,7 +4,8 @@ import copy
 import hashlib
 import re
 from array import array
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 VERSION = 1  # of names and format; files of other versions are stale
@@ -44,9 +45,32 @@ class FileName:
         return f"{self}.{writer}{TEMPORARY}"
 
     @property
+    def segment(self) -> tuple[str, str]:
+        """Digests of the model and of the tokens up to the end; files that replace each other have the same."""
+        return self.model, self.digest
+
+    @property
     def pin(self) -> str:
-        """Name of the empty file that keeps this one from being removed for space."""
+        """Name of the small file that keeps this one from being removed for space."""
         return pin_of(str(self))
+
+
+def file_of_each_segment(names: Iterable[FileName]) -> dict[tuple[str, str], FileName]:
+    """Return a file for each segment; of several, one with a state."""
+    segments = defaultdict[tuple[str, str], list[FileName]](list)
+    for name in names:
+        segments[name.segment].append(name)
+    return {segment: max(files, key=lambda name: (name.has_state, -name.start)) for segment, files in segments.items()}
+
+
+def chain_to(name: FileName, files: Mapping[tuple[str, str], FileName]) -> Iterator[FileName]:
+    """Yield the file and those before it, the last first. `files`: one of each segment."""
+    current: FileName | None = name
+    while current is not None:
+        yield current
+        previous = files.get((current.model, current.parent)) if current.start else None
+        # Without the check of the positions, bad names could continue each other in a circle.
+        current = previous if previous and previous.end == current.start else None
 
 
 def parse_name(text: str) -> FileName | None:

@@ -21,6 +21,7 @@ from worker.prefix_store.names import (
     pinned_name,
     recorded_model,
 )
+from worker.prefix_store.records.pins import files_of_pinned, pinned_ends
 from worker.schedule.cache.disk import StoredFile
 
 
@@ -35,6 +36,7 @@ class Scan:
     stale: tuple[str, ...] = ()  # files of other versions
     models: tuple[str, ...] = ()  # digests that have a record
     memory: tuple[str, ...] = ()  # files that say what workers hold in memory
+    pinned_ends: tuple[FileName, ...] = ()  # last files of the prefixes that were pinned when the folder was listed
 
     @property
     def nbytes(self) -> int:
@@ -82,11 +84,11 @@ def scan_folder(folder: Path) -> Scan:
     unfinished, names = list[str](), list[FileName]()
     stale, models = list[str](), list[str]()
     memory = list[str]()
-    pinned = set[str]()
+    pins = dict[str, int]()  # bytes, by the name of the pinned file
     for relative, stat in _walk(folder):
         name = parse_name(relative)
         if is_pin(relative):
-            pinned.add(pinned_name(relative))
+            pins[pinned_name(relative)] = stat.st_size
         if is_temporary(relative):
             unfinished.append(relative)
         if name:
@@ -102,10 +104,11 @@ def scan_folder(folder: Path) -> Scan:
             stale.append(relative)
         used_s = stat.st_mtime if name else 0.0  # stale files first
         files[relative] = StoredFile(relative, stat.st_size, used_s, name.end if name else 0, bool(name) or is_stale)
-    for key in pinned & files.keys():
+    ends = pinned_ends(names, pins)
+    for key in {*pins, *map(str, files_of_pinned(ends, names))} & files.keys():
         files[key] = replace(files[key], removable=False)
-    lone_pins = tuple(map(pin_of, pinned - files.keys()))
-    return Scan(files, tuple(unfinished), lone_pins, tuple(names), tuple(stale), tuple(models), tuple(memory))
+    lone_pins = tuple(map(pin_of, pins.keys() - files.keys()))
+    return Scan(files, tuple(unfinished), lone_pins, tuple(names), tuple(stale), tuple(models), tuple(memory), ends)
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:

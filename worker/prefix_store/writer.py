@@ -29,11 +29,16 @@ class WriteReport:
         self._waiting = _Counter()
         self.written_bytes = 0  # of the files that were written
         self.refusal: NotStored | None = None  # why the first segment that is not on disk was not written
+        self.end = 0  # tokens of the prefix that the segments form
 
     @property
     def done(self) -> bool:
         """True if all segments that were handed over are on disk or refused."""
         return self._waiting.value == 0
+
+    def expect_end(self, end: int) -> None:
+        """Record at which token the prefix ends, before its last segment is handed over."""
+        self.end = end
 
     def expect(self) -> None:
         """Count a segment that is handed over."""
@@ -56,6 +61,7 @@ class NewSegment:
     has_state: bool
     content: StoredSegment
     pinned: bool = False  # not to be removed for space
+    ends_pinned: bool = False  # the pinned prefix ends with it
     report: WriteReport | None = None  # receives the result
     memory_bytes: int | None = None  # taken until it is written; None: the bytes of the tensors
 
@@ -261,7 +267,9 @@ class Writer:
         name = self._name_of(new)
         if self._is_stored(name, new):
             return 0
-        result = self._folder.write(name, new.content, pinned=new.pinned, on_written=self._pace)
+        result = self._folder.write(
+            name, new.content, pinned=new.pinned, ends_pinned=new.ends_pinned, on_written=self._pace
+        )
         if not isinstance(result, NotStored):
             self._index.add(name, result)
             if name.has_state:  # it replaces the file without the state
@@ -276,7 +284,7 @@ class Writer:
         if not self._folder.touch(stored):  # it was deleted by another program
             self._index.discard(stored)
             return False
-        if new.pinned and not self._folder.pin(stored):
+        if new.pinned and not self._folder.pin(stored, is_end=new.ends_pinned):
             raise Unwritable(f"{stored} cannot be pinned")
         return True
 

@@ -15,7 +15,7 @@ from sluice.cli.terminal.view import note
 if TYPE_CHECKING:
     from worker.chat.warm import Warmed
     from worker.prefix_store.encryption import Encryption
-    from worker.prefix_store.listing import Listing, StoredPrefix
+    from worker.prefix_store.listing import Dropped, Listing, StoredPrefix
 
 _DIR = "SLUICE_PREFIX_DISK_DIR"
 _KEY = "SLUICE_PREFIX_DISK_KEY"
@@ -25,9 +25,8 @@ Folder = Annotated[
     Path | None,
     typer.Option("--dir", metavar="FOLDER", help=f"The folder. Default: {_DIR} from the environment or `.env`."),
 ]
-Id = Annotated[
-    str, typer.Argument(help="Id of a prefix, as in `sluice prefix list`, or its first digits.", metavar="ID")
-]
+_ID_HELP = "Id of a prefix, as in `sluice prefix list`, or its first digits."
+Id = Annotated[str, typer.Argument(help=_ID_HELP, metavar="ID")]
 
 prefix = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -86,17 +85,20 @@ def pin(id: Id, folder: Folder = None) -> None:
 def unpin(id: Id, folder: Folder = None) -> None:
     """Let a pinned prefix be removed for space again.
 
-    Exit codes: 0, or 2 if there is no such prefix.
+    Files that other pinned prefixes share stay pinned. Exit codes: 0, 1 if the prefix is not pinned, or 2 if there is
+    no such prefix.
     """
     listing = _listing(folder)
     found = _find(listing, id)
+    if not found.pinned:
+        raise CliError(f"{found.id}: it is not pinned; `sluice prefix list` shows which are.", exit_code=1)
     listing.unpin(found)
     note(f"{found.id} is not pinned any more")
 
 
 @prefix.command()
 def drop(
-    id: Annotated[str | None, typer.Argument(help="Id of a prefix.", metavar="[ID]")] = None,
+    id: Annotated[str | None, typer.Argument(help=_ID_HELP, metavar="[ID]")] = None,
     tenant: Annotated[str | None, typer.Option(help="Drop all prefixes of this tenant instead.")] = None,
     outdated: Annotated[
         bool, typer.Option("--outdated", help="Drop all that no worker can use any more instead, also pinned ones.")
@@ -105,11 +107,11 @@ def drop(
 ) -> None:
     """Delete a prefix, all prefixes of a tenant, or outdated ones, from disk.
 
-    Files that other prefixes share are kept. A tenant has prefixes of its own only if workers run with
-    SLUICE_PREFIX_CACHE_PER_TENANT. What running workers hold in memory is not deleted, and may be written again: drop
-    prefixes while no worker runs to be sure. Outdated are the prefixes of a model whose weights or library have changed
-    since, and files of other versions of Sluice. Exit codes: 0, 1 if files of a tenant may be left since they cannot
-    be read, or 2 if there is no such prefix or tenant.
+    Files that other prefixes share are kept; a pinned prefix and one that continues it are two. A tenant has prefixes
+    of its own only if workers run with SLUICE_PREFIX_CACHE_PER_TENANT. What running workers hold in memory is not
+    deleted, and may be written again: drop prefixes while no worker runs to be sure. Outdated are the prefixes of a
+    model whose weights or library have changed since, and files of other versions of Sluice. Exit codes: 0, 1 if files
+    of a tenant may be left since they cannot be read, or 2 if there is no such prefix or tenant.
 
     \b
     Examples:
@@ -124,13 +126,22 @@ def drop(
         _drop_tenant(listing, tenant)
     elif outdated:
         found = [each for each in listing.prefixes if listing.is_outdated(each)]
-        _report_drop(len(found), listing.drop(found) + listing.drop_stale())
+        _report_drop(len(found), listing.drop(found), listing.drop_stale())
     else:
         _report_drop(1, listing.drop([_find(listing, id or "")]))
 
 
-def _report_drop(prefixes: int, files: int) -> None:
-    note(f"dropped {prefixes} prefix{'es' * (prefixes != 1)}, {files} file{'s' * (files != 1)}")
+def _report_drop(prefixes: int, dropped: "Dropped", stale_files: int = 0) -> None:
+    message = f"dropped {prefixes} prefix{'es' * (prefixes != 1)}, {_files(dropped.removed + stale_files)}"
+    if dropped.kept:
+        message += f"; kept {_files(dropped.kept)} that other prefixes share"
+    if dropped.pinned:
+        message += f", {dropped.pinned} of them pinned"
+    note(message)
+
+
+def _files(number: int) -> str:
+    return f"{number} file{'s' * (number != 1)}"
 
 
 def _drop_tenant(listing: "Listing", tenant: str) -> None:
@@ -251,6 +262,8 @@ def _encryption(key: str | None) -> "Encryption | None":
 
 
 def _find(listing: "Listing", id: str) -> "StoredPrefix":
+    if not id.strip():
+        raise CliError("ID: it is empty; give the id of a prefix, or its first digits.")
     found = [each for each in listing.prefixes if each.id.startswith(id.lower())]
     if len(found) != 1:
         problem = "several prefixes begin with it" if found else "there is no such prefix"

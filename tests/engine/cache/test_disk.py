@@ -25,6 +25,7 @@ from worker.engine.thread import EngineThread
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
 from worker.prefix_store.format import read_file_header
+from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import parse_name
 from worker.prefix_store.reader import Reader
 from worker.prefix_store.store import PrefixStore, StoreOptions
@@ -668,6 +669,19 @@ def test_a_prefix_is_stored_and_pinned_on_request(tmp_path: Path, family: str) -
     again = Worker(family, tmp_path)
     assert again.say(family, DOCUMENT, 40) == len(DOCUMENT) - 1
     again.close()
+
+
+@SOME
+def test_a_pinned_prefix_ends_where_its_prompt_ends_also_if_another_continues_it(tmp_path: Path, family: str) -> None:
+    run = Worker(family, tmp_path)
+    run.say(family, DOCUMENT, 40)
+    first = store_prefix(run, DOCUMENT[:-1])
+    longer = (*DOCUMENT, *DOCUMENT[:50])
+    run.say(family, longer, 40)
+    second = store_prefix(run, longer[:-1])
+    run.close()
+    pinned = {each.tokens for each in Listing(tmp_path).prefixes if each.pinned}
+    assert pinned == {first.tokens, second.tokens}
 
 
 def test_a_prefix_that_another_one_continues_is_stored_up_to_its_end(tmp_path: Path) -> None:

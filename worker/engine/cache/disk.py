@@ -107,8 +107,10 @@ class DiskTier:
         tensors = tuple(_tensors(arrays, group_sizes))
         content = StoredSegment(namespace, path[len(path) - tokens :], json.dumps(layout), tensors)
         memory_bytes = sum(array.nbytes for array in arrays)
+        pinned = report is not None
+        ends_pinned = report is not None and report.end == len(path)
         return self._store.write(
-            NewSegment(path, state is not None, content, report is not None, report, memory_bytes=memory_bytes)
+            NewSegment(path, state is not None, content, pinned, ends_pinned, report, memory_bytes=memory_bytes)
         )
 
     def kv_share(self, cache: Sequence[Any]) -> float:

@@ -159,14 +159,14 @@ class DurablePrefixes:
         Returns the attempt to go on with. Blocks while a part of a node is copied."""
         path, matched = self._tree.walk(namespace, tokens)
         start = attempt.start
-        for node in path:
-            end = node.end if self._tree.stateful else min(node.end, matched)
-            if end > matched:  # without a state at the match, a part of the node is useless
-                break
-            if end > start:
-                if not self._store_node(node, end, attempt.report):
-                    return replace(attempt, start=start)
-                start = end
+        # With states, a part of a node is useless without a state at its end.
+        ends = [node.end if self._tree.stateful else min(node.end, matched) for node in path]
+        nodes = {end: node for end, node in zip(ends, path, strict=True) if start < end <= matched}
+        attempt.report.expect_end(max(nodes, default=start))
+        for end, node in nodes.items():
+            if not self._store_node(node, end, attempt.report):
+                return replace(attempt, start=start)
+            start = end
         return replace(attempt, start=start, handed_over=True)
 
     def _store_node(self, node: Node[KVSegment, StateSnapshot], end: int, report: WriteReport) -> bool:
