@@ -54,8 +54,14 @@ class Up:
         return int((self.data / "lock").read_text())
 
     def gateway_pid(self) -> int:
+        return self._child_pid("serve")
+
+    def worker_pid(self) -> int:
+        return self._child_pid("worker")
+
+    def _child_pid(self, command: str) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (pid,) = [each for each in children if b"\0serve\0" in Path(f"/proc/{each}/cmdline").read_bytes()]
+        (pid,) = [each for each in children if f"\0{command}\0".encode() in Path(f"/proc/{each}/cmdline").read_bytes()]
         return int(pid)
 
 
@@ -177,6 +183,23 @@ def test_a_second_signal_ends_a_job_that_runs_and_it_goes_on_at_the_next_start(t
             up.process.send_signal(signal.SIGINT)
             up.until_said("SIGINT: stopping; waiting up to 30 s for 1 job; a second signal")
             assert up.end() == 0, up.said()
+    with running(tmp_path) as up:
+        up.until_said("server on port")
+        with SyncClient(up.url) as client:
+            assert any(event.type == "resumed" for event in client.stream(job.id, after=0))
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_the_command_and_its_job_goes_on_at_the_next_start(tmp_path: Path) -> None:
+    with running(tmp_path) as up:
+        up.until_said("ready.")
+        with SyncClient(up.url) as client:
+            job = client.submit(ENDLESS)
+            up.until_said("first token")
+            os.kill(up.worker_pid(), signal.SIGKILL)
+            assert up.process.wait(START_S) != 0
+        assert "the worker has ended (exit code -9)" in up.said()
+        assert not answers(up.url)
     with running(tmp_path) as up:
         up.until_said("server on port")
         with SyncClient(up.url) as client:
