@@ -179,9 +179,9 @@ def _clients(gateway: GatewayProcess) -> str:
         return f"For OpenAI clients, install the HTTP gateway: {INSTALL_GATEWAY}"
     if not gateway.serves:
         return "The HTTP gateway does not run; the lines above say why."
-    key = "KEY  # of SLUICE_SERVE_KEYS" if gateway.needs_key else "none"
+    key, about_key = ("KEY", ", with KEY one of SLUICE_SERVE_KEYS") if gateway.needs_key else ("none", "")
     return (
-        f"For OpenAI clients:\n\n  export OPENAI_BASE_URL={gateway.base_url} OPENAI_API_KEY={key}\n\n"
+        f"For OpenAI clients{about_key}:\n\n  export OPENAI_BASE_URL={gateway.base_url} OPENAI_API_KEY={key}\n\n"
         f"In a browser, a chat page: {gateway.base_url.removesuffix('/v1')}"
     )
 
