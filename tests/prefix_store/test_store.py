@@ -365,6 +365,34 @@ def test_an_error_while_writes_pause_does_not_prolong_the_pause(
     opened.close(5)
 
 
+# Permissions
+
+
+def test_all_files_and_a_new_folder_are_readable_by_their_owner_only(tmp_path: Path) -> None:
+    folder = tmp_path / "prefixes"
+    for _ in range(2):
+        opened = PrefixStore(StoreOptions(folder, 10_000_000, label="models/a"), MODEL)
+        opened.open()
+        opened.write(replace(segment((1,)), pinned=True, ends_pinned=True))
+        opened.close(20)
+        modes = {each.name: each.stat().st_mode & 0o777 for each in folder.iterdir()}
+        assert {"model", "written.json"} <= {name.split("-")[2] for name in modes}
+        assert {*modes.values()} == {0o600}
+        for each in folder.glob("*model*"):
+            each.chmod(0o644)  # as earlier versions wrote it
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [(0o755, 1), (0o700, 0)])
+def test_a_folder_that_others_may_open_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warnings: int
+) -> None:
+    tmp_path.chmod(mode)
+    with caplog.at_level("WARNING", "sluice.prefix_store"):
+        store(tmp_path).close(5)
+    assert len(caplog.records) == warnings
+
+
 # A writer that is killed
 
 _WRITER = """

@@ -1,6 +1,8 @@
 """The store as the engine uses it: two threads, one that reads and one that writes, and the index between them."""
 
+import logging
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,8 @@ from worker.prefix_store.records.hits import HitRecord
 from worker.prefix_store.records.memory import Held, MemoryRecord
 from worker.prefix_store.records.models import ModelRecord
 from worker.prefix_store.writer import NewSegment, Writer
+
+logger = logging.getLogger("sluice.prefix_store")
 
 _READER_S = 1.0  # to end; a folder that hangs must not delay the end of the worker
 
@@ -69,6 +73,7 @@ class PrefixStore:
 
     def open(self) -> None:
         """Enforce the quota, build the index, and start the threads. Blocks. Raises OSError."""
+        _warn_of_readers(self._folder.path)
         self._writer.scan()
         for thread in (self._writer.thread, self._reader.thread):
             thread.start()
@@ -147,3 +152,11 @@ class PrefixStore:
         for thread, limit_s in limits.items():
             if thread.is_alive():
                 thread.join(limit_s)
+
+
+def _warn_of_readers(folder: Path) -> None:
+    """Log a warning if other users may open the folder."""
+    with suppress(OSError):
+        mode = folder.stat().st_mode & 0o777
+        if mode & 0o077:
+            logger.warning("%s: other users may open this folder (mode %o); chmod 700 keeps them out", folder, mode)

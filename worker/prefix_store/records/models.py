@@ -27,7 +27,7 @@ class ModelRecord:
         path = folder / model_record(self.digest)
         content = json.dumps({"model": self.label, "encrypted": self.encrypted})
         with suppress(FileNotFoundError):
-            if path.read_text() == content:
+            if path.read_text() == content and not path.stat().st_mode & 0o077:  # earlier versions let others read it
                 os.utime(path)
                 return
         write_record(path, content)
