@@ -131,3 +131,23 @@ async def test_a_worker_logs_what_could_not_be_stored_unless_it_has_no_folder(
     with caplog.at_level(logging.WARNING, "sluice.warm"):
         await warm_and_log(context, Stored(missing), [{"messages": [USER]}])
     assert len(caplog.records) == warnings
+
+
+@pytest.mark.parametrize(("missing", "warmed"), [(None, 1), (NotStored.QUOTA, 1), (NotStored.TOO_SHORT, 0)])
+async def test_a_conversation_that_is_left_out_does_not_count_as_warmed(
+    context: WorkerContext, caplog: pytest.LogCaptureFixture, missing: NotStored | None, warmed: int
+) -> None:
+    with caplog.at_level(logging.INFO, "sluice.warm"):
+        await warm_and_log(context, Stored(missing), [{"messages": [USER]}])
+    assert f"warmed {warmed} of 1 conversations" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("conversation", "kind"),
+    [(7, "a number"), (True, "true or false"), (None, "null"), ({}, "an object without a list of messages")],
+)
+def test_a_conversation_of_another_kind_is_named_in_the_words_of_json(
+    tmp_path: Path, conversation: Any, kind: str
+) -> None:
+    with pytest.raises(BadWarmFile, match=f"conversation 1 is {kind}; "):
+        read_conversations(written(tmp_path, [conversation, conversation]))

@@ -24,6 +24,13 @@ from worker.schedule.request import GenerationRequest
 logger = logging.getLogger("sluice.warm")
 
 _LANE: Lane = "batch"
+_KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+    dict: "an object without a list of messages",
+}
 # Templates refuse a conversation without a user's turn. What two of these have in common is what all share.
 _QUESTIONS = ("…", "Hello")
 
@@ -45,6 +52,12 @@ class Warmed:
     cached: int = 0  # of these, found in memory or on disk
     stored: StoreResult | None = None  # on disk; None if nothing was computed
     problem: str = ""  # why nothing was computed; empty if it was
+
+    @property
+    def left_out(self) -> bool:
+        """True if nothing was computed, or if neither memory nor disk has kept it."""
+        missing = self.stored.missing if self.stored else None
+        return bool(self.problem) or missing in (NotStored.TOO_SHORT, NotStored.NOT_CACHED)
 
     @property
     def missing(self) -> str:
@@ -82,7 +95,8 @@ def _body(number: int, conversation: Any) -> Body:
         case {"messages": list()}:
             return dict(conversation)
     form = "a text, a list of messages, or a request with messages"
-    raise BadWarmFile(f"conversation {number} is a {type(conversation).__name__}; give {form}.")
+    kind = _KINDS.get(type(conversation), "of another kind")
+    raise BadWarmFile(f"conversation {number} is {kind}; give {form}.")
 
 
 async def warm(context: WorkerContext, store: StorePrefix, bodies: Sequence[Body]) -> AsyncIterator[Warmed]:
@@ -103,7 +117,7 @@ async def warm_and_log(context: WorkerContext, store: StorePrefix, bodies: Seque
         _log_problem(result)
     logger.info(
         "warmed %d of %d conversations in %.1f s: %d tokens, %d of them found; %d are on disk",
-        sum(not each.problem for each in results), len(results), asyncio.get_running_loop().time() - began,
+        sum(not each.left_out for each in results), len(results), asyncio.get_running_loop().time() - began,
         sum(each.tokens for each in results), sum(each.cached for each in results),
         sum(each.stored.tokens for each in results if each.stored),
     )  # fmt: skip
