@@ -130,7 +130,7 @@ def test_fewer_rows_than_are_reserved_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_a_missing_model_is_asked_for_by_variable_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLUICE_MODEL")
-    assert sentence().startswith("SLUICE_MODEL is not set; set it, or give --model to sluice worker: ")
+    assert sentence().startswith("SLUICE_MODEL is not set; set it, or give --model: ")
 
 
 @pytest.mark.parametrize("name", ["SLUICE_PREFIX_DISK_DIR", "SLUICE_PREFIX_WARM"])

@@ -340,7 +340,7 @@ def read_settings(**given: object) -> Settings:
 def _sentence(problem: ErrorDetails) -> str:
     field = str(problem["loc"][0])
     if problem["type"] == "missing":
-        option = f"set it, or give --{field} to sluice worker"
+        option = f"set it, or give --{field}"
         return f"{variable(field)} is not set; {option}: {Settings.model_fields[field].description}"
     value = str(problem["input"])
     public = {"redis_url": redacted(value), "prefix_disk_key": "***"}.get(field, value)
