@@ -257,7 +257,7 @@ def test_the_table_keeps_ids_and_numbers_whole_in_80_columns(folder: Path, monke
     assert max(map(len, lines)) <= 80
     assert all(any(each["id"] in line for line in lines) for each in run(folder, "list", "--json"))
     assert {"12,000", "6,000"} <= set(result.stdout.split())
-    assert {"tenant", "disk", "RAM", "hits", "age", "used"} <= set(result.stdout.split())
+    assert {"tenant", "disk", "RAM", "hits", "age", "used", "notes"} <= set(result.stdout.split())
 
 
 def test_the_age_of_a_file_that_cannot_be_read_is_unknown(folder: Path) -> None:
@@ -383,11 +383,12 @@ def test_outdated_prefixes_are_marked_and_dropped_although_they_are_pinned(folde
     used_by(folder, "new weights", 2e9)
     (folder / "sluice-prefix-v0-something.safetensors").write_bytes(b"x")
     store(folder, max_bytes=1).close(5)  # pinned ones stay, outdated or not
-    marked = {each["model"]: each["outdated"] for each in run(folder, "list", "--json")}
+    marked = {each["model_digest"]: each["outdated"] for each in run(folder, "list", "--json")}
     old, new = (model_digest(f"{age} weights")[:12] for age in ("old", "new"))
     assert marked == {old: True, new: False}
     run(folder, "drop", "--outdated")
-    assert [each["model"] for each in run(folder, "list", "--json")] == [new]
+    assert [(each["model"], each["model_digest"]) for each in run(folder, "list", "--json")] == [("models/a", new)]
+    assert "Prefixes of model models/a" in CliRunner().invoke(app, ["prefix", "list", "--dir", str(folder)]).stdout
     assert not [*folder.glob("sluice-prefix-v0*")]
 
 
@@ -412,7 +413,7 @@ PARTLY = StoreResult(120, 1_000_000, NotStored.QUOTA)
     ("result", "said"),
     [
         (Warmed(1, 200, 0, WHOLE), ["200 tokens are on disk", "3.0 MB are new"]),
-        (Warmed(1, 200, 200, StoreResult(200)), ["200 tokens are on disk", "nothing is new", "200 were not computed"]),
+        (Warmed(1, 200, 200, StoreResult(200)), ["200 tokens are on disk", "nothing is new", "200 were found on disk"]),
         (Warmed(1, 200, 0, PARTLY), ["120 tokens are on disk", "of 200", "SLUICE_PREFIX_DISK_GB"]),
         (Warmed(1, 200, 0, REFUSED), ["nothing is written", "SLUICE_PREFIX_DISK_DAILY_GB"]),
         (Warmed(1, problem="too long"), ["nothing is written", "too long"]),

@@ -72,7 +72,7 @@ async def test_the_command_computes_prompts_for_the_workers(redis_url: str, clie
         assert done.returncode == 0, done.stderr
     assert "conversation 1: " in done.stderr
     assert "nothing is new" in done.stderr
-    assert " 0 were not computed again" not in done.stderr
+    assert " 0 were found on disk" not in done.stderr
     with WorkerProcess(redis_url, prefix_disk_dir=folder):
         assert await cached_tokens(client) > 150
 

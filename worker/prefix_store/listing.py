@@ -71,7 +71,9 @@ class Listing:
         self._folder = Folder(path, 0)
         self._encryption = encryption
         self._scan = scan_folder(path)
-        self._outdated = outdated_digests(read_records(path, self._scan.models))
+        records = read_records(path, self._scan.models)
+        self._model_names = {record.digest: record.label for record in records}
+        self._outdated = outdated_digests(records)
         self._memory = read_memory(path, self._scan.memory)
         self._hits = {model: read_hits(path, model) for model in {name.model for name in self._scan.names}}
         self._written = dict[FileName, _Written | None]()
@@ -150,6 +152,10 @@ class Listing:
             except (BadFile, OSError):
                 continue
         return None
+
+    def model_name(self, prefix: StoredPrefix) -> str | None:
+        """Return the name by which workers have loaded the model; None if they have not recorded it."""
+        return self._model_names.get(prefix.files[-1].model)
 
     def is_outdated(self, prefix: StoredPrefix) -> bool:
         """Return True if workers have used other weights, or another library, for the same model since."""

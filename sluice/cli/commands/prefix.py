@@ -50,8 +50,9 @@ def list_prefixes(folder: Folder = None, as_json: AsJson = False) -> None:
 
     The sizes count files that several prefixes share once for each. RAM is what running workers hold of them in memory;
     it is a few seconds old. Hits are hits from disk: how often a file of the prefix was read. Hits in memory read no
-    file and do not count; requests that wait for the same reading count once. The age is that of the last file. With
-    --json, print an object for each prefix.
+    file and do not count; requests that wait for the same reading count once. The age is that of the last file.
+    "No start": files before it are missing, so it is found only while memory holds them. With --json, print an object
+    for each prefix; there `complete` is false for "no start".
 
     \b
     Examples:
@@ -182,14 +183,16 @@ def warm(
     """Compute the prompts of a file, write them to disk, and pin them.
 
     Loads the model itself, with the settings that a worker would have here, so there must be memory for it beside those
-    that run. Workers find the prefixes within seconds. A prompt that is on disk already is loaded, not computed. Says
+    that run. Workers find the prefixes within seconds. A prompt that is on disk already is not computed again if
+    loading it is faster. Models with recurrent or sliding-window layers keep no prompt of fewer than 16 tokens. Says
     for each conversation what is on disk, and why the rest is not. Exit codes: 0 if all are on disk, 1 if some are
     not, or only in part, or 2 if the file or a setting is wrong.
 
     \b
     Examples:
       sluice prefix warm --file messages.json
-      echo '["You are a helpful assistant."]' > prompts.json; sluice prefix warm --file prompts.json
+      echo '["You answer the customers of a bookshop. Answer in one or two short sentences."]' > prompts.json
+      sluice prefix warm --file prompts.json
     """
     results = _warm(file, {"model": model, "prefix_disk_dir": folder})
     if failed := sum(bool(each.missing) for each in results):
@@ -231,7 +234,7 @@ def _warmed(result: "Warmed") -> str:
     if result.missing:
         return f"{label}: {written}, of {result.tokens:,}; the rest is not written: {result.missing}"
     new = f"{result.stored.written_bytes / 1e6:,.1f} MB are new" if result.stored.written_bytes else "nothing is new"
-    return f"{label}: {written}, {new}; {result.cached:,} were not computed again"
+    return f"{label}: {written}, {new}; {result.cached:,} were found on disk"
 
 
 def _listing(folder: Path | None) -> "Listing":
@@ -275,7 +278,8 @@ def _facts(listing: "Listing", each: "StoredPrefix") -> dict[str, object]:
     created_s = listing.created_s(each)
     return {
         "id": each.id,
-        "model": each.model,
+        "model": listing.model_name(each),
+        "model_digest": each.model,
         "tenant": listing.tenant(each) or None,
         "tokens": each.tokens,
         "bytes": each.nbytes,
@@ -292,14 +296,14 @@ def _facts(listing: "Listing", each: "StoredPrefix") -> dict[str, object]:
 
 def _print(rows: list[dict[str, object]], listing: "Listing") -> None:
     """Print a table for each model, without columns that are empty."""
-    for model in dict.fromkeys(str(row["model"]) for row in rows):
-        cells = [_cells(row) for row in rows if row["model"] == model]
+    for digest, model in {str(row["model_digest"]): row["model"] for row in rows}.items():
+        cells = [_cells(row) for row in rows if row["model_digest"] == digest]
         kept = [name for name in _COLUMNS if any(row[name] for row in cells)]
         table = [[row[name] for name in kept] for row in cells]
         columns = {name: _COLUMNS[name] for name in kept}
-        print_table(f"Prefixes of model {model}", columns, table, whole=_WHOLE)
+        print_table(f"Prefixes of model {model or digest}", columns, table, whole=_WHOLE)
     note(
-        f"{listing.nbytes / 1e6:,.1f} MB on disk, with files of others; "
+        f"{listing.nbytes / 1e6:,.1f} MB on disk, files of other programs included; "
         f"{listing.memory_bytes / 1e6:,.1f} MB of prefixes in the memory of running workers"
     )
 
@@ -313,7 +317,7 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
     "hits": "right",
     "age": "right",
     "used": "right",
-    "": "left",
+    "notes": "left",
 }
 _WHOLE = ("id", "tokens", "RAM MB", "hits", "age", "used")  # in a terminal of 80 columns
 
@@ -329,7 +333,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "hits": f"{row['hits']:,}",
         "age": "?" if row["age_s"] is None else _short(row["age_s"]),
         "used": _short(row["used_s_ago"]),
-        "": ", ".join(remark for remark, holds in remarks.items() if holds),
+        "notes": ", ".join(remark for remark, holds in remarks.items() if holds),
     }
 
 
