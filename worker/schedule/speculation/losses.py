@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 SHARE = 0.02  # of the time of plain steps, which all drafts together may lose
 # Plain steps that all drafts together may lose in addition, before a part of that share is theirs again. With 10, the
-# bundled model's head, which gains a fifth, was paused in most runs before its first gains outweighed chance.
+# bundled model's head, which gains a fifth, was paused in two of three runs before its gains outweighed chance.
 FIRST = 40
 MOST_GAINED = 40  # plain steps: what was gained beyond that pays for no later loss
 RESUMED = 2  # plain steps that a proposer must be able to lose to be tried, at first and again
