@@ -54,6 +54,7 @@ def test_a_person_sees_what_a_model_gets_in_eighty_columns() -> None:
     assert said["tool calls"] == "json_tools: <tool_call> … </tool_call>"
     assert said["schemas"] == "yes"
     assert int(said["32,768"].replace(",", "")) >= 1
+    assert "Rows that fit at once with speculation off (at most 512)" in out.splitlines()
     assert check(str(TINY_CHAT)) == (code, out, err)
 
 
@@ -64,6 +65,16 @@ def test_why_rows_of_a_model_take_no_drafts_is_told(tmp_path: Path, family: str)
     facts = json.loads(check(folder, "--json")[1])
     assert (facts["servable"], facts["max_draft"]) == (True, 0)
     assert "expands the whole context" in facts["drafts_unsupported_reason"]
+
+
+def test_why_a_head_is_not_used_is_told(tmp_path: Path) -> None:
+    config = CONFIGS["qwen3_5"]
+    text = {**config.get("text_config", {}), "mtp_num_hidden_layers": 1}
+    folder = str(write_checkpoint({**config, "text_config": text}, tmp_path))
+    facts = json.loads(check(folder, "--json")[1])
+    assert (facts["mtp"], facts["mtp_kind"]) == (False, None)
+    assert facts["mtp_unsupported_reason"].startswith("the files lack its weights")
+    assert cells(check(folder)[1])["MTP"].startswith("a head that is not used: the files lack")
 
 
 def test_windows_are_told_apart_from_what_grows(tmp_path: Path) -> None:
@@ -89,6 +100,7 @@ def test_a_program_gets_one_object() -> None:
     assert (facts["servable"], facts["blockers"]) == (True, [])
     assert (facts["weights_bytes"], facts["token_bytes"], facts["state_bytes"]) == (2_047_296, 1024, 41_984)
     assert [layer["kind"] for layer in facts["layers"]] == ["recurrent", "kv"] * 2
+    assert (facts["mtp"], facts["mtp_kind"], facts["mtp_unsupported_reason"]) == (True, "qwen3_5", None)
     assert [row["tokens"] for row in facts["rows"]] == [2048, 8192, 32_768]
     assert sorted((row["rows"] for row in facts["rows"]), reverse=True) == [row["rows"] for row in facts["rows"]]
 

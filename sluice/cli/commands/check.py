@@ -12,9 +12,10 @@ from sluice.cli.terminal.output import print_json, print_table
 
 if TYPE_CHECKING:
     from worker.engine.model.check import ModelReport
+    from worker.engine.speculation.mtp.layouts import HeadReport
 
 _ROW_LENGTHS = 2_048, 8_192, 32_768, 131_072  # in tokens
-_MTP_WITHOUT_WEIGHTS = "no: the files lack its weights; SLUICE_MTP_MODEL can give them"
+_MTP_WITHOUT_WEIGHTS = "the files lack its weights; SLUICE_MTP_MODEL can give them"
 
 Facts = dict[str, Any]
 
@@ -95,12 +96,19 @@ def _facts(report: "ModelReport") -> Facts:
         "max_draft": report.drafting.max_draft,
         "draft_states": report.drafting.states,
         "drafts_unsupported_reason": report.drafting.unsupported_reason,
-        "mtp": report.mtp.status,
-        "mtp_kind": report.mtp.kind,
+        "mtp": report.mtp.status == "yes",
+        "mtp_kind": report.mtp.kind if report.mtp.status == "yes" else None,
+        "mtp_unsupported_reason": _why_no_head(report.mtp),
         "vision": report.vision_unsupported_reason is None,
         "vision_unsupported_reason": report.vision_unsupported_reason,
         "encoder_bytes": report.encoder_bytes,
     }
+
+
+def _why_no_head(head: "HeadReport") -> str | None:
+    """Return why the model's head is not used; None if it is, or the model has none."""
+    reasons = {"without weights": _MTP_WITHOUT_WEIGHTS, "unsupported": head.kind}
+    return reasons.get(head.status)
 
 
 def _rows(report: "ModelReport") -> list[dict[str, int]]:
@@ -119,8 +127,8 @@ def _print_model(facts: Facts) -> None:
     lines = {
         "architecture": facts["architecture"],
         "weights": f"{format_bytes(facts['weights_bytes'])}, {weights}; computes in {facts['dtype']}",
-        "memory": f"{format_bytes(facts['limit_bytes'])} on {facts['device']}, {format_bytes(max(0, free))} of it "
-        "after the weights",
+        "device": facts["device"],
+        "memory": f"{format_bytes(facts['limit_bytes'])}, {format_bytes(max(0, free))} of it after the weights",
         "context": f"{facts['context']:,} tokens" if facts["context"] else "not in the config",
         "cache layers": _layers(facts["layers"]),
         "a row takes": _row(facts),
@@ -144,15 +152,10 @@ def _drafts(facts: Facts) -> str:
 
 
 def _mtp(facts: Facts) -> str:
-    match facts["mtp"]:
-        case "yes":
-            used = "used with SLUICE_SPECULATION=auto" if facts["max_draft"] else "not used: there are no drafts"
-            return f"a {facts['mtp_kind']} head, {used}"
-        case "unsupported":
-            return f"a head that is not used: {facts['mtp_kind']}"
-        case "without weights":
-            return _MTP_WITHOUT_WEIGHTS
-    return "no"
+    if facts["mtp"]:
+        used = "used with SLUICE_SPECULATION=auto" if facts["max_draft"] else "not used: there are no drafts"
+        return f"a {facts['mtp_kind']} head, {used}"
+    return f"a head that is not used: {reason}" if (reason := facts["mtp_unsupported_reason"]) else "no"
 
 
 def _reasoning(facts: Facts) -> str:

@@ -31,12 +31,13 @@ def print_table(
 ) -> None:
     """Print a table. Control characters in cells are replaced, and long cells are folded, except in the columns
     `whole`."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for name, justify in columns.items():
         table.add_column(name, justify=justify, overflow="fold", no_wrap=name in whole)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(table)
+    # A title of the table would be folded to the width of the columns.
+    console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(Text(printable(title), "table.title"), table)
 
 
 _MAX_S = 1e12  # a foreign score in a queue may be infinite
