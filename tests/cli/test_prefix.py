@@ -15,6 +15,7 @@ from sluice.cli.commands.prefix import _warmed
 from sluice.cli.errors import CliError
 from tests.prefix_store.segments import files, read, segment, store, written
 from worker.chat.warm import Warmed
+from worker.prefix_store.folder import Folder
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import model_digest, model_record
 from worker.prefix_store.records.memory import Held, HeldNode
@@ -94,6 +95,13 @@ def test_all_prefixes_of_a_tenant_are_dropped(folder: Path) -> None:
     run(folder, "drop", "--tenant", "acme")
     assert sorted(each["tokens"] for each in run(folder, "list", "--json")) == [11, 30]
     assert "SLUICE_PREFIX_CACHE_PER_TENANT" in refused(folder, "drop", "--tenant", "acme")
+
+
+def test_files_that_cannot_be_removed_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Folder, "remove", lambda self, name: False)  # as root may remove anything
+    told = refused(folder, "drop", id_of(folder, 30), exit_code=1)
+    assert "1 file could not be removed" in told
+    assert any(file.name in told for file in files(folder))
 
 
 def test_what_cannot_be_done_is_refused(folder: Path, tmp_path: Path) -> None:

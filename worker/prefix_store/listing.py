@@ -52,6 +52,7 @@ class Dropped:
     removed: int  # files
     kept: int  # files that stay, since other prefixes share them
     pinned: int  # of these, files of pinned prefixes
+    failed: tuple[str, ...] = ()  # names of files that could not be removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +190,8 @@ class Listing:
         segments, shared = _segments(dropped), _segments(others)
         pinned = _segments(each for each in others if each.pinned)
         names = self._files_of(segments - shared)
-        for name in names:
-            self._folder.remove(name)
-        return Dropped(len(names), len(segments & shared), len(segments & pinned))
+        failed = tuple(str(name) for name in names if not self._folder.remove(name))
+        return Dropped(len(names) - len(failed), len(segments & shared), len(segments & pinned), failed)
 
     def _files_of(self, segments: Collection[tuple[str, str]]) -> list[FileName]:
         """Return all files of these segments. One may have two, without the state and with it."""

@@ -139,6 +139,9 @@ def _report_drop(prefixes: int, dropped: "Dropped", stale_files: int = 0) -> Non
     if dropped.pinned:
         message += f", {dropped.pinned} of them pinned"
     note(message)
+    if dropped.failed:
+        failed = f"{_files(len(dropped.failed))} could not be removed, such as {dropped.failed[0]}"
+        raise CliError(f"{failed}; check the permissions of the folder.", exit_code=1)
 
 
 def _files(number: int) -> str:
