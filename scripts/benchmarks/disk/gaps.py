@@ -123,5 +123,5 @@ class Traffic:
         tensors = list[Tensor]()
         for _ in range(TENSORS):
             tensors += quantized_tensors(self._keys, size) if size else [exact_tensor(self._keys)]
-        layout = json.dumps({"group_sizes": [size] * TENSORS})
+        layout = json.dumps({"buffers": TENSORS, "group_sizes": [size] * TENSORS})
         return NewSegment((number,), False, StoredSegment("", (number,), layout, tuple(tensors)))
