@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from worker.prefix_store.format import StoredSegment, Tensor
@@ -74,8 +75,12 @@ def assert_right(chain: Chain, segments: tuple[LoadedSegment, ...]) -> None:
 
 
 def nbytes(folder: Path) -> int:
-    """Return the bytes of all files of the folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    """Return the bytes of all files of the folder. A file may be removed meanwhile."""
+    total = 0
+    for file in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def files(folder: Path) -> list[Path]:
