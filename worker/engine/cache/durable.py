@@ -20,7 +20,7 @@ from worker.schedule.cache.prefix import MAX_SEGMENT_TOKENS, Evicted, Found, Nod
 
 Tree = PrefixTree[KVSegment, StateSnapshot]
 
-_SHOW_S = 5.0  # as often as the store looks at it
+_SHOW_S = 5.0  # the interval at which the store rescans its folder
 _SHOWN_NODES = 512  # a record of about 25 kB, and a millisecond of the engine's thread
 
 
@@ -246,8 +246,8 @@ class DurablePrefixes:
         return readings
 
     def show(self, now_s: float, *, idle: bool) -> None:
-        """Let people see what the tree holds, every few seconds and when the engine becomes idle. `now_s`: a clock.
-        Copies no tokens."""
+        """Publish what the tree holds for `sluice prefix list`, every few seconds and if the engine is idle. `now_s`: a
+        clock. Copies no tokens."""
         state = self._tree.version, self._tree.nbytes
         if state != self._shown and (idle or now_s - self._shown_s >= _SHOW_S):
             self._shown, self._shown_s = state, now_s
@@ -331,7 +331,7 @@ class DurablePrefixes:
 
 
 def _held(nodes: Iterable[Node[KVSegment, StateSnapshot]]) -> Iterator[HeldNode]:
-    """Yield the nodes as people see them. Each comes after its parent."""
+    """Yield the nodes as they are published. Each comes after its parent."""
     indexes = dict[Node[KVSegment, StateSnapshot], int]()
     for index, node in enumerate(nodes):
         indexes[node] = index

@@ -184,7 +184,7 @@ class PrefixCache:
                 self._durable.spill_row(namespace, tokens, cache, limit_of)
 
     def show(self, now_s: float, *, idle: bool) -> None:
-        """Let people see what memory holds, if there is a disk tier: see `DurablePrefixes.show`."""
+        """Publish what memory holds, if there is a disk tier: see `DurablePrefixes.show`."""
         if self._durable:
             self._durable.show(now_s, idle=idle)
 

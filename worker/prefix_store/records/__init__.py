@@ -1,1 +1,1 @@
-"""Small files of workers in the folder, for people: models that use it, hits, and what memory holds."""
+"""Small files of workers in the folder, for `sluice prefix`: models, hits, pins, and what memory holds."""
