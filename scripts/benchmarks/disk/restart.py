@@ -10,7 +10,10 @@ from pathlib import Path
 from scripts.benchmarks.disk.figures import Figure, at_most
 from scripts.benchmarks.disk.worker import Worker
 from scripts.benchmarks.engine import prompt
+from worker.engine.cache.tensors import num_kv_tensors
 from worker.engine.model.load import Model
+from worker.prefix_store.format import read_file_header
+from worker.prefix_store.names import parse_name
 
 MAX_OF_COMPUTING = 0.1
 MAX_OF_READING = 1.5
@@ -26,8 +29,8 @@ class Restart:
     disk_s: float  # the files' pages were dropped
     memory_s: float
     page_cache_s: float
-    read_s: float  # to read the bytes of the files once, after their pages were dropped
-    nbytes: int
+    read_s: float  # to read the bytes that a load needs once, after the files' pages were dropped
+    nbytes: int  # of these
 
 
 def figures(kind: str, model: Model, folder: Path, tokens: int, runs: int) -> Iterator[Figure]:
@@ -78,11 +81,12 @@ class _Conversation:
         self._history = question + worker.answer(question, (tokens - 1,)).tokens
         worker.close()
         self._files = sorted(folder.glob("*.safetensors"))
+        self._needed = _needed_bytes(self._files)
 
     def restart(self) -> Restart:
         """Restart the worker with and without the files' pages in memory. Each next turn is another one."""
         drop_pages(self._files)
-        read_s, nbytes = _read_once(self._files)
+        read_s, nbytes = _read_once(self._needed)
         drop_pages(self._files)
         worker = Worker(self._model, self._folder)
         disk_s, memory_s = self.turn(worker), self.turn(worker)
@@ -111,8 +115,25 @@ def drop_pages(files: list[Path]) -> None:
                 os.posix_fadvise(opened.fileno(), 0, 0, _DONTNEED)
 
 
-def _read_once(files: list[Path]) -> tuple[float, int]:
-    """Return the seconds of reading all files into memory that is allocated for them, and their bytes."""
+def _needed_bytes(files: list[Path]) -> dict[Path, int]:
+    """Return how many of each file's first bytes a load needs: of the states, only the one after all tokens."""
+    names = {file: name for file in files if (name := parse_name(file.name))}
+    last = max(names, key=lambda file: names[file].end)
+    needed = dict[Path, int]()
+    for file, name in names.items():
+        header = read_file_header(file, name)
+        tensors = len(header.ends) if file == last else num_kv_tensors(header)
+        needed[file] = header.data_start + (0, *header.ends)[tensors]
+    return needed
+
+
+def _read_once(needed: dict[Path, int]) -> tuple[float, int]:
+    """Return the seconds of reading these bytes into memory that is allocated for them, and their number."""
     began = time.perf_counter()
-    contents = [file.read_bytes() for file in files]
+    contents = [_first_bytes(file, nbytes) for file, nbytes in needed.items()]
     return time.perf_counter() - began, sum(map(len, contents))
+
+
+def _first_bytes(file: Path, nbytes: int) -> bytes:
+    with file.open("rb", buffering=0) as opened:
+        return opened.read(nbytes)
