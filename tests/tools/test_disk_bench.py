@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scripts.benchmarks.disk import command, conversations, gaps, hits, restart, start, worker
+from scripts.benchmarks.disk import command, conversations, gaps, hits, images, restart, start, worker
 from scripts.benchmarks.disk.figures import at_most
 from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
+from tests.engine.vision.checkpoints import write_checkpoint
 from worker.engine.model.load import Model, open_model
 
 TOKENS = 64
@@ -53,6 +54,13 @@ def test_a_conversation_that_is_not_found_voids_the_measurement(tmp_path: Path, 
         file.write_bytes(b"damaged")
     with pytest.raises(RuntimeError, match="void"):
         conversation.restart()
+
+
+def test_images_from_disk_are_compared_with_encoding(tmp_path: Path) -> None:
+    model = opened(write_checkpoint("qwen3_5", tmp_path / "model"))
+    found = [*images.figures(model, tmp_path / "prefixes", 2, sides=(64,))]
+    assert len(found) == 1
+    assert "tokens, from disk against encoding" in found[0].measured
 
 
 def test_hits_are_compared_in_pairs(tmp_path: Path, kv: Model) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks.disk import bits, conversations, gaps, hits, restart, start
+from scripts.benchmarks.disk import bits, conversations, gaps, hits, images, restart, start
 from scripts.benchmarks.disk.figures import Figure
 from scripts.benchmarks.engine import prompt
 from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
 from scripts.benchmarks.quality import TAIL, case_of
 from scripts.benchmarks.serve.options import above_0, positive
+from scripts.benchmarks.vision import vision_checkpoint
 from scripts.stack import TINY_CHAT
 from scripts.tiny_chat.evaluate import Answerer
 from worker.engine.model.load import Model, open_model
@@ -124,7 +125,11 @@ def _bits(folder: Path, given: argparse.Namespace) -> Iterator[Figure]:
     yield from gaps.figures(_kv(folder), folder / "gaps", int(given.gigabytes * GB), bits=8)
 
 
+def _images(folder: Path, given: argparse.Namespace) -> Iterator[Figure]:
+    yield from images.figures(_opened(vision_checkpoint(folder / "model")), folder / "prefixes", given.runs)
+
+
 PARTS: dict[str, Part] = {
     "restart": _restarts, "hits": _hits, "gaps": _gaps, "start": _start, "conversations": _conversations,
-    "bits": _bits,
+    "bits": _bits, "images": _images,
 }  # fmt: skip

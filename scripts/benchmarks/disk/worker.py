@@ -41,12 +41,16 @@ class Worker:
         self.answer(prompt(WARM_UP, seed=-next(_WARM_UPS)), boundaries=())  # no file has it, so it measures prefill
 
     def answer(self, tokens: tuple[int, ...], boundaries: tuple[int, ...]) -> "Answer":
-        """Run a request alone to its end."""
+        """Run a request of text alone to its end."""
         self._requests += 1
+        return self.run(GenerationRequest(str(self._requests), tokens, ANSWER, boundaries=boundaries))
+
+    def run(self, request: GenerationRequest) -> "Answer":
+        """Run a request alone to its end."""
         began = time.perf_counter()
         first_s, cached = 0.0, 0
         answer = list[int]()
-        self.engine.add(GenerationRequest(str(self._requests), tokens, ANSWER, boundaries=boundaries))
+        self.engine.add(request)
         while len(self.engine):
             if not self.engine.needs_step:
                 self._woken.wait(0.05)
@@ -79,7 +83,7 @@ def tier_of(model: Model, folder: Path, wake: Callable[[], None], *, bits: int |
     """Open a disk tier without limits. `wake` and `bits`: see `DiskTier`."""
     options = StoreOptions(folder, 1 << 50)
     token_bytes = model.costs.token_bytes
-    return DiskTier(model.network, model.fingerprint, options, wake, bits=bits, token_bytes=token_bytes)
+    return DiskTier(model.network, model.cache_fingerprint, options, wake, bits=bits, token_bytes=token_bytes)
 
 
 @dataclass(frozen=True, slots=True)
