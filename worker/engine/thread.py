@@ -184,7 +184,7 @@ class EngineThread:
         assert self._disk is not None
         return DiskTier(
             model.network,
-            model.fingerprint,
+            model.cache_fingerprint,
             self._disk,
             self.wake,
             bits=self._disk_bits,

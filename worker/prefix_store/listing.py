@@ -7,7 +7,7 @@ from pathlib import Path
 from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder
 from worker.prefix_store.format import BadFile, read_file_header
-from worker.prefix_store.names import FileName, chain_to, file_of_each_segment, pin_of
+from worker.prefix_store.names import IMAGE_FEATURES, FileName, chain_to, file_of_each_segment, pin_of
 from worker.prefix_store.records.hits import read_hits
 from worker.prefix_store.records.memory import SegmentUse, joined, read_memory
 from worker.prefix_store.records.models import outdated_digests, read_records
@@ -60,6 +60,7 @@ class _Written:
     """What the last file of a prefix says about itself."""
 
     tenant: str  # empty if it has none
+    is_image: bool
     created_s: float  # Unix time
 
 
@@ -126,6 +127,14 @@ class Listing:
             return ""
         return written.tenant if written else None
 
+    def is_image(self, prefix: StoredPrefix) -> bool | None:
+        """Return True for the features of an image; None if the file is gone, or cannot be read or decrypted."""
+        try:
+            written = self._written_of(prefix)
+        except FileNotFoundError:
+            return None
+        return written.is_image if written else None
+
     def created_s(self, prefix: StoredPrefix) -> float | None:
         """Return the Unix time at which the last file of a prefix was written; None if it is gone, or cannot be read or
         decrypted."""
@@ -147,7 +156,7 @@ class Listing:
         for encryption in {self._encryption, None}:  # workers with and without a key may share the folder
             try:
                 header = read_file_header(self._folder.path / str(name), name, encryption)
-                return _Written(header.namespace, header.created_s)
+                return _Written(header.namespace, header.tokens[0] == IMAGE_FEATURES, header.created_s)
             except FileNotFoundError:
                 raise
             except (BadFile, OSError):

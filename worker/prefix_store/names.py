@@ -7,6 +7,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 VERSION = 1  # of names and format; files of other versions are stale
 _DIGEST_BYTES = 16
@@ -21,6 +22,9 @@ _PIN = ".pin"
 _MODEL = re.compile(rf"{_PREFIX}model-([0-9a-f]{{32}})\.json")
 _HITS = re.compile(rf"{_PREFIX}hits-([0-9a-f]{{32}})\.json")
 _MEMORY = re.compile(rf"{_PREFIX}memory-([0-9a-f]{{32}})-[0-9a-f]{{16}}\.json")
+# First number of a path that is not of tokens but of the features of an image; no token id is as large. The image's key
+# follows, once for each token of its span.
+IMAGE_FEATURES = 1 << 64
 _BIG_TOKEN = (-(1 << 63)).to_bytes(8, "little", signed=True)  # announces a key of an image, which is a large number
 
 
@@ -175,8 +179,8 @@ class TokenDigest:
 def _packed(tokens: Sequence[int]) -> bytes:
     try:
         return array("q", tokens).tobytes()
-    except OverflowError:
-        return b"".join(map(_packed_one, tokens))
+    except OverflowError:  # keys of images, each many times
+        return b"".join(_packed_one(token) * sum(1 for _ in run) for token, run in groupby(tokens))
 
 
 def _packed_one(token: int) -> bytes:

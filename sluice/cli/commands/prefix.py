@@ -52,7 +52,8 @@ def list_prefixes(folder: Folder = None, as_json: AsJson = False) -> None:
     it is a few seconds old. Hits are hits from disk: how often a file of the prefix was read. Hits in memory read no
     file and do not count; requests that wait for the same reading count once. The age is that of the last file.
     "No start": files before it are missing, so it is found only while memory holds them. With --json, print an object
-    for each prefix; there `complete` is false for "no start".
+    for each prefix; there `complete` is false for "no start". "Image": the features that the vision encoder has
+    computed of an image, for all prompts with it.
 
     \b
     Examples:
@@ -278,13 +279,14 @@ def _find(listing: "Listing", id: str) -> "StoredPrefix":
 
 
 def _facts(listing: "Listing", each: "StoredPrefix") -> dict[str, object]:
-    created_s = listing.created_s(each)
+    created_s, is_image = listing.created_s(each), listing.is_image(each)
     return {
         "id": each.id,
         "model": listing.model_name(each),
         "model_digest": each.model,
         "tenant": listing.tenant(each) or None,
-        "tokens": each.tokens,
+        "kind": None if is_image is None else "image" if is_image else "prefix",
+        "tokens": each.tokens - bool(is_image),  # a file of an image begins with a mark
         "bytes": each.nbytes,
         "memory_bytes": each.held.nbytes,
         "hits": each.hits,
@@ -326,7 +328,12 @@ _WHOLE = ("id", "tokens", "RAM MB", "hits", "age", "used")  # in a terminal of 8
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
-    remarks = {"pinned": row["pinned"], "no start": not row["complete"], "outdated": row["outdated"]}
+    remarks = {
+        "image": row["kind"] == "image",
+        "pinned": row["pinned"],
+        "no start": not row["complete"],
+        "outdated": row["outdated"],
+    }
     return {
         "id": str(row["id"]),
         "tenant": str(row["tenant"] or ""),

@@ -71,7 +71,7 @@ class Worker(Run):
             prefix_bytes=prefix_bytes,
             open_tier=lambda opened: DiskTier(
                 opened.network,
-                opened.fingerprint,
+                opened.cache_fingerprint,
                 options,
                 self.woken.set,
                 bits=bits,

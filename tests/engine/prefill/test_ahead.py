@@ -48,7 +48,7 @@ class OneRow(Run):
             rows=1,
             prefix_bytes=10**9,
             open_tier=lambda opened: DiskTier(
-                opened.network, opened.fingerprint, StoreOptions(folder, 10**9), lambda: None
+                opened.network, opened.cache_fingerprint, StoreOptions(folder, 10**9), lambda: None
             ),
         )
         self.add("first", prompt(9, 3), max_tokens=30)

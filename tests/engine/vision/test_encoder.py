@@ -16,7 +16,8 @@ from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.engine.vision.encoder import EncoderRun, FeatureCache, Features
+from worker.engine.vision.encoder import EncoderRun, Features
+from worker.engine.vision.features import FeatureCache
 from worker.schedule.outcomes import Encoded, Sampled
 from worker.schedule.plan import Chunk
 from worker.schedule.request import PromptImage, Sampling

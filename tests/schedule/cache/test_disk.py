@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.schedule.cache.disk import (
+    LoadSize,
     NotStored,
     StoredFile,
     StoreResult,
@@ -51,14 +52,15 @@ def test_a_prefix_is_written_early_from_its_second_use_on_until_it_is_handed_ove
     assert not any(writes_early(uses, handed_over=True) for uses in range(4))
 
 
-def limit_s(tokens: int, *files: int, compute_s: float = 1.0, waiting: int = 0) -> float | None:
-    return load_limit_s(tokens, files, bytes_per_s=1e9, compute_s=compute_s, waiting_bytes=waiting)
+def limit_s(tokens: int, *files: int, compute_s: float = 1.0, waiting: int = 0, least: int = 32) -> float | None:
+    return load_limit_s(LoadSize(tokens, 0, files, 1e9, waiting), compute_s, min_tokens=least)
 
 
 def test_loading_must_beat_computing() -> None:
     assert limit_s(1000, 10_000_000) == 1.0
     assert limit_s(1000, 10_000_000_000) is None
     assert limit_s(8, 1000) is None
+    assert limit_s(8, 1000, least=0) == 1.0
     assert limit_s(1000, *[1000] * 600) is None
 
 

@@ -6,8 +6,8 @@ test holds it)."""
 
 import json
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from importlib.metadata import version
 from itertools import zip_longest
 from typing import Any
 
@@ -40,7 +40,7 @@ _CLOSE_S = 20.0  # for what is written at shutdown
 
 
 class DiskTier:
-    """Segments of one network on disk. For the engine's thread."""
+    """Segments and other arrays of one model on disk. For the engine's thread."""
 
     def __init__(
         self,
@@ -52,18 +52,18 @@ class DiskTier:
         bits: int | None = None,
         token_bytes: int = 0,
     ) -> None:
-        """`fingerprint`: of the model. `wake`: called on another thread when a reading is done. `bits`: of a value of
-        the KV on disk, 8; None: KV is stored exactly. `token_bytes`: of the KV of a token in memory, at most; needed
-        with `bits`. Blocks until the folder is listed. Raises `CannotStart`."""
+        """`fingerprint`: of the model and its libraries: see `Model.cache_fingerprint`. `wake`: called on another
+        thread when a reading is done. `bits`: of a value of the KV on disk, 8; None: KV is stored exactly.
+        `token_bytes`: of the KV of a token in memory, at most; needed with `bits`. Blocks until the folder is listed.
+        Raises `CannotStart`."""
         self._network = network
         self._bits = bits
         self._token_bytes = token_bytes
-        self._states = [layer for layer in layers(make_prompt_cache(network)) if not is_sliceable(layer)]
-        libraries = f"mlx-lm {version('mlx-lm')}"  # another release may compute other states
+        self._readings = weakref.WeakSet[Reading]()
         self._kinds = " ".join(type(layer).__name__ for layer in layers(make_prompt_cache(network)))
         stored_as = f" KV of {bits} bits" if bits else ""  # exact prefixes and others are never mixed
         try:
-            self._store = store_of(options, f"{fingerprint} {libraries} {self._kinds}{stored_as}", wake)
+            self._store = store_of(options, f"{fingerprint} {self._kinds}{stored_as}", wake)
             self._store.open()
         except OSError as error:
             raise CannotStart(f"SLUICE_PREFIX_DISK_DIR={options.folder}: {error}; give a writable folder") from error
@@ -113,6 +113,13 @@ class DiskTier:
             NewSegment(path, state is not None, content, pinned, ends_pinned, report, memory_bytes=memory_bytes)
         )
 
+    def write_exact(self, namespace: str, path: tuple[int, ...], arrays: Sequence[mx.array]) -> bool:
+        """Let arrays that are no KV be written under a path of their own, always exactly, unless they are stored. They
+        must be evaluated. Copies nothing. Returns False if too much waits to be written."""
+        layout = json.dumps({"buffers": len(arrays)})
+        content = StoredSegment(namespace, path, layout, tuple(map(exact_tensor, arrays)))
+        return self._store.write(NewSegment(path, False, content))
+
     def kv_share(self, cache: Sequence[Any]) -> float:
         """Return the bytes that the KV of a cache takes in a file, for each byte that it takes in memory."""
         held_bytes = sum(buffer.nbytes for buffer in kv_buffers(cache))
@@ -131,14 +138,22 @@ class DiskTier:
         """Let people see what memory holds: see `PrefixStore.hold`."""
         self._store.hold(held)
 
-    def find(self, namespace: str, tokens: tuple[int, ...], *, held: Collection[int], longer_than: int) -> Chain | None:
+    def find(
+        self, namespace: str, tokens: tuple[int, ...], *, stateful: bool, held: Collection[int], longer_than: int
+    ) -> Chain | None:
         """Return the files of the longest stored prefix; see `Index.find`."""
-        stateful = bool(self._states)
         return self._store.find(namespace, tokens, stateful=stateful, held=held, longer_than=longer_than)
 
     def read(self, chain: Chain) -> Reading:
         """Start to read files, or return the reading of the same files that is under way."""
-        return self._store.read(chain)
+        reading = self._store.read(chain)
+        self._readings.add(reading)
+        return reading
+
+    def waiting_bytes(self, chain: Chain) -> int:
+        """Return the bytes of the files that are read before those of a load that begins now."""
+        chains = (reading.chain for reading in self._readings if not reading.done)
+        return sum(each.nbytes for each in chains if each.files != chain.files)
 
     def read_ahead(self, chain: Chain) -> ReadAhead:
         """Bring files into the system's page cache, as long as the caller holds the returned object."""

@@ -1,7 +1,7 @@
 """Moves prefixes between memory and disk for the prefix cache."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -15,28 +15,13 @@ from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reading
 from worker.prefix_store.records.memory import Held, HeldNode
 from worker.prefix_store.writer import WriteReport
-from worker.schedule.cache.disk import NotStored, writes_early
+from worker.schedule.cache.disk import LoadLimit, LoadSize, NotStored, writes_early
 from worker.schedule.cache.prefix import MAX_SEGMENT_TOKENS, Evicted, Found, Node, PrefixTree
 
 Tree = PrefixTree[KVSegment, StateSnapshot]
 
 _SHOW_S = 5.0  # the interval at which the store rescans its folder
 _SHOWN_NODES = 512  # a record of about 25 kB, and a millisecond of the engine's thread
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSize:
-    """A load that could begin now."""
-
-    tokens: int  # that need not be computed then
-    start: int  # tokens before them
-    file_bytes: tuple[int, ...]
-    bytes_per_s: float  # measured speed of reading
-    waiting_bytes: int  # of the loads that have begun, and come before this one
-
-
-# Returns the seconds after which the load is given up; None if it should not begin.
-LoadLimit = Callable[[LoadSize], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +165,7 @@ class DurablePrefixes:
 
     def stored_length(self, namespace: str, tokens: tuple[int, ...]) -> int:
         """Return the number of the first of these tokens that a worker without them in memory would find on disk."""
-        chain = self._tier.find(namespace, tokens, held=(), longer_than=0)
+        chain = self._tier.find(namespace, tokens, stateful=self._tree.stateful, held=(), longer_than=0)
         return len(chain.tokens) if chain else 0
 
     def _segment_at(self, namespace: str, tokens: tuple[int, ...]) -> KVSegment | None:
@@ -208,13 +193,11 @@ class DurablePrefixes:
             report.settle(NotStored.DISK)
         return accepted
 
-    def close(self) -> None:
-        """Write the whole tree, the most recently used first, as far as time allows. Blocks."""
-        until_s = self._tier.deadline_s()
+    def write_all(self, until_s: float) -> None:
+        """Write the whole tree, the most recently used first, at most until this time.monotonic(). Blocks."""
         for node in self._tree.recent():
             if not self._tier.wait_for_room(node.nbytes, until_s) or not self._write_node(node):
                 break
-        self._tier.close(until_s)
 
     # Reading
 
@@ -258,18 +241,16 @@ class DurablePrefixes:
         there are none."""
         path, end = self._tree.walk(namespace, tokens)
         held = [node.end for node in path if node.end <= end]
-        return self._tier.find(namespace, tokens, held=held, longer_than=matched)
+        return self._tier.find(namespace, tokens, stateful=self._tree.stateful, held=held, longer_than=matched)
 
     def find_whole(self, namespace: str, tokens: tuple[int, ...], matched: int) -> Chain | None:
         """Return the files that hold the first tokens, more than `matched`, without any help of memory."""
-        return self._tier.find(namespace, tokens, held=(), longer_than=matched)
+        return self._tier.find(namespace, tokens, stateful=self._tree.stateful, held=(), longer_than=matched)
 
     def size_of(self, chain: Chain, matched: int) -> LoadSize:
         """Return the size of the load of these files, of which memory holds the first `matched` tokens."""
         tokens = len(chain.tokens) - matched
-        waiting_bytes = sum(reading.chain.nbytes for reading in self._loading())
-        waiting_bytes -= chain.nbytes if self.is_loading(chain) else 0
-        return LoadSize(tokens, matched, chain.sizes, self._tier.bytes_per_s, waiting_bytes)
+        return LoadSize(tokens, matched, chain.sizes, self._tier.bytes_per_s, self._tier.waiting_bytes(chain))
 
     def is_loading(self, chain: Chain) -> bool:
         """Return True if these files are being read, so that reading them takes no more memory."""

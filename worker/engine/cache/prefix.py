@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from worker.engine.cache import slots
 from worker.engine.cache.disk import DiskTier
-from worker.engine.cache.durable import DurablePrefixes, LoadLimit, Restored, Storing
+from worker.engine.cache.durable import DurablePrefixes, Restored, Storing
 from worker.engine.cache.segments import (
     KVSegment,
     StateSnapshot,
@@ -29,7 +29,7 @@ from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reading
-from worker.schedule.cache.disk import NotStored, StoreResult, store_result
+from worker.schedule.cache.disk import LoadLimit, NotStored, StoreResult, store_result
 from worker.schedule.cache.prefix import CLOSE_TOKENS, Found, PrefixTree, checkpoint_positions
 from worker.schedule.memory import BUFFER_TOKENS
 
@@ -50,7 +50,7 @@ class PrefixCache:
     another. Tokens are passed as cache keys: see `GenerationRequest.cache_key`."""
 
     def __init__(self, network: nn.Module, max_bytes: int, tier: DiskTier | None = None) -> None:
-        """`max_bytes`: upper limit of the size; see `set_limit`. `tier`: receives what is evicted; see `close`."""
+        """`max_bytes`: upper limit of the size; see `set_limit`. `tier`: receives what is evicted."""
         self._network = network
         self._max_bytes = max_bytes
         self._limit = max_bytes
@@ -188,11 +188,10 @@ class PrefixCache:
         if self._durable:
             self._durable.show(now_s, idle=idle)
 
-    def close(self) -> None:
-        """Write all prefixes to disk, if there is a disk tier, as far as time allows. Blocks. The cache must not be
-        used afterwards."""
+    def write_all(self, until_s: float) -> None:
+        """Write all prefixes to disk, if there is a disk tier, at most until this time.monotonic(). Blocks."""
         if self._durable:
-            self._durable.close()
+            self._durable.write_all(until_s)
 
     # From disk
 

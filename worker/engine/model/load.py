@@ -3,6 +3,7 @@
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,13 @@ class Model:
     head: Head | None = None  # an MTP head, whose trunk is called instead of the network
     drafter: DraftNetwork | None = None  # a draft model whose drafts are verified
     drafting: Drafting = NO_DRAFTS  # how rows take drafts
+
+    @property
+    def cache_fingerprint(self) -> str:
+        """Fingerprint of all that KV, states and image features depend on: other releases of the libraries may compute
+        others."""
+        libraries = ("mlx-lm", "mlx-vlm") if self.vision else ("mlx-lm",)
+        return " ".join([self.fingerprint, *(f"{name} {version(name)}" for name in libraries)])
 
 
 def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = False) -> Model:

@@ -6,11 +6,12 @@ from typing import Any
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
 from worker.engine.cache.disk import DiskTier
-from worker.engine.cache.durable import LoadLimit
 from worker.engine.cache.prefix import PrefixCache
 from worker.engine.model.load import Model
 from worker.engine.prefill.scoring import Draft
-from worker.engine.vision.encoder import FeatureCache
+from worker.engine.vision.features import FeatureCache, StoredFeatures
+from worker.prefix_store.ahead import ReadAhead
+from worker.schedule.cache.disk import LoadLimit
 from worker.schedule.request import GenerationRequest
 
 # Each takes 1 / share of all bytes.
@@ -23,13 +24,14 @@ class EngineCaches:
 
     def __init__(self, model: Model, max_bytes: int, tier: DiskTier | None = None) -> None:
         """`max_bytes`: bytes for all caches together. A draft model and a vision model each get a share of them.
-        `tier`: of the model's prefixes; closed by `close`."""
+        `tier`: of the model's prefixes and of image features; closed by `close`."""
+        self._tier = tier
         draft_bytes = max_bytes // _DRAFT_SHARE if model.draft else 0
         features_bytes = max_bytes // _FEATURES_SHARE if model.vision else 0
         prefix_bytes = max_bytes - draft_bytes - features_bytes
         self.prefix = PrefixCache(model.network, prefix_bytes, tier) if max_bytes > 0 else None
         self.draft = _draft_of(model, draft_bytes)
-        self.features = FeatureCache(features_bytes) if model.vision else None
+        self.features = FeatureCache(features_bytes, StoredFeatures(tier) if tier else None) if model.vision else None
         caches = (self.prefix, self.draft.prefix if self.draft else None, self.features)
         self._all = [cache for cache in caches if cache is not None]
 
@@ -73,10 +75,28 @@ class EngineCaches:
         if self.prefix and not row.num_dropped:
             self.prefix.spill_row(row.request.namespace, row.cache_key(), preempted.snapshot.row, limit_of)
 
+    def read_images_ahead(self, request: GenerationRequest, start: int, limit_of: LoadLimit) -> list[ReadAhead]:
+        """Bring the features of a waiting request's images from disk into the system's page cache if loading them now
+        would be worthwhile: of those that end after index `start`. Ends if the caller drops the returned objects."""
+        if self.features is None or self.features.stored is None:
+            return []
+        stored, namespace = self.features.stored, request.namespace
+        wanted = {image.digest: image for image in request.images if image.span[1] > start}
+        missing = {digest: image for digest, image in wanted.items() if not self.features.has(namespace, digest)}
+        found = [(image, chain) for image in missing.values() if (chain := stored.find(namespace, image))]
+        return [stored.read_ahead(chain) for image, chain in found if limit_of(stored.size_of(chain, image))]
+
     def close(self) -> None:
-        """Write the prefixes to disk, if there is a disk tier. Blocks."""
+        """Write the prefixes to disk, and then image features, if there is a disk tier, as far as time allows. Blocks.
+        The caches must not be used afterwards."""
+        if self._tier is None:
+            return
+        until_s = self._tier.deadline_s()
         if self.prefix:
-            self.prefix.close()
+            self.prefix.write_all(until_s)
+        if self.features:
+            self.features.write_all(until_s)
+        self._tier.close(until_s)
 
     def forget_non_finite(self, row: Row) -> None:
         """Drop the cached prefixes and image features of this row that are not finite. Blocks."""

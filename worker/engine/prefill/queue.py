@@ -1,7 +1,7 @@
 """The queue of prompts being prefilled: which of them advance in a step, and by how many tokens."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from statistics import mean
 from typing import Protocol, cast
@@ -10,12 +10,11 @@ import mlx.nn as nn
 
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
-from worker.engine.cache.durable import LoadSize
 from worker.engine.isolation import isolate
 from worker.engine.model.load import Model
 from worker.engine.model.profile import weights_bytes
 from worker.engine.prefill.caches import EngineCaches
-from worker.engine.prefill.images import EncodeImages
+from worker.engine.prefill.images import EncodeImages, LoadImages
 from worker.engine.prefill.load import Load
 from worker.engine.prefill.scoring import Draft
 from worker.engine.prefill.spans import ComputeSpans, dense_prefix_len, window_of
@@ -26,7 +25,7 @@ from worker.engine.prefill.together import SharedForwards
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.prefix_store.ahead import ReadAhead
 from worker.schedule.budget import FirstStep, PromptCost, Running, StepBudget
-from worker.schedule.cache.disk import load_limit_s
+from worker.schedule.cache.disk import LoadSize, load_limit_s
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
 from worker.schedule.overruns import StepKind
@@ -77,7 +76,7 @@ class PrefillQueue:
         self._network = cast(nn.Module, self._head.trunk) if self._head else model.network
         self._caches = caches
         self._tasks: dict[str, PromptTask] = {}
-        self._ahead: dict[str, ReadAhead] = {}  # by the ids of requests that wait to be admitted
+        self._ahead: dict[str, list[ReadAhead]] = {}  # by the ids of requests that wait to be admitted
         self._shared = SharedForwards(self._network, model.costs, self._head)
         self._step = 0
         self._step_s = step_s
@@ -124,26 +123,45 @@ class PrefillQueue:
         with isolate(f"{request.id}: reading a prefix ahead"):
             dense = len(request.tokens) if request.kept_ranges is None else dense_prefix_len(request.kept_ranges)
             key = request.cache_key(request.tokens[: min(dense, len(request.tokens) - 1)])
-            if ahead := self._caches.prefix.read_ahead(request.namespace, key, self._load_limit_s):
+            prefix = self._caches.prefix.read_ahead(request.namespace, key, self._load_limit_s)
+            ahead = [prefix] if prefix else []
+            if request.images:
+                in_memory = self._caches.prefix.match_length(request.namespace, key)
+                start = len(prefix.chain.tokens) if prefix else in_memory
+                ahead += self._caches.read_images_ahead(request, start, self._image_load_limit_s)
+            if ahead:
                 self._ahead[request.id] = ahead
 
     def add(self, row: Row) -> None:
         """Add a row whose prompt is to be prefilled. Raises ValueError for images or kept ranges that do not match the
         prompt."""
         self._ahead.pop(row.id, None)
-        first, inputs = list[Stage](), None
-        if row.request.images:
-            vision, features = self._model.vision, self._caches.features
-            assert vision is not None and features is not None, "a text model has no images"  # noqa: PT018
-            inputs = MultimodalInputs(vision.family, row.request, features)
-            first.append(EncodeImages(row.id, inputs, vision.family.encode))
+        inputs = self._inputs_of(row.request) if row.request.images else None
         spans = ComputeSpans(self._network, row.request, inputs, head=self._head)
-        if (prefix := self._caches.prefix) and prefix.on_disk:
-            row_bytes = self._model.costs.row_bytes(row.end)
-            first.insert(0, Load(row.request, spans.num_dense, prefix, self._load_limit_s, row_bytes))
+        first = [*self._first_stages(row, spans.num_dense, inputs)]
         if self._caches.draft:
             first += self._score_stages(row.request, self._caches.draft, window_of(spans.cache))
         self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added_s=time.monotonic())
+
+    def _inputs_of(self, request: GenerationRequest) -> MultimodalInputs:
+        vision, features = self._model.vision, self._caches.features
+        assert vision is not None and features is not None, "a text model has no images"  # noqa: PT018
+        return MultimodalInputs(vision.family, request, features)
+
+    def _first_stages(self, row: Row, dense: int, inputs: MultimodalInputs | None) -> Iterator[Stage]:
+        """Yield the stages that load a prefix, load the features of images, and encode images, as far as there may be
+        such work. `dense`: number of first tokens that may be loaded."""
+        load = None
+        if (prefix := self._caches.prefix) and prefix.on_disk:
+            row_bytes = self._model.costs.row_bytes(row.end)
+            load = Load(row.request, dense, prefix, self._load_limit_s, row_bytes)
+            yield load
+        if inputs is None:
+            return
+        assert self._model.vision is not None
+        if load and (stored := inputs.stored):
+            yield LoadImages(row.id, inputs, stored, self._image_load_limit_s, load)
+        yield EncodeImages(row.id, inputs, self._model.vision.family.encode)
 
     def _score_stages(self, request: GenerationRequest, draft: Draft, window: int) -> list[Stage]:
         """Return the stage that may score the prompt. There is none if nothing may be dropped, or if an earlier attempt
@@ -158,14 +176,11 @@ class PrefillQueue:
         return [Score(request, request.specprefill, draft, self._is_worthwhile, window, self._model.costs.draft_tokens)]
 
     def _load_limit_s(self, load: LoadSize) -> float | None:
-        compute_s = self.cost("prefill").of(load.tokens, load.start)
-        return load_limit_s(
-            load.tokens,
-            load.file_bytes,
-            bytes_per_s=load.bytes_per_s,
-            compute_s=compute_s,
-            waiting_bytes=load.waiting_bytes,
-        )
+        return load_limit_s(load, self.cost("prefill").of(load.tokens, load.start))
+
+    def _image_load_limit_s(self, load: LoadSize) -> float | None:
+        # The encoder runs once, however few tokens the image has.
+        return load_limit_s(load, self.cost("encoding").of(load.tokens, load.start), min_tokens=0)
 
     def _is_worthwhile(self, scored: int, tokens: int, keep: float) -> bool:
         """Return True if scoring `scored` tokens, and then computing the share `keep` of `tokens`, is expected to be

@@ -1,12 +1,11 @@
-"""Encode an image with the vision encoder, layer by layer, and cache the features."""
+"""Encode an image with the vision encoder, layer by layer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
-from worker.schedule.cache.recent import ByteLRU
 from worker.schedule.request import PromptImage
 
 
@@ -16,6 +15,11 @@ class Features:
 
     rows: mx.array  # (tokens, hidden_size), used instead of the tokens' embeddings
     deepstack: tuple[mx.array, ...] = ()  # the same shape; element i is added to the output of text layer i
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the image's span."""
+        return self.rows.shape[0]
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
@@ -71,14 +75,3 @@ class EncoderRun:
     def features(self) -> Features | None:
         """The features, computed, or None until the encoder is done."""
         return None if self._pending else self._features
-
-
-class FeatureCache(ByteLRU[Features]):
-    """Least recently used cache of image features, for the engine's thread. Response times would reveal to one tenant
-    which images another has sent, so tenants that are isolated have a namespace each."""
-
-    def forget_non_finite(self, namespace: str, images: Iterable[PromptImage]) -> None:
-        """Drop the features of these images that are not finite. Blocks."""
-        for key in self._entries.keys() & {(namespace, image.digest) for image in images}:
-            if not self._entries[key].is_finite:
-                self.nbytes -= self._entries.pop(key).nbytes

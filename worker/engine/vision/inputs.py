@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from worker.engine.vision.encoder import FeatureCache, Features
+from worker.engine.vision.encoder import Features
+from worker.engine.vision.features import FeatureCache, StoredFeatures
 from worker.schedule.request import GenerationRequest, PromptImage
 
 # Images among some tokens: the span of each as (start, end), counted from the first of these tokens, and its features.
@@ -53,9 +54,14 @@ class MultimodalInputs:
         self._family = family
         self._images = request.images
         self._feature_cache = feature_cache
-        self._tokens, self._namespace = request.tokens, request.namespace
+        self._tokens, self.namespace = request.tokens, request.namespace
         self._positions, self.rope_delta = family.positions(len(self._tokens), self._images)
         self._features: dict[bytes, Features] = {}
+
+    @property
+    def stored(self) -> StoredFeatures | None:
+        """The features on disk; None if there is no disk tier."""
+        return self._feature_cache.stored
 
     @property
     def tokens(self) -> int:
@@ -78,7 +84,7 @@ class MultimodalInputs:
         wanted = {image.digest: image for image in self._images if image.span[1] > start}
         self._features = {digest: features for digest, features in self._features.items() if digest in wanted}
         for digest in wanted.keys() - self._features.keys():
-            if features := self._feature_cache.get(self._namespace, digest):
+            if features := self._feature_cache.use(self.namespace, digest):
                 self._features[digest] = features
         return [image for digest, image in wanted.items() if digest not in self._features]
 
@@ -94,7 +100,7 @@ class MultimodalInputs:
     def add_features(self, image: PromptImage, features: Features) -> None:
         """Hold the features of an image until its tokens are computed, and add them to the feature cache."""
         self._features[image.digest] = features
-        self._feature_cache.put(self._namespace, image.digest, features)
+        self._feature_cache.put(self.namespace, image.digest, features)
 
     def read(self, cache: list[Any], indices: Sequence[int]) -> None:
         """Append the tokens at these indices, in order, to the cache. Lazy. If earlier tokens are dropped, a family

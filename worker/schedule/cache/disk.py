@@ -1,6 +1,6 @@
 """Decisions of the disk tier of the prefix cache: what to load, what to write and what to remove."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
@@ -31,6 +31,21 @@ class StoreResult:
     tokens: int  # on disk, from the start of the prefix
     written_bytes: int = 0  # by this attempt
     missing: NotStored | None = None  # why the rest is not on disk; None if there is no rest
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSize:
+    """A load that could begin now."""
+
+    tokens: int  # that need not be computed then
+    start: int  # tokens before them
+    file_bytes: tuple[int, ...]
+    bytes_per_s: float  # measured speed of reading
+    waiting_bytes: int = 0  # of the loads that have begun, and come before this one
+
+
+# Returns the seconds after which the load is given up; None if it should not begin.
+LoadLimit = Callable[[LoadSize], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +94,10 @@ def store_result(
     return StoreResult(on_disk, written_bytes, refusal)
 
 
-def load_limit_s(
-    tokens: int, file_bytes: Sequence[int], *, bytes_per_s: float, compute_s: float, waiting_bytes: int = 0
-) -> float | None:
+def load_limit_s(load: LoadSize, compute_s: float, *, min_tokens: int = _MIN_TOKENS) -> float | None:
     """Return the seconds after which a load is given up; None if it should not begin, since computing is expected to
-    be as fast. `tokens`: those that need not be computed; `file_bytes`: the size of each file; `bytes_per_s`: measured
-    speed of reading; `compute_s`: expected time of computing these tokens; `waiting_bytes`: read before these files."""
-    load_s = len(file_bytes) * _LATENCY_S + (sum(file_bytes) + waiting_bytes) / max(bytes_per_s, 1.0)
-    if tokens < _MIN_TOKENS or load_s >= compute_s:
+    be as fast. `compute_s`: expected time of computing the tokens. `min_tokens`: fewer are computed."""
+    read_s = (sum(load.file_bytes) + load.waiting_bytes) / max(load.bytes_per_s, 1.0)
+    if load.tokens < min_tokens or len(load.file_bytes) * _LATENCY_S + read_s >= compute_s:
         return None
     return max(compute_s, _MIN_LIMIT_S)

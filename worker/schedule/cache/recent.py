@@ -1,6 +1,7 @@
 """Least-recently-used cache with a limit in bytes."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 
@@ -18,9 +19,10 @@ T = TypeVar("T", bound=HasBytes)
 class ByteLRU(Generic[T]):
     """LRU cache by namespace and digest. Not thread-safe."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: the upper limit of `set_limit`, and the limit at first."""
+    def __init__(self, max_bytes: int, on_evict: Callable[[str, bytes, T], object] = lambda *_: None) -> None:
+        """`max_bytes`: the upper limit of `set_limit`, and the limit at first. `on_evict`: receives what is evicted."""
         self._max_bytes, self._limit = max_bytes, max_bytes
+        self._on_evict = on_evict
         self.nbytes = self.evicted = 0
         self._entries = OrderedDict[tuple[str, bytes], T]()
 
@@ -29,6 +31,10 @@ class ByteLRU(Generic[T]):
         if (key := (namespace, digest)) in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key)
+
+    def has(self, namespace: str, digest: bytes) -> bool:
+        """Return True if a value is cached."""
+        return (namespace, digest) in self._entries
 
     def put(self, namespace: str, digest: bytes, value: T) -> None:
         """Insert a value, unless its key is cached or it is larger than the limit. May evict others."""
@@ -44,6 +50,7 @@ class ByteLRU(Generic[T]):
 
     def _shrink(self) -> None:
         while self.nbytes > self._limit:
-            _, value = self._entries.popitem(last=False)
+            (namespace, digest), value = self._entries.popitem(last=False)
             self.nbytes -= value.nbytes
             self.evicted += 1
+            self._on_evict(namespace, digest, value)

@@ -1,0 +1,126 @@
+"""Features of images: those in memory, and those on disk.
+
+On disk they are files of the prefix store like segments of KV, under a path that no prompt has: see `IMAGE_FEATURES`.
+So they share its quota, its index, its threads and its encryption with the prefixes."""
+
+from collections.abc import Iterable
+
+from worker.engine.cache.disk import DiskTier
+from worker.engine.isolation import isolate
+from worker.engine.vision.encoder import Features
+from worker.prefix_store.ahead import ReadAhead
+from worker.prefix_store.index import Chain
+from worker.prefix_store.names import IMAGE_FEATURES
+from worker.prefix_store.reader import Reading
+from worker.schedule.cache.disk import LoadSize, writes_early
+from worker.schedule.cache.recent import ByteLRU
+from worker.schedule.request import PromptImage, image_key
+
+
+class StoredFeatures:
+    """Features of images on disk. For the engine's thread."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self._tier = tier
+
+    def write(self, namespace: str, digest: bytes, features: Features) -> bool:
+        """Let features be written, unless they are stored. Returns False if too much waits to be written. A failure is
+        logged."""
+        accepted = True  # after a failure too: another attempt would fail as well
+        with isolate("writing the features of an image to disk"):
+            accepted = self._tier.write_exact(namespace, _path(digest, features.tokens), features.arrays)
+        return accepted
+
+    def wait_for_room(self, features: Features, until_s: float) -> bool:
+        """Wait until features can be handed over, at most until this time.monotonic()."""
+        return self._tier.wait_for_room(features.nbytes, until_s)
+
+    def find(self, namespace: str, image: PromptImage) -> Chain | None:
+        """Return the file that holds the features of an image; None if there is none."""
+        path = _path(image.digest, image.tokens)
+        return self._tier.find(namespace, path, held=(), longer_than=len(path) - 1, stateful=False)
+
+    def size_of(self, chain: Chain, image: PromptImage) -> LoadSize:
+        """Return the size of the load of this file."""
+        waiting_bytes = self._tier.waiting_bytes(chain)
+        return LoadSize(image.tokens, 0, chain.sizes, self._tier.bytes_per_s, waiting_bytes)
+
+    def read(self, chain: Chain) -> Reading:
+        """Start to read a file, or return the reading of it that is under way. It is given up if all callers drop the
+        returned object."""
+        return self._tier.read(chain)
+
+    def read_ahead(self, chain: Chain) -> ReadAhead:
+        """Bring a file into the system's page cache, as long as the caller holds the returned object."""
+        return self._tier.read_ahead(chain)
+
+    def give_up(self, reading: Reading, waited_s: float) -> None:
+        """Record that a reading took too long: until the reader has ended it, nothing is found."""
+        self._tier.give_up(reading, waited_s)
+
+    def forget(self, namespace: str, image: PromptImage) -> None:
+        """Remove the file of an image."""
+        self._tier.forget(namespace, _path(image.digest, image.tokens))
+
+
+def restored(reading: Reading) -> Features | None:
+    """Return the features that were read; None if the file was bad. They share the memory of what was read."""
+    if not reading.segments:
+        return None
+    rows, *deepstack = reading.segments[0].arrays
+    return Features(rows, tuple(deepstack))
+
+
+def _path(digest: bytes, tokens: int) -> tuple[int, ...]:
+    return (IMAGE_FEATURES, *[image_key(digest)] * tokens)
+
+
+class FeatureCache(ByteLRU[Features]):
+    """Least recently used cache of image features, for the engine's thread. Response times would reveal to one tenant
+    which images another has sent, so tenants that are isolated have a namespace each."""
+
+    def __init__(self, max_bytes: int, stored: StoredFeatures | None = None) -> None:
+        """`stored`: receives what is evicted, and what is used again; None: it is dropped."""
+        super().__init__(max_bytes, self._spill)
+        self.stored = stored
+        self._uses = dict[tuple[str, bytes], int]()  # of entries, since they were put
+        self._handed_over = set[tuple[str, bytes]]()  # entries that were written early
+
+    def use(self, namespace: str, digest: bytes) -> Features | None:
+        """Return features for a prompt, as `get` does. Those that are used again are written to disk, so that they
+        survive a crash; those that cannot wait to be written now are written at a later use."""
+        features = self.get(namespace, digest)
+        if features is not None and self.stored:
+            key = namespace, digest
+            self._uses[key] = self._uses.get(key, 0) + 1
+            is_due = writes_early(self._uses[key], handed_over=key in self._handed_over)
+            if is_due and self.stored.write(namespace, digest, features):
+                self._handed_over.add(key)
+        return features
+
+    def write_all(self, until_s: float) -> None:
+        """Write all features to disk, the most recently used first, at most until this time.monotonic(). Blocks."""
+        if self.stored is None:
+            return
+        for (namespace, digest), features in reversed(self._entries.items()):
+            if not self.stored.wait_for_room(features, until_s) or not self.stored.write(namespace, digest, features):
+                break
+
+    def forget_non_finite(self, namespace: str, images: Iterable[PromptImage]) -> None:
+        """Drop the features of these images that are not finite, and the files of all of them. Blocks."""
+        for image in images:
+            key = namespace, image.digest
+            if key in self._entries and not self._entries[key].is_finite:
+                self._end_uses(key)
+                self.nbytes -= self._entries.pop(key).nbytes
+            if self.stored:
+                self.stored.forget(namespace, image)
+
+    def _spill(self, namespace: str, digest: bytes, features: Features) -> None:
+        self._end_uses((namespace, digest))
+        if self.stored:
+            self.stored.write(namespace, digest, features)
+
+    def _end_uses(self, key: tuple[str, bytes]) -> None:
+        self._uses.pop(key, None)
+        self._handed_over.discard(key)
