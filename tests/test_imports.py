@@ -46,7 +46,7 @@ TABLE = {
     "worker.bounded_json": May("schemas.keys worker.errors worker.process worker.turns"),
     "worker.setting_checks": May("schemas.keys worker.schedule_times"),
     "worker.settings": May(
-        "schemas worker.environment worker.errors worker.prefix_store.encryption worker.redis_url "
+        "schemas worker.environment worker.errors worker.prefix_store.files.encryption worker.redis_url "
         "worker.setting_checks",
         "pydantic pydantic_core pydantic_settings",
     ),
@@ -57,7 +57,7 @@ TABLE = {
     ),
     # Files of cached prefixes: bytes on disk, without the engine.
     "worker.prefix_store": May("worker.schedule.cache.disk"),
-    "worker.prefix_store.encryption": May(others="cryptography"),
+    "worker.prefix_store.files.encryption": May(others="cryptography"),
     # Text: words, in the order of their use.
     "worker.text": May("schemas worker.errors worker.process worker.schedule worker.turns"),
     "worker.text.prompt": May(

@@ -16,7 +16,7 @@ from worker.errors import CannotStart
 from worker.monitoring.health import Health
 from worker.monitoring.serving import served_metrics
 from worker.monitoring.sink import MetricsSink
-from worker.prefix_store.encryption import decode_key
+from worker.prefix_store.files.encryption import decode_key
 from worker.prefix_store.store import StoreOptions
 from worker.process.exit_timer import EXIT_FORCED, ExitTimer
 from worker.process.garbage import collect_on_a_timer, pause_collections, resume_collections

@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from schemas.keys import MODEL_NAME
 from worker.environment import PREFIX, describe, refuse_unknown, unique_worker_name, variable
 from worker.errors import CannotStart
-from worker.prefix_store.encryption import checked_key
+from worker.prefix_store.files.encryption import checked_key
 from worker.redis_url import redacted, url_error
 from worker.setting_checks import checked_hours, checked_models, checked_schedule
 

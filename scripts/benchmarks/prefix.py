@@ -22,10 +22,10 @@ from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
 from scripts.benchmarks.reach import reach
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
-from worker.engine.cache.prefix import GRID, PrefixCache
 from worker.engine.cache.segments import token_bytes
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
+from worker.engine.prefix.cache import GRID, PrefixCache
 from worker.engine.upstream.mlx_lm import KVCache, make_prompt_cache
 from worker.schedule.cache.prefix import PrefixTree, checkpoint_positions
 from worker.schedule.outcomes import Prefilled, Sampled

@@ -8,9 +8,9 @@ from rich.table import Table
 
 from scripts.benchmarks.engine import prompt
 from tests.engine import tiny
-from worker.engine.cache.prefix import PrefixCache
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
+from worker.engine.prefix.cache import PrefixCache
 from worker.schedule.outcomes import Prefilled, Sampled
 from worker.schedule.request import GenerationRequest
 

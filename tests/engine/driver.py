@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
 
-from worker.engine.cache.disk import DiskTier
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
+from worker.engine.prefix.disk import DiskTier
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.grouping import MeasuredCost, StepCost

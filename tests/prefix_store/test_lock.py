@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from worker.prefix_store import lock as lock_module
-from worker.prefix_store.lock import FolderLock
-from worker.prefix_store.names import LOCK
+from worker.prefix_store.files.names import LOCK
+from worker.prefix_store.folder import lock as lock_module
+from worker.prefix_store.folder.lock import FolderLock
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ from worker.engine.admission import AdmissionController
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.pending import StepToken
 from worker.engine.batch.row import Row
-from worker.engine.cache.disk import DiskTier
-from worker.engine.cache.durable import Storing
 from worker.engine.device import memory_limit, runs_ahead
 from worker.engine.isolation import isolate
 from worker.engine.joins import Joins
@@ -20,6 +18,8 @@ from worker.engine.model.load import Model
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.prefill.task import ComputedPrompt
+from worker.engine.prefix.disk import DiskTier
+from worker.engine.prefix.durable import Storing
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step_memory import StepMemory
 from worker.engine.step_part import step_part

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from worker.engine.cache.disk import DiskTier
-from worker.engine.cache.durable import Storing
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
+from worker.engine.prefix.disk import DiskTier
+from worker.engine.prefix.durable import Storing
 from worker.engine.speculators import speculator_of
 from worker.engine.upstream.streams import clear_streams
 from worker.monitoring.heartbeat import Heartbeat

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from worker.prefix_store.background import Pace
-from worker.prefix_store.format import BadFile, will_need
+from worker.prefix_store.files.format import BadFile, will_need
+from worker.prefix_store.files.names import FileName
 from worker.prefix_store.index import Chain
-from worker.prefix_store.names import FileName
 
 _PIECE_BYTES = 1 << 20  # after each, a load that has come meanwhile is first
 _MAX_BYTES = 4 << 30  # of requests that wait: the page cache may lose what is read long before its use

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from worker.prefix_store.ahead import ReadAhead
-from worker.prefix_store.encryption import Encryption
-from worker.prefix_store.folder import Folder
+from worker.prefix_store.files.encryption import Encryption
+from worker.prefix_store.files.names import model_digest
+from worker.prefix_store.folder.folder import Folder
 from worker.prefix_store.index import Chain, Index
-from worker.prefix_store.names import model_digest
 from worker.prefix_store.reader import Decode, NumTensors, Reader, Reading, all_tensors, as_read
 from worker.prefix_store.records.hits import HitRecord
 from worker.prefix_store.records.memory import Held, MemoryRecord

@@ -12,8 +12,8 @@ import mlx.core as mx
 from scripts.benchmarks.disk.figures import Figure
 from scripts.benchmarks.disk.restart import drop_pages
 from scripts.benchmarks.disk.worker import CACHE_BYTES, Worker, tier_of
-from worker.engine.cache.prefix import PrefixCache
 from worker.engine.model.load import Model
+from worker.engine.prefix.cache import PrefixCache
 
 ANSWER = 32  # tokens
 _LOAD_S = 60.0  # longest load

@@ -10,11 +10,11 @@ import mlx.core as mx
 
 from scripts.benchmarks.disk.figures import Figure, at_most
 from scripts.benchmarks.engine import prompt
-from worker.engine.cache.disk import store_of
-from worker.engine.cache.tensors import exact_tensor, group_size, quantized_tensors
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
-from worker.prefix_store.format import StoredSegment, Tensor
+from worker.engine.prefix.disk import store_of
+from worker.engine.prefix.tensors import exact_tensor, group_size, quantized_tensors
+from worker.prefix_store.files.format import StoredSegment, Tensor
 from worker.prefix_store.reader import Reading
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment

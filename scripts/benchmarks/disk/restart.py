@@ -10,10 +10,10 @@ from pathlib import Path
 from scripts.benchmarks.disk.figures import Figure, at_most
 from scripts.benchmarks.disk.worker import Worker
 from scripts.benchmarks.engine import prompt
-from worker.engine.cache.tensors import num_kv_tensors
 from worker.engine.model.load import Model
-from worker.prefix_store.format import read_file_header
-from worker.prefix_store.names import parse_name
+from worker.engine.prefix.tensors import num_kv_tensors
+from worker.prefix_store.files.format import read_file_header
+from worker.prefix_store.files.names import parse_name
 
 MAX_OF_COMPUTING = 0.1
 MAX_OF_READING = 1.5

@@ -8,9 +8,9 @@ from itertools import count
 from pathlib import Path
 
 from scripts.benchmarks.engine import prompt
-from worker.engine.cache.disk import DiskTier
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
+from worker.engine.prefix.disk import DiskTier
 from worker.prefix_store.store import StoreOptions
 from worker.schedule.outcomes import Prefilled, Sampled
 from worker.schedule.request import GenerationRequest

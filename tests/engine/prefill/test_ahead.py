@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.cache.test_disk import ANSWER, DOCUMENT, stored
-from tests.engine.cache.test_prefix import lonely
 from tests.engine.driver import Run
+from tests.engine.prefix.test_cache import lonely
+from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, stored
 from tests.engine.tiny import model, prompt
-from worker.engine.cache.disk import DiskTier
+from worker.engine.prefix.disk import DiskTier
 from worker.prefix_store.ahead import PageCache
 from worker.prefix_store.store import StoreOptions
 

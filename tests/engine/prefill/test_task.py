@@ -8,12 +8,12 @@ import pytest
 
 from tests.engine.tiny import network, prompt
 from worker.engine.batch.row import Row
-from worker.engine.cache.prefix import PrefixCache
 from worker.engine.prefill.scoring import LOOKAHEAD, Draft
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.specprefill import Score
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.prefill.task import PromptTask
+from worker.engine.prefix.cache import PrefixCache
 from worker.schedule.outcomes import Encoded, Outcome, Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
 from worker.schedule.request import GenerationRequest, SpecPrefillParams
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.cache.test_disk import Worker, settled, settled_writes
+from tests.engine.prefix.test_disk import Worker, settled, settled_writes
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from tests.engine.vision.checkpoints import CONFIGS
 from tests.engine.vision.test_encoder import counted
 from worker.engine.vision.encoder import Features
 from worker.engine.vision.features import FeatureCache
+from worker.prefix_store.files.names import IMAGE_FEATURES
 from worker.prefix_store.listing import Listing
-from worker.prefix_store.names import IMAGE_FEATURES
 from worker.prefix_store.reader import Reader
 from worker.schedule.outcomes import Loaded, Outcome
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.prefix_store.segments import MODEL, files, nbytes, read, segment, store, written
+from worker.prefix_store.files.names import hits_record, model_digest
+from worker.prefix_store.folder.scan import scan_folder
 from worker.prefix_store.index import Chain
-from worker.prefix_store.names import hits_record, model_digest
 from worker.prefix_store.records import hits as hits_module
 from worker.prefix_store.records.hits import HitRecord, read_hits
-from worker.prefix_store.scan import scan_folder
 from worker.prefix_store.store import PrefixStore
 
 DIGEST = model_digest(MODEL)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from tests.prefix_store.segments import segment
-from worker.prefix_store.names import WRITTEN, model_record
+from worker.prefix_store.files.names import WRITTEN, model_record
 from worker.prefix_store.records.models import ModelRecord, outdated_digests, read_records
 from worker.prefix_store.store import PrefixStore, StoreOptions
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
-from worker.engine.cache.disk import DiskTier
-from worker.engine.cache.prefix import PrefixCache
 from worker.engine.model.load import Model
 from worker.engine.prefill.scoring import Draft
+from worker.engine.prefix.cache import PrefixCache
+from worker.engine.prefix.disk import DiskTier
 from worker.engine.vision.features import FeatureCache, StoredFeatures
 from worker.prefix_store.ahead import ReadAhead
 from worker.schedule.cache.disk import LoadLimit

@@ -2,8 +2,8 @@
 
 import time
 
-from worker.engine.cache.prefix import PrefixCache, StartedLoad
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
+from worker.engine.prefix.cache import PrefixCache, StartedLoad
 from worker.schedule.cache.disk import LoadLimit
 from worker.schedule.outcomes import Loaded
 from worker.schedule.request import GenerationRequest

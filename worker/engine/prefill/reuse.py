@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from worker.engine.cache.prefix import PrefixCache
+from worker.engine.prefix.cache import PrefixCache
 from worker.schedule.cache.disk import LoadLimit
 from worker.schedule.cache.prefix import MAX_SEGMENT_TOKENS
 from worker.schedule.request import GenerationRequest

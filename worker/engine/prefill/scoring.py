@@ -18,11 +18,11 @@ import mlx.nn as nn
 
 from worker.engine.batch.row import Row
 from worker.engine.cache.layers import layers
-from worker.engine.cache.prefix import PrefixCache
 from worker.engine.cache.segments import is_sliceable
 from worker.engine.model.same_tokens import why_not_same_tokens
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.task import PromptTask
+from worker.engine.prefix.cache import PrefixCache
 from worker.engine.upstream.hooks import observed_attention
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.schedule.request import GenerationRequest

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from threading import Lock
 
-from worker.prefix_store.names import FileName, hits_record
+from worker.prefix_store.files.names import FileName, hits_record
+from worker.prefix_store.folder.scan import Scan
 from worker.prefix_store.records.usage import is_count, read_record, write_record
-from worker.prefix_store.scan import Scan
 
 _MAX_ENTRIES = 4096  # about 150 kB
 

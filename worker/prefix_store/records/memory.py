@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.prefix_store.names import TokenDigest, held_model, memory_record
+from worker.prefix_store.files.names import TokenDigest, held_model, memory_record
+from worker.prefix_store.folder.scan import Scan
 from worker.prefix_store.records.usage import is_count, read_record, write_record
-from worker.prefix_store.scan import Scan
 
 _STALE_S = 15.0  # a running worker renews its record more often than this
 

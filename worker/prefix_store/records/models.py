@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.prefix_store.names import model_record
+from worker.prefix_store.files.names import model_record
 from worker.prefix_store.records.usage import write_record
 
 _RENEWED_S = 60.0  # running workers renew their records more often than this

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from worker.prefix_store.names import FileName, chain_to, file_of_each_segment
+from worker.prefix_store.files.names import FileName, chain_to, file_of_each_segment
 
 _END = "end\n"
 

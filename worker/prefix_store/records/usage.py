@@ -5,8 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from worker.prefix_store.names import TEMPORARY
-from worker.prefix_store.scan import Scan
+from worker.prefix_store.files.names import TEMPORARY
+from worker.prefix_store.folder.scan import Scan
 
 _MAX_BYTES = 1 << 20  # a larger file is none of ours
 

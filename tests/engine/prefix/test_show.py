@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.cache.test_disk import ANSWER, DOCUMENT, Worker, settled, stored, turn_of
+from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, Worker, settled, stored, turn_of
 from tests.engine.tiny import prompt
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.records.memory import Held
@@ -56,7 +56,7 @@ def test_a_loaded_prefix_is_listed_with_its_bytes_in_memory_and_its_hits(tmp_pat
 def test_what_memory_holds_is_handed_over_when_the_engine_becomes_idle_and_rarely_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float, while_busy: bool
 ) -> None:
-    monkeypatch.setattr("worker.engine.cache.durable._SHOW_S", pause_s)
+    monkeypatch.setattr("worker.engine.prefix.durable._SHOW_S", pause_s)
     run, shown = Worker("llama", tmp_path), list[Held]()
     assert run.engine._tier is not None
     monkeypatch.setattr(run.engine._tier, "show", shown.append)

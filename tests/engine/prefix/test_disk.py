@@ -14,19 +14,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.engine.cache.test_prefix import ALL, SOME, SYSTEM, lonely
 from tests.engine.driver import Run
+from tests.engine.prefix.test_cache import ALL, SOME, SYSTEM, lonely
 from tests.engine.tiny import model, network, prompt
-from worker.engine.cache.disk import DiskTier, _allocate
-from worker.engine.cache.durable import Storing
 from worker.engine.cache.layers import layers
 from worker.engine.model.load import Model
+from worker.engine.prefix.disk import DiskTier, _allocate
+from worker.engine.prefix.durable import Storing
 from worker.engine.thread import EngineThread
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
-from worker.prefix_store.format import read_file_header
+from worker.prefix_store.files.format import read_file_header
+from worker.prefix_store.files.names import parse_name
 from worker.prefix_store.listing import Listing
-from worker.prefix_store.names import parse_name
 from worker.prefix_store.reader import Reader
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import Writer
@@ -527,7 +527,7 @@ def test_a_row_whose_cache_cannot_be_computed_gets_none(
         assert time.monotonic() < until
         time.sleep(0.005)
     with monkeypatch.context() as patch:
-        patch.setattr("worker.engine.cache.prefix.slots.materialize", fail)
+        patch.setattr("worker.engine.prefix.cache.slots.materialize", fail)
         assert prefix.restore_row(load.reading, len(DOCUMENT)) is None
     restored = prefix.restore_row(load.reading, len(DOCUMENT))
     assert restored is not None
@@ -793,7 +793,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return write(*arguments)
 
     monkeypatch.setattr(Writer, "_write", hang)
-    monkeypatch.setattr("worker.engine.cache.durable.MAX_SEGMENT_TOKENS", 64)
+    monkeypatch.setattr("worker.engine.prefix.durable.MAX_SEGMENT_TOKENS", 64)
     yield go
     go.set()
 

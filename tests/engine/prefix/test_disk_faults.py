@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from mlx.utils import tree_map
 
-from tests.engine.cache.test_disk import ANSWER, Worker, settled, settled_writes
+from tests.engine.prefix.test_disk import ANSWER, Worker, settled, settled_writes
 from tests.engine.tiny import FAMILIES, alone, build, model_of, prompt
 from tests.selection import examples
 from worker.engine.model.load import Model
-from worker.prefix_store.names import parse_name
-from worker.prefix_store.unfinished import _CountingFile
+from worker.prefix_store.files.names import parse_name
+from worker.prefix_store.folder.unfinished import _CountingFile
 
 QUOTA = 400_000  # bytes; a prompt takes 40,000 to 200,000
 SYSTEM = prompt(40, 5)

@@ -12,17 +12,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from tests.engine.cache.test_disk import ANSWER, DOCUMENT, Worker, cached, raw, settled, turn_of
-from tests.engine.cache.test_prefix import ALL, BY_TOKEN, SOME, STATEFUL, lonely
 from tests.engine.driver import answer
 from tests.engine.driver import tokens as sampled
 from tests.engine.prefill.test_specprefill import WISH, drafted
+from tests.engine.prefix.test_cache import ALL, BY_TOKEN, SOME, STATEFUL, lonely
+from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, Worker, cached, raw, settled, turn_of
 from tests.engine.tiny import FAMILIES, build, model, model_of, prompt
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from tests.engine.vision.checkpoints import CONFIGS
-from worker.engine.cache.prefix import PrefixCache
 from worker.engine.model.load import Model
+from worker.engine.prefix.cache import PrefixCache
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reader, Reading
 from worker.schedule.outcomes import Logprobs, Outcome, Sampled

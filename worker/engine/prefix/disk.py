@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from worker.engine.cache.layers import layers
 from worker.engine.cache.segments import KVSegment, StateSnapshot, is_sliceable, kv_buffers
-from worker.engine.cache.tensors import (
+from worker.engine.prefix.tensors import (
     decode,
     exact_tensor,
     group_size,
@@ -28,8 +28,8 @@ from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
 from worker.errors import CannotStart
 from worker.prefix_store.ahead import ReadAhead
-from worker.prefix_store.encryption import NoCryptography
-from worker.prefix_store.format import StoredSegment, Tensor
+from worker.prefix_store.files.encryption import NoCryptography
+from worker.prefix_store.files.format import StoredSegment, Tensor
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import LoadedSegment, Reading
 from worker.prefix_store.records.memory import Held

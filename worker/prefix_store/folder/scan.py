@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from worker.prefix_store.names import (
+from worker.prefix_store.files.names import (
     LOCK,
     WRITTEN,
     FileName,

@@ -9,13 +9,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.engine.cache.test_disk import ANSWER, DOCUMENT, Worker, settled
+from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, Worker, settled
 from tests.engine.tiny import FAMILIES, build, model_of, prompt
 from worker.engine.cache.segments import KVSegment, StateSnapshot
-from worker.engine.cache.tensors import decode, exact_tensor, group_size, quantized_tensors, stored_bytes
 from worker.engine.model.load import Model
-from worker.prefix_store.format import Header, Tensor
-from worker.prefix_store.names import FileName
+from worker.engine.prefix.tensors import decode, exact_tensor, group_size, quantized_tensors, stored_bytes
+from worker.prefix_store.files.format import Header, Tensor
+from worker.prefix_store.files.names import FileName
 from worker.prefix_store.writer import Writer
 
 WIDE = {"llama": {"head_dim": 64}, "qwen3_5": {"head_dim": 32}, "deepseek_v3": {"kv_lora_rank": 32}}
@@ -89,7 +89,7 @@ def test_an_array_that_cannot_be_quantized_is_stored_exactly(shape: tuple[int, .
 
 @pytest.mark.parametrize("values", [1, 64, 1000, 10**9])
 def test_an_array_is_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch, values: int) -> None:
-    monkeypatch.setattr("worker.engine.cache.tensors._PIECE_VALUES", values)
+    monkeypatch.setattr("worker.engine.prefix.tensors._PIECE_VALUES", values)
     array, done = mx.random.normal((1, 3, 7, 64)), list[int]()
     mx.eval(array)
     whole = mx.dequantize(*mx.quantize(array, 64, 8), group_size=64, bits=8)
@@ -323,7 +323,7 @@ def test_without_memory_nothing_is_written_and_the_worker_goes_on(
     def failing(*_: object, **__: object) -> None:
         raise RuntimeError("[malloc] Unable to allocate 8 bytes.")
 
-    monkeypatch.setattr("worker.engine.cache.tensors.mx.quantize", failing)
+    monkeypatch.setattr("worker.engine.prefix.tensors.mx.quantize", failing)
     run = Worker("llama", tmp_path, opened=wide("llama"), bits=8)
     answered(run)
     run.engine._caches.set_limit(0)

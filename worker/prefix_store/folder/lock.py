@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from worker.prefix_store.names import LOCK
+from worker.prefix_store.files.names import LOCK
 
 _WAIT_S = 10.0  # a scan of 10,000 files, the longest that a process does with the lock, takes about one second
 _LAST_WAIT_S = 1.0  # while the worker ends

@@ -17,8 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from worker.prefix_store.encryption import CALL_BYTES, TAG_BYTES, Encryption, FileCipher, PartDecryption
-from worker.prefix_store.names import VERSION, FileName
+from worker.prefix_store.files.encryption import CALL_BYTES, TAG_BYTES, Encryption, FileCipher, PartDecryption
+from worker.prefix_store.files.names import VERSION, FileName
 
 _FORMAT = "sluice-prefix"
 _LENGTH = struct.Struct("<Q")

@@ -12,8 +12,6 @@ from typing import Any
 import mlx.nn as nn
 
 from worker.engine.cache import slots
-from worker.engine.cache.disk import DiskTier
-from worker.engine.cache.durable import DurablePrefixes, Restored, Storing
 from worker.engine.cache.segments import (
     KVSegment,
     StateSnapshot,
@@ -25,6 +23,8 @@ from worker.engine.cache.segments import (
     token_bytes,
 )
 from worker.engine.isolation import isolate
+from worker.engine.prefix.disk import DiskTier
+from worker.engine.prefix.durable import DurablePrefixes, Restored, Storing
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.index import Chain

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from worker.prefix_store.encryption import Encryption
-from worker.prefix_store.format import StoredSegment, encoded_size, write_segment
-from worker.prefix_store.lock import FolderLock
-from worker.prefix_store.names import WRITTEN, FileName, pin_of
+from worker.prefix_store.files.encryption import Encryption
+from worker.prefix_store.files.format import StoredSegment, encoded_size, write_segment
+from worker.prefix_store.files.names import WRITTEN, FileName, pin_of
+from worker.prefix_store.folder.lock import FolderLock
+from worker.prefix_store.folder.scan import Scan, scan_folder
+from worker.prefix_store.folder.unfinished import UnfinishedFile, is_abandoned
 from worker.prefix_store.records.models import ModelRecord
 from worker.prefix_store.records.pins import copy_pin, write_pin
 from worker.prefix_store.records.usage import UsageRecord, write_record
-from worker.prefix_store.scan import Scan, scan_folder
-from worker.prefix_store.unfinished import UnfinishedFile, is_abandoned
 from worker.schedule.cache.disk import NotStored, files_to_remove, fits_budget
 
 _DAY_S = 86_400

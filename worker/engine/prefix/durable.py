@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from worker.engine.cache.disk import DiskTier
 from worker.engine.cache.segments import KVSegment, StateSnapshot, copy_segment, snapshot_state, token_bytes
 from worker.engine.cache.slots import materialize
 from worker.engine.isolation import isolate
+from worker.engine.prefix.disk import DiskTier
 from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reading

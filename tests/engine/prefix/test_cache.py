@@ -16,10 +16,10 @@ from tests.engine.test_isolation import always, failing_once, once, raising
 from tests.engine.tiny import EOS, VOCAB, alone, greedy_with_logprobs, model, network, prompt
 from worker.engine.admission import AdmissionController
 from worker.engine.batch import decode_batch as rows_module
-from worker.engine.cache import prefix as prefix_module
 from worker.engine.cache.layers import layers
 from worker.engine.model.load import Model
 from worker.engine.prefill import reuse as prefill_module
+from worker.engine.prefix import cache as prefix_module
 from worker.schedule.cache import prefix as tree_module
 from worker.schedule.memory import KVLayers, MemoryModel
 from worker.schedule.request import Sampling

@@ -1,0 +1,1 @@
+"""The files of the store: their names, their format, and their encryption."""

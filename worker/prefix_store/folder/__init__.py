@@ -1,0 +1,1 @@
+"""The folder of the store: its quota, its lock, and how files appear in it."""
