@@ -41,11 +41,13 @@ class MeasuredCost:
         self._fit = LeastSquares(_PRIOR)
         # Seconds of the latest steps, relative to those by their groups: it follows changes of the device quickly.
         self._pace = 1.0
+        self.most_rows = 0  # of a step that was measured
 
     def observe(self, groups: Sequence[Sequence[int]], seconds: float) -> None:
         """Record the measured seconds of a step without drafts of these groups, given by their rows' lengths in
         tokens."""
         rows = sum(map(len, groups))
+        self.most_rows = max(self.most_rows, rows)
         cells = sum(len(group) * max(group, default=0) for group in groups)
         self._fit.observe((len(groups), rows, cells / _CELLS), seconds)
         if usual_s := self.cost().step_s(groups):

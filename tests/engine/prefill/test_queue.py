@@ -1,6 +1,6 @@
 """The prompts that advance while rows decode, and when they join: with given costs instead of a clock."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -39,6 +39,7 @@ class Running:
     added_s: float = 0.0  # to that, once another has joined
     step_copy_bytes: int = 0
     rows: int = 1
+    most_measured: int = 32  # rows
 
     def __len__(self) -> int:
         return self.rows
@@ -130,6 +131,30 @@ def test_buffers_that_the_decode_step_copies_leave_less_time() -> None:
         made.observe_join(15, 10**8, 0.05)
     [usual], [less] = planned(made), planned(made, Running(step_copy_bytes=10**8))
     assert usual.tokens - less.tokens == pytest.approx(0.05 * TOKENS_PER_S, rel=0.1)
+
+
+def test_rows_that_were_never_measured_decode_no_faster_than_a_chunk_of_as_many_tokens() -> None:
+    made = prefills()
+    begin(made, "a", 5000)
+    rows = int(1.5 * DECODE_S * TOKENS_PER_S)
+    many = Running(rows=rows, num_interactive=rows, most_measured=rows)
+    [known], [unknown] = planned(made, many), planned(made, replace(many, most_measured=1))
+    [alike] = planned(made, replace(many, step_s=1.5 * DECODE_S))
+    assert unknown.tokens == pytest.approx(alike.tokens, rel=0.05)
+    assert unknown.tokens < known.tokens
+
+
+def test_a_first_step_of_rows_that_were_never_measured_waits_as_for_slow_ones() -> None:
+    made = prefills()
+    for number in range(25):
+        begin(made, str(number), 60)
+    made.begin_step(0.02)
+    rows = Running(rows=20, step_s=0.02, most_measured=20)
+    assert not made.delays_first_step(rows, FIRST_STEP_WITHIN_S)
+    for _ in range(50):
+        made._budgets["prefill"].observe_chunk(100, 0, 1.0)
+    assert not made.delays_first_step(rows, FIRST_STEP_WITHIN_S)
+    assert made.delays_first_step(replace(rows, most_measured=1), FIRST_STEP_WITHIN_S)
 
 
 def test_cut_counts_as_a_pass_if_snapshots_are_taken() -> None:

@@ -182,6 +182,11 @@ class Groups:
         return self._cost.expected_s(self.lengths)
 
     @property
+    def most_measured(self) -> int:
+        """Most rows of a decode step without drafts that was measured."""
+        return self._cost.most_rows
+
+    @property
     def step_copy_bytes(self) -> int:
         """Bytes of buffers that are copied in the next decode step, since they are full."""
         return sum(group.step_copy_bytes for group in self._groups)

@@ -55,6 +55,10 @@ class RunningRows(Protocol):
         """Expected seconds of their next decode step, without those of copying buffers."""
 
     @property
+    def most_measured(self) -> int:
+        """Most rows of a decode step that was measured."""
+
+    @property
     def step_copy_bytes(self) -> int:
         """Bytes of their buffers that are copied in that step, since they are full."""
 
@@ -246,7 +250,7 @@ class PrefillQueue:
         budget = self._budgets["prefill"]
         rows = Running(0, 0)
         if running.started:
-            decode_s = running.step_s + running.step_copy_bytes * budget.cost.grown_s
+            decode_s = self._decode_s(running) + running.step_copy_bytes * budget.cost.grown_s
             rows = Running(len(running), running.num_interactive, decode_s)
         spare_s = budget.spare_s(rows, elapsed_s, backlog(prompts))
         forwards = plan(prompts, spare_s, self._step, longest, enough_s=rows.decode_s)
@@ -255,13 +259,21 @@ class PrefillQueue:
             self._planned = planned_s, kind_of(forwards)
         return forwards
 
+    def _decode_s(self, running: RunningRows) -> float:
+        """Return the expected seconds of the next decode step, without those of copying buffers. With more rows than
+        were ever measured, it takes at least as long as a chunk of as many tokens: both multiply the weights with as
+        many."""
+        if len(running) <= running.most_measured:
+            return running.step_s
+        return max(running.step_s, self.cost("prefill").of(len(running), 0))
+
     def delays_first_step(self, running: RunningRows, delayed_s: float) -> bool:
         """Return True if rows of which none has begun its answer should wait for another interactive prompt: see
         `FirstStep`. `delayed_s`: seconds since the first of these rows joined."""
         budget = self._budgets["prefill"]
         stages = [task.stage for task in self._tasks.values() if task.row.request.lane == "interactive"]
         computable = [stage for stage in stages if stage.phase == "prefill" and stage.ready]
-        first = FirstStep(len(running), delayed_s, budget.slowdown(running.step_s))
+        first = FirstStep(len(running), delayed_s, budget.slowdown(self._decode_s(running)))
         return first.waits_for(budget.cost.of(stage.remaining, stage.done) for stage in computable)
 
     def _state_of(
