@@ -33,6 +33,7 @@ from worker.schedule.plan import Chunk, Forward, PromptState, backlog, kind_of, 
 from worker.schedule.request import GenerationRequest
 
 _INSERT_TOKENS_PER_S = 1e6  # of a prefix that another thread has read, until it is measured
+_FAR_MORE = 2  # times as many rows as were measured: their decode step is not extrapolated from measured ones
 _ENCODER_TOKENS_PER_S = 100.0  # tokens per second, until a vision encoder is measured
 
 
@@ -260,10 +261,10 @@ class PrefillQueue:
         return forwards
 
     def _decode_s(self, running: RunningRows) -> float:
-        """Return the expected seconds of the next decode step, without those of copying buffers. With more rows than
-        were ever measured, it takes at least as long as a chunk of as many tokens: both multiply the weights with as
-        many."""
-        if len(running) <= running.most_measured:
+        """Return the expected seconds of the next decode step, without those of copying buffers. With far more rows
+        than were ever measured, it takes at least as long as a chunk of as many tokens: both multiply the weights with
+        as many."""
+        if len(running) <= _FAR_MORE * running.most_measured:
             return running.step_s
         return max(running.step_s, self.cost("prefill").of(len(running), 0))
 
