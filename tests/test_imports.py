@@ -71,17 +71,22 @@ TABLE = {
         "worker.text.threads worker.text.tokenizer worker.text.vocabulary worker.turns",
         "llguidance pydantic",
     ),
-    # The engine: upstream < cache < sampling < speculation < batch < admission < vision < model < prefill < engine
-    # < thread.
+    # The engine: upstream < cache < prefix < sampling < speculation < batch < admission < vision < model < prefill
+    # < engine < thread.
     "worker.engine": May("worker.errors worker.monitoring.heartbeat worker.prefix_store worker.schedule", "mlx mlx_lm"),
     "worker.engine.upstream": May(others="mlx mlx_lm"),
     "worker.engine.upstream.transformers": May(others="transformers"),
     "worker.engine.upstream.mlx_vlm": May(others="mlx_vlm PIL"),
     "worker.engine.isolation": May(),
-    # Its disk tier hands arrays to the store, and takes buffers back, which NumPy allocates.
     "worker.engine.cache": May(
-        "worker.engine.isolation worker.engine.upstream worker.errors worker.prefix_store worker.schedule",
+        "worker.engine.isolation worker.engine.upstream worker.schedule",
         "mlx mlx_lm numpy",
+    ),
+    # Its disk tier hands arrays to the store, and takes buffers back.
+    "worker.engine.prefix": May(
+        "worker.engine.cache worker.engine.isolation worker.engine.upstream worker.errors worker.prefix_store "
+        "worker.schedule",
+        "mlx",
     ),
     "worker.engine.sampling": May("worker.schedule", "mlx"),
     "worker.engine.speculation": May(
@@ -95,7 +100,9 @@ TABLE = {
     "worker.engine.correction": May(),
     "worker.engine.admission": May("worker.engine.batch worker.engine.correction worker.schedule", "mlx"),
     "worker.engine.vision": May(
-        "worker.engine.checkpoint worker.engine.upstream worker.errors worker.schedule", "mlx mlx_lm PIL"
+        "worker.engine.checkpoint worker.engine.isolation worker.engine.prefix worker.engine.upstream worker.errors "
+        "worker.prefix_store worker.schedule",
+        "mlx mlx_lm PIL",
     ),
     # MTP heads: trunk < head < prompt < drafts < proposer, and head < layouts < load. A head belongs to a model, its
     # drafts to a batch.
@@ -117,7 +124,8 @@ TABLE = {
     ),
     "worker.engine.prefill": May(
         "worker.engine.batch worker.engine.cache worker.engine.isolation worker.engine.model "
-        "worker.engine.speculation worker.engine.tokenizer worker.engine.upstream worker.engine.vision worker.errors "
+        "worker.engine.prefix worker.engine.speculation worker.engine.tokenizer worker.engine.upstream "
+        "worker.engine.vision worker.errors "
         "worker.prefix_store worker.schedule",
         "mlx mlx_lm",
     ),

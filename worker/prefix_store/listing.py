@@ -1,8 +1,10 @@
 """What a folder holds, for people: prefixes rather than files. Needs no worker, and no lock."""
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from worker.prefix_store.files.encryption import Encryption
 from worker.prefix_store.files.format import BadFile, read_file_header
@@ -56,11 +58,11 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """What the last file of a prefix says about itself."""
+class Content:
+    """What a file says about itself."""
 
     tenant: str  # empty if it has none
-    is_image: bool
+    kind: Literal["prefix", "image"]  # image: the features of an image
     created_s: float  # Unix time
 
 
@@ -78,7 +80,7 @@ class Listing:
         self._outdated = outdated_digests(records)
         self._memory = read_memory(path, self._scan.memory)
         self._hits = {model: read_hits(path, model) for model in {name.model for name in self._scan.names}}
-        self._written = dict[FileName, _Written | None]()
+        self._contents = dict[FileName, Content | None]()
 
     @property
     def nbytes(self) -> int:
@@ -122,41 +124,32 @@ class Listing:
         """Return the namespace of a prefix, which is its tenant, and empty if it has none or is gone; None if its file
         cannot be read or decrypted."""
         try:
-            written = self._written_of(prefix)
+            content = self._content_of(prefix)
         except FileNotFoundError:
             return ""
-        return written.tenant if written else None
+        return content.tenant if content else None
 
-    def is_image(self, prefix: StoredPrefix) -> bool | None:
-        """Return True for the features of an image; None if the file is gone, or cannot be read or decrypted."""
-        try:
-            written = self._written_of(prefix)
-        except FileNotFoundError:
-            return None
-        return written.is_image if written else None
-
-    def created_s(self, prefix: StoredPrefix) -> float | None:
-        """Return the Unix time at which the last file of a prefix was written; None if it is gone, or cannot be read or
+    def content(self, prefix: StoredPrefix) -> Content | None:
+        """Return what the last file of a prefix says about itself; None if it is gone, or cannot be read or
         decrypted."""
-        try:
-            written = self._written_of(prefix)
-        except FileNotFoundError:
-            return None
-        return written.created_s if written else None
+        with suppress(FileNotFoundError):
+            return self._content_of(prefix)
+        return None
 
-    def _written_of(self, prefix: StoredPrefix) -> _Written | None:
+    def _content_of(self, prefix: StoredPrefix) -> Content | None:
         """Return what the last file of a prefix says; None if it cannot be read or decrypted. Raises
         FileNotFoundError."""
         name = prefix.files[-1]
-        if name not in self._written:
-            self._written[name] = self._read(name)
-        return self._written[name]
+        if name not in self._contents:
+            self._contents[name] = self._read(name)
+        return self._contents[name]
 
-    def _read(self, name: FileName) -> _Written | None:
+    def _read(self, name: FileName) -> Content | None:
         for encryption in {self._encryption, None}:  # workers with and without a key may share the folder
             try:
                 header = read_file_header(self._folder.path / str(name), name, encryption)
-                return _Written(header.namespace, header.tokens[0] == IMAGE_FEATURES, header.created_s)
+                is_image = header.tokens[0] >= IMAGE_FEATURES
+                return Content(header.namespace, "image" if is_image else "prefix", header.created_s)
             except FileNotFoundError:
                 raise
             except (BadFile, OSError):

@@ -81,12 +81,13 @@ NO_IMAGES = ImageDemand()
 
 @dataclass(frozen=True, slots=True)
 class EncoderCost:
-    """Memory of the vision encoder and of its features, in bytes."""
+    """Memory of the vision encoder and of its features, in bytes, and its speed."""
 
     token_bytes: int = 0  # at most, while an image is encoded, for each of its tokens
     pair_bytes: int = 0  # likewise for each pair of its tokens: attention scores, if the device materializes them
     feature_bytes: int = 0  # features for the language model, for each token
     single_chunk: bool = False  # the language model computes an image in one chunk
+    tokens_per_s: float = 100.0  # of an image that is encoded, as measured at start
 
     @classmethod
     def of(cls, small: tuple[int, int], large: tuple[int, int], feature_bytes: int) -> "EncoderCost":

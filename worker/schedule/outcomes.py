@@ -22,7 +22,8 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Progress of a prefix that is read from disk: `done` of `total` tokens are in the prefix cache."""
+    """Progress of a prefix, or of the features of images, that are read from disk: `done` of `total` tokens are in
+    memory."""
 
     phase: ClassVar[Phase] = "loading"
     id: str
@@ -140,7 +141,7 @@ def frees_memory(outcome: Outcome) -> bool:
     match outcome:
         case SpecPrefillApplied() | SpecPrefillSkipped():
             return True
-        case Encoded(done=done, total=total):
+        case Encoded(done=done, total=total) | Loaded(done=done, total=total):
             return done == total
         case _:
             return False

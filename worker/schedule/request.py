@@ -8,11 +8,6 @@ Lane = Literal["interactive", "batch"]
 Range = tuple[int, int]  # of tokens: (start, end), end excluded
 
 
-def image_key(digest: bytes) -> int:
-    """Return a negative number that stands for an image: see `PromptImage.key`."""
-    return -1 - int.from_bytes(digest, "big")
-
-
 def tokens_in(ranges: Iterable[Range]) -> int:
     """Return the number of tokens in ranges that do not overlap."""
     return sum(end - start for start, end in ranges)
@@ -131,7 +126,7 @@ class PromptImage:
     @property
     def key(self) -> int:
         """Negative number that replaces the image's token ids in a cache key, so that it differs from other images'."""
-        return image_key(self.digest)
+        return -1 - int.from_bytes(self.digest, "big")
 
 
 @dataclass(frozen=True, slots=True)

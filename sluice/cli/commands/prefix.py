@@ -279,19 +279,19 @@ def _find(listing: "Listing", id: str) -> "StoredPrefix":
 
 
 def _facts(listing: "Listing", each: "StoredPrefix") -> dict[str, object]:
-    created_s, is_image = listing.created_s(each), listing.is_image(each)
+    content = listing.content(each)
     return {
         "id": each.id,
         "model": listing.model_name(each),
         "model_digest": each.model,
         "tenant": listing.tenant(each) or None,
-        "kind": None if is_image is None else "image" if is_image else "prefix",
-        "tokens": each.tokens - bool(is_image),  # a file of an image begins with a mark
+        "kind": content and content.kind,
+        "tokens": each.tokens,
         "bytes": each.nbytes,
         "memory_bytes": each.held.nbytes,
         "hits": each.hits,
         "memory_uses": each.held.uses,
-        "age_s": None if created_s is None else round(max(0.0, time.time() - created_s), 1),
+        "age_s": content and round(max(0.0, time.time() - content.created_s), 1),
         "used_s_ago": round(max(0.0, time.time() - each.used_s), 1),
         "pinned": each.pinned,
         "complete": each.complete,

@@ -570,7 +570,7 @@ def test_a_load_of_non_finite_files_ends_without_a_result(
     again.step()
     if read:
         hanging.set()
-        readings = [*prefix._durable._held]  # type: ignore[union-attr]
+        readings = [*prefix._durable._tier._readings]  # type: ignore[union-attr]
         until = time.monotonic() + 20
         while not all(reading.done for reading in readings):
             assert time.monotonic() < until

@@ -17,7 +17,7 @@ from worker.engine.batch.row import Row
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.vision.encoder import EncoderRun, Features
-from worker.engine.vision.features import FeatureCache
+from worker.engine.vision.feature_cache import FeatureCache
 from worker.schedule.outcomes import Encoded, Sampled
 from worker.schedule.plan import Chunk
 from worker.schedule.request import PromptImage, Sampling

@@ -26,6 +26,10 @@ from worker.schedule.memory import MemoryModel
 _UNKNOWN_CONTEXT = 4096  # tokens, if a config has no length: short enough to be safe
 
 
+# What the features of an image depend on besides the model: how it is resized and normalized, and the encoder.
+_IMAGE_LIBRARIES = "mlx-vlm", "transformers", "pillow"
+
+
 @dataclass(frozen=True, slots=True)
 class DraftModel:
     """The draft model of SpecPrefill, which scores the tokens of long prompts."""
@@ -57,7 +61,7 @@ class Model:
     def cache_fingerprint(self) -> str:
         """Fingerprint of all that KV, states and image features depend on: other releases of the libraries may compute
         others."""
-        libraries = ("mlx-lm", "mlx-vlm") if self.vision else ("mlx-lm",)
+        libraries = ("mlx-lm", *(_IMAGE_LIBRARIES if self.vision else ()))
         return " ".join([self.fingerprint, *(f"{name} {version(name)}" for name in libraries)])
 
 

@@ -9,7 +9,7 @@ from worker.engine.model.load import Model
 from worker.engine.prefill.scoring import Draft
 from worker.engine.prefix.cache import PrefixCache
 from worker.engine.prefix.disk import DiskTier
-from worker.engine.vision.features import FeatureCache, StoredFeatures
+from worker.engine.vision.feature_cache import FeatureCache, StoredFeatures
 from worker.prefix_store.ahead import ReadAhead
 from worker.schedule.cache.disk import LoadLimit
 from worker.schedule.request import GenerationRequest
@@ -83,8 +83,9 @@ class EngineCaches:
         stored, namespace = self.features.stored, request.namespace
         wanted = {image.digest: image for image in request.images if image.span[1] > start}
         missing = {digest: image for digest, image in wanted.items() if not self.features.has(namespace, digest)}
-        found = [(image, chain) for image in missing.values() if (chain := stored.find(namespace, image))]
-        return [stored.read_ahead(chain) for image, chain in found if limit_of(stored.size_of(chain, image))]
+        found = [chain for image in missing.values() if (chain := stored.find(namespace, image))]
+        is_worthwhile = bool(found) and limit_of(stored.size_of(found)) is not None
+        return [stored.read_ahead(chain) for chain in found] if is_worthwhile else []
 
     def close(self) -> None:
         """Write the prefixes to disk, and then image features, if there is a disk tier, as far as time allows. Blocks.

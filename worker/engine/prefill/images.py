@@ -1,60 +1,51 @@
 """The stages of a prompt in which the features of its images are loaded from disk, or computed."""
 
 import time
-from dataclasses import dataclass
 
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.vision.encoder import Encode, EncoderRun
-from worker.engine.vision.features import StoredFeatures, restored
+from worker.engine.vision.feature_cache import StoredFeatures, restored
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.prefix_store.reader import Reading
 from worker.schedule.cache.disk import LoadLimit
 from worker.schedule.memory import ImageDemand
 from worker.schedule.outcomes import Encoded, Loaded
-from worker.schedule.request import PromptImage
-
-
-@dataclass(frozen=True, slots=True)
-class _ImageLoad:
-    """The features of an image, which are being read."""
-
-    image: PromptImage
-    reading: Reading
-    began_s: float  # as time.monotonic()
-    limit_s: float  # after which the image is encoded instead
-
-    @property
-    def waited_s(self) -> float:
-        return time.monotonic() - self.began_s
-
-    @property
-    def ready(self) -> bool:
-        """True if the features have been read or take too long."""
-        return self.reading.done or self.waited_s >= self.limit_s
+from worker.schedule.request import GenerationRequest, PromptImage
 
 
 class LoadImages(Stage):
-    """Waits for another thread to read the features of images. Images whose features are not on disk, or are expected
-    to be encoded faster, are left to `EncodeImages`, and so are those whose load takes longer than that."""
+    """Waits for another thread to read the features of the images that are needed and on disk, all together. Not needed
+    if encoding them is expected to be faster. What is not read when encoding would be done is left to `EncodeImages`.
+
+    It begins when the prefix is loaded, and before any image is encoded. A load that has begun ends in `advance` only,
+    although another prompt may have encoded the image meanwhile: a step is planned for the stage that it finds."""
 
     phase: Phase = Loaded.phase
     before_prefix = True
     takes_chunk = False
 
     def __init__(
-        self, id: str, inputs: MultimodalInputs, stored: StoredFeatures, limit_of: LoadLimit, load: Stage
+        self,
+        request: GenerationRequest,
+        inputs: MultimodalInputs,
+        stored: StoredFeatures,
+        limit_of: LoadLimit,
+        load: Stage,
+        token_bytes: int,
     ) -> None:
-        """`id`: of the request. `inputs`: receives the features. `stored`: the features on disk. `load`: the stage that
-        loads the prefix, in which images may be."""
-        self._id = id
+        """`inputs`: receives the features. `stored`: the features on disk. `load`: the stage that loads the prefix;
+        images in it are not needed. `token_bytes`: of a token in the model's own cache."""
+        self._request = request
         self._inputs = inputs
         self._stored = stored
         self._limit_of = limit_of
         self._load = load
-        self._decided = set[bytes]()  # digests of images
-        self._loads: list[_ImageLoad] = []
+        self._token_bytes = token_bytes
+        self._decided = False
         self._reported = False
+        self._readings: list[tuple[PromptImage, Reading]] = []
         self._total = 0
+        self._began_s = self._limit_s = 0.0
 
     @property
     def total(self) -> int:
@@ -64,57 +55,59 @@ class LoadImages(Stage):
     @property
     def remaining(self) -> int:
         """Tokens of the images that are left to load."""
-        return sum(load.image.tokens for load in self._loads)
+        return sum(image.tokens for image, _ in self._readings)
 
     @property
     def report(self) -> Loaded:
         """The progress of the loading."""
-        return Loaded(self._id, self.done, self.total)
+        return Loaded(self._request.id, self.done, self.total)
 
     @property
     def needed(self) -> bool:
         """True while features are read."""
-        return bool(self._loads)
+        return bool(self._readings)
 
     @property
     def ready(self) -> bool:
-        """True if the features of an image have been read or take too long, and once before, to report that they are
-        read."""
-        return not self._reported or any(load.ready for load in self._loads)
+        """True if the features have been read or take too long, and once before, to report that they are read."""
+        return not self._reported or self._waited_s >= self._limit_s or all(each.done for _, each in self._readings)
+
+    @property
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that take as much memory as what is read."""
+        return -(-sum(reading.chain.nbytes for _, reading in self._readings) // max(1, self._token_bytes))
 
     def refresh(self, start: int) -> None:
-        """Decide for each image that ends after index `start` once if it is loaded, and start to read it, unless the
-        prefix is still being loaded."""
-        if self._load.needed:
+        """Decide once if the images that end after index `start` are loaded, and start to read them."""
+        if self._decided or self._load.needed:
             return
-        missing = {image.digest: image for image in self._inputs.missing(start)}
-        self._loads = [load for load in self._loads if load.image.digest in missing]  # others were encoded meanwhile
-        undecided = [image for digest, image in missing.items() if digest not in self._decided]
-        for image in undecided:
-            self._decided.add(image.digest)
-            if load := self._started(image):
-                self._loads.append(load)
-                self._total += image.tokens
-
-    def _started(self, image: PromptImage) -> _ImageLoad | None:
-        namespace = self._inputs.namespace
-        if (chain := self._stored.find(namespace, image)) is None:
-            return None
-        limit_s = self._limit_of(self._stored.size_of(chain, image))
-        return None if limit_s is None else _ImageLoad(image, self._stored.read(chain), time.monotonic(), limit_s)
+        self._decided = True
+        missing = self._inputs.missing(max(start, self._load.total))
+        found = [(image, chain) for image in missing if (chain := self._stored.find(self._request.namespace, image))]
+        limit_s = self._limit_of(self._stored.size_of([chain for _, chain in found])) if found else None
+        if limit_s is not None:
+            self._began_s, self._limit_s = time.monotonic(), limit_s
+            self._readings = [(image, self._stored.read(chain)) for image, chain in found]
+            self._total = self.remaining
 
     def advance(self, tokens: int) -> Progress | Ended:
-        """Take the features that were read, and give up what takes too long."""
-        self._reported = True
-        loaded = 0
-        for load in [load for load in self._loads if load.ready]:
-            self._loads.remove(load)
-            if not load.reading.done:
-                self._stored.give_up(load.reading, load.waited_s)
-            elif features := restored(load.reading):
-                self._inputs.add_features(load.image, features)
-                loaded += load.image.tokens
-        return Progress(loaded) if self._loads else Ended(loaded)
+        """Take the features that were read, and give up the others if they take too long."""
+        if not self._reported:
+            self._reported = True
+            return Progress(0)
+        loaded, readings = 0, self._readings
+        self._readings = []
+        for image, reading in readings:
+            if not reading.done:
+                self._stored.give_up(reading, self._waited_s)
+            elif features := restored(reading):
+                self._inputs.add_features(image, features)
+                loaded += image.tokens
+        return Ended(loaded)
 
 
 class EncodeImages(Stage):
@@ -132,7 +125,7 @@ class EncodeImages(Stage):
         self._id = id
         self._inputs = inputs
         self._encode = encode
-        self._missing = inputs.missing(0)  # images to encode, as of the last refresh
+        self._missing = inputs.uncached()  # images to encode, as of the last refresh
         self._encoder_run: EncoderRun | None = None
 
     @property

@@ -32,9 +32,8 @@ from worker.schedule.overruns import StepKind
 from worker.schedule.plan import Chunk, Forward, PromptState, backlog, kind_of, may_advance, plan
 from worker.schedule.request import GenerationRequest
 
-_INSERT_TOKENS_PER_S = 1e6  # of a prefix that another thread has read, until it is measured
+_INSERT_TOKENS_PER_S = 1e6  # of what another thread has read, until it is measured
 _FAR_MORE = 2  # times as many rows as were measured: their decode step is not extrapolated from measured ones
-_ENCODER_TOKENS_PER_S = 100.0  # tokens per second, until a vision encoder is measured
 
 
 class RunningRows(Protocol):
@@ -89,7 +88,7 @@ class PrefillQueue:
         self._planned: tuple[float, StepKind] | None = None  # seconds of the gap that the step makes, if it makes one
         self._budgets: dict[Phase, StepBudget] = {
             # One layer of a vision encoder counts as a few tokens; until its speed is measured, advance by one token.
-            "encoding": StepBudget(step_s, _ENCODER_TOKENS_PER_S, least=1),
+            "encoding": StepBudget(step_s, model.costs.encoder.tokens_per_s, least=1),
             "prefill": StepBudget(step_s),
             "loading": StepBudget(step_s, _INSERT_TOKENS_PER_S),
         }
@@ -164,8 +163,9 @@ class PrefillQueue:
         if inputs is None:
             return
         assert self._model.vision is not None
-        if load and (stored := inputs.stored):
-            yield LoadImages(row.id, inputs, stored, self._image_load_limit_s, load)
+        if load and self._caches.features and (stored := self._caches.features.stored):
+            token_bytes = self._model.costs.token_bytes
+            yield LoadImages(row.request, inputs, stored, self._image_load_limit_s, load, token_bytes)
         yield EncodeImages(row.id, inputs, self._model.vision.family.encode)
 
     def _score_stages(self, request: GenerationRequest, draft: Draft, window: int) -> list[Stage]:
@@ -184,7 +184,7 @@ class PrefillQueue:
         return load_limit_s(load, self.cost("prefill").of(load.tokens, load.start))
 
     def _image_load_limit_s(self, load: LoadSize) -> float | None:
-        # The encoder runs once, however few tokens the image has.
+        # Even a small image takes a whole run of the encoder.
         return load_limit_s(load, self.cost("encoding").of(load.tokens, load.start), min_tokens=0)
 
     def _is_worthwhile(self, scored: int, tokens: int, keep: float) -> bool:

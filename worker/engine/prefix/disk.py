@@ -59,7 +59,7 @@ class DiskTier:
         self._network = network
         self._bits = bits
         self._token_bytes = token_bytes
-        self._readings = weakref.WeakSet[Reading]()
+        self._readings = weakref.WeakSet[Reading]()  # that requests hold
         self._kinds = " ".join(type(layer).__name__ for layer in layers(make_prompt_cache(network)))
         stored_as = f" KV of {bits} bits" if bits else ""  # exact prefixes and others are never mixed
         try:
@@ -150,10 +150,11 @@ class DiskTier:
         self._readings.add(reading)
         return reading
 
-    def waiting_bytes(self, chain: Chain) -> int:
+    def waiting_bytes(self, *chains: Chain) -> int:
         """Return the bytes of the files that are read before those of a load that begins now."""
-        chains = (reading.chain for reading in self._readings if not reading.done)
-        return sum(each.nbytes for each in chains if each.files != chain.files)
+        own = {chain.files for chain in chains}
+        reading = (reading.chain for reading in self._readings if not reading.done)
+        return sum(chain.nbytes for chain in reading if chain.files not in own)
 
     def read_ahead(self, chain: Chain) -> ReadAhead:
         """Bring files into the system's page cache, as long as the caller holds the returned object."""
@@ -182,9 +183,14 @@ class DiskTier:
             layer.state = _decode(each["state"], arrays)
             yield layer
 
-    def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
-        """Remove the files along these tokens."""
+    def forget(self, namespace: str, tokens: tuple[int, ...]) -> list[Reading]:
+        """Remove the files along these tokens, and end the readings of them, also of those that are done. Returns these
+        readings."""
+        ended = [reading for reading in self._readings if reading.chain.is_along(namespace, tokens)]
+        for reading in ended:
+            reading.cancel()
         self._store.forget(namespace, tokens)
+        return ended
 
     def wait_for_room(self, nbytes: int, until_s: float) -> bool:
         """Wait until so many bytes can be handed over, at most until this time.monotonic()."""

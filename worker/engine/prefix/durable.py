@@ -68,7 +68,6 @@ class DurablePrefixes:
         self._tier = tier
         self._shown, self._shown_s = (0, 0), 0.0  # version and bytes of the tree when it was shown, and the time
         self._readings: list[weakref.ref[Reading]] = []  # whose content is not inserted yet, in the order of begin
-        self._held = weakref.WeakSet[Reading]()  # that requests hold, inserted or not
 
     @property
     def pending_bytes(self) -> int:
@@ -266,9 +265,7 @@ class DurablePrefixes:
 
     def read_apart(self, chain: Chain) -> Reading:
         """Start to read files as `read` does, but not for the tree: their bytes are the caller's to count."""
-        reading = self._tier.read(chain)
-        self._held.add(reading)
-        return reading
+        return self._tier.read(chain)
 
     def read_ahead(self, chain: Chain) -> ReadAhead:
         """Bring files into the system's page cache, as long as the caller holds the returned object."""
@@ -304,11 +301,8 @@ class DurablePrefixes:
 
     def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
         """Remove the files along these tokens, and end the loads of them. Their prompts are computed."""
-        for reading in self._held:
-            if reading.chain.is_along(namespace, tokens):
-                reading.cancel()
-                self._forget_load(reading)
-        self._tier.forget(namespace, tokens)
+        for reading in self._tier.forget(namespace, tokens):
+            self._forget_load(reading)
 
 
 def _held(nodes: Iterable[Node[KVSegment, StateSnapshot]]) -> Iterator[HeldNode]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from worker.engine.vision.encoder import Features
-from worker.engine.vision.features import FeatureCache, StoredFeatures
+from worker.engine.vision.feature_cache import FeatureCache
 from worker.schedule.request import GenerationRequest, PromptImage
 
 # Images among some tokens: the span of each as (start, end), counted from the first of these tokens, and its features.
@@ -54,14 +54,9 @@ class MultimodalInputs:
         self._family = family
         self._images = request.images
         self._feature_cache = feature_cache
-        self._tokens, self.namespace = request.tokens, request.namespace
+        self._tokens, self._namespace = request.tokens, request.namespace
         self._positions, self.rope_delta = family.positions(len(self._tokens), self._images)
         self._features: dict[bytes, Features] = {}
-
-    @property
-    def stored(self) -> StoredFeatures | None:
-        """The features on disk; None if there is no disk tier."""
-        return self._feature_cache.stored
 
     @property
     def tokens(self) -> int:
@@ -78,13 +73,18 @@ class MultimodalInputs:
         """Index of the first token after the last image."""
         return self._images[-1].span[1]
 
+    def uncached(self) -> list[PromptImage]:
+        """Return the images, each once, whose features are not in the cache."""
+        images = {image.digest: image for image in self._images}
+        return [image for digest, image in images.items() if not self._feature_cache.has(self._namespace, digest)]
+
     def missing(self, start: int) -> list[PromptImage]:
         """Return the images, each once, whose features are needed to compute the tokens from index `start` on and are
         not available. Takes features from the cache, and releases those no longer needed."""
         wanted = {image.digest: image for image in self._images if image.span[1] > start}
         self._features = {digest: features for digest, features in self._features.items() if digest in wanted}
         for digest in wanted.keys() - self._features.keys():
-            if features := self._feature_cache.use(self.namespace, digest):
+            if features := self._feature_cache.use(self._namespace, digest):
                 self._features[digest] = features
         return [image for digest, image in wanted.items() if digest not in self._features]
 
@@ -100,7 +100,7 @@ class MultimodalInputs:
     def add_features(self, image: PromptImage, features: Features) -> None:
         """Hold the features of an image until its tokens are computed, and add them to the feature cache."""
         self._features[image.digest] = features
-        self._feature_cache.put(self.namespace, image.digest, features)
+        self._feature_cache.put(self._namespace, image.digest, features)
 
     def read(self, cache: list[Any], indices: Sequence[int]) -> None:
         """Append the tokens at these indices, in order, to the cache. Lazy. If earlier tokens are dropped, a family

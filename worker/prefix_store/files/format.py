@@ -230,10 +230,13 @@ def _decoded(raw: dict[str, Any], data_start: int, name: FileName, encryption: E
     checksums = () if cipher else tuple(int(crc, 16) for crc in metadata["checksums"].split())
     if len(kinds) != len(tensors) or (cipher is None and len(checksums) != len(tensors)):
         raise BadFile("checksums are missing")
+    tokens = _expanded(json.loads(content["tokens"]))
+    if len(tokens) != name.end - name.start:
+        raise BadFile("it holds other tokens")
     return Header(
         name=name,
         namespace=content["namespace"],
-        tokens=_expanded(json.loads(content["tokens"])),
+        tokens=tokens,
         layout=content["layout"],
         created_s=float(content["created"]),
         dtypes=tuple(dtype for dtype, _ in kinds),

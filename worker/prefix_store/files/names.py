@@ -22,8 +22,8 @@ _PIN = ".pin"
 _MODEL = re.compile(rf"{_PREFIX}model-([0-9a-f]{{32}})\.json")
 _HITS = re.compile(rf"{_PREFIX}hits-([0-9a-f]{{32}})\.json")
 _MEMORY = re.compile(rf"{_PREFIX}memory-([0-9a-f]{{32}})-[0-9a-f]{{16}}\.json")
-# First number of a path that is not of tokens but of the features of an image; no token id is as large. The image's key
-# follows, once for each token of its span.
+# The features of an image have a path of their own: this number plus the image's digest, once for each token of its
+# span. No token id is as large, and the number that stands for an image in a prompt is negative.
 IMAGE_FEATURES = 1 << 64
 _BIG_TOKEN = (-(1 << 63)).to_bytes(8, "little", signed=True)  # announces a key of an image, which is a large number
 

@@ -1,7 +1,7 @@
 """Least-recently-used cache with a limit in bytes."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -16,11 +16,17 @@ class HasBytes(Protocol):
 T = TypeVar("T", bound=HasBytes)
 
 
+Evicted = tuple[str, bytes, T]  # namespace, digest, value
+
+
 class ByteLRU(Generic[T]):
     """LRU cache by namespace and digest. Not thread-safe."""
 
-    def __init__(self, max_bytes: int, on_evict: Callable[[str, bytes, T], object] = lambda *_: None) -> None:
-        """`max_bytes`: the upper limit of `set_limit`, and the limit at first. `on_evict`: receives what is evicted."""
+    def __init__(
+        self, max_bytes: int, on_evict: Callable[[Sequence[Evicted[T]]], object] = lambda evicted: None
+    ) -> None:
+        """`max_bytes`: the upper limit of `set_limit`, and the limit at first. `on_evict`: receives what is evicted at
+        once, the least recently used first."""
         self._max_bytes, self._limit = max_bytes, max_bytes
         self._on_evict = on_evict
         self.nbytes = self.evicted = 0
@@ -49,8 +55,11 @@ class ByteLRU(Generic[T]):
         self._shrink()
 
     def _shrink(self) -> None:
+        evicted = list[Evicted[T]]()
         while self.nbytes > self._limit:
             (namespace, digest), value = self._entries.popitem(last=False)
             self.nbytes -= value.nbytes
-            self.evicted += 1
-            self._on_evict(namespace, digest, value)
+            evicted.append((namespace, digest, value))
+        if evicted:
+            self.evicted += len(evicted)
+            self._on_evict(evicted)

@@ -1,9 +1,9 @@
-"""Features of images: those in memory, and those on disk.
+"""The cache of image features, in memory and on disk.
 
 On disk they are files of the prefix store like segments of KV, under a path that no prompt has: see `IMAGE_FEATURES`.
 So they share its quota, its index, its threads and its encryption with the prefixes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from worker.engine.isolation import isolate
 from worker.engine.prefix.disk import DiskTier
@@ -13,8 +13,8 @@ from worker.prefix_store.files.names import IMAGE_FEATURES
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reading
 from worker.schedule.cache.disk import LoadSize, writes_early
-from worker.schedule.cache.recent import ByteLRU
-from worker.schedule.request import PromptImage, image_key
+from worker.schedule.cache.recent import ByteLRU, Evicted
+from worker.schedule.request import PromptImage
 
 
 class StoredFeatures:
@@ -40,10 +40,11 @@ class StoredFeatures:
         path = _path(image.digest, image.tokens)
         return self._tier.find(namespace, path, held=(), longer_than=len(path) - 1, stateful=False)
 
-    def size_of(self, chain: Chain, image: PromptImage) -> LoadSize:
-        """Return the size of the load of this file."""
-        waiting_bytes = self._tier.waiting_bytes(chain)
-        return LoadSize(image.tokens, 0, chain.sizes, self._tier.bytes_per_s, waiting_bytes)
+    def size_of(self, chains: Sequence[Chain]) -> LoadSize:
+        """Return the size of the load of these files, each of which holds the features of one image."""
+        tokens = sum(len(chain.tokens) for chain in chains)
+        file_bytes = tuple(size for chain in chains for size in chain.sizes)
+        return LoadSize(tokens, 0, file_bytes, self._tier.bytes_per_s, self._tier.waiting_bytes(*chains))
 
     def read(self, chain: Chain) -> Reading:
         """Start to read a file, or return the reading of it that is under way. It is given up if all callers drop the
@@ -59,7 +60,7 @@ class StoredFeatures:
         self._tier.give_up(reading, waited_s)
 
     def forget(self, namespace: str, image: PromptImage) -> None:
-        """Remove the file of an image."""
+        """Remove the file of an image, and end the readings of it."""
         self._tier.forget(namespace, _path(image.digest, image.tokens))
 
 
@@ -72,7 +73,7 @@ def restored(reading: Reading) -> Features | None:
 
 
 def _path(digest: bytes, tokens: int) -> tuple[int, ...]:
-    return (IMAGE_FEATURES, *[image_key(digest)] * tokens)
+    return (IMAGE_FEATURES + int.from_bytes(digest, "big"),) * tokens
 
 
 class FeatureCache(ByteLRU[Features]):
@@ -108,19 +109,21 @@ class FeatureCache(ByteLRU[Features]):
 
     def forget_non_finite(self, namespace: str, images: Iterable[PromptImage]) -> None:
         """Drop the features of these images that are not finite, and the files of all of them. Blocks."""
-        for image in images:
+        for image in {image.digest: image for image in images}.values():
             key = namespace, image.digest
             if key in self._entries and not self._entries[key].is_finite:
-                self._end_uses(key)
                 self.nbytes -= self._entries.pop(key).nbytes
+            self._forget_uses(key)
             if self.stored:
                 self.stored.forget(namespace, image)
 
-    def _spill(self, namespace: str, digest: bytes, features: Features) -> None:
-        self._end_uses((namespace, digest))
-        if self.stored:
-            self.stored.write(namespace, digest, features)
+    def _spill(self, evicted: Sequence[Evicted[Features]]) -> None:
+        """Let evicted features be written, the most recently used first. What exceeds the write queue is dropped."""
+        for namespace, digest, features in reversed(evicted):
+            self._forget_uses((namespace, digest))
+            if self.stored:
+                self.stored.write(namespace, digest, features)
 
-    def _end_uses(self, key: tuple[str, bytes]) -> None:
+    def _forget_uses(self, key: tuple[str, bytes]) -> None:
         self._uses.pop(key, None)
         self._handed_over.discard(key)

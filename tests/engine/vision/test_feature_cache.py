@@ -14,11 +14,13 @@ from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from tests.engine.vision.checkpoints import CONFIGS
 from tests.engine.vision.test_encoder import counted
+from worker.engine.prefill.images import LoadImages
+from worker.engine.prefill.task import PromptTask
 from worker.engine.vision.encoder import Features
-from worker.engine.vision.features import FeatureCache
+from worker.engine.vision.feature_cache import FeatureCache
 from worker.prefix_store.files.names import IMAGE_FEATURES
 from worker.prefix_store.listing import Listing
-from worker.prefix_store.reader import Reader
+from worker.prefix_store.reader import Reader, Reading
 from worker.schedule.outcomes import Loaded, Outcome
 
 ALL = pytest.mark.parametrize("family", [*CONFIGS])
@@ -125,13 +127,22 @@ def test_features_that_a_third_prompt_uses_survive_a_crash(
     run.close()
 
 
+def readings_of(task: PromptTask) -> list[Reading]:
+    stages = (stage for stage in task._first if isinstance(stage, LoadImages))
+    return [reading for stage in stages for _, reading in stage._readings]
+
+
 def features_on_disk(folder: Path) -> list[Path]:
     def tokens(path: Path) -> Any:
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         return json.loads(header["__metadata__"]["tokens"])
 
-    return [path for path in folder.glob("*.safetensors") if tokens(path)[0] == IMAGE_FEATURES]
+    def is_image(path: Path) -> bool:
+        first = tokens(path)[0]
+        return (first[0] if isinstance(first, list) else first) >= IMAGE_FEATURES
+
+    return [path for path in folder.glob("*.safetensors") if is_image(path)]
 
 
 def test_an_image_that_the_prefix_has_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,11 +266,10 @@ def test_the_list_tells_images_from_prefixes(tmp_path: Path) -> None:
     run.look(given)
     run.close()
     listing = Listing(tmp_path)
-    kinds = {each.tokens: listing.is_image(each) for each in listing.prefixes}
+    kinds = {each.tokens: content.kind for each in listing.prefixes if (content := listing.content(each))}
     (image,) = cases.image_request("qwen2_vl", "a", given, 1).images
-    assert kinds.pop(image.tokens + 1) is True
-    assert kinds
-    assert not any(kinds.values())
+    assert kinds.pop(image.tokens) == "image"
+    assert {*kinds.values()} == {"prefix"}
 
 
 def test_files_of_images_for_waiting_requests_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +279,57 @@ def test_files_of_images_for_waiting_requests_are_read_ahead(tmp_path: Path, mon
     again = Seeing("qwen2_vl", tmp_path)
     again.submit(cases.image_request("qwen2_vl", "a", about("qwen2_vl", IMAGE, seed=2), ANSWER))
     (ahead,) = again.engine._prefills._ahead["a"]
-    assert ahead.chain.tokens[0] == IMAGE_FEATURES
+    assert ahead.chain.tokens[0] >= IMAGE_FEATURES
     again.drain()
     assert not again.engine._prefills._ahead
+    again.close()
+
+
+def test_prompts_that_share_a_reading_compute_nothing_unplanned_when_it_ends(tmp_path: Path) -> None:
+    first = Seeing("qwen2_vl", tmp_path)
+    first.look(about("qwen2_vl", IMAGE, seed=1))
+    first.close()
+    again = Seeing("qwen2_vl", tmp_path)
+    given = {str(seed): about("qwen2_vl", IMAGE, seed=seed) for seed in range(2, 8)}
+    for id, each in given.items():
+        again.submit(cases.image_request("qwen2_vl", id, each, ANSWER))
+    again.step()
+    readings = [reading for task in again.engine._prefills._tasks.values() for reading in readings_of(task)]
+    assert len(readings) == len(given)
+    while not all(reading.done for reading in readings):
+        time.sleep(0.001)
+    before = dict(again.chunks)
+    again.step()
+    assert dict(again.chunks) == before  # the step took the features, and computed no prompt
+    again.drain()
+    assert all(again.generated[id] == cases.alone("qwen2_vl", each, ANSWER) for id, each in given.items())
+    again.close()
+
+
+def test_a_conversation_with_an_image_in_its_prefix_writes_no_features(tmp_path: Path) -> None:
+    run = Seeing("qwen2_vl", tmp_path)
+    given = cases.prompt("qwen2_vl", 40, IMAGE, 30)
+    for turn in range(4):
+        tokens = (*given.tokens, *range(60, 60 + 5 * turn))
+        run.look(replace(given, tokens=tokens))
+    settled_writes(run)
+    assert not features_on_disk(tmp_path)
+    run.close()
+
+
+def test_forgetting_an_image_ends_its_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Seeing("qwen2_vl", tmp_path)
+    given = about("qwen2_vl", IMAGE, seed=1)
+    first.look(given)
+    first.close()
+    again = Seeing("qwen2_vl", tmp_path)
+    images = cases.image_request("qwen2_vl", "a", given, 1).images
+    stored = again.features.stored
+    assert stored is not None
+    chain = stored.find("", images[0])
+    assert chain is not None
+    reading = stored.read(chain)
+    again.features.forget_non_finite("", images)
+    assert reading.done
+    assert not reading.segments
     again.close()
