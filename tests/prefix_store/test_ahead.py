@@ -80,7 +80,7 @@ def test_all_files_of_a_waiting_request_are_brought(
     pieces: Pieces, opened: PrefixStore, monkeypatch: pytest.MonkeyPatch, has_call: bool
 ) -> None:
     if not has_call:  # as on macOS
-        monkeypatch.setattr("worker.prefix_store.files.format._WILLNEED", None)
+        monkeypatch.setattr("worker.prefix_store.files.content._WILLNEED", None)
     chain = chain_of(opened, PATH)
     waiting = opened.read_ahead(chain)
     pieces.go()

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import pytest
 
 from tests.prefix_store.segments import files, nbytes, segment
-from worker.prefix_store.files.format import read_file_header
+from worker.prefix_store.files.header import read_file_header
 from worker.prefix_store.files.names import WRITTEN, FileName
 from worker.prefix_store.folder import folder as folder_module
 from worker.prefix_store.folder.folder import Folder, Unwritable

@@ -11,7 +11,7 @@ import pytest
 
 from tests.prefix_store.segments import MODEL, assert_right, files, read, segment, store, written
 from worker.prefix_store import reader as reader_module
-from worker.prefix_store.files.format import Header
+from worker.prefix_store.files.header import Header
 from worker.prefix_store.files.names import FileName
 from worker.prefix_store.folder.folder import Folder
 from worker.prefix_store.index import Chain

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from worker.prefix_store.background import Pace
-from worker.prefix_store.files.format import BadFile, will_need
+from worker.prefix_store.files.content import will_need
+from worker.prefix_store.files.header import BadFile
 from worker.prefix_store.files.names import FileName
 from worker.prefix_store.index import Chain
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from worker.prefix_store.files.encryption import Encryption
-from worker.prefix_store.files.format import BadFile, read_file_header
+from worker.prefix_store.files.header import BadFile, read_file_header
 from worker.prefix_store.files.names import IMAGE_FEATURES, FileName, chain_to, file_of_each_segment, pin_of
 from worker.prefix_store.folder.folder import Folder
 from worker.prefix_store.folder.scan import scan_folder

@@ -15,8 +15,9 @@ from typing import Any, BinaryIO
 
 from worker.prefix_store.ahead import PageCache, ReadAhead, advise
 from worker.prefix_store.background import Pace, lower_priority
+from worker.prefix_store.files.content import OnRead, read_tensors
 from worker.prefix_store.files.encryption import Encryption
-from worker.prefix_store.files.format import BadFile, Header, OnRead, read_header, read_tensors
+from worker.prefix_store.files.header import BadFile, Header, read_header
 from worker.prefix_store.files.names import FileName
 from worker.prefix_store.folder.folder import Folder
 from worker.prefix_store.index import Chain, Index

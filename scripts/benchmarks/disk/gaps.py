@@ -14,7 +14,7 @@ from worker.engine.engine import Engine
 from worker.engine.model.load import Model
 from worker.engine.prefix.disk import store_of
 from worker.engine.prefix.tensors import exact_tensor, group_size, quantized_tensors
-from worker.prefix_store.files.format import StoredSegment, Tensor
+from worker.prefix_store.files.segment import StoredSegment, Tensor
 from worker.prefix_store.reader import Reading
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment

@@ -12,7 +12,7 @@ from scripts.benchmarks.disk.worker import Worker
 from scripts.benchmarks.engine import prompt
 from worker.engine.model.load import Model
 from worker.engine.prefix.tensors import num_kv_tensors
-from worker.prefix_store.files.format import read_file_header
+from worker.prefix_store.files.header import read_file_header
 from worker.prefix_store.files.names import parse_name
 
 MAX_OF_COMPUTING = 0.1

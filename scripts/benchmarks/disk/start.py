@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.benchmarks.disk.figures import Figure, at_most
-from worker.prefix_store.files.format import StoredSegment, Tensor
+from worker.prefix_store.files.segment import StoredSegment, Tensor
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment
 

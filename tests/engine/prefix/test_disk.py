@@ -24,7 +24,7 @@ from worker.engine.prefix.durable import Storing
 from worker.engine.thread import EngineThread
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
-from worker.prefix_store.files.format import read_file_header
+from worker.prefix_store.files.header import read_file_header
 from worker.prefix_store.files.names import parse_name
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.reader import Reader

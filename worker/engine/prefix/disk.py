@@ -29,7 +29,7 @@ from worker.engine.upstream.streams import clear_streams
 from worker.errors import CannotStart
 from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.files.encryption import NoCryptography
-from worker.prefix_store.files.format import StoredSegment, Tensor
+from worker.prefix_store.files.segment import StoredSegment, Tensor
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import LoadedSegment, Reading
 from worker.prefix_store.records.memory import Held

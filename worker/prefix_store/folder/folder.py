@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from worker.prefix_store.files.content import write_segment
 from worker.prefix_store.files.encryption import Encryption
-from worker.prefix_store.files.format import StoredSegment, encoded_size, write_segment
+from worker.prefix_store.files.header import encoded_size
 from worker.prefix_store.files.names import WRITTEN, FileName, pin_of
+from worker.prefix_store.files.segment import StoredSegment
 from worker.prefix_store.folder.lock import FolderLock
 from worker.prefix_store.folder.scan import Scan, scan_folder
 from worker.prefix_store.folder.unfinished import UnfinishedFile, is_abandoned
