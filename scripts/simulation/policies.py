@@ -51,14 +51,16 @@ class Policy:
     rule: Rule = in_order
     share: float | None = None  # prompts get this multiple of the decode time, at least; None: the worker's share
     packs: bool = True  # short prompts share forwards
+    large: bool = True  # their forwards may take longer if no row decodes
     gathers: bool = True  # prompts that come together are computed before the first decode step
     prefill_first: bool = True  # in a step; otherwise it decodes first, and then computes prompts while there is time
 
 
-_BEFORE = Policy(shortest, share=0.0, packs=False, gathers=False, prefill_first=False)
+_BEFORE = Policy(shortest, share=0.0, packs=False, large=False, gathers=False, prefill_first=False)
 POLICIES = {
     "sluice": Policy(),
     "unpacked": Policy(packs=False),
+    "small-forwards": Policy(large=False),
     "decode-at-once": Policy(gathers=False),
     "shortest": Policy(shortest),
     "oldest": Policy(oldest),
@@ -92,7 +94,8 @@ class Planner:
         enough_s = inf
         if self.policy.prefill_first:
             enough_s = self._decode_s(running)
-        forwards = plan(rows, spare_s, step.number, 2048, enough_s=enough_s, order=self.policy.rule)
+        shared_s = self._budget.shared_s(Running(len(running), 0)) if self.policy.large else 0.0
+        forwards = plan(rows, spare_s, step.number, 2048, shared_s=shared_s, enough_s=enough_s, order=self.policy.rule)
         if running:
             planned_s = sum(forward.seconds for forward in forwards) + self._decode_s(running)
             self._planned = planned_s, kind_of(forwards)

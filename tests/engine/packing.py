@@ -16,7 +16,7 @@ def pack_everything(patch: pytest.MonkeyPatch) -> list[Forward]:
     planned = list[Forward]()
 
     def plan(
-        waiting: Iterable[PromptState], spare_s: Mapping[Lane, float], step: int, longest: int, *, enough_s: float
+        waiting: Iterable[PromptState], spare_s: Mapping[Lane, float], step: int, longest: int, **limits_s: float
     ) -> list[Forward]:
         forwards = [*_forwards([*waiting], CHUNKS[step % len(CHUNKS)])]
         planned.extend(forwards)

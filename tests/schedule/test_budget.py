@@ -16,6 +16,7 @@ from worker.schedule.budget import (
     MIN_CHUNK,
     MIN_TOKENS_TIME_PER_PASS,
     PLANNED,
+    SHARED_ALONE_STEPS,
     Backlog,
     GapLimit,
     PromptCost,
@@ -84,6 +85,11 @@ def spare_s(decode_s: float, lane: Lane, waiting: Backlog = MUCH, running: Runni
 @given(decode_s=DECODES, waiting=BACKLOGS)
 def test_step_may_take_longer_if_no_row_decodes(lane: Lane, decode_s: float, waiting: Backlog) -> None:
     assert spare_s(decode_s, lane, waiting, Running(0, 0)) == ALONE_STEPS * STEP_S
+
+
+def test_a_shared_forward_may_take_longer_only_if_no_row_decodes() -> None:
+    assert budget().shared_s(Running(0, 0)) == SHARED_ALONE_STEPS * STEP_S > ALONE_STEPS * STEP_S
+    assert budget().shared_s(ONE) == 0.0
 
 
 @given(DECODES, BACKLOGS)

@@ -488,6 +488,21 @@ def test_prompts_share_a_forward_as_far_as_the_time_allows() -> None:
     assert together(*rows, seconds=50.0, cost=replace(PASS, join_s=1.0)) == [[("a", 20, True)]]
 
 
+def test_a_forward_that_prompts_share_may_take_longer_but_no_other() -> None:
+    def forwards(*rows: PromptState) -> list[list[str]]:
+        costly = [replace(row, cost=PASS) for row in rows]
+        planned = plan(costly, spare(50.0), 1, UNBOUNDED, shared_s=90.0, enough_s=0.0)
+        return [[chunk.id for chunk in forward.chunks] for forward in planned]
+
+    rows = [short(id, 20) for id in "abcdef"]
+    assert forwards(*rows) == [["a", "b", "c", "d"]]
+    assert forwards(*(replace(row, lane="batch") for row in rows)) == [["a", "b"]]
+    [[alone]] = [
+        forward.chunks for forward in plan([replace(short("a", 80), cost=PASS)], spare(50.0), 1, 99, shared_s=90.0)
+    ]
+    assert alone.tokens == 40
+
+
 def test_prompts_of_different_packs_and_lanes_share_no_forward() -> None:
     other = short("b", 20)
     for apart in replace(other, pack=1), replace(other, pack=None), replace(other, lane="batch"):

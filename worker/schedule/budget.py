@@ -13,6 +13,10 @@ MIN_CHUNK, MAX_CHUNK = 16, 2048  # tokens of a chunk; above `MAX_CHUNK` a larger
 TOKENS_PER_S = 2000.0  # prefill speed assumed before any measurement
 # Multiple of the target that a step may last if no row decodes: it then delays only new requests and cancellations.
 ALONE_STEPS = 6
+# The same for a forward that several interactive prompts share: it delays a new request more, and computes a burst of
+# prompts in larger matrices. On 2 cores, tokens of prompts of 75 tokens took 4.5 ms each with six targets, 3.2 with
+# fifteen.
+SHARED_ALONE_STEPS = 15
 # While prompts wait, a gap between two tokens of a row may last this multiple of the target, ...
 GAP_STEPS = 3
 # ... or at most this multiple of the decode time, if decoding alone takes more than half of that.
@@ -237,6 +241,11 @@ class StepBudget:
         cost_s = decode_s + self.cost.forward_s
         left_s = longest_gap_s(self._step_s, decode_s) / self.overrun - cost_s
         return cost_s / left_s if left_s > 0 else inf
+
+    def shared_s(self, running: Running) -> float:
+        """Return the seconds that a step's first forward may take, although they exceed `spare_s`, if several
+        interactive prompts share it; 0 if rows decode."""
+        return 0.0 if running.rows else SHARED_ALONE_STEPS * self._step_s
 
     def spare_s(self, running: Running, elapsed_s: float, backlog: Backlog) -> dict[Lane, float]:
         """Return the seconds that each lane's prompts may take in a step; 0 or less leaves no time. Both lanes share

@@ -123,14 +123,16 @@ def plan(
     step: int,
     longest: int,
     *,
+    shared_s: float = 0.0,
     enough_s: float = inf,
     order: Callable[[Iterable[PromptState], int], list[PromptState]] = in_order,
 ) -> list[Forward]:
     """Return the forwards of a step. Spends each lane's seconds on the prompts in order, each in one forward at most;
     the time that interactive ones take is not left for offline ones. The first prompt always advances, if only by a few
     tokens; an offline one does so in one step in `OFFLINE_EVERY`. `step`: number of the step, counting up. `longest`:
-    most tokens of a forward. `enough_s`: once prompts have taken this long, no further forward begins, since rows that
-    have joined should decode."""
+    most tokens of a forward. `shared_s`: the first forward may take this long, if that is more, in order that several
+    interactive prompts share it. `enough_s`: once prompts have taken this long, no further forward begins, since rows
+    that have joined should decode."""
     forwards, spent_s = list[Forward](), 0.0
     rows = order(prompts, step)
     while rows and (not forwards or spent_s < enough_s):
@@ -139,7 +141,8 @@ def plan(
         chunk = _chunk(rows[0], left_s, longest, first=forced)
         if chunk is None:
             break
-        forward = _shared(chunk, rows, left_s, longest)
+        most_s = shared_s if rows[0].lane == "interactive" and not forwards else 0.0
+        forward = _shared(chunk, rows, max(left_s, most_s), longest)
         forwards.append(forward)
         spent_s += forward.seconds
         computed = {each.id for each in forward.chunks}

@@ -254,7 +254,8 @@ class PrefillQueue:
             decode_s = self._decode_s(running) + running.step_copy_bytes * budget.cost.grown_s
             rows = Running(len(running), running.num_interactive, decode_s)
         spare_s = budget.spare_s(rows, elapsed_s, backlog(prompts))
-        forwards = plan(prompts, spare_s, self._step, longest, enough_s=rows.decode_s)
+        shared_s = budget.shared_s(rows)
+        forwards = plan(prompts, spare_s, self._step, longest, shared_s=shared_s, enough_s=rows.decode_s)
         if rows.rows:
             planned_s = elapsed_s + sum(forward.seconds for forward in forwards) + rows.decode_s
             self._planned = planned_s, kind_of(forwards)
