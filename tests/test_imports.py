@@ -32,6 +32,7 @@ TABLE = {
     # These run in the daemon's environment, and import it when they are called.
     "sluice.cli.commands.worker": May("sluice worker", "rich typer"),
     "sluice.cli.commands.prefix": May("sluice worker", "rich typer"),
+    "sluice.cli.terminal.prefixes": May("sluice worker", "rich typer"),
     "sluice.cli.commands.check": May("sluice worker", "rich typer"),
     "sluice.cli.batch.schedule": May("sluice worker", "rich typer"),
     # Leaves: modules that every other one may know.

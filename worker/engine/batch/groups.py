@@ -295,10 +295,9 @@ class Groups:
         trusted = [group for group in self._groups if not any(row.suspect for row in group.rows)]
         classes = [class_of(row.end, self._bounds) for group in trusted for row in group.rows]
         better = regroup([group.lengths for group in trusted], self._cost.cost(), classes)
-        if better is None:
-            return
         rows = [row for group in trusted for row in group.rows]
-        if not self._make_room(targets := [[rows[i] for i in group] for group in better]):
+        targets = [[rows[i] for i in group] for group in better or ()]
+        if not targets or not self._make_room(targets):
             return
         self._stopwatch.invalidate()
         for destination, members in destinations(targets, trusted, self._new_group):
@@ -313,20 +312,15 @@ class Groups:
     def _group_for(self, row: Row, joining: Mapping[DecodeBatch, list[Row]] = MappingProxyType({})) -> DecodeBatch:
         """Return the group for a row, of its length class, or a new one. A suspect always gets a new one. `joining`:
         rows that are about to join these groups, of which some may be new."""
-        rows_of = {
-            group: [*group.rows, *joining.get(group, ())] for group in {**dict.fromkeys(self._groups), **joining}
-        }
+        rows_of = {group: [*group.rows, *joining.get(group, ())] for group in dict.fromkeys([*self._groups, *joining])}
         trusted = {group: rows for group, rows in rows_of.items() if not any(each.suspect for each in rows)}
-        groups = [] if row.suspect else self._of_class(row, trusted)
+        same_class = self.decoding([*trusted.values()]).of_class(class_of(row.end, self._bounds), self._bounds)
+        groups = [] if row.suspect else [[*trusted][i] for i in same_class]
         index = place(row.length, [[each.length for each in trusted[group]] for group in groups], self._cost.cost())
         if index == len(groups):
             return self._new_group()
         after = [[*rows, *([row] if group is groups[index] else [])] for group, rows in trusted.items()]
         return groups[index] if self._make_room(after) else self._new_group()
-
-    def _of_class(self, row: Row, groups: Mapping[DecodeBatch, list[Row]]) -> list[DecodeBatch]:
-        number, decoding = class_of(row.end, self._bounds), self.decoding([*groups.values()])
-        return [[*groups][i] for i in decoding.of_class(number, self._bounds)]
 
     def _group_of(self, row: Row) -> DecodeBatch:
         return next(group for group in self._groups if row in group.rows)

@@ -31,7 +31,8 @@ class EngineCaches:
         prefix_bytes = max_bytes - draft_bytes - features_bytes
         self.prefix = PrefixCache(model.network, prefix_bytes, tier) if max_bytes > 0 else None
         self.draft = _draft_of(model, draft_bytes)
-        self.features = FeatureCache(features_bytes, StoredFeatures(tier) if tier else None) if model.vision else None
+        stored = StoredFeatures(tier) if tier else None
+        self.features = FeatureCache(features_bytes, stored) if model.vision else None
         caches = (self.prefix, self.draft.prefix if self.draft else None, self.features)
         self._all = [cache for cache in caches if cache is not None]
 
