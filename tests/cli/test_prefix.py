@@ -15,7 +15,7 @@ from sluice.cli.commands.prefix import _warmed
 from sluice.cli.errors import CliError
 from tests.prefix_store.segments import files, read, segment, store, written
 from worker.chat.warm import Warmed
-from worker.prefix_store.files.names import model_digest, model_record
+from worker.prefix_store.files.names import IMAGE_FEATURES, model_digest, model_record
 from worker.prefix_store.folder.folder import Folder
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.records.memory import Held, HeldNode
@@ -250,6 +250,17 @@ def test_hits_age_and_memory_are_listed(folder: Path) -> None:
     assert found == {1: (0, 0, 0), 11: (2, 1_000_000, 4), 30: (2, 3_000_000, 4)}
     assert all(0 <= each["age_s"] < 60 for each in listed.values())
     assert {each["memory_bytes"] for each in run(folder, "list", "--json")} == {0}  # no worker runs
+
+
+def test_features_of_images_are_told_from_prefixes(tmp_path: Path) -> None:
+    image = (IMAGE_FEATURES + 7,) * 12
+    written(tmp_path, segment((1, 2, 3)), segment(image))
+    listed = {each["tokens"]: each["kind"] for each in run(tmp_path, "list", "--json")}
+    assert listed == {3: "prefix", 12: "image"}
+    (file,) = [each for each in files(tmp_path) if "-0-12-" in each.name]
+    file.write_bytes(b"damaged")
+    listed = {each["tokens"]: each["kind"] for each in run(tmp_path, "list", "--json")}
+    assert listed == {3: "prefix", 12: None}
 
 
 def test_the_table_keeps_ids_and_numbers_whole_in_80_columns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
