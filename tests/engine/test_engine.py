@@ -58,7 +58,7 @@ def test_rows_that_join_leave_and_are_preempted_equal_their_answers_alone(family
             run.add(str(i), tokens, max_tokens=max_tokens, top_logprobs=0)
         for id in [id for id, after in cancelled.items() if run.steps == 2 * int(id) + after]:
             run.engine.remove(id)
-        if rng.random() < 0.3 and run.active:
+        if rng.random() < 0.45 and run.active:
             preempted.add(id := rng.choice(run.active))
             run.preempt(id)
         elif rng.random() < 0.3:
@@ -67,7 +67,7 @@ def test_rows_that_join_leave_and_are_preempted_equal_their_answers_alone(family
             run.readmit()
         run.step()
         assert run.steps < 2000
-    assert len(preempted) > 3
+    assert len(preempted) > 2
     for i in NINE:
         expected, generated = outcomes_alone(family, i), run.generated[str(i)]
         if str(i) in cancelled:
