@@ -69,6 +69,13 @@ def about(family: str, *images: tuple[int, int, int], seed: int) -> Prompt:
     return cases.prompt(family, 6, *images, 5, seed=seed)
 
 
+def store_features(folder: Path, **more: Any) -> None:
+    """Let a worker answer about an image, and end. `more`: of the request."""
+    run = Seeing("qwen2_vl", folder)
+    run.look(about("qwen2_vl", IMAGE, seed=1), **more)
+    run.close()
+
+
 def raw(features: Features) -> list[tuple[object, ...]]:
     return [(array.dtype, array.shape, memoryview(array).tobytes()) for array in features.arrays]  # type: ignore[arg-type]
 
@@ -160,9 +167,7 @@ def test_an_image_that_the_prefix_has_is_not_loaded(tmp_path: Path, monkeypatch:
 
 def test_tenants_do_not_find_each_others_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = counted("qwen2_vl", monkeypatch)
-    first = Seeing("qwen2_vl", tmp_path)
-    first.look(about("qwen2_vl", IMAGE, seed=1), namespace="a")
-    first.close()
+    store_features(tmp_path, namespace="a")
     again = Seeing("qwen2_vl", tmp_path)
     for namespace in ("a", "b"):
         again.look(about("qwen2_vl", IMAGE, seed=2), namespace=namespace)
@@ -174,9 +179,7 @@ def test_a_bad_file_is_removed_and_the_image_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looked = counted("qwen2_vl", monkeypatch)
-    first = Seeing("qwen2_vl", tmp_path)
-    first.look(about("qwen2_vl", IMAGE, seed=1))
-    first.close()
+    store_features(tmp_path)
     (path,) = features_on_disk(tmp_path)
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
@@ -190,9 +193,7 @@ def test_a_bad_file_is_removed_and_the_image_encoded(
 
 def test_an_image_is_encoded_when_the_folder_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = counted("qwen2_vl", monkeypatch)
-    first = Seeing("qwen2_vl", tmp_path)
-    first.look(about("qwen2_vl", IMAGE, seed=1))
-    first.close()
+    store_features(tmp_path)
     read_segment = Reader._read_segment
 
     def hang(*arguments: Any) -> Any:
@@ -209,9 +210,7 @@ def test_an_image_is_encoded_when_the_folder_hangs(tmp_path: Path, monkeypatch: 
 
 def test_an_image_that_is_encoded_faster_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = counted("qwen2_vl", monkeypatch)
-    first = Seeing("qwen2_vl", tmp_path)
-    first.look(about("qwen2_vl", IMAGE, seed=1))
-    first.close()
+    store_features(tmp_path)
     monkeypatch.undo()
     looked = counted("qwen2_vl", monkeypatch)
     again = Seeing("qwen2_vl", tmp_path)
@@ -273,9 +272,7 @@ def test_the_list_tells_images_from_prefixes(tmp_path: Path) -> None:
 
 
 def test_files_of_images_for_waiting_requests_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Seeing("qwen2_vl", tmp_path)
-    first.look(about("qwen2_vl", IMAGE, seed=1))
-    first.close()
+    store_features(tmp_path)
     again = Seeing("qwen2_vl", tmp_path)
     again.submit(cases.image_request("qwen2_vl", "a", about("qwen2_vl", IMAGE, seed=2), ANSWER))
     (ahead,) = again.engine._prefills._ahead["a"]
@@ -286,9 +283,7 @@ def test_files_of_images_for_waiting_requests_are_read_ahead(tmp_path: Path, mon
 
 
 def test_prompts_that_share_a_reading_compute_nothing_unplanned_when_it_ends(tmp_path: Path) -> None:
-    first = Seeing("qwen2_vl", tmp_path)
-    first.look(about("qwen2_vl", IMAGE, seed=1))
-    first.close()
+    store_features(tmp_path)
     again = Seeing("qwen2_vl", tmp_path)
     given = {str(seed): about("qwen2_vl", IMAGE, seed=seed) for seed in range(2, 8)}
     for id, each in given.items():

@@ -26,7 +26,7 @@ from worker.schedule.memory import MemoryModel
 _UNKNOWN_CONTEXT = 4096  # tokens, if a config has no length: short enough to be safe
 
 
-# What the features of an image depend on besides the model: how it is resized and normalized, and the encoder.
+# They resize and normalize images, and compute their features.
 _IMAGE_LIBRARIES = "mlx-vlm", "transformers", "pillow"
 
 

@@ -77,8 +77,9 @@ class EngineCaches:
             self.prefix.spill_row(row.request.namespace, row.cache_key(), preempted.snapshot.row, limit_of)
 
     def read_images_ahead(self, request: GenerationRequest, start: int, limit_of: LoadLimit) -> list[ReadAhead]:
-        """Bring the features of a waiting request's images from disk into the system's page cache if loading them now
-        would be worthwhile: of those that end after index `start`. Ends if the caller drops the returned objects."""
+        """Bring the stored features of a waiting request's images into the system's page cache, if loading them now
+        would be worthwhile. `start`: images that end before this index are not needed. Ends if the caller drops the
+        returned objects."""
         if self.features is None or self.features.stored is None:
             return []
         stored, namespace = self.features.stored, request.namespace

@@ -184,8 +184,8 @@ class DiskTier:
             yield layer
 
     def forget(self, namespace: str, tokens: tuple[int, ...]) -> list[Reading]:
-        """Remove the files along these tokens, and end the readings of them, also of those that are done. Returns these
-        readings."""
+        """Remove the files along these tokens. Cancels and returns the readings of them that requests hold, finished
+        ones included."""
         ended = [reading for reading in self._readings if reading.chain.is_along(namespace, tokens)]
         for reading in ended:
             reading.cancel()
