@@ -21,14 +21,15 @@ def random_checkpoint(
     hidden: int = 1024,
     layers: int = 12,
     kv_heads: int | None = None,
+    dtype: mx.Dtype = mx.float32,
     never_sampled: Sequence[int] = (),
 ) -> Path:
-    """Write a dense qwen3 in fp32, and return the folder. With the defaults a step of eight rows takes some 30 to 60 ms
-    on two cores. `never_sampled`: tokens whose logit is always 0, which is below the largest."""
+    """Write a dense qwen3, and return the folder. With the defaults a step of eight rows takes some 30 to 60 ms on two
+    cores. `never_sampled`: tokens whose logit is always 0, which is below the largest."""
     config = {**_dense(hidden, layers), "model_type": "qwen3", "eos_token_id": 2}
     if kv_heads:
         config["num_key_value_heads"] = kv_heads
-    return _write_random(folder, config, qwen3.Model, qwen3.ModelArgs, never_sampled)
+    return _write_random(folder, config, qwen3.Model, qwen3.ModelArgs, dtype, never_sampled)
 
 
 def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8, never_sampled: Sequence[int] = ()) -> Path:
@@ -45,7 +46,7 @@ def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8, never
         },
     }  # fmt: skip
     config = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False, "eos_token_id": 2}
-    return _write_random(folder, config, qwen3_5.Model, qwen3_5.ModelArgs, never_sampled)
+    return _write_random(folder, config, qwen3_5.Model, qwen3_5.ModelArgs, mx.float32, never_sampled)
 
 
 def tiny_chat_in_fp32(folder: Path) -> Path:
@@ -64,10 +65,16 @@ def _dense(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def _write_random(
-    folder: Path, config: dict[str, Any], model: type[nn.Module], args: Any, never_sampled: Sequence[int] = ()
+    folder: Path,
+    config: dict[str, Any],
+    model: type[nn.Module],
+    args: Any,
+    dtype: mx.Dtype,
+    never_sampled: Sequence[int],
 ) -> Path:
     mx.random.seed(0)
-    weights = dict(tree_flatten(model(args.from_dict(config)).parameters()))
+    parameters = tree_map(lambda array: array.astype(dtype), model(args.from_dict(config)).parameters())
+    weights = dict(tree_flatten(parameters))
     if never_sampled:
         [head] = (weight for name, weight in weights.items() if name.endswith("lm_head.weight"))
         head[mx.array([*never_sampled])] = 0  # the largest logit is always above 0

@@ -1,7 +1,9 @@
-"""The two models that servers are compared with."""
+"""The models that servers are compared with: two small ones for CPUs, and one for GPUs."""
 
 from collections.abc import Callable
 from pathlib import Path
+
+import mlx.core as mx
 
 from scripts.benchmarks.batch import non_word_tokens
 from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
@@ -17,4 +19,10 @@ def hybrid(folder: Path) -> Path:
     return hybrid_checkpoint(folder, never_sampled=non_word_tokens())
 
 
-MODELS: dict[str, Callable[[Path], Path]] = {"plain": dense, "hybrid": hybrid}
+def large(folder: Path) -> Path:
+    """Write a dense model of 1.4 billion parameters in bfloat16 (the layers of Qwen3-1.7B), and return the folder."""
+    return random_checkpoint(folder, hidden=2048, layers=28, dtype=mx.bfloat16, never_sampled=non_word_tokens())
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {"plain": dense, "hybrid": hybrid, "large": large}
+DEFAULT = ("plain", "hybrid")

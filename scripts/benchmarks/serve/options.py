@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.serve import servers, trace
-from scripts.benchmarks.serve.models import MODELS
+from scripts.benchmarks.serve import models, servers, trace
 from scripts.benchmarks.serve.scenarios import DEFAULT, SCENARIOS, Options
 from scripts.benchmarks.serve.servers import MLX_SERVER, Contender
 from scripts.benchmarks.serve.workload import Mix
@@ -45,8 +44,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_what(group: Any) -> None:
     defaults = Options()
-    group.add_argument("--model", type=_model, nargs="+", default=[*MODELS], metavar="MODEL",
-                       help="plain, hybrid, or the folder of a checkpoint; default: plain hybrid")  # fmt: skip
+    group.add_argument("--model", type=_model, nargs="+", default=[*models.DEFAULT], metavar="MODEL",
+                       help="plain, hybrid, large (1.4 billion parameters, for a GPU), or the folder of a checkpoint; "
+                            "default: plain hybrid")  # fmt: skip
     group.add_argument("--scenario", choices=SCENARIOS, nargs="+", metavar="NAME",
                        help=f"default: {' '.join(DEFAULT)}, or trace if a trace is given")  # fmt: skip
     group.add_argument("--chats", type=positive, nargs="+", default=[*defaults.chats], metavar="N",
@@ -125,8 +125,10 @@ def new_file(text: str) -> Path:
 
 
 def _model(text: str) -> str:
-    if text not in MODELS and not (Path(text) / "config.json").is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither plain nor hybrid, nor a folder with a config.json")
+    if text not in models.MODELS and not (Path(text) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(models.MODELS)}, nor a folder with a config.json"
+        )
     return text
 
 
