@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -63,8 +64,12 @@ async def serve(settings: Settings) -> None:
 
 
 async def _import(module: str) -> None:
-    """Import a module on a thread."""
-    await asyncio.to_thread(_import_on_thread, module)
+    """Import a module on a thread of its own, because a thread can clear its streams only once."""
+    thread = ThreadPoolExecutor(1, "import")
+    try:
+        await asyncio.get_running_loop().run_in_executor(thread, _import_on_thread, module)
+    finally:
+        thread.shutdown(wait=False)
 
 
 def _import_on_thread(module: str) -> None:
