@@ -169,11 +169,12 @@ def _engine(settings: Settings, metrics: MetricsSink) -> "EngineThread":
     from worker.engine.device import memory_for_model
     from worker.engine.thread import EngineThread
 
+    memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
     return EngineThread(
-        partial(_open, settings),
+        partial(_open, settings, memory),
         step_s=settings.step_ms / 1000,
         rows=settings.max_rows,
-        memory=memory_for_model(settings.memory_gb, settings.memory_headroom_gb),
+        memory=memory,
         prefix_bytes=None if settings.prefix_cache_gb is None else int(settings.prefix_cache_gb * 1e9),
         disk=_store_options(settings),
         disk_bits=None if settings.prefix_disk_bits == "exact" else int(settings.prefix_disk_bits),
@@ -216,9 +217,11 @@ async def _work(worker: "QueueWorker", batches: "BatchDirectory | None", ending:
         ending.when(force_stop, _THREADS_S, 0)
 
 
-def _open(settings: Settings) -> "Model":
+def _open(settings: Settings, memory: int) -> "Model":
+    from worker.engine.device import set_memory_limits
     from worker.engine.model.load import open_model
 
+    set_memory_limits(memory)
     model = open_model(settings.model, vision=settings.vision == "auto", trusted=settings.trust_model_code)
     if settings.specprefill_draft_model is not None:
         from worker.engine.prefill.draft import with_draft

@@ -1,12 +1,13 @@
 """The memory of the device, and the limits that Linux sets."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from worker.engine.device import control_group_limits, describe, memory_limit, runs_ahead
+from worker.engine.device import control_group_limits, describe, memory_limit, runs_ahead, set_memory_limits
 
 
 def limits(root: Path, membership: str, files: dict[str, str]) -> list[int]:
@@ -46,6 +47,28 @@ def test_without_control_groups_there_are_no_limits(tmp_path: Path) -> None:
 def test_device_has_memory_and_a_name() -> None:
     assert memory_limit() > 100_000_000
     assert describe()
+
+
+@pytest.fixture
+def wired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Collects the bytes that MLX is told to keep resident. Other limits are restored."""
+    before, limits = mx.get_memory_limit(), list[int]()
+    monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    yield limits
+    mx.set_memory_limit(before)
+
+
+def test_mlx_is_told_how_much_memory_it_may_hold(wired: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
+    set_memory_limits(3 * 10**9)
+    assert mx.get_memory_limit() == 3 * 10**9
+    assert not wired
+
+
+def test_memory_of_a_macs_gpu_stays_resident(wired: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 12 * 10**9})
+    set_memory_limits(3 * 10**9)
+    assert wired == [12 * 10**9]
 
 
 @pytest.mark.timing

@@ -26,6 +26,15 @@ def memory_for_model(wanted_gb: float | None, headroom_gb: float) -> int:
     return max(0, wanted - int(headroom_gb * 1e9))
 
 
+def set_memory_limits(nbytes: int) -> None:
+    """Let MLX release the buffers that it keeps for later use before it holds more than `nbytes` in all, and keep the
+    memory of a Mac's GPU resident: macOS may otherwise page out the weights of a worker that is idle, and the next
+    answer would be slow (from macOS 15 on). For the whole process, before weights are loaded."""
+    mx.set_memory_limit(nbytes)
+    if resident := mx.device_info().get("max_recommended_working_set_size"):
+        mx.set_wired_limit(int(resident))
+
+
 def control_group_limits(root: Path = Path("/")) -> Iterator[int]:
     """Yield the memory limits in bytes that Linux sets for this process: those of its control group and of its parents.
     Empty on other systems."""
