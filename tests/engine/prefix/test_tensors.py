@@ -93,7 +93,7 @@ def test_an_array_is_dequantized_in_pieces(monkeypatch: pytest.MonkeyPatch, valu
     monkeypatch.setattr("worker.engine.prefix.tensors._PIECE_VALUES", values)
     array, done = mx.random.normal((1, 3, 7, 64)), list[int]()
     mx.eval(array)
-    whole = mx.dequantize(*mx.quantize(array, 64, 8), group_size=64, bits=8)
+    whole = mx.dequantize(*mx.quantize(array, 64, 8, stream=mx.cpu), group_size=64, bits=8, stream=mx.cpu)
     (found,) = read_back([*quantized_tensors(array, 64)], [64], done.append)
     assert mx.array_equal(found, whole).item()
     assert sum(done) == array.nbytes
