@@ -243,14 +243,14 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("worker.schedule.plan", "import mlx.core as mx", "mlx.core"),
-        ("worker.schedule.plan", "import time", "time"),
-        ("worker.schedule.plan", "from datetime import datetime", "datetime.datetime"),
-        ("worker.schedule.plan", "from random import shuffle", "random.shuffle"),
-        ("worker.schedule.plan", "def late():\n    import asyncio", "asyncio"),
-        ("worker.schedule.plan", "from pathlib import Path", "pathlib.Path"),
+        ("worker.schedule.step.plan", "import mlx.core as mx", "mlx.core"),
+        ("worker.schedule.step.plan", "import time", "time"),
+        ("worker.schedule.step.plan", "from datetime import datetime", "datetime.datetime"),
+        ("worker.schedule.step.plan", "from random import shuffle", "random.shuffle"),
+        ("worker.schedule.step.plan", "def late():\n    import asyncio", "asyncio"),
+        ("worker.schedule.step.plan", "from pathlib import Path", "pathlib.Path"),
         (
-            "worker.schedule.plan",
+            "worker.schedule.step.plan",
             "from worker.text.output.stop import StopStrings",
             "worker.text.output.stop.StopStrings",
         ),
@@ -276,7 +276,7 @@ def test_an_arrow_the_wrong_way_is_named(module: str, source: str, complaint: st
     ("module", "source"),
     [
         ("worker.queue.presence", "from worker import __version__"),
-        ("worker.schedule.plan", "from collections.abc import Iterable\nfrom math import ceil"),
+        ("worker.schedule.step.plan", "from collections.abc import Iterable\nfrom math import ceil"),
         ("worker.queue.lua", "from . import scripts"),
         ("worker.text.output.stop", "from . import tokenizer\nfrom .output import Output"),
         ("worker.jobs", "from schemas import ChatRequest\nimport asyncio, json"),

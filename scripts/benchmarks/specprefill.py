@@ -22,9 +22,10 @@ from worker.engine.model.load import Model, open_model
 from worker.engine.prefill.draft import with_draft
 from worker.engine.prefill.scoring import LOOKAHEAD
 from worker.engine.upstream.mlx_lm import make_prompt_cache
-from worker.schedule.budget import MAX_CHUNK, longest_gap_s
 from worker.schedule.outcomes import SpecPrefillApplied
 from worker.schedule.request import GenerationRequest, SpecPrefillParams
+from worker.schedule.step.cost import MAX_CHUNK
+from worker.schedule.step.gap import longest_gap_s
 
 RUNS = 3
 KEEP = 0.3

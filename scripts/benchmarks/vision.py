@@ -24,9 +24,9 @@ from tests.engine.vision.checkpoints import CONFIGS, build, write_checkpoint
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
 from worker.engine.tokenizer import MLXTokenizer
-from worker.schedule.budget import longest_gap_s
 from worker.schedule.outcomes import Encoded, Outcome, Sampled
 from worker.schedule.request import GenerationRequest, ProcessedImage
+from worker.schedule.step.gap import longest_gap_s
 
 RUNS = 3
 ROWS = 8

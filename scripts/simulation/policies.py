@@ -6,17 +6,19 @@ from math import inf
 
 from scripts.simulation.costs import Costs
 from scripts.simulation.request import Request, Step
-from worker.schedule.budget import ALONE_STEPS, FirstStep, Running, StepBudget
-from worker.schedule.overruns import StepKind
-from worker.schedule.plan import Forward, PromptState, backlog, in_order, kind_of, plan
 from worker.schedule.request import Lane
+from worker.schedule.step.budget import ALONE_STEPS, Running, StepBudget
+from worker.schedule.step.cost import CostEstimate
+from worker.schedule.step.overruns import StepKind
+from worker.schedule.step.plan import Forward, PromptState, backlog, in_order, kind_of, plan
+from worker.schedule.step.waiting import FirstStep
 
 Rule = Callable[[Iterable[PromptState], int], list[PromptState]]
 _WARM_UP = (16, 64, 128) * 3  # tokens of the prompts that a worker has computed before
 
 
 def _own_s(row: PromptState) -> float:
-    return row.cost.of(row.remaining, row.done)
+    return row.cost.chunk_s(row.remaining, row.done)
 
 
 def shortest(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
@@ -80,12 +82,13 @@ class Planner:
     def __init__(self, policy: Policy, costs: Costs, step_s: float) -> None:
         self.policy = policy
         self._step_s, self._costs = step_s, costs
-        self._budget = StepBudget(step_s)
+        self._estimate = CostEstimate()
+        self._budget = StepBudget(step_s, self._estimate)
         self._planned: tuple[float, StepKind] | None = None  # seconds of the gap that the step makes, if it makes one
-        self._budget.observe_forward(costs.forward_s(1, 1))
+        self._estimate.observe_forward(costs.forward_s(1, 1))
         for tokens in _WARM_UP:
-            self._budget.observe_chunk(tokens, 0, costs.forward_s(1, tokens) + costs.overheads.chunk_s)
-            self._budget.observe_join(tokens, 0, costs.overheads.join_s)
+            self._estimate.observe_chunk(tokens, 0, costs.forward_s(1, tokens) + costs.overheads.chunk_s)
+            self._estimate.observe_join(tokens, 0, costs.overheads.join_s)
 
     def plan(self, waiting: Iterable[Request], running: Sequence[Request], step: Step) -> list[Forward]:
         """Return the forwards of a step."""
@@ -104,9 +107,9 @@ class Planner:
     def delays_first_step(self, waiting: Iterable[Request], joined: Sequence[Request], delayed_s: float) -> bool:
         """Return True if the first decode step waits for another prompt. `joined`: the rows that it would compute.
         `delayed_s`: since the first of them joined."""
-        cost = self._budget.cost
+        cost = self._estimate.now
         interactive = [request for request in waiting if request.arrival.lane == "interactive"]
-        prompts_s = (cost.of(request.total - request.done, request.done) for request in interactive)
+        prompts_s = (cost.chunk_s(request.total - request.done, request.done) for request in interactive)
         first = FirstStep(len(joined), delayed_s, self._budget.slowdown(self._decode_s(joined)))
         return self.policy.gathers and first.waits_for(prompts_s)
 
@@ -117,7 +120,7 @@ class Planner:
             request.total - request.done,
             step.began_s - request.admitted_s,
             request.arrival.lane,
-            self._budget.cost,
+            self._estimate.now,
             pack=0 if self.policy.packs else None,
         )
 
@@ -138,7 +141,7 @@ class Planner:
     def observe_forward(self, dones: Sequence[int], tokens: int, seconds: float) -> None:
         """Record the measured seconds of a prefill forward of `tokens` tokens of each prompt. `dones`: the tokens of
         each prompt before it."""
-        self._budget.observe_chunk(tokens, sum(dones) / len(dones), seconds, rows=len(dones))
+        self._estimate.observe_chunk(tokens, sum(dones) / len(dones), seconds, rows=len(dones))
 
     def observe_gap(self, seconds: float) -> None:
         """Record the measured seconds of a gap."""
@@ -149,4 +152,4 @@ class Planner:
 
     def observe_join(self, tokens: int, seconds: float) -> None:
         """Record the measured seconds of a join of a row of `tokens` tokens."""
-        self._budget.observe_join(tokens, 0, seconds)
+        self._estimate.observe_join(tokens, 0, seconds)

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import pytest
 
 from worker.engine.prefill import queue
-from worker.schedule.plan import Chunk, Forward, PromptState
 from worker.schedule.request import Lane
+from worker.schedule.step.plan import Chunk, Forward, PromptState
 
 CHUNKS = (5, 16, 3, 30)  # tokens, by step
 

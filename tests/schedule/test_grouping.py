@@ -51,7 +51,7 @@ def cheapest_runs_s(lengths: list[int], cost: StepCost) -> float:
     """Return the least seconds, by trying every beginning of every group."""
     ordered, best = sorted(lengths), [0.0]
     for end in range(1, len(ordered) + 1):
-        best.append(min(best[begin] + cost.of(end - begin, ordered[end - 1]) for begin in range(end)))
+        best.append(min(best[begin] + cost.rows_s(end - begin, ordered[end - 1]) for begin in range(end)))
     return best[-1]
 
 
@@ -64,9 +64,9 @@ def test_no_other_contiguous_groups_of_many_rows_are_cheaper(lengths: list[int],
 class Counted(StepCost):
     asked: list[int] = field(default_factory=list)
 
-    def of(self, rows: int, longest: int) -> float:
+    def rows_s(self, rows: int, longest: int) -> float:
         self.asked.append(longest)
-        return super(Counted, self).of(rows, longest)
+        return super(Counted, self).rows_s(rows, longest)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=200, max_size=512))

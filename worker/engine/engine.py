@@ -26,13 +26,13 @@ from worker.engine.step_part import step_part
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.admission import RowEstimate
 from worker.schedule.admission_plan import AdmissionPlan
-from worker.schedule.budget import GapLimit
 from worker.schedule.cache.disk import NotStored, StoreResult
 from worker.schedule.memory import MAX_ROWS, NO_IMAGES
 from worker.schedule.outcomes import Outcome, Refused, RowFailed, Sampled, frees_memory
-from worker.schedule.plan import Chunk, Forward
 from worker.schedule.report import DraftUse, PrefixUse, StepReport
 from worker.schedule.request import GenerationRequest
+from worker.schedule.step.gap import GapLimit
+from worker.schedule.step.plan import Chunk, Forward
 
 logger = logging.getLogger("sluice.engine")
 

@@ -16,9 +16,9 @@ from worker.schedule.admission import (
     group_lengths,
     image_demand,
 )
-from worker.schedule.budget import MAX_CHUNK
 from worker.schedule.classes import Bounds, Decoding, Trial, choose_bounds, class_of, rows_after, still_waiting
 from worker.schedule.memory import CHUNK, NO_IMAGES, ImageDemand
+from worker.schedule.step.cost import MAX_CHUNK
 
 NO_GROUP = -1  # group number of a row that does not decode yet
 _ROWS_TRIED = 32  # first waiting rows for which bounds are tried

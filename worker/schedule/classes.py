@@ -123,7 +123,7 @@ def rate_in_turns(lengths: Iterable[int], bounds: Bounds, cost: StepCost, most_r
     seconds, rows = 0.0, 0
     for each in filter(None, by_class(lengths, bounds)):
         rows_at_once = max(1, min(len(each), most_rows(max(each))))
-        seconds += len(each) * cost.of(rows_at_once, max(each)) / rows_at_once
+        seconds += len(each) * cost.rows_s(rows_at_once, max(each)) / rows_at_once
         rows += len(each)
     return rows / seconds if seconds else 0.0
 

@@ -25,13 +25,13 @@ class StepCost:
     row_s: float = 0.0
     cell_s: float = 0.0
 
-    def of(self, rows: int, longest: int) -> float:
+    def rows_s(self, rows: int, longest: int) -> float:
         """Return the seconds of a group of `rows`, of which the longest has `longest` tokens; 0 without rows."""
         return self.group_s + rows * (self.row_s + longest * self.cell_s) if rows else 0.0
 
     def step_s(self, groups: Sequence[Sequence[int]]) -> float:
         """Return the seconds of a step of these groups, given by their rows' lengths in tokens."""
-        return sum(self.of(len(group), max(group, default=0)) for group in groups)
+        return sum(self.rows_s(len(group), max(group, default=0)) for group in groups)
 
 
 class MeasuredCost:
@@ -69,7 +69,7 @@ class MeasuredCost:
         """Return the rows of each of these groups, and the part of a step's seconds that it is expected to have
         taken."""
         cost = self.cost()
-        expected = [cost.of(len(group), max(group, default=0)) for group in groups]
+        expected = [cost.rows_s(len(group), max(group, default=0)) for group in groups]
         whole_s = sum(expected)
         shares = [each / whole_s for each in expected] if whole_s else [1 / len(groups)] * len(groups)
         return [(len(group), share * seconds) for group, share in zip(groups, shares, strict=True)]
@@ -89,18 +89,18 @@ def place(length: int, groups: Sequence[Sequence[int]], cost: StepCost) -> int:
 def placing(groups: Sequence[Sequence[int]], cost: StepCost) -> Callable[[int], int]:
     """Return `place` for these groups as a function of a row's length, for many rows."""
     shapes = [(len(group), max(group, default=0)) for group in groups]
-    now_s = [cost.of(rows, longest) for rows, longest in shapes]
+    now_s = [cost.rows_s(rows, longest) for rows, longest in shapes]
     before_s = sum(now_s)
 
     def at(length: int) -> int:
         if not shapes:
             return 0
         added_s = [
-            cost.of(rows + 1, max(length, longest)) - each_s
+            cost.rows_s(rows + 1, max(length, longest)) - each_s
             for (rows, longest), each_s in zip(shapes, now_s, strict=True)
         ]
         least_s = min(added_s)
-        alone_s, together_s = before_s + cost.of(1, length), before_s + least_s
+        alone_s, together_s = before_s + cost.rows_s(1, length), before_s + least_s
         return len(shapes) if alone_s < _LEAST_GAIN * together_s else added_s.index(least_s)
 
     return at

@@ -8,9 +8,12 @@ from tests.engine.tiny import model, prompt
 from worker.engine.batch.row import Row
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.schedule.budget import FIRST_STEP_WITHIN_S, StepBudget, longest_gap_s
-from worker.schedule.plan import Chunk
 from worker.schedule.request import GenerationRequest, Lane
+from worker.schedule.step.budget import StepBudget
+from worker.schedule.step.cost import CostEstimate
+from worker.schedule.step.gap import longest_gap_s
+from worker.schedule.step.plan import Chunk
+from worker.schedule.step.waiting import FIRST_STEP_WITHIN_S
 
 STEP_S, DECODE_S, TOKENS_PER_S = 0.1, 0.09, 2000
 ROOM = 10**9
@@ -57,7 +60,7 @@ def planned(made: PrefillQueue, running: Running | None = None, *, forward_s: fl
 
 
 # Planned for prompts within the longest gap, before their costs are measured.
-MOST_S = longest_gap_s(STEP_S, DECODE_S) / StepBudget(STEP_S).overrun - DECODE_S
+MOST_S = longest_gap_s(STEP_S, DECODE_S) / StepBudget(STEP_S, CostEstimate()).overrun - DECODE_S
 
 
 def test_interactive_backlog_gets_the_longest_gap_and_an_offline_one_the_rest_of_the_target() -> None:
@@ -152,7 +155,7 @@ def test_a_first_step_of_rows_that_were_never_measured_waits_as_for_slow_ones() 
     rows = Running(rows=20, step_s=0.02, most_measured=20)
     assert not made.delays_first_step(rows, FIRST_STEP_WITHIN_S)
     for _ in range(50):
-        made._budgets["prefill"].observe_chunk(100, 0, 1.0)
+        made._costs["prefill"].observe_chunk(100, 0, 1.0)
     assert not made.delays_first_step(rows, FIRST_STEP_WITHIN_S)
     assert made.delays_first_step(replace(rows, most_measured=1), FIRST_STEP_WITHIN_S)
 

@@ -11,11 +11,11 @@ from tests.engine.driver import Run
 from tests.engine.speculation.oracle import pause_nothing, recurrence_of
 from tests.engine.tiny import model, prompt
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.budget import GapLimit
 from worker.schedule.outcomes import Speculated
 from worker.schedule.request import GenerationRequest
 from worker.schedule.speculation.backoff import LONGEST_PAUSE, PAUSE_AFTER_JOIN
 from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
+from worker.schedule.step.gap import GapLimit
 
 ANSWER = 100
 

@@ -215,7 +215,7 @@ def test_an_image_that_is_encoded_faster_is_not_loaded(tmp_path: Path, monkeypat
     looked = counted("qwen2_vl", monkeypatch)
     again = Seeing("qwen2_vl", tmp_path)
     for _ in range(50):
-        again.engine._prefills._budgets["encoding"].observe_chunk(1_000_000, 0, 1e-3)
+        again.engine._prefills._costs["encoding"].observe_chunk(1_000_000, 0, 1e-3)
     again.look(about("qwen2_vl", IMAGE, seed=2))
     assert len(looked) == 1
     again.close()

@@ -16,9 +16,9 @@ from worker.engine.batch.verifications import Verifications
 from worker.engine.isolation import Attempt, isolate
 from worker.engine.speculation.mtp.trunk import Network
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.budget import GapLimit
 from worker.schedule.classes import Bounds, Decoding, class_of
 from worker.schedule.grouping import MeasuredCost, place, regroup
+from worker.schedule.step.gap import GapLimit
 
 _Collect = Callable[[DecodeBatch], list[StepToken]]
 _REBALANCE_EVERY = 32  # steps between two checks if other groups would be faster
@@ -194,7 +194,7 @@ class Groups:
     @property
     def forward_s(self) -> float:
         """Estimated seconds of a step of a single row without cached tokens."""
-        return self._cost.cost().of(1, 0)
+        return self._cost.cost().rows_s(1, 0)
 
     @property
     def lengths(self) -> list[list[int]]:

@@ -24,13 +24,23 @@ from worker.engine.prefill.task import Advanced, PromptTask
 from worker.engine.prefill.together import SharedForwards
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.prefix_store.ahead import ReadAhead
-from worker.schedule.budget import FirstStep, PromptCost, Running, StepBudget
 from worker.schedule.cache.disk import LoadSize, load_limit_s
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
-from worker.schedule.overruns import StepKind
-from worker.schedule.plan import Chunk, Forward, PromptState, backlog, kind_of, may_advance, plan
 from worker.schedule.request import GenerationRequest
+from worker.schedule.step.budget import Running, StepBudget
+from worker.schedule.step.cost import CostEstimate, PromptCost
+from worker.schedule.step.overruns import StepKind
+from worker.schedule.step.plan import (
+    Chunk,
+    Forward,
+    PromptState,
+    backlog,
+    kind_of,
+    may_advance,
+    plan,
+)
+from worker.schedule.step.waiting import FirstStep
 
 _INSERT_TOKENS_PER_S = 1e6  # of what another thread has read, until it is measured
 _FAR_MORE = 2  # times as many rows as were measured: their decode step is not extrapolated from measured ones
@@ -83,15 +93,15 @@ class PrefillQueue:
         self._ahead: dict[str, list[ReadAhead]] = {}  # by the ids of requests that wait to be admitted
         self._shared = SharedForwards(self._network, model.costs, self._head)
         self._step = 0
-        self._step_s = step_s
         self._began_s = 0.0  # time at which the step began
         self._planned: tuple[float, StepKind] | None = None  # seconds of the gap that the step makes, if it makes one
-        self._budgets: dict[Phase, StepBudget] = {
+        self._costs: dict[Phase, CostEstimate] = {
             # One layer of a vision encoder counts as a few tokens; until its speed is measured, advance by one token.
-            "encoding": StepBudget(step_s, model.costs.encoder.tokens_per_s, least=1),
-            "prefill": StepBudget(step_s),
-            "loading": StepBudget(step_s, _INSERT_TOKENS_PER_S),
+            "encoding": CostEstimate(model.costs.encoder.tokens_per_s, least=1),
+            "prefill": CostEstimate(),
+            "loading": CostEstimate(_INSERT_TOKENS_PER_S),
         }
+        self._budget = StepBudget(step_s, self._costs["prefill"])
         self._ratio = model.costs.weights_bytes / max(1, weights_bytes(model.draft.network)) if model.draft else 1.0
 
     def __len__(self) -> int:
@@ -116,7 +126,7 @@ class PrefillQueue:
 
     def cost(self, phase: Phase) -> PromptCost:
         """Return the current estimate of what a chunk in this phase costs."""
-        return self._budgets[phase].cost
+        return self._costs[phase].now
 
     # Prompts
 
@@ -173,25 +183,23 @@ class PrefillQueue:
         has chosen the tokens to keep or has computed all of them."""
         if request.specprefill is None or request.kept_ranges is not None or request.resume_tokens:
             return []
-        # Until it is measured, the draft counts as faster than the model by the ratio of their sizes. The budget is
+        # Until it is measured, the draft counts as faster than the model by the ratio of their sizes. Its estimate is
         # created with the first prompt that may be scored: by then the model has most likely been measured.
-        self._budgets.setdefault(
-            "scoring", StepBudget(self._step_s, self._ratio / max(self.cost("prefill").token_s, 1e-9))
-        )
+        self._costs.setdefault("scoring", CostEstimate(self._ratio / max(self.cost("prefill").token_s, 1e-9)))
         return [Score(request, request.specprefill, draft, self._is_worthwhile, window, self._model.costs.draft_tokens)]
 
     def _load_limit_s(self, load: LoadSize) -> float | None:
-        return load_limit_s(load, self.cost("prefill").of(load.tokens, load.start))
+        return load_limit_s(load, self.cost("prefill").chunk_s(load.tokens, load.start))
 
     def _image_load_limit_s(self, load: LoadSize) -> float | None:
         # Even a small image takes a whole run of the encoder.
-        return load_limit_s(load, self.cost("encoding").of(load.tokens, load.start), min_tokens=0)
+        return load_limit_s(load, self.cost("encoding").chunk_s(load.tokens, load.start), min_tokens=0)
 
     def _is_worthwhile(self, scored: int, tokens: int, keep: float) -> bool:
         """Return True if scoring `scored` tokens, and then computing the share `keep` of `tokens`, is expected to be
         faster than computing all of them."""
         target, draft = self.cost("prefill"), self.cost("scoring")
-        return draft.of(scored, 0) + target.of(int(keep * tokens), 0) < target.of(tokens, 0)
+        return draft.chunk_s(scored, 0) + target.chunk_s(int(keep * tokens), 0) < target.chunk_s(tokens, 0)
 
     def remove(self, id: str) -> None:
         """Drop a prompt and what it has computed, or what is read ahead for it. An unknown id is ignored."""
@@ -215,14 +223,14 @@ class PrefillQueue:
     # Costs
 
     def observe_join(self, tokens: int, growth: int, seconds: float) -> None:
-        """Record the measured seconds of a row's join: see `StepBudget.observe_join`."""
-        self._budgets["prefill"].observe_join(tokens, growth, seconds)
+        """Record the measured seconds of a row's join: see `CostEstimate.observe_join`."""
+        self._costs["prefill"].observe_join(tokens, growth, seconds)
 
     def observe_gap(self, seconds: float) -> None:
         """Record the measured seconds between the reports of this step and of the last one."""
         if self._planned is not None:
             planned_s, kind = self._planned
-            self._budgets["prefill"].observe_gap(planned_s, seconds, kind)
+            self._budget.observe_gap(planned_s, seconds, kind)
             self._planned = None
 
     # Steps
@@ -232,7 +240,7 @@ class PrefillQueue:
         estimated seconds of a pass over the weights."""
         self._step += 1
         self._began_s = time.monotonic()
-        self._budgets["prefill"].observe_forward(forward_s)
+        self._costs["prefill"].observe_forward(forward_s)
         self._refresh()
 
     def _refresh(self) -> None:
@@ -248,13 +256,12 @@ class PrefillQueue:
         ready = [task for task in self._tasks.values() if task.stage.ready]
         packs = self._shared.keys(ready)
         prompts = may_advance([self._state_of(task, packs[task.row.id], cost_of, copied, added) for task in ready])
-        budget = self._budgets["prefill"]
         rows = Running(0, 0)
         if running.started:
-            decode_s = self._decode_s(running) + running.step_copy_bytes * budget.cost.grown_s
+            decode_s = self._decode_s(running) + running.step_copy_bytes * cost_of("prefill").grown_s
             rows = Running(len(running), running.num_interactive, decode_s)
-        spare_s = budget.spare_s(rows, elapsed_s, backlog(prompts))
-        shared_s = budget.shared_s(rows)
+        spare_s = self._budget.spare_s(rows, elapsed_s, backlog(prompts))
+        shared_s = self._budget.shared_s(rows)
         forwards = plan(prompts, spare_s, self._step, longest, shared_s=shared_s, enough_s=rows.decode_s)
         if rows.rows:
             planned_s = elapsed_s + sum(forward.seconds for forward in forwards) + rows.decode_s
@@ -267,16 +274,16 @@ class PrefillQueue:
         as many."""
         if len(running) <= _FAR_MORE * running.most_measured:
             return running.step_s
-        return max(running.step_s, self.cost("prefill").of(len(running), 0))
+        return max(running.step_s, self.cost("prefill").chunk_s(len(running), 0))
 
     def delays_first_step(self, running: RunningRows, delayed_s: float) -> bool:
         """Return True if rows of which none has begun its answer should wait for another interactive prompt: see
         `FirstStep`. `delayed_s`: seconds since the first of these rows joined."""
-        budget = self._budgets["prefill"]
+        cost = self.cost("prefill")
         stages = [task.stage for task in self._tasks.values() if task.row.request.lane == "interactive"]
         computable = [stage for stage in stages if stage.phase == "prefill" and stage.ready]
-        first = FirstStep(len(running), delayed_s, budget.slowdown(self._decode_s(running)))
-        return first.waits_for(budget.cost.of(stage.remaining, stage.done) for stage in computable)
+        first = FirstStep(len(running), delayed_s, self._budget.slowdown(self._decode_s(running)))
+        return first.waits_for(cost.chunk_s(stage.remaining, stage.done) for stage in computable)
 
     def _state_of(
         self,
@@ -319,7 +326,7 @@ class PrefillQueue:
                 task.compute_alone()
         if shared is None:
             return 0
-        self._budgets["prefill"].observe_chunk(shared.tokens, mean(shared.done), shared.seconds, rows=len(shared.done))
+        self._costs["prefill"].observe_chunk(shared.tokens, mean(shared.done), shared.seconds, rows=len(shared.done))
         return shared.memory_tokens
 
     def advance(self, chunk: Chunk) -> Advanced:
@@ -330,7 +337,7 @@ class PrefillQueue:
         # If SpecPrefill was skipped in this step, the time is not that of the chunk alone.
         skipped = any(isinstance(outcome, SpecPrefillSkipped) for outcome in done.outcomes)
         if done.tokens and not done.shared and not skipped:
-            self._budgets[done.phase].observe_chunk(done.tokens, done.done, done.seconds, cuts=done.cuts)
+            self._costs[done.phase].observe_chunk(done.tokens, done.done, done.seconds, cuts=done.cuts)
         return done
 
 

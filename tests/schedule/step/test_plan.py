@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.budget import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, PromptCost
 from worker.schedule.outcomes import Phase
-from worker.schedule.plan import (
+from worker.schedule.request import Lane
+from worker.schedule.step.cost import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, PromptCost
+from worker.schedule.step.plan import (
     AGING,
     FIRST_TOKEN_S,
     OFFLINE_EVERY,
@@ -23,7 +24,6 @@ from worker.schedule.plan import (
     may_advance,
     plan,
 )
-from worker.schedule.request import Lane
 
 SECOND_A_TOKEN = PromptCost(token_s=1.0)
 UNBOUNDED = 10**9
@@ -63,8 +63,8 @@ def seconds_of(forwards: list[Forward], rows: list[PromptState], cost: PromptCos
         end = row.done + chunk.tokens
         computed = chunk.tokens if row.done else max(chunk.tokens, 1)
         passes_more = sum(row.done < cut < end for cut in row.cuts)
-        taken += (cost.of(computed, row.done) if computed else 0) + passes_more * cost.forward_s
-        taken += cost.join(end) if chunk.joins else 0
+        taken += (cost.chunk_s(computed, row.done) if computed else 0) + passes_more * cost.forward_s
+        taken += cost.joining_s(end) if chunk.joins else 0
     return taken
 
 
@@ -128,7 +128,7 @@ def test_remaining_time_is_not_worth_a_pass_for_the_next_prompt(
         (row,) = (row for row in rows if row.id == chunk.id)
         least = min(max(row.remaining, 1), cost.worthwhile)
         cuts = sum(row.done < cut < row.done + least for cut in row.cuts)
-        assert left < cost.of(least, row.done) + cuts * cost.forward_s + cost.join(row.done + row.remaining)
+        assert left < cost.chunk_s(least, row.done) + cuts * cost.forward_s + cost.joining_s(row.done + row.remaining)
 
 
 @given(ROWS | PACKABLE, BUDGETS, BUDGETS, COSTS, STEPS, st.floats(0, 2000))

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from worker.schedule.budget import MAX_CHUNK, MIN_CHUNK, Backlog, PromptCost
 from worker.schedule.outcomes import Phase
-from worker.schedule.overruns import StepKind
 from worker.schedule.request import Lane
+from worker.schedule.step.cost import MAX_CHUNK, MIN_CHUNK, PromptCost
+from worker.schedule.step.overruns import StepKind
+from worker.schedule.step.waiting import Backlog
 
 # A first token within this time counts as good. Prompts that can no longer have one wait for those that can, so that
 # overload does not make every prompt late.
@@ -97,23 +98,32 @@ def in_order(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
     return sorted(waiting, key=_age if step % OLDEST_FIRST_EVERY == 0 else _rank)
 
 
+def _only_joins(row: PromptState) -> bool:
+    """Return True if nothing but the join is left of a prompt, which is short."""
+    return row.phase == "prefill" and row.done > 0 and not row.remaining
+
+
+def _whole_s(row: PromptState) -> float:
+    """Return the seconds that the rest of a prompt takes in a forward of its own."""
+    return row.cost.chunk_s(row.remaining, row.done)
+
+
 def _age(row: PromptState) -> tuple[bool, float]:
     return row.lane == "batch", -row.waited_s
 
 
 def _rank(row: PromptState) -> tuple[bool, bool, float]:
-    if row.phase == "prefill" and row.done and not row.remaining:  # nothing but its join is left, which is short
+    if _only_joins(row):
         return row.lane == "batch", False, -inf
-    own_s = row.cost.of(row.remaining, row.done)
-    offline = row.lane == "batch"
-    late = not offline and row.waited_s + own_s > FIRST_TOKEN_S
-    return offline, late, own_s - AGING * row.waited_s
+    whole_s, offline = _whole_s(row), row.lane == "batch"
+    late = not offline and row.waited_s + whole_s > FIRST_TOKEN_S
+    return offline, late, whole_s - AGING * row.waited_s
 
 
 def backlog(waiting: Iterable[PromptState]) -> Backlog:
     """Return the seconds that the interactive prompts take, each in forwards of its own, and the age of the oldest."""
     rows = [row for row in waiting if row.lane == "interactive"]
-    seconds = sum(row.cost.of(row.remaining, row.done) for row in rows)
+    seconds = sum(map(_whole_s, rows))
     return Backlog(seconds, max((row.waited_s for row in rows), default=0.0))
 
 
@@ -172,7 +182,7 @@ def _shared(chunk: Chunk, rows: Sequence[PromptState], left_s: float, longest: i
         more_s = padding_s + _own_s(other, own)
         if joins:  # rows of one forward join together, and buffers grow once for all of them
             grown = any(each.joins for _, each in members)
-            more_s += other.cost.join(other.done + other.remaining, 0 if grown else other.growth) + other.decode_s
+            more_s += other.cost.joining_s(other.done + other.remaining, 0 if grown else other.growth) + other.decode_s
         if (len(members) + 1) * wider > min(longest, MAX_CHUNK) or seconds + more_s > left_s:
             break
         members.append((other, Chunk(other.id, own, joins)))
@@ -185,7 +195,7 @@ def _shared(chunk: Chunk, rows: Sequence[PromptState], left_s: float, longest: i
 
 def _own_s(row: PromptState, tokens: int) -> float:
     """Return the seconds of a row's chunk without the pass over the weights, which it shares."""
-    return row.cost.of(tokens, row.done) - row.cost.forward_s
+    return row.cost.chunk_s(tokens, row.done) - row.cost.forward_s
 
 
 def _tokens_to_share(row: PromptState, other: PromptState, tokens: int) -> int:
@@ -234,7 +244,7 @@ def _fitting(row: PromptState, seconds: float, longest: int) -> int:
     weights."""
     ends = [*(cut - row.done for cut in row.cuts if 0 < cut - row.done < row.remaining), row.remaining]
     fitting = (
-        min(end, longest, row.cost.within(seconds - cuts * row.cost.forward_s, row.done))
+        min(end, longest, row.cost.longest_chunk(seconds - cuts * row.cost.forward_s, row.done))
         for cuts, end in enumerate(ends)
     )
     return max(fitting)
@@ -246,8 +256,8 @@ def _forward_s(row: PromptState, tokens: int) -> float:
     if tokens == 0 and row.done:
         return 0.0
     cuts = sum(0 < cut - row.done < tokens for cut in row.cuts)
-    return row.cost.of(max(tokens, 1), row.done) + cuts * row.cost.forward_s
+    return row.cost.chunk_s(max(tokens, 1), row.done) + cuts * row.cost.forward_s
 
 
 def _join_s(row: PromptState) -> float:
-    return row.cost.join(row.done + row.remaining, row.growth) + row.decode_s
+    return row.cost.joining_s(row.done + row.remaining, row.growth) + row.decode_s

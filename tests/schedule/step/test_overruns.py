@@ -5,8 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.budget import GAP_STEPS, Backlog, Running, StepBudget
-from worker.schedule.overruns import LONG, MOST, OF_GAPS, STALL, Overruns, StepKind
+from worker.schedule.step.budget import Running, StepBudget
+from worker.schedule.step.cost import CostEstimate
+from worker.schedule.step.gap import GAP_STEPS
+from worker.schedule.step.overruns import LONG, MOST, OF_GAPS, STALL, Overruns, StepKind
+from worker.schedule.step.waiting import Backlog
 
 STEP_S = 0.1
 GAP_S = GAP_STEPS * STEP_S
@@ -72,7 +75,7 @@ def test_gaps_keep_their_limit_while_all_plans_are_too_short(ratio: float, decod
     """The first three may be too long: they tell by how much."""
     dice = Random(seed)
     steps = ((ratio * dice.uniform(0.95, 1.0), dice.choice(KINDS)) for _ in range(60))
-    lasted = gaps_s(StepBudget(STEP_S), decode_s, steps)
+    lasted = gaps_s(StepBudget(STEP_S, CostEstimate()), decode_s, steps)
     assert max(lasted[3:]) <= GAP_S
     assert min(lasted) >= STEP_S / 2
 
@@ -82,13 +85,13 @@ def test_gaps_keep_their_limit_while_the_plans_of_one_kind_are_too_short(
     ratio: float, every: int, kind: StepKind
 ) -> None:
     steps = [(ratio, kind) if number % every == 0 else (USUAL, StepKind()) for number in range(every * 12)]
-    lasted = gaps_s(StepBudget(STEP_S), 0.05, steps)
+    lasted = gaps_s(StepBudget(STEP_S, CostEstimate()), 0.05, steps)
     assert max(lasted[2 * every + 1 :]) <= GAP_S
 
 
 @given(st.integers(0, 1000))
 def test_single_stalls_leave_the_next_gaps_as_long_as_they_were(seed: int) -> None:
-    dice, budget = Random(seed), StepBudget(STEP_S)
+    dice, budget = Random(seed), StepBudget(STEP_S, CostEstimate())
     gaps_s(budget, 0.05, [(USUAL, StepKind())] * 150)
     before_s = worst_s(budget, 0.05)
     for _ in range(6):
@@ -99,7 +102,7 @@ def test_single_stalls_leave_the_next_gaps_as_long_as_they_were(seed: int) -> No
 
 def test_gaps_are_measured_while_overruns_make_all_plans_short() -> None:
     """Else a few stalls would shorten the plans for ever."""
-    budget = StepBudget(STEP_S)
+    budget = StepBudget(STEP_S, CostEstimate())
     gaps_s(budget, 0.05, [(3.0, StepKind())] * 20)
     assert worst_s(budget, 0.05) < GAP_S / 2
     gaps_s(budget, 0.05, [(USUAL, StepKind())] * OF_GAPS)

@@ -7,11 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.schedule.budget import FIRST_STEP_AT_MOST_S, FIRST_STEP_WITHIN_S, GAP_STEPS, FirstStep, StepBudget
+from worker.schedule.step.budget import StepBudget
+from worker.schedule.step.cost import CostEstimate
+from worker.schedule.step.gap import GAP_STEPS
+from worker.schedule.step.waiting import FIRST_STEP_AT_MOST_S, FIRST_STEP_WITHIN_S, FirstStep
 
 STEP_S = 0.1
 PROMPTS = st.lists(st.floats(0.01, 5), max_size=40)
 SHORT_S = 0.1
+
+
+def budget(forward_s: float) -> StepBudget:
+    costs = CostEstimate()
+    costs.observe_forward(forward_s)
+    return StepBudget(STEP_S, costs)
 
 
 def waits(rows: int, prompts: int, *, delayed_s: float = FIRST_STEP_WITHIN_S, slowdown: float = 1.0) -> bool:
@@ -44,26 +53,21 @@ def test_waits_for_each_prompt_that_fits_in_the_first_time() -> None:
 
 
 def test_slowdown_is_a_step_and_a_pass_for_what_they_leave_of_the_gap() -> None:
-    budget = StepBudget(STEP_S)
-    budget.observe_forward(0.02)
-    gap_s = GAP_STEPS * STEP_S / budget.overrun
-    assert budget.slowdown(0.08) == pytest.approx(0.1 / (gap_s - 0.1))
-    assert budget.slowdown(10.0) < inf  # two and a half decode times leave time
+    made = budget(0.02)
+    gap_s = GAP_STEPS * STEP_S / made.overrun
+    assert made.slowdown(0.08) == pytest.approx(0.1 / (gap_s - 0.1))
+    assert made.slowdown(10.0) < inf  # two and a half decode times leave time
 
 
 def test_slowdown_is_infinite_if_no_time_is_left() -> None:
-    budget = StepBudget(STEP_S)
-    budget.observe_forward(0.15)
-    assert budget.slowdown(0.14) == inf
+    assert budget(0.15).slowdown(0.14) == inf
 
 
 @pytest.mark.parametrize(("decode_s", "pass_s"), [(0.05, 0.015), (0.1, 0.05), (0.14, 0.06)])
 def test_first_tokens_come_earlier_in_the_mean_than_without_waiting_and_than_after_all_prompts(
     decode_s: float, pass_s: float
 ) -> None:
-    budget = StepBudget(STEP_S)
-    budget.observe_forward(pass_s)
-    slowdown = budget.slowdown(decode_s)
+    slowdown = budget(pass_s).slowdown(decode_s)
     prompts = [SHORT_S] * 32
 
     def mean_s(computed: int) -> float:
