@@ -124,7 +124,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Simulate bursts and open arrival with the worker's own planning and measured costs of two models.",
     )
     parser.add_argument("--policies", choices=POLICIES, nargs="+", default=["sluice"], help="default: sluice")
-    parser.add_argument("--models", choices=MODELS, nargs="+", default=[*MODELS], help="default: both")
+    parser.add_argument(
+        "--models", choices=MODELS, nargs="+", default=["plain", "hybrid"], help="default: plain hybrid"
+    )
     parser.add_argument("--bursts", type=_count, nargs="*", default=BURSTS, metavar="N", help="default: 8 32")
     parser.add_argument(
         "--loads",

@@ -30,6 +30,7 @@ class Costs:
 
     measured_ms: Mapping[Shape, float]
     overheads: Overheads
+    padded: bool = False  # prompts can share a forward in which they compute different numbers of tokens
 
     def forward_s(self, rows: int, tokens: int) -> float:
         """Return the seconds of a forward of `tokens` tokens in each of `rows` rows."""
@@ -45,7 +46,7 @@ class Costs:
     def slower(self, factor: float) -> "Costs":
         """Return the costs of a machine on which everything takes `factor` times as long."""
         overheads = Overheads(*(factor * seconds for seconds in astuple(self.overheads)))
-        return Costs({shape: factor * ms for shape, ms in self.measured_ms.items()}, overheads)
+        return Costs({shape: factor * ms for shape, ms in self.measured_ms.items()}, overheads, self.padded)
 
     def _by_tokens(self, rows: int) -> list[tuple[float, float]]:
         return sorted((float(tokens), ms) for (each, tokens), ms in self.measured_ms.items() if each == rows)
@@ -74,6 +75,7 @@ PLAIN = Costs(
         (32, 16): 1118,
     },
     Overheads(step_s=0.004, chunk_s=0.008, join_s=0.012),
+    padded=True,
 )
 HYBRID = Costs(
     {
@@ -88,4 +90,22 @@ HYBRID = Costs(
     },
     Overheads(step_s=0.006, chunk_s=0.015, join_s=0.020),
 )
-MODELS = {"plain": PLAIN, "hybrid": HYBRID}
+# `scripts/bench serve --model large`, 1.4 billion parameters in bfloat16, on an NVIDIA H200 (mlx 0.32.4, CUDA 13). Not
+# measured, but assumed: 2,048 tokens, by the measured rate of large products, and all overheads. Up to 512 tokens a
+# forward costs about the same, so nothing is gained by short chunks, and much by few forwards.
+GPU = Costs(
+    {
+        (1, 1): 4.3,
+        (1, 16): 14.6,
+        (1, 64): 13.8,
+        (1, 256): 12.4,
+        (1, 2048): 25,
+        (8, 1): 11.2,
+        (8, 16): 14.9,
+        (32, 1): 11.1,
+        (32, 16): 15.2,
+    },
+    Overheads(step_s=0.001, chunk_s=0.002, join_s=0.002),
+    padded=True,
+)
+MODELS = {"plain": PLAIN, "hybrid": HYBRID, "gpu": GPU}

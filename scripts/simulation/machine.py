@@ -145,11 +145,11 @@ class Machine:
 
     def _compute(self, forward: Forward) -> None:
         rows = [self._waiting[chunk.id] for chunk in forward.chunks]
-        if tokens := forward.chunks[0].tokens:
+        if tokens := max(chunk.tokens for chunk in forward.chunks):  # shorter chunks are padded
             seconds = self._noisy(self._costs.forward_s(len(rows), tokens)) + len(rows) * self._costs.overheads.chunk_s
             self.now_s += seconds
             self._planner.observe_forward([row.done for row in rows], tokens, seconds)
-            self.prompt_tokens += len(rows) * tokens
+            self.prompt_tokens += sum(chunk.tokens for chunk in forward.chunks)
             self.forwards += 1
         for row, chunk in zip(rows, forward.chunks, strict=True):
             self._advance(row, chunk)

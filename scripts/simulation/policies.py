@@ -122,6 +122,7 @@ class Planner:
             request.arrival.lane,
             self._estimate.now,
             pack=0 if self.policy.packs else None,
+            padded=self._costs.padded,
         )
 
     def _spare_s(self, rows: Sequence[PromptState], running: Sequence[Request], elapsed_s: float) -> dict[Lane, float]:
