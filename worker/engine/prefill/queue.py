@@ -31,15 +31,7 @@ from worker.schedule.request import GenerationRequest
 from worker.schedule.step.budget import Running, StepBudget
 from worker.schedule.step.cost import CostEstimate, PromptCost
 from worker.schedule.step.overruns import StepKind
-from worker.schedule.step.plan import (
-    Chunk,
-    Forward,
-    PromptState,
-    backlog,
-    kind_of,
-    may_advance,
-    plan,
-)
+from worker.schedule.step.plan import Chunk, Forward, PromptState, backlog, kind_of, may_advance, plan
 from worker.schedule.step.waiting import FirstStep
 
 _INSERT_TOKENS_PER_S = 1e6  # of what another thread has read, until it is measured
