@@ -11,10 +11,10 @@ from worker.settings import Settings
 _open = app._open
 
 
-def _wait_and_open(settings: Settings) -> object:
+def _wait_and_open(settings: Settings, memory: int) -> object:
     while not Path(os.environ["LOAD_FILE"]).exists():
         time.sleep(0.01)
-    return _open(settings)
+    return _open(settings, memory)
 
 
 if __name__ == "__main__":
