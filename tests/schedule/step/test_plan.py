@@ -12,6 +12,7 @@ from worker.schedule.step.cost import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, Promp
 from worker.schedule.step.plan import (
     AGING,
     FIRST_TOKEN_S,
+    LATE,
     OFFLINE_EVERY,
     OLDEST_FIRST_EVERY,
     REMAINDER_PASSES,
@@ -351,13 +352,20 @@ def test_a_prompt_lets_shorter_ones_pass_until_it_has_waited_for_a_multiple_of_t
 
 
 def test_a_prompt_that_can_no_longer_be_in_time_waits_for_those_that_can() -> None:
-    late, soon = fast("late", 20, FIRST_TOKEN_S), fast("soon", 1500, 0.1)
+    late, soon = fast("late", 300, FIRST_TOKEN_S), fast("soon", 1500, 0.1)
     assert in_turn([late, soon]) == ["soon", "late"]
     assert in_turn([late, fast("too long", 2500)]) == ["late", "too long"]
 
 
+def test_a_late_prompt_waits_only_for_those_that_take_less_than_a_multiple_of_its_time() -> None:
+    # Waiting for two seconds counts as much as 250 of these tokens.
+    late = fast("late", 100, FIRST_TOKEN_S)
+    waits_for = 100 * LATE - round(AGING * FIRST_TOKEN_S / MILLISECOND_A_TOKEN.token_s)
+    assert in_turn([late, fast("short", waits_for - 1), fast("long", waits_for + 1)]) == ["short", "late", "long"]
+
+
 def test_one_step_in_eight_begins_with_the_oldest() -> None:
-    late, soon = fast("late", 20, FIRST_TOKEN_S), fast("soon", 1500, 0.1)
+    late, soon = fast("late", 300, FIRST_TOKEN_S), fast("soon", 1500, 0.1)
     firsts = [in_turn([late, soon], step)[0] for step in range(2 * OLDEST_FIRST_EVERY)]
     assert firsts == (["late"] + ["soon"] * (OLDEST_FIRST_EVERY - 1)) * 2
 

@@ -17,7 +17,7 @@ _LONG_RATIO = 1.2  # of a long gap: usual ones last nearly as long as planned
 MOST = 2.0
 _GAPS = 150  # the latest ones, by which overruns are expected
 _RANK = 3  # the third largest overrun counts: the two above it may be chance
-_MARGIN = 1.15  # for larger ones: a row that decodes for 30 steps should see none
+_MARGIN = 1.1  # for larger ones: a row that decodes for 30 steps should see none
 _FIRST = 1.1  # before it is measured
 
 

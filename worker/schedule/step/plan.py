@@ -10,9 +10,10 @@ from worker.schedule.step.cost import MAX_CHUNK, MIN_CHUNK, PromptCost
 from worker.schedule.step.overruns import StepKind
 from worker.schedule.step.waiting import Backlog
 
-# A first token within this time counts as good. Prompts that can no longer have one wait for those that can, so that
-# overload does not make every prompt late.
+# A first token within this time counts as good. A prompt that can no longer have one counts as taking this multiple of
+# its time: overload then does not make every prompt late, and a late but short one is not the last of all.
 FIRST_TOKEN_S = 2.0
+LATE = 8
 # One step in this many is for the prompts that have waited longest, so a late or long one advances under any load.
 OLDEST_FIRST_EVERY = 8
 # Each second that a prompt has waited counts as this much less of its own time: it lets shorter ones pass until it has
@@ -92,9 +93,10 @@ def _first_in(prompts: Sequence[PromptState], phase: Phase) -> PromptState:
 
 
 def in_order(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
-    """Return the prompts, the first to advance first: interactive ones, of these the ones that can still have a first
-    token within `FIRST_TOKEN_S`, then the ones that take the least time, less a part of the time that they have waited.
-    One step in `OLDEST_FIRST_EVERY` begins with the oldest instead. `step`: number of the step, counting up."""
+    """Return the prompts, the first to advance first: interactive ones, of these the ones that take the least time,
+    less a part of the time that they have waited. The time of a prompt that can no longer have its first token within
+    `FIRST_TOKEN_S` counts `LATE` times. One step in `OLDEST_FIRST_EVERY` begins with the oldest instead. `step`: number
+    of the step, counting up."""
     return sorted(waiting, key=_age if step % OLDEST_FIRST_EVERY == 0 else _rank)
 
 
@@ -112,12 +114,13 @@ def _age(row: PromptState) -> tuple[bool, float]:
     return row.lane == "batch", -row.waited_s
 
 
-def _rank(row: PromptState) -> tuple[bool, bool, float]:
+def _rank(row: PromptState) -> tuple[bool, float]:
+    offline = row.lane == "batch"
     if _only_joins(row):
-        return row.lane == "batch", False, -inf
-    whole_s, offline = _whole_s(row), row.lane == "batch"
+        return offline, -inf
+    whole_s = _whole_s(row)
     late = not offline and row.waited_s + whole_s > FIRST_TOKEN_S
-    return offline, late, whole_s - AGING * row.waited_s
+    return offline, (LATE if late else 1) * whole_s - AGING * row.waited_s
 
 
 def backlog(waiting: Iterable[PromptState]) -> Backlog:
