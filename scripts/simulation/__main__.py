@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple
 from functools import partial
+from math import inf
 from pathlib import Path
 
 from rich.console import Console
@@ -114,8 +115,8 @@ def _cells(figures: Figures) -> tuple[str, ...]:
 
 
 def _bound_cell(bound: Bound) -> str:
-    """Return the share of good answers that is possible with all arrivals known, beside a decoding row, and alone."""
-    return f"{bound.together:.0f}, {bound.beside:.0f}, {bound.alone:.0f} %"
+    """Return the share of good answers that is possible with all arrivals known, and on an idle machine."""
+    return f"{bound.together:.0f}, {bound.alone:.0f} %"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,7 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stalls", type=_rate, default=0.0, metavar="X", help="stalls of the machine for each second of its work"
     )
-    parser.add_argument("--trace", type=Path, metavar="PATH", help="replay this: JSON lines of at_s, prompt, answer")
+    parser.add_argument(
+        "--trace", type=Path, metavar="PATH", help="replay this instead: JSON lines of at_s, prompt, answer"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures to this file")
     return parser
 
@@ -155,17 +158,20 @@ def _count(text: str) -> int:
 
 
 def _rate(text: str) -> float:
-    return 0.0 if text == "0" else _positive(text)
+    return 0.0 if _number(text) == 0 else _positive(text)
 
 
 def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
+    if not 0 < _number(text) < inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
+    return float(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 if __name__ == "__main__":

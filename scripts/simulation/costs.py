@@ -4,6 +4,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
+from worker.schedule.step.cost import MAX_CHUNK
+
 Shape = tuple[int, int]  # (rows, tokens of each row)
 
 
@@ -34,14 +36,15 @@ class Costs:
 
     def forward_s(self, rows: int, tokens: int) -> float:
         """Return the seconds of a forward of `tokens` tokens in each of `rows` rows."""
-        measured_rows = sorted({rows for rows, _ in self.measured_ms})
+        measured_rows = sorted({each for each, _ in self.measured_ms})
         by_rows = [(float(each), interpolated(self._by_tokens(each), tokens)) for each in measured_rows]
         return interpolated(by_rows, rows) / 1000
 
     @property
-    def packed_s(self) -> float:
-        """Seconds of a prompt's token in the cheapest forward of several rows."""
-        return min(ms / (rows * tokens) for (rows, tokens), ms in self.measured_ms.items() if rows > 1 < tokens) / 1000
+    def cheapest_s(self) -> float:
+        """Seconds of a prompt's token in the cheapest forward of at most `MAX_CHUNK` tokens."""
+        longest = [(rows, MAX_CHUNK // rows) for rows, _ in self.measured_ms]
+        return min(self.forward_s(rows, tokens) / (rows * tokens) for rows, tokens in [*self.measured_ms, *longest])
 
     def slower(self, factor: float) -> "Costs":
         """Return the costs of a machine on which everything takes `factor` times as long."""

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations, pairwise
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,12 @@ from hypothesis import strategies as st
 
 from scripts.simulation import __main__ as command
 from scripts.simulation.arrivals import Arrival, burst, from_trace, means, poisson
-from scripts.simulation.bound import Bound, beside_s, most_in_time
+from scripts.simulation.bound import Bound, most_in_time
 from scripts.simulation.costs import HYBRID, MODELS, PLAIN, Costs, interpolated
-from scripts.simulation.figures import FIRST_TOKEN_S, GAP_S, Figures
+from scripts.simulation.figures import FIRST_TOKEN_S, Figures
 from scripts.simulation.machine import MAX_ROWS, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner
+from worker.schedule.step.cost import MAX_CHUNK
 
 STEP_S = 0.1
 
@@ -149,20 +149,25 @@ def test_stalls_are_as_frequent_and_long_as_asked() -> None:
 def test_a_prompt_that_takes_longer_alone_than_a_first_token_may_cannot_be_good() -> None:
     long = next(tokens for tokens in range(1, 2000) if PLAIN.alone_s(tokens) > FIRST_TOKEN_S)
     bound = Bound.of([Arrival(0.0, 50, 1), Arrival(10.0, long, 1)], PLAIN)
-    assert bound == Bound(50.0, 50.0, 50.0)
+    assert bound == Bound(50.0, 50.0)
 
 
-def test_a_prompt_beside_a_decoding_row_takes_a_gap_for_each_chunk() -> None:
-    decode_s = PLAIN.forward_s(1, 1)
-    chunk = next(tokens for tokens in range(1, 500) if PLAIN.forward_s(1, tokens + 1) > GAP_S - decode_s)
-    assert beside_s(3 * chunk + 1, PLAIN) == pytest.approx(3 * GAP_S + decode_s)
-    rest_s = decode_s + PLAIN.forward_s(1, 5) + decode_s
-    assert beside_s(3 * chunk + 6, PLAIN) == pytest.approx(3 * GAP_S + rest_s)
-    assert beside_s(2, PLAIN.slower(GAP_S / decode_s)) == inf
+def test_a_prompt_that_the_worker_computes_in_time_is_possible() -> None:
+    """Alone, it decodes only once it is computed."""
+    arrivals = [Arrival(0.0, 700, 8)]
+    assert figures(arrivals).good_percent == 100
+    assert Bound.of(arrivals, PLAIN) == Bound(100.0, 100.0)
+
+
+@given(st.integers(1, 64), st.integers(1, MAX_CHUNK))
+def test_no_forward_computes_a_token_in_less_time_than_the_cheapest(rows: int, tokens: int) -> None:
+    if rows * tokens <= MAX_CHUNK:
+        for costs in MODELS.values():
+            assert costs.cheapest_s <= 1.000001 * costs.forward_s(rows, tokens) / (rows * tokens)
 
 
 def test_of_prompts_that_come_together_the_most_that_end_in_time_are_counted() -> None:
-    one_s = 99 * PLAIN.packed_s / (1 - PLAIN.forward_s(1, 1) / GAP_S)
+    one_s = 99 * PLAIN.cheapest_s
     fitting = int(FIRST_TOKEN_S / one_s)
     together = [Arrival(0.0, 100, 1)] * (fitting + 3)
     assert most_in_time(together, PLAIN) == fitting
@@ -174,12 +179,11 @@ def test_of_prompts_that_come_together_the_most_that_end_in_time_are_counted() -
 @given(st.lists(st.tuples(st.floats(0, 4), st.integers(2, 700)), min_size=1, max_size=7))
 def test_the_bound_is_the_most_of_all_choices(requests: list[tuple[float, int]]) -> None:
     arrivals = sorted((Arrival(at_s, prompt, 1) for at_s, prompt in requests), key=lambda each: each.at_s)
-    speed = 1 - PLAIN.forward_s(1, 1) / GAP_S
 
     def in_time(chosen: Iterable[Arrival]) -> bool:
         end_s = 0.0
         for each in chosen:
-            end_s = max(end_s, each.at_s) + (each.prompt - 1) * PLAIN.packed_s / speed
+            end_s = max(end_s, each.at_s) + (each.prompt - 1) * PLAIN.cheapest_s
             if end_s > each.at_s + FIRST_TOKEN_S:
                 return False
         return True
@@ -192,7 +196,7 @@ def test_the_bound_is_the_most_of_all_choices(requests: list[tuple[float, int]])
 def test_no_policy_does_more_than_is_possible(model: str) -> None:
     arrivals = poisson(0.8 * command.capacity(MODELS[model]), 30.0, seed=2)
     bound = Bound.of(arrivals, MODELS[model])
-    assert figures(arrivals, costs=MODELS[model]).good_percent <= bound.together <= bound.beside <= bound.alone
+    assert figures(arrivals, costs=MODELS[model]).good_percent <= bound.together <= bound.alone
 
 
 def test_arrivals_are_those_of_the_serving_benchmark() -> None:
@@ -219,7 +223,7 @@ def test_command_writes_the_figures_of_each_model_scenario_and_policy(
     assert command.main() == 0
     found = json.loads(path.read_text())
     assert [*found["plain"]["2 at once"]] == ["sluice", "before", "possible"]
-    assert found["plain"]["2 at once"]["possible"] == {"alone": 100, "beside": 100, "together": 100}
+    assert found["plain"]["2 at once"]["possible"] == {"alone": 100, "together": 100}
     assert found["plain"]["2 at once"]["sluice"]["tokens_per_s"] > 0
     assert "tokens/s" in capsys.readouterr().out
 
