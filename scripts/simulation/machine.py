@@ -8,8 +8,8 @@ from random import Random
 from scripts.simulation.arrivals import Arrival
 from scripts.simulation.costs import Costs
 from scripts.simulation.policies import Planner
-from scripts.simulation.request import Request, Step
-from worker.schedule.step.plan import Chunk, Forward
+from scripts.simulation.request import Request
+from worker.schedule.step.forward import Chunk, Forward
 
 MAX_ROWS = 32
 NOISE = 0.04  # standard deviation of the logarithm of a forward's seconds
@@ -53,7 +53,6 @@ class Machine:
         self._decode_s: float | None = None  # seconds of that step; None once it has ended
         self._reported_s = 0.0
         self._admits_until_s = 0.0  # the host runs ahead of the device, so it knows of earlier arrivals only
-        self._steps = 0
 
     def run(self) -> None:
         """Run until every request has ended."""
@@ -61,7 +60,6 @@ class Machine:
             if not (self._waiting or self._running):
                 self.now_s = self._admits_until_s = max(self.now_s, self._queue[0].arrival.at_s)
             self._admit()
-            self._steps += 1
             self.now_s += self._costs.overheads.step_s
             if self._planner.policy.prefill_first:
                 self._prefill_and_decode()
@@ -108,7 +106,7 @@ class Machine:
         if not self._running or self._started:
             return False
         delayed_s = self.now_s - min(request.joined_s for request in self._running)
-        return self._planner.delays_first_step(self._waiting.values(), self._running, delayed_s)
+        return self._planner.waits(self._waiting.values(), self._running, delayed_s)
 
     def _wait(self) -> None:
         """Let the running decode step end."""
@@ -136,11 +134,9 @@ class Machine:
     def _prefill(self) -> None:
         if not self._waiting:
             return
-        elapsed_s = self._decode_s or 0.0
         self._wait()
-        step = Step(self._steps, self.now_s, elapsed_s)
-        running = self._running if self._started else []
-        for forward in self._planner.plan([*self._waiting.values()], running, step):
+        waiting = [*self._waiting.values()]
+        for forward in self._planner.plan_step(waiting, self._running, self.now_s, started=self._started):
             self._compute(forward)
 
     def _compute(self, forward: Forward) -> None:

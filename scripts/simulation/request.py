@@ -1,4 +1,4 @@
-"""A simulated request, and a simulated step."""
+"""A simulated request."""
 
 from dataclasses import dataclass, field
 
@@ -21,12 +21,3 @@ class Request:
     def total(self) -> int:
         """Prompt tokens to prefill: all but the last, which the row is fed when it decodes."""
         return self.arrival.prompt - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step when its prompts are planned."""
-
-    number: int
-    began_s: float
-    elapsed_s: float  # since the running decode step began

@@ -1,12 +1,13 @@
 """A plan that packs whatever can be packed, in place of the one that weighs costs."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from worker.engine.prefill import queue
-from worker.schedule.request import Lane
-from worker.schedule.step.plan import Chunk, Forward, PromptState
+from worker.schedule.step import planner
+from worker.schedule.step.forward import Chunk, Forward
+from worker.schedule.step.plan import StepLimits
+from worker.schedule.step.prompt import PromptState
 
 CHUNKS = (5, 16, 3, 30)  # tokens, by step
 
@@ -16,13 +17,13 @@ def pack_everything(patch: pytest.MonkeyPatch) -> list[Forward]:
     planned = list[Forward]()
 
     def plan(
-        waiting: Iterable[PromptState], spare_s: Mapping[Lane, float], step: int, longest: int, **limits_s: float
+        waiting: Iterable[PromptState], limits: StepLimits, step: int, longest: int, **rules: object
     ) -> list[Forward]:
         forwards = [*_forwards([*waiting], CHUNKS[step % len(CHUNKS)])]
         planned.extend(forwards)
         return forwards
 
-    patch.setattr(queue, "plan", plan)
+    patch.setattr(planner, "plan", plan)
     return planned
 
 

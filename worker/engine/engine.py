@@ -31,8 +31,8 @@ from worker.schedule.memory import MAX_ROWS, NO_IMAGES
 from worker.schedule.outcomes import Outcome, Refused, RowFailed, Sampled, frees_memory
 from worker.schedule.report import DraftUse, PrefixUse, StepReport
 from worker.schedule.request import GenerationRequest
+from worker.schedule.step.forward import Chunk, Forward
 from worker.schedule.step.gap import GapLimit
-from worker.schedule.step.plan import Chunk, Forward
 
 logger = logging.getLogger("sluice.engine")
 

@@ -1,6 +1,7 @@
 """The prompts that advance while rows decode, and when they join: with given costs instead of a clock."""
 
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import pytest
 
@@ -11,8 +12,8 @@ from worker.engine.prefill.queue import PrefillQueue
 from worker.schedule.request import GenerationRequest, Lane
 from worker.schedule.step.budget import StepBudget
 from worker.schedule.step.cost import CostEstimate
+from worker.schedule.step.forward import Chunk
 from worker.schedule.step.gap import longest_gap_s
-from worker.schedule.step.plan import Chunk
 from worker.schedule.step.waiting import FIRST_STEP_WITHIN_S
 
 STEP_S, DECODE_S, TOKENS_PER_S = 0.1, 0.09, 2000
@@ -199,3 +200,23 @@ def test_first_step_of_a_few_slow_rows_waits_for_many_prompts() -> None:
     assert made.delays_first_step(Running(rows=3, step_s=0.1), FIRST_STEP_WITHIN_S)
     assert not made.delays_first_step(Running(rows=30, step_s=0.1), FIRST_STEP_WITHIN_S)
     assert not made.delays_first_step(Running(rows=3, step_s=0.001), FIRST_STEP_WITHIN_S)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma3"])
+def test_what_is_planned_together_is_computed_together(family: str) -> None:
+    """The plan counts what a shared forward copies as the forward itself does, also of prompts that hold tokens."""
+    made, shared = prefills(family), list[int]()
+    for number in range(16):
+        made.add(Row.of(GenerationRequest(str(number), prompt(60, number), 1)))
+    for longest in cycle([40, 300, 1000, 2000]):
+        made.begin_step(0.02)
+        for forward in made.plan(Running(rows=0, started=False), 0.0, longest):
+            if len(forward.chunks) > 1:
+                assert 0 < made.compute_together(forward, longest) <= longest
+                shared.append(len(forward.chunks))
+            for chunk in forward.chunks:
+                made.advance(chunk)
+                made.pop_computed(chunk.id)
+        if not len(made):
+            break
+    assert max(shared) > 2

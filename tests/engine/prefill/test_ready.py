@@ -19,7 +19,7 @@ from worker.engine.prefill.task import PromptTask
 from worker.engine.thread import EngineThread
 from worker.schedule.outcomes import Encoded, Outcome, Sampled
 from worker.schedule.request import GenerationRequest
-from worker.schedule.step.plan import Chunk
+from worker.schedule.step.forward import Chunk
 
 PROMPT, ANSWER = prompt(30, 1), 8
 

@@ -20,7 +20,7 @@ from worker.engine.vision.encoder import EncoderRun, Features
 from worker.engine.vision.feature_cache import FeatureCache
 from worker.schedule.outcomes import Encoded, Sampled
 from worker.schedule.request import PromptImage, Sampling
-from worker.schedule.step.plan import Chunk
+from worker.schedule.step.forward import Chunk
 
 FAMILIES = [*CONFIGS]
 ANY_SIZE = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "pixtral", "mistral3"]  # their images can be large

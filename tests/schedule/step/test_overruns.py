@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from worker.schedule.step.budget import Running, StepBudget
 from worker.schedule.step.cost import CostEstimate
+from worker.schedule.step.forward import StepKind
 from worker.schedule.step.gap import GAP_STEPS
-from worker.schedule.step.overruns import LONG, MOST, OF_GAPS, STALL, Overruns, StepKind
+from worker.schedule.step.overruns import LONG, MOST, OF_GAPS, STALL, Overruns
 from worker.schedule.step.waiting import Backlog
 
 STEP_S = 0.1

@@ -1,5 +1,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import get_args
 
 import pytest
@@ -9,22 +10,11 @@ from hypothesis import strategies as st
 from worker.schedule.outcomes import Phase
 from worker.schedule.request import Lane
 from worker.schedule.step.cost import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, PromptCost
-from worker.schedule.step.plan import (
-    AGING,
-    FIRST_TOKEN_S,
-    LATE,
-    OFFLINE_EVERY,
-    OLDEST_FIRST_EVERY,
-    REMAINDER_PASSES,
-    SHORT_PASSES,
-    Chunk,
-    Forward,
-    PromptState,
-    backlog,
-    in_order,
-    may_advance,
-    plan,
-)
+from worker.schedule.step.forward import Chunk, Forward
+from worker.schedule.step.order import AGING, FIRST_TOKEN_S, LATE_FACTOR, OLDEST_FIRST_EVERY, in_order, may_advance
+from worker.schedule.step.plan import OFFLINE_EVERY, REMAINDER_PASSES, SHORT_PASSES, StepLimits, plan
+from worker.schedule.step.prompt import PromptState
+from worker.schedule.step.waiting import Backlog
 
 SECOND_A_TOKEN = PromptCost(token_s=1.0)
 UNBOUNDED = 10**9
@@ -39,16 +29,19 @@ def waiting(
 def planned(
     rows: Iterable[PromptState], seconds: float, cost: PromptCost = SECOND_A_TOKEN, step: int = 1
 ) -> list[Chunk]:
-    return chunks_of(plan([replace(row, cost=cost) for row in rows], spare(seconds), step, UNBOUNDED))
+    return chunks_of(plan([replace(row, cost=cost) for row in rows], limits(seconds), step, UNBOUNDED))
 
 
 def chunks_of(forwards: Iterable[Forward]) -> list[Chunk]:
     return [chunk for forward in forwards for chunk in forward.chunks]
 
 
-def spare(interactive_s: float, batch_s: float | None = None) -> dict[Lane, float]:
+def limits(
+    interactive_s: float, batch_s: float | None = None, *, shared_s: float = 0.0, enough_s: float = inf
+) -> StepLimits:
     """Return the time by lane, by default the same for both."""
-    return {"interactive": interactive_s, "batch": interactive_s if batch_s is None else batch_s}
+    spare_s: dict[Lane, float] = {"interactive": interactive_s, "batch": interactive_s if batch_s is None else batch_s}
+    return StepLimits(spare_s, shared_s, enough_s)
 
 
 def order(*rows: PromptState) -> list[str]:
@@ -111,7 +104,7 @@ def test_plan_keeps_the_time_except_for_the_first_prompts_minimum(
     rows: list[PromptState], seconds: float, cost: PromptCost, step: int
 ) -> None:
     rows = [replace(row, cost=cost) for row in rows]
-    forwards = plan(rows, spare(seconds), step, UNBOUNDED)
+    forwards = plan(rows, limits(seconds), step, UNBOUNDED)
     if seconds_of(forwards, rows, cost) > seconds * 1.000001 + REMAINDER_PASSES * cost.forward_s:
         [chunk] = chunks_of(forwards)
         assert chunk.tokens <= MIN_CHUNK
@@ -123,7 +116,7 @@ def test_remaining_time_is_not_worth_a_pass_for_the_next_prompt(
     rows: list[PromptState], seconds: float, cost: PromptCost, step: int
 ) -> None:
     rows = [replace(row, cost=cost, pack=None) for row in rows]
-    forwards = plan(rows, spare(seconds), step, UNBOUNDED)
+    forwards = plan(rows, limits(seconds), step, UNBOUNDED)
     left = seconds - seconds_of(forwards, rows, cost)
     for chunk in planned(rows, UNBOUNDED, cost, step)[len(forwards) :][:1]:
         (row,) = (row for row in rows if row.id == chunk.id)
@@ -137,12 +130,12 @@ def test_offline_prompts_take_no_interactive_time(
     rows: list[PromptState], more: float, target: float, cost: PromptCost, step: int, enough: float
 ) -> None:
     rows = [replace(row, cost=cost) for row in rows]
-    forwards = plan(rows, spare(target + more, target), step, UNBOUNDED, enough_s=enough)
+    forwards = plan(rows, limits(target + more, target, enough_s=enough), step, UNBOUNDED)
     lanes = {row.id: row.lane for row in rows}
     offline = [chunk for chunk in chunks_of(forwards) if lanes[chunk.id] == "batch"]
     interactive = [row for row in rows if row.lane == "interactive"]
     assert [chunk for chunk in chunks_of(forwards) if chunk not in offline] == chunks_of(
-        plan(interactive, spare(target + more), step, UNBOUNDED, enough_s=enough)
+        plan(interactive, limits(target + more, enough_s=enough), step, UNBOUNDED)
     )
     if offline and (interactive or step % OFFLINE_EVERY):
         assert seconds_of(forwards, rows, cost) <= target * 1.000001
@@ -165,7 +158,7 @@ def test_prompts_that_share_a_forward_have_as_many_tokens_and_none_crosses_a_cut
     rows: list[PromptState], seconds: float, cost: PromptCost, step: int, longest: int
 ) -> None:
     given = {row.id: row for row in rows}
-    for forward in plan([replace(row, cost=cost) for row in rows], spare(seconds), step, longest):
+    for forward in plan([replace(row, cost=cost) for row in rows], limits(seconds), step, longest):
         assert sum(chunk.tokens for chunk in forward.chunks) <= longest
         if len(forward.chunks) == 1:
             continue
@@ -183,8 +176,8 @@ def test_one_prompt_is_planned_as_if_forwards_were_never_shared(
 ) -> None:
     for row in rows:
         alone = replace(row, cost=cost)
-        assert plan([alone], spare(seconds), step, UNBOUNDED) == plan(
-            [replace(alone, pack=None)], spare(seconds), step, UNBOUNDED
+        assert plan([alone], limits(seconds), step, UNBOUNDED) == plan(
+            [replace(alone, pack=None)], limits(seconds), step, UNBOUNDED
         )
 
 
@@ -234,7 +227,7 @@ def test_the_plan_depends_on_the_rows_and_not_on_their_order(
 
 def test_chunk_has_at_most_the_longest_number_of_tokens() -> None:
     rows = [waiting("a", 900), waiting("b", 900)]
-    assert chunks_of(plan(rows, spare(1000), 1, longest=300)) == [Chunk("a", 300), Chunk("b", 300)]
+    assert chunks_of(plan(rows, limits(1000), 1, longest=300)) == [Chunk("a", 300), Chunk("b", 300)]
 
 
 def test_every_chunk_costs_a_pass_over_the_weights() -> None:
@@ -284,7 +277,7 @@ def test_row_joins_in_a_step_that_has_time_for_it() -> None:
 
 def test_a_row_that_makes_buffers_grow_joins_in_a_step_that_has_time_for_it() -> None:
     cost = PromptCost(token_s=1.0, grown_s=0.1)
-    row = replace(waiting("a", 100), growth=500)
+    row = replace(waiting("a", 100), join_copy_bytes=500)
     assert planned([row], 150, cost) == [Chunk("a", 100, joins=True)]
     assert planned([row], 149, cost) == [Chunk("a", 100)]
 
@@ -307,7 +300,7 @@ def test_small_rest_of_a_prompt_is_computed_with_its_last_chunk() -> None:
 def test_long_prompt_shares_no_forward_of_a_few_tokens() -> None:
     rows = [replace(waiting("rest", 5, done=40), pack=0), replace(waiting("long", 60), pack=0)]
     forwards = plan(
-        [replace(row, cost=PromptCost(forward_s=20.0, token_s=1.0)) for row in rows], spare(90), 1, UNBOUNDED
+        [replace(row, cost=PromptCost(forward_s=20.0, token_s=1.0)) for row in rows], limits(90), 1, UNBOUNDED
     )
     assert [len(forward.chunks) for forward in forwards] == [1, 1]
 
@@ -360,7 +353,7 @@ def test_a_prompt_that_can_no_longer_be_in_time_waits_for_those_that_can() -> No
 def test_a_late_prompt_waits_only_for_those_that_take_less_than_a_multiple_of_its_time() -> None:
     # Waiting for two seconds counts as much as 250 of these tokens.
     late = fast("late", 100, FIRST_TOKEN_S)
-    waits_for = 100 * LATE - round(AGING * FIRST_TOKEN_S / MILLISECOND_A_TOKEN.token_s)
+    waits_for = 100 * LATE_FACTOR - round(AGING * FIRST_TOKEN_S / MILLISECOND_A_TOKEN.token_s)
     assert in_turn([late, fast("short", waits_for - 1), fast("long", waits_for + 1)]) == ["short", "late", "long"]
 
 
@@ -377,9 +370,9 @@ def test_offline_prompts_are_never_late() -> None:
 
 def test_backlog_is_the_time_of_the_interactive_prompts_and_the_age_of_the_oldest() -> None:
     rows = [fast("a", 100, 0.5), fast("b", 300, 1.5), replace(fast("c", 900, 9.0), lane="batch")]
-    found = backlog(rows)
+    found = Backlog.of(rows)
     assert (found.seconds, found.oldest_s) == (pytest.approx(0.4), 1.5)
-    assert backlog([]).seconds == backlog([]).oldest_s == 0
+    assert Backlog.of([]) == Backlog(0.0, 0.0)
 
 
 @dataclass
@@ -402,7 +395,7 @@ class Steps:
         for step in range(1, steps + 1):
             self.prompts += [Prompt(f"{step}-{k}", 20, added_s=self.now_s) for k in range(arriving)]
             rows = [replace(fast(p.id, p.remaining, self.now_s - p.added_s), lane=p.lane) for p in self.prompts]
-            chunks = {chunk.id: chunk for chunk in chunks_of(plan(rows, spare(self.seconds), step, UNBOUNDED))}
+            chunks = {chunk.id: chunk for chunk in chunks_of(plan(rows, limits(self.seconds), step, UNBOUNDED))}
             self.now_s += self.seconds
             for prompt in self.prompts:
                 if chunk := chunks.get(prompt.id):
@@ -440,7 +433,7 @@ Shown = list[list[tuple[str, int, bool]]]
 
 def together(*rows: PromptState, seconds: float = 1000.0, cost: PromptCost = PASS) -> Shown:
     """Return (id, tokens, joins) of each chunk of each forward."""
-    forwards = plan([replace(row, cost=cost) for row in rows], spare(seconds), 1, UNBOUNDED)
+    forwards = plan([replace(row, cost=cost) for row in rows], limits(seconds), 1, UNBOUNDED)
     return [[(chunk.id, chunk.tokens, chunk.joins) for chunk in forward.chunks] for forward in forwards]
 
 
@@ -471,7 +464,7 @@ def test_shorter_chunk_is_padded_if_that_takes_less_than_another_pass() -> None:
 
 def test_buffers_grow_once_for_rows_that_join_together() -> None:
     cost = replace(PASS, grown_s=1.0)
-    rows = [replace(short(id, 20), growth=30) for id in "abc"]
+    rows = [replace(short(id, 20), join_copy_bytes=30) for id in "abc"]
     assert len(together(*rows, seconds=10.0 + 60 + 30, cost=cost)[0]) == 3
     assert len(together(*rows, seconds=10.0 + 60 + 29, cost=cost)[0]) == 2
 
@@ -480,7 +473,7 @@ def test_padding_counts_as_tokens() -> None:
     rows = padded("a", 41), padded("b", 45)
     assert len(together(*rows, seconds=100.0)) == 1
     assert together(*rows, seconds=99.0)[0] == [("a", 41, True)]
-    forwards = plan([replace(row, cost=PASS) for row in rows], spare(1000), 1, longest=89)
+    forwards = plan([replace(row, cost=PASS) for row in rows], limits(1000), 1, longest=89)
     assert [len(forward.chunks) for forward in forwards] == [1, 1]
 
 
@@ -500,16 +493,31 @@ def test_prompts_share_a_forward_as_far_as_the_time_allows() -> None:
 def test_a_forward_that_prompts_share_may_take_longer_but_no_other() -> None:
     def forwards(*rows: PromptState) -> list[list[str]]:
         costly = [replace(row, cost=PASS) for row in rows]
-        planned = plan(costly, spare(50.0), 1, UNBOUNDED, shared_s=90.0, enough_s=0.0)
+        planned = plan(costly, limits(50.0, shared_s=90.0, enough_s=0.0), 1, UNBOUNDED)
         return [[chunk.id for chunk in forward.chunks] for forward in planned]
 
     rows = [short(id, 20) for id in "abcdef"]
     assert forwards(*rows) == [["a", "b", "c", "d"]]
     assert forwards(*(replace(row, lane="batch") for row in rows)) == [["a", "b"]]
     [[alone]] = [
-        forward.chunks for forward in plan([replace(short("a", 80), cost=PASS)], spare(50.0), 1, 99, shared_s=90.0)
+        forward.chunks for forward in plan([replace(short("a", 80), cost=PASS)], limits(50.0, shared_s=90.0), 1, 99)
     ]
     assert alone.tokens == 40
+
+
+def test_prompts_share_a_forward_as_far_as_its_memory_allows() -> None:
+    """What each of them holds is copied, as much as the longest holds."""
+    rows = [replace(waiting(id, 20, done=done), cost=PASS, pack=0) for id, done in (("a", 0), ("b", 40), ("c", 10))]
+
+    def shared(longest: int) -> list[int]:
+        forwards = plan(
+            rows, limits(1000), 1, longest, packed_tokens=lambda prompts, tokens, done: prompts * (tokens + done)
+        )
+        return sorted(len(forward.chunks) for forward in forwards)
+
+    assert shared(3 * (20 + 40)) == [3]
+    assert shared(3 * (20 + 40) - 1) == [1, 2]
+    assert shared(2 * (20 + 10) - 1) == [1, 1, 1]
 
 
 def test_prompts_of_different_packs_and_lanes_share_no_forward() -> None:
@@ -526,7 +534,13 @@ def test_chunk_ends_at_a_cut_if_it_is_shared() -> None:
 
 def test_no_further_forward_begins_once_prompts_have_taken_enough_time() -> None:
     rows = [waiting(id, 20) for id in "abcd"]
-    assert [len(plan(rows, spare(1000), 1, UNBOUNDED, enough_s=enough)) for enough in (0, 20, 21, 1000)] == [1, 1, 2, 4]
+    forwards = [plan(rows, limits(1000, enough_s=enough), 1, UNBOUNDED) for enough in (0, 20, 21, 1000)]
+    assert [*map(len, forwards)] == [
+        1,
+        1,
+        2,
+        4,
+    ]
 
 
 SCORED: list[tuple[str, int, Lane]] = [
@@ -555,7 +569,7 @@ def test_an_image_and_a_score_may_be_computed_in_one_step() -> None:
 
 def test_each_prompt_costs_what_its_own_model_takes() -> None:
     draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
-    assert chunks_of(plan([waiting("a", 40), draft], spare(80), 1, UNBOUNDED)) == [
+    assert chunks_of(plan([waiting("a", 40), draft], limits(80), 1, UNBOUNDED)) == [
         Chunk("a", 40, joins=True),
         Chunk("scored", 400),
     ]
@@ -563,7 +577,7 @@ def test_each_prompt_costs_what_its_own_model_takes() -> None:
 
 def test_prompt_with_the_least_time_is_first_not_the_one_with_the_fewest_tokens() -> None:
     draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
-    assert chunks_of(plan([waiting("a", 60), draft], spare(100), 1, UNBOUNDED)) == [
+    assert chunks_of(plan([waiting("a", 60), draft], limits(100), 1, UNBOUNDED)) == [
         Chunk("scored", 500, joins=True),
         Chunk("a", 50),
     ]
@@ -572,8 +586,8 @@ def test_prompt_with_the_least_time_is_first_not_the_one_with_the_fewest_tokens(
 def test_interactive_row_joins_in_the_step_of_its_last_chunk_if_that_takes_little_more() -> None:
     cost = PromptCost(forward_s=0.04, token_s=0.001, join_s=0.009)
     row = replace(waiting("a", 60), cost=cost)
-    [forward] = plan([row], spare(0.1), 1, UNBOUNDED)
+    [forward] = plan([row], limits(0.1), 1, UNBOUNDED)
     assert forward.chunks == (Chunk("a", 60, joins=True),)
     slow = replace(row, cost=replace(cost, join_s=0.011))
-    [forward] = plan([slow], spare(0.1), 1, UNBOUNDED)
+    [forward] = plan([slow], limits(0.1), 1, UNBOUNDED)
     assert forward.chunks == (Chunk("a", 60, joins=False),)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from statistics import mean
-from typing import Protocol, cast
+from typing import cast
 
 import mlx.nn as nn
 
@@ -28,47 +28,12 @@ from worker.schedule.cache.disk import LoadSize, load_limit_s
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
 from worker.schedule.request import GenerationRequest
-from worker.schedule.step.budget import Running, StepBudget
 from worker.schedule.step.cost import CostEstimate, PromptCost
-from worker.schedule.step.overruns import StepKind
-from worker.schedule.step.plan import Chunk, Forward, PromptState, backlog, kind_of, may_advance, plan
-from worker.schedule.step.waiting import FirstStep
+from worker.schedule.step.forward import Chunk, Forward
+from worker.schedule.step.planner import RunningRows, StepPlanner
+from worker.schedule.step.prompt import PromptState
 
 _INSERT_TOKENS_PER_S = 1e6  # of what another thread has read, until it is measured
-_FAR_MORE = 2  # times as many rows as were measured: their decode step is not extrapolated from measured ones
-
-
-class RunningRows(Protocol):
-    """The part of `Groups` that a plan depends on."""
-
-    def __len__(self) -> int:
-        """Return the number of rows that decode."""
-
-    @property
-    def num_interactive(self) -> int:
-        """Number of them that are interactive."""
-
-    @property
-    def started(self) -> bool:
-        """True if the answer of one of them has begun."""
-
-    @property
-    def step_s(self) -> float:
-        """Expected seconds of their next decode step, without those of copying buffers."""
-
-    @property
-    def most_measured(self) -> int:
-        """Most rows of a decode step that was measured."""
-
-    @property
-    def step_copy_bytes(self) -> int:
-        """Bytes of their buffers that are copied in that step, since they are full."""
-
-    def join_copy_bytes(self, length: int) -> int:
-        """Return the bytes of other rows that are copied when a row of `length` tokens joins."""
-
-    def added_step_s(self, length: int) -> float:
-        """Return the expected seconds that their decode step takes longer once a row of `length` tokens has joined."""
 
 
 class PrefillQueue:
@@ -84,16 +49,14 @@ class PrefillQueue:
         self._tasks: dict[str, PromptTask] = {}
         self._ahead: dict[str, list[ReadAhead]] = {}  # by the ids of requests that wait to be admitted
         self._shared = SharedForwards(self._network, model.costs, self._head)
-        self._step = 0
         self._began_s = 0.0  # time at which the step began
-        self._planned: tuple[float, StepKind] | None = None  # seconds of the gap that the step makes, if it makes one
         self._costs: dict[Phase, CostEstimate] = {
             # One layer of a vision encoder counts as a few tokens; until its speed is measured, advance by one token.
             "encoding": CostEstimate(model.costs.encoder.tokens_per_s, least=1),
             "prefill": CostEstimate(),
             "loading": CostEstimate(_INSERT_TOKENS_PER_S),
         }
-        self._budget = StepBudget(step_s, self._costs["prefill"])
+        self._planner = StepPlanner(step_s, self._costs["prefill"], packed_tokens=model.costs.packed_tokens)
         self._ratio = model.costs.weights_bytes / max(1, weights_bytes(model.draft.network)) if model.draft else 1.0
 
     def __len__(self) -> int:
@@ -220,17 +183,14 @@ class PrefillQueue:
 
     def observe_gap(self, seconds: float) -> None:
         """Record the measured seconds between the reports of this step and of the last one."""
-        if self._planned is not None:
-            planned_s, kind = self._planned
-            self._budget.observe_gap(planned_s, seconds, kind)
-            self._planned = None
+        self._planner.observe_gap(seconds)
 
     # Steps
 
     def begin_step(self, forward_s: float) -> None:
         """Find what prefix caches now hold of each prompt, and decide which new prompts are scored. `forward_s`:
         estimated seconds of a pass over the weights."""
-        self._step += 1
+        self._planner.begin_step()
         self._began_s = time.monotonic()
         self._costs["prefill"].observe_forward(forward_s)
         self._refresh()
@@ -247,35 +207,16 @@ class PrefillQueue:
         copied, added = cache(running.join_copy_bytes), cache(running.added_step_s if running.started else _nothing)
         ready = [task for task in self._tasks.values() if task.stage.ready]
         packs = self._shared.keys(ready)
-        prompts = may_advance([self._state_of(task, packs[task.row.id], cost_of, copied, added) for task in ready])
-        rows = Running(0, 0)
-        if running.started:
-            decode_s = self._decode_s(running) + running.step_copy_bytes * cost_of("prefill").grown_s
-            rows = Running(len(running), running.num_interactive, decode_s)
-        spare_s = self._budget.spare_s(rows, elapsed_s, backlog(prompts))
-        shared_s = self._budget.shared_s(rows)
-        forwards = plan(prompts, spare_s, self._step, longest, shared_s=shared_s, enough_s=rows.decode_s)
-        if rows.rows:
-            planned_s = elapsed_s + sum(forward.seconds for forward in forwards) + rows.decode_s
-            self._planned = planned_s, kind_of(forwards)
-        return forwards
-
-    def _decode_s(self, running: RunningRows) -> float:
-        """Return the expected seconds of the next decode step, without those of copying buffers. With far more rows
-        than were ever measured, it takes at least as long as a chunk of as many tokens: both multiply the weights with
-        as many."""
-        if len(running) <= _FAR_MORE * running.most_measured:
-            return running.step_s
-        return max(running.step_s, self.cost("prefill").chunk_s(len(running), 0))
+        prompts = [self._state_of(task, packs[task.row.id], cost_of, copied, added) for task in ready]
+        return self._planner.plan(prompts, running, elapsed_s, longest)
 
     def delays_first_step(self, running: RunningRows, delayed_s: float) -> bool:
         """Return True if rows of which none has begun its answer should wait for another interactive prompt: see
         `FirstStep`. `delayed_s`: seconds since the first of these rows joined."""
-        cost = self.cost("prefill")
         stages = [task.stage for task in self._tasks.values() if task.row.request.lane == "interactive"]
         computable = [stage for stage in stages if stage.phase == "prefill" and stage.ready]
-        first = FirstStep(len(running), delayed_s, self._budget.slowdown(self._decode_s(running)))
-        return first.waits_for(cost.chunk_s(stage.remaining, stage.done) for stage in computable)
+        waiting = ((stage.remaining, stage.done) for stage in computable)
+        return self._planner.delays_first_step(running, delayed_s, waiting)
 
     def _state_of(
         self,
@@ -296,8 +237,8 @@ class PrefillQueue:
             lane=request.lane,
             cost=cost_of(stage.phase),
             cuts=task.cuts,
-            growth=join_copy_bytes_of(buffer),
-            decode_s=added_step_s_of(buffer),
+            join_copy_bytes=join_copy_bytes_of(buffer),
+            added_decode_s=added_step_s_of(buffer),
             phase=stage.phase,
             started=stage.started,
             exclusive=stage.exclusive,

@@ -6,8 +6,9 @@ from typing import get_args
 
 from worker.schedule.request import Lane
 from worker.schedule.step.cost import CostEstimate
+from worker.schedule.step.forward import PLAIN, StepKind
 from worker.schedule.step.gap import GAP_STEPS, half_gap_s, longest_gap_s
-from worker.schedule.step.overruns import Overruns, StepKind
+from worker.schedule.step.overruns import Overruns
 from worker.schedule.step.waiting import Backlog
 
 # Multiple of the target that a step may last if no row decodes: it then delays only new requests and cancellations.
@@ -33,7 +34,7 @@ class Running:
 
 
 class StepBudget:
-    """Keeps the time of a step near its target, by the measured times of prefill and decoding."""
+    """Limits the time that prompts take in a step, by the measured times of prefill and decoding."""
 
     def __init__(self, step_s: float, costs: CostEstimate) -> None:
         """`step_s`: target seconds of a step. `costs`: what chunks of prefill cost. It stays owned by the caller, who
@@ -42,13 +43,13 @@ class StepBudget:
         self._costs = costs
         self._overruns = Overruns()
 
-    def observe_gap(self, planned_s: float, seconds: float, kind: StepKind | None = None) -> None:
+    def observe_gap(self, planned_s: float, seconds: float, kind: StepKind = PLAIN) -> None:
         """Record the measured seconds of a gap between two tokens, which was planned to last `planned_s`. Short ones,
-        which could not become too long, are ignored. `kind`: of the step that has made it; None: it computed no more
-        than a chunk."""
+        which could not become too long, are ignored. `kind`: of the step that has made it; by default no row joined,
+        and no forward was shared."""
         longest_s = GAP_STEPS * self._step_s / self.overrun
         if planned_s >= min(half_gap_s(self._step_s), _LONG * longest_s):
-            self._overruns.observe(seconds / planned_s, kind or StepKind())
+            self._overruns.observe(seconds / planned_s, kind)
 
     @property
     def overrun(self) -> float:

@@ -3,7 +3,8 @@ not, since no plan prevents it."""
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from worker.schedule.step.forward import PLAIN, StepKind
 
 # A gap of more than this multiple of its plan is a stall: another process had the processor, or memory was reclaimed.
 STALL = 1.5
@@ -21,25 +22,14 @@ _MARGIN = 1.1  # for larger ones: a row that decodes for 30 steps should see non
 _FIRST = 1.1  # before it is measured
 
 
-@dataclass(frozen=True, slots=True)
-class StepKind:
-    """What a step computes besides decoding. Steps of one kind may be underestimated alike."""
-
-    joins: bool = False  # rows join the decoding ones
-    shared: bool = False  # several prompts share a forward
-
-
-_PLAIN = StepKind()
-
-
 class Overruns:
     """Measured seconds of gaps relative to those planned, of the latest gaps that were planned to last long."""
 
     def __init__(self) -> None:
-        self._gaps = deque([(_FIRST, _PLAIN)] * _RANK, _GAPS)  # ratio, and the kind of the step
+        self._gaps = deque([(_FIRST, PLAIN)] * _RANK, _GAPS)  # ratio, and the kind of the step
         self._expected: float | None = None  # by the gaps so far; None: not computed yet
 
-    def observe(self, ratio: float, kind: StepKind = _PLAIN) -> None:
+    def observe(self, ratio: float, kind: StepKind = PLAIN) -> None:
         """Record a gap that lasted `ratio` times as long as planned."""
         self._gaps.append((ratio, kind))
         self._expected = None

@@ -1,16 +1,18 @@
-"""What prompts that wait ask of a step: a share of its time, or that rows that have joined put off their first decode
-step."""
+"""How much time waiting prompts need in a step, and how long joined rows delay their first decode step for them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
+from typing import Self
+
+from worker.schedule.step.prompt import PromptState
 
 # Waiting prompts get the share of the time with which all are computed before the oldest has waited this many seconds.
 COMPUTED_WITHIN_S = 0.5
 # Rows that have joined put off their first decode step for at most this many seconds while prompts can be computed, ...
 FIRST_STEP_WITHIN_S = 1.5
-# ... and beyond that, for prompts that take no longer than it, while this makes first tokens earlier in the mean; at
-# most this many seconds in all. `scripts/simulate --slower 1.6` needs 8 s for 32 prompts.
+# ... and beyond that, for prompts that take at most `FIRST_STEP_WITHIN_S` each, while this makes first tokens earlier
+# in the mean; at most this many seconds in all. `scripts/simulate --slower 1.6` needs 8 s for 32 prompts.
 FIRST_STEP_AT_MOST_S = 10.0
 
 
@@ -20,6 +22,12 @@ class Backlog:
 
     seconds: float = 0.0  # that computing all of them takes
     oldest_s: float = 0.0  # that the oldest has waited
+
+    @classmethod
+    def of(cls, waiting: Iterable[PromptState]) -> Self:
+        """Return the backlog of these prompts, each computed in forwards of its own. Offline ones do not count."""
+        rows = [row for row in waiting if row.lane == "interactive"]
+        return cls(sum(row.alone_s for row in rows), max((row.waited_s for row in rows), default=0.0))
 
     def share_s(self, decode_s: float) -> float:
         """Return the seconds that prompts need beside a decode step of `decode_s` to be computed in time: see
