@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scripts.benchmarks.serve.figures import GOOD_FIRST_S
 from scripts.simulation.arrivals import Arrival
 from scripts.simulation.costs import Costs
-from scripts.simulation.figures import FIRST_TOKEN_S
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Bound:
     @classmethod
     def of(cls, arrivals: Sequence[Arrival], costs: Costs) -> "Bound":
         """Return the bound of these arrivals."""
-        alone = [each for each in arrivals if costs.alone_s(each.prompt) <= FIRST_TOKEN_S]
+        alone = [each for each in arrivals if costs.alone_s(each.prompt) <= GOOD_FIRST_S]
         counts = len(alone), most_in_time(alone, costs)
         return cls(*(100 * count / len(arrivals) for count in counts))
 
@@ -32,7 +32,7 @@ def most_in_time(arrivals: Sequence[Arrival], costs: Costs) -> int:
     chosen = list[tuple[float, float]]()  # arrival and seconds of work
     for each in sorted(arrivals, key=lambda each: each.at_s):
         chosen.append((each.at_s, (each.prompt - 1) * costs.cheapest_s))
-        if _end_s(chosen) > each.at_s + FIRST_TOKEN_S:
+        if _end_s(chosen) > each.at_s + GOOD_FIRST_S:
             ends_s = [_end_s(chosen[:index] + chosen[index + 1 :]) for index in range(len(chosen))]
             del chosen[ends_s.index(min(ends_s))]
     return len(chosen)

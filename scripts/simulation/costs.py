@@ -94,8 +94,8 @@ HYBRID = Costs(
     Overheads(step_s=0.006, chunk_s=0.015, join_s=0.020),
 )
 # `scripts/bench serve --model large`, 1.4 billion parameters in bfloat16, on an NVIDIA H200 (mlx 0.32.4, CUDA 13). Not
-# measured, but assumed: 2,048 tokens, by the measured rate of large products, and all overheads. Up to 512 tokens a
-# forward costs about the same, so nothing is gained by short chunks, and much by few forwards.
+# measured, but assumed: 2,048 tokens, by the measured rate of large products; 8 x 64, as 32 x 16; and all overheads. Up
+# to 512 tokens a forward costs about the same, so nothing is gained by short chunks, and much by few forwards.
 GPU = Costs(
     {
         (1, 1): 4.3,
@@ -105,6 +105,7 @@ GPU = Costs(
         (1, 2048): 25,
         (8, 1): 11.2,
         (8, 16): 14.9,
+        (8, 64): 15.2,
         (32, 1): 11.1,
         (32, 16): 15.2,
     },

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from itertools import pairwise
 
+from scripts.benchmarks.serve.figures import GOOD_FIRST_S, GOOD_GAP_S, percentile
 from scripts.simulation.costs import Costs
 from scripts.simulation.machine import Machine
 from scripts.simulation.request import Request
-
-FIRST_TOKEN_S, GAP_S = 2.0, 0.3  # a good answer has its first token within this time, and no longer gap
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,15 @@ class Figures:
         slowdowns = [
             first_s / costs.alone_s(request.arrival.prompt) for first_s, request in zip(firsts, requests, strict=True)
         ]
-        good = [first_s <= FIRST_TOKEN_S and gap_s <= GAP_S for first_s, gap_s in zip(firsts, gaps, strict=True)]
+        good = [first_s <= GOOD_FIRST_S and gap_s <= GOOD_GAP_S for first_s, gap_s in zip(firsts, gaps, strict=True)]
         return cls(
             100 * sum(good) / len(good),
             statistics.median(firsts),
-            percentile(firsts, 95),
+            percentile(firsts, 0.95),
             max(firsts),
             max(gaps),
             sum(request.arrival.answer for request in requests) / machine.now_s,
-            percentile(slowdowns, 95),
+            percentile(slowdowns, 0.95),
             machine.prompt_tokens / max(1, machine.forwards),
         )
 
@@ -54,12 +53,6 @@ class Figures:
     def as_dict(self) -> dict[str, float]:
         """Return the figures by name, rounded for JSON."""
         return {name: round(value, 3) for name, value in asdict(self).items()}
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that is at least as large as `percent` % of the values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def _first_s(request: Request) -> float:

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scripts.benchmarks.serve.figures import GOOD_FIRST_S
 from scripts.simulation import __main__ as command
 from scripts.simulation.arrivals import Arrival, burst, from_trace, means, poisson
 from scripts.simulation.bound import Bound, most_in_time
 from scripts.simulation.costs import HYBRID, MODELS, PLAIN, Costs, interpolated
-from scripts.simulation.figures import FIRST_TOKEN_S, Figures
+from scripts.simulation.figures import Figures
 from scripts.simulation.machine import MAX_ROWS, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner
 from worker.schedule.step.cost import MAX_CHUNK
@@ -147,7 +148,7 @@ def test_stalls_are_as_frequent_and_long_as_asked() -> None:
 
 
 def test_a_prompt_that_takes_longer_alone_than_a_first_token_may_cannot_be_good() -> None:
-    long = next(tokens for tokens in range(1, 2000) if PLAIN.alone_s(tokens) > FIRST_TOKEN_S)
+    long = next(tokens for tokens in range(1, 2000) if PLAIN.alone_s(tokens) > GOOD_FIRST_S)
     bound = Bound.of([Arrival(0.0, 50, 1), Arrival(10.0, long, 1)], PLAIN)
     assert bound == Bound(50.0, 50.0)
 
@@ -168,7 +169,7 @@ def test_no_forward_computes_a_token_in_less_time_than_the_cheapest(rows: int, t
 
 def test_of_prompts_that_come_together_the_most_that_end_in_time_are_counted() -> None:
     one_s = 99 * PLAIN.cheapest_s
-    fitting = int(FIRST_TOKEN_S / one_s)
+    fitting = int(GOOD_FIRST_S / one_s)
     together = [Arrival(0.0, 100, 1)] * (fitting + 3)
     assert most_in_time(together, PLAIN) == fitting
     assert most_in_time([Arrival(0.0, 400, 1), *together], PLAIN) == fitting
@@ -184,7 +185,7 @@ def test_the_bound_is_the_most_of_all_choices(requests: list[tuple[float, int]])
         end_s = 0.0
         for each in chosen:
             end_s = max(end_s, each.at_s) + (each.prompt - 1) * PLAIN.cheapest_s
-            if end_s > each.at_s + FIRST_TOKEN_S:
+            if end_s > each.at_s + GOOD_FIRST_S:
                 return False
         return True
 

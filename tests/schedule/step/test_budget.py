@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from worker.schedule.request import Lane
 from worker.schedule.step.budget import ALONE_STEPS, SHARED_ALONE_STEPS, Running, StepBudget
 from worker.schedule.step.cost import MIN_CHUNK, CostEstimate, PromptCost
-from worker.schedule.step.gap import GAP_DECODES, GAP_STEPS, PLANNED, GapLimit, longest_gap_s
+from worker.schedule.step.gap import GAP_DECODES, GAP_STEPS, WITH_DRAFTS, GapLimit, longest_gap_s
 from worker.schedule.step.waiting import COMPUTED_WITHIN_S, Backlog
 
 STEP_S = 0.1
@@ -234,7 +234,7 @@ def test_a_forward_with_drafts_keeps_the_longest_gap(step_s: float, decode_s: fl
     limit_s = GapLimit(step_s).verify_s(decode_s, running=running)
     before_s = decode_s if running else 0.0
     assert before_s + limit_s <= longest_gap_s(step_s, decode_s) + 1e-9
-    assert limit_s <= PLANNED * longest_gap_s(step_s, decode_s)
+    assert limit_s <= WITH_DRAFTS * longest_gap_s(step_s, decode_s)
     assert limit_s > decode_s / 2
 
 

@@ -9,7 +9,7 @@ from worker.schedule.step.budget import Running, StepBudget
 from worker.schedule.step.cost import CostEstimate
 from worker.schedule.step.forward import StepKind
 from worker.schedule.step.gap import GAP_STEPS
-from worker.schedule.step.overruns import LONG, MOST, OF_GAPS, STALL, Overruns
+from worker.schedule.step.overruns import MOST, OF_GAPS, OVERRAN, STALL, Overruns
 from worker.schedule.step.waiting import Backlog
 
 STEP_S = 0.1
@@ -42,7 +42,7 @@ def gaps_s(budget: StepBudget, decode_s: float, ratios: Iterable[tuple[float, St
     return lasted
 
 
-@given(st.lists(st.floats(STALL + 0.01, 20), max_size=LONG - 1))
+@given(st.lists(st.floats(STALL + 0.01, 20), max_size=OVERRAN - 1))
 def test_stalls_that_do_not_repeat_change_nothing(stalls: list[float]) -> None:
     mixed = after(*[ratio for stall in stalls for ratio in (*[USUAL] * 4, stall)])
     assert mixed.expected == after().expected

@@ -344,7 +344,7 @@ def test_a_prompt_lets_shorter_ones_pass_until_it_has_waited_for_a_multiple_of_t
     assert in_turn([tired, fast("short", 20)]) == ["long", "short"]
 
 
-def test_a_prompt_that_can_no_longer_be_in_time_waits_for_those_that_can() -> None:
+def test_a_prompt_that_can_no_longer_be_in_time_waits_for_longer_ones_that_can() -> None:
     late, soon = fast("late", 300, FIRST_TOKEN_S), fast("soon", 1500, 0.1)
     assert in_turn([late, soon]) == ["soon", "late"]
     assert in_turn([late, fast("too long", 2500)]) == ["late", "too long"]

@@ -88,13 +88,14 @@ class CostEstimate:
         """Record the measured seconds of a chunk of `tokens`, after `done` tokens of its prompt. `cuts`: number of cuts
         within the chunk, each of which took another pass over the weights. `rows`: number of prompts that computed such
         a chunk in one forward; `done` is their mean then."""
-        if rows * tokens >= self._least:
-            self._observe_passes(1 + cuts, rows * tokens, (done + tokens / 2) / _TOKENS_UNIT, seconds)
+        if rows * tokens < self._least:
+            return
+        before = (done + tokens / 2) / _TOKENS_UNIT
+        self._observe_passes(1 + cuts, rows * tokens, before, seconds)
         seconds -= cuts * self._forward_s
-        if rows * tokens < self._least or seconds <= 0:
+        if seconds <= 0:
             return
         token_s = max(seconds - self._forward_s, seconds / 2) / (rows * tokens)
-        before = (done + tokens / 2) / _TOKENS_UNIT
         usual_s, before_s = self._tokens.costs()
         pace = token_s / max(usual_s + before * before_s, 1e-9)
         self._tokens.observe((1.0, before), token_s / self._pace)
@@ -108,7 +109,8 @@ class CostEstimate:
         self._forward_s = min(self._most_forward_s, self._pace * self._passes.costs()[0])
 
     def observe_forward(self, seconds: float) -> None:
-        """Record the estimated seconds of a decode step of one row: a pass over the weights takes at most as long."""
+        """Record the estimated seconds of a decode step of one row: a pass over the weights takes at most as long.
+        Before the first record, as in phases that have none, a pass counts as free."""
         self._most_forward_s = seconds
         self._forward_s = min(seconds, self._forward_s or seconds)
 

@@ -9,7 +9,7 @@ GAP_DECODES = 2.5
 _GAP_RISE = 4.0  # seconds of a gap for each second that decoding takes beyond that half, up to `GAP_DECODES`
 # Part of the longest gap that a step with drafts may take; the rest is for what is not predicted, such as rows that
 # leave.
-PLANNED = 0.86
+WITH_DRAFTS = 0.86
 
 
 def longest_gap_s(step_s: float, decode_s: float) -> float:
@@ -37,5 +37,5 @@ class GapLimit:
         """Return the most seconds that the forwards of the step may take with drafts. `decode_s`: without. `running`:
         a decode step runs, whose tokens are delivered at the end of this one."""
         longest_s = longest_gap_s(self.step_s, decode_s)
-        most_s = min(PLANNED * longest_s, longest_s - decode_s) if running else PLANNED * longest_s
+        most_s = min(WITH_DRAFTS * longest_s, longest_s - decode_s) if running else WITH_DRAFTS * longest_s
         return most_s - self.elapsed_s

@@ -8,13 +8,13 @@ from worker.schedule.step.forward import PLAIN, StepKind
 
 # A gap of more than this multiple of its plan is a stall: another process had the processor, or memory was reclaimed.
 STALL = 1.5
-# Stalls are expected again if this many of the latest gaps were long, ...
-LONG, OF_GAPS = 3, 20
+# Stalls are expected again if this many of the latest gaps overran their plans, ...
+OVERRAN, OF_GAPS = 3, 20
 # ... or this many of the latest gaps whose steps computed the same: the plan may underestimate these.
-LONG_ALIKE, OF_GAPS_ALIKE = 2, 4
-_LONG_RATIO = 1.2  # of a long gap: usual ones last nearly as long as planned
-# At most this multiple of a plan is expected: a plan of less than half of the gap leaves hardly time for a chunk, and
-# what lasts longer still is not prevented by it.
+OVERRAN_ALIKE, OF_GAPS_ALIKE = 2, 4
+_OVERRUN = 1.2  # lasted relative to its plan, at least; usual gaps last nearly as long as planned
+# At most this multiple of a plan is expected, and the margin: a plan of less than half of the gap leaves hardly time
+# for a chunk, and what lasts longer still is not prevented by it.
 MOST = 2.0
 _GAPS = 150  # the latest ones, by which overruns are expected
 _RANK = 3  # the third largest overrun counts: the two above it may be chance
@@ -46,17 +46,17 @@ class Overruns:
         gaps = [*self._gaps]
         if max(ratio for ratio, _ in gaps) <= STALL:
             return [ratio for ratio, _ in gaps]
-        repeating = _are_long([ratio for ratio, _ in gaps[-OF_GAPS:]], LONG)
+        repeating = _overran([ratio for ratio, _ in gaps[-OF_GAPS:]], OVERRAN)
         kinds = {kind for _, kind in gaps}
         alike = {
             each
             for each in kinds
-            if _are_long([ratio for ratio, kind in gaps if kind == each][-OF_GAPS_ALIKE:], LONG_ALIKE)
+            if _overran([ratio for ratio, kind in gaps if kind == each][-OF_GAPS_ALIKE:], OVERRAN_ALIKE)
         }
         since = len(gaps) - OF_GAPS if repeating else len(gaps)
         counted = [ratio for i, (ratio, kind) in enumerate(gaps) if ratio <= STALL or i >= since or kind in alike]
         return [*counted, *[_FIRST] * max(0, _RANK - len(counted))]
 
 
-def _are_long(ratios: Sequence[float], least: int) -> bool:
-    return sum(ratio > _LONG_RATIO for ratio in ratios) >= least
+def _overran(ratios: Sequence[float], least: int) -> bool:
+    return sum(ratio > _OVERRUN for ratio in ratios) >= least
