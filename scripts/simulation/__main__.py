@@ -20,6 +20,7 @@ from scripts.simulation.figures import Figures
 from scripts.simulation.machine import NONE, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner, Policy
 
+DEFAULT_MODELS = ("plain", "hybrid")
 LOADS = (0.5, 0.75, 0.8, 1.0, 1.5, 2.0)
 BURSTS = (8, 32)
 SECONDS = 40.0  # in which requests arrive
@@ -126,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--policies", choices=POLICIES, nargs="+", default=["sluice"], help="default: sluice")
     parser.add_argument(
-        "--models", choices=MODELS, nargs="+", default=["plain", "hybrid"], help="default: plain hybrid"
+        "--models", choices=MODELS, nargs="+", default=DEFAULT_MODELS, help=f"default: {' '.join(DEFAULT_MODELS)}"
     )
     parser.add_argument("--bursts", type=_count, nargs="*", default=BURSTS, metavar="N", help="default: 8 32")
     parser.add_argument(

@@ -92,6 +92,7 @@ PACKABLE = st.lists(
     ),
     max_size=12,
 )
+PACKABLE |= PACKABLE.map(lambda rows: [replace(row, padded=True) for row in rows])
 BUDGETS = st.floats(0, 4000)
 STEPS = st.integers(0, 16)
 COSTS = st.builds(
@@ -154,20 +155,22 @@ def test_the_first_interactive_prompt_always_advances(
 
 
 @given(PACKABLE, BUDGETS, COSTS, STEPS, st.integers(MIN_CHUNK, 300))
-def test_prompts_that_share_a_forward_have_as_many_tokens_and_none_crosses_a_cut(
+def test_prompts_that_share_a_forward_have_as_many_tokens_unless_padded_and_none_crosses_a_cut(
     rows: list[PromptState], seconds: float, cost: PromptCost, step: int, longest: int
 ) -> None:
     given = {row.id: row for row in rows}
     for forward in plan([replace(row, cost=cost) for row in rows], limits(seconds), step, longest):
-        assert sum(chunk.tokens for chunk in forward.chunks) <= longest
-        if len(forward.chunks) == 1:
+        tokens = [chunk.tokens for chunk in forward.chunks]
+        assert len(tokens) * max(tokens) <= longest
+        if len(tokens) == 1:
             continue
-        [tokens] = {chunk.tokens for chunk in forward.chunks}
-        assert tokens > 0
         shared = [given[chunk.id] for chunk in forward.chunks]
+        assert min(tokens) > 0
+        assert min(tokens) == max(tokens) or all(row.padded for row in shared)
         assert len({(row.pack, row.lane) for row in shared}) == 1
         assert shared[0].pack is not None
-        assert [row for row in shared for cut in row.cuts if row.done < cut < row.done + tokens] == []
+        for row, computed in zip(shared, tokens, strict=True):
+            assert [cut for cut in row.cuts if row.done < cut < row.done + computed] == []
 
 
 @given(PACKABLE, BUDGETS, COSTS, STEPS)
