@@ -3,6 +3,8 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
+from math import prod
 
 from worker.schedule.step.cost import MAX_CHUNK
 
@@ -40,11 +42,13 @@ class Costs:
         by_rows = [(float(each), interpolated(self._by_tokens(each), tokens)) for each in measured_rows]
         return interpolated(by_rows, rows) / 1000
 
-    @property
+    @cached_property
     def cheapest_s(self) -> float:
         """Seconds of a prompt's token in the cheapest forward of at most `MAX_CHUNK` tokens."""
-        longest = [(rows, MAX_CHUNK // rows) for rows, _ in self.measured_ms]
-        return min(self.forward_s(rows, tokens) / (rows * tokens) for rows, tokens in [*self.measured_ms, *longest])
+        rows = range(1, max(rows for rows, _ in self.measured_ms) + 1)
+        lengths = {tokens for _, tokens in self.measured_ms}
+        shapes = [(each, tokens) for each in rows for tokens in {*lengths, MAX_CHUNK // each}]
+        return min(self.forward_s(*shape) / prod(shape) for shape in shapes if prod(shape) <= MAX_CHUNK)
 
     def slower(self, factor: float) -> "Costs":
         """Return the costs of a machine on which everything takes `factor` times as long."""

@@ -106,7 +106,7 @@ class Machine:
         if not self._running or self._started:
             return False
         delayed_s = self.now_s - min(request.joined_s for request in self._running)
-        return self._planner.waits(self._waiting.values(), self._running, delayed_s)
+        return self._planner.delays_first_step(self._waiting.values(), self._running, delayed_s)
 
     def _wait(self) -> None:
         """Let the running decode step end."""
@@ -136,7 +136,7 @@ class Machine:
             return
         self._wait()
         waiting = [*self._waiting.values()]
-        for forward in self._planner.plan_step(waiting, self._running, self.now_s, started=self._started):
+        for forward in self._planner.plan(waiting, self._running, self.now_s, started=self._started):
             self._compute(forward)
 
     def _compute(self, forward: Forward) -> None:

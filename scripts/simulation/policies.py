@@ -6,8 +6,7 @@ from math import inf
 
 from scripts.simulation.costs import Costs
 from scripts.simulation.request import Request
-from worker.schedule.request import Lane
-from worker.schedule.step.budget import ALONE_STEPS, Running
+from worker.schedule.step.budget import Running
 from worker.schedule.step.cost import MAX_CHUNK, CostEstimate
 from worker.schedule.step.forward import Forward
 from worker.schedule.step.order import Order, in_order
@@ -103,7 +102,7 @@ class Rows:
         return self._costs.forward_s(len(self) + 1, 1) - self.step_s if self.started else 0.0
 
 
-class Planner(StepPlanner):
+class Planner:
     """Plans with the worker's planner, by costs of prompts that it learns from the simulated measurements, and with
     what a policy does otherwise. Not simulated: the prefix cache, memory, copies of buffers, and that attention takes
     longer for long prompts."""
@@ -112,44 +111,42 @@ class Planner(StepPlanner):
         self.policy = policy
         self._measured, self._target_s = costs, step_s
         self._estimate = CostEstimate()
-        super().__init__(step_s, self._estimate, order=policy.rule)
+        self._steps = StepPlanner(step_s, self._estimate, order=policy.rule, limits=self._limits)
         self._estimate.observe_forward(costs.forward_s(1, 1))
         for tokens in _WARM_UP:
             self._estimate.observe_chunk(tokens, 0, costs.forward_s(1, tokens) + costs.overheads.chunk_s)
             self._estimate.observe_join(tokens, 0, costs.overheads.join_s)
 
-    def plan_step(
+    def plan(
         self, waiting: Iterable[Request], running: Sequence[Request], now_s: float, *, started: bool
     ) -> list[Forward]:
         """Return the forwards of a step. `started`: the answer of a running request has begun."""
-        self.begin_step()
+        self._steps.begin_step()
         rows = Rows(running, self._measured, started=started)
         added_s = rows.added_step_s(0)
-        return self.plan([self._state_of(request, now_s, added_s) for request in waiting], rows, 0.0, MAX_CHUNK)
+        return self._steps.plan([self._state_of(request, now_s, added_s) for request in waiting], rows, 0.0, MAX_CHUNK)
 
-    def limits(self, prompts: Iterable[PromptState], rows: Running, elapsed_s: float) -> StepLimits:
+    def _limits(self, found: StepLimits, rows: Running) -> StepLimits:
         """Return the worker's limits, as far as the policy has none of its own."""
-        found = super().limits(prompts, rows, elapsed_s)
         if not self.policy.large:
             found = replace(found, shared_s=0.0)
         if not self.policy.prefill_first:
             found = replace(found, enough_s=inf)
-        return found if self.policy.share is None else replace(found, spare_s=self._spare_s(rows, self.policy.share))
-
-    def _spare_s(self, rows: Running, share: float) -> dict[Lane, float]:
-        if not rows.rows:
-            return dict.fromkeys(("interactive", "batch"), ALONE_STEPS * self._target_s)
+        if self.policy.share is None or not rows.rows:
+            return found
         target_s = self._target_s - rows.decode_s
-        return {"interactive": max(target_s, share * rows.decode_s), "batch": target_s}
+        return replace(
+            found, spare_s={"interactive": max(target_s, self.policy.share * rows.decode_s), "batch": target_s}
+        )
 
-    def waits(self, waiting: Iterable[Request], joined: Sequence[Request], delayed_s: float) -> bool:
+    def delays_first_step(self, waiting: Iterable[Request], joined: Sequence[Request], delayed_s: float) -> bool:
         """Return True if the first decode step waits for another prompt. `joined`: the rows that it would compute.
         `delayed_s`: since the first of them joined."""
         if not self.policy.gathers:
             return False
         interactive = [request for request in waiting if request.arrival.lane == "interactive"]
         tokens = [(request.total - request.done, request.done) for request in interactive]
-        return self.delays_first_step(Rows(joined, self._measured, started=False), delayed_s, tokens)
+        return self._steps.delays_first_step(Rows(joined, self._measured, started=False), delayed_s, tokens)
 
     def _state_of(self, request: Request, now_s: float, added_s: float) -> PromptState:
         return PromptState(
@@ -172,3 +169,7 @@ class Planner(StepPlanner):
     def observe_join(self, tokens: int, seconds: float) -> None:
         """Record the measured seconds of a join of a row of `tokens` tokens."""
         self._estimate.observe_join(tokens, 0, seconds)
+
+    def observe_gap(self, seconds: float) -> None:
+        """Record the measured seconds of a gap."""
+        self._steps.observe_gap(seconds)

@@ -11,8 +11,8 @@ from worker.schedule.outcomes import Phase
 from worker.schedule.request import Lane
 from worker.schedule.step.cost import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, PromptCost
 from worker.schedule.step.forward import Chunk, Forward
-from worker.schedule.step.order import AGING, FIRST_TOKEN_S, LATE_FACTOR, OLDEST_FIRST_EVERY, in_order, may_advance
-from worker.schedule.step.plan import OFFLINE_EVERY, REMAINDER_PASSES, SHORT_PASSES, StepLimits, plan
+from worker.schedule.step.order import AGING, FIRST_TOKEN_S, LATE_FACTOR, OLDEST_FIRST_EVERY, in_order
+from worker.schedule.step.plan import OFFLINE_EVERY, REMAINDER_PASSES, SHORT_PASSES, StepLimits, may_advance, plan
 from worker.schedule.step.prompt import PromptState
 from worker.schedule.step.waiting import Backlog
 
@@ -49,16 +49,18 @@ def order(*rows: PromptState) -> list[str]:
 
 
 def seconds_of(forwards: list[Forward], rows: list[PromptState], cost: PromptCost) -> float:
-    """Return the seconds of forwards; those of several prompts take one pass over the weights."""
+    """Return the seconds of forwards. Those of several prompts take one pass over the weights, and all of them compute
+    as many tokens as the longest chunk has."""
     waiting = {row.id: row for row in rows}
     taken = -sum(len(forward.chunks) - 1 for forward in forwards) * cost.forward_s
-    for chunk in chunks_of(forwards):
-        row = waiting[chunk.id]
-        end = row.done + chunk.tokens
-        computed = chunk.tokens if row.done else max(chunk.tokens, 1)
-        passes_more = sum(row.done < cut < end for cut in row.cuts)
-        taken += (cost.chunk_s(computed, row.done) if computed else 0) + passes_more * cost.forward_s
-        taken += cost.joining_s(end) if chunk.joins else 0
+    for forward in forwards:
+        width = max(chunk.tokens for chunk in forward.chunks)
+        for chunk in forward.chunks:
+            row = waiting[chunk.id]
+            computed = width if row.done else max(width, 1)
+            passes_more = sum(row.done < cut < row.done + chunk.tokens for cut in row.cuts)
+            taken += (cost.chunk_s(computed, row.done) if computed else 0) + passes_more * cost.forward_s
+            taken += cost.joining_s(row.done + chunk.tokens) if chunk.joins else 0
     return taken
 
 
@@ -110,6 +112,13 @@ def test_plan_keeps_the_time_except_for_the_first_prompts_minimum(
         [chunk] = chunks_of(forwards)
         assert chunk.tokens <= MIN_CHUNK
         assert not (chunk.tokens and chunk.joins)
+
+
+@given(ROWS | PACKABLE, BUDGETS, COSTS, STEPS)
+def test_forwards_take_as_long_as_planned(rows: list[PromptState], seconds: float, cost: PromptCost, step: int) -> None:
+    rows = [replace(row, cost=cost) for row in rows]
+    for forward in plan(rows, limits(seconds), step, UNBOUNDED):
+        assert forward.seconds == pytest.approx(seconds_of([forward], rows, cost))
 
 
 @given(ROWS, BUDGETS, COSTS, STEPS)
@@ -375,6 +384,7 @@ def test_backlog_is_the_time_of_the_interactive_prompts_and_the_age_of_the_oldes
     rows = [fast("a", 100, 0.5), fast("b", 300, 1.5), replace(fast("c", 900, 9.0), lane="batch")]
     found = Backlog.of(rows)
     assert (found.seconds, found.oldest_s) == (pytest.approx(0.4), 1.5)
+    assert Backlog.of([replace(fast("joins", 0, 2.0), done=50)]) == Backlog(0.0, 2.0)
     assert Backlog.of([]) == Backlog(0.0, 0.0)
 
 
@@ -520,6 +530,7 @@ def test_prompts_share_a_forward_as_far_as_its_memory_allows() -> None:
 
     assert shared(3 * (20 + 40)) == [3]
     assert shared(3 * (20 + 40) - 1) == [1, 2]
+    assert shared(2 * (20 + 10)) == [1, 2]  # the one that holds the most is left out
     assert shared(2 * (20 + 10) - 1) == [1, 1, 1]
 
 

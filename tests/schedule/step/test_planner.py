@@ -33,7 +33,7 @@ class Rows:
         return 0.0
 
 
-def waiting(planner: StepPlanner, costs: CostEstimate, running: Rows | None = None) -> float:
+def planned_s(planner: StepPlanner, costs: CostEstimate, running: Rows | None = None) -> float:
     """Plan a step in which much waits. Returns the seconds that prompts take in it."""
     planner.begin_step()
     prompt = PromptState("long", 0, 100_000, 5.0, "interactive", costs.now)
@@ -51,24 +51,24 @@ def planner(costs: CostEstimate) -> StepPlanner:
 
 
 def test_steps_that_last_longer_than_planned_are_planned_shorter(planner: StepPlanner, costs: CostEstimate) -> None:
-    before_s = waiting(planner, costs)
+    before_s = planned_s(planner, costs)
     for _ in range(20):
-        planner.observe_gap(1.4 * (waiting(planner, costs) + DECODE_S))
-    assert waiting(planner, costs) < 0.8 * before_s
+        planner.observe_gap(1.4 * (planned_s(planner, costs) + DECODE_S))
+    assert planned_s(planner, costs) < 0.8 * before_s
 
 
 def test_a_gap_counts_once_and_only_if_rows_decode(planner: StepPlanner, costs: CostEstimate) -> None:
-    before_s = waiting(planner, costs)
+    before_s = planned_s(planner, costs)
     planner.observe_gap(before_s + DECODE_S)
     for _ in range(20):  # a step without a plan, and steps whose rows have not begun
         planner.observe_gap(5.0)
-        waiting(planner, costs, Rows(started=False))
+        planned_s(planner, costs, Rows(started=False))
         planner.observe_gap(5.0)
-    assert waiting(planner, costs) == pytest.approx(before_s)
+    assert planned_s(planner, costs) == pytest.approx(before_s)
 
 
 def test_rows_that_have_not_begun_leave_prompts_more_time(planner: StepPlanner, costs: CostEstimate) -> None:
-    assert waiting(planner, costs, Rows(started=False)) > 2 * waiting(planner, costs)
+    assert planned_s(planner, costs, Rows(started=False)) > 2 * planned_s(planner, costs)
 
 
 def test_steps_are_counted_however_often_they_are_planned(planner: StepPlanner, costs: CostEstimate) -> None:

@@ -6,7 +6,7 @@ from typing import get_args
 
 from worker.schedule.request import Lane
 from worker.schedule.step.cost import CostEstimate
-from worker.schedule.step.forward import PLAIN, StepKind
+from worker.schedule.step.forward import PLAIN_STEP, StepKind
 from worker.schedule.step.gap import GAP_STEPS, half_gap_s, longest_gap_s
 from worker.schedule.step.overruns import Overruns
 from worker.schedule.step.waiting import Backlog
@@ -43,7 +43,7 @@ class StepBudget:
         self._costs = costs
         self._overruns = Overruns()
 
-    def observe_gap(self, planned_s: float, seconds: float, kind: StepKind = PLAIN) -> None:
+    def observe_gap(self, planned_s: float, seconds: float, kind: StepKind = PLAIN_STEP) -> None:
         """Record the measured seconds of a gap between two tokens, which was planned to last `planned_s`. Short ones,
         which could not become too long, are ignored. `kind`: of the step that has made it; by default no row joined,
         and no forward was shared."""

@@ -36,6 +36,10 @@ class PromptCost:
         """Return the seconds that a chunk takes after `done` tokens of its prompt."""
         return self.forward_s + tokens * (self.token_s + (done + tokens / 2) * self.before_s)
 
+    def rest_s(self, remaining: int, done: int) -> float:
+        """Return the seconds that the rest of a prompt takes in a forward of its own; 0 if only its join is left."""
+        return 0.0 if done and not remaining else self.chunk_s(remaining, done)
+
     def joining_s(self, tokens: int, growth: int = 0) -> float:
         """Return the seconds that a row of `tokens` tokens takes to join, if `growth` bytes of buffers are copied."""
         return self.join_s + tokens * self.joined_s + growth * self.grown_s

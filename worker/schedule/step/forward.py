@@ -25,13 +25,13 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """What a step computes besides decoding. Steps of one kind may be underestimated alike."""
+    """What the time of a step depends on. Steps of one kind may be underestimated alike."""
 
     joins: bool = False  # rows join the decoding ones
     shared: bool = False  # several prompts share a forward
 
 
-PLAIN = StepKind()
+PLAIN_STEP = StepKind()
 
 
 def step_kind(forwards: Sequence[Forward]) -> StepKind:

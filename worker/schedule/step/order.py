@@ -1,9 +1,8 @@
 """The order in which waiting prompts advance."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import inf
 
-from worker.schedule.outcomes import Phase
 from worker.schedule.step.prompt import PromptState
 
 # A first token within this time counts as good. A prompt that can no longer have one counts as taking this multiple of
@@ -18,20 +17,6 @@ AGING = 1 / 8
 
 # Orders the prompts that wait. The second argument is the number of the step, counting up.
 Order = Callable[[Iterable[PromptState], int], list[PromptState]]
-
-
-def may_advance(prompts: Sequence[PromptState]) -> list[PromptState]:
-    """Return the prompts that may advance in a step, in order. Images of one prompt at a time are encoded, and one
-    prompt is scored, since a vision encoder's activations and a draft's cache occupy memory."""
-    single = [_first_in(prompts, phase) for phase in {row.phase for row in prompts if row.exclusive}]
-    return [row for row in prompts if not row.exclusive or row in single]
-
-
-def _first_in(prompts: Sequence[PromptState], phase: Phase) -> PromptState:
-    """Return the one prompt of this phase that may advance. Prefers a prompt that has started, then interactive
-    ones, then the shortest."""
-    rows = [row for row in prompts if row.phase == phase]
-    return max(rows, key=lambda row: (row.started, row.lane == "interactive", -row.remaining))
 
 
 def in_order(waiting: Iterable[PromptState], step: int) -> list[PromptState]:

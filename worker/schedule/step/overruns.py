@@ -4,7 +4,7 @@ not, since no plan prevents it."""
 from collections import deque
 from collections.abc import Sequence
 
-from worker.schedule.step.forward import PLAIN, StepKind
+from worker.schedule.step.forward import PLAIN_STEP, StepKind
 
 # A gap of more than this multiple of its plan is a stall: another process had the processor, or memory was reclaimed.
 STALL = 1.5
@@ -12,8 +12,8 @@ STALL = 1.5
 OVERRAN, OF_GAPS = 3, 20
 # ... or this many of the latest gaps whose steps computed the same: the plan may underestimate these.
 OVERRAN_ALIKE, OF_GAPS_ALIKE = 2, 4
-_OVERRUN = 1.2  # lasted relative to its plan, at least; usual gaps last nearly as long as planned
-# At most this multiple of a plan is expected, and the margin: a plan of less than half of the gap leaves hardly time
+_OVERRUN = 1.2  # a gap that lasted more than this multiple of its plan overran; usual ones last nearly as planned
+# Before the margin, at most this multiple of a plan is expected: a plan of less than half of the gap leaves hardly time
 # for a chunk, and what lasts longer still is not prevented by it.
 MOST = 2.0
 _GAPS = 150  # the latest ones, by which overruns are expected
@@ -26,10 +26,10 @@ class Overruns:
     """Measured seconds of gaps relative to those planned, of the latest gaps that were planned to last long."""
 
     def __init__(self) -> None:
-        self._gaps = deque([(_FIRST, PLAIN)] * _RANK, _GAPS)  # ratio, and the kind of the step
+        self._gaps = deque([(_FIRST, PLAIN_STEP)] * _RANK, _GAPS)  # ratio, and the kind of the step
         self._expected: float | None = None  # by the gaps so far; None: not computed yet
 
-    def observe(self, ratio: float, kind: StepKind = PLAIN) -> None:
+    def observe(self, ratio: float, kind: StepKind = PLAIN_STEP) -> None:
         """Record a gap that lasted `ratio` times as long as planned."""
         self._gaps.append((ratio, kind))
         self._expected = None

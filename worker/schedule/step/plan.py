@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from worker.schedule.outcomes import Phase
 from worker.schedule.request import Lane
 from worker.schedule.step.cost import MAX_CHUNK, MIN_CHUNK
 from worker.schedule.step.forward import Chunk, Forward
@@ -12,8 +13,8 @@ from worker.schedule.step.prompt import PromptState
 
 # In steps without enough time for an offline chunk, one in this many has a short one all the same.
 OFFLINE_EVERY = 8
-# A prompt shares a forward if its remaining tokens take at most this many passes over the weights, or are at most
-# `SHORT_CHUNKS` times the tokens of its chunk in that forward. The tokens of a longer one would delay the others, and
+# A prompt shares a forward if its remaining tokens take at most as long as this many passes over the weights, or are at
+# most `SHORT_CHUNKS` times as many as the others compute in it. The tokens of a longer one would delay the others, and
 # save little.
 SHORT_PASSES = 6
 SHORT_CHUNKS = 3
@@ -23,18 +24,31 @@ SHORT_CHUNKS = 3
 REMAINDER_PASSES = 0.25
 
 
+def may_advance(prompts: Sequence[PromptState]) -> list[PromptState]:
+    """Return the prompts that may advance in a step, in the given order. Images of one prompt at a time are encoded,
+    and one prompt is scored, since a vision encoder's activations and a draft's cache occupy memory."""
+    single = [_first_in(prompts, phase) for phase in {row.phase for row in prompts if row.exclusive}]
+    return [row for row in prompts if not row.exclusive or row in single]
+
+
+def _first_in(prompts: Sequence[PromptState], phase: Phase) -> PromptState:
+    """Return the one prompt of this phase that may advance. Prefers a prompt that has started, then interactive
+    ones, then the shortest."""
+    rows = [row for row in prompts if row.phase == phase]
+    return max(rows, key=lambda row: (row.started, row.lane == "interactive", -row.remaining))
+
+
 PackedTokens = Callable[[int, int, int], int]  # (prompts, tokens of each, tokens that the longest holds): see `plan`
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The time that a step has for prompts."""
+    """The time that a step has for prompts, in seconds."""
 
-    spare_s: Mapping[Lane, float]  # seconds that each lane's prompts may take, of the same time
-    shared_s: float = 0.0  # the first forward may take this long, if that is more, if interactive prompts share it
-    enough_s: float = (
-        inf  # once prompts have taken this long, no further forward begins, since joined rows should decode
-    )
+    spare_s: Mapping[Lane, float]  # that each lane's prompts may take, of the same time
+    shared_s: float = 0.0  # that the first forward may take instead, if more, and if interactive prompts share it
+    # Once prompts have taken this long, no further forward begins, since rows that have joined should decode.
+    enough_s: float = inf
 
 
 def no_copies(prompts: int, tokens: int, done: int) -> int:
@@ -99,12 +113,14 @@ def _shared(
             grown = any(each.joins for _, each in members)
             more_s += other.cost.joining_s(other.done + other.remaining, 0 if grown else other.join_copy_bytes)
             more_s += other.added_decode_s
-        held = max(held, other.done)
-        if packed_tokens(len(members) + 1, wider, held) > longest or seconds + more_s > left_s:
+        if seconds + more_s > left_s:
             break
+        most_held = max(held, other.done)
+        if packed_tokens(len(members) + 1, wider, most_held) > longest:
+            continue  # another may hold fewer tokens
         members.append((other, Chunk(other.id, own, joins)))
         seconds += more_s
-        width = wider
+        width, held = wider, most_held
     if len(members) == 1:
         return Forward((chunk,), _forward_s(row, chunk.tokens) + (_join_s(row) if chunk.joins else 0.0))
     return Forward(tuple(each for _, each in members), seconds)
@@ -138,7 +154,7 @@ def _uncut(row: PromptState) -> int:
 
 def _chunk(row: PromptState, seconds: float, longest: int, *, forced: bool) -> Chunk | None:
     """Return the longest chunk that takes at most `seconds`, or None if it is not worth its pass over the weights. A
-    `forced` one is never None, but short.
+    `forced` one is never None, however short.
 
     If its join does not fit too, the row joins in the next step: leaving a token for that step would cost a pass."""
     tokens, limit_s = _fitting(row, seconds, longest), seconds

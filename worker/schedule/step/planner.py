@@ -1,14 +1,14 @@
 """Plans the prompts of each step by measured costs. Knows nothing of models, so a simulation can plan as the engine
 does."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from worker.schedule.step.budget import Running, StepBudget
 from worker.schedule.step.cost import CostEstimate
 from worker.schedule.step.forward import Forward, StepKind, step_kind
-from worker.schedule.step.order import Order, in_order, may_advance
-from worker.schedule.step.plan import PackedTokens, StepLimits, no_copies, plan
+from worker.schedule.step.order import Order, in_order
+from worker.schedule.step.plan import PackedTokens, StepLimits, may_advance, no_copies, plan
 from worker.schedule.step.prompt import PromptState
 from worker.schedule.step.waiting import Backlog, FirstStep
 
@@ -48,18 +48,32 @@ class RunningRows(Protocol):
         """Return the expected seconds that their decode step takes longer once a row of `length` tokens has joined."""
 
 
+LimitsRule = Callable[[StepLimits, Running], StepLimits]
+
+
+def _as_found(limits: StepLimits, rows: Running) -> StepLimits:
+    return limits
+
+
 class StepPlanner:
     """Decides which prompts advance in a step, and by how much; remembers how long gaps lasted, relative to their
     plans."""
 
     def __init__(
-        self, step_s: float, costs: CostEstimate, *, order: Order = in_order, packed_tokens: PackedTokens = no_copies
+        self,
+        step_s: float,
+        costs: CostEstimate,
+        *,
+        order: Order = in_order,
+        limits: LimitsRule = _as_found,
+        packed_tokens: PackedTokens = no_copies,
     ) -> None:
         """`step_s`: target seconds of a step. `costs`: of prefill, stays owned by the caller, who lets it learn.
-        `packed_tokens`: see `plan`."""
+        `limits` may replace the limits that a step with these decoding rows would have. `packed_tokens`: see `plan`."""
         self._costs = costs
         self._budget = StepBudget(step_s, costs)
         self._order, self._packed_tokens = order, packed_tokens
+        self._limits_rule = limits
         self._step = 0
         self._planned: tuple[float, StepKind] | None = None  # seconds of the gap that the step makes, if it makes one
 
@@ -72,20 +86,19 @@ class StepPlanner:
     ) -> list[Forward]:
         """Return the forwards to compute in this step. `elapsed_s`: seconds since the last step's report. `longest`:
         most tokens of a forward."""
-        prompts, rows = may_advance(prompts), self._started(running)
-        limits = self.limits(prompts, rows, elapsed_s)
+        prompts, rows = may_advance(prompts), self._decoding(running)
+        limits = self._limits_rule(self._limits(prompts, rows, elapsed_s), rows)
         forwards = plan(prompts, limits, self._step, longest, order=self._order, packed_tokens=self._packed_tokens)
         if rows.rows:
             planned_s = elapsed_s + sum(forward.seconds for forward in forwards) + rows.decode_s
             self._planned = planned_s, step_kind(forwards)
         return forwards
 
-    def limits(self, prompts: Iterable[PromptState], rows: Running, elapsed_s: float) -> StepLimits:
-        """Return the time that the step has for these prompts."""
+    def _limits(self, prompts: Iterable[PromptState], rows: Running, elapsed_s: float) -> StepLimits:
         spare_s = self._budget.spare_s(rows, elapsed_s, Backlog.of(prompts))
         return StepLimits(spare_s, self._budget.shared_s(rows), enough_s=rows.decode_s)
 
-    def _started(self, running: RunningRows) -> Running:
+    def _decoding(self, running: RunningRows) -> Running:
         """Return the rows of which one has begun its answer; none if none has, since no reader notices a pause then."""
         if not running.started:
             return Running(0, 0)
@@ -113,4 +126,4 @@ class StepPlanner:
         interactive prompt that can be computed, and those that it holds."""
         cost = self._costs.now
         first = FirstStep(len(running), delayed_s, self._budget.slowdown(self._decode_s(running)))
-        return first.waits_for(cost.chunk_s(remaining, done) for remaining, done in waiting)
+        return first.waits_for(cost.rest_s(remaining, done) for remaining, done in waiting)

@@ -37,4 +37,4 @@ class PromptState:
     @property
     def alone_s(self) -> float:
         """Seconds that the rest of the phase takes in a forward of its own; 0 if the row only joins."""
-        return 0.0 if self.only_joins else self.cost.chunk_s(self.remaining, self.done)
+        return self.cost.rest_s(self.remaining, self.done)
