@@ -1,11 +1,12 @@
 """The prompts that advance while rows decode, and when they join: with given costs instead of a clock."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
 
 from tests.engine.tiny import model, prompt
+from tests.schedule.step.running import DECODE_S, Running
 from worker.engine.batch.row import Row
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
@@ -16,7 +17,7 @@ from worker.schedule.step.forward import Chunk
 from worker.schedule.step.gap import longest_gap_s
 from worker.schedule.step.waiting import FIRST_STEP_WITHIN_S
 
-STEP_S, DECODE_S, TOKENS_PER_S = 0.1, 0.09, 2000
+STEP_S, TOKENS_PER_S = 0.1, 2000
 ROOM = 10**9
 
 
@@ -30,29 +31,6 @@ def begin(
     made: PrefillQueue, id: str, tokens: int, lane: Lane = "interactive", boundaries: tuple[int, ...] = ()
 ) -> None:
     made.add(Row.of(GenerationRequest(id, prompt(tokens + 1, 0), 1, lane=lane, boundaries=boundaries)))
-
-
-@dataclass
-class Running:
-    """Rows that decode, by default one, which takes most of a step."""
-
-    copied: int = 0  # bytes, when another joins
-    num_interactive: int = 1
-    started: bool = True
-    step_s: float = DECODE_S
-    added_s: float = 0.0  # to that, once another has joined
-    step_copy_bytes: int = 0
-    rows: int = 1
-    most_measured: int = 32  # rows
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def join_copy_bytes(self, length: int) -> int:
-        return self.copied
-
-    def added_step_s(self, length: int) -> float:
-        return self.added_s
 
 
 def planned(made: PrefillQueue, running: Running | None = None, *, forward_s: float = 0.0) -> list[Chunk]:

@@ -519,7 +519,7 @@ def test_a_forward_that_prompts_share_may_take_longer_but_no_other() -> None:
 
 
 def test_prompts_share_a_forward_as_far_as_its_memory_allows() -> None:
-    """What each of them holds is copied, as much as the longest holds."""
+    """Each prompt counts with as many copied tokens as the longest of them holds."""
     rows = [replace(waiting(id, 20, done=done), cost=PASS, pack=0) for id, done in (("a", 0), ("b", 40), ("c", 10))]
 
     def shared(longest: int) -> list[int]:
@@ -548,13 +548,8 @@ def test_chunk_ends_at_a_cut_if_it_is_shared() -> None:
 
 def test_no_further_forward_begins_once_prompts_have_taken_enough_time() -> None:
     rows = [waiting(id, 20) for id in "abcd"]
-    forwards = [plan(rows, limits(1000, enough_s=enough), 1, UNBOUNDED) for enough in (0, 20, 21, 1000)]
-    assert [*map(len, forwards)] == [
-        1,
-        1,
-        2,
-        4,
-    ]
+    planned = [plan(rows, limits(1000, enough_s=enough), 1, UNBOUNDED) for enough in (0, 20, 21, 1000)]
+    assert [len(forwards) for forwards in planned] == [1, 1, 2, 4]
 
 
 SCORED: list[tuple[str, int, Lane]] = [

@@ -1,43 +1,21 @@
 """The planner of steps, with given costs: what it remembers from one step to the next."""
 
-from dataclasses import dataclass
-
 import pytest
 
+from tests.schedule.step.running import DECODE_S, Running
 from worker.schedule.step.cost import CostEstimate
 from worker.schedule.step.order import OLDEST_FIRST_EVERY
 from worker.schedule.step.planner import StepPlanner
 from worker.schedule.step.prompt import PromptState
 
-STEP_S, DECODE_S, LONGEST = 0.1, 0.05, 10**6
+STEP_S, LONGEST = 0.1, 10**6
 
 
-@dataclass
-class Rows:
-    """Rows that decode."""
-
-    started: bool = True
-    rows: int = 4
-    num_interactive: int = 4
-    most_measured: int = 4
-    step_s: float = DECODE_S
-    step_copy_bytes: int = 0
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def join_copy_bytes(self, length: int) -> int:
-        return 0
-
-    def added_step_s(self, length: int) -> float:
-        return 0.0
-
-
-def planned_s(planner: StepPlanner, costs: CostEstimate, running: Rows | None = None) -> float:
+def planned_s(planner: StepPlanner, costs: CostEstimate, running: Running | None = None) -> float:
     """Plan a step in which much waits. Returns the seconds that prompts take in it."""
     planner.begin_step()
     prompt = PromptState("long", 0, 100_000, 5.0, "interactive", costs.now)
-    return sum(forward.seconds for forward in planner.plan([prompt], running or Rows(), 0.0, LONGEST))
+    return sum(forward.seconds for forward in planner.plan([prompt], running or Running(), 0.0, LONGEST))
 
 
 @pytest.fixture
@@ -62,13 +40,13 @@ def test_a_gap_counts_once_and_only_if_rows_decode(planner: StepPlanner, costs: 
     planner.observe_gap(before_s + DECODE_S)
     for _ in range(20):  # a step without a plan, and steps whose rows have not begun
         planner.observe_gap(5.0)
-        planned_s(planner, costs, Rows(started=False))
+        planned_s(planner, costs, Running(started=False))
         planner.observe_gap(5.0)
     assert planned_s(planner, costs) == pytest.approx(before_s)
 
 
 def test_rows_that_have_not_begun_leave_prompts_more_time(planner: StepPlanner, costs: CostEstimate) -> None:
-    assert planned_s(planner, costs, Rows(started=False)) > 2 * planned_s(planner, costs)
+    assert planned_s(planner, costs, Running(started=False)) > 2 * planned_s(planner, costs)
 
 
 def test_steps_are_counted_however_often_they_are_planned(planner: StepPlanner, costs: CostEstimate) -> None:
@@ -77,7 +55,7 @@ def test_steps_are_counted_however_often_they_are_planned(planner: StepPlanner, 
     firsts = list[str]()
     for _ in range(2 * OLDEST_FIRST_EVERY):
         planner.begin_step()
-        [[first, *_], [again, *_]] = [planner.plan([new, old], Rows(), 0.0, LONGEST) for _ in range(2)]
+        [[first, *_], [again, *_]] = [planner.plan([new, old], Running(), 0.0, LONGEST) for _ in range(2)]
         assert first == again
         firsts.append(first.chunks[0].id)
     assert [firsts.index("old"), firsts.count("old")] == [OLDEST_FIRST_EVERY - 1, 2]

@@ -122,8 +122,8 @@ class StepPlanner:
 
     def delays_first_step(self, running: RunningRows, delayed_s: float, waiting: Iterable[tuple[int, int]]) -> bool:
         """Return True if rows of which none has begun its answer should wait for another interactive prompt: see
-        `FirstStep`. `delayed_s`: seconds since the first of these rows joined. `waiting`: tokens that remain of each
-        interactive prompt that can be computed, and those that it holds."""
+        `FirstStep`. `delayed_s`: seconds since the first of these rows joined. `waiting`: for each
+        interactive prompt that can be computed, the tokens that remain and the tokens that it holds."""
         cost = self._costs.now
         first = FirstStep(len(running), delayed_s, self._budget.slowdown(self._decode_s(running)))
         return first.waits_for(cost.rest_s(remaining, done) for remaining, done in waiting)
