@@ -245,12 +245,13 @@ class Client:
         however long.
 
         A run that was interrupted, or whose process died, is resumed by the same call. `models` maps the model names in
-        the file to served ones; "*" stands for any other name. Lines that have not ended when the completion window
-        ("90m"; default 24h) runs out end as expired. A file with bad lines returns as `failed`, with the problems in
-        `errors`, and none of its lines is run. `window` is the number of lines of one model that are queued or running
-        at once. With `served_only` a file for a model without a worker is refused as well, if other models are served;
-        else its lines wait for a worker. `on_progress` is called a few times a second. Raises `BatchRefused`,
-        ValueError, OSError if a file cannot be written, or redis-py's error if the server refuses.
+        the file to served ones; one that ends in "*" is any other name with this beginning. Lines that have not ended
+        when the completion window ("90m"; default 24h) runs out end as expired. A file with bad lines returns as
+        `failed`, with the problems in `errors`, and none of its lines is run. `window` is the number of lines of one
+        model that are queued or running at once. With `served_only` a file for a model without a worker is refused as
+        well, if other models are served; else its lines wait for a worker. `on_progress` is called a few times a
+        second. Raises `BatchRefused`, ValueError, OSError if a file cannot be written, or redis-py's error if the
+        server refuses.
         """
         from sluice.batch.run import run  # imported here, since it needs fcntl, which Windows lacks
 

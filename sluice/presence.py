@@ -1,5 +1,6 @@
 """The live workers; each publishes a hash about itself on the server."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from redis.asyncio import Redis
@@ -35,3 +36,18 @@ class Workers:
 
     async def _send(self, command: Command) -> Any:
         return await (self._retries.run_until_answered if self._waits_out_outages else self._retries.run)(command)
+
+
+def mapping_pair(name: str, mapped: Mapping[str, str]) -> str | None:
+    """Return the left side of the pair that decides the served name for a name in a request: the name itself, else the
+    longest beginning of it that is followed by `*`. None if no pair fits."""
+    if name in mapped:
+        return name
+    fitting = (pair for pair in mapped if pair.endswith("*") and name.startswith(pair[:-1]))
+    return max(fitting, key=len, default=None)
+
+
+def mapped_name(name: str, mapped: Mapping[str, str]) -> str:
+    """Return the served name for a name in a request, which is that name if no pair fits."""
+    pair = mapping_pair(name, mapped)
+    return name if pair is None else mapped[pair]

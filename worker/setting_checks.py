@@ -22,4 +22,6 @@ def checked_models(models: str) -> str:
         requested, _, served = pair.partition("=")
         if not requested or requested != requested.strip() or not is_model_name(served):
             raise ValueError(f"{pair!r} must look like gpt-4o-mini=default")
+        if "*" in requested[:-1]:
+            raise ValueError(f"{pair!r} has a * before the end of the name; write it last, as in claude-*=default")
     return models

@@ -238,8 +238,8 @@ class Settings(BaseSettings):
     batch_models: Annotated[str, AfterValidator(checked_models)] | None = Field(
         None,
         min_length=1,
-        description="Served models for the model names in batch files, such as gpt-4o-mini=default,*=other; * stands "
-        "for any other name. Default: names are taken as they are.",
+        description="Served models for the model names in batch files, such as gpt-4o-mini=default,gpt-*=big,*=tiny; a "
+        "name that ends in * is any other name with this beginning. Default: names are taken as they are.",
     )
     batch_hours: Annotated[str, AfterValidator(checked_hours)] | None = Field(
         None,

@@ -8,8 +8,9 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from sluice import wire
+from sluice.presence import mapped_name
 
-Models = Mapping[str, str]  # from the model names in a file to served names; "*" stands for all others
+Models = Mapping[str, str]  # from the model names in a file to served names, as `mapped_name` reads them
 
 _METHOD, _URL = "POST", "/v1/chat/completions"
 _FIELDS = ("custom_id", "method", "url", "body")
@@ -180,7 +181,7 @@ def _served_name(named_model: object, models: Models) -> str:
         return models.get("*", _DEFAULT_MODEL)
     if not isinstance(named_model, str):
         raise BadLine("invalid_model", f"body.model must be a string, not {_quoted(named_model)}", "body.model")
-    name = models.get(named_model) or models.get("*", named_model)
+    name = mapped_name(named_model, models)
     try:
         wire.check_model_name(name)
     except ValueError:

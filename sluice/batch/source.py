@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Self
 from sluice.batch.lines import BadLine, Models, Request, read_line
 from sluice.batch.status import Problem
 from sluice.errors import BatchRefused
+from sluice.presence import mapping_pair
 from sluice.wording import counted
 
 MAX_LINES = 50_000  # OpenAI's limits
@@ -43,7 +44,7 @@ class Scan:
     problems: list[Problem] = field(default_factory=list)
     num_unlisted: int = 0  # problems that are counted only
     sha256: str = ""
-    named_models: set[str] = field(default_factory=set)  # the names in the mapping that occur in lines
+    named_models: set[str] = field(default_factory=set)  # the names in the mapping that lines use
 
     def add(self, problem: Problem) -> None:
         """Add a problem; after the first thousand they are only counted."""
@@ -170,8 +171,8 @@ class Source:
 
     def _line(self, raw: _Raw, first_lines: dict[bytes, int], named_models: set[str]) -> Line:
         request = self._read(raw)
-        if request.named_model is not None and request.named_model in self._models:
-            named_models.add(request.named_model)
+        if request.named_model is not None and (pair := mapping_pair(request.named_model, self._models)):
+            named_models.add(pair)
         first = first_lines.setdefault(request.digest, raw.number)
         if first != raw.number:
             raise BadLine("duplicate_custom_id", f"the custom_id is the same as in line {first:,}.", "custom_id")

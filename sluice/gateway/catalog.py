@@ -12,8 +12,9 @@ from sluice.gateway.errors import Handler, endpoint
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.messages import models as models_form
 from sluice.gateway.messages.errors import endpoint as anthropic_endpoint
-from sluice.gateway.models import model_not_found
+from sluice.gateway.models import model_not_found, served_name
 from sluice.gateway.workers import Worker
+from sluice.presence import mapped_name
 
 _ABILITIES = ("images", "tools", "reasoning")
 _MAX_NUMBER = 253402300799  # the end of the year 9999 in Unix seconds: Python's datetime ends there
@@ -29,12 +30,13 @@ def routes(gateway: Gateway) -> list[Route]:
         return JSONResponse({"object": "list", "data": list(found.values())})
 
     async def single(request: Request) -> Response:
-        found = await _models(gateway, await gateway.authenticate(request))
-        name = request.path_params["id"]
-        if name not in found:
+        caller, name = await gateway.authenticate(request), request.path_params["id"]
+        served_as = served_name(caller, name, gateway.settings.model_map)
+        workers = [worker for worker in await gateway.workers.live() if worker.get("model") == served_as]
+        if not workers:
             raise model_not_found(name)
-        is_anthropic = models_form.HEADER in request.headers
-        return JSONResponse(models_form.model_info(found[name]) if is_anthropic else found[name])
+        found = _model(name, served_as, workers)
+        return JSONResponse(models_form.model_info(found) if models_form.HEADER in request.headers else found)
 
     return [Route("/v1/models", _endpoint(listed)), Route("/v1/models/{id:path}", _endpoint(single))]
 
@@ -54,14 +56,15 @@ async def _models(gateway: Gateway, caller: Caller) -> dict[str, dict[str, Any]]
 
 
 def models(workers: Sequence[Worker], mapped: Mapping[str, str], caller: Caller) -> dict[str, dict[str, Any]]:
-    """Return the caller's models by name: the names of the mapping, except "*", and those of the workers that it
-    leaves as they are."""
+    """Return the caller's models by name: the whole names of the mapping, and those of the workers that it leaves as
+    they are. Names that only `*` stands for cannot be listed; each of them is found by itself."""
     served: dict[str, list[Worker]] = {}
     for worker in workers:
         served.setdefault(worker.get("model", ""), []).append(worker)
     served.pop("", None)
-    own = {name: name for name in served if mapped.get(name, mapped.get("*", name)) == name}
-    names = {**own, **{name: target for name, target in mapped.items() if name != "*" and target in served}}
+    own = {name: name for name in served if mapped_name(name, mapped) == name}
+    whole = {name: target for name, target in mapped.items() if not name.endswith("*") and target in served}
+    names = {**own, **whole}
     return {
         name: _model(name, target, served[target])
         for name, target in sorted(names.items())

@@ -15,12 +15,12 @@ from sluice.gateway.jobs.submission import Submission
 from sluice.gateway.keys.authentication import Authentication
 from sluice.gateway.keys.limits import Limits
 from sluice.gateway.keys.store import KeyStore
-from sluice.gateway.models import mapped_name
 from sluice.gateway.monitoring.answers import AnswerTimer
 from sluice.gateway.monitoring.metrics import Metrics
 from sluice.gateway.protection.memory import Memory
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.workers import Workers
+from sluice.presence import mapped_name
 from sluice.transport.retries import Retries
 
 _OUTAGE_S = 5.0  # that a command of the gateway's own waits out

@@ -6,6 +6,7 @@ from typing import Any
 
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import INVALID, ApiError
+from sluice.presence import mapped_name
 from sluice.wire import MODEL_NAME
 
 DEFAULT = "default"  # for a request without a model
@@ -19,11 +20,6 @@ def requested_model(body: Mapping[str, Any]) -> str:
     if not isinstance(model, str):
         raise ApiError(400, "model: it must be a string.", param="model", code="invalid_type")
     return model
-
-
-def mapped_name(requested: str, mapped: Mapping[str, str]) -> str:
-    """Return the name that the settings give the requested model."""
-    return mapped.get(requested, mapped.get("*", requested))
 
 
 def served_name(caller: Caller, requested: str, mapped: Mapping[str, str]) -> str:

@@ -50,8 +50,8 @@ class ServeSettings(BaseSettings):
     port: int = Field(8000, ge=0, le=65_535, description="Port to listen on; 0 takes any free one.")
     models: str | None = Field(
         None,
-        description="Names that requests may use for served models, such as gpt-4o-mini=default,*=default; * is any "
-        "other name. Default: only the served names themselves.",
+        description="Names that requests may use for served models, such as gpt-4o-mini=default,claude-*=big,*=tiny; "
+        "a name that ends in * is any other name with this beginning. Default: only the served names themselves.",
     )
     no_worker_s: float = Field(
         10.0, ge=0, description="Seconds that a request waits for a worker of its model before it is refused with 503."
@@ -111,10 +111,16 @@ class ServeSettings(BaseSettings):
     @field_validator("models")
     @classmethod
     def _names_served_models(cls, models: str | None) -> str | None:
+        seen = set[str]()
         for pair in models.split(",") if models else ():
             requested, _, served = pair.partition("=")
             if not requested or requested != requested.strip() or not re.fullmatch(MODEL_NAME, served):
                 raise ValueError(f"{pair!r} must look like gpt-4o-mini=default")
+            if "*" in requested[:-1]:
+                raise ValueError(f"{pair!r} has a * before the end of the name; write it last, as in claude-*=default")
+            if requested in seen:
+                raise ValueError(f"{requested!r} is mapped twice; leave one of the pairs out")
+            seen.add(requested)
         return models
 
     @field_validator("cors_origins")
@@ -138,7 +144,7 @@ class ServeSettings(BaseSettings):
 
     @property
     def model_map(self) -> dict[str, str]:
-        """Served names by the names in requests; "*" stands for any other name."""
+        """Served names by the names in requests, for `mapped_name`."""
         pairs = self.models.split(",") if self.models else ()
         return dict(pair.split("=", 1) for pair in pairs)
 

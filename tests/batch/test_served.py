@@ -136,3 +136,15 @@ async def test_a_mapped_name_that_no_line_has_is_reported(
     said = [record.getMessage() for record in caplog.records if record.name == "sluice.batch"]
     assert said == ["--map gpt-40=default: no line of the file names this model"]
     assert describe_unused({"gpt-4o": "default", "*": "x"}, {"gpt-4o"}) is None
+
+
+async def test_a_name_that_ends_in_a_star_maps_the_lines_that_begin_with_it(
+    client: Client, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a", model="gpt-4o-mini"), says("b", model="gpt-5"), says("c"))
+    await until(lambda: _is_served(client))
+    batch = await client.batch(many, out, models={"gpt-*": "gone", "gpt-4*": "default"}, served_only=True)
+    assert batch.errors is not None
+    assert "--map gpt-*=default" in batch.errors.data[0].message
+    batch = await client.batch(many, out, models={"gpt-*": "default"}, served_only=True)
+    assert (batch.status, batch.sluice.models) == ("completed", {"default": 3})

@@ -53,6 +53,8 @@ def test_a_model_has_what_all_its_workers_can() -> None:
         ({"gpt-4o": "gone"}, ["big", "tiny"]),
         ({"*": "tiny"}, ["tiny"]),
         ({"tiny": "big"}, ["big", "tiny"]),
+        ({"claude-*": "big"}, ["big", "tiny"]),
+        ({"ti*": "big"}, ["big"]),
     ],
 )
 def test_the_names_are_those_that_a_request_may_use(mapped: dict[str, str], names: list[str]) -> None:
@@ -88,6 +90,25 @@ async def test_the_models_of_live_workers_are_listed_and_found_by_name(http: htt
     assert (await http.get("/v1/models/default")).json() == listed
     missing = await http.get("/v1/models/a/b")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.usefixtures("fake_worker")
+async def test_a_name_that_a_pattern_serves_is_answered_and_found_and_the_longest_pattern_decides(
+    redis_url: str,
+) -> None:
+    mapped = "*=gone,claude-haiku*=default,claude-haiku-9=gone"
+    question = [{"role": "user", "content": "Hi."}]
+    with serving(redis_url, ServeSettings(_env_file=None, models=mapped, no_worker_s=0.5)) as front:
+        async with httpx.AsyncClient(base_url=front.url) as http:
+            for name, status in (("claude-haiku-4-5", 200), ("claude-haiku-9", 404), ("default", 404)):
+                found = await http.get(f"/v1/models/{name}")
+                body = {"model": name, "max_tokens": 9, "messages": question, "say": ["a"]}
+                asked = await http.post("/v1/chat/completions", json=body)
+                assert (name, found.status_code, asked.status_code) == (name, status, status)
+            found = await http.get("/v1/models/claude-haiku-4-5")
+            of_anthropic = await http.get("/v1/models/claude-haiku-4-5", headers={"anthropic-version": "2023-06-01"})
+    assert (found.json()["id"], found.json()["sluice"]["model"]) == ("claude-haiku-4-5", "default")
+    assert (of_anthropic.json()["type"], of_anthropic.json()["id"]) == ("model", "claude-haiku-4-5")
 
 
 async def test_a_model_that_is_awaited_does_not_exist_once_a_worker_of_another_has_started(

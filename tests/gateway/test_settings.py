@@ -89,6 +89,22 @@ def test_the_environment_wins_over_the_file_and_an_option_over_both(monkeypatch:
     assert (read_settings().port, read_settings(port=3).port, read_settings().host) == (2, 3, "localhost")
 
 
+@pytest.mark.parametrize(
+    ("pairs", "problem"),
+    [
+        (
+            "claude*haiku=tiny",
+            "'claude*haiku=tiny' has a * before the end of the name; write it last, as in claude-*=default",
+        ),
+        ("*-haiku=tiny", "'*-haiku=tiny' has a * before the end of the name; write it last, as in claude-*=default"),
+        ("a=b,c=d,a=e", "'a' is mapped twice; leave one of the pairs out"),
+    ],
+)
+def test_a_pair_that_could_never_match_is_refused(monkeypatch: pytest.MonkeyPatch, pairs: str, problem: str) -> None:
+    monkeypatch.setenv("SLUICE_SERVE_MODELS", pairs)
+    assert refusal() == f"SLUICE_SERVE_MODELS: {problem}"
+
+
 @pytest.mark.parametrize("pairs", ["gpt", "=a", "a=", "a=b c", "a=b,", " a=b"])
 def test_a_pair_of_models_needs_both_and_a_name_that_can_be_served(monkeypatch: pytest.MonkeyPatch, pairs: str) -> None:
     monkeypatch.setenv("SLUICE_SERVE_MODELS", pairs)

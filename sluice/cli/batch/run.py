@@ -42,7 +42,11 @@ def run(
     ] = None,
     map: Annotated[
         list[str] | None,
-        typer.Option("--map", metavar="NAME=SERVED", help="Send lines for model NAME to SERVED; repeatable."),
+        typer.Option(
+            "--map",
+            metavar="NAME=SERVED",
+            help="Send lines for model NAME, or for models that begin with NAME*, to SERVED; repeatable.",
+        ),
     ] = None,
     completion_window: Annotated[
         str | None,

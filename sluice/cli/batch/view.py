@@ -28,6 +28,10 @@ def read_models(options: list[str]) -> dict[str, str]:
             raise CliError(
                 f"{name + equals + served!r} is not a mapping: write NAME=SERVED, as in gpt-4o-mini=default."
             )
+        if "*" in name.strip()[:-1]:
+            raise CliError(
+                f"{name.strip()!r}: a * stands for the end of a name; write it last, as in claude-*=default."
+            )
     return {name.strip(): served.strip() for name, _, served in pairs}
 
 

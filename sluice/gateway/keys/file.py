@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sluice.wire import LANES, TENANT_CHARACTERS, Lane
 
@@ -50,6 +50,13 @@ class Key(BaseModel):
     expires: AwareDatetime | None = None
     created: AwareDatetime | None = None
     note: str = ""
+
+    @field_validator("models")
+    @classmethod
+    def _are_whole_names(cls, models: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if pattern := next((name for name in models or () if "*" in name), None):
+            raise ValueError(f"{pattern!r} has a *; write whole names, or no models for all of them")
+        return models
 
     @property
     def is_limited(self) -> bool:

@@ -91,6 +91,7 @@ def test_a_link_to_the_file_stays_a_link(tmp_path: Path) -> None:
         (json.dumps({"keys": [{**ENTRY, "requests_per_minute": 0}]}), "keys[0].requests_per_minute: "),
         (json.dumps({"keys": [{**ENTRY, "expires": "2027-01-01"}]}), "keys[0].expires: "),
         (json.dumps({"keys": [{**ENTRY, "lanes": ["fast"]}]}), "keys[0].lanes[0]: "),
+        (json.dumps({"keys": [{**ENTRY, "models": ["a", "gpt-*"]}]}), "keys[0].models: Value error, 'gpt-*' has a *; "),
         (json.dumps({"keys": [ENTRY, {**ENTRY, "id": "k-2"}]}), "Value error, two keys have the same sha256"),
     ],
 )
