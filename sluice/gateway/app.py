@@ -1,6 +1,7 @@
 """The application: the routes of all interfaces."""
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
@@ -10,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sluice.client import Client
 from sluice.gateway import catalog, chat, messages, openapi, page, responses
@@ -48,11 +50,38 @@ def app(client: Client, settings: ServeSettings | None = None) -> Starlette:
     paths = {route.endpoint: route.path for route in routes}
     application = Starlette(
         routes=routes,
-        middleware=[Middleware(AccessLog, metrics=gateway.metrics, paths=paths), *_protection(gateway.settings)],
+        middleware=[
+            Middleware(_ClientPath),
+            Middleware(AccessLog, metrics=gateway.metrics, paths=paths),
+            *_protection(gateway.settings),
+        ],
         exception_handlers={HTTPException: _refused, Exception: _failed},
     )
     application.state.gateway = gateway
     return application
+
+
+class _ClientPath:
+    """ASGI middleware: reads a path as its client meant it. A base URL that ends in `/` makes `//v1/...`, and one that
+    ends in `/v1`, with a client that adds that, `/v1/v1/...`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            root = scope.get("root_path", "")
+            scope["path"] = root + meant_path(scope["path"].removeprefix(root))
+        await self._app(scope, receive, send)
+
+
+def meant_path(path: str) -> str:
+    """Return a path with single slashes, one `/v1` at its beginning, and no slash at its end. A model's id in it stays
+    as it is."""
+    path = re.sub(r"^/+(?:v1/+)+", "/v1/", path)
+    if re.match(r"/v1/models/[^/]", path):
+        return path
+    return re.sub(r"/+", "/", path).rstrip("/") or "/"
 
 
 def _protection(settings: ServeSettings) -> list[Middleware]:
@@ -72,7 +101,10 @@ def _protection(settings: ServeSettings) -> list[Middleware]:
 async def _refused(request: Request, error: Exception) -> Response:
     """Return Starlette's own refusals, such as of an unknown path."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}."
+    meant = f"/v1{request.scope['path'].removeprefix(request.scope.get('root_path', ''))}"
+    is_known = error.status_code == 404 and meant in [route.path for route in request.app.routes]
+    hint = f" The path is {meant}: add /v1 to the base URL." if is_known else ""
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}.{hint}"
     return _response(request, ApiError(error.status_code, message, code=None))
 
 
