@@ -54,6 +54,11 @@ class ClientProtocol(H11Protocol):
         super().resume_writing()
         self._stop_write_timer()
 
+    def _should_upgrade(self) -> bool:
+        """Answer in HTTP/1.1 whatever a client offers, as a server may. Java's HttpClient offers HTTP/2 with every
+        request, and uvicorn would log two warnings for each, about WebSockets."""
+        return False
+
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, or has headers that are too long, in OpenAI's form."""
         status = getattr(sys.exception(), "error_status_hint", _BAD_REQUEST)

@@ -31,7 +31,7 @@ async def port() -> AsyncIterator[int]:
 @asynccontextmanager
 async def serving(application: Any) -> AsyncIterator[int]:
     config = uvicorn.Config(
-        application, port=0, http=protocol(30), lifespan="off", log_level="error", ws="none",
+        application, port=0, http=protocol(30), lifespan="off", log_level="warning", log_config=None, ws="none",
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )  # fmt: skip
     server = uvicorn.Server(config)
@@ -81,7 +81,9 @@ async def test_requests_that_are_sent_at_once_are_answered_in_turn(port: int) ->
     assert (await answer(port, HEAD + b"Content-Length: 2\r\n\r\nhi" + CLOSING)).count(b"200 OK") == 2
 
 
-async def test_the_body_of_a_request_that_offers_an_upgrade_is_read() -> None:
+async def test_the_body_of_a_request_that_offers_an_upgrade_is_read_and_nothing_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Java's HttpClient offers HTTP/2 with every request."""
 
     async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -91,4 +93,6 @@ async def test_the_body_of_a_request_that_offers_an_upgrade_is_read() -> None:
 
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
     async with serving(echo) as number:
-        assert b"read: hi" in await answer(number, HEAD + offer + b"Content-Length: 2\r\n\r\nhi")
+        with caplog.at_level("WARNING", "uvicorn.error"):
+            assert b"read: hi" in await answer(number, HEAD + offer + b"Content-Length: 2\r\n\r\nhi")
+    assert caplog.messages == []
