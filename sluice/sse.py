@@ -41,14 +41,14 @@ async def frames(
     *,
     last_event_id: str | None = None,
     keep_alive_s: float = KEEP_ALIVE_S,
-    unknown_s: float = 10.0,
+    unknown_s: float = 0.0,
 ) -> AsyncGenerator[bytes]:
     """Yield the body of an HTTP response: the events after `last_event_id`, up to the final one.
 
     `last_event_id` is the request's header `Last-Event-ID`; all events are sent if it is None or not a `seq`. A comment
     is sent after each `keep_alive_s` seconds without an event. A job without a trace for `unknown_s` seconds ends as
-    the event `unknown`, and so does an invalid id. Raises `ServerUnreachable` as `Client.stream` does: the response
-    breaks off, and an EventSource reconnects.
+    the event `unknown`, and so does an invalid id: at once, unless a browser may ask before its job is submitted.
+    Raises `ServerUnreachable` as `Client.stream` does: the response breaks off, and an EventSource reconnects.
     """
     yield RETRY
     try:

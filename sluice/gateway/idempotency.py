@@ -112,6 +112,6 @@ def other_version() -> ApiError:
     return ApiError(_CONFLICT, message, code="idempotency_key_in_use", retry_after_s=_RETRY_S, retryable=True)
 
 
-def expired(remedy: str) -> ApiError:
-    """Return the error for a key whose answer, or its events, have expired or were deleted."""
-    return ApiError(_GONE, f"Idempotency-Key: {remedy}", code="answer_expired")
+def expired(remedy: str, field: str = "Idempotency-Key") -> ApiError:
+    """Return the error for a key, or an id, whose answer or its events have expired or were deleted."""
+    return ApiError(_GONE, f"{field}: {remedy}", code="answer_expired")

@@ -33,12 +33,12 @@ async def test_the_stream_of_a_client_that_leaves_without_its_body_ends(
 
     with serving(redis_url, ServeSettings(_env_file=None, client_timeout_s=TIMEOUT_S)) as front:
         async with working(settings(redis_url), chat.chat):
+            request = {"messages": [{"role": "user", "content": "Hi."}]}
+            await client.submit({**request, "say": ["word"] * 10_000, "pace_s": 0.02}, id=JOB)
             url = httpx.URL(front.url)
             reader, writer = await asyncio.open_connection(url.host, url.port)
             writer.write(f"GET /v1/chat/completions/{JOB}/stream HTTP/1.1\r\nHost: localhost\r\n".encode() + body)
             await until(is_read)
-            request = {"messages": [{"role": "user", "content": "Hi."}]}
-            await client.submit({**request, "say": ["word"] * 10_000, "pace_s": 0.02}, id=JOB)
             await reader.readuntil(b"word")
             await asyncio.sleep(2 * TIMEOUT_S)  # beyond the time that a body may take
             assert await subscribers() == 1

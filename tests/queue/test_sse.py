@@ -149,6 +149,14 @@ def test_silence_is_filled_with_comments_and_events_still_come(http: httpx.Clien
         assert [line for line in lines if line.startswith("id: ")] == ["id: 0", "id: 1", "id: 2"]
 
 
+async def test_an_unknown_job_is_reported_at_once_unless_it_may_be_submitted_later(redis_url: str) -> None:
+    async with Client(redis_url) as client:
+        started = time.monotonic()
+        body = b"".join([frame async for frame in sse.frames(client, "nobody")])
+    assert b"event: unknown" in body
+    assert time.monotonic() - started < 1
+
+
 @pytest.mark.parametrize("job_id", ["nobody", "no%20id"])
 def test_a_job_that_nobody_knows_is_one_event_and_an_end(http: httpx.Client, job_id: str) -> None:
     body = http.get(f"/{job_id}").text

@@ -162,7 +162,13 @@ class _Chat:
         """Answer `GET /v1/chat/completions/{id}/stream`: the stream after the events that `Last-Event-ID` names."""
         caller, jobs = await self._known(request)
         caller.count_choices(len(jobs.ids))
-        caller.held.add((await self._gateway.jobs.stored(jobs.ids)).event_bytes)
+        stored = await self._gateway.jobs.stored(jobs.ids)
+        match stored.available:
+            case Available.NOTHING:
+                raise unknown(jobs.ids[0])
+            case Available.RESULT:
+                raise expired(f"the events of the answer have expired; get it at {_PATH}/{jobs.ids[0]}.", "id")
+        caller.held.add(stored.event_bytes)
         seen = seen_by(request.headers.get("last-event-id"), len(jobs.ids))
         include_usage = request.query_params.get("include_usage") == "true"
         return await self._stream(request, self._frames(jobs, seen, include_usage=include_usage))

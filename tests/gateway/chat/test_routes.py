@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -371,3 +372,22 @@ async def test_a_silent_stream_is_kept_open_by_comments(redis_url: str) -> None:
             body = (await http.post(PATH, json=request("1", " 2", pace_s=0.3, stream=True))).text
     assert ": keep-alive\n" in body
     assert text_of(data_of(body)) == "1 2"
+
+
+async def test_the_stream_of_an_unknown_job_is_404_at_once(http: httpx.AsyncClient, db: Redis) -> None:
+    for path in (f"{PATH}/chatcmpl-{'0' * 32}/stream", f"{PATH}/nobody/stream"):
+        started = time.monotonic()
+        answer = await http.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_job")
+        assert time.monotonic() - started < 1
+
+
+async def test_the_stream_of_a_job_whose_events_have_expired_is_410_at_once(http: httpx.AsyncClient, db: Redis) -> None:
+    job = (await http.post(PATH, json=request("a"))).headers["x-request-id"]
+    await db.delete(keys.log(job))
+    started = time.monotonic()
+    answer = await http.get(f"{PATH}/{job}/stream")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (410, "answer_expired")
+    assert answer.json()["error"]["message"].endswith(f"get it at {PATH}/{job}.")
+    assert time.monotonic() - started < 1
+    assert (await http.get(f"{PATH}/{job}")).status_code == 200
