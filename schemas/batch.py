@@ -26,16 +26,19 @@ class BatchLine(Strict):
 class BatchResponse(Sent):
     status_code: int
     request_id: str = Field(description="The job's id.")
-    body: dict[str, Any] = Field(description="A Result.")
+    body: dict[str, Any] = Field(description="A Result, or OpenAI's error object.")
 
 
 class BatchError(Sent):
-    code: str = Field(description="The type of the job's error, or batch_expired, batch_cancelled, cancelled.")
+    code: str = Field(
+        description="The type of the job's error, or answer_not_json, batch_expired, batch_cancelled, cancelled."
+    )
     message: str
 
 
 class BatchOutput(Sent):
-    """A line of the output file, which has `response`, or of the error file, which has `error`."""
+    """A line of the output file, which has `response`, or of the error file, which has `error`, and `response` too if a
+    job of the line has ended."""
 
     id: str
     custom_id: str
@@ -89,6 +92,7 @@ class BatchDetails(Sent):
     models: dict[str, int] = Field(description="Number of lines by served model.")
     retried: int = Field(description="Lines that were queued more than once.")
     failures: dict[str, int] = Field(description="Number of failed lines by their code in the error file.")
+    cut_off: int = Field(default=0, description="Answered lines whose answers reached their limit of tokens.")
     paused_at: int | None = Field(default=None, description="Last report of its feeder; null while a feeder runs.")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
+from sluice import errors
 from sluice.batch import names
 from sluice.batch.files import LineResult, ResultFiles
 from sluice.batch.job_store import JobStore, StoredJob
@@ -31,7 +32,9 @@ from sluice.batch.transitions import (
     line_step,
 )
 from sluice.errors import QueueFull, ServerFull
+from sluice.openai import error_reply
 from sluice.submission import NewJob, Submitted
+from sluice.wire import JobError, parse_as
 from sluice.wording import cancelled_sentence
 
 _POLL_S = 0.25
@@ -58,6 +61,7 @@ class InFlightLine:
     retry: int = 0
     failures: int = 0
     custom_id: str = ""  # set when the line is queued
+    wants_json: bool = False  # likewise
     state: LineState = LineState.WAITING
     due: float = 0.0  # if waiting: when to queue it, by the monotonic clock
     run_error: LineError | None = None  # if closing
@@ -180,7 +184,7 @@ class LineDispatcher:
     async def _collect(self) -> None:
         queued = self._queued()
         jobs = await self._store.read([self._job_id(entry) for entry in queued])
-        events = [_job_event(stored, entry.failures) for entry, stored in zip(queued, jobs, strict=True)]
+        events = [_job_event(stored, entry) for entry, stored in zip(queued, jobs, strict=True)]
         await self._apply((entry, event) for entry, event in zip(queued, events, strict=True) if event)
 
     async def _apply_to_all(self, event: LineEvent) -> None:
@@ -228,13 +232,13 @@ class LineDispatcher:
 
     def _new_job(self, entry: InFlightLine) -> NewJob:
         request = self._source.request(entry.line)
-        entry.custom_id = request.custom_id
+        entry.custom_id, entry.wants_json = request.custom_id, request.wants_json
         return NewJob(self._job_id(entry), request.as_job(), entry.line.model, "batch")
 
     def _result(self, entry: InFlightLine, outcome: bytes | LineError) -> LineResult:
         job_id, custom_id = self._job_id(entry), self._custom_id(entry)
         if isinstance(outcome, LineError):
-            return LineResult(job_id, custom_id, code=outcome.code, message=outcome.message)
+            return LineResult(job_id, custom_id, error=outcome)
         return LineResult(job_id, custom_id, result=outcome)
 
 
@@ -247,22 +251,49 @@ def _submit_event(outcome: Submitted | QueueFull | ServerFull) -> LineEvent:
     return JobQueued()
 
 
-def _job_event(stored: StoredJob, failures: int) -> LineEvent | None:
-    """Return what has happened to a queued job; None if it has not ended. `failures`: of the line's earlier jobs."""
+def _job_event(stored: StoredJob, entry: InFlightLine) -> LineEvent | None:
+    """Return what has happened to a queued job of a line; None if it has not ended."""
     if stored.result is None:
         return None if stored.exists else JobGone(_LOST_WAIT_S)
     match json.loads(stored.result):
         case {"type": "failed", "error": dict(error)}:
-            return _failure_event(error, failures)
+            return _failure_event(error, entry.failures)
         case {"type": "cancelled", "reason": str(reason)}:
-            return JobCancelled(LineError("cancelled", cancelled_sentence(reason)))
+            return JobCancelled(_line_error("cancelled", cancelled_sentence(reason), errors.JobCancelled(reason)))
+        case {"choices": [dict(choice), *_]} if entry.wants_json and (problem := _json_problem(choice)):
+            return JobEnded(LineError("answer_not_json", problem, 200, stored.result))
     return JobEnded(stored.result)
 
 
-def _failure_event(error: dict[str, Any], failures: int) -> LineEvent:
+def _line_error(code: str, message: str, error: errors.SluiceError) -> LineError:
+    """Return the error of a line whose job ended with this one."""
+    reply = error_reply(error)
+    return LineError(code, message, reply.status, json.dumps(reply.body).encode())
+
+
+def _json_problem(choice: dict[str, Any]) -> str | None:
+    """Return what is wrong with an answer that should be JSON; None for JSON, and for tool calls without text."""
+    message = choice.get("message") or {}
+    content = message.get("content") or ""
+    if message.get("tool_calls") and not content:
+        return None
+    try:
+        json.loads(content)
+    except RecursionError:
+        return None  # it is nested deeper than Python can read, which is no fault of it
+    except ValueError:
+        is_cut = choice.get("finish_reason") == "length"
+        remedy = "it was cut off, so raise max_tokens." if is_cut else "ask again, or for less."
+        return f"response_format: the answer is not JSON; {remedy}"
+    return None
+
+
+def _failure_event(failure: dict[str, Any], failures: int) -> LineEvent:
+    """`failures`: of the line's earlier jobs."""
+    error = parse_as(JobError, failure)
     # A deadline is part of the request, so a missed one is not retried.
-    if not error["retryable"] or error["type"] == "deadline" or failures + 1 >= _MAX_TRIES:
-        return JobEnded(LineError(error["type"], error["message"]))
+    if not error.retryable or error.type == "deadline" or failures + 1 >= _MAX_TRIES:
+        return JobEnded(_line_error(error.type, error.message, errors.JobFailed(error)))
     return JobToRetry(min(2**failures, _MAX_WAIT_S) * random.uniform(0.5, 1.5))
 
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from sluice.batch.lines import digest
 from sluice.batch.status import Batch, RunCounts
+from sluice.batch.transitions import LineError
 from sluice.errors import BatchRefused, BatchTaken
 
 
@@ -64,23 +65,26 @@ class AppendOnlyFile:
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """The outcome of one line: the result as a worker wrote it, or an error's code and message."""
+    """The outcome of one line: the result as a worker wrote it, or an error."""
 
     job_id: str
     custom_id: str
     result: bytes = b""
-    code: str = ""
-    message: str = ""
+    error: LineError | None = None
 
     def as_line(self) -> bytes:
         """Return the line in OpenAI's output format, with its line break."""
         head = f'{{"id":{json.dumps(self.job_id)},"custom_id":{json.dumps(self.custom_id)},"response":'
-        if self.code:
-            error = json.dumps({"code": self.code, "message": self.message})
-            return f'{head}null,"error":{error}}}\n'.encode()
-        response = f'{{"status_code":200,"request_id":{json.dumps(self.job_id)},"body":'
-        result = self.result.replace(b"\n", b" ")  # JSON has line breaks between tokens only, never inside a string
-        return b"".join([head.encode(), response.encode(), result, b'},"error":null}\n'])
+        if self.error is None:
+            return b"".join([head.encode(), self._response(200, self.result), b',"error":null}\n'])
+        error = json.dumps({"code": self.error.code, "message": self.error.message})
+        response = self._response(self.error.status, self.error.body) if self.error.status else b"null"
+        return b"".join([head.encode(), response, f',"error":{error}}}\n'.encode()])
+
+    def _response(self, status: int, body: bytes) -> bytes:
+        head = f'{{"status_code":{status},"request_id":{json.dumps(self.job_id)},"body":'
+        # JSON has line breaks between tokens only, never inside a string.
+        return b"".join([head.encode(), body.replace(b"\n", b" "), b"}"])
 
 
 class ResultFiles:
@@ -111,8 +115,8 @@ class ResultFiles:
 
     def add(self, results: Sequence[LineResult]) -> None:
         """Append results to the files, and fsync. Raises OSError; a result is counted only if its file has it."""
-        answers = [result.as_line() for result in results if not result.code]
-        failures = [result.as_line() for result in results if result.code]
+        answers = [result.as_line() for result in results if result.error is None]
+        failures = [result.as_line() for result in results if result.error is not None]
         if answers:
             self._output.append(answers)
             self._count(answers)

@@ -49,6 +49,14 @@ class Request:
         """Digest of the custom_id."""
         return digest(self.custom_id)
 
+    @property
+    def wants_json(self) -> bool:
+        """True if the `response_format` asks for JSON, with or without a schema."""
+        match self.body.get("response_format"):
+            case {"type": "json_object" | "json_schema"}:
+                return True
+        return False
+
     def as_job(self) -> dict[str, Any]:
         """Return the body to queue. `on_disconnect` is `continue`, since an offline job has no subscribers."""
         return {**self.body, "model": self.model, "on_disconnect": "continue"}

@@ -312,5 +312,6 @@ class _LineCounts:
                 models=dict(self.models),
                 retried=counts.retried,
                 failures=dict(counts.failures),
+                cut_off=counts.cut_off,
             ),
         )

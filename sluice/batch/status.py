@@ -74,6 +74,7 @@ class BatchDetails:
     models: dict[str, int] = field(default_factory=dict)  # number of lines by served model
     retried: int = 0  # lines that were queued more than once
     failures: dict[str, int] = field(default_factory=dict)  # number of failed lines by error code
+    cut_off: int = 0  # answered lines whose answers reached their limit of tokens
     paused_at: int | None = None  # Unix seconds of its feeder's last report; None if the run is not paused
 
 
@@ -157,6 +158,7 @@ class RunCounts:
 
     def __init__(self) -> None:
         self.completed, self.retried = 0, 0
+        self.cut_off = 0
         self.failures = Counter[str]()
         self._tokens = Counter[str]()
 
@@ -180,6 +182,7 @@ class RunCounts:
                 self.failures[code] += 1
             case {"response": {"body": dict(body)}}:
                 self.completed += 1
+                self.cut_off += _is_cut_off(body)
                 self._add_usage(body.get("usage") or {})
 
     def _add_usage(self, usage: dict[str, Any]) -> None:
@@ -187,3 +190,10 @@ class RunCounts:
         self._tokens["completion"] += usage.get("completion_tokens", 0)
         self._tokens["cached"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         self._tokens["reasoning"] += (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0)
+
+
+def _is_cut_off(body: dict[str, Any]) -> bool:
+    match body:
+        case {"choices": [{"finish_reason": "length"}, *_]}:
+            return True
+    return False

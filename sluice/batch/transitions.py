@@ -86,10 +86,13 @@ class LineState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """Code and message of a line without an answer."""
+    """Code and message of a line that failed, and the HTTP response that OpenAI's interface gives for it. Its status is
+    0 if no job of the line has ended."""
 
     code: str
     message: str
+    status: int = 0
+    body: bytes = b""  # JSON
 
 
 @dataclass(frozen=True, slots=True)

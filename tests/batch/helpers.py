@@ -55,7 +55,8 @@ def ids(path: Path) -> list[str]:
 
 
 class Chat(FakeChat):
-    """Answers lines. A line may set `fails`, the number of failures before it is answered, and `refuse`, their type."""
+    """Answers lines. A line may set `fails`, the number of failures before it is answered, and `refuse`, their type;
+    and `ends`, its finish reason, for a result with a choice, whose tool calls are `calls`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,11 @@ class Chat(FakeChat):
         self._tries[key] += 1
         if self._tries[key] <= request.get("fails", 0):
             raise JobFailure(request.get("refuse", "overloaded"), "No room.", retryable=request.get("retryable", True))
-        return await super().chat(ctx, request)
+        done = await super().chat(ctx, request)
+        if "ends" in request:
+            message = {"role": "assistant", "content": "".join(request["say"]), "tool_calls": request.get("calls")}
+            done.result["choices"] = [{"index": 0, "message": message, "finish_reason": request["ends"]}]
+        return done
 
 
 async def left(db: Redis) -> list[bytes]:

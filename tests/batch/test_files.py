@@ -13,6 +13,7 @@ from sluice.batch import names
 from sluice.batch.files import AppendOnlyFile, LineResult, ResultFiles, RunState, StateFile
 from sluice.batch.lines import digest
 from sluice.batch.status import Batch
+from sluice.batch.transitions import LineError
 from sluice.errors import BatchRefused, BatchTaken
 from tests.batch.helpers import ids, read
 
@@ -24,7 +25,7 @@ def answered(custom_id: str, job_id: str = "batch_1-1") -> LineResult:
 
 
 def failed(custom_id: str, code: str = "internal", job_id: str = "batch_1-1") -> LineResult:
-    return LineResult(job_id, custom_id, code=code, message="It failed.")
+    return LineResult(job_id, custom_id, error=LineError(code, "It failed.", 500, b'{"error":\n{}}'))
 
 
 def open_in(folder: Path) -> ResultFiles:
@@ -42,7 +43,8 @@ def add_what_is_missing(folder: Path) -> None:
 
 def test_an_answer_and_a_failure_are_lines_in_openai_s_form(tmp_path: Path) -> None:
     answers = open_in(tmp_path)
-    answers.add([answered("a", "batch_1-7"), failed("b", job_id="batch_1-9-r2")])
+    never_run = LineResult("batch_1-8", "c", error=LineError("batch_expired", "It is late."))
+    answers.add([answered("a", "batch_1-7"), failed("b", job_id="batch_1-9-r2"), never_run])
     assert read(tmp_path / "out.jsonl") == [
         {
             "id": "batch_1-7",
@@ -55,9 +57,15 @@ def test_an_answer_and_a_failure_are_lines_in_openai_s_form(tmp_path: Path) -> N
         {
             "id": "batch_1-9-r2",
             "custom_id": "b",
-            "response": None,
+            "response": {"status_code": 500, "request_id": "batch_1-9-r2", "body": {"error": {}}},
             "error": {"code": "internal", "message": "It failed."},
-        }
+        },
+        {
+            "id": "batch_1-8",
+            "custom_id": "c",
+            "response": None,
+            "error": {"code": "batch_expired", "message": "It is late."},
+        },
     ]
 
 

@@ -21,7 +21,7 @@ from sluice.batch.job_store import JobStore
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.source import Scan, Source, prefix_key
 from sluice.wire import batch_cancel_key
-from tests.batch.helpers import ANY, Chat, holds, ids, leave, left, read, says, started, write
+from tests.batch.helpers import ANY, Chat, holds, ids, leave, left, line, read, says, started, write
 from tests.line import Line
 from tests.queue.helpers import BATCH, settings, until, working
 
@@ -114,6 +114,54 @@ async def test_a_line_that_fails_stops_nothing_and_is_in_the_error_file(
     assert (batch.status, batch.request_counts.failed, batch.sluice.retried) == ("completed", 2, 0)
     assert batch.sluice.failures == {"invalid_request": 1, "deadline": 1}
     assert await left(db) == []
+
+
+async def test_a_failed_line_has_the_response_that_openai_s_interface_gives(
+    client: Client, chat: Chat, tmp_path: Path, out: Path
+) -> None:
+    many = write(
+        tmp_path / "in.jsonl",
+        says("no", "a", fails=9, refuse="invalid_request", retryable=False),
+        says("late", "b", fails=9, refuse="deadline"),
+    )
+    await client.batch(many, out)
+    responses = {said["custom_id"]: said["response"] for said in read(out.with_name("out.errors.jsonl"))}
+    assert {id: (each["status_code"], each["body"]["error"]["code"]) for id, each in responses.items()} == {
+        "no": (400, "invalid_request"),
+        "late": (504, "deadline"),
+    }
+    assert responses["no"]["body"]["error"] == {
+        "message": "No room.", "type": "invalid_request_error", "param": None, "code": "invalid_request",
+    }  # fmt: skip
+    assert responses["no"]["request_id"].startswith("batch_")
+
+
+@pytest.mark.parametrize(
+    ("more", "cut_off", "failures"),
+    [
+        ({"say": ["{}"], "ends": "stop"}, 0, {}),
+        ({"say": ["a story"], "ends": "length"}, 1, {}),
+        ({"say": ["[1, 2]"], "ends": "length", "response_format": {"type": "json_object"}}, 1, {}),
+        ({"say": ["[1, 2"], "ends": "length", "response_format": {"type": "json_object"}}, 0, {"answer_not_json": 1}),
+        ({"say": [""], "ends": "length", "response_format": {"type": "json_schema"}}, 0, {"answer_not_json": 1}),
+        ({"say": ["no"], "ends": "stop", "response_format": {"type": "json_schema"}}, 0, {"answer_not_json": 1}),
+        ({"say": ["[1, 2"], "ends": "length", "response_format": {"type": "text"}}, 1, {}),
+        ({"say": [""], "ends": "tool_calls", "calls": [{}], "response_format": {"type": "json_object"}}, 0, {}),
+        ({"say": ["[" * 99_999], "ends": "stop", "response_format": {"type": "json_object"}}, 0, {}),
+    ],
+)
+async def test_a_cut_answer_is_counted_apart_and_one_that_should_be_json_and_is_not_has_failed(
+    client: Client, chat: Chat, tmp_path: Path, out: Path, more: dict[str, Any], cut_off: int, failures: dict[str, int]
+) -> None:
+    many = write(tmp_path / "in.jsonl", line("a", **more))
+    batch = await client.batch(many, out)
+    assert (batch.sluice.cut_off, batch.sluice.failures) == (cut_off, failures)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (not failures, len(failures))
+    if failures:
+        (said,) = read(out.with_name("out.errors.jsonl"))
+        assert (said["response"]["status_code"], said["error"]["code"]) == (200, "answer_not_json")
+        assert said["response"]["body"]["choices"][0]["message"]["content"] == "".join(more["say"])
+        assert ("max_tokens" in said["error"]["message"]) == (more["ends"] == "length")
 
 
 async def test_a_retryable_failure_is_tried_five_times_in_all(

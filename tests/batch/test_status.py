@@ -13,6 +13,7 @@ from sluice.batch import status
 from sluice.batch.files import LineResult
 from sluice.batch.options import parse_window
 from sluice.batch.status import Batch, BatchDetails, BatchUsage, InputTokens, Problem, Problems, RequestCounts
+from sluice.batch.transitions import LineError
 
 FRESH = Batch(id="batch_1", input_file_id="in.jsonl", completion_window="24h", status="validating", created_at=5)
 FULL = replace(
@@ -71,7 +72,11 @@ def test_openai_s_own_type_reads_it(batch: Batch) -> None:
 
 @pytest.mark.parametrize(
     "ended",
-    [LineResult("batch_1-1", "a", result=b'{"object": "x"}'), LineResult("batch_1-1", "a", code="c", message="m")],
+    [
+        LineResult("batch_1-1", "a", result=b'{"object": "x"}'),
+        LineResult("batch_1-1", "a", error=LineError("c", "m")),
+        LineResult("batch_1-1", "a", error=LineError("c", "m", 400, b"{}")),
+    ],
 )
 def test_a_line_of_the_output_is_one_of_the_contract(ended: LineResult) -> None:
     read = schemas.BatchOutput.model_validate_json(ended.as_line())

@@ -76,9 +76,25 @@ def test_the_report_is_a_table_and_the_progress_goes_to_stderr(sluice: Command, 
     assert "invalid_request × 1" in out
     assert err.startswith("batch_in_")
     (failed,) = read(tmp_path / "out.errors.jsonl")
-    assert (failed["custom_id"], failed["response"], failed["error"]["code"]) == ("bad", None, "invalid_request")
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("bad", 400)
+    assert failed["response"]["body"]["error"]["param"] == "temperature"
+    assert failed["error"]["code"] == "invalid_request"
     code, again, err = sluice("batch", "run", str(many), "-o", "out.jsonl", "--model", "default")
     assert (code, again, "complete already" in err) == (1, out, True)
+
+
+@pytest.mark.usefixtures("alive")
+def test_answers_that_are_cut_off_are_counted_apart_and_a_cut_schema_has_failed(
+    sluice: Command, tmp_path: Path
+) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    lines = count(9, max_tokens=2), count(8), count(7, max_tokens=1, response_format=schema)
+    many = write(tmp_path / "in.jsonl", *lines)
+    code, out, err = sluice("batch", "run", str(many), "-o", "out.jsonl", "--model", "default")
+    assert code == 1, err
+    assert "3: 2 answered (1 cut off), 1 failed" in out
+    assert "answer_not_json × 1" in out
+    assert ids(tmp_path / "out.errors.jsonl") == ["r7"]
 
 
 def test_a_bad_file_is_refused_with_every_line_named(sluice: Command, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from sluice.batch.status import Batch
+from sluice.batch.status import Batch, BatchDetails
 from sluice.cli.errors import CliError
 from sluice.cli.terminal.output import format_duration, print_table
 from sluice.cli.terminal.view import note, notes
@@ -88,7 +88,8 @@ class ProgressView:
         counts, done = batch.request_counts, _ended(batch)
         left = self._pace.left(counts.total - done)
         rate = self._pace.tokens_per_s()
-        more = " · ".join([f"{counts.failed:,} failed", *([f"{rate:,.0f} tokens/s"] if rate else []), left])
+        cut_off = [f"{batch.sluice.cut_off:,} cut off"] if batch.sluice.cut_off else []
+        more = " · ".join([*cut_off, f"{counts.failed:,} failed", *([f"{rate:,.0f} tokens/s"] if rate else []), left])
         self._bar.update(self._task, description=batch.status, total=counts.total, completed=done, more=more)
         if not notes.is_terminal and time.monotonic() - self._line_at >= _LINE_EVERY_S:
             self._line_at = time.monotonic()
@@ -108,7 +109,7 @@ def print_report(batch: Batch) -> None:
     details = batch.sluice
     rows = {
         "status": _status(batch),
-        "lines": f"{counts.total:,}: {counts.completed:,} answered, {counts.failed:,} failed",
+        "lines": f"{counts.total:,}: {counts.completed:,} answered{_cut_off(details)}, {counts.failed:,} failed",
         "failures": ", ".join(f"{code} × {count:,}" for code, count in sorted(details.failures.items())),
         "queued again": counted(details.retried, "line") if details.retried else "",
         "time": _time(batch),
@@ -144,6 +145,10 @@ def _status(batch: Batch) -> str:
         return batch.status
     at = f"{datetime.fromtimestamp(since):%Y-%m-%d %H:%M:%S}"
     return f"{batch.status}, paused since {at}: no process feeds it. Run its command again to resume it"
+
+
+def _cut_off(details: BatchDetails) -> str:
+    return f" ({details.cut_off:,} cut off)" if details.cut_off else ""
 
 
 def _ended(batch: Batch) -> int:
