@@ -210,12 +210,17 @@ class Settings(BaseSettings):
         "wait; other producers are not limited.",
     )
 
-    max_images: int = Field(32, ge=1, description="Maximum number of images in a conversation.")
+    max_images: int = Field(
+        500,  # OpenAI's; what bounds memory is the sum of their pixels
+        ge=1,
+        description="Maximum number of images in a conversation.",
+    )
     image_max_pixels: int = Field(
         25_000_000,
         ge=1,
         le=175_000_000,  # Pillow takes 178,956,970 at the most
-        description="Maximum pixels of an image. All images of a request together may have four times as many.",
+        description="Maximum pixels of an image. All images of a request together may have four times as many, as sent "
+        "and as prepared for the model.",
     )
     image_max_bytes: int = Field(
         20_000_000,

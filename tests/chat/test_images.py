@@ -5,12 +5,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from tests.images.pictures import data_url, patch, saved
 from tests.text import conversations
 from tests.text.conversations import Said, user
 from worker.chat.images import ImageInputs, PixelBudget
+from worker.errors import JobFailure
 from worker.schedule.cache.recent import ByteLRU
 from worker.schedule.request import Lane, ProcessedImage, PromptImage
 from worker.settings import Settings
@@ -93,6 +97,34 @@ async def test_an_image_that_another_tenant_has_shown_is_looked_at_again() -> No
         for space in "a", "b", "a":
             await show(sights, 24, space=space)
     assert len(eyes.seen) == 2
+
+
+async def test_a_long_session_of_an_agent_has_hundreds_of_images() -> None:
+    eyes = Watched(lambda: None)
+    async with seeing(eyes) as sights:
+        widths = [8 + number % 50 for number in range(300)]
+        assert len(await show(sights, *widths)) == 300
+
+
+async def test_small_images_that_the_model_enlarges_are_limited_by_what_they_become() -> None:
+    class Enlarging(Watched):
+        def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
+            return replace(super().preprocess(image, digest), nbytes=12 * 1_000)
+
+    async with seeing(Enlarging(lambda: None), image_max_pixels=2_000) as sights:
+        assert len(await show(sights, *range(8, 16))) == 8
+        with pytest.raises(JobFailure) as refused:
+            await show(sights, *range(8, 17))
+        assert (refused.value.type, refused.value.param) == ("too_large", "messages[0].content[8].image_url")
+        assert "8,000 pixels" in refused.value.message
+        sights.release("job")
+        # Beside an older job whose images wait for the engine, only the budget of one image is prepared.
+        await show(sights, 8, 9, id="first")
+        waiting = asyncio.create_task(show(sights, 10, id="second"))
+        done, _ = await asyncio.wait({waiting}, timeout=0.2)
+        assert not done
+        sights.release("first")
+        assert len(await waiting) == 1
 
 
 async def test_what_is_prepared_ahead_of_the_engine_has_no_more_than_so_many_pixels_but_for_the_first_job() -> None:

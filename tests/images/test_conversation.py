@@ -110,7 +110,7 @@ async def test_more_images_than_are_allowed_are_refused_before_any_is_read() -> 
     images = images_with(max_images=2)
     said = user([shown(b"no image")] * 3)
     assert await refused(images, said) == (
-        "too_large", "messages: 3 images are 1 more than this worker accepts (2).",
+        "too_large", "messages: 3 images are 1 more than this worker accepts (2); leave the oldest out.",
     )  # fmt: skip
 
 
@@ -130,7 +130,9 @@ async def test_all_images_together_have_no_more_than_four_times_the_pixels_of_on
     eight = shown(saved(patch(8, 8)))
     assert len(await all_of(images, user([eight] * 4))) == 4
     assert await refused(images, user([eight] * 4), user([eight])) == (
-        "too_large", "messages[1].content[0].image_url: with this image the request has more than 256 pixels.",
+        "too_large",
+        "messages[1].content[0].image_url: with this image the request's images have more than 256 pixels; leave the "
+        "oldest out, or send smaller ones.",
     )  # fmt: skip
     images.close()
 

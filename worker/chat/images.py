@@ -9,12 +9,13 @@ from typing import Any, Protocol
 from schemas.keys import LANES
 from schemas.messages import Message
 from worker.errors import JobFailure
-from worker.images.conversation import ImageLoader
+from worker.images.conversation import REQUEST_FACTOR, ImageLoader
 from worker.images.image import Image
 from worker.schedule.cache.recent import ByteLRU
 from worker.schedule.request import Lane, ProcessedImage, PromptImage
 from worker.settings import Settings
 
+_PIXEL_BYTES = 12  # of a preprocessed image: three channels in float32
 _CACHE_BYTES = 300_000_000  # two photos of 12 megapixels after Qwen's preprocessing
 
 
@@ -33,6 +34,7 @@ class ImageInputs:
 
     def __init__(self, settings: Settings, processor: ImageProcessor) -> None:
         self._loader, self._processor = ImageLoader(settings), processor
+        self._max_prepared_pixels = REQUEST_FACTOR * settings.image_max_pixels
         self._cache = ByteLRU[ProcessedImage](_CACHE_BYTES)
         # One for each lane: an offline job may wait long for the engine, and must not block interactive jobs.
         self._budgets: dict[Lane, PixelBudget] = {lane: PixelBudget(settings.image_max_pixels) for lane in LANES}
@@ -47,10 +49,17 @@ class ImageInputs:
         `namespace`: of the cache. Raises `JobFailure` for the first invalid image.
         """
         run = asyncio.get_running_loop().run_in_executor
-        processed = list[ProcessedImage]()
+        processed, total = list[ProcessedImage](), 0
         async for place, image in self._loader.load(messages):
-            await self._budgets[lane].acquire(id, image.width * image.height)
+            pixels = image.width * image.height
+            await self._budgets[lane].acquire(id, pixels)
             processed.append(await run(self._thread, self._preprocess, namespace, place, image))
+            prepared = processed[-1].nbytes // _PIXEL_BYTES
+            # A processor enlarges what is smaller than its model needs: hundreds of icons may be gigabytes.
+            await self._budgets[lane].acquire(id, max(0, prepared - pixels))
+            total += prepared
+            if total > self._max_prepared_pixels:
+                raise _too_many_pixels(place, self._max_prepared_pixels)
         return tuple(processed)
 
     def release(self, id: str) -> None:
@@ -82,6 +91,14 @@ class ImageInputs:
         """Stop loading and preprocessing. No job may use this object any more."""
         self._loader.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _too_many_pixels(place: str, limit: int) -> JobFailure:
+    message = (
+        f"{place}: with this image the request's images, as this model prepares them, have more than {limit:,} pixels; "
+        "leave the oldest out."
+    )
+    return JobFailure("too_large", message, param=place)
 
 
 class PixelBudget:

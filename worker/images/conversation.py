@@ -1,6 +1,6 @@
 """Load the images of a conversation from the parts of its messages."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from worker.images.fetch import Fetcher
 
 # A request's images together may have this many times the pixels of one: preprocessed, they wait in memory.
-_REQUEST_FACTOR = 4
+REQUEST_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +38,28 @@ class ImageLoader:
         loaded when the caller asks for it, so that no request takes more than its share of memory and decoders. Raises
         `JobFailure` at the first image that is invalid or exceeds a limit."""
         refs = list(image_refs(messages))
-        self._refuse_too_many(len(refs))
-        pixels, limit = 0, _REQUEST_FACTOR * self._settings.image_max_pixels
+        self._refuse_too_many(refs)
+        pixels, limit = 0, REQUEST_FACTOR * self._settings.image_max_pixels
         for ref in refs:
             image = await self._load(ref)
             pixels += image.width * image.height
             if pixels > limit:
                 raise JobFailure(
                     "too_large",
-                    f"{ref.place}: with this image the request has more than {limit:,} pixels.",
+                    f"{ref.place}: with this image the request's images have more than {limit:,} pixels; leave the "
+                    "oldest out, or send smaller ones.",
                     param=ref.place,
                 )
             yield ref.place, image
 
-    def _refuse_too_many(self, images: int) -> None:
+    def _refuse_too_many(self, refs: Sequence[ImageRef]) -> None:
         limit = self._settings.max_images
-        if images > limit:
-            message = f"messages: {images:,} images are {images - limit:,} more than this worker accepts ({limit:,})."
-            raise JobFailure("too_large", message, param="messages")
+        if len(refs) > limit:
+            message = (
+                f"messages: {len(refs):,} images are {len(refs) - limit:,} more than this worker accepts ({limit:,}); "
+                "leave the oldest out."
+            )
+            raise JobFailure("too_large", message, param=refs[limit].place)
 
     async def _load(self, ref: ImageRef) -> Image:
         try:

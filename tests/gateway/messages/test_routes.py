@@ -43,9 +43,9 @@ ANSWER = "one two three"
 
 
 @asynccontextmanager
-async def answering(url: str, db: Redis, *, step_s: float = 0.001) -> AsyncIterator[FakeEngine]:
+async def answering(url: str, db: Redis, *, step_s: float = 0.001, **given: Any) -> AsyncIterator[FakeEngine]:
     """Run a worker that sees images and answers `ANSWER`, a byte in each step."""
-    tokenizer, known = ByteTokenizer(), settings(url)
+    tokenizer, known = ByteTokenizer(), settings(url, **given)
     engine = FakeEngine(lambda request: ANSWER.encode(), step_s=step_s)
     with closing(ImageInputs(known, DimEyes())) as images:
         context = worker_context(known, engine, tokenizer, images=images)
@@ -270,6 +270,24 @@ async def test_a_long_conversation_is_accepted(anthropic: AsyncAnthropic, redis_
         with pytest.raises(APIStatusError) as refused:  # the worker's context is short
             await anthropic.messages.create(model="default", max_tokens=5, messages=messages)
     assert "prompt is too long: " in refused.value.message
+
+
+async def test_a_limit_of_images_or_of_an_option_has_words_of_its_own(
+    anthropic: AsyncAnthropic, redis_url: str, db: Redis
+) -> None:
+    """Claude Code compacts its conversation after `prompt is too long`, which ends in the same error then."""
+    data = base64.b64encode(saved(patch(24))).decode()
+    image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    messages: Any = [{"role": "user", "content": [image] * 3}]
+    async with answering(redis_url, db, max_images=2, max_output_tokens=10):
+        with pytest.raises(APIStatusError) as refused:
+            await anthropic.messages.create(model="default", max_tokens=5, messages=messages)
+        assert error_of(refused.value) == (400, "invalid_request_error")
+        body: Any = refused.value.body
+        assert body["error"]["message"].startswith("messages: 3 images are 1 more than this worker accepts (2); ")
+        with pytest.raises(APIStatusError) as refused:
+            await anthropic.messages.create(model="default", max_tokens=50, messages=MESSAGES)
+        assert "prompt is too long" not in refused.value.message
 
 
 # Models and keys
