@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from tests.fakes import FakeChat
@@ -14,7 +15,8 @@ WORDS = [f"w{number} " for number in range(60)]
 
 
 class ObedientChat(FakeChat):
-    """Takes `think`, `say`, `pace_s` and `then` from the text of the last message."""
+    """Takes `think`, `say`, `pace_s`, `then` and the reason `finish` from the text of the last message,
+    and repeats any other text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,15 +24,16 @@ class ObedientChat(FakeChat):
 
     async def chat(self, ctx: dict[Any, Any], request: dict[str, Any]) -> JobResult:
         self.asked.append(request)
-        orders = json.loads(_text(request["messages"][-1]["content"]))
+        text = _text(request["messages"][-1]["content"])
+        orders = json.loads(text) if text.startswith("{") else {"say": [text]}
         done = await super().chat(ctx, {**request, **orders})
         said = {"role": "assistant", "content": "".join(orders["say"])}
-        choice = {"index": 0, "message": said, "finish_reason": "stop"}
+        choice = {"index": 0, "message": said, "finish_reason": orders.get("finish", "stop")}
         timings = {"queue_s": 0.01, "ttft_s": 0.02, "tokens_per_s": 42.0}
         ours = {"worker": "mac-1", "timings": timings}
         usage = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
         done.result.update(id=ctx["job"].claim.job_id, choices=[choice], usage=usage, sluice=ours)
-        return done
+        return replace(done, finish_reason=choice["finish_reason"])
 
 
 def _text(content: Any) -> str:

@@ -74,6 +74,16 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, **how)
 
+    def click(self, selector: str) -> None:
+        """Click on an element, as a user does: pages may use the clipboard after that."""
+        expression = f"document.querySelector({selector!r}).click()"
+        answer = self.send("Runtime.evaluate", expression=expression, userGesture=True)
+        assert "exceptionDetails" not in answer, answer
+
+    def allow_clipboard(self) -> None:
+        """Let pages read and write the clipboard."""
+        self.send("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+
     def choose_files(self, selector: str, *files: Path) -> None:
         """Choose files in an input of the page, as its user does in the dialog."""
         found = self.send("Runtime.evaluate", expression=f"document.querySelector({selector!r})")["result"]

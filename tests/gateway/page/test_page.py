@@ -181,8 +181,88 @@ async def test_a_front_with_keys_asks_for_one_and_the_tab_keeps_it(
     chromium.complaints[:] = [each for each in chromium.complaints if "401" not in each]
 
 
+async def test_a_refusal_is_shown_while_it_is_tried_again_and_escape_ends_that(chromium: Browser, front: Front) -> None:
+    await do(chromium.open, front.url)
+    await ask(chromium, "never")
+    await do(chromium.wait_for, "document.querySelector('.facts')?.textContent.includes('Trying again')")
+    assert await do(chromium.text, ".facts") == "No worker serves the model 'default' at the moment. Trying again …"
+    await do(chromium.press, "Escape")
+    await do(chromium.wait_for, ENDED, 5)
+    assert await do(chromium.text, ".facts") == "stopped"
+    chromium.complaints.clear()  # the failed requests
+
+
+async def test_the_failure_of_a_job_is_shown_at_once_and_not_asked_for_again(page: Browser, chat: ObedientChat) -> None:
+    await ask(page, then="broken")
+    await do(page.wait_for, ENDED, 10)
+    assert await do(page.text, ".facts.bad") == "The worker failed on this job; its log says why."
+    assert len(chat.asked) == 1
+    page.complaints.clear()  # the failed request
+
+
+@pytest.mark.parametrize("has_clipboard", [True, False], ids=["secure", "plain"])
+async def test_an_answer_and_its_code_can_be_copied(page: Browser, has_clipboard: bool) -> None:
+    answer = "Say **this**:\n\n```py\nprint(1)\n\nprint(2)\n```"
+    await ask(page, answer)
+    await do(page.wait_for, ENDED)
+    await do(page.allow_clipboard)
+    await do(page.evaluate, "window.board = navigator.clipboard")
+    if not has_clipboard:  # as on a page over HTTP from another machine
+        await do(page.evaluate, "Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    for selector, text in ((".code .copy", "print(1)\n\nprint(2)"), (".end .copy", answer)):
+        await do(page.click, selector)
+        await do(page.wait_for, f"document.querySelector('{selector}').dataset.done === 'Copied'")
+        assert await do(page.evaluate, "board.readText()") == text
+    assert "Copy" not in await do(page.text, ".answer")
+
+
+async def test_an_answer_that_was_cut_can_be_continued_and_others_are_not_offered_it(
+    page: Browser, chat: ObedientChat
+) -> None:
+    offered = "[...document.querySelectorAll('.proceed')].map((button) => button.checkVisibility())"
+    await ask(page, "whole")
+    await do(page.wait_for, ENDED)
+    assert await do(page.evaluate, offered) == [False]
+    await ask(page, "one two", finish="length")
+    await do(page.wait_for, "document.querySelectorAll('.facts:not(.busy)').length === 2")
+    assert "cut at the limit" in (await do(page.text, ".facts")).replace("\u00a0", " ")
+    assert await do(page.evaluate, offered) == [False, True]
+    await do(page.click, ".end:last-child .proceed")
+    await do(page.wait_for, "document.querySelectorAll('.facts:not(.busy)').length === 3")
+    assert [message["content"] for message in chat.asked[2]["messages"][-2:]] == [
+        "one two",
+        "Continue where you stopped.",
+    ]
+    assert (await do(page.evaluate, offered))[:2] == [False, False]
+
+
+async def test_a_formula_stays_the_text_that_it_is_and_is_marked(page: Browser) -> None:
+    inline, block = r"$a*b*c$|\(x_1*y*z\)|$$d$$", "\\[\nx *y* z\n- 1\n\\]"
+    await ask(
+        page,
+        f"{inline.replace('|', ' and ')} cost $5 and $10, or $5-$10, `$e$`.\n\n{block}\n\n$$f$$\n\n\\[ open\n\nend",
+    )
+    await do(page.wait_for, ENDED)
+    assert await do(page.text, ".answer .math") == f"{inline}|{block}|$$f$$|\\[ open"
+    assert await do(page.evaluate, "document.querySelectorAll('.answer em, .answer li').length") == 0
+    assert await do(page.text, ".answer code") == "$e$"
+    assert (await do(page.text, ".answer")).endswith("end")
+
+
 async def test_the_page_fits_a_phone(chromium: Browser, fake_worker: None, front: Front) -> None:
-    await do(chromium.open, front.url, 360, 640)
-    await ask(chromium, "x" * 300, "\n\n```\n" + "y" * 300 + "\n```")
-    await do(chromium.wait_for, ENDED)
-    assert await do(chromium.evaluate, "document.documentElement.scrollWidth") <= 360
+    for width in (360, 320):
+        await do(chromium.open, front.url, width, 640)
+        await do(chromium.wait_for, "document.querySelector('#model').options.length === 1")
+        table = "| a | b | c |\n|---|---|---|\n| " + " | ".join(["Internationalization"] * 3) + " |"
+        await ask(chromium, "x" * 300, "\n\n```\n" + "y" * 300 + "\n```\n\n" + table, finish="length")
+        await do(chromium.wait_for, ENDED)
+        assert await do(chromium.evaluate, "document.documentElement.scrollWidth") <= width
+        wider = "((e) => e.scrollWidth > e.clientWidth)(document.querySelector('.answer %s'))"
+        assert [await do(chromium.evaluate, wider % each) for each in (".wide", "pre")] == [True, True]
+        words = (
+            "(e => { const r = document.createRange(); r.selectNodeContents(e); return r.getClientRects().length; })"
+        )
+        lines = f"[...document.querySelectorAll('h1, button, th, td')].map({words})"
+        assert max(await do(chromium.evaluate, lines)) == 1  # nothing is broken into two lines
+        fits = "document.querySelector('#model').scrollWidth <= document.querySelector('#model').clientWidth"
+        assert await do(chromium.evaluate, fits)

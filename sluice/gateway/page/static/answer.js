@@ -1,6 +1,6 @@
 // One answer on the page: what has come of it, and its view.
 
-import { Markdown } from "./markdown.js";
+import { copyButton, Markdown } from "./markdown.js";
 import { cancel, completion, follow, Refused } from "./stream.js";
 
 const seconds = (value) => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`);
@@ -14,8 +14,9 @@ function add(parent, tag, className) {
 }
 
 export class Answer {
-  /** `state` is plain data that survives a reload; `changed` is called after each change of it. */
-  constructor(parent, state, changed) {
+  /** `state` is plain data that survives a reload; `changed` is called after each change of it, and `proceed` to have an
+   * answer that was cut continued. */
+  constructor(parent, state, changed, proceed) {
     this.state = state;
     this.changed = changed;
     this.folded = add(parent, "details", "reasoning");
@@ -24,7 +25,14 @@ export class Answer {
     this.reasoning = add(this.folded, "div", "");
     this.text = add(parent, "div", "answer");
     this.calls = add(parent, "div", "calls");
-    this.facts = add(parent, "div", "facts");
+    const end = add(parent, "div", "end");
+    this.facts = add(end, "div", "facts");
+    this.copying = copyButton("Copy the answer", () => this.state.text);
+    this.proceeding = add(end, "button", "proceed");
+    this.proceeding.type = "button";
+    this.proceeding.textContent = "Continue";
+    this.proceeding.onclick = proceed;
+    end.append(this.copying);
     this.markdown = new Markdown(this.text);
     this.stopping = new AbortController();
     this.show();
@@ -40,7 +48,11 @@ export class Answer {
     const on = {
       id: (id) => { this.state.id = id; this.changed(); if (this.state.stopped) this.cancel(); },
       chunk: (chunk, last) => this.take(chunk, last),
-      waiting: (isLost) => this.status(isLost ? "reconnecting …" : this.label()),
+      connected: () => { this.refused = false; this.status(this.label()); },
+      lost: (said) => {
+        this.refused = Boolean(said) && !this.state.id;
+        this.status(said ? `${said} Trying again …` : "reconnecting …");
+      },
     };
     try {
       await follow(this.state, body, on, this.stopping.signal);
@@ -121,7 +133,8 @@ export class Answer {
   }
 
   stop() {
-    if (this.state.stopped) this.stopping.abort(); // asked twice: no worker has answered
+    // Asked twice: no worker has answered. Refused: there is no job to cancel.
+    if (this.state.stopped || this.refused) this.stopping.abort();
     this.state.stopped = true;
     this.status("stopping …");
     if (this.state.id) this.cancel();
@@ -146,7 +159,7 @@ export class Answer {
   }
 
   show() {
-    const { text, reasoning, calls, facts, failed, done } = this.state;
+    const { text, reasoning, calls, facts, failed, done, reason, stopped } = this.state;
     const main = this.text.closest("main");
     const isAtBottom = main && main.scrollHeight - main.scrollTop - main.clientHeight < 60;
     this.folded.hidden = !reasoning;
@@ -154,6 +167,8 @@ export class Answer {
     this.markdown.show(text);
     this.calls.hidden = !calls.length;
     this.calls.textContent = calls.map(({ name, args }) => `→ ${name}(${args})`).join("\n");
+    this.copying.hidden = !done || !text;
+    this.proceeding.hidden = !done || failed || !text || !(reason === "length" || stopped);
     if (done) {
       this.facts.textContent = facts ?? "";
       this.facts.classList.remove("busy");

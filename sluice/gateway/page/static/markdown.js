@@ -6,7 +6,8 @@ const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^ {0,3}>\s?(.*)$/;
 const DIVIDER = /^\s*\|?(\s*:?-+:?\s*\|)+\s*(:?-+:?\s*)?$/;
-const INLINE = /(`+)([^`]|[^`].*?[^`])\1(?!`)|\*\*(\S(?:.*?\S)?)\*\*|\*(\S(?:[^*]*?\S)?)\*|~~(\S(?:.*?\S)?)~~|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)|(https?:\/\/[^\s<>()"'`*]+[^\s<>()"'`*.,;:!?])/s;
+const MATH = /^ {0,3}(\$\$|\\\[)(?!.*(\$\$|\\\]).*[^\s.,;])/; // a formula of its own, of any number of lines
+const INLINE = /(`+)([^`]|[^`].*?[^`])\1(?!`)|(\\\(.+?\\\)|\\\[.+?\\\]|\$\$.+?\$\$|\$(?![\s$])[^$`\n]*?[^$`\s]\$(?!\d))|\*\*(\S(?:.*?\S)?)\*\*|\*(\S(?:[^*]*?\S)?)\*|~~(\S(?:.*?\S)?)~~|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)|(https?:\/\/[^\s<>()"'`*]+[^\s<>()"'`*.,;:!?])/s;
 const MAX_LEVELS = 20; // of quotes in quotes; deeper ones stay plain
 const MAX_INLINE = 5_000; // characters of a block in which marks are looked for; a longer one stays plain
 
@@ -28,12 +29,19 @@ export function blocks(text) {
       const from = ++at;
       while (at < lines.length && !(lines[at].trimStart().startsWith(fence[1]) && FENCE.test(lines[at]))) at++;
       found.push({ kind: "code", lines: lines.slice(from, at++), language: fence[2] });
+    } else if (MATH.test(line)) {
+      const end = MATH.exec(line)[1] === "$$" ? "$$" : "\\]";
+      const from = at;
+      let rest = line.trimStart().slice(2);
+      while (!rest.includes(end) && ++at < lines.length && lines[at].trim()) rest = lines[at];
+      if (rest.includes(end)) at++;
+      found.push({ kind: "math", lines: lines.slice(from, at) });
     } else if (HEADING.test(line)) take("heading", () => false);
     else if (RULE.test(line)) take("rule", () => false);
     else if (QUOTE.test(line)) take("quote", (next) => QUOTE.test(next));
     else if (ITEM.test(line)) take("list", (next) => ITEM.test(next) || /^\s{2,}\S/.test(next));
     else if (line.includes("|") && DIVIDER.test(lines[at + 1] ?? "")) take("table", (next) => next.includes("|"));
-    else take("paragraph", (next) => next.trim() && ![FENCE, HEADING, RULE, QUOTE, ITEM].some((other) => other.test(next)));
+    else take("paragraph", (next) => next.trim() && ![FENCE, HEADING, RULE, QUOTE, ITEM, MATH].some((other) => other.test(next)));
   }
   return found;
 }
@@ -50,9 +58,10 @@ function inline(text) {
   let rest = text;
   let match;
   while (rest.length <= MAX_INLINE && (match = INLINE.exec(rest))) {
-    const [whole, ticks, code, strong, emphasis, struck, label, target, bare] = match;
+    const [whole, ticks, code, formula, strong, emphasis, struck, label, target, bare] = match;
     if (match.index) nodes.push(rest.slice(0, match.index));
     if (ticks) nodes.push(element("code", code.length > 2 ? code.replace(/^ (.*) $/s, "$1") : code));
+    else if (formula) nodes.push(math("span", formula));
     else if (strong) nodes.push(element("strong", ...inline(strong)));
     else if (emphasis) nodes.push(element("em", ...inline(emphasis)));
     else if (struck) nodes.push(element("s", ...inline(struck)));
@@ -61,6 +70,51 @@ function inline(text) {
   }
   if (rest) nodes.push(rest);
   return nodes;
+}
+
+/** Returns a formula as the text that it is, marked: without marks for emphasis in it. */
+function math(tag, text) {
+  const made = element(tag, text);
+  made.className = "math";
+  made.title = "A formula, in TeX";
+  return made;
+}
+
+/** Returns a button that copies a text. Its label is no text of the page, so that it is not selected with the answer. */
+export function copyButton(label, text) {
+  const made = element("button");
+  made.type = "button";
+  made.className = "copy";
+  made.setAttribute("aria-label", label);
+  made.onclick = async () => {
+    made.dataset.done = (await copied(text())) ? "Copied" : "Not copied";
+    made.setAttribute("aria-label", made.dataset.done);
+    setTimeout(() => { delete made.dataset.done; made.setAttribute("aria-label", label); }, 2_000);
+  };
+  return made;
+}
+
+/** Copies a text. Returns true if the browser did. */
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch { /* browsers offer it to secure pages alone: not over HTTP from another machine */ }
+  const box = element("textarea");
+  box.value = text;
+  box.className = "hidden";
+  document.body.append(box);
+  box.select();
+  const done = document.execCommand("copy");
+  box.remove();
+  return done;
+}
+
+/** Returns an element that scrolls sideways, with a keyboard too. */
+function scrolling(made, className = "") {
+  made.tabIndex = 0;
+  made.className = className;
+  return made;
 }
 
 function link(target, label) {
@@ -98,7 +152,8 @@ function table(lines) {
   const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
   const row = (tag, line) => element("tr", ...cells(line).map((cell) => element(tag, ...inline(cell))));
   const [head, , ...body] = lines;
-  return element("table", element("thead", row("th", head)), element("tbody", ...body.map((line) => row("td", line))));
+  const made = element("table", element("thead", row("th", head)), element("tbody", ...body.map((line) => row("td", line))));
+  return scrolling(element("div", made), "wide");
 }
 
 function node(block, level = 0) {
@@ -106,8 +161,11 @@ function node(block, level = 0) {
   if (kind === "code") {
     const code = element("code", lines.join("\n"));
     if (block.language) code.dataset.language = block.language;
-    return element("pre", code);
+    const made = element("div", scrolling(element("pre", code)), copyButton("Copy the code", () => lines.join("\n")));
+    made.className = "code";
+    return made;
   }
+  if (kind === "math") return math("p", lines.join("\n"));
   if (kind === "heading") {
     const [, marks, text] = HEADING.exec(lines[0]);
     return element(`h${Math.min(marks.length + 1, 4)}`, ...inline(text));

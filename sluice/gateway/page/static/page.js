@@ -55,7 +55,7 @@ function show(turn) {
   user.dir = "auto";
   user.append(...(turn.images ?? []).map(picture), turn.user);
   turns.append(user);
-  return new Answer(turns, turn.answer, saveSoon);
+  return new Answer(turns, turn.answer, saveSoon, () => begin("Continue where you stopped."));
 }
 
 async function run(answer) {
@@ -85,12 +85,19 @@ function setRunning(answer) {
 function ask() {
   const user = box.value.trim();
   if ((!user && !images.length) || running) return;
-  const turn = { user, images, model: model.value || undefined, answer: Answer.fresh() };
-  chat.turns.push(turn);
+  const sent = images;
   box.value = "";
-  notice();
   images = [];
   showImages();
+  begin(user, sent);
+}
+
+/** Adds a turn to the conversation, and runs it. */
+function begin(user, sent = []) {
+  if (running) return;
+  const turn = { user, images: sent, model: model.value || undefined, answer: Answer.fresh() };
+  chat.turns.push(turn);
+  notice();
   save();
   run(show(turn));
 }

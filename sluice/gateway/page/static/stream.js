@@ -34,18 +34,23 @@ export const completion = async (id) => (await send(`${COMPLETIONS}/${id}`)).jso
 
 export const cancel = (id) => send(`${COMPLETIONS}/${id}/cancel`, { method: "POST" });
 
-const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+const pause = (ms, signal) => new Promise((resolve) => {
+  setTimeout(resolve, ms);
+  signal.addEventListener("abort", resolve, { once: true });
+});
 
 /** Begins an answer, or continues one. `answer` holds `key`, a random name of the request; `id` and `last`, if known.
- * Calls `on.id(id)`, `on.chunk(chunk, last)`, `on.waiting(isLost)`; returns at the end of the answer. Throws `Refused`. */
+ * Calls `on.id(id)`, `on.chunk(chunk, last)`, `on.connected()` and, before it tries again, `on.lost(said)` with what the
+ * gateway said, "" if it did not answer; returns at the end of the answer. Throws `Refused`. */
 export async function follow(answer, body, on, signal) {
   let { id, last } = answer;
   for (let failures = 0; ; ) {
+    let said = "";
     try {
       const reply = await (id ? resume(id, last, signal) : begin(answer.key, body, signal));
       id ??= reply.headers.get("x-request-id");
       on.id(id);
-      on.waiting(false);
+      on.connected();
       for await (const event of events(reply.body)) {
         if (event.data === "[DONE]") return;
         const chunk = JSON.parse(event.data);
@@ -55,11 +60,12 @@ export async function follow(answer, body, on, signal) {
         on.chunk(chunk, last);
       }
     } catch (error) {
-      const isFinal = error instanceof Refused && !(error.status >= 500 && error.retryable);
+      const isFinal = error instanceof Refused && !(error.status > 500 && error.retryable); // a 500 of the job stays one
       if (isFinal || signal.aborted || failures >= TRIES) throw error;
+      if (error instanceof Refused) said = error.message;
     }
-    on.waiting(true);
-    await pause(Math.min(MAX_WAIT_MS, 250 * 2 ** failures++));
+    on.lost(said);
+    await pause(Math.min(MAX_WAIT_MS, 250 * 2 ** failures++), signal);
   }
 }
 
