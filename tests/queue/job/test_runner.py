@@ -15,7 +15,7 @@ from schemas import keys
 from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import envelope, field, log, put, settings, types
-from worker.errors import Cancelled
+from worker.errors import Cancelled, JobFailure
 from worker.monitoring.metrics import Metrics
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims
@@ -118,6 +118,29 @@ async def test_an_error_of_the_function_is_an_internal_failure(
     await runner.run()
     assert (await log(db, "a"))[-1]["error"]["type"] == "internal"
     assert "ValueError: broken by the test" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("param", "line"),
+    [
+        (None, "job a failed: invalid_request"),
+        ("messages[2].content", "job a failed: invalid_request, 'messages[2].content'"),
+        ("a\n" * 99, "job a failed: invalid_request, '" + "a\\n" * 40 + "'"),
+    ],
+)
+async def test_the_log_names_the_field_of_a_request_that_failed(
+    db: Redis, runner: Runner, caplog: pytest.LogCaptureFixture, param: str | None, line: str
+) -> None:
+    await put(db, "a", envelope({"then": "hang"}))
+    with caplog.at_level("INFO", "sluice.queue"):
+        job = await runner.start()
+        while not runner.chat.running:
+            await asyncio.sleep(0.005)
+        job.interrupt(JobFailure("invalid_request", "a secret prompt", param=param))
+        assert job.task is not None
+        await asyncio.wait_for(job.task, 60)
+    assert line in caplog.messages
+    assert "secret" not in caplog.text
 
 
 async def test_a_job_that_is_interrupted_ends_by_the_reason(db: Redis, runner: Runner) -> None:

@@ -16,6 +16,7 @@ from worker.queue.job.job import Interruption, Job, JobResult
 
 logger = logging.getLogger("sluice.queue")
 
+_MAX_FIELD = 80  # characters in the log
 MAX_CRASHES = 3  # worker crashes during which this job was the only suspect
 
 POISON_JOB = JobFailure(
@@ -61,7 +62,9 @@ class Endings:
         job_id, usage = job.claim.job_id, job.usage.as_event()
         match why:
             case JobFailure():
-                logger.info("job %s failed: %s", job_id, why.type)
+                # A field may be a name that the client made up, of any length and with line breaks.
+                field = "" if why.param is None else f", {why.param[:_MAX_FIELD]!r}"
+                logger.info("job %s failed: %s%s", job_id, why.type, field)
                 if await _write_ending(job, self._fail(job, why)):
                     self._metrics.failed(job.claim.lane, why.type)
             case Cancelled():
