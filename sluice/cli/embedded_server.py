@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from sluice.cli.errors import CliError
 
-INSTALL_SERVER = "in a checkout of Sluice, pip install './sluice[cli]' '.[worker,server]'"
+INSTALL_SERVER = "in a checkout of Sluice, pip install './sluice[cli,serve]' '.[worker,server]'"
 DEFAULT_PORT = 6379
 _HOST = "127.0.0.1"
 _POLL_S = 0.05  # between two checks if the server answers
