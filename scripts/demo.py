@@ -24,6 +24,7 @@ from rich.text import Text
 
 from scripts.stack import Server, WorkerProcess, embedded_binary
 from sluice import Client, Delta, Event, Failed, Finished, JobError, Progress, Started
+from sluice.cli.terminal.output import replace_unencodable
 from sluice.wire import Lane
 
 _PANEL_WIDTH, _PANEL_LINES = 38, 6
@@ -221,6 +222,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write a picture of the chats to FILE")
     options = parser.parse_args()
+    replace_unencodable()
     console, began = Console(), time.perf_counter()
     try:
         with stack(console) as (url, _):
@@ -234,12 +236,15 @@ def main() -> int:
             console.print(f"[dim]{summary}[/]")
             console.print(f"[dim]First token {first:.1f} s after the start.[/]")
         if options.svg:
-            options.svg.write_text(picture(shown, summary))
+            options.svg.write_text(picture(shown, summary), "utf-8")
         console.print()
         console.print(_NEXT, markup=False, highlight=False)
     except KeyboardInterrupt:
         console.print("[dim]stopped, with the server and the worker[/]")
         return 130
+    except RuntimeError as error:  # of the server or the worker, with its log
+        print(f"scripts/demo: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

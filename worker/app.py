@@ -218,10 +218,11 @@ async def _work(worker: "QueueWorker", batches: "BatchDirectory | None", ending:
 
 
 def _open(settings: Settings, memory: int) -> "Model":
-    from worker.engine.device import set_memory_limits
+    from worker.engine.device import set_kernel_folder, set_memory_limits
     from worker.engine.model.load import open_model
 
     set_memory_limits(memory)
+    set_kernel_folder()
     model = open_model(settings.model, vision=settings.vision == "auto", trusted=settings.trust_model_code)
     if settings.specprefill_draft_model is not None:
         from worker.engine.prefill.draft import with_draft

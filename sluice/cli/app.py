@@ -21,6 +21,7 @@ from sluice.cli.commands.up import up
 from sluice.cli.commands.worker import worker
 from sluice.cli.commands.workers import workers
 from sluice.cli.errors import CliError
+from sluice.cli.terminal.output import replace_unencodable
 
 app = typer.Typer(
     add_completion=False,
@@ -61,6 +62,7 @@ def sluice(
 
 def run() -> None:
     """Run the command line; errors become a message and an exit code."""
+    replace_unencodable()
     try:
         app(prog_name="sluice")
     except CliError as error:

@@ -25,10 +25,13 @@ _STOP_S = 10.0  # to stop after SIGTERM; the append-only file has its data alrea
 
 
 def default_folder() -> Path:
-    """Return the folder for the data of this user's programs: on Linux XDG_STATE_HOME."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "sluice"
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "sluice"
+    """Return the folder for the data of this user's programs: on Linux XDG_STATE_HOME. Raises `CliError`."""
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Application Support" / "sluice"
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "sluice"
+    except RuntimeError:  # HOME is not set, and the user has no entry in the system's list
+        raise CliError("--data: this user has no home; give a folder.") from None
 
 
 def find_binary() -> str:
@@ -147,7 +150,7 @@ class EmbeddedServer:
 
     def _last_log_line(self) -> str:
         try:
-            lines = self.log_file.read_text(errors="replace").splitlines()
+            lines = self.log_file.read_text("utf-8", "replace").splitlines()
         except OSError:
             return ""
         return f"\n  {lines[-1]}" if lines else ""
@@ -157,7 +160,7 @@ def _lock(folder: Path) -> IO[str]:
     """Create the folder with access for this user only, and lock it. Raises `CliError`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+")
+        file = (folder / "lock").open("a+", encoding="utf-8")
     except OSError as error:
         raise CliError(f"--data {folder}: {error.strerror}. Give a folder that you may write to.") from None
     try:

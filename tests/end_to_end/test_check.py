@@ -22,9 +22,9 @@ def environment(**settings: str) -> dict[str, str]:
     return {**others, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **settings}
 
 
-def run(*args: str) -> tuple[int, str, str]:
+def run(*args: str, **env: str) -> tuple[int, str, str]:
     """Run Python; return exit code, stdout and stderr."""
-    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, env=environment())
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, env=environment(**env))
     return done.returncode, done.stdout, done.stderr
 
 
@@ -56,6 +56,12 @@ def test_a_person_sees_what_a_model_gets_in_eighty_columns() -> None:
     assert int(said["32,768"].replace(",", "")) >= 1
     assert "Rows that fit at once with speculation off (at most 512)" in out.splitlines()
     assert check(str(TINY_CHAT)) == (code, out, err)
+
+
+def test_what_the_terminal_cannot_show_is_a_question_mark() -> None:
+    code, out, err = run("-m", "sluice.cli", "check", str(TINY_CHAT), PYTHONIOENCODING="ascii")
+    assert (code, err) == (0, "")
+    assert "<think> ? </think>" in out
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("kimi_linear", marks=pytest.mark.slow)])

@@ -220,3 +220,12 @@ def test_without_a_server_the_command_says_how_to_install_one(tmp_path: Path, mo
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "--data" in refused(tmp_path, "--data", str(tmp_path / "file" / "data"))
+
+
+def test_a_user_without_a_home_is_asked_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", none)
+    monkeypatch.delitem(ENV, "XDG_STATE_HOME", raising=False)
+    assert refused(tmp_path) == "sluice: --data: this user has no home; give a folder.\n"

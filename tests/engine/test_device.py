@@ -1,5 +1,7 @@
 """The memory of the device, and the limits that Linux sets."""
 
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +9,16 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from worker.engine.device import control_group_limits, describe, memory_limit, runs_ahead, set_memory_limits
+from worker.engine import device
+from worker.engine.device import (
+    control_group_limits,
+    describe,
+    memory_limit,
+    runs_ahead,
+    set_kernel_folder,
+    set_memory_limits,
+)
+from worker.errors import CannotStart
 
 
 def limits(root: Path, membership: str, files: dict[str, str]) -> list[int]:
@@ -42,6 +53,76 @@ def test_nothing_above_the_control_groups_is_read(tmp_path: Path) -> None:
 
 def test_without_control_groups_there_are_no_limits(tmp_path: Path) -> None:
     assert list(control_group_limits(tmp_path)) == []
+
+
+def test_limits_of_a_second_hierarchy_are_read_too(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),  # version 1 without a limit
+        "sys/fs/cgroup/unified/sluice/memory.max": "5000",
+    }
+    assert limits(tmp_path, "4:memory:/\n0::/sluice", files) == [2**63 - 4096, 5000]
+    assert limits(tmp_path, "4:cpu,memory:/", {}) == [2**63 - 4096]
+
+
+@pytest.mark.parametrize("unreadable", ["a folder", "a file of another user", "no number"])
+def test_a_limit_that_cannot_be_read_is_left_out(tmp_path: Path, unreadable: str) -> None:
+    file = tmp_path / "sys/fs/cgroup/group/memory.max"
+    file.parent.mkdir(parents=True)
+    match unreadable:
+        case "a folder":
+            file.mkdir()
+        case "a file of another user":
+            file.symlink_to("/proc/self/mem")  # which cannot be read from its start, by root neither
+        case "no number":
+            file.write_bytes(b"\xff-1")
+    assert limits(tmp_path, "0::/group", {"sys/fs/cgroup/memory.max": "7000"}) == [7000]
+
+
+def test_a_group_s_name_may_have_any_bytes(tmp_path: Path) -> None:
+    limits(tmp_path, "0::/", {"sys/fs/cgroup/memory.max": "7000"})
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/a:b\xff\n")
+    assert list(control_group_limits(tmp_path)) == [7000]
+
+
+def test_without_limits_of_control_groups_the_memory_is_the_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "device_info", dict)
+    monkeypatch.setattr(device, "control_group_limits", lambda: iter(()))
+    assert memory_limit() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(device, "control_group_limits", lambda: iter((2**63 - 4096, 5000)))
+    assert memory_limit() == 5000
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder that Python has chosen for temporary files, which is not TMPDIR."""
+    monkeypatch.setenv("TMPDIR", "/no/such/folder")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(device, "runs_ahead", lambda: False)
+    return tmp_path
+
+
+def test_kernels_are_kept_in_a_folder_of_this_user(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        set_kernel_folder()
+        assert Path(os.environ["TMPDIR"]) == temporary / f"sluice-{os.getuid()}"
+    assert oct(Path(os.environ["TMPDIR"]).stat().st_mode & 0o777) == "0o700"
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    (temporary / "sluice-4711").mkdir()
+    with pytest.raises(CannotStart, match="TMPDIR: .*sluice-4711 can be written by other users"):
+        set_kernel_folder()
+
+
+def test_a_kernel_folder_that_others_can_write_is_refused(temporary: Path) -> None:
+    (temporary / f"sluice-{os.getuid()}").mkdir(mode=0o777)
+    (temporary / f"sluice-{os.getuid()}").chmod(0o777)
+    with pytest.raises(CannotStart, match="can be written by other users"):
+        set_kernel_folder()
+
+
+def test_without_a_folder_for_temporary_files_the_error_names_it(temporary: Path) -> None:
+    (temporary / f"sluice-{os.getuid()}").write_text("")
+    with pytest.raises(CannotStart, match="^TMPDIR: "):
+        set_kernel_folder()
 
 
 def test_device_has_memory_and_a_name() -> None:

@@ -2,10 +2,14 @@
 
 import io
 import os
+import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
+
+from worker.errors import CannotStart
 
 
 def memory_limit() -> int:
@@ -15,7 +19,7 @@ def memory_limit() -> int:
     for name in ("max_recommended_working_set_size", "total_memory"):
         if name in info:
             return int(info[name])
-    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *control_group_limits())
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *control_group_limits()])
 
 
 def memory_for_model(wanted_gb: float | None, headroom_gb: float) -> int:
@@ -35,21 +39,50 @@ def set_memory_limits(nbytes: int) -> None:
         mx.set_wired_limit(int(resident))
 
 
+def set_kernel_folder() -> None:
+    """Let MLX store the kernels that it compiles for a CPU, and loads as code, in a folder that only this user can
+    write. MLX 0.32.4 takes TMPDIR/mlx, where TMPDIR may be missing, and /tmp/mlx belongs to the user who came first.
+    For the whole process, before a forward. Raises `CannotStart`."""
+    if runs_ahead():
+        return
+    try:
+        folder = Path(tempfile.gettempdir()) / f"sluice-{os.getuid()}"  # which Python has found to be writable
+        folder.mkdir(0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise CannotStart(f"TMPDIR: no folder for temporary files can be written ({error}); set it to one.") from None
+    if found.st_uid != os.getuid() or found.st_mode & 0o022 or not stat.S_ISDIR(found.st_mode):
+        raise CannotStart(f"TMPDIR: {folder} can be written by other users; set it to a folder of your own.")
+    os.environ["TMPDIR"] = str(folder)
+
+
 def control_group_limits(root: Path = Path("/")) -> Iterator[int]:
     """Yield the memory limits in bytes that Linux sets for this process: those of its control group and of its parents.
-    Empty on other systems."""
-    membership = root / "proc/self/cgroup"
-    for line in membership.read_text().splitlines() if membership.is_file() else ():
+    Empty on other systems, and on hosts without control groups; a limit that cannot be read is left out."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        mounted = root / "sys/fs/cgroup" / controllers
-        group = mounted / path.lstrip("/")
-        # Inside a container the path may be the host's; then only the root group exists.
-        for folder in (group, *group.parents):
-            for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
-                if folder.is_relative_to(mounted) and file.is_file() and (text := file.read_text().strip()) != "max":
-                    yield int(text)
+        for mounted in _mounted(root / "sys/fs/cgroup", controllers.split(",")):
+            group = mounted / path.lstrip("/")
+            # Inside a container the path may be the host's; then only the root group exists.
+            for folder in [folder for folder in (group, *group.parents) if folder.is_relative_to(mounted)]:
+                for name in ("memory.max", "memory.limit_in_bytes"):
+                    if (text := _text(folder / name).strip()).isdecimal():  # not "max"
+                        yield int(text)
+
+
+def _mounted(cgroup: Path, controllers: list[str]) -> list[Path]:
+    """Return the folders in which a hierarchy of control groups may be mounted, of those that can limit memory."""
+    if controllers == [""]:
+        return [cgroup, cgroup / "unified"]  # version 2, alone or beside version 1
+    return [cgroup / "memory"] if "memory" in controllers else []
+
+
+def _text(file: Path) -> str:
+    """Return the text of a file; "" if it is missing or cannot be read."""
+    try:
+        return os.fsdecode(file.read_bytes())
+    except OSError:
+        return ""
 
 
 def describe() -> str:

@@ -1,5 +1,6 @@
 """Prints JSON and tables on stdout."""
 
+import io
 import json
 import re
 import sys
@@ -16,6 +17,12 @@ from sluice.cli.terminal.view import console, printable
 _TO_ESCAPE = re.compile(r"[\x7f-\x9f\ud800-\udfff]")
 
 _PIPE_COLUMNS = 1000  # characters; wide enough that no id is folded when stdout is a pipe
+
+
+def replace_unencodable() -> None:
+    """Print "?" for characters that the encoding of stdout lacks, such as an emoji in a locale of Latin-1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def print_json(value: dict[str, Any], indent: int | None = None) -> None:
