@@ -22,7 +22,7 @@ class BatchRun:
         folder.mkdir(exist_ok=True)
         self.output, self._report, self._notes = (folder / name for name in ("out.jsonl", "report.json", "notes.txt"))
         input = folder / "in.jsonl"
-        input.write_text("".join(f"{json.dumps(_line(number, body))}\n" for number, body in enumerate(bodies)))
+        input.write_text("".join(f"{json.dumps(_line(number, body))}\n" for number, body in enumerate(bodies)), "utf-8")
         files = str(input), "-o", str(self.output)
         self._command = [sys.executable, "-m", "sluice.cli", "batch", "run", *files, "--redis-url", url, "--json"]
         self.process: subprocess.Popen[bytes] | None = None
@@ -52,7 +52,7 @@ class BatchRun:
 
     def report(self) -> Batch:
         """Return the final status that the command printed."""
-        return Batch.from_json(self._report.read_text())
+        return Batch.from_json(self._report.read_text("utf-8"))
 
     def answered(self) -> int:
         """Return the number of lines answered so far."""
@@ -65,7 +65,7 @@ class BatchRun:
 
     def answers(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of the output file."""
-        with self.output.open() as file:
+        with self.output.open("rb") as file:
             yield from map(json.loads, file)
 
 

@@ -93,8 +93,8 @@ def main() -> int:
     out_of_date = False
     for path, text in ((ENV_EXAMPLE, env_example()), (PAGE, page())):
         if not check:
-            path.write_text(text)
-        elif not path.is_file() or path.read_text() != text:
+            path.write_text(text, "utf-8")
+        elif not path.is_file() or path.read_text("utf-8") != text:
             print(f"{path.name} is out of date: run python -m scripts.settings_page", file=sys.stderr)
             out_of_date = True
     return int(out_of_date)

@@ -111,7 +111,7 @@ class LoggingProcess(ABC):
 
     def log(self) -> str:
         """Return the log so far."""
-        return self.log_file.read_text(errors="replace")
+        return self.log_file.read_text("utf-8", "replace")
 
     @property
     def pid(self) -> int:

@@ -188,7 +188,7 @@ class _Tokens:
 
 def read_tekken(file: Path) -> list[bytes]:
     """Return the bytes of each token of a tekken.json, as mistral-common ships them; special tokens come first."""
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text("utf-8"))
     config = content["config"]
     special = config["default_num_special_tokens"]
     ordinary = content["vocab"][: config["default_vocab_size"] - special]

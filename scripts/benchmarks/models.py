@@ -53,7 +53,7 @@ def tiny_chat_in_fp32(folder: Path) -> Path:
     """Write the bundled tiny model in fp32, and return the folder."""
     network, _ = mlx_lm.load(str(TINY_CHAT))
     weights = dict(tree_flatten(tree_map(lambda array: array.astype(mx.float32), network.parameters())))
-    return _save(folder, weights, (TINY_CHAT / "config.json").read_text())
+    return _save(folder, weights, (TINY_CHAT / "config.json").read_text("utf-8"))
 
 
 def _dense(hidden: int, layers: int) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _write_random(
 def _save(folder: Path, weights: dict[str, mx.array], config: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    (folder / "config.json").write_text(config)
+    (folder / "config.json").write_text(config, "utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(TINY_CHAT / name, folder / name)
     return folder

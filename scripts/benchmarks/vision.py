@@ -68,10 +68,10 @@ def vision_checkpoint(folder: Path) -> Path:
     write_checkpoint("qwen3_5", folder)
     weights = dict(tree_flatten(build(config, seed=0).parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
     file = folder / "preprocessor_config.json"
     sizes = {"patch_size": 16, "size": {"shortest_edge": 32**2, "longest_edge": 4096**2}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | sizes), "utf-8")
     return folder
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from scripts.clients.environments import CHECKS
 from scripts.stack import ROOT, Server, WorkerProcess, embedded_binary, free_port
 
-_SEEING = json.loads((CHECKS / "requests.json").read_text())["seeing"]  # the name of the second worker's model
+_SEEING = json.loads((CHECKS / "requests.json").read_text("utf-8"))["seeing"]  # the name of the second worker's model
 _FAMILY = "qwen3_vl"
 _START_S = 30.0
 # A fuzzed request ends soon, and the unending answers of the checks have the second limit themselves.

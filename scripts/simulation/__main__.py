@@ -78,7 +78,7 @@ def main() -> int:
             table.add_row(name, _BOUND, _bound_cell(bound), end_section=True)
         console.print(table)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        options.json.write_text(json.dumps(results, indent=2) + "\n", "utf-8")
     return 0
 
 

@@ -48,5 +48,5 @@ def _tokens(words: int) -> int:
 
 def from_trace(path: Path) -> list[Arrival]:
     """Read a trace: a JSON object per line with `at_s`, `prompt` and `answer` (tokens), and optionally `lane`."""
-    lines = (json.loads(line) for line in path.read_text().splitlines() if line.strip())
+    lines = (json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip())
     return sorted((Arrival(**line) for line in lines), key=lambda arrival: arrival.at_s)

@@ -54,7 +54,7 @@ class IdempotencyKeys:
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
         self._noting = set[asyncio.Task[None]]()
-        self._unregister = redis.register_script((files(__package__) / "lua" / "unregister_key.lua").read_text())
+        self._unregister = redis.register_script((files(__package__) / "lua" / "unregister_key.lua").read_text("utf-8"))
 
     @asynccontextmanager
     async def registered(self, base: str, job_ids: Sequence[str], body_digest: str) -> AsyncIterator[bool]:

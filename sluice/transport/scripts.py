@@ -8,4 +8,4 @@ from importlib.resources import files
 def source(name: str) -> str:
     """Return one script, preceded by the library code that it calls."""
     lua = files("sluice") / "lua"
-    return "\n".join((lua / f"{part}.lua").read_text() for part in ("lib", "index", name))
+    return "\n".join((lua / f"{part}.lua").read_text("utf-8") for part in ("lib", "index", name))

@@ -85,14 +85,14 @@ def _identity(folder: Path) -> str:
     """
     known, new = folder / ".id", uuid4().hex
     mine = folder / f".id.{new}"
-    mine.write_text(new)
+    mine.write_text(new, "utf-8")
     try:
         known.hardlink_to(mine)  # atomic: the file never exists without its content
     except OSError:
         pass  # it exists already, or the file system has no hard links
     finally:
         mine.unlink()
-    return known.read_text() if known.exists() else str(folder)
+    return known.read_text("utf-8") if known.exists() else str(folder)
 
 
 def _has_abandoned_run(running: Path) -> bool:

@@ -16,7 +16,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Return the content of a JSON file in the folder; empty if there is no such file. Raises ValueError if it is not
     JSON."""
     file = folder / name
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return json.loads(file.read_text("utf-8")) if file.is_file() else {}
 
 
 def is_path(path_or_hub_id: str) -> bool:

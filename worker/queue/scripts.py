@@ -26,7 +26,7 @@ _PARTS = {
 def source(name: str) -> str:
     """Return the text of a script, after the files that it needs."""
     lua = files("worker.queue") / "lua"
-    return "\n".join((lua / f"{part}.lua").read_text() for part in ("lib", "index", *_PARTS.get(name, ()), name))
+    return "\n".join((lua / f"{part}.lua").read_text("utf-8") for part in ("lib", "index", *_PARTS.get(name, ()), name))
 
 
 def script(redis: Redis, name: str) -> AsyncScript:

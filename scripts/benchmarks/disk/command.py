@@ -65,7 +65,7 @@ def main(console: Console, given: argparse.Namespace) -> bool:
             table.add_row(figure.measured, figure.bar, figure.text, holds)
     console.print(table)
     if given.json:
-        given.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1, ensure_ascii=False))
+        given.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1, ensure_ascii=False), "utf-8")
     return all(figure.holds is not False for figure in figures)
 
 

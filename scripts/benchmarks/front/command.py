@@ -111,4 +111,4 @@ def _write(file: Path, measured: Sequence[Measured], streams: Idle | None, verdi
         "idle": asdict(streams) if streams else None,
         "bars": [asdict(each) for each in verdicts],
     }
-    file.write_text(json.dumps(written, indent=2) + "\n")
+    file.write_text(json.dumps(written, indent=2) + "\n", "utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 def cpu_s(pid: int) -> float:
     """Return the CPU seconds that a process has used, in steps of 10 ms."""
     if platform.system() == "Linux":
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / 100  # user and system time in ticks, which are 10 ms
     *larger, seconds = _ps(pid, "time").split(":")
     minutes = 0

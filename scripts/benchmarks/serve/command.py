@@ -147,7 +147,7 @@ class Session:
             "bars": [{"label": v.label, "bar": v.bar, "value": v.value, "holds": v.holds} for v in verdicts],
         }
         written = {**conditions(), "seed": self._given.seed, "models": self._models}
-        self._given.json.write_text(json.dumps(written, indent=2) + "\n")
+        self._given.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
 
 def _line(outcome: Outcome) -> str:

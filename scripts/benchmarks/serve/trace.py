@@ -38,7 +38,7 @@ class Entry:
 def read(path: Path) -> list[Entry]:
     """Return the lines of a file in order of their time. Raises BadTrace, also for a file that cannot be read."""
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadTrace(f"{path}: cannot be read ({error}); give a file of JSON lines") from None
     return parse(text.splitlines())

@@ -28,6 +28,6 @@ def random_model(kind: str) -> Iterator[Path]:
 
 def _no_words() -> list[int]:
     """Return the tokens that are not a space and a word."""
-    vocab: dict[str, int] = json.loads((TINY_CHAT / "tokenizer.json").read_text())["model"]["vocab"]
+    vocab: dict[str, int] = json.loads((TINY_CHAT / "tokenizer.json").read_text("utf-8"))["model"]["vocab"]
     words = {id for token, id in vocab.items() if token[:1] == _SPACE and token[1:].isalpha() and token[1:].isascii()}
     return [id for id in range(max(vocab.values()) + 1) if id not in words]

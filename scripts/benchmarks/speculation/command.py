@@ -156,4 +156,4 @@ class Session:
             "verify_cost": [each.as_json() for each in self._costs],
             "bars": [{"label": v.label, "bar": v.bar, "value": v.value, "holds": v.holds} for v in verdicts],
         }
-        self._given.json.write_text(json.dumps(written, indent=2) + "\n")
+        self._given.json.write_text(json.dumps(written, indent=2) + "\n", "utf-8")

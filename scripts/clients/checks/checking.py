@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 URL = os.environ.get("SLUICE_CONFORMANCE_URL", "")  # of the gateway, without /v1
-SAID: dict[str, Any] = json.loads((Path(__file__).parent / "requests.json").read_text())
+SAID: dict[str, Any] = json.loads((Path(__file__).parent / "requests.json").read_text("utf-8"))
 MODEL = SAID["model"]
 SEEING = SAID["seeing"]  # a model that takes images; its answers are random
 WEATHER: dict[str, Any] = SAID["weather"]

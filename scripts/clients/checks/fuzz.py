@@ -20,7 +20,7 @@ def main() -> None:
     write("version", version("schemathesis"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "schemathesis.toml").write_text(_CONFIG)
+        (folder / "schemathesis.toml").write_text(_CONFIG, "utf-8")
         ran = subprocess.run(_command(folder), cwd=folder, capture_output=True, text=True)
         report = folder / "report.xml"
         if not report.exists():

@@ -141,7 +141,7 @@ def _replace(path: Path, text: str) -> None:
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _ONLY_OWNER)
     try:
-        with open(descriptor, "w") as file:
+        with open(descriptor, "w", encoding="utf-8") as file:
             _keep_owner(descriptor, path)
             file.write(text)
             file.flush()

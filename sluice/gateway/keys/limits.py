@@ -66,7 +66,7 @@ class Limits:
 
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
-        self._script = redis.register_script((files(__package__) / "lua" / "limit.lua").read_text())
+        self._script = redis.register_script((files(__package__) / "lua" / "limit.lua").read_text("utf-8"))
 
     async def reserve(self, key: Key, job_ids: Sequence[str], tokens: int, mark: str) -> Balance | Exceeded:
         """Count a request and reserve `tokens` for each job, all of them or none. Estimates above the limit itself are

@@ -33,7 +33,7 @@ def _keys(response_ids: Sequence[str]) -> list[str]:
 
 
 def _source(name: str) -> str:
-    return (files(__package__) / "lua" / f"{name}.lua").read_text()
+    return (files(__package__) / "lua" / f"{name}.lua").read_text("utf-8")
 
 
 class Store:

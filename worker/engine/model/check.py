@@ -109,12 +109,12 @@ def _files(folder: Path) -> _Files:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return _Files(False, None)
-    listed = json.loads(index.read_text())
+    listed = json.loads(index.read_text("utf-8"))
     return _Files(False, [*listed["weight_map"]], int(listed.get("metadata", {}).get("total_size", 0)))
 
 
 def _why_no_vision(folder: Path, files: _Files, *, vision: bool) -> str | None:
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     return vision_unsupported_reason(config, files.names) or (None if vision else "SLUICE_VISION is off.")
 
 

@@ -50,7 +50,7 @@ def _head_folder(path_or_hub_id: str, config: dict[str, Any], name: str) -> Path
     folder = model_folder(path_or_hub_id, name=name, only=["config.json", _INDEX])
     if not (folder / _INDEX).is_file():
         return model_folder(path_or_hub_id, name=name, only=["config.json", "*.safetensors"])
-    files = files_to_download(json.loads((folder / _INDEX).read_text()), config)
+    files = files_to_download(json.loads((folder / _INDEX).read_text("utf-8")), config)
     return model_folder(path_or_hub_id, name=name, only=["config.json", _INDEX, *files])
 
 

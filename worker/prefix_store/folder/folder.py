@@ -285,7 +285,7 @@ class Folder:
         """Return what all processes have written today, and which change of the folder was the last."""
         today = _today()
         with suppress(OSError, ValueError, KeyError, TypeError):
-            raw = json.loads((self.path / WRITTEN).read_text())
+            raw = json.loads((self.path / WRITTEN).read_text("utf-8"))
             if raw["day"] == today:
                 return _Record(today, int(raw["bytes"]), str(raw["writer"]))
         return _Record(today, 0, "")

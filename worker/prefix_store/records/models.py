@@ -27,7 +27,8 @@ class ModelRecord:
         path = folder / model_record(self.digest)
         content = json.dumps({"model": self.label, "encrypted": self.encrypted})
         with suppress(FileNotFoundError):
-            if path.read_text() == content and not path.stat().st_mode & 0o077:  # earlier versions let others read it
+            # Earlier versions let others read it.
+            if path.read_text("utf-8") == content and not path.stat().st_mode & 0o077:
                 os.utime(path)
                 return
         write_record(path, content)
@@ -39,7 +40,7 @@ def read_records(folder: Path, digests: Iterable[str]) -> list[ModelRecord]:
     for digest in digests:
         path = folder / model_record(digest)
         with suppress(OSError, ValueError, KeyError, TypeError):
-            raw = json.loads(path.read_text())
+            raw = json.loads(path.read_text("utf-8"))
             records.append(ModelRecord(digest, str(raw["model"]), bool(raw["encrypted"]), path.stat().st_mtime))
     return records
 

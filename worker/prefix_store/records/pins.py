@@ -19,7 +19,7 @@ def write_pin(folder: Path, name: FileName, *, is_end: bool) -> None:
     path = folder / name.pin
     path.touch(mode=0o600)
     if is_end:
-        path.write_text(_END)
+        path.write_text(_END, "utf-8")
 
 
 def copy_pin(folder: Path, name: FileName, to: FileName) -> bool:

@@ -32,7 +32,7 @@ def write_record(path: Path, content: str, room_bytes: int | None = None) -> boo
             return False
     temporary = path.with_name(f"{path.name}{TEMPORARY}")
     temporary.touch(mode=0o600)
-    temporary.write_text(content)
+    temporary.write_text(content, "utf-8")
     temporary.rename(path)
     return True
 
@@ -41,7 +41,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Return the content of a record; an empty one if it is missing, damaged or cannot be read."""
     with suppress(OSError, ValueError, RecursionError):
         if path.stat().st_size <= _MAX_BYTES:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text("utf-8"))
             return content if isinstance(content, dict) else {}
     return {}
 
