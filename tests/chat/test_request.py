@@ -48,6 +48,10 @@ def test_a_generation_config_of_temperature_zero_is_greedy() -> None:
     assert sampling({"temperature": 0.0}) == replace(PLAIN, temperature=0.0)
 
 
+def test_a_generation_config_of_top_p_zero_is_not_off() -> None:
+    assert sampling({"top_p": 0}) == replace(PLAIN, top_p=0)
+
+
 def test_a_model_that_does_not_sample_is_greedy_until_a_temperature_is_asked_for() -> None:
     config = {"do_sample": False, "temperature": 0.6}
     assert sampling(config).temperature == 0.0

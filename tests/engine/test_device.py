@@ -13,6 +13,7 @@ from worker.engine import device
 from worker.engine.device import (
     control_group_limits,
     describe,
+    memory_for_model,
     memory_limit,
     runs_ahead,
     set_kernel_folder,
@@ -90,6 +91,30 @@ def test_without_limits_of_control_groups_the_memory_is_the_machine_s(monkeypatc
     assert memory_limit() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr(device, "control_group_limits", lambda: iter((2**63 - 4096, 5000)))
     assert memory_limit() == 5000
+
+
+@pytest.mark.parametrize(
+    ("wanted_gb", "headroom_gb", "named"),
+    [
+        (1.0, 1.0, ("SLUICE_MEMORY_GB = 1:", "SLUICE_MEMORY_HEADROOM_GB = 1 ", "of the 1 GB")),
+        (0.5, 1.0, ("SLUICE_MEMORY_GB = 0.5:", "SLUICE_MEMORY_HEADROOM_GB = 1 ")),
+        (None, 8.0, ("SLUICE_MEMORY_GB is not set:", "SLUICE_MEMORY_HEADROOM_GB = 8 ", "of the 8 GB")),
+        (64.0, 8.5, ("SLUICE_MEMORY_GB = 64:", "SLUICE_MEMORY_HEADROOM_GB = 8.5 ", "of the 8 GB")),
+    ],
+)
+def test_a_limit_that_leaves_nothing_for_the_model_is_refused_with_both_settings(
+    monkeypatch: pytest.MonkeyPatch, wanted_gb: float | None, headroom_gb: float, named: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(device, "memory_limit", lambda: 8 * 10**9)
+    with pytest.raises(CannotStart) as refused:
+        memory_for_model(wanted_gb, headroom_gb)
+    assert [words for words in named if words not in str(refused.value)] == []
+
+
+def test_a_limit_just_above_the_headroom_is_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "memory_limit", lambda: 8 * 10**9)
+    assert [memory_for_model(1.2, 1.0), memory_for_model(None, 1.0)] == [2 * 10**8, 7 * 10**9]
+    assert memory_for_model(1.0, 0.0) == 10**9
 
 
 @pytest.fixture

@@ -55,6 +55,13 @@ def run_in(wide_model: Model, memory: int) -> Run:
     return run
 
 
+def test_with_no_memory_every_row_is_refused(wide_model: Model) -> None:
+    run = Run(wide_model, step_s=1.0, memory=0)
+    run.add("a", prompt(PROMPT, 1), max_tokens=ANSWER)
+    run.drain()
+    assert run.ended["a"] == "refused"
+
+
 def test_jobs_that_need_ten_times_the_memory_all_finish_within_it(wide_model: Model) -> None:
     limit, jobs, answer, highest = memory_for(wide_model, 3), 76, 4, 0
     spare = limit - wide_model.costs.resident_bytes

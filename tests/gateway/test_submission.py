@@ -89,6 +89,20 @@ async def test_with_a_key_it_continues_and_a_retry_joins_it(
     assert (await field(db, job_id, "state"), await db.zcard(QUEUE)) == ("queued", 1)
 
 
+@pytest.mark.parametrize(("given", "stored"), [("", ""), (None, "cancel"), ("continue", "continue")])
+async def test_a_policy_that_is_given_reaches_the_worker_also_if_it_is_none(
+    front: Front, db: Redis, given: str | None, stored: str
+) -> None:
+    async with httpx.AsyncClient(base_url=front.url) as http:
+        asking = asyncio.create_task(http.post(CHAT, json={**BODIES[CHAT], "on_disconnect": given}))
+        while not (queued := await db.zrange(QUEUE, 0, -1)):
+            await asyncio.sleep(0.01)
+        body = json.loads(await db.get(b"arq:job:" + queued[0]))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    assert body["a"][0]["on_disconnect"] == stored
+
+
 @pytest.mark.usefixtures("fake_worker")
 async def test_a_model_that_cannot_be_noted_for_other_fronts_fails_no_request(
     http: httpx.AsyncClient, db: Redis

@@ -49,6 +49,11 @@ def test_a_url_with_a_password_is_refused() -> None:
         parse_url("https://me:secret@a.example/")
 
 
+def test_port_0_is_refused() -> None:
+    with pytest.raises(JobFailure, match="port 0"):
+        parse_url("http://a.example:0/")
+
+
 def test_a_url_of_a_megabyte_is_refused() -> None:
     with pytest.raises(JobFailure, match=r"^the URL is longer than 8,192 characters\.$"):
         parse_url("https://a.example/" + "x" * 1_000_000)

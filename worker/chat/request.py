@@ -110,11 +110,11 @@ def sampling_of(
     """
 
     def resolve(name: str, otherwise: Any) -> Any:
-        asked = getattr(request, name)
-        return asked if asked is not None else generation.get(name) or otherwise
+        found = (getattr(request, name), generation.get(name), otherwise)
+        return next(value for value in found if value is not None)
 
     temperature = resolve("temperature", 1.0)
-    if request.temperature is None and (generation.get("do_sample") is False or generation.get("temperature") == 0):
+    if request.temperature is None and generation.get("do_sample") is False:
         temperature = 0.0
     return Sampling(
         temperature=temperature,

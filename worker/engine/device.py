@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from worker.errors import CannotStart
+from worker.schedule.memory import format_bytes
 
 
 def memory_limit() -> int:
@@ -24,10 +25,18 @@ def memory_limit() -> int:
 
 def memory_for_model(wanted_gb: float | None, headroom_gb: float) -> int:
     """Return the bytes for the model and its caches: `wanted_gb`, at most what the device offers, minus the headroom. A
-    GB is 1e9 bytes."""
+    GB is 1e9 bytes. Raises `CannotStart` if that leaves nothing."""
     offered = memory_limit()
     wanted = offered if wanted_gb is None else min(offered, int(wanted_gb * 1e9))
-    return max(0, wanted - int(headroom_gb * 1e9))
+    left = wanted - int(headroom_gb * 1e9)
+    if left <= 0:
+        given = "is not set" if wanted_gb is None else f"= {wanted_gb:g}"
+        raise CannotStart(
+            f"SLUICE_MEMORY_GB {given}: of the {format_bytes(wanted)} that a worker may use on {describe()} nothing is "
+            f"left for the model, since SLUICE_MEMORY_HEADROOM_GB = {headroom_gb:g} is kept free. Raise the one or "
+            "lower the other."
+        )
+    return left
 
 
 def set_memory_limits(nbytes: int) -> None:

@@ -65,7 +65,7 @@ class Engine:
         `pipelined`: the device computes a step while the host continues; None: ask the device.
         `open_tier`: return the disk tier of the prefixes; None: there is none."""
         self._costs = speculator.reserving(model.costs) if speculator else model.costs
-        self._admission = AdmissionController(self._costs, memory or memory_limit(), rows)
+        self._admission = AdmissionController(self._costs, memory_limit() if memory is None else memory, rows)
         max_prefix_bytes = self._admission.free_bytes // _PREFIX_SHARE if prefix_bytes is None else prefix_bytes
         self._tier = open_tier(model) if open_tier else None
         self._caches = EngineCaches(model, max_prefix_bytes, self._tier)

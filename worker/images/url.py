@@ -23,7 +23,9 @@ def parse_url(url: str) -> URL:
         parts = urlsplit(url)
         if parts.scheme not in _PORTS:
             raise JobFailure("invalid_request", "the URL must begin with https:, http: or data:.")
-        host, port = _host(parts.hostname or ""), parts.port or _PORTS[parts.scheme]
+        host, port = _host(parts.hostname or ""), _PORTS[parts.scheme] if parts.port is None else parts.port
+        if port == 0:
+            raise JobFailure("invalid_request", "the URL has port 0, which no server has; leave the port out.")
     except ValueError:  # an invalid port, an unclosed bracket, a host that IDNA rejects
         raise JobFailure("invalid_request", "the URL is invalid.") from None
     if parts.username is not None:

@@ -57,11 +57,9 @@ class Submission:
         if lane not in caller.lanes:
             raise ApiError(403, f"service_tier: this key may not use the lane {lane}.", code="lane_not_allowed")
         own = {"model": model} | ({"tenant": caller.tenant} if caller.tenant is not None else {})
-        policy = "continue" if detached else "cancel"
-        requests = {
-            job_id: {**each, **own, "on_disconnect": each.get("on_disconnect") or policy}
-            for job_id, each in bodies.items()
-        }
+        if body.get("on_disconnect") is None:
+            own["on_disconnect"] = "continue" if detached else "cancel"
+        requests = {job_id: {**each, **own} for job_id, each in bodies.items()}
         jobs = [NewJob(job_id, each, model, lane, function, extra_keys) for job_id, each in requests.items()]
         is_counted = function == "chat" and caller.meter is not None
         await caller.reserve(list(bodies), estimate(body) if is_counted else 0)

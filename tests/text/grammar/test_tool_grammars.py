@@ -180,6 +180,8 @@ def test_a_parameter_between_tags_is_held_to_its_type(kind: str) -> None:
         ({"properties": {"a": {}}, "required": "a"}, "the parameters of f are not a JSON Schema"),
         ({"properties": {"a": {}}, "required": [1]}, "the parameters of f are not a JSON Schema"),
         ({"properties": {"a": 5}}, "the parameters of f are not a JSON Schema"),
+        ({"properties": {"a": {"type": "string", "maxLength": False}}}, "the parameters of f are not a JSON Schema"),
+        ({"properties": {"a": {"type": "string", "maxLength": None}}}, "the parameters of f are not a JSON Schema"),
         ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "the parameters of f are not a JSON Schema"),
         ({"type": "string"}, "the parameters of f must be of type object"),
     ],

@@ -51,7 +51,7 @@ class DraftModelProposer(NetworkProposer):
         drafted = [row for row in rows if self._gets_drafts(row)]
         tokens = {row.id: RowTokens(row.request.prompt, row.answer) for row in drafted}
         ends = {row.id: len(row.request.prompt) + row.request.max_tokens for row in drafted}
-        drafts = own.draft(tokens, min(depth or self.depth, self.depth), ends, prefill_s)
+        drafts = own.draft(tokens, self.depth if depth is None else min(depth, self.depth), ends, prefill_s)
         for row in rows:
             self._computed.pop(row.id, None)
         for row in drafted:

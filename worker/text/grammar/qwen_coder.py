@@ -126,7 +126,8 @@ class _Parameters:
         if "pattern" in schema:
             terminal += f" & /{self._whole_pattern(schema['pattern'])}/"
         minimum, maximum = schema.get("minLength", 0), schema.get("maxLength", "")
-        if not all(type(length) is int and length >= 0 for length in (minimum, maximum or 0)):
+        lengths = [schema[name] for name in ("minLength", "maxLength") if name in schema]
+        if not all(type(length) is int and length >= 0 for length in lengths):
             raise self._invalid()
         if (minimum, maximum) != (0, ""):
             terminal += f" & /(?s:.{{{minimum},{maximum}}})/"

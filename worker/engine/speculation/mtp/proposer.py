@@ -104,7 +104,8 @@ class HeadProposer(NetworkProposer):
         index = mx.array([fed_at.get(id, 0) for id in own.ids])
         after = [_after(drafted[id], fed_at.get(id), fed) for id in own.ids]
         positions = [fed.positions[fed_at[id]] if id in fed_at else 0 for id in own.ids]
-        drafts = own.drafts.draft(fed.hidden[index], after, positions, min(depth or self.depth, self.depth))
+        depth = self.depth if depth is None else min(depth, self.depth)
+        drafts = own.drafts.draft(fed.hidden[index], after, positions, depth)
         for id, tokens in zip(own.ids, drafts, strict=True):
             if id in fed_at:
                 self.hold(id, drafted[id].answered, tokens)
