@@ -219,16 +219,21 @@ async def _work(worker: "QueueWorker", batches: "BatchDirectory | None", ending:
 
 def _open(settings: Settings, memory: int) -> "Model":
     from worker.engine.device import set_kernel_folder, set_memory_limits
-    from worker.engine.model.load import open_model
+    from worker.engine.model.load import not_served, open_model, why_too_large
 
     set_memory_limits(memory)
     set_kernel_folder()
-    model = open_model(settings.model, vision=settings.vision == "auto", trusted=settings.trust_model_code)
+    vision, trusted = settings.vision == "auto", settings.trust_model_code
+    model = open_model(settings.model, memory=memory, vision=vision, trusted=trusted)
     if settings.specprefill_draft_model is not None:
         from worker.engine.prefill.draft import with_draft
 
         model = with_draft(model, settings.specprefill_draft_model)
-    return _with_drafts(model, settings) if settings.speculation == "auto" else model
+    if settings.speculation == "auto":
+        model = _with_drafts(model, settings)
+    if reason := why_too_large(model.costs, memory):  # as measured, and with draft models
+        raise not_served(settings.model, [reason])
+    return model
 
 
 def _with_drafts(model: "Model", settings: Settings) -> "Model":

@@ -9,7 +9,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from scripts.stack import Server, WorkerProcess, free_port
+from scripts.stack import ROOT, TINY_CHAT, Server, WorkerProcess, free_port
+from tests.end_to_end.test_check import environment
+from tests.end_to_end.test_cli import run_here
 
 
 def until(true: Callable[[], bool], *, within_s: float = 60) -> None:
@@ -45,6 +47,28 @@ def test_a_worker_with_a_database_that_its_server_does_not_have_ends_before_it_l
 ) -> None:
     assert "must be that of a database that it has" in refusal(server_url.removesuffix("0") + "16")
     assert "loading" not in caplog.text
+
+
+def test_a_memory_limit_that_leaves_nothing_for_the_model_ends_the_worker_and_sluice_check_alike(
+    redis_url: str, refusal: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    said = refusal(redis_url, memory_gb=1)
+    assert ("SLUICE_MEMORY_GB = 1:" in said, "SLUICE_MEMORY_HEADROOM_GB = 1 " in said) == (True, True), said
+    assert "loading" not in caplog.text
+    env = environment(SLUICE_MEMORY_GB="1")
+    assert run_here("check", str(TINY_CHAT), env=env, folder=ROOT) == (2, "", f"sluice: {said}\n")
+
+
+def test_a_model_that_sluice_check_refuses_ends_the_worker_with_its_sentence(redis_url: str, tmp_path: Path) -> None:
+    worker = WorkerProcess(redis_url, memory_gb=1.0025).start(wait=False)
+    try:
+        assert worker.wait() == 2
+        env = environment(SLUICE_MEMORY_GB="1.0025")
+        code, _, said = run_here("check", str(TINY_CHAT), env=env, folder=ROOT)
+        assert (code, "cannot be served. Its weights take" in said) == (2, True)
+        assert worker.log().splitlines()[-1] == f"sluice worker: {said.removeprefix('sluice: ').rstrip()}"
+    finally:
+        worker.stop()
 
 
 @pytest.mark.slow

@@ -47,7 +47,9 @@ def check(
         if facts["servable"]:
             _print_rows(facts)
     if not facts["servable"]:
-        raise CliError(f"{model} cannot be served. {' '.join(facts['blockers'])}")
+        from worker.engine.model.load import not_served
+
+        raise CliError(str(not_served(model, facts["blockers"])))
 
 
 def _inspect(model: str) -> Facts:

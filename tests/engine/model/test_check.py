@@ -185,6 +185,14 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_trusted_code_of_a_checkpoint_runs_as_in_a_worker(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("from mlx_lm.models.qwen3 import *\n")
+    folder = str(checkpoint(tmp_path, model_file="own.py"))
+    with pytest.raises(CannotStart, match="SLUICE_TRUST_MODEL_CODE"):
+        check(folder)
+    assert checking.check(folder, memory=10**12, trusted=True).blockers == ()
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("./no/such/folder", "there is no such folder"), (str(TINY_CHAT / "config.json"), "is a file, not a folder")],

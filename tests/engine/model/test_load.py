@@ -8,7 +8,8 @@ import pytest
 
 from scripts.stack import TINY_CHAT
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
-from worker.engine.model.load import fingerprint, open_model
+from worker.engine.model.check import check
+from worker.engine.model.load import fingerprint, not_served, open_model
 from worker.errors import CannotStart
 
 
@@ -65,7 +66,7 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CannotStart, match="No safetensors"):
+    with pytest.raises(CannotStart, match="has no weights"):
         open_model(str(folder))
 
 
@@ -83,13 +84,55 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path: Path) -> None:
         open_model(str(folder))
 
 
-def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
-    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+def drop_template(folder: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def no_weights_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr("worker.engine.model.load._measured", read)
+
+
+@pytest.mark.usefixtures("no_weights_read")
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    drop_template(folder := write_checkpoint(CONFIGS["qwen3"], tmp_path))
     with pytest.raises(CannotStart, match="chat template"):
         open_model(str(folder))
+
+
+def test_a_chat_template_in_a_file_of_its_own_is_found(tmp_path: Path) -> None:
+    drop_template(folder := write_checkpoint(CONFIGS["qwen3"], tmp_path))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert open_model(str(folder)).tokenizer.has_chat_template
+
+
+@pytest.mark.usefixtures("no_weights_read")
+@pytest.mark.parametrize("problem", ["too large", "no template", "no batch"])
+def test_what_sluice_check_refuses_is_refused_with_its_sentence_before_weights_are_read(
+    tmp_path: Path, problem: str
+) -> None:
+    folder = write_checkpoint(CANNOT_BATCH["llama4"] if problem == "no batch" else CONFIGS["qwen3"], tmp_path)
+    if problem == "no template":
+        drop_template(folder)
+    memory = 900_000 if problem == "too large" else 10**9
+    reasons = check(str(folder), memory=memory).blockers
+    assert len(reasons) == 1
+    with pytest.raises(CannotStart) as refused:
+        open_model(str(folder), memory=memory)
+    assert str(refused.value) == str(not_served(str(folder), reasons))
+
+
+def test_a_model_that_just_fits_is_opened(tmp_path: Path) -> None:
+    folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
+    costs = check(str(folder), memory=10**9).costs
+    least = next(memory for memory in range(900_000, 10**8, 100_000) if costs.max_tokens(memory))
+    assert check(str(folder), memory=least).blockers == ()
+    assert open_model(str(folder), memory=least).costs.weights_bytes == costs.weights_bytes
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:

@@ -11,14 +11,21 @@ import mlx.nn as nn
 from worker.engine import device
 from worker.engine.checkpoint import tensor_names
 from worker.engine.model.drafting import Drafting, drafting
-from worker.engine.model.load import model_folder, template_of, why_not_loaded
+from worker.engine.model.load import (
+    model_folder,
+    open_text,
+    refuse_without_weights,
+    template_of,
+    why_not_loaded,
+    why_not_served,
+)
 from worker.engine.model.profile import ModelProfile, profile, weights_bytes, why_not_batched
 from worker.engine.speculation.mtp.layouts import HeadReport, report_head
 from worker.engine.tokenizer import MLXTokenizer
-from worker.engine.upstream.mlx_lm import load_model, load_tokenizer
+from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.engine.vision.load import Vision, open_vision, refuse_unready, vision_unsupported_reason
 from worker.errors import CannotStart
-from worker.schedule.memory import MemoryModel, format_bytes
+from worker.schedule.memory import MemoryModel
 
 # The files to download from a hub: all that are read here, and no weights.
 _TEXTS = ["*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "tiktoken.model"]
@@ -70,8 +77,8 @@ def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: b
     worker may use. The other parameters: see `open_model`. Blocks. Raises `CannotStart` if the model cannot be
     examined."""
     folder = model_folder(folder_or_hub_id, name=folder_or_hub_id, only=_TEXTS)
-    if Path(folder_or_hub_id).expanduser().is_dir() and not any(folder.glob("model*.safetensors")):
-        raise CannotStart(f"{folder_or_hub_id} has no weights: mlx-lm reads model*.safetensors.")
+    if Path(folder_or_hub_id).expanduser().is_dir():
+        refuse_without_weights(folder, folder_or_hub_id)
     with_vision = False
     try:
         files = _files(folder)
@@ -80,26 +87,26 @@ def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: b
         network, config, vision_part, refused = _opened(folder, files, with_vision=with_vision, trusted=trusted)
         tokenizer = load_tokenizer(folder, template_of(vision_part), eos_token_ids=config.get("eos_token_id"))
         found = profile(network, config)
-        why_not = why_not_batched(network, config)
+        no_batch = why_not_batched(network, config)
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise CannotStart(why_not_loaded(folder_or_hub_id, error, with_vision=with_vision)) from error
     no_vision = no_vision or refused
     encoder_bytes = 0 if no_vision else _encoder_bytes(network, vision_part, files)
     costs = found.costs(weights_bytes=weights_bytes(network) + encoder_bytes)
-    no_template = None if tokenizer.has_chat_template else "It has no chat template, so it cannot serve chat requests."
+    reasons = why_not_served(network, config, costs, memory, has_template=tokenizer.has_chat_template)
     return ModelReport(
         config=config,
         profile=found,
         costs=costs,
-        drafting=drafting(network, found.layers) if why_not is None else Drafting(unsupported_reason=_NO_BATCH),
-        batches=why_not is None,
+        drafting=drafting(network, found.layers) if no_batch is None else Drafting(unsupported_reason=_NO_BATCH),
+        batches=no_batch is None,
         device=device.describe(),
         limit=memory,
         tokenizer=MLXTokenizer(tokenizer),
         mtp=report_head(config, files.names or []),
         vision_unsupported_reason=no_vision,
         encoder_bytes=encoder_bytes,
-        blockers=tuple(filter(None, (refused, why_not, no_template, _too_large(costs, memory)))),
+        blockers=(*([refused] if refused else []), *reasons),
     )
 
 
@@ -131,7 +138,7 @@ def _opened(
             refuse_unready(folder, trusted=trusted)
         except CannotStart as error:
             refused = str(error)
-    network, config = load_model(folder, lazy=True, strict=files.local)
+    network, config, _ = open_text(folder, trusted, with_weights=files.local)
     if not files.local:
         _set_dtypes(network, config)
     return network, config, None, refused
@@ -158,14 +165,4 @@ def _set_dtypes(network: nn.Module, config: dict[str, Any]) -> None:
             hasattr(layer, "to_quantized")
             and quantization.get(path, layer.weight.shape[-1] % quantization["group_size"] == 0)
         ),
-    )
-
-
-def _too_large(costs: MemoryModel, limit: int) -> str | None:
-    if costs.max_tokens(limit):
-        return None
-    return (
-        f"Its weights take {format_bytes(costs.weights_bytes)} of the {format_bytes(limit)} that a worker may use on "
-        f"{device.describe()}, which leaves too little for any answer. Serve a conversion with fewer bits, or a "
-        "smaller model."
     )

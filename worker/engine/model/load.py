@@ -1,6 +1,7 @@
 """Load and identify the model that a worker serves, and refuse one at start that it cannot serve correctly."""
 
 import hashlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.engine import device
 from worker.engine.cache.segments import needs_states
 from worker.engine.checkpoint import is_path, read_json, refuse_code, similar_folder
 from worker.engine.model.calibration import calibrated
@@ -21,7 +23,7 @@ from worker.engine.upstream.mlx_lm import TokenizerWrapper, download, load_model
 from worker.engine.vision.load import TEXT_ONLY, Vision, is_vision_model, open_vision, refuse_unlike
 from worker.engine.vision.memory_profile import with_encoder_cost
 from worker.errors import CannotStart
-from worker.schedule.memory import MemoryModel
+from worker.schedule.memory import MemoryModel, format_bytes
 
 _UNKNOWN_CONTEXT = 4096  # tokens, if a config has no length: short enough to be safe
 
@@ -65,30 +67,30 @@ class Model:
         return " ".join([self.fingerprint, *(f"{name} {version(name)}" for name in libraries)])
 
 
-def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = False) -> Model:
+def open_model(path_or_hub_id: str, *, memory: int | None = None, vision: bool = True, trusted: bool = False) -> Model:
     """Load a model with its weights, and measure its memory use. Blocks; must run on the thread that will compute.
-    `vision`: serve images too, if the model supports them. `trusted`: code in its folder may run. Raises `CannotStart`
-    with the reason and what to do."""
+    `memory`: bytes that it may use with its rows; None: what the device offers. `vision`: serve images too, if the
+    model supports them. `trusted`: code in its folder may run. Raises `CannotStart` with the reason and what to do,
+    before weights are read if `sluice check` has it too."""
     path, with_vision = model_folder(path_or_hub_id, name=f"SLUICE_MODEL={path_or_hub_id}"), False
+    refuse_without_weights(path, path_or_hub_id)
     try:
         with_vision = vision and is_vision_model(path)
-        network, config, vision_part = open_vision(path, trusted=trusted) if with_vision else _open_text(path, trusted)
+        network, config, vision_part = open_vision(path, trusted=trusted) if with_vision else open_text(path, trusted)
         with ThreadPoolExecutor(1, "tokenizer") as thread:  # reading weights and forwards need no interpreter
             template, eos_ids = template_of(vision_part), config.get("eos_token_id")
             tokenizer_loaded = thread.submit(load_tokenizer, path, template, eos_token_ids=eos_ids)
-            # Before weights are read, so that an unsupported model is refused at once.
-            why_not, model_profile = why_not_batched(network, config), profile(network, config)
-            drafts = drafting(network, model_profile.layers) if why_not is None else NO_DRAFTS
+            model_profile = profile(network, config)
             costs = model_profile.costs(weights_bytes=weights_bytes(_all_weights(network, vision_part)))
-            if why_not is None:
-                costs = _measured(costs, network, vision_part, config, model_profile.vocab)
+            has_template = bool(template) or _has_template(path) or tokenizer_loaded.result().has_chat_template
+            limit = device.memory_limit() if memory is None else memory
+            if reasons := why_not_served(network, config, costs, limit, has_template=has_template):
+                raise not_served(path_or_hub_id, reasons)
+            drafts = drafting(network, model_profile.layers)
+            costs = _measured(costs, network, vision_part, config, model_profile.vocab)
             tokenizer = tokenizer_loaded.result()
     except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
         raise CannotStart(why_not_loaded(path_or_hub_id, error, with_vision=with_vision)) from error
-    if why_not:
-        raise CannotStart(why_not)
-    if not tokenizer.has_chat_template:
-        raise CannotStart(f"{path_or_hub_id} has no chat template, so it cannot serve chat requests.")
     return Model(
         network=network,
         tokenizer=tokenizer,
@@ -100,6 +102,45 @@ def open_model(path_or_hub_id: str, *, vision: bool = True, trusted: bool = Fals
         stateful=needs_states(network),
         vision=vision_part,
         drafting=drafts,
+    )
+
+
+def why_not_served(
+    network: nn.Module, config: dict[str, Any], costs: MemoryModel, memory: int, *, has_template: bool
+) -> tuple[str, ...]:
+    """Return why no worker serves the model, and what to do; empty if one does. Reads no weight. `memory`: bytes that
+    the model and its rows may use."""
+    no_template = None if has_template else "It has no chat template, so it cannot serve chat requests."
+    return tuple(filter(None, (why_not_batched(network, config), no_template, why_too_large(costs, memory))))
+
+
+def why_too_large(costs: MemoryModel, memory: int) -> str | None:
+    """Return why the model cannot give any answer within `memory` bytes, and what to do; None if it can."""
+    if costs.max_tokens(memory):
+        return None
+    of_drafts = ", with those of its draft models," if costs.draft_bytes else ""
+    return (
+        f"Its weights{of_drafts} take {format_bytes(costs.resident_bytes)} of the {format_bytes(memory)} that a worker "
+        f"may use on {device.describe()}, which leaves too little for any answer. Serve a conversion with fewer bits, "
+        "or a smaller model."
+    )
+
+
+def not_served(path_or_hub_id: str, reasons: Iterable[str]) -> CannotStart:
+    """Return the error for a model that no worker serves."""
+    return CannotStart(f"{path_or_hub_id} cannot be served. {' '.join(reasons)}")
+
+
+def refuse_without_weights(folder: Path, path_or_hub_id: str) -> None:
+    """Raise `CannotStart` if the folder has no weights that mlx-lm reads."""
+    if not any(folder.glob("model*.safetensors")):
+        raise CannotStart(f"{path_or_hub_id} has no weights: mlx-lm reads model*.safetensors.")
+
+
+def _has_template(folder: Path) -> bool:
+    """Return True if the files of the folder show a chat template. Without one, the tokenizer may know one yet."""
+    return (folder / "chat_template.jinja").is_file() or bool(
+        read_json(folder, "tokenizer_config.json").get("chat_template")
     )
 
 
@@ -126,10 +167,14 @@ def context_of(config: dict[str, Any]) -> int:
     return int(config.get("text_config", config).get("max_position_embeddings") or _UNKNOWN_CONTEXT)
 
 
-def _open_text(path: Path, trusted: bool) -> tuple[nn.Module, dict[str, Any], Vision | None]:
+def open_text(
+    path: Path, trusted: bool, *, with_weights: bool = True
+) -> tuple[nn.Module, dict[str, Any], Vision | None]:
+    """Return the text model and its config, as `open_vision` does. Lazy. `with_weights`: False if the files of the
+    weights are not here. Raises `CannotStart`, and what mlx-lm raises while loading."""
     if not trusted:
         refuse_code(path, "model_file")  # mlx-lm does not read auto_map
-    network, config = load_model(path, lazy=True, trust_remote_code=trusted)
+    network, config = load_model(path, lazy=True, strict=with_weights, trust_remote_code=trusted)
     return network, config, None
 
 
