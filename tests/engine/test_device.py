@@ -1,5 +1,6 @@
 """The memory of the device, and the limits that Linux sets."""
 
+import ctypes
 import os
 import tempfile
 import time
@@ -118,19 +119,30 @@ def test_a_limit_just_above_the_headroom_is_what_it_leaves(monkeypatch: pytest.M
 
 
 @pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The folder that Python has chosen for temporary files, which is not TMPDIR."""
-    monkeypatch.setenv("TMPDIR", "/no/such/folder")
+    before = libc_getenv(b"TMPDIR")
+    os.putenv("TMPDIR", "/no/such/folder")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(device, "runs_ahead", lambda: False)
-    return tmp_path
+    yield tmp_path
+    os.unsetenv("TMPDIR") if before is None else os.putenv("TMPDIR", before)
+
+
+def libc_getenv(name: bytes) -> bytes | None:
+    """Return a variable as MLX reads it."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    value: bytes | None = getenv(name)
+    return value
 
 
 def test_kernels_are_kept_in_a_folder_of_this_user(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         set_kernel_folder()
-        assert Path(os.environ["TMPDIR"]) == temporary / f"sluice-{os.getuid()}"
-    assert oct(Path(os.environ["TMPDIR"]).stat().st_mode & 0o777) == "0o700"
+        folder = temporary / f"sluice-{os.getuid()}"
+        assert libc_getenv(b"TMPDIR") == str(folder).encode()
+        assert oct(folder.stat().st_mode & 0o777) == "0o700"
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     (temporary / "sluice-4711").mkdir()
     with pytest.raises(CannotStart, match="TMPDIR: .*sluice-4711 can be written by other users"):

@@ -62,7 +62,7 @@ def set_kernel_folder() -> None:
         raise CannotStart(f"TMPDIR: no folder for temporary files can be written ({error}); set it to one.") from None
     if found.st_uid != os.getuid() or found.st_mode & 0o022 or not stat.S_ISDIR(found.st_mode):
         raise CannotStart(f"TMPDIR: {folder} can be written by other users; set it to a folder of your own.")
-    os.environ["TMPDIR"] = str(folder)
+    os.putenv("TMPDIR", str(folder))  # for MLX, and not for Python's own temporary files
 
 
 def control_group_limits(root: Path = Path("/")) -> Iterator[int]:
