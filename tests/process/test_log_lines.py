@@ -1,5 +1,7 @@
 import io
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -58,5 +60,33 @@ def test_ordinary_text_is_left_as_it_is() -> None:
 def test_the_worker_logs_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.Logger("root")
     monkeypatch.setattr(logging, "root", root)
+    monkeypatch.setattr(logging.getLogger("sluice"), "level", logging.NOTSET)
     set_up_logging("INFO")
     assert [type(handler.formatter) for handler in root.handlers] == [LineFormatter]
+
+
+SETUPS = {
+    "worker": "from worker.process.log_lines import set_up_logging; set_up_logging({level!r})",
+    "gateway": "from sluice.gateway.monitoring.log_lines import set_up_logging; set_up_logging()",
+}
+
+
+@pytest.mark.parametrize(
+    ("setup", "level", "shown"),
+    [
+        ("worker", "DEBUG", ["sluice.gateway DEBUG", "sluice.gateway INFO", "httpx WARNING"]),
+        ("worker", "INFO", ["sluice.gateway INFO", "httpx WARNING"]),
+        ("worker", "ERROR", []),
+        ("gateway", "", ["sluice.gateway INFO", "httpx WARNING"]),
+    ],
+)
+def test_what_libraries_log_is_shown_if_it_is_a_warning(setup: str, level: str, shown: list[str]) -> None:
+    records = [(name, each) for name in ("sluice.gateway", "httpx") for each in ("DEBUG", "INFO", "WARNING")]
+    calls = (
+        f"logging.getLogger({name!r}).log(logging.{each}, 'it says {name} {each}')"
+        for name, each in records
+        if (name, each) != ("sluice.gateway", "WARNING")
+    )
+    script = "\n".join(["import logging", SETUPS[setup].format(level=level), *calls])
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert [line.partition("it says ")[2] for line in ran.stderr.splitlines()] == shown

@@ -8,10 +8,11 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def set_up_logging(level: str) -> None:
-    """Log to stderr from this level on."""
+    """Log to stderr from this level on; libraries from WARNING on, as httpx logs every request of a download."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler])
+    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[handler])
+    logging.getLogger("sluice").setLevel(level)
 
 
 class LineFormatter(logging.Formatter):

@@ -38,7 +38,8 @@ def feed(
       sluice batch feed /var/lib/sluice --take
     """
     stamp = "" if until_eof else "%(asctime)s %(levelname).1s %(name)s: "  # a worker's log adds its own
-    logging.basicConfig(level="INFO", format=f"{stamp}%(message)s")
+    logging.basicConfig(level="WARNING", format=f"{stamp}%(message)s")
+    logging.getLogger("sluice").setLevel("INFO")
     mapping = read_models(models.split(",") if models else [])
     finished = asyncio.run(stoppable(_feed(redis_url, folder, take, mapping), at_eof=until_eof))
     raise typer.Exit(0 if finished else _EXIT_STOPPED)

@@ -12,11 +12,12 @@ _MIN_COLUMNS = 40
 
 
 def set_up_logging() -> None:
-    """Log to stderr."""
+    """Log to stderr; libraries from WARNING on."""
     handler = logging.StreamHandler()
     is_terminal = sys.stderr.isatty()
     handler.setFormatter(TerminalFormatter(_SHORT_LINE, _SHORT_TIME) if is_terminal else logging.Formatter(_LINE))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("sluice.gateway").setLevel(logging.INFO)
 
 
 class TerminalFormatter(logging.Formatter):
