@@ -125,7 +125,25 @@ def test_all_bad_values_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_fewer_rows_than_are_reserved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICE_MAX_ROWS", "2")
+    monkeypatch.setenv("SLUICE_RESERVED_ROWS", "2")
     assert "2 of 2 rows reserved leaves none for offline jobs" in sentence()
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "follows", "value"),
+    [
+        ("SLUICE_MAX_ROWS", "1", "reserved_rows", 0),
+        ("SLUICE_MAX_ROWS", "2", "reserved_rows", 1),
+        ("SLUICE_MAX_ROWS", "3", "reserved_rows", 2),
+        ("SLUICE_LOG_TTL_S", "7200", "result_ttl_s", 7200),
+        ("SLUICE_LOG_TTL_S", "60", "result_ttl_s", 3600),
+    ],
+)
+def test_no_default_makes_another_setting_invalid(
+    monkeypatch: pytest.MonkeyPatch, variable: str, given: str, follows: str, value: int
+) -> None:
+    monkeypatch.setenv(variable, given)
+    assert getattr(read_settings(), follows) == value
 
 
 def test_a_missing_model_is_asked_for_by_variable_and_option(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from worker.redis_url import redacted, url_error
 from worker.setting_checks import checked_hours, checked_models, checked_schedule
 
 _REDIS_URL = "redis://localhost:6379/0"
+_RESERVED_ROWS = 2  # of 16
+_RESULT_TTL_S = 3600
 
 
 class Settings(BaseSettings):
@@ -65,10 +67,11 @@ class Settings(BaseSettings):
 
     max_rows: int = Field(16, ge=1, le=512, description="Maximum number of sequences in the running batch.")
     reserved_rows: int = Field(
-        2,
+        default_factory=lambda given: min(_RESERVED_ROWS, given.get("max_rows", _RESERVED_ROWS + 1) - 1),
         ge=0,
+        examples=["2"],
         description="Rows that offline jobs never take. If interactive jobs need more, the youngest offline rows are "
-        "preempted.",
+        "preempted. Default: 2, or all but one of fewer rows.",
     )
     step_ms: float = Field(
         100.0,
@@ -286,7 +289,13 @@ class Settings(BaseSettings):
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the worker's log.")
     log_ttl_s: int = Field(600, ge=1, description="Seconds that a job's events are kept after its end.")
-    result_ttl_s: int = Field(3600, ge=1, description="Seconds that a job's result and state are kept after its end.")
+    result_ttl_s: int = Field(
+        default_factory=lambda given: max(_RESULT_TTL_S, given.get("log_ttl_s", 0)),
+        ge=1,
+        examples=["3600"],
+        description="Seconds that a job's result and state are kept after its end; at least as long as its events. "
+        "Default: 3600, or as long as its events if those are kept longer.",
+    )
 
     @field_validator("redis_url", mode="before")
     @classmethod
@@ -339,7 +348,9 @@ def read_settings(**given: object) -> Settings:
     try:
         return Settings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
-        raise CannotStart("; ".join(_sentence(problem) for problem in error.errors())) from None
+        # A default that depends on another setting is none if any setting is wrong.
+        wrong = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
+        raise CannotStart("; ".join(map(_sentence, wrong))) from None
 
 
 def _sentence(problem: ErrorDetails) -> str:

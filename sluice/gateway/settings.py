@@ -16,6 +16,7 @@ from sluice.wire import MODEL_NAME
 
 PREFIX = "SLUICE_SERVE_"
 REDIS_URL = "SLUICE_REDIS_URL"  # shared with the workers
+_MAX_HELD_BYTES = 256_000_000
 _OTHERWISE = "it is not valid; see .env.example"
 _WRONG = {
     "int_parsing": "it must be a whole number",
@@ -65,10 +66,12 @@ class ServeSettings(BaseSettings):
         description="Maximum size of a request's body, in bytes. A larger one is refused: 413.",
     )
     max_held_bytes: int = Field(
-        256_000_000,
+        default_factory=lambda given: max(_MAX_HELD_BYTES, given.get("max_body_bytes", 0)),
         ge=1_000,
+        examples=["256000000"],
         description="Maximum bytes of bodies and stored answers that each process holds at once; a key may hold a "
-        "quarter of them. Further requests are refused: 429 for the key, 503 for the process.",
+        "quarter of them. Further requests are refused: 429 for the key, 503 for the process. Default: 256000000, or "
+        "one body of the maximum size if that is more.",
     )
     response_ttl_s: int = Field(
         86_400,
@@ -161,7 +164,9 @@ def read_settings(**given: object) -> ServeSettings:
     try:
         return ServeSettings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
-        raise CannotServe("; ".join(_sentence(problem) for problem in error.errors())) from None
+        # A default that depends on another setting is none if any setting is wrong.
+        wrong = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
+        raise CannotServe("; ".join(map(_sentence, wrong))) from None
 
 
 def read_redis_url(default: str) -> str:

@@ -132,6 +132,12 @@ def test_openai_clients_find_the_printed_address_and_the_gateway_ends_with_the_c
             assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+def test_one_row_is_enough(tmp_path: Path) -> None:
+    with running(tmp_path, "--max-rows", "1") as up:
+        up.until_said("ready.")
+        assert ", 1 row\n" in up.said()
+
+
 def test_a_gateway_that_dies_is_reported_and_the_worker_continues(tmp_path: Path) -> None:
     with running(tmp_path, "--http-port", str(free_port())) as up:
         up.until_said("ready.")

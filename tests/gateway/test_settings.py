@@ -130,3 +130,8 @@ def refusal_or_nothing() -> str:
     except CannotServe as refused:
         return str(refused)
     return ""
+
+
+def test_a_larger_body_raises_the_bytes_that_are_held() -> None:
+    assert ServeSettings(max_body_bytes=300_000_000).max_held_bytes == 300_000_000
+    assert ServeSettings(max_body_bytes=1_000).max_held_bytes == 256_000_000
