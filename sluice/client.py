@@ -17,7 +17,7 @@ from sluice.batch.status import Batch
 from sluice.cancellation import Cancellation, Outcome
 from sluice.dead_letters import DeadLetter, DeadLetters
 from sluice.errors import UnknownJob
-from sluice.presence import Workers
+from sluice.presence import Workers, serves
 from sluice.queues import Queue, Queues
 from sluice.results import Results
 from sluice.streaming.hub import Hub
@@ -202,7 +202,7 @@ class Client:
         return state.decode()
 
     async def workers(self) -> list[dict[str, str]]:
-        """Return the fields that each live worker publishes about itself."""
+        """Return the fields that each live worker publishes about itself; `state` is `running` or `draining`."""
         return await self._workers.read_all()
 
     async def dead_letters(self) -> list[DeadLetter]:
@@ -312,7 +312,9 @@ class Client:
 
     async def queues(self) -> list[Queue]:
         """Return every queue that holds jobs, with the number of workers that serve its model."""
-        return await self._queues.read_all([worker.get("model", "") for worker in await self.workers()])
+        return await self._queues.read_all(
+            [worker.get("model", "") for worker in await self.workers() if serves(worker)]
+        )
 
     async def purge(
         self,

@@ -9,6 +9,11 @@ from sluice import wire
 from sluice.transport.retries import Command, Retries
 
 
+def serves(worker: Mapping[str, str]) -> bool:
+    """Return True if the worker of these fields takes jobs: one that drains ends its own, and no more."""
+    return worker.get("state") != "draining"
+
+
 class Workers:
     """Reads the hashes that workers publish. Foreign values under such a key are skipped."""
 
@@ -24,8 +29,8 @@ class Workers:
         return [worker for worker in workers if worker]
 
     async def models(self) -> set[str]:
-        """Return the models that have a live worker."""
-        return {worker["model"] for worker in await self.read_all() if "model" in worker}
+        """Return the models that have a live worker which takes jobs."""
+        return {worker["model"] for worker in await self.read_all() if "model" in worker and serves(worker)}
 
     async def _read(self, key: bytes) -> dict[str, str]:
         """Return the fields of one worker; empty if it has just exited, or if the key is not a hash."""

@@ -6,12 +6,12 @@ while the model loads. `tests/end_to_end/test_imports_at_start.py` holds what ma
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from worker.errors import CannotStart
 from worker.monitoring.health import Health
@@ -22,6 +22,7 @@ from worker.prefix_store.store import StoreOptions
 from worker.process.exit_timer import EXIT_FORCED, ExitTimer
 from worker.process.garbage import collect_on_a_timer, pause_collections, resume_collections
 from worker.process.log_lines import set_up_logging
+from worker.queue.presence import check_name_early
 from worker.queue.server.connection import connect
 from worker.queue.server.redis_server import RedisServer
 from worker.settings import Settings
@@ -99,7 +100,7 @@ async def _serve(
     to_warm = _to_warm(settings)
     engine = _engine(settings, metrics)
     logger.info("loading %s", settings.model)
-    async with _loaded(engine, ending) as model:
+    async with _loaded(engine, ending, check_name_early(server.client, settings)) as model:
         from worker import parts
 
         with parts.image_inputs(settings, model) as images:
@@ -195,12 +196,14 @@ def _store_options(settings: Settings) -> StoreOptions | None:
 
 
 @asynccontextmanager
-async def _loaded(engine: "EngineThread", ending: ExitTimer) -> "AsyncIterator[Model]":
+async def _loaded(
+    engine: "EngineThread", ending: ExitTimer, *meanwhile: Coroutine[Any, Any, None]
+) -> "AsyncIterator[Model]":
     """Load the model, importing what its jobs need meanwhile, and stop the engine after the block. After an error the
     time for that is limited."""
     try:
         with ending.after_error(_ENGINE_S):
-            model, _ = await asyncio.gather(engine.start(), _import("worker.parts"))
+            model, *_ = await asyncio.gather(engine.start(), _import("worker.parts"), *meanwhile)
             yield model
     finally:
         await engine.stop()

@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from sluice import wire
 from sluice.client import Client
 from sluice.errors import SluiceError
 from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError
+from sluice.presence import serves
 from sluice.transport.retries import Retries
 
 logger = logging.getLogger("sluice.gateway")
@@ -19,6 +21,9 @@ _FRESH_S = 1.0  # a worker's presence lasts for a lease of seconds
 _SEEN_KEY = "sluice:serve:models"  # sorted set: models that had a worker, by Unix seconds
 _SEEN_S = 86_400.0  # a model whose workers left within a day is expected back
 _NOTE_EVERY_S = 60.0
+# Of a worker that takes jobs: queue limit, rate, and until when it holds, in Unix seconds. Any client can write it, so
+# digits are bounded.
+_REPORT = re.compile(rb"\d+ [\d.]+ (\d{1,15})\b")
 POLL_S = 0.25  # between two checks for a worker, at least
 
 Worker = Mapping[str, str]  # the fields that a worker publishes
@@ -42,12 +47,23 @@ class Workers:
         now = time.monotonic()
         if now - self._served.get(model, float("-inf")) < _FRESH_S:
             return True
-        if not await self._run(lambda: self._redis.exists(wire.model_key(model))):
+        if not await self._run(lambda: self._has_report(model)):
             self._served.pop(model, None)
             return False
         self._served[model] = now
         self.note(model)
         return True
+
+    async def _has_report(self, model: str) -> bool:
+        """Return True if a worker of the model says that it takes jobs, and its lease has not expired."""
+        try:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.hvals(wire.model_key(model))
+                pipe.time()
+                reports, (seconds, _) = await pipe.execute()
+        except ResponseError:
+            return True  # a foreign value, which the next submission deletes
+        return any(int(found[1]) > seconds for report in reports if (found := _REPORT.match(report)))
 
     def note(self, model: str) -> None:
         """Record for all gateways that the model is served. No request waits for it, or fails with it."""
@@ -80,12 +96,12 @@ class Workers:
         return seen is not None and seen > time.time() - _SEEN_S
 
     async def live(self) -> Sequence[Worker]:
-        """Return the fields of each live worker. Callers share one reading."""
+        """Return the fields of each live worker that takes jobs. Callers share one reading."""
         if time.monotonic() - self._read_at < _FRESH_S:
             return self._live
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._client.workers())
-        self._live = await asyncio.shield(self._reading)
+        self._live = [worker for worker in await asyncio.shield(self._reading) if serves(worker)]
         self._read_at = time.monotonic()
         return self._live
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -93,7 +94,7 @@ def test_workers_are_shown_with_their_rows_and_the_jobs_of_each_lane(sluice: Com
     put_off(sluice, "batch", 1200)
     code, out, err = sluice("workers")
     ((*fields, rate, paused, up_for, version),) = table(out, "Workers")
-    assert (code, fields, paused, err) == (0, [alive.name, "default", "0 / 16", "14"], "no", "")
+    assert (code, fields, paused, err) == (0, [alive.name, "default", "running", "0 / 16", "14"], "no", "")
     assert (re.fullmatch(r"\d+\.\d\d", rate) is not None, version) == (True, __version__)
     assert re.fullmatch(r"\d+ (s|min)( \d+ s)?", up_for)
     assert table(out, "Jobs queued and running") == [["default", "2", "1,200"]]
@@ -109,6 +110,7 @@ def test_workers_as_json_are_one_object_a_line_with_numbers(sluice: Command, ali
     assert (code, err, said) == (0, "", {
         "name": alive.name,
         "model": "default",
+        "state": "running",
         "rows": 0,
         "max_rows": 16,
         "offline_rows": 14,
@@ -121,8 +123,25 @@ def test_workers_as_json_are_one_object_a_line_with_numbers(sluice: Command, ali
 
 def test_workers_of_two_models_are_sorted_by_model(sluice: Command, alive: WorkerProcess, narrow: str) -> None:
     _, out, _ = sluice("workers")
-    assert [row[1:3] for row in table(out, "Workers")] == [["default", "0 / 16"], [narrow, "1 / 1"]]
+    shown = [row[1:4] for row in table(out, "Workers")]
+    assert shown == [["default", "running", "0 / 16"], [narrow, "running", "1 / 1"]]
     assert table(out, "Jobs queued and running") == [["default", "0", "0"], [narrow, "1", "0"]]
+
+
+def test_a_worker_that_ends_its_jobs_is_shown_as_draining(sluice: Command, alive: WorkerProcess) -> None:
+    with paced(alive.url, "leaving", max_rows=1) as process:
+        sluice("submit", "--file", "-", "--id", "last", "--model", "leaving", stdin=json.dumps(chat_request(100_000)))
+        sluice.wait_until_running("last")
+        process.signal(signal.SIGTERM)
+        deadline = time.monotonic() + _TIMEOUT_S
+        while sluice.db.hget(f"sluice:worker:{process.name}", "state") != "draining":
+            assert time.monotonic() < deadline, process.log()
+            time.sleep(0.01)
+        _, out, err = sluice("workers")
+        assert [row[2] for row in table(out, "Workers") if row[1] == "leaving"] == ["draining"]
+        assert "leaving" in err, "its queue has no worker"
+        sluice("cancel", "last")
+        assert process.wait() == 0
 
 
 @pytest.mark.parametrize("how", [(), ("--json",)])

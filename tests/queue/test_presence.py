@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -9,9 +10,13 @@ from redis.asyncio import Redis
 
 from schemas import keys
 from schemas.keys import Lane
+from sluice import Client, NoWorker
+from sluice.presence import serves
+from tests.fakes import FakeChat
 from tests.line import Line
-from tests.queue.helpers import QUEUE, settings, until
-from worker.queue.presence import Presence
+from tests.queue.helpers import QUEUE, ask, log, queue_worker, settings, types, until, working
+from worker.errors import CannotStart
+from worker.queue.presence import Presence, until_name_is_free
 from worker.queue.server.clock import ServerClock
 from worker.queue.server.connection import connect
 
@@ -107,3 +112,99 @@ async def test_a_presence_that_cannot_be_removed_is_left_to_expire(
         line.down()
         await Presence(redis, settings(line.url), ServerClock()).remove()
     assert "expires with its lease" in caplog.text
+
+
+async def test_a_second_worker_of_a_name_is_refused_while_the_first_renews_its_lease(
+    redis_url: str, db: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = settings(redis_url, lease_s=1)
+    async with working(given, FakeChat().chat):
+        await until(lambda: _exists(db, keys.worker("ada")))
+        async with connect(given) as redis:
+            with pytest.raises(
+                CannotStart, match=r"^SLUICE_WORKER_NAME=ada: a worker of this name is alive \(process "
+            ):
+                await queue_worker(redis, given, FakeChat().chat).main()
+    assert "the name ada is in use (process " in caplog.text
+
+
+async def test_a_worker_that_starts_again_after_a_crash_waits_for_the_lease_of_the_first(
+    redis_url: str, db: Redis
+) -> None:
+    await Presence(db, settings(redis_url, lease_s=1), ServerClock()).publish(NONE_RUNNING)
+    began = time.monotonic()
+    async with working(settings(redis_url, lease_s=1), FakeChat().chat):
+        await ask(db, "a", {"say": ["Hello"]})
+        await until(lambda: _has_ended(db, "a"))
+        assert time.monotonic() - began > 0.8
+
+
+async def test_a_worker_waits_until_one_of_its_name_has_drained(redis_url: str, db: Redis) -> None:
+    first_chat, second_chat = FakeChat(), FakeChat()
+    async with working(settings(redis_url, lease_s=1, grace_s=30), first_chat.chat) as first:
+        await ask(db, "a", {"then": "hang"})
+        await until(lambda: len(first_chat.began) == 1)
+        first.stop()
+        await until(lambda: _is(db, b"draining"))
+        async with working(settings(redis_url, lease_s=1), second_chat.chat):
+            await asyncio.sleep(1.5)
+            await ask(db, "b", {"say": ["Hello"]})
+            await asyncio.sleep(0.3)
+            assert second_chat.began == []
+            first.stop()
+            await until(lambda: _has_ended(db, "b"))
+            assert await _is(db, b"running")
+            assert types(await log(db, "a"))[:1] == ["started"]
+
+
+async def test_a_draining_worker_counts_as_none_for_clients(redis_url: str, db: Redis, client: Client) -> None:
+    chat = FakeChat()
+    async with working(settings(redis_url, grace_s=30), chat.chat) as worker:
+        await until(lambda: _is(db, b"running"))
+        assert [serves(each) for each in await client.workers()] == [True]
+        await ask(db, "a", {"then": "hang"})
+        await until(lambda: len(chat.began) == 1)
+        worker.stop()
+        await until(lambda: _is(db, b"draining"))
+        assert [serves(each) for each in await client.workers()] == [False]
+        with pytest.raises(NoWorker):
+            await client.submit({"say": ["Hello"]}, wait_worker_s=0)
+        assert not (await client.submit({"say": ["Hello"]})).served
+        assert [(each.jobs, each.workers) for each in await client.queues()] == [(2, 0)]
+        assert await Presence(db, settings(redis_url, worker_name="bob"), ServerClock()).publish(NONE_RUNNING) == {
+            "interactive": 1,
+            "batch": 0,
+        }
+
+
+async def test_another_process_that_takes_the_name_is_logged(
+    redis_url: str, db: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    presence = Presence(db, settings(redis_url), ServerClock())
+    for _ in range(2):
+        await presence.publish(NONE_RUNNING)
+    assert "another worker of this name" not in caplog.text
+    for _ in range(2):
+        await db.hset(keys.worker("ada"), mapping={"host": "elsewhere", "pid": 7})
+        await presence.publish(NONE_RUNNING)
+    assert (
+        caplog.text.count("SLUICE_WORKER_NAME=ada: another worker of this name is alive (process 7 on elsewhere)") == 1
+    )
+
+
+@pytest.mark.parametrize("foreign", ["string", "no lease"])
+async def test_a_foreign_value_under_the_name_delays_no_worker(redis_url: str, db: Redis, foreign: str) -> None:
+    if foreign == "string":
+        await db.set(keys.worker("ada"), "x", ex=60)
+    else:
+        await db.hset(keys.worker("ada"), "a", "b")
+    async with asyncio.timeout(5):
+        await until_name_is_free(db, settings(redis_url))
+
+
+async def _is(db: Redis, state: bytes) -> bool:
+    return await db.hget(keys.worker("ada"), "state") == state
+
+
+async def _has_ended(db: Redis, job_id: str) -> bool:
+    return types(await log(db, job_id))[-1:] == ["finished"]

@@ -2,10 +2,13 @@
 
 import asyncio
 import logging
+import os
 import re
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +18,10 @@ from redis.exceptions import RedisError, ResponseError
 from schemas import keys
 from schemas.keys import LANES, Lane
 from worker import __version__
+from worker.errors import CannotStart
 from worker.queue.rows import offline_rows
 from worker.queue.server.clock import ServerClock
+from worker.queue.services import wait_first
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
@@ -24,7 +29,9 @@ logger = logging.getLogger("sluice.queue")
 _RATE_OVER_S = 60.0
 # Groups: valid until, in Unix seconds, and running jobs by lane. Any client can write a field, so digits are bounded:
 # int() refuses very long numbers.
-_REPORT = re.compile(rb"[\d.]+ [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})")
+_REPORT = re.compile(rb"(?:[\d.]+|draining) [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})")
+_PROCESS = ["host", "pid", "started_at"]  # fields that no two processes share
+_WARN_EVERY_S = 60.0  # about another worker of this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +60,56 @@ class Running(Protocol):
         """Return how many of them take a row."""
 
 
+async def until_name_is_free(redis: Redis, settings: Settings, stopping: asyncio.Event | None = None) -> None:
+    """Wait until no other worker has this name, or `stopping` is set: two would take each other's jobs for their own.
+    One that crashed has its name until its lease expires, and one that drains until it has ended. Raises `CannotStart`
+    if another worker renews its lease, and RedisError, OSError."""
+    key, before_ms = keys.worker(settings.worker_name), 0
+    while stopping is None or not stopping.is_set():
+        try:
+            async with redis.pipeline(transaction=True) as pipe:
+                pipe.pttl(key)
+                pipe.hmget(key, ["state", "host", "pid"])
+                left_ms, (state, host, pid) = await pipe.execute()
+        except ResponseError:
+            return  # a foreign value, which `Presence` replaces
+        if left_ms <= 0:  # none, or a foreign value, which does not expire
+            return
+        process = f"process {(pid or b'?').decode()} on {(host or b'?').decode()}"
+        if state != b"draining" and 0 < before_ms < left_ms:
+            raise CannotStart(
+                f"SLUICE_WORKER_NAME={settings.worker_name}: a worker of this name is alive ({process}). Give each "
+                "worker a name of its own, or leave the setting out."
+            )
+        if not before_ms:
+            logger.warning("the name %s is in use (%s): waiting until it is free", settings.worker_name, process)
+        before_ms = left_ms
+        await asyncio.sleep(min(0.5, settings.lease_s / 10))  # a lease is renewed three times in its time
+
+
+async def check_name_early(redis: Redis, settings: Settings) -> None:
+    """Wait until the worker's name is free, while its model loads. Without an answer of Redis, it is checked later.
+    Raises `CannotStart`."""
+    with suppress(RedisError, OSError):
+        await until_name_is_free(redis, settings)
+
+
 class Presence:
-    """Publishes that this worker is alive, for one lease at a time."""
+    """Publishes that this worker is alive, for one lease at a time, and if it is draining."""
 
     def __init__(
-        self, redis: Redis, settings: Settings, clock: ServerClock, abilities: Abilities | None = None
+        self,
+        redis: Redis,
+        settings: Settings,
+        clock: ServerClock,
+        abilities: Abilities | None = None,
+        stopping: asyncio.Event | None = None,
     ) -> None:
+        """`stopping`: set when the worker begins to drain."""
         self._clock, self._settings = clock, settings
+        self._stopping = stopping or asyncio.Event()
+        self._warned_at = float("-inf")
+        self._has_name = False
         self._redis, self._key = redis, keys.worker(settings.worker_name)
         self._model_key = keys.model(settings.model_name)
         self._queues = [keys.queue(settings.model_name, lane) for lane in LANES]
@@ -72,12 +122,23 @@ class Presence:
             "queue_limit": settings.queue_limit,
             **(abilities or Abilities()).as_fields(),
             "version": __version__,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
             "started_at": round(time.time(), 3),
         }
 
     def job_ended(self) -> None:
         """Count an ended job for the reported rate."""
         self._ended.append(time.monotonic())
+
+    async def take_name(self, running: Running) -> None:
+        """Wait until the worker's name is free, and publish its presence; once. Raises `CannotStart`, and RedisError,
+        OSError."""
+        if not self._has_name:
+            await until_name_is_free(self._redis, self._settings, self._stopping)
+            if not self._stopping.is_set():
+                await self.publish(running)
+                self._has_name = True
 
     async def run(self, running: Running, on_waiting: Callable[[Lane, int], None]) -> None:
         """Publish, and synchronize the clock, three times per lease until this task is cancelled. `on_waiting` receives
@@ -89,7 +150,15 @@ class Presence:
                 await self._clock.sync(self._redis)
             except (RedisError, OSError):
                 pass  # the publisher and the claim loop log an outage
-            await asyncio.sleep(self._lease_ms / 1000 / 3)
+            await self._next_turn()
+
+    async def _next_turn(self) -> None:
+        """Wait for a third of a lease, or until the worker begins to drain."""
+        pause_s = self._lease_ms / 1000 / 3
+        if self._stopping.is_set():
+            await asyncio.sleep(pause_s)
+        else:
+            await wait_first(self._stopping.wait(), timeout_s=pause_s)
 
     async def publish(self, running: Running) -> dict[Lane, int]:
         """Publish this worker's state, valid for one lease.
@@ -114,10 +183,15 @@ class Presence:
         rate, now = round(self._jobs_per_s(), 3), self._clock.now()
         jobs = running.by_lane()
         offline = offline_rows(self._settings, self._clock.utc())
-        load = {"rows": running.rows(), "offline_rows": offline, "jobs_per_s": rate}
+        draining = self._stopping.is_set()
+        state = "draining" if draining else "running"
+        load = {"state": state, "rows": running.rows(), "offline_rows": offline, "jobs_per_s": rate}
         counts = " ".join(str(jobs[lane]) for lane in LANES)
-        report = f"{self._settings.queue_limit} {rate} {self._valid_until():.0f} {counts}"
+        # Without a limit, submissions do not count the worker, which takes no more jobs.
+        limit = "draining" if draining else self._settings.queue_limit
+        report = f"{limit} {rate} {self._valid_until():.0f} {counts}"
         async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hmget(self._key, _PROCESS)
             pipe.hset(self._key, mapping={**self._fields, **load})
             pipe.pexpire(self._key, self._lease_ms)
             pipe.hset(self._model_key, self._settings.worker_name, report)
@@ -125,8 +199,21 @@ class Presence:
             pipe.hvals(self._model_key)
             for queue in self._queues:
                 pipe.zcount(queue, "-inf", now * 1000)
-            *_, workers, interactive, batch = await pipe.execute()
+            written_by, *_, workers, interactive, batch = await pipe.execute()
+        self._warn_of_another(written_by)
         return _waiting(dict(zip(LANES, (interactive, batch), strict=True)), workers, now)
+
+    def _warn_of_another(self, written_by: list[bytes | None]) -> None:
+        """Log that another process publishes itself under this name, if it does."""
+        if None in written_by or written_by == [str(self._fields[name]).encode() for name in _PROCESS]:
+            return
+        if time.monotonic() - self._warned_at >= _WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            host, pid, _ = (value.decode(errors="replace") for value in written_by if value is not None)
+            logger.error(
+                "SLUICE_WORKER_NAME=%s: another worker of this name is alive (process %s on %s), and takes this one's "
+                "jobs for its own; stop one of them", self._settings.worker_name, pid, host,
+            )  # fmt: skip
 
     def _valid_until(self) -> float:
         return self._clock.now() + self._lease_ms / 1000 + 1

@@ -24,6 +24,7 @@ from worker.queue.job.runner import JobRunner
 from worker.queue.pickup import Pickup
 from worker.queue.presence import Abilities, Presence
 from worker.queue.running import RunningJobs
+from worker.queue.server.outage import until_redis_answers
 from worker.queue.server.redis_server import RedisServer
 from worker.queue.services import run_with_services
 from worker.queue.shutdown import Shutdown
@@ -101,7 +102,7 @@ class QueueWorker(Worker):
             on_reconnect=cancel_keys.check_all,
         )
         self._crons = Crons(crons, server, settings.worker_name)
-        self._presence = Presence(redis, settings, server.clock, model.abilities)
+        self._presence = Presence(redis, settings, server.clock, model.abilities, self.shutdown.stopping)
         publish_presence = partial(self._presence.run, self.jobs, metrics.set_waiting)
         self.heartbeat = Heartbeat("event loop")
         heartbeats = [self.heartbeat, *model.heartbeats]
@@ -127,7 +128,8 @@ class QueueWorker(Worker):
 
     async def connect(self) -> bool:
         """Wait for Redis and check it. Returns False if the worker is stopped first. Raises `CannotStart`."""
-        return await self._pickup.connect()
+        take_name = partial(self._presence.take_name, self.jobs)
+        return await self._pickup.connect() and await until_redis_answers(take_name, self.shutdown.stopping)
 
     def handle_sig(self, signum: Signals) -> None:
         """Start the drain at the first signal; end its grace period at the second."""

@@ -18,6 +18,7 @@ _EXIT_NO_WORKER = 1
 _FIELDS: dict[str, Callable[[str], Any]] = {
     "name": str,
     "model": str,
+    "state": str,  # running or draining
     "rows": int,
     "max_rows": int,
     "offline_rows": int,  # rows that the batch lane may use now
@@ -35,7 +36,8 @@ Depths = dict[str, dict[str, int]]  # jobs by model and lane
 def workers(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
     """List the live workers, the jobs in their queues, and the queues without a worker.
 
-    A job stays in its queue while it runs, and is counted there. With --json, print an object for each worker; `queued`
+    A worker that is draining has been stopped: it ends its jobs and takes no more. A job stays in its queue while it
+    runs, and is counted there. With --json, print an object for each worker; `queued`
     has the number of jobs by lane for its model, and `images` is true if the model accepts images. Exit codes: 0, or 1
     if no worker is alive. `sluice queue list` shows all queues.
 
@@ -71,7 +73,8 @@ async def _read_all(url: str) -> tuple[list[Worker], Depths, list[Queue]]:
 def _parse(fields: dict[str, str]) -> Worker | None:
     """Return the parsed fields; None for a foreign value under a worker's key."""
     try:
-        return {name: kind(fields[name]) for name, kind in _FIELDS.items()}
+        known = {"state": "running", **fields}  # which workers of earlier versions do not publish
+        return {name: kind(known[name]) for name, kind in _FIELDS.items()}
     except (KeyError, ValueError):
         return None
 
@@ -86,6 +89,7 @@ def _print_workers(alive: list[Worker]) -> None:
         {
             "name": "left",
             "model": "left",
+            "state": "left",
             "rows / max": "right",
             "offline max": "right",
             "jobs/s": "right",
@@ -97,6 +101,7 @@ def _print_workers(alive: list[Worker]) -> None:
             (
                 worker["name"],
                 worker["model"],
+                worker["state"],
                 f"{worker['rows']} / {worker['max_rows']}",
                 str(worker["offline_rows"]),
                 f"{worker['jobs_per_s']:.2f}",

@@ -10,6 +10,7 @@ from sluice.cli.errors import CliError, connected, start_worker
 from sluice.cli.terminal.view import ShowEvent, note
 from sluice.client import Client
 from sluice.errors import CancelNotStored, NoWorker, describe_served
+from sluice.presence import serves
 from sluice.submission import Submitted
 from sluice.wire import Event, Lane, parse_event
 
@@ -58,7 +59,7 @@ async def submit_job(
 
 async def mention_missing_worker(client: Client, model: str, *, waits: str = "the job waits") -> bool:
     """Return True if the model is served; otherwise print a note with the remedy. `waits`: a clause for the note."""
-    served = {worker["model"] for worker in await client.workers() if "model" in worker}
+    served = {worker["model"] for worker in await client.workers() if "model" in worker and serves(worker)}
     if model in served:
         return True
     no_worker = NoWorker(model, sorted(served))
@@ -79,7 +80,7 @@ async def check_images(url: str, model: str) -> None:
 async def mention_waiting(client: Client, job_id: str) -> None:
     """Print a note if a queued job waits for a model without a worker."""
     model = await client.waits_for(job_id)
-    if model is None or model in {worker.get("model") for worker in await client.workers()}:
+    if model is None or model in {worker.get("model") for worker in await client.workers() if serves(worker)}:
         return
     name = "" if model == "default" else f" --name {model}"
     note(
