@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from schemas import keys
 from sluice import Client, QueueFull, wire
 from sluice.gateway import ServeSettings
+from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses.store import record_key
 from tests.gateway.fronts import Front, serving
 from tests.line import Line
@@ -259,3 +260,14 @@ async def test_a_response_of_another_version_is_absent_and_its_key_is_in_use(
     again = await http.post(RESPONSES, json=BODIES[RESPONSES], headers=headers)
     assert [found.status_code, continued.status_code, again.status_code] == [404, 404, 409]
     assert again.json()["error"]["code"] == "idempotency_key_in_use"
+
+
+@pytest.mark.parametrize(
+    ("report", "served"),
+    [("9 1 9999999999 0 0", True), ("draining 1 9999999999 0 0", False), ("9 1 1000000000 0 0", False), ("", False)],
+)
+async def test_a_model_is_served_while_a_worker_of_it_takes_jobs(
+    db: Redis, client: Client, report: str, served: bool
+) -> None:
+    await db.hset(keys.model(MODEL), "w", report)
+    assert await Gateway(client, ServeSettings(_env_file=None)).workers.is_served(MODEL) == served
