@@ -71,6 +71,19 @@ def test_a_model_that_sluice_check_refuses_ends_the_worker_with_its_sentence(red
         worker.stop()
 
 
+def test_a_second_worker_of_a_name_ends_before_it_serves_and_the_first_goes_on(alive: WorkerProcess) -> None:
+    second = WorkerProcess(alive.url, name=alive.name, lease_s=2).start(wait=False)
+    try:
+        assert second.wait() == 2
+        assert (
+            f"SLUICE_WORKER_NAME={alive.name}: a worker of this name is alive (process {alive.pid} on " in second.log()
+        )
+        assert (" serves " in second.log(), "Traceback" in second.log()) == (False, False)
+    finally:
+        second.stop()
+    alive.wait_ready()
+
+
 @pytest.mark.slow
 def test_no_worker_aborts_if_its_model_does_not_exist(redis_url: str, tmp_path: Path) -> None:
     """Threads that have imported mlx-lm must have cleared its streams: one in five workers aborted without."""
