@@ -1,17 +1,23 @@
 """Exceptions of the client, apart from redis-py's own errors."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
+from typing import Any
 
 from redis.exceptions import ConnectionError, OutOfMemoryError
 
-from sluice.wire import JobError
+from sluice.wire import JobError, parse_as
 from sluice.wording import counted
 
 
 class SluiceError(Exception):
-    """Base class of the client's exceptions."""
+    """Base class of the client's exceptions.
+
+    The `args` of each are the parameters of its constructor, in values that JSON can hold: pickle, `copy` and Celery
+    make an exception again from its class and its `args`.
+    """
 
 
 class ServerUnreachable(SluiceError, ConnectionError):
@@ -31,11 +37,15 @@ class QueueFull(SluiceError):
     and `limit` count jobs."""
 
     def __init__(self, length: int, limit: int, retry_after_s: float) -> None:
-        wait_s = max(1, math.ceil(retry_after_s))
-        super().__init__(f"the queue holds {length:,} of at most {counted(limit, 'job')}; room is likely in {wait_s} s")
+        super().__init__(length, limit, retry_after_s)
         self.length = length
         self.limit = limit
         self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        wait_s = max(1, math.ceil(self.retry_after_s))
+        limit = counted(self.limit, "job")
+        return f"the queue holds {self.length:,} of at most {limit}; room is likely in {wait_s} s"
 
 
 class ServerFull(SluiceError, OutOfMemoryError):
@@ -49,7 +59,10 @@ class NoWorker(SluiceError):
     def __init__(self, model: str, served: Sequence[str]) -> None:
         self.model, self.served = model, tuple(sorted(served))
         self.close = next(iter(get_close_matches(model, self.served, n=1)), None)
-        super().__init__(f"no worker serves {model!r}{self.hint}")
+        super().__init__(model, self.served)
+
+    def __str__(self) -> str:
+        return f"no worker serves {self.model!r}{self.hint}"
 
     @property
     def hint(self) -> str:
@@ -67,9 +80,13 @@ def describe_served(models: Collection[str]) -> str:
 class JobFailed(SluiceError):
     """The job ended as `failed`; `error` holds the type, the message, and if a retry may succeed."""
 
-    def __init__(self, error: JobError) -> None:
-        super().__init__(f"{error.type}: {error.message}")
-        self.error = error
+    def __init__(self, error: JobError | Mapping[str, Any]) -> None:
+        """`error`: or its fields by name, as in the final event."""
+        self.error = error if isinstance(error, JobError) else parse_as(JobError, error)
+        super().__init__(asdict(self.error))
+
+    def __str__(self) -> str:
+        return f"{self.error.type}: {self.error.message}"
 
 
 class JobCancelled(SluiceError):

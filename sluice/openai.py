@@ -54,8 +54,12 @@ class BadRequest(SluiceError):
     """The body of the HTTP request cannot be queued; `param` is the invalid field, or None."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, param)
+        self.message = message
         self.param = param
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def read_body(raw: bytes) -> dict[str, Any]:

@@ -10,11 +10,14 @@ class JobFailure(Exception):
     if it is known."""
 
     def __init__(self, type: ErrorType, message: str, *, retryable: bool = False, param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(type, message)  # what pickle and `copy` call the constructor with
         self.type: ErrorType = type
         self.message = message
         self.retryable = retryable
         self.param = param
+
+    def __str__(self) -> str:
+        return self.message
 
     def about(self, param: str) -> Self:
         """Return the same failure of this field, unless it names one already or is none of the request."""

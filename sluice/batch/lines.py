@@ -29,10 +29,13 @@ class BadLine(Exception):
     """A line cannot be run: the code of the rule, a message, and the field."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(code, message, param)
         self.code = code
         self.message = message
         self.param = param
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(frozen=True, slots=True)

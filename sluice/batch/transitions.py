@@ -12,9 +12,12 @@ class UnexpectedEvent(RuntimeError):
     """An event occurred in a state that does not list it."""
 
     def __init__(self, state: object, event: object) -> None:
-        super().__init__(f"{state}: {event} cannot occur in this state; please report it")
+        super().__init__(state, event)
         self.state = state
         self.event = event
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.event} cannot occur in this state; please report it"
 
 
 class RunEvent(Enum):

@@ -22,6 +22,7 @@ class ClientDisconnected(ApiError):
 
     def __init__(self) -> None:
         super().__init__(_STATUS, "The client closed its connection.", code="cancelled")
+        self.args = ()
 
 
 class DisconnectWatch:

@@ -35,7 +35,7 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
         retryable: bool | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message, kind)  # what pickle and `copy` call the constructor with
         self.status = status
         self.message = message
         self.kind = kind
@@ -43,6 +43,9 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.retryable = status in (408, 429) or status >= 500 if retryable is None else retryable
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def headers(self) -> dict[str, str]:

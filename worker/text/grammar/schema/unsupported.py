@@ -14,9 +14,12 @@ class UnsupportedKeyword(ValueError):
     """A keyword cannot be enforced. `place`: its JSON pointer. `reason`: what is wrong, and what to do."""
 
     def __init__(self, place: str, reason: str) -> None:
-        short = place if len(place) <= _PLACE_CHARACTERS else "…" + place[-_PLACE_CHARACTERS:]
-        super().__init__(f"{short}: {reason}")
+        super().__init__(place, reason)
         self.place, self.reason = place, reason
+
+    def __str__(self) -> str:
+        is_short = len(self.place) <= _PLACE_CHARACTERS
+        return f"{self.place if is_short else '…' + self.place[-_PLACE_CHARACTERS:]}: {self.reason}"
 
 
 def quoted(value: object) -> str:
