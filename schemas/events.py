@@ -76,12 +76,20 @@ class Started(_AttemptBegins):
 
 
 class Progress(_Event):
-    """Progress before the first token; at most four events a second."""
+    """Progress before the first token; at most four events a second. The phase `waiting` is made by a reader, and is
+    never in the list."""
 
     type: Literal["progress"]
+    seq: int = Field(
+        ge=-1, description="The index in the job's list; of the phase `waiting` the last index that its reader has."
+    )
+    attempt: int = Field(ge=0, description="Number of the claim that sent it; 0 if a reader waits for the first.")
     phase: ProgressPhase
     done: TokenCount
     total: TokenCount
+    workers: int | None = Field(
+        default=None, ge=0, description="Live workers of the model; only with the phase `waiting`."
+    )
 
 
 class Delta(_Event):

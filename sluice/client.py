@@ -17,7 +17,7 @@ from sluice.batch.status import Batch
 from sluice.cancellation import Cancellation, Outcome
 from sluice.dead_letters import DeadLetter, DeadLetters
 from sluice.errors import UnknownJob
-from sluice.presence import Workers, serves
+from sluice.presence import Attendances, Workers, serves
 from sluice.queues import Queue, Queues
 from sluice.results import Results
 from sluice.streaming.hub import Hub
@@ -65,7 +65,8 @@ class Client:
         self._submission = Submission(self._redis, self._retries)
         self._registry = BatchRegistry(self._redis)
         self._cancellation = Cancellation(self._redis, self._retries)
-        self._queues = Queues(self._redis, self._retries)
+        self._attendances = Attendances(self._redis, self._retries)
+        self._queues = Queues(self._redis, self._retries, self._attendances)
         self._workers = Workers(self._redis, self._retries)
         self._dead_letters = DeadLetters(self._redis, self._retries)
 
@@ -144,7 +145,9 @@ class Client:
     async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[Event]:
         """Yield every event after sequence number `after`, once and in order, up to the final one.
 
-        Late, reconnected and repeated subscribers all receive the same events. Raises `UnknownJob` if there has been no
+        Late, reconnected and repeated subscribers all receive the same events. In addition a `Progress` of the phase
+        `waiting` comes within about two seconds after the last live worker has gone, and when one has come back; it is
+        not `stored`, and its `seq` is that of the event before it. Raises `UnknownJob` if there has been no
         trace of the job for `unknown_s` seconds, `UnreadableLog` if its list of events holds a foreign item or its
         numbers are not in order, `ServerUnreachable` after an outage of the client's `outage_s`, and ValueError if
         `after` is not an integer from -1 to 2**53.
@@ -194,9 +197,13 @@ class Client:
         return model.decode() if state == b"queued" and model else None
 
     async def state(self, job_id: str) -> str | None:
-        """Return queued, running, finished, failed or cancelled; None if there is no trace of the job."""
+        """Return queued, running, finished, failed or cancelled; None if there is no trace of the job. Ends the job if
+        its deadline has passed and no worker has it."""
         wire.check_job_id(job_id)
         state: bytes | None = await self._retries.run(lambda: self._redis.hget(wire.job_key(job_id), "state"))
+        if state in (b"queued", b"running"):
+            (found,) = await self._attendances.check_all([job_id])
+            return found.state if found else state.decode()
         if state is None:  # other producers than ours write no state
             return "queued" if await self._retries.run(lambda: self._redis.exists(wire.body_key(job_id))) else None
         return state.decode()
@@ -311,7 +318,8 @@ class Client:
         return int(await self._retries.run(lambda: self._redis.zcard(wire.queue_key(model, lane))))
 
     async def queues(self) -> list[Queue]:
-        """Return every queue that holds jobs, with the number of workers that serve its model."""
+        """Return every queue that holds jobs, with the number of workers that serve its model. Ends the jobs past their
+        deadline that no worker has, in queues without a worker: elsewhere a worker ends them."""
         return await self._queues.read_all(
             [worker.get("model", "") for worker in await self.workers() if serves(worker)]
         )

@@ -26,7 +26,7 @@ from sluice.errors import (
     SluiceError,
     UnknownJob,
 )
-from sluice.wire import MODEL_NAME, Cancelled, Delta, Event, Failed, Finished, Restarted, Started, Usage
+from sluice.wire import MODEL_NAME, Cancelled, Delta, Event, Failed, Finished, Progress, Restarted, Started, Usage
 from sluice.wording import cancelled_sentence, full_sentence
 
 Chunk = dict[str, Any]  # a `chat.completion.chunk`
@@ -102,7 +102,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 async def chunks(events: AsyncGenerator[Event], *, include_usage: bool = False) -> AsyncGenerator[Chunk]:
-    """Yield the chunks of a whole job, from its first event; closes `events`. Progress and resumption yield no chunk.
+    """Yield the chunks of a whole job, from its first event; closes `events`. Progress and resumption yield no chunk,
+    but after the first one: if the last live worker goes, and if one comes back, a chunk with an empty delta and
+    `"sluice": {"phase": "waiting", "workers": ...}`. `sse` makes a comment of it.
 
     `include_usage` is that of OpenAI's `stream_options`. Raises `JobFailed`, `JobCancelled`, `JobRestarted`, and every
     error of the stream of events.
@@ -179,6 +181,8 @@ class Answer:
                 return self._first_chunks(event)
             case Delta():
                 return self._delta_chunks(event)
+            case Progress(stored=False) if self._head:
+                return [{**self._chunk({}), "sluice": {"phase": event.phase, "workers": event.workers}}]
             case Finished():
                 return [self._chunk({}, finish_reason=event.finish_reason)]
             case Failed():
@@ -258,7 +262,15 @@ async def _lines(first: Chunk, rest: AsyncGenerator[Chunk]) -> AsyncGenerator[st
             yield "data: [DONE]\n\n"
 
 
+def waiting_comment(workers: int) -> str:
+    """Return the comment of a stream whose job waits for a worker, without the empty line that would end an event."""
+    return f": waiting, workers={workers}\n"
+
+
 def _line(message: dict[str, Any]) -> str:
+    match message:
+        case {"sluice": {"phase": "waiting", "workers": int(workers)}}:
+            return waiting_comment(workers)
     return f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
 
 

@@ -1,12 +1,19 @@
-"""The live workers; each publishes a hash about itself on the server."""
+"""The live workers, each of which publishes a hash about itself on the server, and the jobs that they leave behind."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import NoScriptError
 
 from sluice import wire
-from sluice.transport.retries import Command, Retries
+from sluice.transport.retries import Command, Retries, raise_outage
+from sluice.transport.round_trips import RoundTrips
+from sluice.transport.scripts import source
+
+_PER_CALL = 100  # jobs in one pipeline, as in a cancellation
 
 
 def serves(worker: Mapping[str, str]) -> bool:
@@ -56,3 +63,58 @@ def mapped_name(name: str, mapped: Mapping[str, str]) -> str:
     """Return the served name for a name in a request, which is that name if no pair fits."""
     pair = mapping_pair(name, mapped)
     return name if pair is None else mapped[pair]
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """What a check of a job found. `workers`: live workers of its model; None if its state names no model."""
+
+    state: str | None
+    attempt: int
+    workers: int | None
+
+
+class Attendances:
+    """Checks jobs with the script `attended.lua`, which ends those whose deadline has passed and that no worker has."""
+
+    def __init__(self, redis: Redis, retries: Retries) -> None:
+        self._redis, self._retries = redis, retries
+        self._script = redis.register_script(source("attended"))
+        self._checks = RoundTrips[str, Attendance | None](self._wait_out)
+
+    async def check(self, job_id: str) -> Attendance | None:
+        """Check a job, waiting out an outage. Returns None if the server refuses the check, for example since the user
+        may only read: a reader goes on without it. Readers share round trips."""
+        return await self._checks.call(job_id)
+
+    async def check_all(self, job_ids: Sequence[str]) -> list[Attendance | None]:
+        """Check jobs, with the retries of a single call. As `check`, otherwise."""
+        found = list[Attendance | None]()
+        for start in range(0, len(job_ids), _PER_CALL):
+            found += await self._retries.run(partial(self._run_all, job_ids[start : start + _PER_CALL]))
+        return found
+
+    async def _wait_out(self, job_ids: Sequence[str]) -> Sequence[Attendance | None]:
+        found: list[Attendance | None] = await self._retries.run_until_answered(partial(self._run_all, job_ids))
+        return found
+
+    async def _run_all(self, job_ids: Sequence[str]) -> list[Attendance | None]:
+        answers = await self._pipelined(job_ids)
+        if any(isinstance(answer, NoScriptError) for answer in answers):  # a check may be repeated
+            await self._redis.script_load(self._script.script)
+            answers = await self._pipelined(job_ids)
+        raise_outage(answers)
+        return [None if isinstance(answer, Exception) else _attendance(answer) for answer in answers]
+
+    async def _pipelined(self, job_ids: Sequence[str]) -> list[Any]:
+        lives = [wire.JOB_LIFE_S * 1000, wire.LOG_TTL_S * 1000, wire.RESULT_TTL_S * 1000]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.evalsha(self._script.sha, 0, job_id, *lives)  # type: ignore[arg-type]
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
+        return answers
+
+
+def _attendance(answer: Sequence[Any]) -> Attendance:
+    state, attempt, workers = answer
+    return Attendance(state and state.decode("utf-8", "replace"), attempt, None if workers < 0 else workers)

@@ -1,12 +1,14 @@
 """The queues of a server, with or without workers."""
 
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+import re
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from redis.asyncio import Redis
 
 from sluice import wire
+from sluice.presence import Attendances
 from sluice.transport.retries import Retries
 from sluice.wire import Lane
 
@@ -32,8 +34,8 @@ class Queue:
 class Queues:
     """Reads the queues of a server."""
 
-    def __init__(self, redis: Redis, retries: Retries) -> None:
-        self._redis, self._retries = redis, retries
+    def __init__(self, redis: Redis, retries: Retries, attendances: Attendances) -> None:
+        self._redis, self._retries, self._attendances = redis, retries, attendances
 
     async def read_all(self, workers: Collection[str]) -> list[Queue]:
         """Return every queue with jobs, sorted by model and lane. `workers`: the model of each live worker."""
@@ -41,14 +43,35 @@ class Queues:
         found = [await self._read(model, lane, workers) for model, lane in lanes]
         return [queue for queue in found if queue is not None]
 
-    async def _read(self, model: str, lane: Lane, workers: Iterable[str]) -> Queue | None:
+    async def _read(self, model: str, lane: Lane, workers: Collection[str]) -> Queue | None:
         key = wire.queue_key(model, lane)
         if await self._retries.run(lambda: self._redis.type(key)) != b"zset":
             return None  # the queue has just emptied, or is a foreign value
+        if model not in workers:
+            await self._end_overdue(model, lane)
         jobs: int = await self._retries.run(lambda: self._redis.zcard(key))
         oldest = await self._retries.run(lambda: self._redis.zrange(key, 0, 0, withscores=True))
         since_s = await self._now() - oldest[0][1] / 1000 if oldest else 0.0
         return Queue(model, lane, jobs, max(0.0, since_s), list(workers).count(model)) if jobs else None
+
+    async def _end_overdue(self, model: str, lane: Lane) -> None:
+        """End the jobs past their deadline. Others are read only: 1,000 jobs take two round trips."""
+        async for ids in self.pages(model, lane):
+            late = await self._retries.run(partial(self._past_deadline, ids))
+            await self._attendances.check_all(late)
+
+    async def _past_deadline(self, ids: Sequence[bytes]) -> list[str]:
+        """Return those of the jobs that may be past their deadline: the script decides, when it ends them."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.time()
+            for id in ids:
+                pipe.hget(wire.job_key(id.decode("utf-8", "surrogateescape")), "deadline")
+            (seconds, _), *deadlines = await pipe.execute(raise_on_error=False)
+        return [
+            id.decode("utf-8", "surrogateescape")
+            for id, text in zip(ids, deadlines, strict=True)
+            if isinstance(text, bytes) and re.fullmatch(rb"\d{1,12}(\.\d{1,12})?", text) and float(text) <= seconds + 1
+        ]
 
     async def pages(self, model: str, lane: Lane, *, older_than_s: float = 0.0) -> AsyncGenerator[Sequence[bytes]]:
         """Yield pages of the ids of the jobs that were queued at least `older_than_s` seconds ago, oldest first. The

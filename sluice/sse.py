@@ -5,7 +5,8 @@
 
 `sync_frames` does the same with a `SyncClient`, for Django's `StreamingHttpResponse` or Flask's `Response`.
 
-Each frame's `id` is the event's `seq`, its `event` the type, its `data` the JSON that the worker wrote. An EventSource
+Each frame's `id` is the event's `seq`, its `event` the type, its `data` the JSON that the worker wrote. Progress of the
+phase `waiting`, which tells if workers live, is made here and has no `id`. An EventSource
 that loses its connection reconnects with the last id and continues after it. The page must close it on `finished`,
 `failed`, `cancelled` and `unknown`; otherwise it reconnects.
 """
@@ -93,4 +94,6 @@ async def take(source: ReadAhead[T], silence_s: float) -> list[T] | None:
 
 def _frame(event: bytes) -> bytes:
     parsed = json.loads(event)
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (parsed["seq"], parsed["type"].encode(), event)
+    is_stored = parsed.get("phase") != wire.WAITING  # else without an id: an EventSource keeps the last one
+    id = b"id: %d\n" % parsed["seq"] if is_stored else b""
+    return b"%sevent: %s\ndata: %s\n\n" % (id, parsed["type"].encode(), event)

@@ -30,6 +30,7 @@ JOB_LIFE_S = 86_400  # life of a job that has not ended: arq's default for a que
 # For a job that a client ends: the defaults of SLUICE_LOG_TTL_S and SLUICE_RESULT_TTL_S.
 LOG_TTL_S = 600
 RESULT_TTL_S = 3600
+WAITING = "waiting"  # the phase of the progress that a reader makes
 
 
 def queue_key(model: str, lane: Lane) -> str:
@@ -164,6 +165,11 @@ class Event:
         """True for the last event of a job."""
         return self.type in ("finished", "failed", "cancelled")
 
+    @property
+    def stored(self) -> bool:
+        """True for the events of workers; False for one that the reader itself made, which has no `seq` of its own."""
+        return True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(Event):
@@ -187,11 +193,20 @@ class Restarted(Started):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Event):
-    """Progress before the first token: `done` of `total` tokens of the phase."""
+    """Progress before the first token: `done` of `total` tokens of the phase.
+
+    The phase `waiting` is made by the reader when the last live worker of the model has gone, and when one has come
+    back; `workers` is then their number, and `seq` that of the last event that this reader has (-1: none).
+    """
 
     phase: str
     done: int
     total: int
+    workers: int | None = None
+
+    @property
+    def stored(self) -> bool:
+        return self.phase != WAITING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,12 @@ from starlette.types import Receive, Scope, Send
 from sluice.errors import SluiceError
 from sluice.gateway.disconnect import ClientDisconnected, unless_disconnected
 from sluice.gateway.errors import ApiError, from_client, log_refusal
+from sluice.openai import waiting_comment
 from sluice.sse import HEADERS, take
 from sluice.streaming.streams import LAST_SEQ, ReadAhead
+from sluice.wire import Progress
 
-__all__ = ["DONE", "HEADERS", "KEEP_ALIVE", "bad_last_event_id", "frame", "seq_of", "stream"]
+__all__ = ["DONE", "HEADERS", "KEEP_ALIVE", "bad_last_event_id", "frame", "seq_of", "stream", "waiting"]
 
 DONE = b"data: [DONE]\n\n"
 # A comment without an empty line: after an event with an id, an empty line is an event without data to OpenAI's SDK.
@@ -36,6 +38,11 @@ def frame(data: Any, *, event: str | None = None, id: int | str | None = None) -
         lines.append(f"event: {event}")
     lines.append(f"data: {_encode(data)}")
     return "\n".join([*lines, "", ""]).encode()
+
+
+def waiting(event: Progress) -> bytes:
+    """Return the comment for a job that waits for a worker. It has no id: what the client has stays the same."""
+    return waiting_comment(event.workers or 0).encode()
 
 
 def bad_last_event_id() -> ApiError:

@@ -1,6 +1,7 @@
 """Reads a job's events, each once and in order: new ones from the channel, missed ones from the list."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -13,6 +14,7 @@ from redis.asyncio import Redis
 
 from sluice import wire
 from sluice.errors import UnknownJob, UnreadableLog
+from sluice.presence import Attendance, Attendances
 from sluice.streaming.hub import Hub
 from sluice.transport.retries import Retries, raise_outage
 from sluice.transport.round_trips import RoundTrips
@@ -53,16 +55,25 @@ class Streams:
         self._redis = redis
         self._hub = hub
         self._retries = retries
+        self._attendances = Attendances(redis, retries)
         self._reads = RoundTrips[_Read, _Log](self._read_logs)
 
     async def follow(self, job_id: str, after: int, unknown_s: float) -> AsyncGenerator[tuple[bytes, Event]]:
-        """Yield each event after `after` as the worker wrote it, and parsed. Raises as `Client.stream` does."""
+        """Yield each event after `after` as the worker wrote it, and parsed; between them, `waiting` while no worker
+        lives. A job that no worker has ends here when its deadline passes. Raises as `Client.stream` does."""
         wire.check_job_id(job_id)
         check_after(after)
         next_seq, known_at = after + 1, time.monotonic()
+        heard_at, is_deserted = time.monotonic(), False
         async with self._hub.listen(wire.channel(job_id)) as subscription:
             while True:
                 events = _parse_publications(await subscription.take(SILENCE_S))
+                if not events and time.monotonic() - heard_at >= SILENCE_S:  # not after a gap alone
+                    heard_at = time.monotonic()
+                    found = await self._attendances.check(job_id)
+                    if found and found.workers is not None and is_deserted != (found.workers == 0):
+                        is_deserted = found.workers == 0
+                        yield _waiting(job_id, next_seq - 1, found, found.workers)
                 new_seqs = {event.seq for _, event in events if event.seq >= next_seq}
                 is_known = True
                 if not events or (new_seqs and max(new_seqs) - next_seq >= len(new_seqs)):
@@ -70,6 +81,7 @@ class Streams:
                     events, is_known = await self._read_log(job_id, max(next_seq - 1, 0))
                 for raw, event in events:
                     if event.seq == next_seq:
+                        heard_at, is_deserted = time.monotonic(), False
                         yield raw, event
                         next_seq += 1
                     if event.final and event.seq < next_seq:
@@ -126,6 +138,14 @@ def _log_of(answers: Sequence[Any]) -> _Log | Exception:
             return answer
     items, bodies, *last = answers
     return _Log(items, last[0] if last else items[-1:], bool(bodies))
+
+
+def _waiting(job_id: str, last_seq: int, found: Attendance, workers: int) -> tuple[bytes, Event]:
+    """Make the event that tells how many workers live. Its `seq` is that of the last event yielded, so that a reader
+    which resumes after it misses none, and one which drops what it has drops this one."""
+    fields = {"type": "progress", "id": job_id, "seq": last_seq, "attempt": found.attempt, "ts": round(time.time(), 3)}
+    raw = json.dumps({**fields, "phase": wire.WAITING, "done": 0, "total": 0, "workers": workers}).encode()
+    return raw, wire.parse_event(raw)
 
 
 def _parse_log(job_id: str, found: list[bytes], first: int) -> list[tuple[bytes, Event]]:

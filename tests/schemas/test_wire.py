@@ -53,7 +53,7 @@ def test_a_key_is_named_the_same_on_both_sides(name: str) -> None:
     assert getattr(wire, KEYS[name])(*args) == getattr(keys, name)(*args)
 
 
-@pytest.mark.parametrize("script", ["lib", "index", "cancel"])
+@pytest.mark.parametrize("script", ["lib", "index", "ending", "cancel"])
 def test_a_script_of_both_sides_is_the_same(script: str) -> None:
     producers, workers = (files(package) / "lua" / f"{script}.lua" for package in ("sluice", "worker.queue"))
     assert producers.read_text() == workers.read_text()

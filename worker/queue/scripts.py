@@ -13,9 +13,10 @@ Argument = bytes | str | int
 JOB_LIFE_MS = 86_400_000  # expiry of the keys of a job that has not ended: arq's default for a queued body
 
 
-# Files that a script needs in addition to `lib` and `index`. These two and `cancel` are in `sluice` too, since a
-# backend does not install `worker`; a test checks that the copies are equal.
+# Files that a script needs beside `lib` and `index`. These two, `ending` and `cancel` are in `sluice` too, since
+# a backend does not install `worker`; a test checks that the copies are equal.
 _PARTS = {
+    "cancel": ("ending",),
     "claim": ("arguments", "places", "reconcile", "ownership", "selection"),
     "final": ("arguments",),
     "release": ("places",),

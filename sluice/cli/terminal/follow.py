@@ -94,7 +94,7 @@ async def follow(client: Client, job_id: str, show: ShowEvent, *, after: int = -
     """Show the events after sequence number `after`, and return the final one. Raises as `Client.stream` does."""
     async for raw in client.stream_json(job_id, unknown_s=unknown_s):
         event = parse_event(raw)
-        if event.seq > after:
+        if event.seq > after or not event.stored:
             show(raw, event)
         if event.final:
             return event

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sluice.wire import Cancelled, Delta, Event, Failed, Finished, Progress, Restarted, Resumed, Started
+from sluice.wording import counted
 
 _UNKNOWN_WIDTH = 80  # columns
 
@@ -112,6 +113,8 @@ class View:
                 self._note(f"{event.worker} continues")
             case Started():
                 self._start(event)
+            case Progress(stored=False):
+                self._waiting(event.workers or 0)
             case Progress():
                 self._status.update(f"{event.phase} {event.done:,} of {event.total:,} tokens")
             case Delta():
@@ -133,6 +136,13 @@ class View:
         self._status.update("computing the prompt")
         if self._announce:
             self._note(f"worker {event.worker}, model {event.model}, seed {event.seed}")
+
+    def _waiting(self, workers: int) -> None:
+        """Tell that nobody works on the job, or that somebody may again: in a line of its own if there is text."""
+        text = f"waiting; {counted(workers, 'worker')} alive" if workers else "no worker is running; waiting"
+        self._status.update(text)
+        if self._open_stream or self.answer.text or self.answer.reasoned:
+            self._note(text, style="yellow")
 
     def _delta(self, event: Delta) -> None:
         if event.reasoning:

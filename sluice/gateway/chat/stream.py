@@ -10,7 +10,7 @@ from sluice.gateway.chat.merging import merged
 from sluice.gateway.errors import ApiError, openai_body
 from sluice.openai import Answer, usage_of
 from sluice.streaming.streams import LAST_SEQ
-from sluice.wire import Event, Finished
+from sluice.wire import Event, Finished, Progress
 
 Events = Callable[[str], AsyncGenerator[Event]]  # the events of a job, from the first
 
@@ -31,6 +31,9 @@ async def frames(
     finished: dict[int, Finished] = {}
     async with aclosing(merged([events(job_id) for job_id in job_ids])) as merged_events:
         async for index, event in merged_events:
+            if isinstance(event, Progress) and not event.stored:
+                yield sse.waiting(event)
+                continue
             chunks = answers[index].chunks(event)
             if event.seq > seen[index]:
                 position[index] = event.seq

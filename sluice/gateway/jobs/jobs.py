@@ -44,13 +44,15 @@ class Jobs:
 
     async def events(self, job_id: str, after: int = -1, *, timer: AnswerTimer | None = None) -> AsyncGenerator[Event]:
         """Yield the job's events after `after`, as `Client.stream` does. `timer`: of the request that they answer.
+        Before the first stored event none is made for a wait without a worker: that could end as an HTTP status.
 
         Raises `ApiError` 503, and cancels the job, if its workers are gone before the first event.
         """
         stream = self._client.stream(job_id, after=after, unknown_s=_UNKNOWN_S)
         async with aclosing(self._limits.settled(stream) if self._limits else stream) as events:
             with self._queue_watch.watching(job_id):
-                first = await anext(events, None)
+                while (first := await anext(events, None)) is not None and not first.stored:
+                    pass
             if first is None:
                 return
             if timer:

@@ -24,7 +24,7 @@ from sluice.gateway.messages.errors import ID_PREFIX, endpoint, error_body, id_h
 from sluice.gateway.messages.request import chat_request, prompt_fields
 from sluice.gateway.messages.stream import PING, MessageEvent, MessageStream, whole_message
 from sluice.gateway.threads import in_thread_if_long, json_response
-from sluice.wire import Event, Restarted
+from sluice.wire import Event, Progress, Restarted
 
 T = TypeVar("T")
 
@@ -154,6 +154,8 @@ class _Messages:
         with self._gateway.jobs.abandoning([job_id], detached=detached):
             async with aclosing(source) as events:
                 async for event in events:
+                    if isinstance(event, Progress) and not event.stored:
+                        yield sse.waiting(event) + _frame(PING)
                     for each in stream.events(event):
                         yield _frame(each)
 

@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from sluice import wire
 from sluice.errors import JobFailed
@@ -66,7 +66,8 @@ class Reading:
                 await self._check(events[0])
             made = self._state.opening()
             while events != []:
-                if frames := _framed(made + await self._add(events or (), after), after):
+                waits = b"".join(sse.waiting(each) for each in events or () if _is_wait(each))
+                if frames := waits + _framed(made + await self._add(events or (), after), after):
                     yield frames
                 made, events = [], [] if self._is_over else await self._source.take()
         finally:
@@ -105,6 +106,10 @@ class Reading:
             self._is_over = True
             await self._store.delete(self._head.id)
             raise JobFailed(replace(event.error, param=own_name(event.error.param)))
+
+
+def _is_wait(event: wire.Event) -> TypeGuard[wire.Progress]:
+    return isinstance(event, wire.Progress) and not event.stored
 
 
 def own_name(param: str | None) -> str | None:

@@ -53,6 +53,7 @@ export class Answer {
         this.refused = Boolean(said) && !this.state.id;
         this.status(said ? `${said} Trying again …` : "reconnecting …");
       },
+      workers: (number) => { if (!this.state.stopped) this.status(number ? this.label() : "no worker is running; waiting …"); },
     };
     try {
       await follow(this.state, body, on, this.stopping.signal);

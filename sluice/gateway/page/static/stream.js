@@ -40,7 +40,7 @@ const pause = (ms, signal) => new Promise((resolve) => {
 });
 
 /** Begins an answer, or continues one. `answer` holds `key`, a random name of the request; `id` and `last`, if known.
- * Calls `on.id(id)`, `on.chunk(chunk, last)`, `on.connected()` and, before it tries again, `on.lost(said)` with what the
+ * Calls `on.id(id)`, `on.chunk(chunk, last)`, `on.connected()`, `on.workers(number)` and, before it tries again, `on.lost(said)` with what the
  * gateway said, "" if it did not answer; returns at the end of the answer. Throws `Refused`. */
 export async function follow(answer, body, on, signal) {
   let { id, last } = answer;
@@ -52,6 +52,7 @@ export async function follow(answer, body, on, signal) {
       on.id(id);
       on.connected();
       for await (const event of events(reply.body)) {
+        if (event.workers !== undefined) { on.workers(event.workers); continue; }
         if (event.data === "[DONE]") return;
         const chunk = JSON.parse(event.data);
         if (chunk.error) throw new Refused(0, chunk.error.message, true);
@@ -81,7 +82,7 @@ const resume = (id, last, signal) => send(`${COMPLETIONS}/${id}/stream?include_u
   headers: last === undefined ? {} : { "Last-Event-ID": last },
 });
 
-/** Yields the server-sent events of a body: `{id, data}`. */
+/** Yields the server-sent events of a body: `{id, data}`; and `{workers}`, their number, for a job that waits for one. */
 async function* events(body) {
   let buffered = "";
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
@@ -89,6 +90,8 @@ async function* events(body) {
     const { done, value } = await reader.read();
     if (done) return;
     buffered += value;
+    // This comment has no empty line behind it; it is shown before the next event has come.
+    buffered = buffered.replace(/^: waiting, workers=(\d+)\n/gm, "workers: $1\n\n");
     const parts = buffered.split("\n\n");
     buffered = parts.pop();
     for (const part of parts) {
@@ -97,7 +100,8 @@ async function* events(body) {
         const colon = line.indexOf(": ");
         if (colon > 0) event[line.slice(0, colon)] = line.slice(colon + 2);
       }
-      if (event.data) yield event;
+      if (event.workers) yield { workers: Number(event.workers) };
+      else if (event.data) yield event;
     }
   }
 }
