@@ -5,7 +5,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
+from schemas import keys
 from scripts.stack import free_port
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
@@ -266,3 +268,15 @@ async def test_the_page_fits_a_phone(chromium: Browser, fake_worker: None, front
         assert max(await do(chromium.evaluate, lines)) == 1  # nothing is broken into two lines
         fits = "document.querySelector('#model').scrollWidth <= document.querySelector('#model').clientWidth"
         assert await do(chromium.evaluate, fits)
+
+
+async def test_an_answer_without_a_worker_tells_so(page: Browser, db: Redis) -> None:
+    await ask(page, "Hello", then="hang")
+    await do(page.wait_for, "document.querySelector('.answer')?.textContent.includes('Hello')")
+
+    async def tells() -> bool:
+        await db.delete(keys.model("default"))  # the worker writes it again three times per lease
+        shown = await do(page.text, ".facts")
+        return "no worker is running; waiting" in shown
+
+    await until(tells)
