@@ -1,7 +1,7 @@
 -- Check if a worker attends to a job: end the job if its deadline has passed and no worker has it.
 -- ARGV  id, life_ms, log_ttl_ms, result_ttl_ms
--- Returns the job's state or nil, the number of its attempt, and the number of live workers of its model, or -1 if its
--- state names no model.
+-- Returns the job's state or nil, the number of its attempt, and the number of live workers of its model: at least the
+-- one that has its lease, which may be draining; -1 if its state names no model.
 local id, lives = ARGV[1], { job = ARGV[2], log = ARGV[3], result = ARGV[4] }
 local fields = redis.pcall('HMGET', 'sluice:job:' .. id, 'state', 'model', 'lane', 'deadline', 'attempt')
 if fields.err then fields = {} end
@@ -27,4 +27,6 @@ if deadline and deadline * 1000 < now_ms and not FINAL[state] and not has_lease(
       '"The job\'s deadline passed while it waited in the queue.","retryable":true}', lives)
   end
 end
-return { state, tonumber(fields[5] or 0) or 0, model and live_workers() or -1 }
+local alive = model and live_workers() or -1
+if alive == 0 and has_lease(id) then alive = 1 end
+return { state, tonumber(fields[5] or 0) or 0, alive }

@@ -170,6 +170,10 @@ async def test_a_reader_is_told_within_two_seconds_in_the_middle_of_a_stream(db:
         assert [(await anext(events)).seq for _ in range(2)] == [0, 1]
         await asyncio.sleep(0.5)
         await db.delete(keys.model("default"))
+        with pytest.raises(TimeoutError):  # a worker that drains still has the lease
+            async with asyncio.timeout(1.5):
+                await anext(client.stream(job.id, after=1))
+        await db.delete(lease_key(job.id))
         gone_at = time.monotonic()
         assert waiting(job.id, await anext(events)) == (1, 0)
         assert time.monotonic() - gone_at < 2
@@ -198,7 +202,7 @@ async def test_what_a_reader_makes_is_an_event_of_the_schema(client: Client) -> 
 
 async def test_a_browser_is_told_without_a_new_event_id(db: Redis, client: Client) -> None:
     job = await client.submit(HELLO)
-    await start(db, job.id, lease=True)
+    await start(db, job.id, lease=False)
     async with asyncio.timeout(10), aclosing(sse.frames(client, job.id)) as frames:
         sent = [await anext(frames) for _ in range(4)]
     assert [frame.partition(b"\n")[0] for frame in sent] == [b"retry: 500", b"id: 0", b"id: 1", b"event: progress"]
@@ -207,7 +211,7 @@ async def test_a_browser_is_told_without_a_new_event_id(db: Redis, client: Clien
 
 async def test_an_openai_client_is_sent_a_comment(db: Redis, client: Client) -> None:
     job = await client.submit(HELLO)
-    await start(db, job.id, lease=True)
+    await start(db, job.id, lease=False)
     async with asyncio.timeout(10), aclosing(await openai.sse(openai.chunks(client.stream(job.id)))) as lines:
         sent = [await anext(lines) for _ in range(3)]
     assert [line.partition(" ")[0] for line in sent] == ["data:", "data:", ":"]
