@@ -39,7 +39,11 @@ SCENARIOS: dict[str, Scenario] = {
     "answers": lambda s: outages.answers_lost(s.port, cuts=1000, streams=16, tokens=100),
     "gateway": lambda s: front.all_killed(s.url, streams=32, tokens=200),
     "backlog": lambda s: pickup.behind_a_backlog(s.url, backlog=600, samples=1000),
-    "pickup": lambda s: pickup.with_running_rows(s.url, running=32, samples=1000),
+    "pickup": lambda s: _each(
+        pickup.with_running_rows(s.url, running=32, samples=1000),
+        pickup.one_after_another(s.url, running=0, samples=300),
+        pickup.one_after_another(s.url, running=24, samples=300),
+    ),
     "fairness": lambda s: fairness.small_tenant(s.url, backlog=10_000, samples=200),
     "claim": lambda s: fairness.claim_cost(s.url, lengths=(0, 1_000, 10_000, 100_000)),
     "tiny": lambda s: pickup.with_the_tiny_model(s.url, samples=1000),
@@ -54,6 +58,11 @@ SCENARIOS: dict[str, Scenario] = {
     "fuzz": lambda s: fuzz.fuzzed(s.url, bodies=2_000, streams=8, alone_s=10),
     "hostile": lambda s: load.hostile(s.url, _bomb(), megabytes=50),
 }
+
+
+async def _each(*scenarios: Awaitable[list[Figure]]) -> list[Figure]:
+    """Run scenarios one after another on the same server."""
+    return [figure for scenario in scenarios for figure in await scenario]
 
 
 def main() -> int:

@@ -1,11 +1,16 @@
 """Measures how soon a job is claimed, and how soon a cancelled row is freed."""
 
 import asyncio
+import json
 import time
 
 import redis.asyncio
+from arq import create_pool
+from arq.connections import RedisSettings
 
 from scripts.scenarios.harness import (
+    FINAL,
+    QUEUE,
     Figure,
     chat_request,
     paced_worker,
@@ -40,9 +45,11 @@ async def _length(db: redis.asyncio.Redis, key: str) -> int:
     return length
 
 
-async def keep_running(client: Client, rows: int, tokens: int, lane: Lane = "interactive") -> list[str]:
+async def keep_running(
+    client: Client, rows: int, tokens: int, lane: Lane = "interactive", prefix: str = "long"
+) -> list[str]:
     """Submit long jobs, wait until they decode, and return their ids."""
-    ids = await submit_all(client, rows, chat_request(tokens), lane=lane, prefix="long")
+    ids = await submit_all(client, rows, chat_request(tokens), lane=lane, prefix=prefix)
     await until_decoding(client, ids, 2)
     return ids
 
@@ -59,6 +66,36 @@ async def with_running_rows(url: str, *, running: int, samples: int) -> list[Fig
     p50, p99 = percentile(waits, 0.5) * 1000, percentile(waits, 0.99) * 1000
     label = f"pickup with {running} running, {samples} samples"
     return [Figure(f"{label}: p99 (p50 {p50:.0f} ms)", "≤ 10 ms", f"{p99:.0f} ms", p99 <= 10)]
+
+
+async def one_after_another(url: str, *, running: int, samples: int) -> list[Figure]:
+    """Measure pickups of a plain arq producer that enqueues each job at the final event of the one before, while
+    `running` rows decode. The worker claims at that moment too, in the same millisecond."""
+    waits, redis_settings = [], RedisSettings.from_dsn(url)
+    producer = await create_pool(redis_settings, job_serializer=_as_json, default_queue_name=QUEUE)
+    async with Client(url) as client, producer as db:
+        with paced_worker(url, max_rows=running + 16, reserved_rows=0, lease_s=10):
+            long = await keep_running(client, running, 1_000_000, prefix=f"beside-{running}")
+            async with db.pubsub() as events:
+                await events.psubscribe("sluice:ch:plain-*")
+                for i in range(samples):
+                    began, job_id = time.time(), f"plain-{running}-{i:05}"
+                    await db.enqueue_job("chat", chat_request(2), _job_id=job_id)
+                    async for message in events.listen():
+                        if message["type"] == "pmessage" and json.loads(message["data"])["type"] in FINAL:
+                            break
+                    waits.append(float(await db.hget(f"sluice:job:{job_id}", "started_at")) - began)  # type: ignore[misc]
+            for job_id in long:
+                await client.cancel(job_id)
+            await record_all(client, long)
+    p50, p99 = percentile(waits, 0.5) * 1000, percentile(waits, 0.99) * 1000
+    label = f"pickup of a plain producer, one job after another, with {running} running, {samples} samples"
+    return [Figure(f"{label}: p99 (p50 {p50:.0f} ms, at most {max(waits) * 1000:.0f})", "≤ 10 ms", f"{p99:.0f} ms",
+                   p99 <= 10)]  # fmt: skip
+
+
+def _as_json(envelope: dict[str, object]) -> bytes:
+    return json.dumps(envelope).encode()
 
 
 async def behind_a_backlog(url: str, *, backlog: int, samples: int) -> list[Figure]:

@@ -31,6 +31,7 @@ SCENARIOS: dict[str, Scenario] = {
     "a worker is killed behind a gateway": lambda s: front.worker_killed(s.url, streams=12, tokens=150),
     "one of two gateways is killed": lambda s: front.front_killed(s.url, streams=12, tokens=150),
     "the server is killed behind a gateway": lambda s: front.server_killed(streams=12, tokens=150, away_s=1),
+    "a plain producer enqueues at each final event": lambda s: pickup.one_after_another(s.url, running=4, samples=60),
     "an idle worker is quiet": lambda s: pickup.idle_commands(s.url, seconds=3),
     "an offline run is killed": lambda s: offline.killed(offline.two_paced, lines=300, distinct=12, kills=3, seed=1),
     "many small jobs end once": lambda s: load.many_small_jobs(s.url, jobs=1500, kill_every_s=1),
@@ -39,6 +40,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 # What these judge is how long a gap is, or how much happens in a second.
 TIMED = {
+    "a plain producer enqueues at each final event",
     "a killed worker's streams go on",
     "a stopped worker hands its streams over",
     "a sleeper that wakes writes nothing stale",

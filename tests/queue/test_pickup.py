@@ -1,7 +1,7 @@
 """Jobs are claimed when the worker is woken, and at each poll."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +109,53 @@ async def test_a_worker_that_is_woken_does_not_wait_for_the_next_poll(redis_url:
         parts.pickup.wake()
         await asyncio.wait_for(task, 5)
         assert polls == 2
+
+
+@pytest.mark.parametrize("lane", keys.LANES)
+async def test_a_job_that_is_due_before_the_next_poll_is_claimed_when_it_is_due(
+    redis_url: str, db: Redis, lane: keys.Lane
+) -> None:
+    async with picking_up(redis_url, **SELDOM) as parts:
+        await put(db, "later", BODY, lane=lane, at_ms=await server_ms(db) + 3_600_000)
+        await put(db, "soon", BODY, lane=lane, at_ms=(due_ms := await server_ms(db) + 300))
+        task = asyncio.create_task(parts.pickup.run(poll_of(parts)))
+        await until(lambda: parts.running() == ["soon"])
+        assert await server_ms(db) >= due_ms
+        parts.stopping.set()
+        parts.pickup.wake()
+        await asyncio.wait_for(task, 5)
+
+
+async def test_a_job_that_becomes_due_while_no_row_is_free_causes_no_poll(redis_url: str, db: Redis) -> None:
+    async with picking_up(redis_url, max_rows=1, reserved_rows=0, **SELDOM) as parts:
+        await put(db, "now", BODY)
+        await put(db, "soon", BODY, at_ms=await server_ms(db) + 20)
+        polls = 0
+
+        async def poll() -> None:
+            nonlocal polls
+            await parts.pickup.poll()
+            polls += 1
+
+        task = asyncio.create_task(parts.pickup.run(poll))
+        await until(lambda: parts.running() == ["now"])
+        await asyncio.sleep(0.1)
+        assert polls == 1
+        parts.stopping.set()
+        parts.pickup.wake()
+        await asyncio.wait_for(task, 5)
+
+
+async def server_ms(db: Redis) -> int:
+    seconds, microseconds = await db.time()
+    return int(seconds * 1000 + microseconds // 1000)
+
+
+def poll_of(parts: Parts) -> Callable[[], Awaitable[None]]:
+    async def poll() -> None:
+        await parts.pickup.poll()
+
+    return poll
 
 
 def stop_during_claims(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:

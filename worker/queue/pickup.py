@@ -1,6 +1,7 @@
 """The pickup of jobs: claims them when a row is free and the worker is woken or a poll is due."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -43,6 +44,7 @@ class Pickup:
         # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
         self._sweep_s = min(settings.poll_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic
+        self._next_at = math.inf  # monotonic: of a poll that a claim asked for
         self._woken, self._connected = asyncio.Event(), False
         self._takeover = Takeover(settings.lease_s)
         self.readiness = Readiness(self._sweep_s)
@@ -62,19 +64,20 @@ class Pickup:
         self.readiness.record_answer()
 
     async def run(self, poll: Callable[[], Awaitable[None]]) -> None:
-        """Call `poll` when the worker is woken, and at least once per sweep, until the worker is stopped. It is
-        repeated while Redis does not answer."""
+        """Call `poll` when the worker is woken, when a job is due, and at least once per sweep, until the worker is
+        stopped. It is repeated while Redis does not answer."""
         while not self._stopping.is_set():
             self._woken.clear()
             await until_redis_answers(poll, self._stopping)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._sweep_s):
+                async with asyncio.timeout(min(self._sweep_s, self._next_at - time.monotonic())):
                     await self._woken.wait()
 
     async def poll(self) -> bool:
         """Claim a job for every free row. Returns True if this poll was a sweep: it also claimed jobs past their
         deadline, and checked the cancel keys of running jobs. Raises RedisError, OSError."""
         sweep = time.monotonic() - self._swept_at >= self._sweep_s
+        self._next_at = math.inf
         for lane in keys.LANES:
             await self._poll_lane(lane, sweep=sweep)
         if sweep:
@@ -96,6 +99,7 @@ class Pickup:
         if limit or sweep or self._claims.needs_reconcile(lane):
             counts = MAX_COUNTS - sum(claim.is_count for claim in self._jobs.claims())
             claimed = await self._take(lane, limit, max(0, counts))
+            self._next_at = min(self._next_at, self._claims.next_at(lane))
             self._takeover.record_answer()
             self.readiness.record_answer()
             await self._start_all(claimed)

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -71,6 +73,7 @@ class Claims:
         self._inline_bytes, self._redis = min(_INLINE_BYTES, self._max_bytes), redis
         self._reply_lost, self._claim_lock = set[Lane](), asyncio.Lock()
         self._unreconciled = set[Lane]()
+        self._due_at = dict.fromkeys(keys.LANES, math.inf)  # monotonic
         self._queues = [keys.queue(self._model, lane) for lane in keys.LANES]
         self._claim = script(redis, "claim")
         self._release = script(redis, "release")
@@ -122,6 +125,7 @@ class Claims:
         return self._read(lane, named(reply))
 
     def _read(self, lane: Lane, reply: dict[str, Any]) -> list[Claim]:
+        self._due_at[lane] = time.monotonic() + reply["next_due_ms"] / 1000 if reply["next_due_ms"] else math.inf
         (self._unreconciled.add if reply["more"] else self._unreconciled.discard)(lane)
         for found in reply["foreign"]:
             logger.warning("deleted a foreign value: %s", found.decode("utf-8", "backslashreplace"))
@@ -130,6 +134,11 @@ class Claims:
     def needs_reconcile(self, lane: Lane) -> bool:
         """True if the lane's index does not match its queue yet: claim again at once, even if no row is free."""
         return lane in self._unreconciled
+
+    def next_at(self, lane: Lane) -> float:
+        """Return when to claim next, by the monotonic clock, as the last claim found: a job will be due then, and it
+        left a row free. Infinite if there is no such job."""
+        return self._due_at[lane]
 
     async def body(self, claim: Claim) -> bytes:
         """Return the job's body; empty if it is missing or above `max_request_bytes`. Raises RedisError, OSError."""

@@ -5,7 +5,8 @@
 --       lists: running (ids of the jobs that run on this worker; only used with reply_lost), tenants (each tenant and
 --       its running rows), resume_fields (fields of the job's hash to return), count_tenants (the tenant of each token
 --       count that runs on this worker)
--- Returns by name: more (1 if more of the index must be repaired, else 0), foreign (descriptions of foreign values that
+-- Returns by name: more (1 if more of the index must be repaired, else 0), next_due_ms (until a further job is due that a
+-- row is free for; 0: none), foreign (descriptions of foreign values that
 -- were deleted), and claims: for each claimed job the members of `Claim`, by name.
 --
 -- Tenants take turns, beginning with the one that has the fewest rows on this worker; a tenant's oldest job comes
@@ -31,7 +32,7 @@ end
 
 if not queue_exists(index.queue) then
   drop_index(index)
-  return { 'more', 0, 'foreign', notes, 'claims', claims }
+  return { 'more', 0, 'next_due_ms', 0, 'foreign', notes, 'claims', claims }
 end
 local more = reconcile(index, now)
 if arguments.reply_lost == '1' then requeue_lost_claims(index, arguments) end
@@ -49,4 +50,5 @@ if selection.want > 0 then
   for job in jobs_in_turn(selection) do claim(job) end
 end
 renew_index(index)
-return { 'more', more, 'foreign', notes, 'claims', claims }
+local due_ms = selection.want > 0 and next_due_ms(selection) or 0
+return { 'more', more, 'next_due_ms', due_ms, 'foreign', notes, 'claims', claims }

@@ -137,6 +137,15 @@ local function next_line(rows, lines)
   return best
 end
 
+-- Return the milliseconds until the next job is due whose score is in the future: its producer deferred it, has a clock
+-- that is ahead, or rounds to milliseconds, as arq does. 0 if there is none.
+local function next_due_ms(selection)
+  local from = '[h' .. stamp(selection.now + 1)
+  local head = redis.call('ZRANGEBYLEX', selection.index.lines, from, '(i', 'LIMIT', 0, 1)[1]
+  local since = head and tonumber(string.sub(head, 2, 16))
+  return since and since - selection.now or 0
+end
+
 -- Return when the first job of a line was queued, and its member of `lines`; nil if none is due.
 local function first_due(selection, line)
   local first = first_of(selection.index.lines, line)
