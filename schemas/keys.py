@@ -64,6 +64,11 @@ def model(name: str) -> str:
     return f"sluice:model:{name}"
 
 
+def rows(model: str) -> str:
+    """Hash: a field for each live worker of the model, its rows, by which claims share jobs: see share.lua."""
+    return f"sluice:model:{model}:rows"
+
+
 def worker(name: str) -> str:
     """Hash: a live worker's presence."""
     return f"sluice:worker:{name}"

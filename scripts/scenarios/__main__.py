@@ -44,6 +44,8 @@ SCENARIOS: dict[str, Scenario] = {
         pickup.one_after_another(s.url, running=0, samples=300),
         pickup.one_after_another(s.url, running=24, samples=300),
     ),
+    "burst": lambda s: pickup.shared_bursts(s.url, workers=2, bursts=33),
+    "burst-4": lambda s: pickup.shared_bursts(s.url, workers=4, bursts=33),
     "fairness": lambda s: fairness.small_tenant(s.url, backlog=10_000, samples=200),
     "claim": lambda s: fairness.claim_cost(s.url, lengths=(0, 1_000, 10_000, 100_000)),
     "tiny": lambda s: pickup.with_the_tiny_model(s.url, samples=1000),

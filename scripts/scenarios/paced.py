@@ -169,7 +169,7 @@ async def serve(settings: Settings, step_s: float) -> None:
                 server=RedisServer(redis, settings),
                 settings=settings,
                 metrics=metrics,
-                model=ServedModel(engine.set_paused),
+                model=ServedModel(engine.set_paused, forward_s=lambda: step_s),
             )
             health.set_checks({"event loop": worker.heartbeat}, worker.readiness.parts())
             await worker.main()

@@ -1,8 +1,9 @@
-"""Measures how soon a job is claimed, and how soon a cancelled row is freed."""
+"""Measures how soon a job is claimed and by which worker, and how soon a cancelled row is freed."""
 
 import asyncio
 import json
 import time
+from contextlib import AsyncExitStack
 
 import redis.asyncio
 from arq import create_pool
@@ -16,6 +17,7 @@ from scripts.scenarios.harness import (
     paced_worker,
     percentile,
     record_all,
+    running,
     submit_all,
     until_decoding,
 )
@@ -96,6 +98,29 @@ async def one_after_another(url: str, *, running: int, samples: int) -> list[Fig
 
 def _as_json(envelope: dict[str, object]) -> bytes:
     return json.dumps(envelope).encode()
+
+
+async def shared_bursts(url: str, *, workers: int, bursts: int) -> list[Figure]:
+    """Submit bursts of 4, 8 and 16 jobs to idle workers, at once and one after another in turn, and count by how many
+    jobs the workers differ."""
+    differences = list[int]()
+    async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db, AsyncExitStack() as stack:
+        started = [await stack.enter_async_context(running(paced_worker(url, lease_s=10))) for _ in range(workers)]
+        for burst in range(bursts):
+            ids = [f"burst-{burst}-{k}" for k in range((4, 8, 16)[burst % 3])]
+            submits = [client.submit(chat_request(20), id=job_id) for job_id in ids]
+            if burst % 2:
+                await asyncio.gather(*submits)
+            else:
+                for submit in submits:
+                    await submit
+            await record_all(client, ids)
+            owners = [await db.hget(f"sluice:job:{job_id}", "worker") for job_id in ids]
+            jobs = [owners.count(worker.name.encode()) for worker in started]
+            differences.append(max(jobs) - min(jobs))
+    even = sum(difference <= 1 for difference in differences)
+    label = f"bursts of 4, 8 and 16 jobs on {workers} idle workers: shared to one job (most: {max(differences)})"
+    return [Figure(label, f"{bursts}", f"{even}", even == bursts)]
 
 
 async def behind_a_backlog(url: str, *, backlog: int, samples: int) -> list[Figure]:

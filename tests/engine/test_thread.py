@@ -108,6 +108,17 @@ def reserved(reports: list[StepReport]) -> list[tuple[int, int]]:
     return [report.reserved for report in reports if report.reserved]
 
 
+async def test_the_seconds_of_a_forward_are_known_once_steps_were_measured() -> None:
+    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
+    await engine.start()
+    assert engine.forward_s == 0
+    recorder = Recorder()
+    engine.submit(GenerationRequest("a", prompt(5, 1), 30, Sampling(logit_bias=((2, -100.0),))), recorder)
+    await asyncio.wait_for(recorder.ended.wait(), 30)
+    assert 0 < engine.forward_s < 1
+    await engine.stop()
+
+
 async def test_paused_engine_makes_no_token_and_then_continues() -> None:
     engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
     await engine.start()

@@ -37,12 +37,12 @@ class Parts:
 
 
 @asynccontextmanager
-async def picking_up(url: str, **given: Any) -> AsyncIterator[Parts]:
+async def picking_up(url: str, forward_s: float = 0.0, **given: Any) -> AsyncIterator[Parts]:
     known = settings(url, **{"max_rows": 3, "reserved_rows": 1, **given})
     async with connect(known) as redis:
         held, claims = HeldJobs(redis), Claims(redis, known)
         stopping, cancel_keys = asyncio.Event(), CancelKeys(redis, held.jobs)
-        pickup = Pickup(RedisServer(redis, known), known, claims, held.jobs, cancel_keys, stopping)
+        pickup = Pickup(RedisServer(redis, known), known, claims, held.jobs, cancel_keys, stopping, lambda: forward_s)
         yield Parts(pickup, held, claims, stopping)
         await held.release()
 
@@ -156,6 +156,45 @@ def poll_of(parts: Parts) -> Callable[[], Awaitable[None]]:
         await parts.pickup.poll()
 
     return poll
+
+
+async def test_a_poll_tells_the_other_workers_its_rows_and_speed(redis_url: str, db: Redis) -> None:
+    await put(db, "chat", BODY)
+    await put(db, "file", BODY, lane="batch")
+    async with picking_up(redis_url, 0.02, max_rows=5) as parts:
+        await parts.pickup.poll()
+        stored = (await db.hget(keys.rows("default"), "ada")).split()
+        assert stored[2:] == [b"2", b"5", b"20000", b"3", b"2"], "in use, all, microseconds, and free rows of each lane"
+
+
+async def test_jobs_that_only_a_sweep_finds_wake_the_workers_that_they_are_left_to(redis_url: str, db: Redis) -> None:
+    async with picking_up(redis_url, poll_s=0.01) as parts, picking_up(redis_url, worker_name="bob") as other:
+        await parts.pickup.poll()
+        await other.pickup.poll()
+        async with db.pubsub() as wakes:
+            await wakes.subscribe(keys.wake("default"))
+            assert (await wakes.get_message(timeout=5))["type"] == "subscribe"
+            for k in range(4):
+                await put(db, f"chat-{k}", BODY)
+            await asyncio.sleep(0.02)
+            assert await parts.pickup.poll()
+            assert (await wakes.get_message(timeout=5))["type"] == "message"
+            assert len(parts.running()) == 2
+
+
+async def test_a_job_left_to_a_worker_that_hangs_is_claimed_without_a_further_wake_up(
+    redis_url: str, db: Redis
+) -> None:
+    async with picking_up(redis_url, **SELDOM) as parts, picking_up(redis_url, worker_name="bob", **SELDOM) as hung:
+        await parts.pickup.poll()
+        await hung.pickup.poll()
+        for k in range(3):
+            await put(db, f"chat-{k}", BODY)
+        task = asyncio.create_task(parts.pickup.run(poll_of(parts)))
+        await until(lambda: len(parts.running()) == 3)
+        parts.stopping.set()
+        parts.pickup.wake()
+        await asyncio.wait_for(task, 5)
 
 
 def stop_during_claims(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:

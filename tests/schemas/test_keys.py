@@ -15,6 +15,7 @@ NAMES = {
     keys.cancel("a"): "sluice:cancel:a",
     keys.wake("default"): "sluice:wake:default",
     keys.model("default"): "sluice:model:default",
+    keys.rows("default"): "sluice:model:default:rows",
     keys.worker("mac-1"): "sluice:worker:mac-1",
     keys.slot("5f2c", 1795305600): "sluice:cron:5f2c:1795305600",
     keys.WORKERS: "sluice:worker:*",

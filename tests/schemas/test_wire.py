@@ -26,7 +26,7 @@ KEYS = {
     "cancel": "cancel_key", "wake": "wake_channel", "model": "model_key",
     "batch": "batch_key", "batch_channel": "batch_channel", "batch_cancel": "batch_cancel_key",
 }  # fmt: skip
-FOR_WORKERS_ALONE = {"worker", "slot", "index"}
+FOR_WORKERS_ALONE = {"worker", "slot", "index", "rows"}
 TOLD = {"role": "assistant", "index": 0}
 WHOLE: dict[str, dict[str, Any]] = {
     "delta": {"content": "a", "reasoning": "b", "tool_calls": [TOLD], "logprobs": [TOLD, TOLD]},

@@ -102,6 +102,7 @@ class EngineThread:
         self._mailbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._paused = False
         self.heartbeat = Heartbeat("engine")
+        self.forward_s = 0.0  # expected seconds of a decode step of a single row, as the last report says
         self._listeners: dict[str, OutcomeListener] = {}
         self._loaded: asyncio.Future[Model] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine")
@@ -154,6 +155,7 @@ class EngineThread:
             self._loaded.set_result(model)
 
     def _deliver(self, report: StepReport) -> None:
+        self.forward_s = report.forward_s
         self._on_step(report)
         for outcome in report.outcomes:
             if listener := self._listeners.get(outcome.id):

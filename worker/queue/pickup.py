@@ -12,9 +12,9 @@ from schemas import keys
 from schemas.keys import Lane
 from worker.errors import OwnershipLost
 from worker.queue.cancel_keys import CancelKeys
-from worker.queue.job.claims import Claim, Claims
+from worker.queue.job.claims import Claim, Claims, WorkerRows
 from worker.queue.job.takeover import Takeover
-from worker.queue.rows import MAX_COUNTS, free_rows
+from worker.queue.rows import MAX_COUNTS, worker_rows
 from worker.queue.running import RunningJobs
 from worker.queue.server.outage import until_redis_answers
 from worker.queue.server.readiness import Readiness
@@ -34,13 +34,16 @@ class Pickup:
         jobs: RunningJobs,
         cancel_keys: CancelKeys,
         stopping: asyncio.Event,
+        forward_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`stopping`: once it is set, no claim is begun, and the jobs of a claim that is under way are requeued."""
+        """`stopping`: once it is set, no claim is begun, and the jobs of a claim that is under way are requeued.
+        `forward_s`: see `ServedModel`."""
         self._server, self._settings = server, settings
         self._claims = claims
         self._jobs = jobs
         self._cancel_keys = cancel_keys
         self._stopping = stopping
+        self._forward_s = forward_s
         # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
         self._sweep_s = min(settings.poll_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic
@@ -64,8 +67,8 @@ class Pickup:
         self.readiness.record_answer()
 
     async def run(self, poll: Callable[[], Awaitable[None]]) -> None:
-        """Call `poll` when the worker is woken, when a job is due, and at least once per sweep, until the worker is
-        stopped. It is repeated while Redis does not answer."""
+        """Call `poll` when the worker is woken, when its last claims asked for it, and at least once per sweep, until
+        the worker is stopped. It is repeated while Redis does not answer."""
         while not self._stopping.is_set():
             self._woken.clear()
             await until_redis_answers(poll, self._stopping)
@@ -74,8 +77,9 @@ class Pickup:
                     await self._woken.wait()
 
     async def poll(self) -> bool:
-        """Claim a job for every free row. Returns True if this poll was a sweep: it also claimed jobs past their
-        deadline, and checked the cancel keys of running jobs. Raises RedisError, OSError."""
+        """Claim a job for every free row, or this worker's share of fewer jobs. Returns True if this poll was a sweep:
+        it also claimed jobs past their deadline, and checked the cancel keys of running jobs. Raises RedisError,
+        OSError."""
         sweep = time.monotonic() - self._swept_at >= self._sweep_s
         self._next_at = math.inf
         for lane in keys.LANES:
@@ -86,19 +90,23 @@ class Pickup:
         return sweep
 
     async def requeue_lost_claims(self) -> None:
-        """Requeue claims whose reply was lost; their jobs would wait for their leases, and then count as suspects."""
+        """Requeue claims whose reply was lost; their jobs would wait for their leases, and then count as suspects. And
+        tell the other workers to leave no more jobs to this one."""
+        no_rows = WorkerRows(len(self._jobs), self._settings.max_rows, dict.fromkeys(keys.LANES, 0))
         with suppress(RedisError, OSError):  # then the leases expire
             for lane in keys.LANES:
                 # A claim for no row requeues them, and returns only jobs past their deadline.
-                await self._start_all(await self._take(lane, 0))
+                await self._start_all(await self._take(lane, 0, no_rows))
 
     async def _poll_lane(self, lane: Lane, *, sweep: bool) -> None:
         if self._stopping.is_set():  # it may have been set since the poll began
             return
-        limit = max(0, free_rows(lane, self._jobs.claims(), self._settings, self._server.clock.utc()))
+        rows = worker_rows(self._jobs.claims(), self._settings, self._server.clock.utc(), self._forward_s())
+        limit = rows.free[lane]
         if limit or sweep or self._claims.needs_reconcile(lane):
             counts = MAX_COUNTS - sum(claim.is_count for claim in self._jobs.claims())
-            claimed = await self._take(lane, limit, max(0, counts))
+            # A job that only this poll has found woke no worker that it may be left to.
+            claimed = await self._take(lane, limit, rows, counts=max(0, counts), wake=sweep)
             self._next_at = min(self._next_at, self._claims.next_at(lane))
             self._takeover.record_answer()
             self.readiness.record_answer()
@@ -108,7 +116,9 @@ class Pickup:
         if self._claims.needs_reconcile(lane):
             self.wake()
 
-    async def _take(self, lane: Lane, limit: int, counts: int = 0) -> list[Claim]:
+    async def _take(
+        self, lane: Lane, limit: int, rows: WorkerRows, *, counts: int = 0, wake: bool = False
+    ) -> list[Claim]:
         return await self._claims.take(
             lane,
             limit,
@@ -116,6 +126,8 @@ class Pickup:
             running=self._jobs.claims(),
             suspects=self._jobs.suspects(),
             takeover=self._takeover.allowed(),
+            rows=rows,
+            wake=wake,
         )
 
     async def _start_all(self, claims: list[Claim]) -> None:

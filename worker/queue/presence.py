@@ -224,6 +224,7 @@ class Presence:
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.delete(self._key)
                 pipe.hdel(self._model_key, self._settings.worker_name)
+                pipe.hdel(keys.rows(self._settings.model_name), self._settings.worker_name)  # which claims write
                 await pipe.execute()
         except (RedisError, OSError):
             logger.info("redis does not answer: the worker's presence expires with its lease")

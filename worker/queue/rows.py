@@ -1,10 +1,10 @@
-"""Computes how many rows a lane may still take."""
+"""Computes the rows of a worker that are in use, and those that each lane may still take."""
 
 from collections.abc import Collection
 from datetime import datetime
 
-from schemas.keys import Lane
-from worker.queue.job.claims import Claim
+from schemas.keys import LANES, Lane
+from worker.queue.job.claims import Claim, WorkerRows
 from worker.schedule_times import Hours
 from worker.settings import Settings
 
@@ -19,13 +19,24 @@ def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: d
     preemption, and outside of `batch_hours` they take at most `batch_off_hours_rows`. `MAX_COUNTS` token counts take
     no row; further ones count as rows, so that a worker claims no more of them than of chats.
     """
-    counts = [claim for claim in running if claim.is_count]
-    taken = [*(claim for claim in running if not claim.is_count), *counts[MAX_COUNTS:]]
+    taken = _with_rows(running)
     rows, offline = len(taken), sum(claim.lane == "batch" for claim in taken)
     if lane == "interactive":
         return settings.max_rows - (rows - offline)
     free = settings.max_rows - rows
     return min(free - settings.reserved_rows, offline_rows(settings, now) - offline)
+
+
+def worker_rows(running: Collection[Claim], settings: Settings, now: datetime, forward_s: float) -> WorkerRows:
+    """Return the rows of this worker, as other workers need them to share jobs. `forward_s`: see `WorkerRows`."""
+    free = {lane: max(0, free_rows(lane, running, settings, now)) for lane in LANES}
+    return WorkerRows(len(_with_rows(running)), settings.max_rows, free, forward_s)
+
+
+def _with_rows(running: Collection[Claim]) -> list[Claim]:
+    """Return the claims that take a row."""
+    counts = [claim for claim in running if claim.is_count]
+    return [*(claim for claim in running if not claim.is_count), *counts[MAX_COUNTS:]]
 
 
 def offline_rows(settings: Settings, now: datetime) -> int:

@@ -17,8 +17,8 @@ JOB_LIFE_MS = 86_400_000  # expiry of the keys of a job that has not ended: arq'
 # a backend does not install `worker`; a test checks that the copies are equal.
 _PARTS = {
     "cancel": ("ending",),
-    "claim": ("arguments", "places", "reconcile", "ownership", "selection"),
-    "final": ("arguments",),
+    "claim": ("arguments", "places", "reconcile", "ownership", "selection", "share"),
+    "final": ("arguments", "share"),
     "release": ("places",),
 }
 

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,21 @@ class Claim:
         return max(0.0, now - self.queued_at)
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerRows:
+    """The rows of a worker, as it tells the other workers of the model in its claims: they share jobs by them."""
+
+    in_use: int
+    max_rows: int
+    free: Mapping[Lane, int]  # that each lane may still take
+    forward_s: float = 0.0  # seconds of a forward of one row, 0 if not measured: workers share in proportion to speed
+
+    def as_arguments(self) -> list[int]:
+        """Return the numbers in the order in which share.lua reads them."""
+        free = [max(0, self.free[lane]) for lane in keys.LANES]
+        return [self.in_use, self.max_rows, round(self.forward_s * 1e6), *free]
+
+
 def lease_key(job_id: str) -> str:
     """Return arq's in-progress key of the job, so that arq's `Job.status()` is right about our jobs."""
     return in_progress_key_prefix + job_id
@@ -57,6 +72,9 @@ def cleanup_keys(job_id: str) -> list[str]:
     return [keys.cancel(job_id), job_key_prefix + job_id, lease_key(job_id), retry_key_prefix + job_id]
 
 
+# Jobs are left to other workers for this time, which is lost if one of them is dead or slow. An idle worker claims 1 to
+# 3 ms after it is woken, and several of them on a busy machine within 8: `scripts/chaos burst`.
+_LEFT_S = 0.008
 _LATEST_MS = 1e15  # year 33658: finite, so that it can be compared with any clock
 # Bodies up to this size come with the claim. Larger ones would delay the other jobs of the same reply, and block the
 # server while it builds the reply.
@@ -74,7 +92,12 @@ class Claims:
         self._reply_lost, self._claim_lock = set[Lane](), asyncio.Lock()
         self._unreconciled = set[Lane]()
         self._due_at = dict.fromkeys(keys.LANES, math.inf)  # monotonic
+        # Jobs left to other workers, by lane: the monotonic time at which they have been left for long enough, and the
+        # server's time in milliseconds until which they were queued.
+        self._left: dict[Lane, deque[tuple[float, int]]] = {lane: deque() for lane in keys.LANES}
+        self._told_rows: tuple[WorkerRows, float] | None = None  # and the monotonic time
         self._queues = [keys.queue(self._model, lane) for lane in keys.LANES]
+        self._wake_channel = keys.wake(self._model)
         self._claim = script(redis, "claim")
         self._release = script(redis, "release")
         self._cancel = script(redis, "cancel")
@@ -90,12 +113,16 @@ class Claims:
         counts: int = 0,
         suspects: int = 0,
         takeover: bool = True,
+        rows: WorkerRows | None = None,
+        wake: bool = False,
     ) -> list[Claim]:
         """Claim up to `limit` jobs, and in addition up to `counts` token counts and jobs whose deadline has passed.
 
         `running`: the claims that this worker runs now, for fairness between tenants. `suspects`: the number of them
         that are on probation. If `takeover` is False, jobs of other workers whose leases expired are not claimed.
-        Raises RedisError, OSError.
+        `rows`: of this worker, by which it shares jobs with other workers of the model; None: it shares none. `wake`:
+        wake the workers that jobs are left to, since nothing else has woken them for these jobs. Raises RedisError,
+        OSError.
         """
         tenants = Counter(claim.tenant for claim in running if not claim.is_count)
         async with self._claim_lock:
@@ -119,13 +146,41 @@ class Claims:
                     tenants=[part for pair in tenants.items() for part in pair],
                     resume_fields=_RESUME_FIELDS,
                     count_tenants=[claim.tenant for claim in running if claim.is_count],
+                    left_at=self._left_at(lane),
+                    wake=self._wake_channel if wake else "",
+                    rows_changed=int(self._must_tell(rows)),
+                    worker_rows=rows.as_arguments() if rows else [],
                 ),
             )
             self._reply_lost.discard(lane)
-        return self._read(lane, named(reply))
+        claims = self._read(lane, named(reply))
+        if claims:  # the script has counted their rows
+            self._told_rows = None
+        elif rows and self._must_tell(rows):
+            self._told_rows = rows, time.monotonic()
+        return claims
+
+    def _left_at(self, lane: Lane) -> int:
+        """Return the server's time in milliseconds until which jobs were queued that other workers have not taken in
+        time; 0 if there are none."""
+        left, left_at = self._left[lane], 0
+        while left and left[0][0] <= time.monotonic():
+            left_at = left.popleft()[1]
+        return left_at
+
+    def _must_tell(self, rows: WorkerRows | None) -> bool:
+        """True if other workers do not know these rows, or will have forgotten them before long."""
+        if rows is None or self._told_rows is None:
+            return rows is not None
+        told, at = self._told_rows
+        return rows != told or time.monotonic() - at > self._lease_ms / 3000
 
     def _read(self, lane: Lane, reply: dict[str, Any]) -> list[Claim]:
         self._due_at[lane] = time.monotonic() + reply["next_due_ms"] / 1000 if reply["next_due_ms"] else math.inf
+        if reply["left"]:
+            self._left[lane].append((time.monotonic() + _LEFT_S, reply["now"]))
+        else:
+            self._left[lane].clear()
         (self._unreconciled.add if reply["more"] else self._unreconciled.discard)(lane)
         for found in reply["foreign"]:
             logger.warning("deleted a foreign value: %s", found.decode("utf-8", "backslashreplace"))
@@ -136,9 +191,9 @@ class Claims:
         return lane in self._unreconciled
 
     def next_at(self, lane: Lane) -> float:
-        """Return when to claim next, by the monotonic clock, as the last claim found: a job will be due then, and it
-        left a row free. Infinite if there is no such job."""
-        return self._due_at[lane]
+        """Return when to claim next, by the monotonic clock, as the last claim found, which left a row free: a job will
+        be due then, or has been left to other workers for long enough. Infinite if there is no such job."""
+        return min(self._due_at[lane], self._left[lane][0][0] if self._left[lane] else math.inf)
 
     async def body(self, claim: Claim) -> bytes:
         """Return the job's body; empty if it is missing or above `max_request_bytes`. Raises RedisError, OSError."""
@@ -170,7 +225,7 @@ class Claims:
         RedisError, OSError."""
         await self._release(
             keys=[keys.job(claim.job_id), lease_key(claim.job_id), keys.queue(self._model, claim.lane)],
-            args=[claim.attempt, keys.wake(self._model)],
+            args=[claim.attempt, self._wake_channel],
         )
 
 

@@ -36,5 +36,7 @@ redis.call('SET', result, arguments.result, 'PX', arguments.result_ttl_ms)
 redis.call('PEXPIRE', job, arguments.result_ttl_ms)
 redis.call('PEXPIRE', log, arguments.log_ttl_ms)
 remove_from_queue(queue, id)
+local worker, kind = unpack(redis.call('HMGET', job, 'worker', 'function'))
+if worker and kind ~= 'count' then count_ended(queue, worker) end
 for i = 6, #KEYS do redis.call('DEL', KEYS[i]) end
 return 'done'

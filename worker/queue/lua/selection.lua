@@ -2,7 +2,8 @@
 -- Selecting changes the index and no job.
 --
 -- The state of a selection: `index`; `now`; `lease_ms`; `takeover`: true if jobs whose lease expired may be selected;
--- `want`: the number of rows that are still free; `rows`: the rows of each line on this worker, by the line's name.
+-- `want`: the number of rows that are still free, or this worker's share of the jobs; `rows`: the rows of each line on
+-- this worker, by the line's name.
 
 local MAX_COUNTS_OF_TENANT = 4 -- at once, so that one tenant's long prompts leave others the rest
 
@@ -137,13 +138,26 @@ local function next_line(rows, lines)
   return best
 end
 
+-- Return the line of which the first job was queued first in this span of time, as a member of `lines`; nil if there is
+-- none.
+local function head_between(selection, from, to)
+  local least, most = '[h' .. stamp(from), '(h' .. stamp(to + 1)
+  return redis.call('ZRANGEBYLEX', selection.index.lines, least, most, 'LIMIT', 0, 1)[1]
+end
+
 -- Return the milliseconds until the next job is due whose score is in the future: its producer deferred it, has a clock
 -- that is ahead, or rounds to milliseconds, as arq does. 0 if there is none.
 local function next_due_ms(selection)
-  local from = '[h' .. stamp(selection.now + 1)
-  local head = redis.call('ZRANGEBYLEX', selection.index.lines, from, '(i', 'LIMIT', 0, 1)[1]
+  local head = head_between(selection, selection.now + 1, math.huge)
   local since = head and tonumber(string.sub(head, 2, 16))
   return since and since - selection.now or 0
+end
+
+-- Return the number of jobs in lines that are due. Some may have left the queue.
+local function num_waiting(selection)
+  local later = '(' .. string.format('%.0f', selection.now)
+  return redis.call('ZLEXCOUNT', selection.index.lines, '[w', '(x')
+    - redis.call('ZCOUNT', selection.index.jobs, later, '+inf')
 end
 
 -- Return when the first job of a line was queued, and its member of `lines`; nil if none is due.

@@ -1,0 +1,132 @@
+-- Share waiting jobs among the live workers of a model, so that the first of them does not claim a whole burst.
+--
+-- The workers of a model store their rows in a hash, by name: 'at until rows max_rows forward_us interactive batch'.
+-- These are the times, in Unix milliseconds, of the worker's last claim and until which it counts as alive; the rows in
+-- use, and all rows; the microseconds of a forward of one row, 0 if unknown; and the rows that each lane may still take.
+-- They are hints: if they are missing or wrong, a job begins milliseconds later, or on a busier worker.
+--
+-- The state of a fleet: `key` of the hash; `worker`: the name of this worker; `mine`: its rows, nil if it shares with no
+-- other; `others`: the rows of the others; `lane`; `now`; `lease_ms`.
+
+-- Forwards are measured on machines that have other work too, so workers that are less than 1.5 times faster or slower
+-- count as equal. None counts as more than 8 times faster: an M3 Ultra has 7 times the memory bandwidth of an M4.
+local EQUAL_SPEED, MOST_SPEED = 1.5, 8
+
+local NUMBERS = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
+
+local function worker_rows(rows, max_rows, forward_us, interactive, batch)
+  return { rows = tonumber(rows), max_rows = tonumber(max_rows), forward_us = tonumber(forward_us),
+    interactive = tonumber(interactive), batch = tonumber(batch) }
+end
+
+local function rows_key(queue)
+  return 'sluice:model:' .. string.match(queue, '^sluice:queue:(.*):') .. ':rows'
+end
+
+-- Return the state of the fleet without the others, which are read when they are needed.
+local function fleet_of(queue, arguments, now)
+  return {
+    key = rows_key(queue), worker = arguments.worker, lane = arguments.lane, now = now,
+    lease_ms = tonumber(arguments.lease_ms),
+    mine = #arguments.worker_rows > 0 and worker_rows(unpack(arguments.worker_rows)) or nil, others = {}
+  }
+end
+
+local function read_rows(text)
+  local at, till, rows, max_rows, forward_us, interactive, batch = string.match(string.sub(text, 1, 150), NUMBERS)
+  if not at then return nil end
+  local numbers = worker_rows(rows, max_rows, forward_us, interactive, batch)
+  numbers.at, numbers.till = tonumber(at), tonumber(till)
+  return numbers
+end
+
+local function store(key, worker, numbers)
+  redis.call('HSET', key, worker, string.format('%.0f %.0f %.0f %.0f %.0f %.0f %.0f', numbers.at, numbers.till,
+    numbers.rows, numbers.max_rows, numbers.forward_us, numbers.interactive, numbers.batch))
+end
+
+-- Count jobs that a worker has claimed. Offline rows can be preempted, but an interactive job begins sooner without.
+local function add_rows(numbers, jobs)
+  numbers.rows = math.max(0, numbers.rows + jobs)
+  numbers.interactive, numbers.batch = math.max(0, numbers.interactive - jobs), math.max(0, numbers.batch - jobs)
+end
+
+-- Count a job of this queue that has ended on a worker, before the worker's next claim does.
+local function count_ended(queue, worker)
+  local key = rows_key(queue)
+  local text = redis.pcall('HGET', key, worker)
+  local numbers = type(text) == 'string' and read_rows(text)
+  if not numbers then return end
+  add_rows(numbers, -1)
+  store(key, worker, numbers)
+end
+
+-- Read the rows of the other live workers that may take jobs of this lane, and forget the dead.
+local function read_others(fleet)
+  if not fleet.mine then return end
+  local all = redis.pcall('HGETALL', fleet.key)
+  if all.err then
+    delete_foreign(fleet.key, 'no hash')
+    return
+  end
+  for i = 1, #all, 2 do
+    local other = read_rows(all[i + 1])
+    if not other or other.till < fleet.now then
+      redis.call('HDEL', fleet.key, all[i])
+    elseif all[i] ~= fleet.worker and other[fleet.lane] > 0 then
+      other.name = all[i]
+      fleet.others[#fleet.others + 1] = other
+    end
+  end
+end
+
+local function store_rows(fleet)
+  if not fleet.mine then return end
+  fleet.mine.at, fleet.mine.till = fleet.now, fleet.now + fleet.lease_ms
+  store(fleet.key, fleet.worker, fleet.mine)
+  redis.call('PEXPIRE', fleet.key, fleet.lease_ms)
+end
+
+local function count_claimed(fleet, jobs)
+  if fleet.mine then add_rows(fleet.mine, jobs) end
+end
+
+-- Forget the workers that have claimed nothing since `at`, although jobs were left to them then: they are dead, hang, or
+-- are slow at present. Each is known again after its next claim. If there are none, the workers disagree on whose turn it
+-- is, so this one shares with no other.
+local function forget_late(fleet, at)
+  local in_time = {}
+  for _, other in ipairs(fleet.others) do
+    if other.at > at then
+      in_time[#in_time + 1] = other
+    else
+      redis.call('HDEL', fleet.key, other.name)
+    end
+  end
+  fleet.others = #in_time < #fleet.others and in_time or {}
+end
+
+-- Return how many times faster the other worker is.
+local function speed_of(other, mine)
+  if mine.forward_us == 0 or other.forward_us == 0 then return 1 end
+  local speed = math.min(math.max(mine.forward_us / other.forward_us, 1 / MOST_SPEED), MOST_SPEED)
+  return speed < EQUAL_SPEED and speed > 1 / EQUAL_SPEED and 1 or speed
+end
+
+-- Return how many of `waiting` jobs this worker takes if it has `free` rows. Each job goes to the worker that would then
+-- have the smallest part of its rows in use, in proportion to its speed, and rather to this one than to an equal one: so
+-- one of the workers takes the next job at once.
+local function share_of(fleet, waiting, free)
+  if #fleet.others == 0 then return free end
+  local mine, share = fleet.mine, 0
+  while share < math.min(free, waiting) do
+    local before = 0 -- jobs that go to others before the next one of ours
+    for _, other in ipairs(fleet.others) do
+      local rows = (mine.rows + share + 1) * other.max_rows * speed_of(other, mine) / mine.max_rows
+      before = before + math.min(other[fleet.lane], math.max(0, math.ceil(rows - 1e-9) - 1 - other.rows))
+    end
+    if share + before >= waiting then break end
+    share = share + 1
+  end
+  return share
+end
