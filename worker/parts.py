@@ -78,6 +78,6 @@ def queue_worker(
         server=server,
         settings=context.settings,
         metrics=context.metrics,
-        model=ServedModel(engine.set_paused, [engine.heartbeat], _abilities(context), lambda: engine.forward_s),
+        model=ServedModel(engine.set_paused, [engine.heartbeat], _abilities(context), engine.step_times),
         crons=crons,
     )

@@ -24,6 +24,7 @@ from worker.queue.server.redis_server import RedisServer
 from worker.queue.worker import QueueWorker, ServedModel
 from worker.schedule.outcomes import OutcomeListener, Sampled
 from worker.schedule.request import GenerationRequest
+from worker.schedule.step.times import CLASSES
 from worker.settings import Settings, read_settings
 from worker.text.codec import TextCodec
 from worker.text.tokenizer import Conversation, Splitter, Transitions
@@ -169,7 +170,7 @@ async def serve(settings: Settings, step_s: float) -> None:
                 server=RedisServer(redis, settings),
                 settings=settings,
                 metrics=metrics,
-                model=ServedModel(engine.set_paused, forward_s=lambda: step_s),
+                model=ServedModel(engine.set_paused, step_times=lambda: [step_s] * CLASSES),
             )
             health.set_checks({"event loop": worker.heartbeat}, worker.readiness.parts())
             await worker.main()

@@ -17,6 +17,7 @@ from worker.errors import CannotStart
 from worker.schedule.outcomes import Outcome, Sampled
 from worker.schedule.report import StepReport
 from worker.schedule.request import GenerationRequest, Sampling
+from worker.schedule.step.times import CLASSES
 
 
 @dataclass
@@ -108,14 +109,14 @@ def reserved(reports: list[StepReport]) -> list[tuple[int, int]]:
     return [report.reserved for report in reports if report.reserved]
 
 
-async def test_the_seconds_of_a_forward_are_known_once_steps_were_measured() -> None:
+async def test_the_seconds_of_a_decode_step_are_known_once_steps_were_measured() -> None:
     engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
     await engine.start()
-    assert engine.forward_s == 0
+    assert not any(engine.step_times())
     recorder = Recorder()
     engine.submit(GenerationRequest("a", prompt(5, 1), 30, Sampling(logit_bias=((2, -100.0),))), recorder)
     await asyncio.wait_for(recorder.ended.wait(), 30)
-    assert 0 < engine.forward_s < 1
+    assert [0 < seconds < 1 for seconds in engine.step_times()] == [True, *[False] * (CLASSES - 1)]
     await engine.stop()
 
 

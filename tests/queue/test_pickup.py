@@ -1,7 +1,7 @@
 """Jobs are claimed when the worker is woken, and at each poll."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,12 +37,12 @@ class Parts:
 
 
 @asynccontextmanager
-async def picking_up(url: str, forward_s: float = 0.0, **given: Any) -> AsyncIterator[Parts]:
+async def picking_up(url: str, steps_s: Sequence[float] = (), **given: Any) -> AsyncIterator[Parts]:
     known = settings(url, **{"max_rows": 3, "reserved_rows": 1, **given})
     async with connect(known) as redis:
         held, claims = HeldJobs(redis), Claims(redis, known)
         stopping, cancel_keys = asyncio.Event(), CancelKeys(redis, held.jobs)
-        pickup = Pickup(RedisServer(redis, known), known, claims, held.jobs, cancel_keys, stopping, lambda: forward_s)
+        pickup = Pickup(RedisServer(redis, known), known, claims, held.jobs, cancel_keys, stopping, lambda: steps_s)
         yield Parts(pickup, held, claims, stopping)
         await held.release()
 
@@ -161,10 +161,10 @@ def poll_of(parts: Parts) -> Callable[[], Awaitable[None]]:
 async def test_a_poll_tells_the_other_workers_its_rows_and_speed(redis_url: str, db: Redis) -> None:
     await put(db, "chat", BODY)
     await put(db, "file", BODY, lane="batch")
-    async with picking_up(redis_url, 0.02, max_rows=5) as parts:
+    async with picking_up(redis_url, [0.02, 0.0], max_rows=5) as parts:
         await parts.pickup.poll()
         stored = (await db.hget(keys.rows("default"), "ada")).split()
-        assert stored[2:] == [b"2", b"5", b"20000", b"3", b"2"], "in use, all, microseconds, and free rows of each lane"
+        assert stored[2:] == [b"2", b"5", b"3", b"2", b"20000", b"0"], "in use, all, free of each lane, microseconds"
 
 
 async def test_jobs_that_only_a_sweep_finds_wake_the_workers_that_they_are_left_to(redis_url: str, db: Redis) -> None:

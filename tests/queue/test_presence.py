@@ -100,7 +100,7 @@ async def test_a_removed_presence_leaves_those_of_other_workers(redis_url: str, 
     presence = Presence(db, settings(redis_url), ServerClock())
     await presence.publish(NONE_RUNNING)
     await db.hset(keys.model("default"), "bob", "5 1.5 9999999999 1 0")
-    await db.hset(keys.rows("default"), mapping={"ada": "1 2 0 8 0 8 8", "bob": "1 2 0 8 0 8 8"})
+    await db.hset(keys.rows("default"), mapping={"ada": "1 2 0 8 8 8", "bob": "1 2 0 8 8 8"})
     await presence.remove()
     assert (await db.exists(keys.worker("ada")), await db.hkeys(keys.model("default"))) == (0, [b"bob"])
     assert await db.hkeys(keys.rows("default")) == [b"bob"], "no jobs are left to it"

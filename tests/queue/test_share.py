@@ -41,9 +41,11 @@ def _for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims_module, "_LEFT_S", 60.0)
 
 
-def rows(in_use: int = 0, max_rows: int = 8, *, forward_s: float = 0.0, batch: int | None = None) -> WorkerRows:
+def rows(
+    in_use: int = 0, max_rows: int = 8, *, steps_s: tuple[float, ...] = (), batch: int | None = None
+) -> WorkerRows:
     free = max_rows - in_use
-    return WorkerRows(in_use, max_rows, {"interactive": free, "batch": free if batch is None else batch}, forward_s)
+    return WorkerRows(in_use, max_rows, {"interactive": free, "batch": free if batch is None else batch}, steps_s)
 
 
 async def put_all(db: Redis, jobs: int, *, lane: Lane = "interactive", name: str = "job") -> None:
@@ -110,13 +112,22 @@ async def test_workers_share_in_proportion_to_their_rows(db: Redis, claimer: Cla
 
 
 @pytest.mark.parametrize(
-    ("forwards_s", "expected"),
-    [((0.03, 0.01), [2, 6]), ((0.014, 0.01), [4, 4]), ((0.03, 0.0), [4, 4]), ((9.0, 0.000001), [1, 7])],
+    ("steps_s", "expected"),
+    [
+        (((0.03,), (0.01,)), [2, 6]),
+        (((0.014,), (0.01,)), [4, 4]),
+        (((0.03,), (0.0,)), [4, 4]),
+        (((0.03,), ()), [4, 4]),
+        (((9.0,), (0.000001,)), [1, 7]),
+        (((0.03, 0.0, 0.06), (0.0, 0.04, 0.02)), [2, 6]),
+        (((0.03, 0.0, 0.06), (0.01, 0.04, 0.0)), [2, 6]),
+        (((0.03, 0.0), (0.0, 0.01)), [4, 4]),
+    ],
 )
 async def test_workers_share_in_proportion_to_their_speed(
-    db: Redis, claimer: Claimer, forwards_s: tuple[float, float], expected: list[int]
+    db: Redis, claimer: Claimer, steps_s: tuple[tuple[float, ...], ...], expected: list[int]
 ) -> None:
-    fleet = [rows(max_rows=16, forward_s=forward_s) for forward_s in forwards_s]
+    fleet = [rows(max_rows=16, steps_s=each) for each in steps_s]
     workers = await introduce(claimer, fleet)
     await put_all(db, 8)
     assert await shares(workers, fleet) == expected
@@ -140,7 +151,9 @@ async def test_no_job_waits_beside_a_free_row_once_all_workers_were_woken(
 ) -> None:
     dice = random.Random(seed)
     sizes = [dice.randint(1, 12) for _ in range(dice.randint(2, 6))]
-    fleet = [rows(dice.randint(0, size), size, forward_s=dice.choice([0.0, 0.01, 0.035])) for size in sizes]
+    fleet = [
+        rows(dice.randint(0, size), size, steps_s=dice.choice([(), (0.01, 0.012), (0.035, 0.0)])) for size in sizes
+    ]
     workers = await introduce(claimer, fleet)
     free = sum(each.free["interactive"] for each in fleet)
     await put_all(db, jobs := dice.randint(1, free + 3))
@@ -218,7 +231,7 @@ async def test_a_worker_whose_lease_expired_is_left_nothing(db: Redis, claimer: 
 
 
 @pytest.mark.parametrize(
-    "value", [b"\xff", "", "1 2", "1 99999999999999 0 8 0 8", "9" * 5000, "1 99999999999999 0 0 0 8 8"]
+    "value", [b"\xff", "", "1 2", "1 99999999999999 0 8 8", "9" * 5000, "1 99999999999999 0 0 8 8 1"]
 )
 async def test_a_field_that_no_worker_wrote_is_left_nothing(db: Redis, claimer: Claimer, value: str | bytes) -> None:
     (alone,) = await introduce(claimer, [IDLE])
@@ -275,7 +288,7 @@ async def test_the_end_of_a_job_frees_its_row_at_once(
         await publisher.finish(log, "finished", b"{}", usage=usage)
         writing.cancel()
     stored = (await db.hget(keys.rows("default"), "ada")).decode().split()
-    assert [stored[2], *stored[5:]] == left
+    assert [stored[2], *stored[4:]] == left
 
 
 async def test_running_workers_share_a_burst_and_the_next_one(redis_url: str, db: Redis) -> None:
@@ -328,4 +341,4 @@ async def _rows_in_use(db: Redis, expected: list[str]) -> bool:
 
 
 async def _is_full(db: Redis, worker: str) -> bool:
-    return bool((await db.hget(keys.rows("default"), worker)).split()[5:] == [b"0", b"0"])
+    return bool((await db.hget(keys.rows("default"), worker)).split()[4:6] == [b"0", b"0"])

@@ -158,7 +158,7 @@ class Engine:
             outcomes=outcomes,
             rows=rows,
             seconds=ended - began,
-            forward_s=self._running.forward_s,
+            decode=(len(self._running), self._running.step_s),
             num_waiting=len(self._admission),
             num_preempted=self._admission.num_preempted,
             num_preemptions=self._preempted,

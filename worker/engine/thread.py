@@ -7,6 +7,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from worker.schedule.memory import MAX_ROWS
 from worker.schedule.outcomes import OutcomeListener
 from worker.schedule.report import StepReport
 from worker.schedule.request import GenerationRequest
+from worker.schedule.step.times import StepTimes
 
 logger = logging.getLogger("sluice.engine")
 
@@ -102,7 +104,7 @@ class EngineThread:
         self._mailbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._paused = False
         self.heartbeat = Heartbeat("engine")
-        self.forward_s = 0.0  # expected seconds of a decode step of a single row, as the last report says
+        self._step_times = StepTimes()
         self._listeners: dict[str, OutcomeListener] = {}
         self._loaded: asyncio.Future[Model] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine")
@@ -137,6 +139,10 @@ class EngineThread:
         """Let the engine compute a prompt that has become ready: see `Stage.ready`. May be called on any thread."""
         self._mailbox.put(_Wake())
 
+    def step_times(self) -> tuple[float, ...]:
+        """Return the mean seconds of the latest decode steps by their rows, as `StepTimes`."""
+        return self._step_times.seconds(time.monotonic())
+
     async def store_prefix(self, namespace: str, tokens: tuple[int, ...]) -> StoreResult:
         """Write the cached prefix of these tokens to disk, if prefixes are stored there, and never remove it for space.
         Waits until it is written, or refused."""
@@ -155,7 +161,7 @@ class EngineThread:
             self._loaded.set_result(model)
 
     def _deliver(self, report: StepReport) -> None:
-        self.forward_s = report.forward_s
+        self._step_times.observe(*report.decode, time.monotonic())
         self._on_step(report)
         for outcome in report.outcomes:
             if listener := self._listeners.get(outcome.id):

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from redis.exceptions import RedisError
@@ -34,16 +34,16 @@ class Pickup:
         jobs: RunningJobs,
         cancel_keys: CancelKeys,
         stopping: asyncio.Event,
-        forward_s: Callable[[], float] = lambda: 0.0,
+        step_times: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         """`stopping`: once it is set, no claim is begun, and the jobs of a claim that is under way are requeued.
-        `forward_s`: see `ServedModel`."""
+        `step_times`: see `ServedModel`."""
         self._server, self._settings = server, settings
         self._claims = claims
         self._jobs = jobs
         self._cancel_keys = cancel_keys
         self._stopping = stopping
-        self._forward_s = forward_s
+        self._step_times = step_times
         # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
         self._sweep_s = min(settings.poll_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic
@@ -101,7 +101,7 @@ class Pickup:
     async def _poll_lane(self, lane: Lane, *, sweep: bool) -> None:
         if self._stopping.is_set():  # it may have been set since the poll began
             return
-        rows = worker_rows(self._jobs.claims(), self._settings, self._server.clock.utc(), self._forward_s())
+        rows = worker_rows(self._jobs.claims(), self._settings, self._server.clock.utc(), self._step_times())
         limit = rows.free[lane]
         if limit or sweep or self._claims.needs_reconcile(lane):
             counts = MAX_COUNTS - sum(claim.is_count for claim in self._jobs.claims())

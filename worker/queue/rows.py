@@ -1,6 +1,6 @@
 """Computes the rows of a worker that are in use, and those that each lane may still take."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import datetime
 
 from schemas.keys import LANES, Lane
@@ -27,10 +27,12 @@ def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: d
     return min(free - settings.reserved_rows, offline_rows(settings, now) - offline)
 
 
-def worker_rows(running: Collection[Claim], settings: Settings, now: datetime, forward_s: float) -> WorkerRows:
-    """Return the rows of this worker, as other workers need them to share jobs. `forward_s`: see `WorkerRows`."""
+def worker_rows(
+    running: Collection[Claim], settings: Settings, now: datetime, step_times: Sequence[float]
+) -> WorkerRows:
+    """Return the rows of this worker, as other workers need them to share jobs. `step_times`: see `WorkerRows`."""
     free = {lane: max(0, free_rows(lane, running, settings, now)) for lane in LANES}
-    return WorkerRows(len(_with_rows(running)), settings.max_rows, free, forward_s)
+    return WorkerRows(len(_with_rows(running)), settings.max_rows, free, tuple(step_times))
 
 
 def _with_rows(running: Collection[Claim]) -> list[Claim]:

@@ -39,7 +39,7 @@ class ServedModel:
     set_paused: Callable[[bool], None] = lambda on: None  # pauses it while too many events wait, see `Publisher`
     heartbeats: Sequence[Heartbeat] = ()  # of its threads; the process ends if one stalls
     abilities: Abilities = field(default_factory=Abilities)
-    forward_s: Callable[[], float] = lambda: 0.0  # seconds of a forward of one row, as measured; 0 if unknown
+    step_times: Callable[[], Sequence[float]] = tuple  # as `StepTimes.seconds` returns them
 
 
 class QueueWorker(Worker):
@@ -92,7 +92,9 @@ class QueueWorker(Worker):
             stopping=self.shutdown.stopping,
         )
         cancel_keys, cancels = CancelKeys(redis, self.jobs), CancelBacklog(self.jobs.cancel, claims)
-        self._pickup = Pickup(server, settings, claims, self.jobs, cancel_keys, self.shutdown.stopping, model.forward_s)
+        self._pickup = Pickup(
+            server, settings, claims, self.jobs, cancel_keys, self.shutdown.stopping, model.step_times
+        )
         self.readiness = self._pickup.readiness
         listener = ControlListener(
             redis,

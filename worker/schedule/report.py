@@ -50,7 +50,7 @@ class StepReport:
     outcomes: tuple[Outcome, ...]
     rows: int  # rows that were decoding when the step began
     seconds: float = 0.0  # duration of the step
-    forward_s: float = 0.0  # expected seconds of a decode step of a single row; 0 before any step was measured
+    decode: tuple[int, float] = (0, 0.0)  # rows that decode after the step, and expected seconds of their next one
     num_waiting: int = 0  # requests that wait for memory
     num_preempted: int = 0  # those of them that were active before
     num_preemptions: int = 0  # in this step

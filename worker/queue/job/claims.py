@@ -54,12 +54,12 @@ class WorkerRows:
     in_use: int
     max_rows: int
     free: Mapping[Lane, int]  # that each lane may still take
-    forward_s: float = 0.0  # seconds of a forward of one row, 0 if not measured: workers share in proportion to speed
+    step_times: tuple[float, ...] = ()  # seconds of decode steps by rows, see `StepTimes`: its speed
 
     def as_arguments(self) -> list[int]:
         """Return the numbers in the order in which share.lua reads them."""
         free = [max(0, self.free[lane]) for lane in keys.LANES]
-        return [self.in_use, self.max_rows, round(self.forward_s * 1e6), *free]
+        return [self.in_use, self.max_rows, *free, *(round(seconds * 1e6) for seconds in self.step_times)]
 
 
 def lease_key(job_id: str) -> str:

@@ -1,22 +1,20 @@
 -- Share waiting jobs among the live workers of a model, so that the first of them does not claim a whole burst.
 --
--- The workers of a model store their rows in a hash, by name: 'at until rows max_rows forward_us interactive batch'.
+-- The workers of a model store their rows in a hash, by name: 'at until rows max_rows interactive batch step_us ...'.
 -- These are the times, in Unix milliseconds, of the worker's last claim and until which it counts as alive; the rows in
--- use, and all rows; the microseconds of a forward of one row, 0 if unknown; and the rows that each lane may still take.
--- They are hints: if they are missing or wrong, a job begins milliseconds later, or on a busier worker.
+-- use, and all rows; the rows that each lane may still take; and the microseconds of its decode steps of 1 row, 2 to 3, 4
+-- to 7 and so on, 0 if unknown. They are hints: if they are missing or wrong, a job begins milliseconds later, or on a busier worker.
 --
 -- The state of a fleet: `key` of the hash; `worker`: the name of this worker; `mine`: its rows, nil if it shares with no
 -- other; `others`: the rows of the others; `lane`; `now`; `lease_ms`.
 
--- Forwards are measured on machines that have other work too, so workers that are less than 1.5 times faster or slower
+-- Steps are measured on machines that have other work too, so workers that are less than 1.5 times faster or slower
 -- count as equal. None counts as more than 8 times faster: an M3 Ultra has 7 times the memory bandwidth of an M4.
 local EQUAL_SPEED, MOST_SPEED = 1.5, 8
 
-local NUMBERS = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
-
-local function worker_rows(rows, max_rows, forward_us, interactive, batch)
-  return { rows = tonumber(rows), max_rows = tonumber(max_rows), forward_us = tonumber(forward_us),
-    interactive = tonumber(interactive), batch = tonumber(batch) }
+local function worker_rows(rows, max_rows, interactive, batch, ...)
+  return { rows = tonumber(rows), max_rows = tonumber(max_rows), interactive = tonumber(interactive),
+    batch = tonumber(batch), step_us = { ... } }
 end
 
 local function rows_key(queue)
@@ -32,17 +30,21 @@ local function fleet_of(queue, arguments, now)
   }
 end
 
+-- Return the rows in a field of the hash; nil if no worker wrote it.
 local function read_rows(text)
-  local at, till, rows, max_rows, forward_us, interactive, batch = string.match(string.sub(text, 1, 150), NUMBERS)
-  if not at then return nil end
-  local numbers = worker_rows(rows, max_rows, forward_us, interactive, batch)
-  numbers.at, numbers.till = tonumber(at), tonumber(till)
-  return numbers
+  if #text > 300 or string.find(text, '[^%d ]') then return nil end
+  local numbers = {}
+  for number in string.gmatch(text, '%d+') do numbers[#numbers + 1] = number end
+  if #numbers < 6 then return nil end
+  local read = worker_rows(unpack(numbers, 3))
+  read.at, read.till = tonumber(numbers[1]), tonumber(numbers[2])
+  return read
 end
 
 local function store(key, worker, numbers)
-  redis.call('HSET', key, worker, string.format('%.0f %.0f %.0f %.0f %.0f %.0f %.0f', numbers.at, numbers.till,
-    numbers.rows, numbers.max_rows, numbers.forward_us, numbers.interactive, numbers.batch))
+  local text = string.format('%.0f %.0f %.0f %.0f %.0f %.0f ', numbers.at, numbers.till, numbers.rows, numbers.max_rows,
+    numbers.interactive, numbers.batch)
+  redis.call('HSET', key, worker, text .. table.concat(numbers.step_us, ' '))
 end
 
 -- Count jobs that a worker has claimed. Offline rows can be preempted, but an interactive job begins sooner without.
@@ -106,10 +108,15 @@ local function forget_late(fleet, at)
   fleet.others = #in_time < #fleet.others and in_time or {}
 end
 
--- Return how many times faster the other worker is.
+-- Return how many times faster the other worker is, by the steps of as many rows that both have measured.
 local function speed_of(other, mine)
-  if mine.forward_us == 0 or other.forward_us == 0 then return 1 end
-  local speed = math.min(math.max(mine.forward_us / other.forward_us, 1 / MOST_SPEED), MOST_SPEED)
+  local own_us, other_us = 0, 0
+  for place, step_us in ipairs(mine.step_us) do
+    local us, its_us = tonumber(step_us), tonumber(other.step_us[place] or 0)
+    if us > 0 and its_us > 0 then own_us, other_us = own_us + us, other_us + its_us end
+  end
+  if own_us == 0 then return 1 end
+  local speed = math.min(math.max(own_us / other_us, 1 / MOST_SPEED), MOST_SPEED)
   return speed < EQUAL_SPEED and speed > 1 / EQUAL_SPEED and 1 or speed
 end
 
