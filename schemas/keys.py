@@ -25,8 +25,9 @@ def queue(model: str, lane: Lane) -> str:
 
 
 def index(model: str, lane: Lane) -> str:
-    """Sorted set: a copy of the queue. With a suffix of `INDEX`: another part of the queue's index by tenant."""
-    return f"sluice:index:{model}:{lane}"
+    """Sorted set: a copy of the queue. With a suffix of `INDEX`: another part of the queue's index by tenant and user.
+    The 2 is the version of its form."""
+    return f"sluice:index:2:{model}:{lane}"
 
 
 def log(job_id: str) -> str:

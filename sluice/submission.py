@@ -192,7 +192,7 @@ def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> l
     """Return the ARGV of `submit.lua`. `submission` identifies the call, so a resent one recognizes its own job."""
     extra = [part for key in job.extra_keys for part in (key.value, key.ttl_s * 1000)]
     return [job.id, _arq_job(job), wire.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission,
-            int(needs_worker), job.function, *extra]  # fmt: skip
+            int(needs_worker), job.function, _user(job.request), *extra]  # fmt: skip
 
 
 def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | ServerFull:
@@ -238,6 +238,11 @@ def _hash_fields(request: dict[str, Any], lane: Lane) -> list[str]:
         _deadline_text(request.get("deadline_s")),
         _bounded_text(request.get("prompt_cache_key"), wire.CACHE_KEY_CHARACTERS),
     ]
+
+
+def _user(request: dict[str, Any]) -> str:
+    """Return the user of the tenant, with whose other users it takes turns; empty if it is invalid."""
+    return _bounded_text(request.get("user") or request.get("safety_identifier"), wire.TENANT_CHARACTERS)
 
 
 def _bounded_text(value: object, max_characters: int) -> str:

@@ -2,12 +2,13 @@
 -- although one is required.
 -- KEYS  body, queue, job, wake channel, workers of the model, and any number of strings to set if the job is queued
 -- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or '',
---       1 if a live worker is required (else 0), 'chat' or 'count', and for each of these strings its value and life_ms
+--       1 if a live worker is required (else 0), 'chat' or 'count', user or '', and for each of these strings its value
+--       and life_ms
 -- Returns 1, 'queued', and 1 if a worker serves the model (else 0); or 0, the state of the job with this id, and the
 -- same flag; or -1, the lane's length, its limit, and the estimated seconds until it has room ('' if no job ended
 -- lately); or -2 without a live worker.
 local body, queue, job, wake, workers = unpack(KEYS)
-local id, lane, tenant = ARGV[1], ARGV[4], ARGV[5]
+local id, lane, tenant, user = ARGV[1], ARGV[4], ARGV[5], ARGV[11]
 local now_ms = milliseconds()
 
 -- Each worker of the model keeps a field in this hash: 'limit jobs_per_s valid_until ...'.
@@ -48,12 +49,13 @@ if limit and length >= limit then
 end
 
 redis.call('SET', body, ARGV[2], 'PX', ARGV[3])
-for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[2 * i - 1], 'PX', ARGV[2 * i]) end
+for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[2 * i], 'PX', ARGV[2 * i + 1]) end
 redis.call('ZADD', queue, now_ms, id)
 local model = string.sub(queue, #'sluice:queue:' + 1, -#lane - 2)
 redis.call('HSET', job, 'state', 'queued', 'model', model, 'lane', lane, 'queued_at', now_ms / 1000)
 local deadline = ARGV[6] ~= '' and now_ms / 1000 + ARGV[6] or nil
 if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
+if user ~= '' then redis.call('HSET', job, 'user', user) end
 if deadline then redis.call('HSET', job, 'deadline', deadline) end
 if ARGV[7] ~= '' then redis.call('HSET', job, 'prompt_cache_key', ARGV[7]) end
 if ARGV[8] ~= '' then redis.call('HSET', job, 'submission', ARGV[8]) end
@@ -63,7 +65,7 @@ redis.call('PEXPIRE', job, ARGV[3])
 
 local index = index_of(queue)
 if redis.call('EXISTS', index.jobs) == 1 then -- otherwise the next claim creates it
-  in_index(add_waiting, index, id, now_ms, tenant, deadline and deadline * 1000, is_count)
+  in_index(add_waiting, index, id, now_ms, line_of(tenant, user), deadline and deadline * 1000, is_count)
 end
 redis.call('PUBLISH', wake, '')
 return { 1, 'queued', served }

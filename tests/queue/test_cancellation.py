@@ -124,8 +124,8 @@ async def test_a_waiting_job_ends_on_a_full_server_too(db: Redis, client: Client
         ("SET", "sluice:log:job-7", "x"),
         ("RPUSH", "sluice:result:job-7", "x"),
         ("RPUSH", "arq:in-progress:job-7", "x"),
-        ("HSET", "sluice:index:default:interactive", "a", "b"),
-        ("SET", "sluice:index:default:interactive:lines", "x"),
+        ("HSET", "sluice:index:2:default:interactive", "a", "b"),
+        ("SET", "sluice:index:2:default:interactive:lines", "x"),
     ],
 )
 async def test_foreign_values_do_not_keep_a_job_from_its_end(db: Redis, client: Client, spoil: tuple[Any, ...]) -> None:

@@ -47,9 +47,11 @@ async def submit(db: Redis, *job_ids: str, tenant: str, **request: Any) -> None:
     await Submission(db, Retries(db, 60)).submit_all(jobs)
 
 
-def of(tenant: str, rows: int = 1) -> list[Claim]:
-    """Return claims of this tenant that run on this worker."""
-    return [Claim(f"{tenant}-row-{k}", "interactive", 1, 0, False, 0.0, 0, b"", 0, tenant) for k in range(rows)]
+def of(tenant: str, rows: int = 1, user: str = "") -> list[Claim]:
+    """Return claims of this tenant and user that run on this worker."""
+    return [
+        Claim(f"{tenant}-{user}-row-{k}", "interactive", 1, 0, False, 0.0, 0, b"", 0, tenant, user) for k in range(rows)
+    ]
 
 
 def ids(taken: list[Claim]) -> list[str]:
@@ -62,6 +64,84 @@ async def test_a_small_tenant_is_next_behind_thousands_of_another(db: Redis, cla
     await submit(db, *(f"big-{k:04}" for k in range(3000)), tenant="big")
     await submit(db, "small", tenant="small")
     assert ids(await claims.take("interactive", 1, running=of("big"))) == ["small"]
+
+
+async def test_a_user_is_next_behind_sixty_jobs_of_another_with_the_same_tenant(db: Redis, claims: Claims) -> None:
+    await submit(db, *(f"ann-{k:02}" for k in range(60)), tenant="key", user="ann")
+    await submit(db, "bob", tenant="key", user="bob")
+    first = await claims.take("interactive", 4)
+    assert sorted(ids(first)) == ["ann-00", "ann-01", "ann-02", "bob"]
+    await submit(db, "bob-2", tenant="key", safety_identifier="bob")
+    assert ids(await claims.take("interactive", 1, running=first[:1])) == ["bob-2"]
+
+
+async def test_many_users_of_a_tenant_take_no_more_turns_than_one(db: Redis, claims: Claims) -> None:
+    for k in range(300):
+        await submit(db, f"many-{k:03}", tenant="many", user=f"user-{k}")
+    await submit(db, "few-0", "few-1", tenant="few")
+    taken = ids(await claims.take("interactive", 4))
+    assert sorted(taken) == ["few-0", "few-1", "many-000", "many-001"]
+    assert ids(await claims.take("interactive", 1, running=of("few", 2))) == ["many-002"]
+
+
+async def test_users_of_one_name_in_two_tenants_are_two(db: Redis, claims: Claims) -> None:
+    await submit(db, "a-1", "a-2", tenant="a", user="sam")
+    await submit(db, "b-1", tenant="b", user="sam")
+    await submit(db, "forged", tenant="a", user="\1b\0sam")
+    assert ids(await claims.take("interactive", 1, running=[*of("a", 2, "sam"), *of("b", 1, "sam")])) == ["b-1"]
+    assert ids(await claims.take("interactive", 1, running=of("a", 1, "sam"))) == ["forged"]
+
+
+@pytest.mark.parametrize("name", ["user", "safety_identifier"])
+@pytest.mark.parametrize("is_indexed", [True, False])
+async def test_users_that_bodies_of_plain_producers_name_take_turns(
+    db: Redis, claims: Claims, name: str, is_indexed: bool
+) -> None:
+    await put(db, "first", BODY, at_ms=0)
+    if is_indexed:
+        assert ids(await claims.take("interactive", 1)) == ["first"]
+    for k in range(60):
+        await put(db, f"ann-{k:02}", envelope({"messages": [], name: "ann"}), at_ms=k + 1)
+    await put(db, "bob", envelope({"messages": [], name: "bob"}), at_ms=100)
+    await mended(claims)
+    taken = await claims.take("interactive", 4)
+    assert "bob" in ids(taken)
+    assert {claim.user for claim in taken} >= {"ann", "bob"}
+    assert {claim.tenant for claim in taken} == {""}, "a body must not name the tenant"
+
+
+async def test_a_plain_producer_may_set_tenant_and_user_of_a_job_of_any_length(db: Redis, claims: Claims) -> None:
+    long = envelope({"messages": [{"role": "user", "content": "x" * 40_000}], "user": "of the body"})
+    for k, (tenant, user) in enumerate([("t", "ann"), ("t", "ann"), ("t", "bob"), ("", "")]):
+        if user:
+            await db.hset(keys.job(f"job-{k}"), mapping={"tenant": tenant, "user": user})
+        await put(db, f"job-{k}", long, at_ms=k)
+    taken = await claims.take("interactive", 3)
+    assert [(claim.job_id, claim.tenant, claim.user) for claim in taken] == [
+        ("job-0", "t", "ann"),
+        ("job-3", "", ""),
+        ("job-2", "t", "bob"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"no JSON", b"\x80\x04pickle", b"[]", b"5", b'{"a":5}', b'{"a":[]}', b'{"a":["x"]}', b'{"a":[{"user":5}]}',
+     b'{"a":[{"user":null}]}', b'{"a":[{"user":""}]}', b'{"a":[{"user":"' + b"x" * 600 + b'"}]}', b"[" * 20_000],
+)  # fmt: skip
+async def test_a_body_that_names_no_user_is_claimed_without_one(db: Redis, claims: Claims, body: bytes) -> None:
+    await put(db, "a", body)
+    assert [(claim.job_id, claim.user) for claim in await claims.take("interactive", 1)] == [("a", "")]
+
+
+async def test_long_bodies_of_plain_producers_are_read_a_part_in_each_claim(db: Redis, claims: Claims) -> None:
+    for k in range(20):
+        await put(db, f"job-{k:02}", envelope({"pad": "x" * 30_000, "user": f"user-{k}"}), at_ms=k)
+    assert await claims.take("interactive", 0) == []
+    assert 0 < await db.zcard(INDEX) < 10
+    assert claims.needs_reconcile("interactive")
+    await mended(claims)
+    assert await db.zcard(INDEX) == 20
 
 
 async def test_a_queue_that_has_no_index_gets_one_page_by_page(db: Redis, claims: Claims) -> None:
@@ -299,6 +379,7 @@ class Known:
     """A job as the model knows it."""
 
     tenant: str
+    user: str
     score: float
     lapses: int = 0
     crashes: int = 0
@@ -310,6 +391,7 @@ class FairnessMachine(RuleBasedStateMachine):
     url: str
     WORKERS = st.sampled_from(["ada", "ben"])
     TENANTS = st.sampled_from(["", "acme", "zoo", "m\0x"])
+    USERS = st.sampled_from(["", "ann", "b\1b", "acme"])
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,25 +424,26 @@ class FairnessMachine(RuleBasedStateMachine):
         self.count += 1
         return f"job-{self.count:04}"
 
-    def _queued(self, job: str, tenant: str) -> None:
-        self.jobs[job] = Known(tenant.replace("\0", " "), float(self.db("ZSCORE", QUEUE, job)))
+    def _queued(self, job: str, tenant: str, user: str) -> None:
+        self.jobs[job] = Known(tenant.replace("\0", " "), user.replace("\1", " "), float(self.db("ZSCORE", QUEUE, job)))
         self.waiting.add(job)
 
-    @rule(tenant=TENANTS)
-    def submit(self, tenant: str) -> None:
-        job = NewJob(self._new(), {"messages": [], "tenant": tenant}, "default", "interactive")
+    @rule(tenant=TENANTS, user=USERS)
+    def submit(self, tenant: str, user: str) -> None:
+        job = NewJob(self._new(), {"messages": [], "tenant": tenant, "user": user}, "default", "interactive")
         self.runner.run(self.submission.submit(job))
-        self._queued(job.id, tenant)
+        self._queued(job.id, tenant or user, user)
 
-    @rule()
-    def queue_as_a_plain_producer(self) -> None:
+    @rule(user=USERS)
+    def queue_as_a_plain_producer(self, user: str) -> None:
         seconds, microseconds = self.db("TIME")
-        self.runner.run(put(self.redis, job := self._new(), BODY, at_ms=seconds * 1000 + microseconds // 1000))
-        self._queued(job, "")
+        body = envelope({"n": 1, "user": user})
+        self.runner.run(put(self.redis, job := self._new(), body, at_ms=seconds * 1000 + microseconds // 1000))
+        self._queued(job, "", user)
 
     @rule(tenant=TENANTS)
     def submit_with_an_older_client(self, tenant: str) -> None:
-        self.queue_as_a_plain_producer()
+        self.queue_as_a_plain_producer("")
         job = f"job-{self.count:04}"
         self.db("HSET", keys.job(job), "state", "queued", "tenant", tenant)
         self.jobs[job].tenant = tenant.replace("\0", " ")
@@ -386,20 +469,30 @@ class FairnessMachine(RuleBasedStateMachine):
         self.runner.run(mended(self.workers["ada"]))
 
     def _expected(self, name: str, want: int) -> list[str]:
-        load = Counter(claim.tenant.replace("\0", " ") for owner, claim in self.held.values() if owner == name)
+        load = Counter[tuple[str, ...]]()
+        for owner, claim in self.held.values():
+            if owner == name:
+                load.update(self._lines(claim.job_id))
         suspects = sorted((job for job in self.waiting if self._blame(job)[0]), key=self._suspicion)
         expected = suspects[: min(1, want)]
-        load.update(self.jobs[job].tenant for job in expected)
+        for job in expected:
+            load.update(self._lines(job))
         left = self.waiting - set(suspects)
         while left and len(expected) < want:
-            job = min(left, key=lambda job: (load[self.jobs[job].tenant], self._age(job)))
-            load[self.jobs[job].tenant] += 1
+            tenant = min(left, key=lambda job: (load[self._lines(job)[0]], *self._age(job)[:2]))
+            of_tenant = [job for job in left if self._lines(job)[0] == self._lines(tenant)[0]]
+            job = min(of_tenant, key=lambda job: (load[self._lines(job)[1]], self._age(job)))
+            load.update(self._lines(job))
             left.remove(job)
             expected.append(job)
         return expected
 
-    def _age(self, job: str) -> tuple[float, str, str]:
-        return self.jobs[job].score, self.jobs[job].tenant, job
+    def _lines(self, job: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        known = self.jobs[job]
+        return (known.tenant,), (known.tenant, known.user)
+
+    def _age(self, job: str) -> tuple[float, str, str, str]:
+        return self.jobs[job].score, self.jobs[job].tenant, self.jobs[job].user, job
 
     def _suspicion(self, job: str) -> tuple[int, float, str]:
         return self._blame(job)[1], self.jobs[job].score, job

@@ -66,7 +66,7 @@ def test_the_page_s_key_table_has_every_key() -> None:
     listed = {name for cells in page.rows("Keys") for name in page.names(cells[0])}
     ours = [key("<id>") for key in (keys.log, keys.channel, keys.result, keys.job, keys.cancel)]
     ours.append("sluice:cron:<folder>:<unix>")  # keys.slot
-    by_model = ["sluice:queue:<model>:<lane>", "sluice:index:<model>:<lane>", *(f":{part}" for part in keys.INDEX)]
+    by_model = ["sluice:queue:<model>:<lane>", "sluice:index:2:<model>:<lane>", *(f":{part}" for part in keys.INDEX)]
     by_model += [keys.wake("<model>"), keys.model("<model>"), keys.rows("<model>"), keys.worker("<name>")]
     of_runs = [keys.batch("<run>"), keys.batch_cancel("<run>")]
     assert listed - {"arq:job:<id>", "arq:in-progress:<id>"} == {*ours, *by_model, *of_runs, keys.CONTROL, keys.DEAD}

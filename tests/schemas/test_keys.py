@@ -7,7 +7,7 @@ from schemas import keys
 NAMES = {
     keys.queue("default", "interactive"): "sluice:queue:default:interactive",
     keys.queue("qwen3-4b", "batch"): "sluice:queue:qwen3-4b:batch",
-    keys.index("default", "batch"): "sluice:index:default:batch",
+    keys.index("default", "batch"): "sluice:index:2:default:batch",
     keys.log("a"): "sluice:log:a",
     keys.channel("a"): "sluice:ch:a",
     keys.result("a"): "sluice:result:a",

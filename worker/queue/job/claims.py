@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ class Claim:
     body: bytes  # empty if it is missing or large (see `Claims.body`), or if the job's deadline has passed
     body_bytes: int
     tenant: str = ""  # empty if the producer gave none
+    user: str = ""  # of the tenant; empty if the producer gave none
     lease_expirations: int = 0  # times that its lease expired while it ran, for any reason
     expired: bool = False  # its deadline has passed
     is_count: bool = False  # a token count of our submit, which takes no row
@@ -118,13 +119,12 @@ class Claims:
     ) -> list[Claim]:
         """Claim up to `limit` jobs, and in addition up to `counts` token counts and jobs whose deadline has passed.
 
-        `running`: the claims that this worker runs now, for fairness between tenants. `suspects`: the number of them
-        that are on probation. If `takeover` is False, jobs of other workers whose leases expired are not claimed.
+        `running`: the claims that this worker runs now, for fairness between tenants and between users.
+        `suspects`: the number of them that are on probation. If `takeover` is False, jobs of other workers whose leases expired are not claimed.
         `rows`: of this worker, by which it shares jobs with other workers of the model; None: it shares none. `wake`:
         wake the workers that jobs are left to, since nothing else has woken them for these jobs. Raises RedisError,
         OSError.
         """
-        tenants = Counter(claim.tenant for claim in running if not claim.is_count)
         async with self._claim_lock:
             lost = lane in self._reply_lost
             known = [claim.job_id for claim in running] if lost else []
@@ -143,9 +143,9 @@ class Claims:
                     suspects=suspects,
                     reply_lost=int(lost),
                     running=known,
-                    tenants=[part for pair in tenants.items() for part in pair],
+                    rows=_names(claim for claim in running if not claim.is_count),
                     resume_fields=_RESUME_FIELDS,
-                    count_tenants=[claim.tenant for claim in running if claim.is_count],
+                    count_rows=_names(claim for claim in running if claim.is_count),
                     left_at=self._left_at(lane),
                     wake=self._wake_channel if wake else "",
                     rows_changed=int(self._must_tell(rows)),
@@ -229,6 +229,11 @@ class Claims:
         )
 
 
+def _names(claims: Iterable[Claim]) -> list[str]:
+    """Return the tenant and the user of each claim."""
+    return [name for claim in claims for name in (claim.tenant, claim.user)]
+
+
 def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
     return Claim(
         job_id=values["job_id"].decode("utf-8", "surrogateescape"),
@@ -241,6 +246,7 @@ def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
         body=values["body"],
         body_bytes=values["body_bytes"],
         tenant=values["tenant"].decode("utf-8", "replace"),
+        user=values["user"].decode("utf-8", "replace"),
         lease_expirations=values["lease_expirations"],
         expired=bool(values["expired"]),
         is_count=bool(values["is_count"]),

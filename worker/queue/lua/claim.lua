@@ -5,31 +5,22 @@
 --       here), reply_lost (1 if an earlier reply may have been lost), left_at (Unix milliseconds: jobs that were queued
 --       until then have been left to other workers for long enough; 0: none), wake (a channel to wake the workers that
 --       jobs are left to, or ''), rows_changed (1: tell the other workers `worker_rows` also without a queue);
---       lists: running (ids of the jobs that run on this worker; only used with reply_lost), tenants (each tenant and
---       its running rows), resume_fields (fields of the job's hash to return), count_tenants (the tenant of each token
---       count that runs on this worker), worker_rows (see share.lua; empty: share with no other worker)
+--       lists: running (ids of the jobs that run on this worker; only used with reply_lost), rows (the tenant and the
+--       user of each row that runs on this worker), resume_fields (fields of the job's hash to return), count_rows (the
+--       tenant and the user of each token count that runs on this worker), worker_rows (see share.lua; empty: share with no other worker)
 -- Returns by name: more (1 if more of the index must be repaired, else 0), next_due_ms (until a further job is due that
 -- a row is free for; 0: none), left (1 if jobs were left to other workers, else 0), now (Unix milliseconds), foreign
 -- (descriptions of foreign values that were deleted), and claims: for each claimed job the members of `Claim`, by name.
 --
--- Tenants take turns, beginning with the one that has the fewest rows on this worker; a tenant's oldest job comes
--- first. A job whose deadline has passed is claimed at once and in addition to `want`: it only has to end.
+-- Tenants take turns, beginning with the one that has the fewest rows on this worker, and so do the users of a tenant;
+-- a user's oldest job comes first. A job whose deadline has passed is claimed at once and in addition to `want`: it only has to end.
 -- A job that was running when its worker died is a suspect. It is on probation until the worker that took it over has
 -- generated a new token for it (after a second expired lease: until its end). A worker has one job on probation at a
 -- time. A crash in that time counts against the job, and after three it fails. It does not count against other jobs.
-local arguments = read_arguments({ running = true, tenants = true, resume_fields = true, count_tenants = true,
+local arguments = read_arguments({ running = true, rows = true, resume_fields = true, count_rows = true,
   worker_rows = true })
 local index, now, claims = index_of(KEYS[1]), milliseconds(), {}
 local fleet = fleet_of(KEYS[1], arguments, now)
-
-local function rows_by_line(tenants)
-  local rows = {}
-  for i = 1, #tenants, 2 do
-    local line = line_of(tenants[i])
-    rows[line] = (rows[line] or 0) + tonumber(tenants[i + 1])
-  end
-  return rows
-end
 
 local function claim(job)
   claims[#claims + 1] = take_ownership(index, job, arguments, now)
@@ -57,11 +48,11 @@ local more = reconcile(index, now)
 if arguments.reply_lost == '1' then requeue_lost_claims(index, arguments) end
 local selection = {
   index = index, now = now, lease_ms = arguments.lease_ms, takeover = arguments.takeover == '1',
-  want = tonumber(arguments.want), rows = rows_by_line(arguments.tenants)
+  want = tonumber(arguments.want), rows = count_rows(arguments.rows)
 }
 check_leases(selection)
 for _, job in ipairs(jobs_past_deadline(selection)) do claim(job) end
-for _, job in ipairs(counts_in_turn(selection, tonumber(arguments.counts), arguments.count_tenants)) do claim(job) end
+for _, job in ipairs(counts_in_turn(selection, tonumber(arguments.counts), count_rows(arguments.count_rows))) do claim(job) end
 if selection.want > 0 and arguments.suspects == '0' then
   for job in suspects(selection) do claim(job) end
   count_claimed(fleet, tonumber(arguments.want) - selection.want)

@@ -4,22 +4,27 @@
 -- time; claim.lua compares the two and repairs the index. Each job of the queue is in `jobs` and in exactly one of
 -- `lines`, `suspects` and `leases`.
 --   jobs       ids by their score in the queue: a copy of the indexed part of the queue
---   lines      waiting jobs, in a line for each tenant. All scores are 0, so members are in the order of their bytes:
---              'w' line '\0' stamp id   a job
---              'h' stamp line           a line, by the stamp of its first job
---              'd'                      `deadlines` has members: shows if that key was lost
+--   lines      waiting jobs, in a line for each user of each tenant. All scores are 0, so members are in the order of
+--              their bytes:
+--              'w' tenant '\1' user '\0' stamp id   a job
+--              'u' tenant '\0' stamp user           a user, by the stamp of its first job
+--              'h' stamp tenant                     a tenant, by the stamp of its first job
+--              'd'                                  `deadlines` has members: shows if that key was lost
 --   suspects   jobs that were running when a worker died: those with the fewest crashes first, then the oldest
 --   leases     running jobs, by the time of the next check of their lease
 --   deadlines  jobs of `lines` and `suspects` that have a deadline, by deadline
---   counts     jobs of `lines` that are token counts, in lines of the same form, so that a tenant with many hides no
---              other; one that is missing here waits for a row like a chat
+--   counts     jobs of `lines` that are token counts, in lines of the same form, so that a tenant or a user with many
+--              hides no other; one that is missing here waits for a row like a chat
+--
+-- The 2 in the keys is the version of the members above: versions of Sluice that differ in it share a queue, and each
+-- keeps an index of its own.
 --
 -- Only claims renew the index: without them it expires, and a submit does not create a new one. So it cannot grow if
 -- all workers are of a version without an index.
 local INDEX_LIFE_MS = 60000
 
 local function index_of(queue)
-  local name = 'sluice:index:' .. string.sub(queue, #'sluice:queue:' + 1)
+  local name = 'sluice:index:2:' .. string.sub(queue, #'sluice:queue:' + 1)
   return { queue = queue, jobs = name, lines = name .. ':lines', suspects = name .. ':suspects',
     leases = name .. ':leases', deadlines = name .. ':deadlines', counts = name .. ':count-lines' }
 end
@@ -39,40 +44,59 @@ local function stamp(score)
   return string.format('%015.0f', math.min(math.max(tonumber(score), 0), 999999999999999))
 end
 
--- Return the name of a tenant's line. Tenants whose first 128 bytes are equal share one.
-local function line_of(tenant)
-  return (string.gsub(string.sub(tenant or '', 1, 128), '%z', ' '))
+local TENANTS = 'h' -- begins the members of all tenants
+
+local function users_of(tenant)
+  return 'u' .. tenant .. '\0'
 end
 
--- Return the first job of a line; `lines` is the key of the lines: those of all jobs, or those of token counts.
-local function first_of(lines, line)
-  local name = 'w' .. line
-  return redis.call('ZRANGEBYLEX', lines, '[' .. name .. '\0', '(' .. name .. '\1', 'LIMIT', 0, 1)[1]
+-- Return the line of a user: the names, and what the members of its jobs begin with. Names whose first 128 bytes are
+-- equal share one.
+local function line_of(tenant, user)
+  tenant = string.gsub(string.sub(tenant or '', 1, 128), '[%z\1]', ' ')
+  user = string.gsub(string.sub(user or '', 1, 128), '[%z\1]', ' ')
+  return { tenant = tenant, user = user, jobs = 'w' .. tenant .. '\1' .. user .. '\0' }
 end
 
--- Return the stamp and the id in a member of `lines` for a job.
-local function split_member(line, member)
-  local from = #line + 3
+-- Return the first member that begins with `prefix` and a stamp; `lines` is the key of the lines: those of all jobs, or
+-- those of token counts.
+local function first_of(lines, prefix)
+  return redis.call('ZRANGEBYLEX', lines, '[' .. prefix, '(' .. prefix .. ':', 'LIMIT', 0, 1)[1]
+end
+
+-- Return the stamp in a member that begins with `prefix`, and what follows: an id or a name.
+local function split_member(prefix, member)
+  local from = #prefix + 1
   return string.sub(member, from, from + 14), string.sub(member, from + 15)
 end
 
-local function enqueue(lines, line, score, id)
-  local first, own_stamp = first_of(lines, line), stamp(score)
-  redis.call('ZADD', lines, 0, 'w' .. line .. '\0' .. own_stamp .. id)
-  local first_stamp = first and split_member(line, first)
-  if not first or tonumber(own_stamp) < tonumber(first_stamp) then
-    if first then redis.call('ZREM', lines, 'h' .. first_stamp .. line) end
-    redis.call('ZADD', lines, 0, 'h' .. own_stamp .. line)
-  end
-  redis.call('PEXPIRE', lines, INDEX_LIFE_MS)
+local function first_stamp(lines, prefix)
+  local first = first_of(lines, prefix)
+  return first and (split_member(prefix, first))
 end
 
-local function remove_from_line(lines, line, member)
-  local first = first_of(lines, line)
-  if redis.call('ZREM', lines, member) == 0 or first ~= member then return end
-  redis.call('ZREM', lines, 'h' .. split_member(line, first) .. line)
-  local next_first = first_of(lines, line)
-  if next_first then redis.call('ZADD', lines, 0, 'h' .. split_member(line, next_first) .. line) end
+local function move_member(lines, prefix, name, from, to)
+  if from == to then return end
+  if from then redis.call('ZREM', lines, prefix .. from .. name) end
+  if to then redis.call('ZADD', lines, 0, prefix .. to .. name) end
+end
+
+-- Change the jobs of a line with a command on `lines`, and keep the members of its user and its tenant at the stamps of
+-- their first jobs.
+local function change_line(lines, line, command, ...)
+  local from = first_stamp(lines, line.jobs)
+  redis.call(command, lines, ...)
+  local to = first_stamp(lines, line.jobs)
+  if from == to then return end
+  local users = users_of(line.tenant)
+  local tenant_from = first_stamp(lines, users)
+  move_member(lines, users, line.user, from, to)
+  move_member(lines, TENANTS, line.tenant, tenant_from, first_stamp(lines, users))
+end
+
+local function enqueue(lines, line, score, id)
+  change_line(lines, line, 'ZADD', 0, line.jobs .. stamp(score) .. id)
+  redis.call('PEXPIRE', lines, INDEX_LIFE_MS)
 end
 
 -- Store a job's deadline, in Unix milliseconds. Raises an error if the deadlines of other jobs were lost.
@@ -90,23 +114,23 @@ local function delete_deadline(index, id)
   end
 end
 
--- Add a waiting job. `deadline`: in Unix milliseconds, or nil.
-local function add_waiting(index, id, score, tenant, deadline, is_count)
+-- Add a waiting job to its line. `deadline`: in Unix milliseconds, or nil.
+local function add_waiting(index, id, score, line, deadline, is_count)
   redis.call('ZADD', index.jobs, score, id)
-  enqueue(index.lines, line_of(tenant), score, id)
+  enqueue(index.lines, line, score, id)
   if deadline then store_deadline(index, id, deadline) end
-  if is_count then enqueue(index.counts, line_of(tenant), score, id) end
+  if is_count then enqueue(index.counts, line, score, id) end
 end
 
 -- Remove a job from its place in `lines`, `suspects` or `leases`, and its deadline. Returns false if it has none.
 local function remove_from_place(index, id)
   local score = redis.call('ZSCORE', index.jobs, id)
   if not score then return false end
-  local tenant = redis.pcall('HGET', 'sluice:job:' .. id, 'tenant')
-  local line = line_of(type(tenant) == 'string' and tenant or '')
-  local member = 'w' .. line .. '\0' .. stamp(score) .. id
-  remove_from_line(index.lines, line, member)
-  if redis.call('ZSCORE', index.counts, member) then remove_from_line(index.counts, line, member) end
+  local names = redis.pcall('HMGET', 'sluice:job:' .. id, 'tenant', 'user')
+  local line = names.err and line_of() or line_of(names[1] or '', names[2] or '')
+  local member = line.jobs .. stamp(score) .. id
+  change_line(index.lines, line, 'ZREM', member)
+  if redis.call('ZSCORE', index.counts, member) then change_line(index.counts, line, 'ZREM', member) end
   redis.call('ZREM', index.suspects, id)
   redis.call('ZREM', index.leases, id)
   delete_deadline(index, id)

@@ -34,7 +34,7 @@ local function take_ownership(index, job, arguments, now)
   return { 'job_id', id, 'attempt', attempt, 'crashes', job.crashes, 'lease_expirations', job.expirations,
     'cancelled', redis.call('EXISTS', 'sluice:cancel:' .. id), 'expired', expired and 1 or 0,
     'is_count', job.is_count and 1 or 0, 'queued_ms', job.score, 'events', events, 'body', body, 'body_bytes', bytes,
-    'tenant', job.tenant,
+    'tenant', job.tenant, 'user', job.user,
     'resume_state', redis.call('HMGET', key, unpack(arguments.resume_fields)) }
 end
 

@@ -2,6 +2,10 @@
 
 local RECHECK_MS = 500 -- interval of lease checks: a worker of a version without an index may release a job
 local MAX_ID_BYTES = 8192
+local MAX_READ_BYTES = 32768     -- of a body that is read for its user: about 0.1 ms
+local bytes_to_read = 131072     -- in one call, so that a page of new jobs does not hold the server up
+local MAX_NAME_BYTES = 512       -- 128 characters
+local PLAIN_JOB_LIFE_MS = 86400000 -- arq's default for a queued body
 local notes = {}       -- descriptions of deleted foreign values, for the worker's log
 
 local function delete_foreign(key, kind)
@@ -31,7 +35,7 @@ end
 local function read_job(id, score)
   local key = 'sluice:job:' .. id
   local fields = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt',
-    'function')
+    'function', 'user')
   for _, at in ipairs({ 2, 6, 7 }) do
     if fields.err or (fields[at] and not is_counter(fields[at])) then
       delete_foreign(key, fields.err and 'no hash' or 'a count that is no number')
@@ -42,7 +46,7 @@ local function read_job(id, score)
   local counts_as_crash = lease_expired and fields[3] == '1'
   return {
     id = id, score = score, state = fields[1], lease_expired = lease_expired, counts_as_crash = counts_as_crash,
-    tenant = fields[4] or '', deadline = read_deadline(fields[5]),
+    tenant = fields[4] or '', user = fields[9] or '', deadline = read_deadline(fields[5]),
     expirations = tonumber(fields[2] or 0) + (lease_expired and 1 or 0),
     crashes = tonumber(fields[6] or 0) + (counts_as_crash and 1 or 0), is_count = fields[8] == 'count'
   }
@@ -74,16 +78,37 @@ local function move_to_leases(index, id, score, left_ms, now)
   redis.call('ZADD', index.leases, now + math.min(left_ms, RECHECK_MS), id)
 end
 
--- Add a waiting job: to the suspects, by its crashes, if its lease has ever expired; else to its tenant's line.
+-- Add a waiting job: to the suspects, by its crashes, if its lease has ever expired; else to its user's line.
 local function add_to_index(index, job)
   if job.expirations == 0 then
-    add_waiting(index, job.id, job.score, job.tenant, job.deadline, job.is_count)
+    add_waiting(index, job.id, job.score, line_of(job.tenant, job.user), job.deadline, job.is_count)
     return
   end
   local rank = math.min(job.crashes, 99) * 1e13 + math.min(tonumber(stamp(job.score)), 1e13 - 1)
   redis.call('ZADD', index.jobs, job.score, job.id)
   redis.call('ZADD', index.suspects, rank, job.id)
   if job.deadline then store_deadline(index, job.id, job.deadline) end
+end
+
+local function is_name(value)
+  return type(value) == 'string' and value ~= '' and #value <= MAX_NAME_BYTES
+end
+
+-- Store the user that the body of a plain producer's job names, if the body is short enough to be read here. The tenant
+-- is never read from it: gateways trust that field.
+local function store_user_of_body(job)
+  local key = 'arq:job:' .. job.id
+  local bytes = redis.pcall('STRLEN', key)
+  if type(bytes) ~= 'number' or bytes == 0 or bytes > MAX_READ_BYTES then return end
+  bytes_to_read = bytes_to_read - bytes
+  local readable, body = pcall(cjson.decode, redis.call('GET', key))
+  local request = readable and type(body) == 'table' and type(body.a) == 'table' and body.a[1]
+  if type(request) ~= 'table' then return end
+  local user = is_name(request.user) and request.user or request.safety_identifier
+  if not is_name(user) then return end
+  job.user = user
+  redis.call('HSET', 'sluice:job:' .. job.id, 'user', user)
+  redis.call('PEXPIRE', 'sluice:job:' .. job.id, PLAIN_JOB_LIFE_MS)
 end
 
 -- Add a job of the queue to the index, or correct its place.
@@ -103,6 +128,7 @@ local function index_job(index, id)
     redis.call('ZADD', index.jobs, score, id)
     redis.call('ZADD', index.leases, 0, id) -- checked by the next claim
   else
+    if not job.state and job.user == '' then store_user_of_body(job) end
     add_to_index(index, job)
   end
 end

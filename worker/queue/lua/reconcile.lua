@@ -55,6 +55,7 @@ local function reconcile_page(index, rank)
   end
   local queued = redis.call('ZRANGE', index.queue, rank, rank + PAGE - 1, 'WITHSCORES')
   for i = 1, #queued, 2 do
+    if bytes_to_read <= 0 then break end -- the next claim goes on
     if redis.call('ZSCORE', index.jobs, queued[i]) ~= queued[i + 1] then
       index_job(index, queued[i])
       changed = changed + 1

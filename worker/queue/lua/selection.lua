@@ -1,9 +1,9 @@
--- Select the jobs to claim, in this order: all past their deadline, a suspect, and then the tenants' jobs in turn.
+-- Select the jobs to claim, in this order: all past their deadline, a suspect, and then the jobs of tenants and
+-- their users in turn.
 -- Selecting changes the index and no job.
 --
 -- The state of a selection: `index`; `now`; `lease_ms`; `takeover`: true if jobs whose lease expired may be selected;
--- `want`: the number of rows that are still free, or this worker's share of the jobs; `rows`: the rows of each line on
--- this worker, by the line's name.
+-- `want`: the number of rows that are still free, or this worker's share of the jobs; `rows`: the rows on this worker, see `count_rows`.
 
 local MAX_COUNTS_OF_TENANT = 4 -- at once, so that one tenant's long prompts leave others the rest
 
@@ -25,8 +25,22 @@ local function may_take(selection, job)
   return selection.takeover or not job.lease_expired
 end
 
-local function count_row(selection, line)
-  selection.rows[line] = (selection.rows[line] or 0) + 1
+local function add_row(rows, line)
+  if not rows.users[line.jobs] then rows.lines = rows.lines + 1 end
+  rows.users[line.jobs] = (rows.users[line.jobs] or 0) + 1
+  rows.tenants[line.tenant] = (rows.tenants[line.tenant] or 0) + 1
+end
+
+-- Return the number of rows of each tenant by its name, of each user by its line, and the number of lines that have a
+-- row. `names`: the tenant and the user of each row.
+local function count_rows(names)
+  local rows = { tenants = {}, users = {}, lines = 0 }
+  for i = 1, #names, 2 do add_row(rows, line_of(names[i], names[i + 1])) end
+  return rows
+end
+
+local function take_row(selection, job)
+  add_row(selection.rows, line_of(job.tenant, job.user))
   selection.want = selection.want - 1
 end
 
@@ -55,90 +69,28 @@ local function jobs_past_deadline(selection)
   return jobs
 end
 
--- Remove the first count of a line, and return its job; nil if there is none that is due. Entries of jobs that do not
--- wait in a line are removed on the way, at most PAGE.
-local function pop_count(selection, line)
-  local index, counts = selection.index, selection.index.counts
-  for _ = 1, PAGE do
-    local first = first_of(counts, line)
-    local since, id = split_member(line, first or '')
-    if not first or (tonumber(since) or 0) > selection.now then return nil end
-    remove_from_line(counts, line, first)
-    local job = tonumber(since) and waiting_job(selection, id)
-    if job and job.expirations == 0 then return job end
-    if job then index_job(index, id) end
-  end
-end
-
--- Return waiting token counts, those of the tenant with the oldest one first: at most `want`, and as many of a tenant as
--- it may have at once. Others wait, here or in their tenants' lines. `tenants`: that of each count that runs on this
--- worker.
-local function counts_in_turn(selection, want, tenants)
-  local counts, jobs, taken = selection.index.counts, {}, {}
-  if want < 1 then return jobs end
-  for _, tenant in ipairs(tenants) do taken[line_of(tenant)] = (taken[line_of(tenant)] or 0) + 1 end
-  -- At most `#tenants` of the lines belong to tenants that may have no more.
-  local due = '(h' .. stamp(selection.now + 1)
-  for _, head in ipairs(redis.call('ZRANGEBYLEX', counts, '[h', due, 'LIMIT', 0, want + #tenants)) do
-    local line = string.sub(head, 17)
-    if not first_of(counts, line) then redis.call('ZREM', counts, head) end -- a line that was lost
-    while #jobs < want and (taken[line] or 0) < MAX_COUNTS_OF_TENANT do
-      local job = pop_count(selection, line)
-      if not job then break end
-      taken[line] = (taken[line] or 0) + 1
-      jobs[#jobs + 1] = job
-    end
-  end
-  return jobs
-end
-
--- Iterate over suspects until one takes a row, of those with the fewest crashes: if workers die repeatedly for another
--- reason, no suspect is tried twice while others wait. Each must be claimed before the next.
-local function suspects(selection)
-  local tries, done = PAGE, false
-  return function()
-    while tries > 0 and not done do
-      tries = tries - 1
-      local id = redis.call('ZRANGE', selection.index.suspects, 0, 0)[1]
-      local job = id and waiting_job(selection, id)
-      local taken = job and may_take(selection, job)
-      if taken and is_past_deadline(job, selection.now) then return job end
-      done = job or not id
-      if taken then
-        count_row(selection, line_of(job.tenant))
-        return job
-      end
-    end
-  end
-end
-
--- Return lines by the age of their oldest job. `want` lines without a row on this worker are enough.
-local function lines_by_age(selection)
-  local count, lines, index = selection.want, {}, selection.index
-  for _ in pairs(selection.rows) do count = count + 1 end
-  local heads = redis.call('ZRANGEBYLEX', index.lines, '[h', '(h' .. stamp(selection.now + 1), 'LIMIT', 0, count)
-  for _, head in ipairs(heads) do
-    local since = tonumber(string.sub(head, 2, 16))
-    if since then
-      lines[#lines + 1] = { name = string.sub(head, 17), since = since }
+-- Return the members that begin with `prefix` and the stamp of a job that is due, at most `count`, the oldest first.
+local function due_members(selection, lines, prefix, count)
+  local found, due = {}, '(' .. prefix .. stamp(selection.now + 1)
+  for _, member in ipairs(redis.call('ZRANGEBYLEX', lines, '[' .. prefix, due, 'LIMIT', 0, count)) do
+    local since, name = split_member(prefix, member)
+    if tonumber(since) then
+      found[#found + 1] = { name = name, since = tonumber(since) }
     else
-      redis.call('ZREM', index.lines, head) -- not one of ours
+      redis.call('ZREM', lines, member) -- not one of ours
     end
   end
-  return lines
+  return found
 end
 
--- Return the position of the next line: of those with the fewest rows, the one whose oldest job has waited longest.
-local function next_line(rows, lines)
-  local best = 1
-  for at, line in ipairs(lines) do
-    local difference = (rows[line.name] or 0) - (rows[lines[best].name] or 0)
-    if difference < 0 or (difference == 0 and line.since < lines[best].since) then best = at end
-  end
-  return best
+-- Return the members of a tenant's users, with their lines. `want` users without a row on this worker are enough.
+local function due_users(selection, lines, tenant, rows, want)
+  local users = due_members(selection, lines, users_of(tenant), want + rows.lines)
+  for _, user in ipairs(users) do user.line = line_of(tenant, user.name) end
+  return users
 end
 
--- Return the line of which the first job was queued first in this span of time, as a member of `lines`; nil if there is
+-- Return the tenant of which the first job was queued first in this span of time, as a member of `lines`; nil if there is
 -- none.
 local function head_between(selection, from, to)
   local least, most = '[h' .. stamp(from), '(h' .. stamp(to + 1)
@@ -160,22 +112,133 @@ local function num_waiting(selection)
     - redis.call('ZCOUNT', selection.index.jobs, later, '+inf')
 end
 
--- Return when the first job of a line was queued, and its member of `lines`; nil if none is due.
-local function first_due(selection, line)
-  local first = first_of(selection.index.lines, line)
+-- Return the position of the next member: of those with the fewest rows, the one whose oldest job has waited longest.
+local function next_member(members, rows_of)
+  local best = 1
+  for at, member in ipairs(members) do
+    local difference = rows_of(member) - rows_of(members[best])
+    if difference < 0 or (difference == 0 and member.since < members[best].since) then best = at end
+  end
+  return best
+end
+
+-- Return when the first job below `prefix` was queued, and its member; nil if none is due.
+local function first_due(selection, lines, prefix)
+  local first = first_of(lines, prefix)
   if not first then return nil end
-  local since = tonumber((split_member(line, first)))
+  local since = tonumber((split_member(prefix, first)))
   if not since then
-    redis.call('ZREM', selection.index.lines, first) -- not one of ours
-    return first_due(selection, line)
+    redis.call('ZREM', lines, first) -- not one of ours
+    return first_due(selection, lines, prefix)
   end
   if since <= selection.now then return since, first end
 end
 
+-- Return the member whose turn it is, and the first one below it; nil if nothing is left. Removes members with nothing
+-- that is due. `parent`: what the members begin with; `prefix_of`: what those below one begin with.
+local function in_turn(selection, lines, members, parent, prefix_of, rows_of)
+  while #members > 0 do
+    local at = next_member(members, rows_of)
+    local member = members[at]
+    local since, first = first_due(selection, lines, prefix_of(member))
+    if not since then
+      redis.call('ZREM', lines, parent .. stamp(member.since) .. member.name) -- if it was lost
+      table.remove(members, at)
+    elseif since > member.since then
+      member.since = since
+    else
+      return member, first
+    end
+  end
+end
+
+-- Return the user of a tenant whose turn it is, and the member of its first job; nil if none is left.
+local function user_in_turn(selection, lines, tenant, users, rows)
+  return in_turn(selection, lines, users, users_of(tenant),
+    function(user) return user.line.jobs end, function(user) return rows.users[user.line.jobs] or 0 end)
+end
+
+-- Remove the first count of a line, and return its job; nil if there is none that is due. Entries of jobs that do not
+-- wait in a line are removed on the way, at most PAGE.
+local function pop_count(selection, line)
+  local index, counts = selection.index, selection.index.counts
+  for _ = 1, PAGE do
+    local _, first = first_due(selection, counts, line.jobs)
+    if not first then return nil end
+    change_line(counts, line, 'ZREM', first)
+    local _, id = split_member(line.jobs, first)
+    local job = waiting_job(selection, id)
+    if job and job.expirations == 0 then return job end
+    if job then index_job(index, id) end
+  end
+end
+
+-- Return waiting token counts, those of the tenant with the oldest one first: at most `want`, and as many of a tenant as
+-- it may have at once. Others wait, here or in their users' lines. `rows`: the counts that run on this worker.
+local function counts_in_turn(selection, want, rows)
+  local counts, jobs = selection.index.counts, {}
+  if want < 1 then return jobs end
+  -- At most `rows.lines` of the tenants may have no more.
+  for _, tenant in ipairs(due_members(selection, counts, TENANTS, want + rows.lines)) do
+    local users = due_users(selection, counts, tenant.name, rows, want)
+    if #users == 0 then redis.call('ZREM', counts, TENANTS .. stamp(tenant.since) .. tenant.name) end -- it was lost
+    while #jobs < want and (rows.tenants[tenant.name] or 0) < MAX_COUNTS_OF_TENANT do
+      local user = user_in_turn(selection, counts, tenant.name, users, rows)
+      local job = user and pop_count(selection, user.line)
+      if not job then break end
+      add_row(rows, user.line)
+      jobs[#jobs + 1] = job
+    end
+  end
+  return jobs
+end
+
+-- Iterate over suspects until one takes a row, of those with the fewest crashes: if workers die repeatedly for another
+-- reason, no suspect is tried twice while others wait. Each must be claimed before the next.
+local function suspects(selection)
+  local tries, done = PAGE, false
+  return function()
+    while tries > 0 and not done do
+      tries = tries - 1
+      local id = redis.call('ZRANGE', selection.index.suspects, 0, 0)[1]
+      local job = id and waiting_job(selection, id)
+      local taken = job and may_take(selection, job)
+      if taken and is_past_deadline(job, selection.now) then return job end
+      done = job or not id
+      if taken then
+        take_row(selection, job)
+        return job
+      end
+    end
+  end
+end
+
+-- Return the tenants by the age of their oldest jobs. `want` tenants without a row on this worker are enough.
+local function tenants_by_age(selection)
+  return due_members(selection, selection.index.lines, TENANTS, selection.want + selection.rows.lines)
+end
+
+-- Return the line of the user whose turn it is, of the tenant whose turn it is, and the member of its first job; nil if
+-- none is left.
+local function line_in_turn(selection, tenants)
+  local lines, rows = selection.index.lines, selection.rows
+  while true do
+    local tenant = in_turn(selection, lines, tenants, TENANTS,
+      function(tenant) return users_of(tenant.name) end, function(tenant) return rows.tenants[tenant.name] or 0 end)
+    if not tenant then return nil end
+    tenant.users = tenant.users or due_users(selection, lines, tenant.name, rows, selection.want)
+    local user, first = user_in_turn(selection, lines, tenant.name, tenant.users, rows)
+    if user then return user.line, first end
+    for at, each in ipairs(tenants) do -- the users that are left are for the next claim
+      if each == tenant then table.remove(tenants, at) break end
+    end
+  end
+end
+
 -- Remove the first job of a line. Returns the job if it still waits there.
 local function pop_first(selection, line, first)
-  local index, first_stamp, id = selection.index, split_member(line, first)
-  remove_from_line(index.lines, line, first)
+  local index, first_stamp, id = selection.index, split_member(line.jobs, first)
+  change_line(index.lines, line, 'ZREM', first)
   local job = redis.call('ZSCORE', index.jobs, id) and waiting_job(selection, id)
   if not job then return nil end
   if stamp(job.score) ~= first_stamp or job.expirations > 0 then
@@ -185,29 +248,22 @@ local function pop_first(selection, line, first)
   return job
 end
 
--- Iterate over the tenants' jobs until all rows are taken. It begins with the tenant that has the fewest rows here; of
--- one tenant the oldest job comes first. Each must be claimed before the next.
+-- Iterate over waiting jobs until all rows are taken. It begins with the tenant that has the fewest rows here, and of
+-- its users with the one that has the fewest; of one user the oldest job comes first. Each must be claimed before the
+-- next.
 local function jobs_in_turn(selection)
-  local lines, tries = lines_by_age(selection), PAGE
+  local tenants, tries = tenants_by_age(selection), PAGE
   return function()
-    while selection.want > 0 and tries > 0 and #lines > 0 do
-      local at = next_line(selection.rows, lines)
-      local line = lines[at]
-      local since, first = first_due(selection, line.name)
-      if not since then
-        redis.call('ZREM', selection.index.lines, 'h' .. stamp(line.since) .. line.name)
-        table.remove(lines, at)
-      elseif since > line.since then
-        line.since = since
-      else
-        local job = pop_first(selection, line.name, first)
-        if job and not is_past_deadline(job, selection.now) then
-          count_row(selection, line.name)
-        else -- the job takes no row, so another line may be the older one
-          lines, tries = lines_by_age(selection), tries - 1
-        end
-        if job then return job end
+    while selection.want > 0 and tries > 0 do
+      local line, first = line_in_turn(selection, tenants)
+      if not line then return nil end
+      local job = pop_first(selection, line, first)
+      if job and not is_past_deadline(job, selection.now) then
+        take_row(selection, job)
+      else -- the job takes no row, so another line may be the older one
+        tenants, tries = tenants_by_age(selection), tries - 1
       end
+      if job then return job end
     end
   end
 end
