@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any, Literal
 
 from redis.asyncio import Redis
-from redis.exceptions import OutOfMemoryError
 
 from sluice import wire
 from sluice.errors import CancelNotStored
+from sluice.transport.refusals import is_full, reason_of
 from sluice.transport.retries import Retries
 from sluice.transport.scripts import source
 
@@ -31,8 +31,8 @@ class Cancellation:
         outcome, error = await self._cancel(job_id, [], call_id)
         if outcome == b"lost":  # queued by a plain producer: its state does not name the queue
             outcome, error = await self._search(job_id, error, call_id)
-        if isinstance(error, OutOfMemoryError):
-            raise CancelNotStored(f"the server is full and did not keep the request to cancel {job_id!r}") from error
+        if error is not None and is_full(error):
+            raise CancelNotStored(f"the request to cancel {job_id!r} was not stored: {reason_of(error)}") from error
         if error is not None:
             raise error
         return _parse_outcome(outcome)
@@ -48,7 +48,7 @@ class Cancellation:
             for job_id in job_ids:
                 await self._script(keys=[], args=_args(job_id, keep_ms=wire.CANCEL_S * 1000), client=pipe)
             for answer in await pipe.execute(raise_on_error=False):
-                if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
+                if isinstance(answer, Exception) and not is_full(answer):
                     raise answer
 
     async def end_waiting(self, queue: str, job_ids: Sequence[bytes]) -> int:

@@ -49,7 +49,8 @@ class QueueFull(SluiceError):
 
 
 class ServerFull(SluiceError, OutOfMemoryError):
-    """The server is out of memory, and nothing was queued. It has room again when jobs end and their texts expire."""
+    """The server refuses all writes, because its memory or its disk is full, and nothing was queued. It has memory
+    again when jobs end and their texts expire."""
 
 
 class NoWorker(SluiceError):
@@ -98,7 +99,7 @@ class JobCancelled(SluiceError):
 
 
 class CancelNotStored(SluiceError):
-    """Every worker has received the cancel request, but the server is out of memory and did not store it: a job that no
+    """Every worker has received the cancel request, but the server is full and did not store it: a job that no
     worker has claimed yet will still run, unless it is cancelled again."""
 
 

@@ -26,6 +26,7 @@ from sluice.errors import (
     SluiceError,
     UnknownJob,
 )
+from sluice.transport.refusals import reason_of
 from sluice.wire import MODEL_NAME, Cancelled, Delta, Event, Failed, Finished, Progress, Restarted, Started, Usage
 from sluice.wording import cancelled_sentence, full_sentence
 
@@ -155,10 +156,16 @@ def error_reply(error: SluiceError) -> ErrorReply:
         case QueueFull(retry_after_s=wait_s):
             return _reply(503, "overloaded", full_sentence(str(error)), retryable=True, wait_s=wait_s)
         case ServerFull():
-            return _reply(503, "overloaded", "The queue has no memory left at the moment.", retryable=True)
+            return _reply(503, "overloaded", _queue_sentence(error), retryable=True)
         case ServerUnreachable():
-            return _reply(503, "overloaded", "The queue does not answer at the moment.", retryable=True)
+            return _reply(503, "overloaded", _queue_sentence(error), retryable=True)
     return _reply(500, "internal", str(error), retryable=True)
+
+
+def _queue_sentence(error: ServerFull | ServerUnreachable) -> str:
+    if reason := reason_of(error):
+        return f"The server of the queue takes no request at the moment: {reason}."
+    return "The queue does not answer at the moment."
 
 
 class Answer:

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError
+from redis.exceptions import NoScriptError, RedisError
 
 from sluice import wire
 from sluice.errors import NoWorker, QueueFull, ServerFull
-from sluice.transport.retries import Retries, raise_outage
+from sluice.transport.refusals import is_full
+from sluice.transport.retries import Retries, raise_outage, server_full
 from sluice.transport.round_trips import RoundTrips
 from sluice.transport.scripts import source
 from sluice.wire import Function, Lane
@@ -111,8 +112,10 @@ class Submission:
         call = _Call(_keys(job), _args(job, submission=uuid.uuid4().hex, needs_worker=needs_worker))
         try:
             answer = await self._send_alone(call) if call.is_long else await self._calls.call(call)
-        except OutOfMemoryError as error:
-            raise _server_full() from error
+        except RedisError as error:
+            if is_full(error) and not isinstance(error, ServerFull):
+                raise server_full(error) from error  # the answer of a pipeline
+            raise
         outcome = _read(job, answer)
         if not isinstance(outcome, Submitted):
             raise outcome
@@ -197,18 +200,13 @@ def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> l
 
 def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | ServerFull:
     match answer:
-        case OutOfMemoryError():
-            return _server_full()
+        case RedisError() if is_full(answer):
+            return server_full(answer)
         case RedisError():
             raise answer
     outcome = _read(job, answer)
     assert not isinstance(outcome, NoWorker), "this call requires no worker"
     return outcome
-
-
-def _server_full() -> ServerFull:
-    """Return the error for a submission that the server refused before it wrote anything."""
-    return ServerFull("the server is out of memory, and the job was not queued")
 
 
 def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull | NoWorker:

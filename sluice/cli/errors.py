@@ -19,13 +19,14 @@ from sluice.client import Client
 from sluice.errors import NoWorker, QueueFull, ServerFull, UnknownJob, UnreadableLog
 from sluice.transport.connection import wrong_credentials
 from sluice.transport.redis_url import UNREADABLE, redacted
+from sluice.transport.refusals import reason_of
 
 INSTALL_WORKER = "in a checkout of Sluice, pip install './sluice[cli]' '.[worker]'"
 INSTALL_GATEWAY = "in a checkout of Sluice, pip install './sluice[cli,serve]'"
 _EXIT_QUEUE_FULL = 4
 
 _START_HINT = "`sluice up --model FOLDER_OR_HUB_ID` starts one with a worker; --redis-url selects another."
-_ACL_HINT = "docs/operations.md has the ACL SETUSER line for a user, under Redis."
+_ACL_HINT = "docs/operations.md has its line under Users, for all commands: ACL SETUSER operator."
 _URL_HINT = (
     "The URL must name an existing database, such as 0 after the last /, of a Redis 7 or Valkey that accepts writes."
 )
@@ -97,6 +98,8 @@ def _client(url: str) -> Client:
 async def _check_reachable(client: Client, url: str) -> None:
     try:
         await client.ping()
+    except ServerFull:
+        pass  # it can be read, and a command that writes raises the error again
     except (ValueError, TypeError):  # redis-py checks host names and some options when it connects
         raise CliError(f"{redacted(url)!r} is not the URL of a server: {UNREADABLE}.") from None
 
@@ -105,17 +108,17 @@ async def _explain(error: RedisError, url: str) -> str:
     server = redacted(url)
     match error:
         case ServerFull():
-            return (
-                f"the server at {server} is out of memory: nothing was queued. Wait for jobs to end, or give it more."
-            )
+            return f"the server at {server} takes no job, and nothing was queued: {reason_of(error)}."
         case AuthenticationError():
             return f"the server at {server} refuses the connection: {await wrong_credentials(url)}."
         case NoPermissionError():
             return f"the server at {server} denies a command to its user: {sentence(str(error))} {_ACL_HINT}"
-        case ConnectionError() | TimeoutError():
+        case ConnectionError() | TimeoutError() if reason_of(error) is None:
             return f"no server answers at {server}: {_outage_reason(error, url)} {_START_HINT}"
         case InvalidResponse():
             return f"the server at {server} is not a Redis or Valkey. Check the host and the port."
+    if reason := reason_of(error):
+        return f"the server at {server} cannot be used: {reason}."
     return f"the server at {server} refused a command: {sentence(str(error))} {_URL_HINT}"
 
 
@@ -130,6 +133,8 @@ def _outage_reason(error: RedisError, url: str) -> str:
             return "its host name is unknown."
         case OSError() if url.startswith("rediss:"):
             return "it accepts no TLS connection. If it has no TLS, begin the URL with redis://."
+        case ConnectionResetError():
+            return "it closed the connection. All of its may be taken: close idle clients, or raise its maxclients."
         case OSError(errno=None):  # several addresses, each with its own error
             return "none of its addresses accepts a connection."
     return sentence(str(error))

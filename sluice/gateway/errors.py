@@ -5,13 +5,14 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import RedisError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from sluice.errors import JobFailed, NoWorker, QueueFull, ServerFull, ServerUnreachable, SluiceError
 from sluice.openai import error_reply
-from sluice.transport.retries import is_transient
+from sluice.transport.refusals import is_full, reason_of
+from sluice.transport.retries import is_transient, server_full
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -58,9 +59,11 @@ def from_client(error: SluiceError | RedisError) -> ApiError:
     """Return the HTTP error for an error of the client library."""
     if not isinstance(error, SluiceError):
         if is_transient(error):
-            return from_client(ServerUnreachable(str(error)))
-        if isinstance(error, OutOfMemoryError):
-            return from_client(ServerFull(str(error)))
+            unreachable = ServerUnreachable(str(error))
+            unreachable.__cause__ = error
+            return from_client(unreachable)
+        if is_full(error):
+            return from_client(server_full(error))
         message = "The server of the queue refused a request; the log has the reason."
         return ApiError(500, message, SERVER, code="internal")
     reply = error_reply(error)
@@ -78,13 +81,15 @@ def from_client(error: SluiceError | RedisError) -> ApiError:
 
 def was_refused(error: BaseException | None) -> bool:
     """Return True if a submission that ended with this error has certainly queued nothing."""
-    return isinstance(error, ApiError | SluiceError | OutOfMemoryError) and not isinstance(error, ServerUnreachable)
+    if isinstance(error, ApiError | SluiceError):
+        return not isinstance(error, ServerUnreachable)
+    return error is not None and is_full(error)
 
 
 def log_refusal(error: SluiceError | RedisError) -> None:
     """Log an error of the server that clients are not shown: a missing permission, a wrong password."""
     if not isinstance(error, SluiceError) and not is_transient(error):
-        logger.error("the server of the queue refused a request", exc_info=error)
+        logger.error("the server of the queue refused a request: %s", reason_of(error) or error, exc_info=error)
 
 
 def _wait_s(error: SluiceError) -> float | None:

@@ -9,19 +9,11 @@ from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    ClusterDownError,
-    ConnectionError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
+from redis.exceptions import AuthenticationError, AuthorizationError, ConnectionError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from sluice.errors import ServerUnreachable
+from sluice.errors import ServerFull, ServerUnreachable
+from sluice.transport.refusals import is_full, is_temporary, reason_of
 
 Command = Callable[[], Any]  # sends one command; redis-py's type hints are unreliable
 
@@ -32,8 +24,6 @@ _LONG_ANSWER_S = 30.0  # for the answer after a PING: it may be megabytes over a
 _BACKOFF_S = (0.0, 0.1, 0.2, 0.5)  # between tries; the first is for connections that died while they were idle
 _CALL_S = 5.0
 
-_TRANSIENT_CODES = frozenset({"BUSY", "MASTERDOWN", "NOREPLICAS"})
-
 
 def is_transient(error: Exception) -> bool:
     """Return True for an outage, which ends by itself; False for a refusal, such as a wrong password or a key of the
@@ -41,11 +31,16 @@ def is_transient(error: Exception) -> bool:
     match error:
         case AuthenticationError() | AuthorizationError():  # redis-py counts them as lost connections
             return False
-        case ReadOnlyError() | ClusterDownError() | TryAgainError():
-            return True
         case ResponseError():
-            return _code(error) in _TRANSIENT_CODES
+            return is_temporary(error)
     return isinstance(error, ConnectionError | RedisTimeoutError | OSError)
+
+
+def server_full(error: BaseException) -> ServerFull:
+    """Return the client's error for an error reply of a full server: see `is_full`."""
+    full = ServerFull(f"the server refuses writes: {reason_of(error)}")
+    full.__cause__ = error
+    return full
 
 
 def raise_outage(answers: Iterable[object]) -> None:
@@ -99,17 +94,21 @@ class Retries:
         """Send a command and return its answer. Raises redis-py's error of a refusal at once, and `ServerUnreachable`
         after an outage of `outage_s` seconds, but not before a second try."""
         started, failures = time.monotonic(), 0
+        explained: Exception | None = None
         while True:
             sent_at = time.monotonic()
             try:
                 answer = await self._try(command, is_first=not failures)
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError) as refused:
                 failures += 1
+                error = server_full(refused) if is_full(refused) else refused
                 if not self._is_retryable(error):
-                    raise
+                    raise error from error.__cause__
+                # A server without free connections often closes one before its reply is read.
+                explained = error if reason_of(error) else explained
                 tried_s = time.monotonic() - started
                 if failures > 1 and outage_s is not None and tried_s >= outage_s:
-                    raise _outage_error(error, tried_s) from error
+                    raise _outage_error(explained or error, tried_s) from explained or error
                 self._report_outage(failures, error)
             else:
                 self._report_recovery(failures, time.monotonic() - started)
@@ -149,7 +148,7 @@ class Retries:
 
     def _report_outage(self, failures: int, error: Exception) -> None:
         if self._log and failures == 1:
-            self._log.warning("the server does not answer (%s); retrying until it does", error)
+            self._log.warning("the server does not answer (%s); retrying until it does", reason_of(error) or error)
 
     def _report_recovery(self, failures: int, seconds: float) -> None:
         if self._log and failures:
@@ -166,12 +165,10 @@ class Retries:
             await connection.disconnect(nowait=True)
 
 
-def _code(error: ResponseError) -> str:
-    """Return the first word of an error reply: the RESP error code, for kinds without a redis-py class."""
-    return str(error).partition(" ")[0]
-
-
 def _outage_error(error: Exception, seconds: float) -> Exception:
     if not is_transient(error):
         return error
+    if reason := reason_of(error):
+        tried = f" for {seconds:.0f} s" if seconds >= 1 else ""
+        return ServerUnreachable(f"the server could not be used{tried}: {reason}")
     return ServerUnreachable(f"no answer for {seconds:.0f} s: {error}" if seconds >= 1 else str(error))

@@ -1,5 +1,6 @@
 """Messages of the command about a server that it cannot use, and about its URL."""
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import redis
 
 from scripts.stack import TINY_CHAT, Server, free_port
 from tests.end_to_end.test_cli import Command
+from tests.queue.refusing import disk_full
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,22 @@ def test_a_denied_command_is_told_with_the_way_to_allow_it(sluice: Command, open
     said = refused(sluice, f"redis://low:kumquat@{open_server}/0")
     assert "denies a command to its user" in said
     assert "ACL SETUSER" in said
+
+
+async def test_a_full_disk_is_told_with_the_remedy_and_jobs_can_still_be_listed(sluice: Command) -> None:
+    with Server() as server:
+        async with disk_full(server):
+            code, _, err = await asyncio.to_thread(sluice, "submit", "hi", "--redis-url", server.url)
+            assert code == 2
+            assert "it cannot write to its disk and refuses all writes; free space there" in err
+            listed = await asyncio.to_thread(sluice, "queue", "list", "--redis-url", server.url)
+            assert (listed[0], "no jobs" in listed[2]) == (0, True)
+
+
+def test_a_server_without_a_free_connection_is_not_taken_for_one_that_is_away(sluice: Command) -> None:
+    with Server() as server, redis.Redis.from_url(server.url) as admin:
+        admin.config_set("maxclients", 1)
+        assert "raise its maxclients" in refused(sluice, server.url)
 
 
 def test_a_database_that_the_server_does_not_have_is_told(sluice: Command, open_server: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -20,8 +21,11 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from scripts.stack import Server
-from sluice import CancelNotStored, Client, ServerFull, SluiceError, SyncClient, wire
+from sluice import CancelNotStored, Client, ServerFull, ServerUnreachable, SluiceError, SyncClient, wire
+from sluice.batch.run import endless_retries
+from sluice.openai import error_reply
 from sluice.transport.retries import is_transient
+from tests.queue.refusing import disk_full
 from tests.queue.streaming import HELLO, event, say, seqs, subscribed
 
 
@@ -119,6 +123,9 @@ async def test_the_largest_number_is_taken(db: Redis, client: Client) -> None:
         (AuthenticationError("wrong"), False),
         (NoPermissionError("no permission"), False),
         (OutOfMemoryError("full"), False),
+        (ConnectionError("max number of clients reached"), True),
+        (ResponseError("MASTERDOWN Link with MASTER is down"), True),
+        (ResponseError("MISCONF the disk is full"), False),
         (ResponseError("WRONGTYPE another type"), False),
         (ResponseError("value is BUSY"), False),
     ],
@@ -174,3 +181,70 @@ async def test_a_cancel_without_the_right_to_publish_is_an_error(limited: Callab
     client = await limited("-publish")
     with pytest.raises(ResponseError, match="publish|run this command"):
         await client.cancel("a")
+
+
+REFUSALS = {
+    "MISCONF": ("it cannot write to its disk", ServerFull),
+    "OOM": ("it is out of memory", ServerFull),
+    "READONLY": ("it is a replica", ServerUnreachable),
+    "NOREPLICAS": ("it refuses all writes until it has more replicas", ServerUnreachable),
+    "MAXCLIENTS": ("all its connections are taken", ServerUnreachable),
+}
+
+
+@asynccontextmanager
+async def refusing(code: str) -> AsyncIterator[str]:
+    """Run a server that refuses what a client asks for this reason, and yield its URL."""
+    with Server() as server:
+        async with Redis.from_url(server.url) as admin:
+            await admin.ping()
+            match code:
+                case "MISCONF":
+                    async with disk_full(server):
+                        yield server.url
+                    return
+                case "OOM":
+                    await admin.config_set("maxmemory", 1)
+                case "READONLY":
+                    await admin.execute_command("REPLICAOF", "127.0.0.1", "1")
+                case "NOREPLICAS":
+                    await admin.config_set("min-replicas-to-write", 1)
+                case "MAXCLIENTS":
+                    await admin.config_set("maxclients", 1)
+            yield server.url
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+@pytest.mark.parametrize("wait_worker_s", [None, 0.0])
+async def test_a_server_that_takes_no_job_says_why_even_if_its_workers_are_silent_for_that(
+    code: str, wait_worker_s: float | None
+) -> None:
+    reason, kind = REFUSALS[code]
+    async with refusing(code) as url, Client(url, outage_s=0.5) as client:
+        with pytest.raises(kind) as raised:
+            await client.submit(HELLO, wait_worker_s=wait_worker_s)
+    assert reason in str(raised.value)
+    reply = error_reply(raised.value)
+    assert reply.status == 503
+    assert reply.headers["x-should-retry"] == "true"
+    assert reason in reply.body["error"]["message"]
+
+
+async def test_a_full_disk_lets_a_client_read_and_stores_no_cancel_request() -> None:
+    async with refusing("MISCONF") as url, Client(url) as client:
+        assert await client.queues() == []
+        with pytest.raises(CancelNotStored, match="cannot write to its disk"):
+            await client.cancel("a")
+        with pytest.raises(ServerFull, match="cannot write to its disk"):
+            await client.ping()
+
+
+async def test_an_offline_run_waits_until_the_disk_has_room() -> None:
+    with Server() as server:
+        async with disk_full(server) as disk:
+            retries = endless_retries(disk.admin)
+            write = asyncio.create_task(retries.run_until_answered(lambda: disk.admin.set("a", 1)))
+            await asyncio.sleep(0.3)
+            assert not write.done()
+            await disk.free()
+            assert await asyncio.wait_for(write, 10)

@@ -9,6 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from sluice.gateway.gateway import Gateway
+from sluice.transport.refusals import reason_of
 
 _PING_S = 2.0
 _ALIVE = ("/health", "/healthz")  # the first is what servers of models have, and what benchmarks for them ask for
@@ -26,8 +27,10 @@ def routes(gateway: Gateway) -> list[Route]:
         try:
             async with asyncio.timeout(_PING_S):
                 await gateway.client.ping()
-        except (RedisError, TimeoutError):
-            return PlainTextResponse("the server of the queue does not answer\n", 503)
+        except (RedisError, TimeoutError) as error:
+            reason = reason_of(error)
+            problem = f"cannot be used: {reason}" if reason else "does not answer"
+            return PlainTextResponse(f"the server of the queue {problem}\n", 503)
         return PlainTextResponse("ok\n")
 
     async def metrics(request: Request) -> Response:

@@ -16,6 +16,7 @@ from worker.json_bytes import dumps
 from worker.queue.job.claims import Claim, cleanup_keys
 from worker.queue.scripts import JOB_LIFE_MS, arguments, script
 from worker.queue.server.clock import ServerClock
+from worker.queue.server.refusals import reason_of
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
@@ -157,7 +158,9 @@ class Publisher:
         self._changed.set()
         if self._failures == 0:
             logger.warning(
-                "redis does not accept %d events (%s): keeping them until it does", self.num_unwritten, error
+                "redis does not accept %d events (%s): keeping them until it does",
+                self.num_unwritten,
+                reason_of(error) or error,
             )
         self._pause_engine(self.num_unwritten > _MAX_UNWRITTEN)
         for log in self._logs.values():

@@ -12,6 +12,7 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from worker.errors import CannotStart
 from worker.queue.server.permissions import NEEDED, acl_command, describe, forbidden, missing
+from worker.queue.server.refusals import is_full, is_temporary
 from worker.redis_url import credentials_error, redacted
 from worker.settings import Settings
 
@@ -19,7 +20,6 @@ logger = logging.getLogger("sluice.queue")
 
 _EARLY_S = 3.0
 _OLDEST = 7  # major version of Redis: SET with NX and GET came with it
-_BUSY = "BUSY"  # error code while a script of another client runs, which ends
 
 _CLUSTER = "it runs in cluster mode, where the worker's scripts cannot reach their keys; use a server without it."
 _EVICTS = (
@@ -100,7 +100,7 @@ class ServerCheck:
         except AuthenticationError:
             raise self._error(f"{await self._wrong_credentials()}.") from None
         except ResponseError as error:
-            if _code(error) == _BUSY:
+            if is_temporary(error) or is_full(error):
                 raise
             raise self._error(
                 f"it refuses the connection: {error}. The number behind the last / must be that of a database that it "
@@ -129,11 +129,6 @@ class ServerCheck:
 
     def _user(self) -> str:
         return str(self._redis.connection_pool.connection_kwargs.get("username") or "default")
-
-
-def _code(error: ResponseError) -> str:
-    """Return the first word of an error reply: the code, for kinds without a redis-py class."""
-    return str(error).partition(" ")[0]
 
 
 async def _is_open(redis: Redis) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
+from worker.queue.server.refusals import reason_of
+
 logger = logging.getLogger("sluice.queue")
 
 _RETRY_S = 0.2
@@ -47,5 +49,5 @@ class _Outage:
         if self.lasted_s < self._next_s:
             return
         since = f" for {self.lasted_s:.0f} s" if self._next_s else ""
-        logger.warning("waiting for redis%s: %s", since, error)
+        logger.warning("waiting for redis%s: %s", since, reason_of(error) or error)
         self._next_s = self.lasted_s + self._remind_s

@@ -11,11 +11,17 @@ class Readiness:
         """`every_s`: interval at which the worker polls Redis for jobs, in seconds."""
         self._late_s = 2 * every_s + 3.0
         self._answered_at: float | None = None
+        self._refusal: str | None = None
         self._draining = False
 
     def record_answer(self) -> None:
         """Record an answer from Redis."""
         self._answered_at = time.monotonic()
+        self._refusal = None
+
+    def record_refusal(self, reason: str | None) -> None:
+        """Record why Redis refused a poll; None if it gave no reason."""
+        self._refusal = reason
 
     def drain(self) -> None:
         """Report from now on that the worker claims no more jobs."""
@@ -28,9 +34,10 @@ class Readiness:
     def _redis(self) -> str | None:
         """Return the problem with Redis, or None. A draining worker does not poll, so silence is no problem then."""
         if self._answered_at is None:
-            return "it has not answered yet"
+            return self._refusal or "it has not answered yet"
         silent_s = time.monotonic() - self._answered_at
-        return f"no answer for {silent_s:.0f} s" if silent_s > self._late_s and not self._draining else None
+        problem = self._refusal or f"no answer for {silent_s:.0f} s"
+        return problem if silent_s > self._late_s and not self._draining else None
 
     def _claims(self) -> str | None:
         return "the worker is stopping, and claims no more jobs" if self._draining else None
