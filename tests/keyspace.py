@@ -19,6 +19,7 @@ NAMES = {  # prefix: does it outlive its job?
     b"arq:job:": False,
     b"arq:in-progress:": False,
     b"arq:retry:": False,
+    b"arq:abort": False,
 }
 
 

@@ -1,25 +1,30 @@
 """Every name, signature and behaviour of arq that we borrow. When an upgrade fails, it fails here first."""
 
+import asyncio
 import inspect
 import json
 import os
 import pickle
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
 import arq
-import arq.constants
 import pytest
+from arq import constants
 from arq.connections import ArqRedis
 from arq.cron import CronJob, cron
 from arq.jobs import Job, JobStatus, serialize_job
 from arq.worker import Function, Worker, func
 from redis.asyncio import Redis
 
+from schemas.events import FINAL
+from sluice import Client
 from tests.fakes import FakeChat
+from tests.keyspace import check_all_ended
 from tests.queue.helpers import QUEUE, ended, envelope, put, queue_worker, settings, until, working
 from worker.json_bytes import dumps
 from worker.queue.cron import Cron
@@ -131,7 +136,7 @@ async def test_arq_s_worker_has_our_queue_functions_and_context(arq_redis: ArqRe
 
 
 def test_the_prefixes_are_those_that_other_languages_were_told() -> None:
-    constants = arq.constants
+    assert constants.abort_jobs_ss == "arq:abort"
     assert [constants.job_key_prefix, constants.in_progress_key_prefix, constants.retry_key_prefix] == [
         "arq:job:", "arq:in-progress:", "arq:retry:",
     ]  # fmt: skip
@@ -213,3 +218,74 @@ async def test_a_job_of_ours_reads_as_a_job_of_arq_s(arq_redis: ArqRedis, db: Re
     info = await Job("a", arq_redis, _queue_name=QUEUE, _deserializer=json.loads).info()
     assert info is not None
     assert (info.function, info.args, info.kwargs, info.score) == ("chat", [REQUEST], {}, 1)
+
+
+async def aborted(redis: ArqRedis, job_id: str) -> bool:
+    return await Job(job_id, redis, _queue_name=QUEUE, _deserializer=json.loads).abort(timeout=20, poll_delay=0.05)
+
+
+async def test_abort_cancels_a_job_that_runs_and_one_that_waits_and_one_for_later(
+    arq_redis: ArqRedis, redis_url: str, db: Redis
+) -> None:
+    chat = FakeChat()
+    async with working(settings(redis_url, max_rows=1, reserved_rows=0, poll_s=0.1), chat.chat):
+        for job_id, given in (("runs", {}), ("waits", {}), ("later", {"_defer_by": 3600})):
+            await arq_redis.enqueue_job("chat", {"then": "hang"}, _job_id=job_id, _queue_name=QUEUE, **given)
+            await until(lambda: bool(chat.running))
+        for job_id in ("waits", "later", "runs"):
+            assert not await aborted(arq_redis, job_id), "arq returns True for results of its own only"
+            said = await ended(db, job_id)
+            assert [event["type"] for event in said if event["type"] in FINAL] == ["cancelled"]
+            assert said[-1]["reason"] == "requested"
+    await db.delete("sluice:worker:ada", "sluice:model:default")
+    await check_all_ended(db)
+
+
+async def test_abort_of_a_job_that_ended_or_never_was_harms_no_later_job_with_its_id(
+    arq_redis: ArqRedis, redis_url: str, db: Redis
+) -> None:
+    for job_id in ("ended", "never"):
+        await db.zadd(constants.abort_jobs_ss, {job_id: time.time() * 1000})
+    await asyncio.sleep(0.01)
+    await arq_redis.enqueue_job("chat", REQUEST, _job_id="never", _queue_name=QUEUE)
+    async with working(settings(redis_url, poll_s=0.1), FakeChat().chat):
+        assert (await ended(db, "never"))[-1]["type"] == "finished"
+
+        async def is_forgotten() -> bool:
+            return bool(await db.zcard(constants.abort_jobs_ss) == 0)
+
+        await until(is_forgotten)
+        await arq_redis.enqueue_job("chat", REQUEST, _job_id="ended", _queue_name=QUEUE)
+        assert (await ended(db, "ended"))[-1]["type"] == "finished"
+
+
+async def test_abort_of_a_job_of_another_arq_worker_is_left_to_it(
+    arq_redis: ArqRedis, redis_url: str, db: Redis
+) -> None:
+    await arq_redis.enqueue_job("mail", _job_id="theirs", _queue_name="arq:queue")
+    await db.zadd(constants.abort_jobs_ss, {"theirs": time.time() * 1000})
+    async with working(settings(redis_url, poll_s=0.1), FakeChat().chat):
+        for job_id in ("a", "b"):
+            await put(db, job_id, envelope({"say": ["Hello"]}))
+            await ended(db, job_id)
+            await asyncio.sleep(0.3)
+        assert await db.zrange(constants.abort_jobs_ss, 0, -1) == [b"theirs"]
+
+
+async def test_a_cancelled_or_finished_job_leaves_no_request_to_abort_it(
+    arq_redis: ArqRedis, redis_url: str, db: Redis, client: Client
+) -> None:
+    await put(db, "waits", envelope(REQUEST))
+    await db.zadd(constants.abort_jobs_ss, {"waits": 2})
+    assert await client.cancel("waits") == "cancelled"
+    assert await db.exists(constants.abort_jobs_ss) == 0
+
+
+@pytest.mark.parametrize("spoil", [("SET", "x"), ("RPUSH", "x")])
+async def test_a_foreign_value_in_place_of_the_requests_to_abort_stops_nobody(
+    redis_url: str, db: Redis, spoil: tuple[str, str]
+) -> None:
+    await db.execute_command(spoil[0], constants.abort_jobs_ss, spoil[1])
+    await put(db, "a", envelope(REQUEST))
+    async with working(settings(redis_url, poll_s=0.1), FakeChat().chat):
+        assert (await ended(db, "a"))[-1]["type"] == "finished"

@@ -15,6 +15,7 @@ from tests.line import Line
 from tests.queue.held import HeldJobs
 from tests.queue.helpers import envelope, field, lapse, put, settings, until
 from worker.errors import Cancelled, OwnershipLost
+from worker.queue.cancel_backlog import CancelBacklog
 from worker.queue.cancel_keys import CancelKeys
 from worker.queue.job.claims import Claim, Claims, lease_key
 from worker.queue.pickup import Pickup
@@ -42,7 +43,9 @@ async def picking_up(url: str, steps_s: Sequence[float] = (), **given: Any) -> A
     async with connect(known) as redis:
         held, claims = HeldJobs(redis), Claims(redis, known)
         stopping, cancel_keys = asyncio.Event(), CancelKeys(redis, held.jobs)
-        pickup = Pickup(RedisServer(redis, known), known, claims, held.jobs, cancel_keys, stopping, lambda: steps_s)
+        cancels = CancelBacklog(held.jobs.cancel, claims)
+        server = RedisServer(redis, known)
+        pickup = Pickup(server, known, claims, held.jobs, cancel_keys, cancels, stopping, lambda: steps_s)
         yield Parts(pickup, held, claims, stopping)
         await held.release()
 

@@ -69,7 +69,13 @@ def test_the_page_s_key_table_has_every_key() -> None:
     by_model = ["sluice:queue:<model>:<lane>", "sluice:index:2:<model>:<lane>", *(f":{part}" for part in keys.INDEX)]
     by_model += [keys.wake("<model>"), keys.model("<model>"), keys.rows("<model>"), keys.worker("<name>")]
     of_runs = [keys.batch("<run>"), keys.batch_cancel("<run>")]
-    assert listed - {"arq:job:<id>", "arq:in-progress:<id>"} == {*ours, *by_model, *of_runs, keys.CONTROL, keys.DEAD}
+    assert listed - {"arq:job:<id>", "arq:in-progress:<id>", "arq:abort"} == {
+        *ours,
+        *by_model,
+        *of_runs,
+        keys.CONTROL,
+        keys.DEAD,
+    }
 
 
 def test_the_page_has_every_key_of_the_front() -> None:

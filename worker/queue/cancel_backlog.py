@@ -33,6 +33,10 @@ class CancelBacklog:
         self._pending[job_id] = None
         self._added.set()
 
+    async def add_aborted(self) -> None:
+        """Add the jobs that arq's `Job.abort` asks to end. Raises RedisError, OSError."""
+        self._add_all(await self._claims.find_aborted())
+
     async def run(self) -> None:
         """Cancel stored jobs that wait in the queue, until this task is cancelled."""
         while True:

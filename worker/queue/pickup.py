@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from schemas import keys
 from schemas.keys import Lane
 from worker.errors import OwnershipLost
+from worker.queue.cancel_backlog import CancelBacklog
 from worker.queue.cancel_keys import CancelKeys
 from worker.queue.job.claims import Claim, Claims, WorkerRows
 from worker.queue.job.takeover import Takeover
@@ -35,6 +36,7 @@ class Pickup:
         claims: Claims,
         jobs: RunningJobs,
         cancel_keys: CancelKeys,
+        cancels: CancelBacklog,
         stopping: asyncio.Event,
         step_times: Callable[[], Sequence[float]] = tuple,
     ) -> None:
@@ -43,7 +45,7 @@ class Pickup:
         self._server, self._settings = server, settings
         self._claims = claims
         self._jobs = jobs
-        self._cancel_keys = cancel_keys
+        self._cancel_keys, self._cancels = cancel_keys, cancels
         self._stopping = stopping
         self._step_times = step_times
         # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
@@ -88,14 +90,15 @@ class Pickup:
 
     async def poll(self) -> bool:
         """Claim a job for every free row, or this worker's share of fewer jobs. Returns True if this poll was a sweep:
-        it also claimed jobs past their deadline, and checked the cancel keys of running jobs. Raises RedisError,
-        OSError."""
+        it also claimed jobs past their deadline, and found the cancel keys of running jobs and the jobs that arq
+        aborts. Raises RedisError, OSError."""
         sweep = time.monotonic() - self._swept_at >= self._sweep_s
         self._next_at = math.inf
         for lane in keys.LANES:
             await self._poll_lane(lane, sweep=sweep)
         if sweep:
             await self._cancel_keys.check_all()
+            await self._cancels.add_aborted()
             self._swept_at = time.monotonic()
         return sweep
 

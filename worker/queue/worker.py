@@ -45,8 +45,8 @@ class ServedModel:
 class QueueWorker(Worker):
     """Claims jobs of both lanes while rows are free, and brings each to exactly one ending.
 
-    arq's retries, timeout, results, abort and health check are disabled; a lease, an attempt number that fences every
-    write, and one final script replace them. The worker itself only connects its parts:
+    arq's retries, timeout, results and health check are disabled, and its abort is a cancellation; a lease, an attempt
+    number that fences every write, and one final script replace them. The worker itself only connects its parts:
 
     - `Pickup` claims jobs, and wakes and polls for that
     - `RunningJobs` owns the jobs that run here; `JobRunner` brings each to its ending
@@ -93,7 +93,7 @@ class QueueWorker(Worker):
         )
         cancel_keys, cancels = CancelKeys(redis, self.jobs), CancelBacklog(self.jobs.cancel, claims)
         self._pickup = Pickup(
-            server, settings, claims, self.jobs, cancel_keys, self.shutdown.stopping, model.step_times
+            server, settings, claims, self.jobs, cancel_keys, cancels, self.shutdown.stopping, model.step_times
         )
         self.readiness = self._pickup.readiness
         listener = ControlListener(

@@ -103,6 +103,7 @@ class Claims:
         self._release = script(redis, "release")
         self._cancel = script(redis, "cancel")
         self._waiting = script(redis, "waiting")
+        self._aborted = script(redis, "aborted")
         self._log_ttl_ms, self._result_ttl_ms = settings.log_ttl_s * 1000, settings.result_ttl_s * 1000
 
     async def take(
@@ -209,6 +210,12 @@ class Claims:
         """Return the ids that are in one of the model's queues; their jobs may be running, here or on another worker.
         Raises RedisError, OSError."""
         found = await self._waiting(keys=self._queues, args=list(job_ids)) if job_ids else []
+        return [job_id.decode("utf-8", "surrogateescape") for job_id in found]
+
+    async def find_aborted(self) -> list[str]:
+        """Return the ids of jobs in the model's queues that arq's `Job.abort` asks to end; they may be running, here or
+        on another worker. Raises RedisError, OSError."""
+        found = await self._aborted(keys=self._queues)
         return [job_id.decode("utf-8", "surrogateescape") for job_id in found]
 
     async def cancel_waiting(self, job_id: str) -> bool:

@@ -142,8 +142,11 @@ local function remove_from_index(index, id)
   if remove_from_place(index, id) then redis.call('ZREM', index.jobs, id) end
 end
 
--- Remove a job from the queue and its index.
+local ABORT = 'arq:abort' -- sorted set of arq's: ids of jobs to end, by the time of the request in Unix milliseconds
+
+-- Remove a job that ends from the queue, its index, and the requests to abort it.
 local function remove_from_queue(queue, id)
   redis.call('ZREM', queue, id)
+  redis.pcall('ZREM', ABORT, id) -- an error for a foreign value
   in_index(remove_from_index, index_of(queue), id)
 end
