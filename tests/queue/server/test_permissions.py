@@ -123,7 +123,7 @@ def test_what_is_denied_is_named_with_its_key() -> None:
 
 def test_the_page_on_operations_has_the_rules_of_a_user_for_workers() -> None:
     assert (
-        acl_command("sluice", NEEDED).removeprefix("ACL SETUSER sluice ")
+        acl_command("worker", NEEDED).removeprefix("ACL SETUSER worker ")
         in (ROOT / "docs" / "operations.md").read_text()
     )
 
