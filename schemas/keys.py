@@ -15,6 +15,7 @@ CONTROL = "sluice:control"
 DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"
+QUEUES = "sluice:queue:*"
 INDEX = ("lines", "suspects", "leases", "deadlines", "count-lines")
 CANCEL_S = 3600  # seconds that a request to cancel is kept
 
@@ -22,6 +23,18 @@ CANCEL_S = 3600  # seconds that a request to cancel is kept
 def queue(model: str, lane: Lane) -> str:
     """Sorted set of job ids, scored by the time they were queued in milliseconds: arq's queue."""
     return f"sluice:queue:{model}:{lane}"
+
+
+def queue_problem(key: str) -> str | None:
+    """Return why no worker takes jobs from a key that begins like a queue's, and what would be right; None for the key
+    of a queue."""
+    model, _, lane = key.removeprefix("sluice:queue:").partition(":")
+    if not re.fullmatch(MODEL_NAME, model):
+        return f"{model[:80]!r} is not the name of a model; a name matches {MODEL_NAME}"
+    if lane in LANES:
+        return None
+    what = f"{lane[:80]!r} is not a lane" if lane else "it has no lane"
+    return f"{what}; queue jobs in {queue(model, 'interactive')} or {queue(model, 'batch')}"
 
 
 def index(model: str, lane: Lane) -> str:

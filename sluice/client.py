@@ -18,7 +18,7 @@ from sluice.cancellation import Cancellation, Outcome
 from sluice.dead_letters import DeadLetter, DeadLetters
 from sluice.errors import UnknownJob
 from sluice.presence import Attendances, Workers, serves
-from sluice.queues import Queue, Queues
+from sluice.queues import MisplacedJobs, Queue, Queues
 from sluice.results import Results
 from sluice.streaming.hub import Hub
 from sluice.streaming.streams import SILENCE_S, Streams
@@ -323,6 +323,11 @@ class Client:
         return await self._queues.read_all(
             [worker.get("model", "") for worker in await self.workers() if serves(worker)]
         )
+
+    async def misplaced_jobs(self) -> list[MisplacedJobs]:
+        """Return the keys like `sluice:queue:default`, without a lane or with a wrong one, that hold jobs which no
+        worker takes."""
+        return await self._queues.read_misplaced()
 
     async def purge(
         self,

@@ -31,6 +31,15 @@ class Queue:
         return self.workers > 0
 
 
+@dataclass(frozen=True, slots=True)
+class MisplacedJobs:
+    """Jobs under a key that no worker reads: `problem` says why, and where they belong."""
+
+    key: str
+    jobs: int
+    problem: str
+
+
 class Queues:
     """Reads the queues of a server."""
 
@@ -42,6 +51,17 @@ class Queues:
         lanes = sorted(filter(None, map(wire.parse_queue_key, await self._retries.scan(wire.QUEUES))))
         found = [await self._read(model, lane, workers) for model, lane in lanes]
         return [queue for queue in found if queue is not None]
+
+    async def read_misplaced(self) -> list[MisplacedJobs]:
+        """Return the keys that begin like a queue and hold jobs which no worker takes."""
+        found = []
+        for name in sorted(await self._retries.scan(wire.QUEUES)):
+            key = name.decode("utf-8", "replace")
+            problem = wire.queue_problem(key)
+            if problem and await self._retries.run(partial(self._redis.type, name)) == b"zset":
+                jobs: int = await self._retries.run(partial(self._redis.zcard, name))
+                found.append(MisplacedJobs(key, jobs, problem))
+        return found
 
     async def _read(self, model: str, lane: Lane, workers: Collection[str]) -> Queue | None:
         key = wire.queue_key(model, lane)

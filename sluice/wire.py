@@ -47,6 +47,18 @@ def parse_queue_key(key: bytes) -> tuple[str, Lane] | None:
     return match[1], "batch" if match[2] == "batch" else "interactive"
 
 
+def queue_problem(key: str) -> str | None:
+    """Return why no worker takes jobs from a key that begins like a queue's, and what would be right; None for the key
+    of a queue."""
+    model, _, lane = key.removeprefix("sluice:queue:").partition(":")
+    if not re.fullmatch(MODEL_NAME, model):
+        return f"{model[:80]!r} is not the name of a model; a name matches {MODEL_NAME}"
+    if lane in LANES:
+        return None
+    what = f"{lane[:80]!r} is not a lane" if lane else "it has no lane"
+    return f"{what}; queue jobs in {queue_key(model, 'interactive')} or {queue_key(model, 'batch')}"
+
+
 def log_key(job_id: str) -> str:
     """List: the job's events, as JSON."""
     return f"sluice:log:{job_id}"

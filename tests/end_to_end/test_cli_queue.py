@@ -24,11 +24,28 @@ def test_every_queue_with_jobs_is_listed_and_those_that_nobody_serves_are_marked
     sluice.db.set("sluice:queue:foreign:batch", "x")
     code, out, err = sluice("queue", "list")
     rows = [(model, lane, jobs, workers) for model, lane, jobs, _, workers in table(out, "Queues")]
-    assert (code, rows, err) == (0, [("default", "batch", "1", "1"), ("mispelt", "interactive", "3", "none")], "")
+    assert (code, rows) == (0, [("default", "batch", "1", "1"), ("mispelt", "interactive", "3", "none")])
+    assert err.startswith("no worker serves 'mispelt', for which 3 jobs wait.")
     said = [json.loads(line) for line in sluice("queue", "list", "--json")[1].splitlines()]
     assert [(each["model"], each["jobs"], each["workers"]) for each in said] == [("default", 1, 1), ("mispelt", 3, 0)]
     _, _, err = sluice("workers")
     assert err.startswith("no worker serves 'mispelt', for which 3 jobs wait.")
+
+
+def test_a_key_without_a_lane_or_with_a_wrong_one_is_shown_with_what_would_be_right(sluice: Command) -> None:
+    sluice.db.zadd("sluice:queue:default", {"a": 1})
+    sluice.db.zadd("sluice:queue:default:fast", {"b": 1, "c": 1})
+    code, out, err = sluice("queue", "list")
+    right = "queue jobs in sluice:queue:default:interactive or sluice:queue:default:batch."
+    assert (code, out) == (0, "")
+    said = " ".join(err.split())
+    assert f"no worker takes the job in 'sluice:queue:default': it has no lane; {right}" in said
+    assert f"no worker takes the 2 jobs in 'sluice:queue:default:fast': 'fast' is not a lane; {right}" in said
+    shown = [json.loads(line) for line in sluice("queue", "list", "--json")[1].splitlines()]
+    assert [(each["key"], each["jobs"]) for each in shown] == [
+        ("sluice:queue:default", 1),
+        ("sluice:queue:default:fast", 2),
+    ]
 
 
 def test_a_server_without_jobs_is_a_sentence(sluice: Command) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from schemas import keys
+from sluice import wire
 
 NAMES = {
     keys.queue("default", "interactive"): "sluice:queue:default:interactive",
@@ -58,3 +59,23 @@ def test_a_good_model_name_is_taken(name: str) -> None:
 @pytest.mark.parametrize("name", ["", "-a", ".a", "_a", "org/model", "a:b", "a b", "a\n", "ä", "a" * 65])
 def test_a_bad_model_name_is_refused(name: str) -> None:
     assert not keys.is_model_name(name)
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("sluice:queue:default:interactive", None),
+        ("sluice:queue:default:batch", None),
+        ("sluice:queue:default", "it has no lane; queue jobs in sluice:queue:default:interactive or"),
+        ("sluice:queue:default:", "it has no lane"),
+        ("sluice:queue:default:fast", "'fast' is not a lane"),
+        ("sluice:queue:default:batch:2", "'batch:2' is not a lane"),
+        ("sluice:queue:", "'' is not the name of a model"),
+        ("sluice:queue:org/model:batch", "'org/model' is not the name of a model"),
+    ],
+)
+def test_a_key_that_is_no_queue_has_a_problem_and_the_right_name(key: str, problem: str | None) -> None:
+    said = keys.queue_problem(key)
+    assert said == wire.queue_problem(key)
+    assert (said is None) == (problem is None)
+    assert said is None or said.startswith(str(problem))

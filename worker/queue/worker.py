@@ -28,6 +28,7 @@ from worker.queue.server.outage import until_redis_answers
 from worker.queue.server.redis_server import RedisServer
 from worker.queue.services import run_with_services
 from worker.queue.shutdown import Shutdown
+from worker.queue.unclaimed import UnclaimedQueues
 from worker.queue.wake import ControlListener
 from worker.settings import Settings
 
@@ -83,13 +84,9 @@ class QueueWorker(Worker):
         publisher = Publisher(redis, server.clock, settings, model.set_paused)
         self.jobs = RunningJobs(publisher, metrics, run=self.run_job, wake=self.wake)
         self.shutdown = Shutdown(self.jobs, settings.grace_s)
+        endings = Endings(publisher, claims, settings.model_name, metrics)
         self._runner = JobRunner(
-            redis,
-            functions,
-            claims,
-            Endings(publisher, claims, settings.model_name, metrics),
-            max_bytes=settings.max_request_bytes,
-            stopping=self.shutdown.stopping,
+            redis, functions, claims, endings, max_bytes=settings.max_request_bytes, stopping=self.shutdown.stopping
         )
         cancel_keys, cancels = CancelKeys(redis, self.jobs), CancelBacklog(self.jobs.cancel, claims)
         self._pickup = Pickup(
@@ -110,7 +107,15 @@ class QueueWorker(Worker):
         self.heartbeat = Heartbeat("event loop")
         heartbeats = [self.heartbeat, *model.heartbeats]
         self._leases = LeaseKeeper(settings, self.jobs.claims, self.jobs.ownership_lost, heartbeats)
-        self._services = publisher.run, listener.run, cancels.run, publish_presence, self.heartbeat.keep_beating
+        unclaimed = UnclaimedQueues(redis, settings.model_name).run
+        self._services = (
+            publisher.run,
+            listener.run,
+            cancels.run,
+            publish_presence,
+            self.heartbeat.keep_beating,
+            unclaimed,
+        )
 
     async def main(self) -> None:
         """Run until a signal, give running jobs `grace_s` seconds to end, requeue the rest. Raises `CannotStart`."""

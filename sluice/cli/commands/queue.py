@@ -13,7 +13,7 @@ from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note, notes
 from sluice.client import Client
-from sluice.queues import Queue
+from sluice.queues import MisplacedJobs, Queue
 from sluice.wire import Lane
 from sluice.wording import counted
 
@@ -37,21 +37,26 @@ def about() -> None:
 def list_queues(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
     """List every queue that holds jobs, with the number of workers that serve its model.
 
-    A job stays in its queue while it runs, and is counted there. With --json, print an object for each queue.
+    A job stays in its queue while it runs, and is counted there. With --json, print an object for each queue. A key
+    that only looks like a queue, for example without a lane, is shown with its `problem` and what would be right.
 
     \b
     Examples:
       sluice queue list
       sluice queue list --json | jq -r 'select(.workers == 0).model'
     """
-    queues = asyncio.run(_read(redis_url))
+    queues, misplaced = asyncio.run(_read_all(redis_url))
     if as_json:
-        for each in queues:
+        shown: list[Queue | MisplacedJobs] = [*queues, *misplaced]
+        for each in shown:
             print_json(asdict(each))
     elif queues:
         print_queues(queues)
-    else:
+        note_unserved(queues)
+    elif not misplaced:
         note("there are no jobs on this server.")
+    for found in () if as_json else misplaced:
+        note(f"no worker takes {_them(found.jobs)} in {found.key!r}: {found.problem}.", style="yellow")
 
 
 @queue.command()
@@ -112,6 +117,10 @@ def note_unserved(queues: list[Queue]) -> None:
         )
 
 
+def _them(jobs: int) -> str:
+    return "the job" if jobs == 1 else f"the {jobs:,} jobs"
+
+
 def _seconds(age: str | None) -> float:
     if age is None:
         return 0.0
@@ -124,6 +133,11 @@ def _seconds(age: str | None) -> float:
 async def _read(url: str) -> list[Queue]:
     async with connected(url) as client:
         return await client.queues()
+
+
+async def _read_all(url: str) -> tuple[list[Queue], list[MisplacedJobs]]:
+    async with connected(url) as client:
+        return await client.queues(), await client.misplaced_jobs()
 
 
 async def _purge(url: str, queues: list[Queue], older_than_s: float) -> int:

@@ -18,7 +18,14 @@ from worker.queue.server.permissions import EXEC, MULTI, NEEDED, Need, acl_comma
 from worker.schedule_times import Crontab
 
 ALL = ("+@all", "~*", "&*")
-_OPTIONAL = ("info", "config", "client", "command", "__keyspace")  # without which less is checked, or jobs are polled
+_OPTIONAL = (
+    "info",
+    "config",
+    "scan",
+    "client",
+    "command",
+    "__keyspace",
+)  # without which less is checked, or jobs are polled
 
 
 @pytest.fixture(scope="module")
