@@ -120,11 +120,11 @@ class Claims:
     ) -> list[Claim]:
         """Claim up to `limit` jobs, and in addition up to `counts` token counts and jobs whose deadline has passed.
 
-        `running`: the claims that this worker runs now, for fairness between tenants and between users.
-        `suspects`: the number of them that are on probation. If `takeover` is False, jobs of other workers whose leases expired are not claimed.
-        `rows`: of this worker, by which it shares jobs with other workers of the model; None: it shares none. `wake`:
-        wake the workers that jobs are left to, since nothing else has woken them for these jobs. Raises RedisError,
-        OSError.
+        `running`: the claims that this worker runs now, for fairness between tenants and between users. `suspects`: the
+        number of them that are on probation. If `takeover` is False, jobs of other workers whose leases expired are not
+        claimed. `rows`: of this worker, by which it shares jobs with other workers of the model; None: it shares none.
+        `wake`: wake the workers that jobs are left to, since nothing else has woken them for these jobs. Raises
+        RedisError, OSError.
         """
         async with self._claim_lock:
             lost = lane in self._reply_lost
