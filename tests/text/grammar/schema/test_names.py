@@ -45,6 +45,22 @@ HELD: dict[str, tuple[Schema, list[Any], list[Any]]] = {
         [{"a": "x"}, {"b1": 1}],
         [{"b1": "x"}, {"c": 1}],
     ),
+    "a list beside properties and patterns": (
+        {
+            "propertyNames": {"enum": ["foo", "bar"]},
+            "properties": {"foo": {"type": "integer"}},
+            "patternProperties": {"^f": {"minimum": 10, "maximum": 12}, "o$": {"multipleOf": 2}},
+            "additionalProperties": {"type": "null"},
+        },
+        [{"foo": 10}, {"bar": None}],
+        [{"foo": 8}, {"foo": 11}, {"bar": 1}, {"f": 10}],
+    ),
+    "one name beside a property and a pattern": (
+        {"propertyNames": {"const": "foo"}, "properties": {"foo": {"type": ["string", "null"]}},
+         "patternProperties": {"^f": {"minLength": 2}}},
+        [{"foo": "ab"}, {"foo": None}],
+        [{"foo": "a"}, {"bar": 1}],
+    ),
     "one name": ({"propertyNames": {"const": "a"}}, [{"a": 1}], [{"b": 1}]),
     "lengths": ({"propertyNames": {"minLength": 2, "maxLength": 3}}, [{"ab": 1}, {"äöü": 1}], [{"a": 1}, {"abcd": 1}]),
     "a list of some length": ({"propertyNames": {"enum": ["a", "bc"], "minLength": 2}}, [{"bc": 1}], [{"a": 1}]),

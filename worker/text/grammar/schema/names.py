@@ -75,8 +75,8 @@ class _Properties:
             return
         self._named = {name: value for name, value in self._named.items() if names.allow(name)}
         if names.listed is not None:
-            listed = {name: self._of(name) for name in names.listed if name not in self._named and names.allow(name)}
-            self._named, self._has_names = {**self._named, **listed}, True
+            allowed = dict.fromkeys([*self._named, *filter(names.allow, names.listed)])
+            self._named, self._has_names = {name: self._of(name) for name in allowed}, True
         elif self._rest is not False or self._patterns:
             self._limit_by(names)
             return
@@ -93,10 +93,13 @@ class _Properties:
         self._patterns, self._rest = [(names.pattern(), self._rest)], False
 
     def _of(self, name: str) -> Any:
-        """Return the schema of a property that is not in `properties`."""
+        """Return the schema of a property: all that `properties` and matching patterns have, else that of the rest."""
         self._check_undisputed([name], self._at)
-        value = [each for pattern, each in self._patterns if pattern.matches(name)]
-        return {"allOf": value} if value else self._rest
+        found = [self._named[name]] if name in self._named else []
+        found += [each for pattern, each in self._patterns if pattern.matches(name)]
+        if len(found) > 1:
+            return {"allOf": found}
+        return found[0] if found else self._rest
 
     def written(self) -> Schema:
         found = Schema()
