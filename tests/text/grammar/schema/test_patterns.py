@@ -133,6 +133,30 @@ def test_a_name_that_is_compared_with_a_pattern_matches_by_python_too(pattern: s
         assert not re.search(pattern, text) or (text.endswith("\n") and "$" in pattern)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "least"),
+    [
+        ("[a-z]{1,255}", "[a-z]"),
+        ("x*y+z?", "y"),
+        ("^a[a-z]*", "^a"),
+        ("[a-z]{2,9}$", "[a-z]{2}$"),
+        ("(ab*){3}", "ab*ab*a"),
+        ("(a|bc{2,5}|d+)", "a|bcc|d"),
+        ("a|b*", ""),
+        ("^[a-z]{1,255}$", "^[a-z]{1,255}$"),
+        ("^(a|b{2,5})$|c+", "^(a|b{2,5})$|c"),
+    ],
+)
+def test_a_count_at_an_open_end_costs_what_its_least_does(pattern: str, least: str) -> None:
+    flat = re.compile(r"\(\?:|\)|\{1,1\}")
+    assert flat.sub("", expanded(Pattern(pattern).whole())) == flat.sub("", expanded(Pattern(least).whole()))
+
+
+def expanded(expression: str) -> str:
+    """Return the expression with [x]{2,2} as [x][x]."""
+    return re.sub(r"\(\?:(\[[^]]*\])\)\{2,2\}", r"\1\1", expression)
+
+
 def test_comparing_names_is_bounded() -> None:
     with pytest.raises(UnsupportedPattern):
         Pattern("^(a?b?){99}$", Steps(1_000)).matches("ab" * 60)

@@ -6,7 +6,7 @@ contain only characters that an answer can write. Derivre takes a group named `s
 meaning of \\w, \\s and `.`, so groups lose their names and classes are written out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from functools import cached_property
 
@@ -18,6 +18,7 @@ _MAX_BRANCHES = 64
 _MAX_CHARACTERS = 200_000  # characters, once the classes are written out
 _STEPS_A_CLASS = 400  # a class of both dialects has some 750 ranges
 _NOTHING = "[a&&b]"
+_NO_MATCH_NEEDED = Sequenced(())
 
 
 class Reading(Enum):
@@ -142,6 +143,37 @@ def _opened(way: list[Node], side: int) -> list[list[Node]] | None:
     return [outer + each + other if side == 0 else other + each + outer for each in inner]
 
 
+def _least(node: Node, side: int) -> Node:
+    """Return what an expression must match if anything may stand at this side of it: 0 is its begin, -1 its end.
+
+    With [a-z]{1,255} at an open end, derivre would count letters that make no difference, in each of thousands of
+    states; one letter is enough. No match at all is `_NO_MATCH_NEEDED`.
+    """
+    match node:
+        case Repeated(_, 0):
+            return _NO_MATCH_NEEDED
+        case Repeated(item, 1):
+            return _least(item, side)
+        case Repeated(item, minimum):
+            others = Repeated(item, minimum - 1, minimum - 1)
+            return _least_of((item, others) if side == 0 else (others, item), side)
+        case Sequenced(items):
+            return _least_of(items, side)
+        case Either(options):
+            found = tuple(_least(option, side) for option in options)
+            return _NO_MATCH_NEEDED if _NO_MATCH_NEEDED in found else Either(found)
+    return node
+
+
+def _least_of(items: Sequence[Node], side: int) -> Node:
+    left = list(items)
+    while left:
+        found = _least(left.pop(side), side)
+        if found != _NO_MATCH_NEEDED:
+            return Sequenced((found, *left) if side == 0 else (*left, found))
+    return _NO_MATCH_NEEDED
+
+
 class _Match:
     """Matches expressions in one text, by the set of positions at which a match may end."""
 
@@ -185,8 +217,13 @@ class _Writer:
         self._classes = dict[Chars, str]()
 
     def branch(self, branch: _Branch) -> str:
-        before = "" if branch.at_start else self._anything
-        return before + self._node(branch.body) + ("" if branch.at_end else self._anything)
+        body: Node = branch.body
+        if not branch.at_start:
+            body = _least(body, 0)
+        if not branch.at_end:
+            body = _least(body, -1)
+        before, after = ("" if anchored else self._anything for anchored in (branch.at_start, branch.at_end))
+        return before + self._node(body) + after if body != _NO_MATCH_NEEDED else before or after
 
     def _node(self, node: Node) -> str:
         match node:
