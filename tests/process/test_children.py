@@ -146,3 +146,37 @@ async def test_no_idle_process_is_left_after_the_end(children: Children, started
     for process in started:
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)
+
+
+async def test_one_process_is_started_ahead_of_each_request(started: list[Process]) -> None:
+    children = Children(OBEDIENT, 2, ahead=True)
+    for requests in range(1, 4):
+        while not children._idle:
+            await asyncio.sleep(0.001)
+        assert children._idle[0]._process is started[-1]
+        await children.ask("echo", b"", LIMITS)
+        assert len(started) <= requests + 1
+        assert started[requests - 1].poll() is not None  # it has answered
+    children.close()
+
+
+async def test_requests_beside_the_one_ahead_start_processes_of_their_own(started: list[Process]) -> None:
+    children = Children(OBEDIENT, 2, ahead=True)
+    bodies = await asyncio.gather(*(children.ask("echo", b"%d" % number, LIMITS) for number in range(6)))
+    assert [answer.body for answer in bodies] == [b"%d" % number for number in range(6)]
+    children.close()
+    children._threads.shutdown(wait=True)
+    assert all(process.poll() is not None for process in started)
+
+
+async def test_a_process_that_cannot_be_started_ahead_fails_the_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(name: str) -> Process:
+        raise OSError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "start", full)
+        children = Children(OBEDIENT, 2, ahead=True)
+        with pytest.raises(ChildFailed):
+            await children.ask("echo", b"", LIMITS)
+    assert (await children.ask("echo", b"a", LIMITS)).body == b"a"
+    children.close()

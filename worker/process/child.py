@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -27,15 +27,19 @@ class ChildCrashed(ChildFailed):
 
 
 class Children:
-    """Child processes of one module. They are started when they are needed. For the event loop's thread."""
+    """Child processes of one module. They are started when they are needed, or one ahead. For the event loop's
+    thread."""
 
-    def __init__(self, module: str, most: int, *, reused: bool = False) -> None:
-        """`most`: processes at once. `reused`: a process serves further requests; otherwise it ends after one."""
+    def __init__(self, module: str, most: int, *, reused: bool = False, ahead: bool = False) -> None:
+        """`most`: processes at once. `reused`: a process serves further requests; otherwise it ends after one.
+        `ahead`: one is started now, and after each request, so that the next request does not wait for its start."""
         self._module, self._reused = module, reused
         self._free = asyncio.Semaphore(most)
         # Threads of their own, which start, await and end processes, so that other work does not wait for them.
         self._threads = ThreadPoolExecutor(most, module)
         self._idle: list[Child] = []
+        self._ahead = self._threads.submit(self._start_ahead) if ahead else None
+        self._closed = False
 
     async def ask(self, task: Any, body: bytes, limits: Limits) -> Frame:
         """Return the answer of a process to a request; waits for a free one. `task`: a JSON value.
@@ -44,6 +48,8 @@ class Children:
         takes too long or the caller is cancelled, the process is killed, and has ended when this returns.
         """
         async with self._free:
+            if self._ahead is not None and not self._ahead.done():
+                await asyncio.shield(asyncio.wrap_future(self._ahead))  # a few milliseconds, on a free thread
             child = self._next()
             run = asyncio.get_running_loop().run_in_executor
             running = run(self._threads, self._ask, child, task, body, limits)
@@ -57,6 +63,24 @@ class Children:
             finally:
                 if child.alive:
                     self._idle.append(child)
+                self._ahead = self._next_ahead()
+
+    def _next_ahead(self) -> "Future[None] | None":
+        """Start a process for a later request, unless one is idle or starts now."""
+        if self._ahead is None or self._closed or self._idle or not self._ahead.done():
+            return self._ahead
+        return self._threads.submit(self._start_ahead)
+
+    def _start_ahead(self) -> None:
+        """Start a process that then is idle. Blocks."""
+        child = Child(self._module)
+        try:
+            child.start()
+        except OSError:  # the next request tries again, and raises the error
+            return
+        self._idle.append(child)
+        if self._closed:
+            self._end_idle()
 
     def _ask(self, child: "Child", task: Any, body: bytes, limits: Limits) -> Frame:
         """Ask a process, and end it unless it is reused. Blocks."""
@@ -77,14 +101,22 @@ class Children:
 
     def close(self) -> None:
         """End idle processes and release the threads. Blocks until the processes have ended. None may be in use."""
+        self._closed = True
         self._threads.shutdown(wait=False)
-        while self._idle:
-            self._idle.pop().close()
+        self._end_idle()
+
+    def _end_idle(self) -> None:
+        while True:
+            try:
+                child = self._idle.pop()
+            except IndexError:  # not asked before: a process that was started ahead is ended by either of two threads
+                return
+            child.close()
 
 
 class Child:
     """A process `python -m module`, which serves one request at a time by the protocol of `frames`. It starts with the
-    first request. One thread uses it, and others may kill it."""
+    first request, or before it by `start`. One thread uses it, and others may kill it."""
 
     def __init__(self, module: str) -> None:
         self._module, self._killed = module, Event()
@@ -94,6 +126,10 @@ class Child:
     def alive(self) -> bool:
         """True if the process runs and was not killed."""
         return self._process is not None and not self._killed.is_set() and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the process, without waiting until it can serve. Raises OSError."""
+        self._process = start(self._module)
 
     def ask(self, task: Any, body: bytes, limits: Limits) -> Frame:
         """Return the answer to a request. `task`: a JSON value. Blocks for long, so it belongs in a thread.

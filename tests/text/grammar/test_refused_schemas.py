@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from tests.text.structured import Schema, allowed
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.errors import JobFailure
-from worker.process import child
 from worker.process.child import Child
+from worker.process.frames import Frame
 from worker.text.grammar import attempt, guide, lark
 from worker.text.grammar.attempt import (
     CompiledGrammar,
@@ -168,36 +167,37 @@ def test_a_large_schema_is_not_written_to_find_out_that_it_is_not_quick() -> Non
 
 
 async def test_a_job_that_is_cancelled_takes_its_trial_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, trials, loop = child.start, asyncio.Queue[Popen[bytes]](), asyncio.get_running_loop()
+    ask, trials, loop = Child.ask, asyncio.Queue[Child](), asyncio.get_running_loop()
 
-    def watched(module: str) -> Popen[bytes]:
-        loop.call_soon_threadsafe(trials.put_nowait, process := begin(module))
-        return process
+    def watched(process: Child, *args: Any) -> Frame:
+        loop.call_soon_threadsafe(trials.put_nowait, process)
+        return ask(process, *args)
 
-    monkeypatch.setattr(child, "start", watched)
+    monkeypatch.setattr(Child, "ask", watched)
     guiding = asyncio.ensure_future(fresh().create(request(**by(SLOW)), Prompt((1,), "closed")))
     trial = await trials.get()
     await asyncio.sleep(0)
     guiding.cancel()
     with pytest.raises(asyncio.CancelledError):
         await guiding
-    assert trial.returncode == -signal.SIGKILL
+    assert trial._process
+    assert trial._process.returncode == -signal.SIGKILL
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The program of each process that is begun."""
-    begin, begun = child.start, list[str]()
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    """The processes that are asked, each once."""
+    ask, asked = Child.ask, list[Child]()
 
-    def watched(module: str) -> Popen[bytes]:
-        begun.append(module)
-        return begin(module)
+    def watched(process: Child, *args: Any) -> Frame:
+        asked.append(process)
+        return ask(process, *args)
 
-    monkeypatch.setattr(child, "start", watched)
-    return begun
+    monkeypatch.setattr(Child, "ask", watched)
+    return asked
 
 
-async def test_a_schema_is_tried_once_however_many_rows_bring_it(processes: list[str]) -> None:
+async def test_a_schema_is_tried_once_however_many_rows_bring_it(processes: list[Child]) -> None:
     guides, asked = fresh(), request(**by({"type": "string", "pattern": "^b+$"}))
     await guides.create(asked, Prompt((1,), "closed"))
     await asyncio.gather(*(guides.create(asked, Prompt((1,), "closed")) for _ in range(20)))
@@ -212,7 +212,7 @@ def held_to(pattern: str) -> Schema:
     return {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
 
 
-async def test_the_one_tool_that_nothing_satisfies_is_found_by_one_process(processes: list[str]) -> None:
+async def test_the_one_tool_that_nothing_satisfies_is_found_by_one_process(processes: list[Child]) -> None:
     wrong = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
     tools = [*(tool(f"f{i}", held_to(f"^{i}$")) for i in range(40)), tool("bad", wrong)]
     with pytest.raises(JobFailure) as refused:
@@ -221,7 +221,7 @@ async def test_the_one_tool_that_nothing_satisfies_is_found_by_one_process(proce
     assert len(processes) == 1
 
 
-async def test_the_search_for_the_wrong_tool_is_bounded(processes: list[str]) -> None:
+async def test_the_search_for_the_wrong_tool_is_bounded(processes: list[Child]) -> None:
     dear = {"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 999_983 - i} for i in range(2)]}
     wrong = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
     tools = [*(tool(f"f{i}", {"type": "object", "properties": {"a": dear}}) for i in range(100)), tool("bad", wrong)]
@@ -240,7 +240,7 @@ def cpu_of_children_s() -> float:
 
 
 async def test_schemas_that_are_not_quick_are_rewritten_by_a_process_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, processes: list[str]
+    monkeypatch: pytest.MonkeyPatch, processes: list[Child]
 ) -> None:
     def rewritten_here(*_: Any) -> None:
         raise AssertionError
@@ -381,16 +381,16 @@ async def test_what_cannot_be_written_as_it_is_is_refused(asked: Schema, words: 
 async def test_a_trial_that_is_ended_from_outside_says_nothing_of_the_schema(
     ends: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, guides, prompt = child.start, fresh(), Prompt((1,), "closed")
+    ask, guides, prompt = Child.ask, fresh(), Prompt((1,), "closed")
 
-    def ended(module: str) -> Popen[bytes]:
-        process = begin(module)
-        process.send_signal(ends)
-        return process
+    def ended(process: Child, *args: Any) -> Frame:
+        assert process._process
+        process._process.send_signal(ends)
+        return ask(process, *args)
 
     asked = request(**by({"type": "string", "pattern": "^c+$"}))
     with monkeypatch.context() as patched:
-        patched.setattr(child, "start", ended)
+        patched.setattr(Child, "ask", ended)
         with pytest.raises(JobFailure) as refused:
             await guides.create(asked, prompt)
     assert (refused.value.type, refused.value.retryable) == ("overloaded", True)

@@ -33,7 +33,8 @@ class Compiler:
     def __init__(self) -> None:
         self._pool = Pool("grammar", _MAX_PARALLEL, reserved=_RESERVED, subject="schemas")
         self._turns = Turns(_MAX_PARALLEL, reserved=_RESERVED)
-        self._children = Children("worker.text.grammar.attempt", _MAX_PARALLEL)
+        # One ahead, since its start takes a tenth of a second: longer than most schemas.
+        self._children = Children("worker.text.grammar.attempt", _MAX_PARALLEL, ahead=True)
         self._verdicts = OrderedDict[bytes, Verdict]()
 
     async def run(self, lane: Lane, tenant: str, work: Callable[..., T], *given: Any) -> T:
