@@ -58,7 +58,9 @@ def of(parameters: Any) -> dict[str, Any]:
 def test_parameters_end_in_a_grammar_or_in_a_refusal(format: str, parameters: Any) -> None:
     grammars = Grammars(markup_of(model(format).tokenizer, model(format).dialect))
     with suppress(JobFailure):
-        grammars.both(OutputConstraint(None, (Function("weather", parameters),), allows_many=True), reasoned=True)
+        wish = OutputConstraint(None, (Function("weather", parameters),), allows_many=True)
+        _, parts = grammars.grammar_as_text(wish)
+        grammars.grammar(wish, reasoned=True, rewritten=parts.schemas)
 
 
 @settings(deadline=None, max_examples=examples(150))
@@ -70,7 +72,9 @@ def test_parameters_end_in_a_grammar_or_in_a_refusal(format: str, parameters: An
 def test_a_response_s_schema_ends_in_a_grammar_or_in_a_refusal(schema: Any) -> None:
     grammars = Grammars(markup_of(model().tokenizer, model().dialect))
     with suppress(JobFailure):
-        spelled, grammar = grammars.both(OutputConstraint(schema, (), allows_many=True), reasoned=False)
+        wish = OutputConstraint(schema, (), allows_many=True)
+        spelled, parts = grammars.grammar_as_text(wish)
+        grammar = grammars.grammar(wish, reasoned=False, rewritten=parts.schemas)
         assert json.loads(spelled)["grammars"][1:] == json.loads(grammar)["grammars"][1:]
 
 

@@ -11,9 +11,10 @@ from jsonschema import Draft202012Validator
 
 from tests.text.guided import ANY_OBJECT, CITY, EOS, OTHER_EOS, SIGNS, WEATHER, by, model, refusal, request, spelled
 from tests.text.structured import Schema, allowed, walk
-from worker.text.grammar.errors import TOO_EXPENSIVE
+from worker.text.grammar.errors import TOO_MANY_STATES
 from worker.text.grammar.guide import GrammarStates
 from worker.text.grammar.llg_tokenizer import without_added_tokens
+from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.prompt.prompt import Prompt, Thinking
 from worker.text.vocabulary import Vocabulary
 
@@ -208,14 +209,19 @@ async def test_a_model_without_calls_answers_by_the_schema() -> None:
 TIRING = by({"type": "string", "pattern": "^(([a-z]{1,9} ){1,9}|.{3,60}[aeiou]){5,40}$"})
 
 
-async def test_a_guide_that_breaks_says_why_and_ends_the_answer_and_harms_no_other() -> None:
-    breaking, other = await model().guide(**TIRING), await model().guide(**TIRING)
+def tiring() -> RowGrammar:
+    """Return a grammar that exceeds the limits within a stream. The trial of a schema would refuse it."""
+    return model().quick_guide(request(**TIRING))
+
+
+def test_a_guide_that_breaks_says_why_and_ends_the_answer_and_harms_no_other() -> None:
+    breaking, other = tiring(), tiring()
     assert walk(breaking, {EOS, OTHER_EOS}, 1024, random.Random(1), [])
     assert breaking.error
-    assert breaking.error.reason == TOO_EXPENSIVE
+    assert breaking.error.reason == TOO_MANY_STATES
     assert not breaking.error.internal
     assert set(allowed(breaking, 1024)) == {EOS, OTHER_EOS}
-    later = await model().guide(**TIRING)
+    later = tiring()
     assert not {EOS, OTHER_EOS} & {*allowed(other, 1024), *allowed(later, 1024)}
     assert other.error is later.error is None
 

@@ -30,7 +30,7 @@ from worker.text.grammar.attempt import (
 )
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
 from worker.text.grammar.constraint import constraint_of, is_quick
-from worker.text.grammar.errors import TOO_EXPENSIVE
+from worker.text.grammar.errors import TOO_MANY_STATES
 from worker.text.grammar.guide import GrammarStates
 from worker.text.grammar.llg_tokenizer import without_added_tokens
 from worker.text.grammar.row.grammar import RowGrammar
@@ -204,6 +204,9 @@ async def test_a_schema_is_tried_once_however_many_rows_bring_it(processes: list
     assert len(processes) == 1
 
 
+NOTHING = {"type": "string", "pattern": "^a$", "minLength": 2}
+
+
 def tool(name: str, parameters: Schema) -> Schema:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
@@ -217,8 +220,37 @@ async def test_the_one_tool_that_nothing_satisfies_is_found_by_one_process(proce
     tools = [*(tool(f"f{i}", held_to(f"^{i}$")) for i in range(40)), tool("bad", wrong)]
     with pytest.raises(JobFailure) as refused:
         await fresh().create(request(tools=tools, tool_choice="required"), Prompt((1,), "closed"))
-    assert refused.value.message.startswith("tools: bad: this schema cannot be enforced: ")
+    assert refused.value.message.startswith("tools: bad: #/properties/a: this schema cannot be enforced: ")
+    assert refused.value.param == "tools"
     assert len(processes) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "place"),
+    [
+        (
+            {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": NOTHING}},
+            "#/$defs/x",
+        ),
+        (
+            {
+                "properties": {"b": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/x"}]}, "minItems": 1}},
+                "required": ["b"],
+                "$defs": {"x": {"type": "object", "properties": {"c": NOTHING}, "required": ["c"]}},
+            },
+            "#/$defs/x/properties/c",
+        ),
+        ({"properties": {"a": NOTHING, "b": NOTHING}, "required": ["b"]}, "#/properties/b"),
+        ({"properties": {"a": {"type": "string", "pattern": r"\s.{1,60}\s"}}}, "#/properties/a"),
+        ({"patternProperties": {r"x.{60}y": {}}}, "#"),
+    ],
+    ids=str,
+)
+async def test_a_schema_that_does_not_compile_is_refused_with_the_place(asked: Schema, place: str) -> None:
+    refused = await refusal(**by({"type": "object", **asked}))
+    within = "" if place == "#" else f" {place}:"
+    assert refused.message.startswith(f"response_format:{within} this schema cannot be enforced: ")
+    assert refused.param == "response_format"
 
 
 async def test_the_search_for_the_wrong_tool_is_bounded(processes: list[Child]) -> None:
@@ -258,14 +290,15 @@ async def test_schemas_that_are_not_quick_are_rewritten_by_a_process_of_their_ow
 async def test_what_a_process_finds_out_does_not_depend_on_its_search_being_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It sends its verdict before it searches for the part that is wrong; the last verdict counts."""
+    """It sends its verdict before it searches for the part that is wrong, then what it finds; the last one counts."""
     monkeypatch.setattr(attempt, "_SEARCH_CPU_S", float("inf"))
     grammars = Grammars(Markup({}, "json_tools", names_arguments=False, has_calls=True))
     nothing = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
     functions = Function("f", {"type": "object"}), Function("g", nothing)
-    first, last = attempt._verdicts(grammars, OutputConstraint(None, functions, allows_many=False), reasoned=False)
-    assert isinstance(first, CompileError)
-    assert (first.place, last) == ("", CompileError(first.message, "tools: g"))
+    found = [*attempt._verdicts(grammars, OutputConstraint(None, functions, allows_many=False), reasoned=False)]
+    assert isinstance(found[0], CompileError)
+    places = ("", "tools: g", "tools: g: #/properties/a")
+    assert found == [CompileError(found[0].message, place) for place in places]
 
 
 async def test_a_process_sends_each_kind_of_verdict() -> None:
@@ -359,7 +392,7 @@ async def test_a_schema_with_much_that_is_optional_is_held_to(asked: Schema) -> 
 async def test_a_schema_that_breaks_at_the_first_tokens_is_refused() -> None:
     patterns = ["^(([a-z]{1,9} ){1,9}|.{3,60}[aeiou]){5,40}$", "[a-z]+x.{1,40}y", "b.{3,30}c"]
     refused = await refusal(**by({"type": "string", "allOf": [{"pattern": pattern} for pattern in patterns]}))
-    assert refused.message.endswith(TOO_EXPENSIVE)
+    assert refused.message.endswith(TOO_MANY_STATES)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Child process that writes the grammar of a client's constraint and compiles it: see `compiler`.
 
-It answers a marshalled question with its verdict. If the grammar does not compile, a second answer names the part of
-the request that causes it. The search for that part has a time limit.
+It answers a marshalled question with its verdict. If the grammar does not compile, further answers name the part of the
+request that causes it, each more exactly than the one before. The search for that part has a time limit.
 """
 
 import marshal
@@ -17,8 +17,13 @@ from worker.errors import ErrorType, JobFailure
 from worker.process.frames import LimitExceeded, Limits
 from worker.process.serve import Send, serve
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
+from worker.text.grammar.errors import grammar_error
+from worker.text.grammar.lark import Grammar
 from worker.text.grammar.sandbox import Uncompilable, compile_grammar
+from worker.text.grammar.schema.references import References, members
+from worker.text.grammar.schema.unsupported import Schema
 from worker.text.grammar.tool_grammars import Function
+from worker.text.grammar.trial import try_strings
 
 LIMITS = Limits(cpu_s=2, address_bytes=2 << 30, wall_s=60.0)  # real schemas take 0.2 s, process start included
 _SEARCH_CPU_S = 1.0  # CPU time after which no further part is tried
@@ -44,7 +49,8 @@ class RefusedConstraint:
 
 @dataclass(frozen=True, slots=True)
 class CompileError:
-    """The grammar does not compile. `place`: the part of the request that causes it; empty if unknown."""
+    """The grammar does not compile. `place`: the part of the request, and of its schema, that causes it; empty if
+    unknown."""
 
     message: str  # llguidance's message
     place: str = ""
@@ -87,27 +93,71 @@ def _answer(question: bytes, send: Send) -> None:
 def _verdicts(grammars: Grammars, constraint: OutputConstraint, reasoned: bool) -> Iterator[Verdict]:
     vocabulary = LLTokenizer("byte")
     try:
-        spelled, grammar = grammars.both(constraint, reasoned=reasoned)
-        compile_grammar(vocabulary, spelled)
+        text, parts = grammars.grammar_as_text(constraint)
+        grammar = grammars.grammar(constraint, reasoned=reasoned, rewritten=parts.schemas)
+        _compile(vocabulary, text, parts)
     except JobFailure as refusal:
         yield RefusedConstraint(refusal.type, refusal.message, refusal.param)
     except Uncompilable as error:
         yield CompileError(str(error))
-        if place := _cause(grammars, vocabulary, constraint):
-            yield CompileError(str(error), place)
+        yield from (CompileError(str(error), place) for place in _places(grammars, vocabulary, constraint))
     else:
         yield CompiledGrammar(grammar)
 
 
-def _cause(grammars: Grammars, vocabulary: LLTokenizer, constraint: OutputConstraint) -> str | None:
+def _compile(vocabulary: LLTokenizer, grammar: str, parts: Grammar) -> None:
+    """Compile a grammar, and try it. Raises `Uncompilable`."""
+    compile_grammar(vocabulary, grammar)
+    try_strings(parts)
+
+
+def _places(grammars: Grammars, vocabulary: LLTokenizer, constraint: OutputConstraint) -> Iterator[str]:
+    """Yield the part of the request that does not compile, then the places in its schema, each within the one before
+    it, that do not compile alone for the same reason."""
     for place, part in constraint.parts():
-        if time.process_time() > _SEARCH_CPU_S:
-            return None
+        if _search_ended():
+            return
         try:
-            compile_grammar(vocabulary, grammars.grammar_as_text(part))
-        except Uncompilable:
-            return place
+            _compile(vocabulary, *grammars.grammar_as_text(part))
+        except Uncompilable as error:
+            yield place
+            schema = part.schema if part.schema is not None else part.functions[0].parameters
+            within = _places_within(schema or {}, vocabulary, grammar_error(str(error)))
+            yield from (f"{place}: {pointer}" for pointer in within)
+            return
+
+
+def _places_within(root: Schema, vocabulary: LLTokenizer, reason: str) -> Iterator[str]:
+    references, seen = References(root), set[str]()
+
+    def is_wrong(pointer: str, member: Schema) -> bool:
+        if pointer in seen or _search_ended():
+            return False
+        seen.add(pointer)
+        return _reason(member, root, vocabulary) == reason
+
+    found: tuple[str, Schema] | None = ("#", root)
+    while found is not None:
+        at, schema = found
+        found = next((each for each in members(schema, at, references) if is_wrong(*each)), None)
+        if found is not None:
+            yield found[0]
+
+
+def _reason(schema: Schema, root: Schema, vocabulary: LLTokenizer) -> str | None:
+    """Return why a part of a schema does not compile alone, or None."""
+    grammar = Grammar({})
+    try:
+        _compile(vocabulary, grammar.starting_with(grammar.json(schema, "", root)), grammar)
+    except JobFailure:
+        return None
+    except Uncompilable as error:
+        return grammar_error(str(error))
     return None
+
+
+def _search_ended() -> bool:
+    return time.process_time() > _SEARCH_CPU_S
 
 
 if __name__ == "__main__":

@@ -56,22 +56,18 @@ class Grammars:
         self._harmony = self._calls_as == "harmony"  # reasoning is a message like others, in the grammar too
         self._form = tool_grammars.form_of(self._calls_as, names_arguments=markup.names_arguments)
 
-    def grammar(self, constraint: OutputConstraint, *, reasoned: bool) -> str:
+    def grammar(self, constraint: OutputConstraint, *, reasoned: bool, rewritten: Sequence[Schema] = ()) -> str:
         """Return the grammar. Raises `JobFailure` if it cannot be written.
 
-        `reasoned`: the answer may follow a think marker, after which models write empty lines.
+        `reasoned`: the answer may follow a think marker, after which models write empty lines. `rewritten`: the schemas
+        of `grammar_as_text`, if they are known.
         """
-        return self._written(Grammar(self._markup.markers), constraint, reasoned)
+        return self._written(Grammar(self._markup.markers, rewritten), constraint, reasoned)
 
-    def grammar_as_text(self, constraint: OutputConstraint) -> str:
-        """Return the grammar with its markers as text, for a vocabulary of single bytes."""
-        return self._written(Grammar({}), constraint, reasoned=False)
-
-    def both(self, constraint: OutputConstraint, *, reasoned: bool) -> tuple[str, str]:
-        """Return `grammar_as_text` and `grammar`, with each schema rewritten once."""
-        spelled = Grammar({})
-        first = self._written(spelled, constraint, reasoned=False)
-        return first, self._written(Grammar(self._markup.markers, rewritten=spelled.schemas), constraint, reasoned)
+    def grammar_as_text(self, constraint: OutputConstraint) -> tuple[str, Grammar]:
+        """Return the grammar with its markers as text, for a vocabulary of single bytes, and its parts."""
+        parts = Grammar({})
+        return self._written(parts, constraint, reasoned=False), parts
 
     def _written(self, grammar: Grammar, constraint: OutputConstraint, reasoned: bool) -> str:
         ways = list[str]()

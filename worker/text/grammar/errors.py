@@ -9,6 +9,7 @@ import logging
 logger = logging.getLogger("sluice.text")
 
 TOO_EXPENSIVE = "it is too large, too deep or too slow to compile."
+TOO_MANY_STATES = "its patterns and lengths have too many states; anchor patterns with ^ and $, or count less."
 _NOTHING_LEFT = "its keywords contradict each other, so nothing satisfies it; correct them."
 _UNKNOWN = "it could not be turned into a grammar; make it simpler."
 _LOGGED_CHARACTERS = 500
@@ -29,6 +30,8 @@ _SENTENCES = {
     "if regex is empty": _UNDECIDED,
     "circular references": _CIRCLE,
     "Unicode property": _PROPERTY,
+    "too many states": TOO_MANY_STATES,
+    "too many expressions": TOO_MANY_STATES,
     "too many": TOO_EXPENSIVE,
     "too large": TOO_EXPENSIVE,
     "too big": TOO_EXPENSIVE,

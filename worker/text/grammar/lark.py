@@ -24,6 +24,7 @@ class Grammar:
         self._markers, self._rewritten = markers, rewritten
         self._rules = list[str]()
         self.schemas = list[Schema]()  # those that were added, in llguidance's form
+        self.texts = list[tuple[str, str]]()  # arguments of `text`
 
     def rule(self, body: str) -> str:
         """Add a rule."""
@@ -40,6 +41,7 @@ class Grammar:
     def text(self, terminal: str, until: str) -> str:
         """Add a rule for text that matches the terminal, and ends with the first `until`."""
         name = f"r{len(self._rules)}"
+        self.texts.append((terminal, until))
         self._rules.append(f"{name}[suffix={literal(until)}]: {self.terminal(terminal)}")
         return name
 
@@ -49,15 +51,18 @@ class Grammar:
         `root`: the schema that references are resolved in, if not this one.
         """
         place = len(self.schemas)
-        name = f"s{place}"
         if self._rewritten:
             self.schemas.append(self._rewritten[place])
-            return f"@{name}"
+            return f"@s{place}"
         try:
-            written = rewrite(schema, root)
+            return self.rewritten(rewrite(schema, root))
         except UnsupportedKeyword as error:
             raise JobFailure("invalid_request", f"{field}: {error}.", param=param_of(field)) from error
-        self.schemas.append({"name": name, "json_schema": {**written, "x-guidance": _OPTIONS}})
+
+    def rewritten(self, schema: Schema) -> str:
+        """Add a JSON schema in llguidance's form."""
+        name = f"s{len(self.schemas)}"
+        self.schemas.append({"name": name, "json_schema": {**schema, "x-guidance": _OPTIONS}})
         return f"@{name}"
 
     def marker(self, text: str) -> str:

@@ -8,8 +8,15 @@ import random
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# A state takes about 2 kB. With 6,000 items in a row, as for 1,500 optional properties, a mask takes 20 ms.
-_LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=6_000, verbose_errors=False)
+# A state takes about 2 kB. With 6,000 items in a row, as for 1,500 optional properties, a mask takes 20 ms, and so does
+# one that creates expressions for two million units of fuel.
+_LIMITS = LLParserLimits(
+    max_lexer_states=50_000, max_items_in_row=6_000, step_lexer_fuel=2_000_000, verbose_errors=False
+)
+# Half of it, for `trial`: the other half is left for what real tokens and longer answers visit.
+TRIAL_LIMITS = LLParserLimits(
+    max_lexer_states=25_000, max_items_in_row=6_000, step_lexer_fuel=1_000_000, verbose_errors=False
+)
 _TRIED_TOKENS = 8  # tokens: a schema that exceeds llguidance's limits mostly does so within the first ones
 
 

@@ -73,6 +73,28 @@ class References:
         return self._anchors
 
 
+def members(schema: Any, at: str, references: References) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (JSON pointer, schema) of each schema directly within one, and of the target of its `$ref`; of properties
+    those first that it requires. Raises `UnsupportedKeyword`."""
+    required = schema.get("required")
+    needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    for keyword, value in schema.items():
+        found = list[tuple[str, Any]]()
+        if keyword == "$ref":
+            target = references.target(value, at)
+            found = [(target.place, target.schema)]
+        elif keyword in DATA or keyword in ("$defs", "definitions"):
+            continue  # a definition matters if something refers to it
+        elif keyword in NAMED and isinstance(value, dict):
+            names = sorted(value, key=lambda name: name not in needed)
+            found = [(f"{at}/{keyword}/{name}", value[name]) for name in names]
+        elif isinstance(value, list):
+            found = [(f"{at}/{keyword}/{place}", each) for place, each in enumerate(value)]
+        else:
+            found = [(f"{at}/{keyword}", value)]
+        yield from ((pointer, each) for pointer, each in found if isinstance(each, dict))
+
+
 def _anchored(root: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
     """Yield each anchor with its schema and its reference. JSON pointers would be long, so none are built."""
     waiting: list[tuple[Any, bool]] = [(root, True)]
