@@ -126,7 +126,7 @@ _FORWARDS = 24
 def sampling_table(vocabulary: Path) -> Table:
     """Return the table of what each kind of sampling adds to a greedy step. `vocabulary`: a tekken.json."""
     tokens = read_tekken(vocabulary)
-    tokenizer = LLTokenizer(TokenizerWrapper(_Tokens(tokens)), n_vocab=len(tokens))
+    tokenizer = LLTokenizer(TokenizerWrapper(Tokens(tokens)), n_vocab=len(tokens))
     title = f"Per step with {len(tokens):,} tokens: CPU time of the engine's thread, and wall time"
     table = Table("", *(f"{rows} row{'s' * (rows > 1)}" for rows in ROWS), title=title, title_justify="left")
     kinds = {name: [GenerationRequest("a", _PROMPT, _NEVER_ENDS, each)] for name, each in _KINDS.items()}
@@ -166,7 +166,7 @@ def forward_ms(rows: list[Row], width: int) -> tuple[float, float]:
     return 1e3 * statistics.median(cpu_s), 1e3 * statistics.median(wall_s)
 
 
-class _Tokens:
+class Tokens:
     """A tokenizer as llguidance takes it, which finds the longest token at each place."""
 
     eos_token_id, bos_token_id = 2, 1

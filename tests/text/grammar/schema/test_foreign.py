@@ -14,9 +14,16 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from llguidance import LLTokenizer, TokenizerWrapper
 
+from scripts.benchmarks.host import Tokens, read_tekken
 from tests.text.grammar.schema.answers import Schema
 from tests.text.grammar.schema.combined import compiled, of_2020_12, of_parts, takes, wrong_answer
+from tests.text.grammar.test_trial import stream
+from worker.errors import JobFailure
+from worker.text.grammar.lark import Grammar
+from worker.text.grammar.sandbox import Uncompilable, compile_grammar
+from worker.text.grammar.trial import try_strings
 
 pytestmark = [pytest.mark.slow, pytest.mark.registry]
 
@@ -28,6 +35,8 @@ NOT_HELD = {
     ("draft7/optional/content.json", "validation of binary-encoded media type documents"),
 }
 _FOREIGN = "check-jsonschema==0.39.0"  # its vendored schemas: GitHub workflows, Renovate, Compose, …
+_VOCABULARY = "mistral-common==1.13.1"
+_TEKKEN = "mistral_common/data/tekken_240911.json"
 _FILE_BYTES = 300_000  # of a vendored file; larger ones say the same many times
 _PART_CHARACTERS = 700
 
@@ -37,7 +46,7 @@ def packages(request: pytest.FixtureRequest) -> Path:
     """Return the folder of the downloaded packages, kept below .pytest_cache."""
     folder = Path(request.config.cache.mkdir("foreign-schemas"))  # type: ignore[union-attr]
     suite = f"jsonschema=={version('jsonschema')}"  # the source of the validator holds the suite
-    for requirement, kind in ((suite, "--no-binary"), (_FOREIGN, "--only-binary")):
+    for requirement, kind in ((suite, "--no-binary"), (_FOREIGN, "--only-binary"), (_VOCABULARY, "--only-binary")):
         name, _, release = requirement.partition("==")
         if [*folder.glob(f"{name.replace('-', '_')}-{release}*")]:
             continue
@@ -102,6 +111,45 @@ def test_no_invalid_instance_of_the_suite_is_allowed(packages: Path, draft: str)
     assert [each for each in wrong if each[:2] not in NOT_HELD] == []
     assert counts["accepted"] > 180
     assert counts["invalid"] > 350
+
+
+def patterns_within(value: Any) -> Iterator[Schema]:
+    """Yield the strings that have a pattern, and objects of the names that have one."""
+    for schema in schemas_within(value):
+        if isinstance(schema.get("pattern"), str):
+            length = schema.get("maxLength")
+            more = {"maxLength": length} if isinstance(length, int) else {}
+            yield {"type": "string", "pattern": schema["pattern"], **more}
+        if isinstance(named := schema.get("patternProperties"), dict):
+            yield from ({"type": "object", "patternProperties": {name: {"type": "null"}}} for name in named)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
+    (wheel,) = packages.glob("mistral_common-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        tokens = read_tekken(Path(archive.extract(_TEKKEN, tmp_path_factory.mktemp("tekken"))))
+    return LLTokenizer(TokenizerWrapper(Tokens(tokens)), n_vocab=len(tokens))
+
+
+def test_no_foreign_pattern_ends_a_stream(packages: Path, vocabulary: LLTokenizer) -> None:
+    found = {json.dumps(each): each for whole in vendored(packages) for each in patterns_within(whole)}
+    counts = Counter[str]()
+    for schema in found.values():
+        grammar = Grammar({})
+        try:
+            text = grammar.starting_with(grammar.json(schema, "response_format"))
+            streamed = compile_grammar(vocabulary, text)
+            try_strings(grammar)
+        except (JobFailure, Uncompilable) as refused:
+            counts[type(refused).__name__] += 1
+            continue
+        counts["held"] += 1
+        for seed in range(2):
+            streamed.reset()
+            assert stream(streamed, random.Random(seed), 200) is None, schema
+    assert counts["Uncompilable"] == 0
+    assert counts["held"] > 100
 
 
 @pytest.mark.parametrize("seed", range(4))
