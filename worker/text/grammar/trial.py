@@ -56,10 +56,11 @@ def try_strings(grammar: Grammar) -> None:
         raise Uncompilable(TOO_EXPENSIVE) from error
     vocabulary = _Vocabulary([each.patterns for each in strings])
     matcher = LLMatcher(vocabulary.read(), written, log_level=0, limits=TRIAL_LIMITS)
+    tokens = min(_MOST_TOKENS, max(1, _TOKENS // len(strings)))
     for each in strings:
         if not matcher.is_error():
             matcher.reset()
-            _write(matcher, vocabulary, each.begin.encode(), min(_MOST_TOKENS, _TOKENS // len(strings)))
+            _write(matcher, vocabulary, each.begin.encode(), tokens)
     if wrong := error_of(matcher):
         raise Uncompilable(wrong)
 
