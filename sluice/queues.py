@@ -44,7 +44,8 @@ class Queues:
     """Reads the queues of a server."""
 
     def __init__(self, redis: Redis, retries: Retries, attendances: Attendances) -> None:
-        self._redis, self._retries, self._attendances = redis, retries, attendances
+        self._redis, self._retries = redis, retries
+        self._attendances = attendances
 
     async def read_all(self, workers: Collection[str]) -> list[Queue]:
         """Return every queue with jobs, sorted by model and lane. `workers`: the model of each live worker."""
