@@ -20,7 +20,8 @@ from worker.errors import JobFailure
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.sandbox import Uncompilable
-from worker.text.grammar.schema.rewrite import FORMATS, rewrite
+from worker.text.grammar.schema.formats import FORMATS
+from worker.text.grammar.schema.rewrite import rewrite
 from worker.text.grammar.schema.unsupported import UnsupportedKeyword
 
 

@@ -10,13 +10,12 @@ from typing import Any
 
 from worker.text.grammar.schema import disjoint, names, numbers
 from worker.text.grammar.schema.budget import Budget, BudgetExceeded
-from worker.text.grammar.schema.choices import alternatives, one_of, without_conditions
+from worker.text.grammar.schema.choices import CONDITIONS, alternatives, one_of, without_conditions
+from worker.text.grammar.schema.formats import FORMATS, written_patterns
 from worker.text.grammar.schema.patterns import Steps
 from worker.text.grammar.schema.references import References
 from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword, quoted
 
-# The formats that llguidance supports.
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_SCHEMAS = 30_000  # at all levels, copies by the rewriting included
 _MAX_PATTERN_CHARACTERS = 500_000  # of patterns, after their classes are written out
@@ -40,6 +39,7 @@ _SIMPLE = frozenset({
     "minProperties", "maxProperties", "items", "additionalItems", "prefixItems", "minItems", "maxItems",
 })  # fmt: skip
 _APPLIED = frozenset({"const", "enum", "allOf", "anyOf", "oneOf", "$ref"})
+KEYWORDS = _SIMPLE | _APPLIED | REFUSED.keys() | {"uniqueItems", *CONDITIONS}  # all others are annotations
 
 
 def rewrite(schema: Schema, root: Schema | None = None) -> Schema:
@@ -119,6 +119,10 @@ class _Rewriter:
                 found |= self._applied(keyword, value, schema, at)
         if "oneOf" in schema and "anyOf" in schema:
             found["allOf"] = [*found.get("allOf", []), {"anyOf": self._one_of(schema, at)}]
+        if of_format := [{"pattern": each} for each in _format_patterns(schema, at)]:
+            if "pattern" not in found:
+                found |= of_format.pop(0)
+            found["allOf"] = [*found.get("allOf", []), *of_format]
         return found
 
     def _simple(self, schema: Schema, at: str) -> Schema:
@@ -304,14 +308,20 @@ def _textual(schema: Schema, at: str) -> Schema:
     found = _sizes(schema, "minLength", "maxLength", at)
     if "pattern" in schema:
         found["pattern"] = names.written_pattern(schema["pattern"], f"{at}/pattern")
-    if "format" in schema:
-        if schema["format"] not in FORMATS:
-            known = ", ".join(FORMATS)
-            raise UnsupportedKeyword(
-                f"{at}/format", f"{quoted(schema['format'])} is not supported; leave it out, or use {known}"
-            )
-        found["format"] = schema["format"]
     return found
+
+
+def _format_patterns(schema: Schema, at: str) -> tuple[str, ...]:
+    """Return the patterns of the schema's format. Beside a pattern of the client an unknown format is an annotation."""
+    name = schema.get("format")
+    if name is None or "string" not in disjoint.kinds([schema]):
+        return ()
+    if isinstance(name, str) and name in FORMATS:
+        return written_patterns(name)
+    if isinstance(name, str) and "pattern" in schema:
+        return ()
+    known = f"a pattern, or {', '.join(FORMATS)}"
+    raise UnsupportedKeyword(f"{at}/format", f"{quoted(name)} is not supported; leave it out, or use {known}")
 
 
 def _sizes(schema: Schema, min_keyword: str, max_keyword: str, at: str) -> Schema:
