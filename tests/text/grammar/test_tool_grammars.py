@@ -131,6 +131,22 @@ TYPES: dict[str, tuple[Schema, list[str], list[str]]] = {
     "reference": ({"$ref": "#/$defs/point"}, ['{"x": 1}'], ["1", '{"x": "a"}']),
     "optional": ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["Oslo", "null"], []),
     "nullable": ({"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]}, ['{"x": 1}', "null"], ["Oslo"]),
+    "optional integer": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, ["5", "null"], ["x", "1.5"]),
+    "optional number": ({"anyOf": [{"type": "null"}, {"type": "number"}]}, ["-1.5", "5", "null"], ["x", "true"]),
+    "optional boolean": ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, ["true", "false", "null"], ["1", "x"]),
+    "optional text": ({"type": ["string", "null"]}, ["Oslo", "null", "Not 5"], []),
+    "list of types": ({"type": ["string", "integer", "boolean"], "minLength": 2}, ["Oslo", "5", "true"], ["x"]),
+    "optional words": ({"type": ["string", "null"], "enum": ["a", "b", None]}, ["a", "null"], ["c", "5"]),
+    "list or text": ({"type": ["array", "string"], "items": {"type": "integer"}}, ["[1]", "Oslo"], ['["a"]']),
+    "referred integer": ({"$ref": "#/$defs/count"}, ["5"], ["x", "0"]),
+    "optional reference": ({"anyOf": [{"$ref": "#/$defs/count"}, {"type": "null"}]}, ["5", "null"], ["x", "0"]),
+    "annotated": (
+        {"type": "string", "example": "a", "x-order": 1, "readOnly": True, "nullable": False, "discriminator": {}},
+        ["Oslo"],
+        [],
+    ),
+    "date": ({"type": "string", "format": "date"}, ["2024-02-29"], ["2021-02-29", "today"]),
+    "format beside a pattern": ({"type": "string", "format": "sku", "pattern": "^[A-Z]+$"}, ["AB"], ["ab"]),
     "anything": ({}, ["Oslo"], []),
 }  # fmt: skip
 
@@ -139,7 +155,8 @@ TYPES: dict[str, tuple[Schema, list[str], list[str]]] = {
 def test_a_parameter_between_tags_is_held_to_its_type(kind: str) -> None:
     asked, good, bad = TYPES[kind]
     point = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-    schema = {"type": "object", "properties": {"a": asked}, "$defs": {"point": point}}
+    count = {"type": "integer", "minimum": 1}
+    schema = {"type": "object", "properties": {"a": asked}, "$defs": {"point": point, "count": count}}
     fields = {
         "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
         "tool_choice": "required",
@@ -164,14 +181,12 @@ def test_a_parameter_between_tags_is_held_to_its_type(kind: str) -> None:
         ({"properties": {"a": {"type": "string", "allOf": [{"minLength": 2}]}}}, "with allOf"),
         ({"properties": {"a": {"type": "string", "not": {"const": "x"}}}}, "with not"),
         ({"properties": {"a": {"anyOf": [{"anyOf": [{"type": "string"}]}]}}}, "with anyOf"),
-        ({"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}}, "with type integer within anyOf"),
         ({"properties": {"a": {"properties": {"b": {}}}}}, "with properties"),
         ({"properties": {"a": {"minLength": 2}}}, "with minLength"),
-        ({"properties": {"a": {"type": "string", "format": "date"}}}, "with format"),
+        ({"properties": {"a": {"type": "string", "format": "binary"}}}, "with format binary"),
         ({"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}, "with pattern (?=a)b"),
         ({"properties": {"a": {"type": "string", "pattern": "a^b"}}}, "with pattern a^b"),
         ({"properties": {"a": {"type": "integer", "minimum": 2**60}}}, "with a bound beyond 2**53"),
-        ({"properties": {"a": {"type": ["string", "null"]}}}, "with a list of types; use anyOf"),
         ({"properties": {"a": {"enum": [1, 2]}}}, "with an enum of numbers without their type"),
         ({"properties": {"a": {"type": "string", "const": "null"}}}, "with this const"),
         ({"properties": {"a": True}}, "with a schema of true"),

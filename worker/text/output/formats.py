@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from worker.text.output import harmony
+from worker.text.output import coder_values, harmony
 from worker.text.output.events import CallFormat, OutputParser, Tools
 from worker.text.output.harmony import Harmony, HarmonyCalls, named
 from worker.text.output.markers import MarkerParser
@@ -98,7 +98,10 @@ class _OtherCalls:
         searched_from = _SEARCHED_FROM.get(self._tokenizer.tool_format or "")
         if searched_from and text.count(searched_from) * len(text) > _MAX_SEARCHED:
             raise ValueError("The text is not a tool call: it has too many beginnings of arguments.")
-        return self._tokenizer.parse_tool_call(text, tools)
+        if self._tokenizer.tool_format != "qwen3_coder":
+            return self._tokenizer.parse_tool_call(text, tools)
+        calls = self._tokenizer.parse_tool_call(text, coder_values.with_strings(tools))
+        return [coder_values.read(call, tools) for call in calls]
 
 
 class _JsonCalls(_OtherCalls):
