@@ -47,6 +47,14 @@ def test_a_bound_beyond_what_doubles_hold_is_held(schema: Schema, good: list[Any
         assert not takes(schema, json.dumps(value)), value
 
 
+@pytest.mark.parametrize("bound", [{"minimum": 0}, {"maximum": 0}, {"exclusiveMinimum": -1.5}, {"maximum": 2**63}])
+def test_a_number_with_one_bound_is_within_a_double(bound: Schema) -> None:
+    sign = "-" if "maximum" in bound else ""
+    assert takes({"type": "number", **bound}, f"{sign}{10**18}.5")
+    for digits in ("9" * 309 + ".5", "9" * 400):
+        assert not takes({"type": "number", **bound}, sign + digits)
+
+
 @pytest.mark.parametrize(
     ("schema", "place"),
     [

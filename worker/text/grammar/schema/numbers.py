@@ -130,9 +130,10 @@ def _outermost(limit: _Limit | None, unbreakable: int, instead: int, at: str) ->
 def _numbers(low: _Limit | None, high: _Limit | None, at: str) -> Schema:
     """Return the bounds of numbers that need not be integers."""
     low, high = _nearer(low, _MIN_NUMBER, at), _nearer(high, _MAX_NUMBER, at)
-    if low and high is None and low.value > EXACT:
+    # An end that is open would allow more digits than a double holds.
+    if low and high is None:
         high = _Limit(Fraction(_MAX_NUMBER), False, low.keyword)
-    if high and low is None and high.value < -EXACT:
+    if high and low is None:
         low = _Limit(Fraction(_MIN_NUMBER), False, high.keyword)
     # llguidance accepts an excluded whole number if the range ends less than 1 away from it.
     if low and high and high.value - low.value < 1:
