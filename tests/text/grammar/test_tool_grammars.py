@@ -72,6 +72,19 @@ async def test_beside_a_schema_a_call_is_still_possible(format: str) -> None:
     assert not spoken.takes(await spoken.guide(**none), FORCED[format])
 
 
+@pytest.mark.parametrize("format", ["json_tools", "mistral", "harmony"])
+@pytest.mark.parametrize("number", ["9E79833", "-1.5e+999", "9" * 4_000, "-" + "9" * 400 + ".5", "1e-999", "2"])
+def test_a_forced_call_with_a_number_beyond_a_double_is_a_call(format: str, number: str) -> None:
+    parameters = {"type": "object", "properties": {"n": {"type": "number"}, "s": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    asked, spoken = request(tools=tools, tool_choice="required"), model(format)
+    arguments = f'{{"n": {number}, "s": "9E79833 \\" {"9" * 400}"}}'
+    call = FORCED[format].replace('{"city": "Oslo"}', arguments)
+    said, why = spoken.said(asked, spoken.tokenizer.encode(call))
+    assert (said.content, why) == ("", "tool_calls")
+    assert [each["function"]["arguments"] for each in said.tool_calls] == [arguments]
+
+
 async def test_harmony_reasons_in_messages_of_its_own() -> None:
     spoken, fields = model("harmony"), {"tools": [WEATHER], **ANY_OBJECT}
     analysis = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,6 +17,10 @@ Delta = dict[str, Any]
 _NO_CALL = (
     ValueError, TypeError, AttributeError, LookupError, SyntaxError, OverflowError, RecursionError, MemoryError,
 )  # fmt: skip
+# A string, which may be cut off, or a number. It matches all digits in a row, so that none is searched from twice.
+_STRING_OR_NUMBER = re.compile(
+    r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|-?[0-9]++((?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?)', re.DOTALL
+)
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
@@ -115,10 +120,19 @@ class Calls:
     def _parse(self, call: "_StreamingCall") -> list["_ParsedCall"]:
         """Parse the call. Empty if the text is not a call, or if it names an unknown function."""
         try:
-            parsed = [_read(entry) for entry in self._format.parse(call.opening, call.text, self._tools)]
+            parsed = self._parse_text(call, call.text)
         except _NO_CALL:
-            return []
+            finite = _with_finite_numbers(call.text) if self._format.is_json else call.text
+            if finite == call.text:
+                return []
+            try:
+                parsed = self._parse_text(call, finite)
+            except _NO_CALL:
+                return []
         return parsed if self._functions.issuperset(each.function for each in parsed) else []
+
+    def _parse_text(self, call: "_StreamingCall", text: str) -> list["_ParsedCall"]:
+        return [_read(entry) for entry in self._format.parse(call.opening, text, self._tools)]
 
     def _new(self, function: str, arguments: str, id: str | None) -> list[ToolCallEvent]:
         index = len(self._ids)
@@ -149,6 +163,15 @@ def _read(entry: dict[str, Any]) -> _ParsedCall:
         raise ValueError("The text is not a tool call.")
     known = id if isinstance(id, str) and _ID.fullmatch(id) else None
     return _ParsedCall(function, arguments, _dumps(arguments), known)
+
+
+def _with_finite_numbers(text: str) -> str:
+    """Return JSON with the largest double for numbers beyond it, which the grammar of a forced call allows."""
+    return _STRING_OR_NUMBER.sub(lambda found: repr(_finite(found[0])) if found[1] else found[0], text)
+
+
+def _finite(digits: str) -> float:
+    return min(max(float(digits), -sys.float_info.max), sys.float_info.max)
 
 
 def _dumps(arguments: dict[str, Any]) -> str:
@@ -210,7 +233,9 @@ class _StreamingCall:
 
     def equals(self, parsed: _ParsedCall) -> bool:
         """True if it is complete and equals the parsed call; valid only if `begun`."""
-        return self._is_complete and (self.function, json.loads(self.arguments)) == (parsed.function, parsed.arguments)
+        if not self._is_complete or self.function != parsed.function:
+            return False
+        return bool(json.loads(self.arguments, parse_float=_finite) == parsed.arguments)
 
     def feed(self, text: str) -> str:
         """Add text. Returns what it adds to the arguments."""
