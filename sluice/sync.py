@@ -173,6 +173,7 @@ class SyncClient:
     workers = blocking(Client.workers)
     queued = blocking(Client.queued)
     queues = blocking(Client.queues)
+    misplaced_jobs = blocking(Client.misplaced_jobs)
     purge = blocking(Client.purge)
     ping = blocking(Client.ping)
     dead_letters = blocking(Client.dead_letters)

@@ -61,7 +61,8 @@ def code_of(error: BaseException) -> str:
     for kind, code in _CODES.items():
         if isinstance(error, kind):
             return code
-    text = str(error)
+    # redis-py puts the number and the text of the command in front of an error of a pipeline.
+    text = str(error).rpartition("of pipeline caused error: (")[2].lstrip("'\"")
     return MAX_CLIENTS if text == _MAX_CLIENTS else text.partition(" ")[0]
 
 

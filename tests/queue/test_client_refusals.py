@@ -128,6 +128,8 @@ async def test_the_largest_number_is_taken(db: Redis, client: Client) -> None:
         (ResponseError("MISCONF the disk is full"), False),
         (ResponseError("WRONGTYPE another type"), False),
         (ResponseError("value is BUSY"), False),
+        (ResponseError("Command # 2 (SET a b) of pipeline caused error: ('BUSY a script runs',)"), True),
+        (ResponseError("Command # 2 (SET a BUSY) of pipeline caused error: ('WRONGTYPE another',)"), False),
     ],
 )
 def test_an_outage_passes_and_a_refusal_does_not(error: Exception, passes: bool) -> None:

@@ -134,6 +134,19 @@ async def test_a_body_that_names_no_user_is_claimed_without_one(db: Redis, claim
     assert [(claim.job_id, claim.user) for claim in await claims.take("interactive", 1)] == [("a", "")]
 
 
+async def test_a_user_is_read_of_a_job_that_a_worker_without_an_index_has_handed_back(
+    db: Redis, claims: Claims
+) -> None:
+    await put(db, "a", envelope({"messages": [], "user": "ann"}))
+    await db.hset(keys.job("a"), "state", "running")
+    await db.set(lease_key("a"), "old:1", px=60_000)
+    await mended(claims)
+    await db.delete(lease_key("a"))
+    await db.hset(keys.job("a"), "state", "queued")
+    await db.zadd(f"{INDEX}:leases", {"a": 0})
+    assert [claim.user for claim in await claims.take("interactive", 1)] == ["ann"]
+
+
 async def test_long_bodies_of_plain_producers_are_read_a_part_in_each_claim(db: Redis, claims: Claims) -> None:
     for k in range(20):
         await put(db, f"job-{k:02}", envelope({"pad": "x" * 30_000, "user": f"user-{k}"}), at_ms=k)

@@ -35,7 +35,7 @@ end
 local function read_job(id, score)
   local key = 'sluice:job:' .. id
   local fields = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt',
-    'function', 'user')
+    'function', 'user', 'model')
   for _, at in ipairs({ 2, 6, 7 }) do
     if fields.err or (fields[at] and not is_counter(fields[at])) then
       delete_foreign(key, fields.err and 'no hash' or 'a count that is no number')
@@ -46,7 +46,8 @@ local function read_job(id, score)
   local counts_as_crash = lease_expired and fields[3] == '1'
   return {
     id = id, score = score, state = fields[1], lease_expired = lease_expired, counts_as_crash = counts_as_crash,
-    tenant = fields[4] or '', user = fields[9] or '', deadline = read_deadline(fields[5]),
+    tenant = fields[4] or '', user = fields[9] or '',
+    is_plain = not fields[10], deadline = read_deadline(fields[5]),
     expirations = tonumber(fields[2] or 0) + (lease_expired and 1 or 0),
     crashes = tonumber(fields[6] or 0) + (counts_as_crash and 1 or 0), is_count = fields[8] == 'count'
   }
@@ -78,18 +79,6 @@ local function move_to_leases(index, id, score, left_ms, now)
   redis.call('ZADD', index.leases, now + math.min(left_ms, RECHECK_MS), id)
 end
 
--- Add a waiting job: to the suspects, by its crashes, if its lease has ever expired; else to its user's line.
-local function add_to_index(index, job)
-  if job.expirations == 0 then
-    add_waiting(index, job.id, job.score, line_of(job.tenant, job.user), job.deadline, job.is_count)
-    return
-  end
-  local rank = math.min(job.crashes, 99) * 1e13 + math.min(tonumber(stamp(job.score)), 1e13 - 1)
-  redis.call('ZADD', index.jobs, job.score, job.id)
-  redis.call('ZADD', index.suspects, rank, job.id)
-  if job.deadline then store_deadline(index, job.id, job.deadline) end
-end
-
 local function is_name(value)
   return type(value) == 'string' and value ~= '' and #value <= MAX_NAME_BYTES
 end
@@ -111,6 +100,19 @@ local function store_user_of_body(job)
   redis.call('PEXPIRE', 'sluice:job:' .. job.id, PLAIN_JOB_LIFE_MS)
 end
 
+-- Add a waiting job: to the suspects, by its crashes, if its lease has ever expired; else to its user's line.
+local function add_to_index(index, job)
+  if job.is_plain and job.user == '' and bytes_to_read > 0 then store_user_of_body(job) end
+  if job.expirations == 0 then
+    add_waiting(index, job.id, job.score, line_of(job.tenant, job.user), job.deadline, job.is_count)
+    return
+  end
+  local rank = math.min(job.crashes, 99) * 1e13 + math.min(tonumber(stamp(job.score)), 1e13 - 1)
+  redis.call('ZADD', index.jobs, job.score, job.id)
+  redis.call('ZADD', index.suspects, rank, job.id)
+  if job.deadline then store_deadline(index, job.id, job.deadline) end
+end
+
 -- Add a job of the queue to the index, or correct its place.
 local function index_job(index, id)
   remove_from_index(index, id)
@@ -128,7 +130,6 @@ local function index_job(index, id)
     redis.call('ZADD', index.jobs, score, id)
     redis.call('ZADD', index.leases, 0, id) -- checked by the next claim
   else
-    if not job.state and job.user == '' then store_user_of_body(job) end
     add_to_index(index, job)
   end
 end
