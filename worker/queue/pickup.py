@@ -21,7 +21,6 @@ from worker.queue.running import RunningJobs
 from worker.queue.server.outage import until_redis_answers
 from worker.queue.server.readiness import Readiness
 from worker.queue.server.redis_server import RedisServer
-from worker.queue.server.refusals import reason_of
 from worker.settings import Settings
 
 
@@ -63,7 +62,7 @@ class Pickup:
     async def connect(self) -> bool:
         """Wait for Redis and check it. Returns False if the worker is stopped first. Raises `CannotStart`."""
         if not self._connected:
-            connect = partial(self._noting_refusals, self._connect)
+            connect = partial(self.readiness.watch, self._connect)
             self._connected = await until_redis_answers(connect, self._stopping)
         return self._connected
 
@@ -76,17 +75,10 @@ class Pickup:
         the worker is stopped. It is repeated while Redis does not answer."""
         while not self._stopping.is_set():
             self._woken.clear()
-            await until_redis_answers(partial(self._noting_refusals, poll), self._stopping)
+            await until_redis_answers(partial(self.readiness.watch, poll), self._stopping)
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(self._sweep_s, self._next_at - time.monotonic())):
                     await self._woken.wait()
-
-    async def _noting_refusals(self, call: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await call()
-        except RedisError as error:
-            self.readiness.record_refusal(reason_of(error))
-            raise
 
     async def poll(self) -> bool:
         """Claim a job for every free row, or this worker's share of fewer jobs. Returns True if this poll was a sweep:

@@ -136,7 +136,7 @@ class QueueWorker(Worker):
 
     async def connect(self) -> bool:
         """Wait for Redis and check it. Returns False if the worker is stopped first. Raises `CannotStart`."""
-        take_name = partial(self._presence.take_name, self.jobs)
+        take_name = partial(self.readiness.watch, partial(self._presence.take_name, self.jobs))
         return await self._pickup.connect() and await until_redis_answers(take_name, self.shutdown.stopping)
 
     def handle_sig(self, signum: Signals) -> None:

@@ -1,7 +1,11 @@
 """Readiness of a worker to claim jobs: Redis has answered, still answers regularly, and the worker is not stopping."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+
+from redis.exceptions import RedisError
+
+from worker.queue.server.refusals import reason_of
 
 
 class Readiness:
@@ -19,9 +23,13 @@ class Readiness:
         self._answered_at = time.monotonic()
         self._refusal = None
 
-    def record_refusal(self, reason: str | None) -> None:
-        """Record why Redis refused a poll; None if it gave no reason."""
-        self._refusal = reason
+    async def watch(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Call Redis, and remember why it refused. Raises what the call raises."""
+        try:
+            await call()
+        except RedisError as error:
+            self._refusal = reason_of(error)
+            raise
 
     def drain(self) -> None:
         """Report from now on that the worker claims no more jobs."""
