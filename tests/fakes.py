@@ -2,7 +2,6 @@
 
 import asyncio
 import codecs
-import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
@@ -10,8 +9,6 @@ from typing import Any, Self
 from jinja2 import Environment, TemplateError
 
 from worker.chat.context import WorkerContext
-from worker.engine.tokenizer import Splitter
-from worker.engine.upstream.mlx_lm import TextStateMachine
 from worker.monitoring.metrics import Metrics
 from worker.queue.job.job import Job, JobResult
 from worker.schedule.outcomes import Outcome, OutcomeListener, Prefilled, Sampled
@@ -19,7 +16,7 @@ from worker.schedule.report import StepReport
 from worker.schedule.request import GenerationRequest
 from worker.settings import Settings
 from worker.text.codec import TextCodec
-from worker.text.tokenizer import Conversation, Transitions
+from worker.text.tokenizer import Conversation
 
 PLAIN_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -53,7 +50,7 @@ class ByteTokenizer:
 
     byte_level, definition = False, None
     eos_token_ids = frozenset[int]()
-    think = tool = tool_format = None
+    think = tool = None
 
     def __init__(self, *pieces: bytes, template: str = PLAIN_TEMPLATE) -> None:
         self.vocab = [*(bytes([value]) for value in range(256)), *pieces]
@@ -63,12 +60,6 @@ class ByteTokenizer:
 
     def streaming(self) -> ByteDetokenizer:
         return ByteDetokenizer(self.vocab)
-
-    def splitter(self, initial: str, transitions: Transitions | None = None) -> Splitter:
-        return Splitter(TextStateMachine(transitions), initial)
-
-    def parse_tool_call(self, text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [json.loads(text)]
 
     def encode(self, text: str) -> list[int]:
         """The longest piece first."""

@@ -66,12 +66,14 @@ TABLE = {
     "worker.text.prompt": May(
         "schemas worker.errors worker.text.threads worker.text.tokenizer worker.text.vocabulary", "jinja2 pydantic"
     ),
+    "worker.text.dialects": May(""),
     "worker.text.output": May(
-        "schemas worker.errors worker.schedule worker.text.prompt worker.text.tokenizer worker.text.vocabulary"
+        "schemas worker.errors worker.schedule worker.text.dialects worker.text.prompt worker.text.tokenizer "
+        "worker.text.vocabulary"
     ),
     "worker.text.grammar": May(
-        "schemas worker.errors worker.process worker.schedule worker.text.output worker.text.prompt "
-        "worker.text.threads worker.text.tokenizer worker.text.vocabulary worker.turns",
+        "schemas worker.errors worker.process worker.schedule worker.text.dialects worker.text.output "
+        "worker.text.prompt worker.text.threads worker.text.tokenizer worker.text.vocabulary worker.turns",
         "llguidance pydantic",
     ),
     # The engine: upstream < cache < prefix < sampling < speculation < batch < admission < vision < model < prefill

@@ -27,7 +27,7 @@ from worker.schedule.request import GenerationRequest
 from worker.schedule.step.times import CLASSES
 from worker.settings import Settings, read_settings
 from worker.text.codec import TextCodec
-from worker.text.tokenizer import Conversation, Splitter, Transitions
+from worker.text.tokenizer import Conversation
 
 _FAULTS = {"poison": 1_000_000, "block": 2_000_000}  # added to the number, in the first token of the prompt
 
@@ -69,21 +69,13 @@ class PacedTokenizer:
     definition = None
     template = ""
     eos_token_ids = frozenset[int]()
-    think = tool = tool_format = None
+    think = tool = None
     control_tokens = NoControlTokens()
     tokens: ClassVar[list[str]] = [f" t{k}" for k in range(100_000)]  # no answer is longer
 
     def streaming(self) -> PacedDetokenizer:
         """Return a detokenizer for one answer."""
         return PacedDetokenizer()
-
-    def splitter(self, initial: str, transitions: Transitions | None = None) -> Splitter:
-        """Never called, since the model has neither reasoning nor tool calls."""
-        raise NotImplementedError("the paced model has no markers")
-
-    def parse_tool_call(self, text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Raise ValueError, as for a text that is not a call."""
-        raise ValueError("the paced model calls no tools")
 
     def render(
         self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any],

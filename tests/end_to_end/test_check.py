@@ -51,7 +51,7 @@ def test_a_person_sees_what_a_model_gets_in_eighty_columns() -> None:
     assert said["MTP"] == "a qwen3_5 head, used with SLUICE_SPECULATION=auto"
     assert said["a row takes"] == "1 kB a token, 42 kB at any length"
     assert said["reasoning"] == "<think> … </think>"
-    assert said["tool calls"] == "json_tools: <tool_call> … </tool_call>"
+    assert said["tool calls"] == "hermes: what the chat template writes is read back"
     assert said["schemas"] == "yes"
     assert int(said["32,768"].replace(",", "")) >= 1
     assert "Rows that fit at once with speculation off (at most 512)" in out.splitlines()

@@ -35,7 +35,7 @@ def render(words: MLXTokenizer, **given: Any) -> str:
 def test_properties_of_the_tiny_models_tokenizer(wrapper: Any) -> None:
     words = MLXTokenizer(wrapper)
     assert (words.think, words.tool) == (("<think>", "</think>"), ("<tool_call>", "</tool_call>"))
-    assert (words.tool_format, words.byte_level, words.eos_token_ids) == ("json_tools", True, {2})
+    assert (words.byte_level, words.eos_token_ids) == (True, {2})
     assert words.tokens[5] == "<tool_call>"
     assert words.encode("<|im_end|>") == [2]
     assert words.definition is not None
@@ -78,23 +78,6 @@ def test_continued_turn_stays_open(wrapper: Any) -> None:
     begun = [*HELLO, {"role": "assistant", "content": "Good mor"}]
     text = MLXTokenizer(wrapper).render(begun, tools=[], continues=True, variables={})
     assert text.endswith("<|im_start|>assistant\nGood mor")
-
-
-def test_tool_calls_are_parsed_to_a_list(wrapper: Any) -> None:
-    words = MLXTokenizer(wrapper)
-    call = {"name": "look", "arguments": {"at": "me"}}
-    assert words.parse_tool_call('{"name": "look", "arguments": {"at": "me"}}', []) == [call]
-    with pytest.raises(ValueError, match="Expecting value"):
-        words.parse_tool_call("no call", [])
-
-
-def test_splitter_uses_the_models_markers_or_given_transitions(wrapper: Any) -> None:
-    words = MLXTokenizer(wrapper)
-    inferred = words.splitter("reasoning")
-    assert inferred.feed("hm</think>x<") == [("reasoning", "hm"), ("normal", "x")]
-    assert inferred.flush() == ("normal", "<")
-    given = words.splitter("normal", {"normal": [("|", "other")], "other": []})
-    assert given.feed("a|b<think>") == [("normal", "a"), ("other", "b<think>")]
 
 
 def of_kind(kind: str, **given: Any) -> Any:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -13,6 +14,7 @@ from llguidance import LLTokenizer
 
 from schemas import ChatRequest
 from scripts.stack import TINY_CHAT
+from tests.text.dialects.reading import BY_NAME
 from tests.text.structured import Schema, allowed
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
@@ -42,18 +44,18 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 # Of formats, and the tokens that they need besides the tiny model's.
 ADDED = {
-    "json_tools": [],
+    "hermes": [],
     "mistral": ["[TOOL_CALLS]", "[ARGS]"],
     "mistral_list": ["[TOOL_CALLS]"],
     "qwen3_coder": [],
     "harmony": [*MARKERS, "<|constrain|>"],
-    "glm47": [],
+    "glm": [],
     "none": [],
 }
 
 
 FORCED = {
-    "json_tools": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
     "mistral": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}',
     "mistral_list": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}, "id": "a1B2c3D4e"}]',
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
@@ -67,7 +69,8 @@ class Model:
     def __init__(self, format: str) -> None:
         self.tokenizer = MLXTokenizer(load_tokenizer(_folder(format), eos_token_ids=[EOS, OTHER_EOS]))
         self.count = len(self.tokenizer.tokens)
-        self.dialect = ModelFormat(self.tokenizer)
+        found = ModelFormat.of(self.tokenizer)
+        self.dialect = replace(found, dialect=BY_NAME.get(format.removesuffix("_list")))
         self.guides = GrammarStates(self.tokenizer, Vocabulary(self.tokenizer), self.dialect, self.count)
         self.vocabulary = LLTokenizer(str(self.tokenizer.definition), eos_token=[OTHER_EOS, EOS])
 
@@ -101,7 +104,7 @@ class Model:
 def _folder(format: str) -> Path:
     folder = Path(mkdtemp())
     definition = json.loads((TINY_CHAT / "tokenizer.json").read_text())
-    for token in ADDED[format]:
+    for token in ADDED.get(format, []):
         entry = {**definition["added_tokens"][0], "id": 1014 + len(definition["added_tokens"]), "content": token}
         definition["added_tokens"].append(entry)
     config = json.loads((TINY_CHAT / "tokenizer_config.json").read_text())
@@ -109,8 +112,6 @@ def _folder(format: str) -> Path:
         config["chat_template"] = "{{ messages }}"
     elif format.startswith("mistral"):
         config["chat_template"] = "[TOOL_CALLS][ARGS]" if format == "mistral" else "[TOOL_CALLS]"
-    else:
-        config["tool_parser_type"] = format
     (folder / "tokenizer.json").write_text(json.dumps(definition))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     shutil.copyfile(TINY_CHAT / "config.json", folder / "config.json")
@@ -118,7 +119,7 @@ def _folder(format: str) -> Path:
 
 
 @cache
-def model(format: str = "json_tools") -> Model:
+def model(format: str = "hermes") -> Model:
     return Model(format)
 
 
@@ -133,7 +134,7 @@ def by(asked: Schema) -> dict[str, Any]:
 ANY_OBJECT = {"response_format": {"type": "json_object"}}
 
 
-async def refusal(format: str = "json_tools", **fields: Any) -> JobFailure:
+async def refusal(format: str = "hermes", **fields: Any) -> JobFailure:
     with pytest.raises(JobFailure) as refused:
         await model(format).guide(**fields)
     return refused.value

@@ -1,19 +1,20 @@
 """Answers in the formats of several models, and their parsed output, with the tiny tokenizer."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
-from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
 
 from schemas import ChatRequest
 from scripts.stack import TINY_CHAT
+from tests.text.dialects.reading import BY_NAME
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, load_tokenizer
+from worker.text.dialects.table import THOUGHTS
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import MARKERS
 from worker.text.output.output import Output, OutputDelta, concat
@@ -32,6 +33,12 @@ TOOLS = [
 ]
 
 
+OWN_THOUGHTS = {
+    "kimi_k3": "<|open|>think<|sep|>",
+    "muse_spark": "to=self<|message|>",
+}  # of those with markers of their own
+
+
 @dataclass(frozen=True)
 class Model:
     words: MLXTokenizer
@@ -40,25 +47,18 @@ class Model:
 
 
 @cache
-def model(tool_format: str = "json_tools", *tokens: str) -> Model:
-    """Return the model of a format, by mlx-lm's name, with additional tokens."""
-    wrapper = load_tokenizer(Path(TINY_CHAT), {"tool_parser_type": tool_format})
+def model(dialect: str = "hermes", *tokens: str) -> Model:
+    """Return the tiny model, were it one of a dialect, with additional tokens."""
+    wrapper = load_tokenizer(Path(TINY_CHAT))
     wrapper._tokenizer.add_tokens(list(tokens), special_tokens=True)
-    wrapper = TokenizerWrapper(  # anew, because it looks at the vocabulary then
-        wrapper._tokenizer,
-        type(wrapper.detokenizer),
-        wrapper.eos_token_ids,
-        tool_call_start=wrapper.tool_call_start,
-        tool_call_end=wrapper.tool_call_end,
-        tool_parser=wrapper.tool_parser,
-        response_format=RESPONSE_FORMAT if tool_format == "muse_spark" else None,
-    )
-    words = MLXTokenizer(wrapper)
-    return Model(words, Vocabulary(words), ModelFormat(words))
+    words = MLXTokenizer(TokenizerWrapper(wrapper._tokenizer, type(wrapper.detokenizer), wrapper.eos_token_ids))
+    thoughts = next(each for each in THOUGHTS if each.begin == OWN_THOUGHTS.get(dialect, "<think>"))
+    found = ModelFormat.of(words)
+    return Model(words, Vocabulary(words), replace(found, dialect=BY_NAME[dialect], thoughts=thoughts))
 
 
 def gpt_oss() -> Model:
-    return model("json_tools", *MARKERS, "<|constrain|>")
+    return model("hermes", *MARKERS, "<|constrain|>")
 
 
 def kimi_k3() -> Model:
@@ -83,12 +83,12 @@ def cut(model: Model, text: str, places: Iterable[int]) -> list[int]:
 class Heard:
     said: OutputDelta
     finish_reason: str
-    voided: frozenset[int] = frozenset()
+    repaired: tuple[str, ...] = ()
 
     @property
     def calls(self) -> list[dict[str, Any]]:
         """Return the calls of the result, without their ids."""
-        return [call["function"] for call in message_tool_calls(self.said.tool_calls, self.voided)]
+        return [call["function"] for call in message_tool_calls(self.said.tool_calls)]
 
 
 def hear(output: Output, tokens: Iterable[int], engine: Any = "stop") -> Heard:
@@ -100,7 +100,7 @@ def hear(output: Output, tokens: Iterable[int], engine: Any = "stop") -> Heard:
             break
     else:
         said.append(output.flush(engine))
-    return Heard(concat(said), output.finish_reason("stop" if output.stopped else engine), output.retracted)
+    return Heard(concat(said), output.finish_reason("stop" if output.stopped else engine), tuple(output.repaired))
 
 
 def heard(model: Model, text: str, thinking: Any = "none", engine: Any = "stop", **fields: Any) -> Heard:

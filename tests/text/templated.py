@@ -35,7 +35,7 @@ async def rendered(template: str, *messages: dict[str, Any], **rest: Any) -> str
 def prompts(template: str, *, boundaries: bool = False) -> Prompts:
     told = words(TEMPLATES.get(template, template))
     quoting = ControlTokenEscaping(told.control_tokens, (*(told.think or ()), *(told.tool or ())))
-    return Prompts(told, ModelFormat(told).think, _boundaries(told) if boundaries else None, escaping=quoting)
+    return Prompts(told, ModelFormat.of(told).think, _boundaries(told) if boundaries else None, escaping=quoting)
 
 
 @cache

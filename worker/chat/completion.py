@@ -1,6 +1,5 @@
 """Builds the stored result: OpenAI's `chat.completion`, with additional fields under `sluice`."""
 
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from worker.queue.job.job import Job
 from worker.text.output.output import OutputDelta
 from worker.text.output.tool_calls import message_tool_calls
 
+_CALLS_NOT_READ = "tools: the form of this model's calls is not known, so a call would be in the content."
 _ECHOED = {"tenant", "safety_identifier", "user", "prompt_cache_key", "metadata", "store"}
 
 
@@ -20,7 +20,7 @@ class Answer:
     """An answer's part of the result."""
 
     output: OutputDelta
-    retracted: Container[int]  # indices of announced tool calls that turned out to be invalid
+    repaired: list[str]  # mistakes in its calls that were put right
     logprobs: list[bytes]  # one entry per token, in OpenAI's form, as JSON
     finish_reason: str
     seed: int
@@ -36,7 +36,7 @@ def completion(job: Job, request: ChatRequest, context: WorkerContext, answer: A
     """Return the result; `logprobs` in it holds JSON items, so it is written by `json_bytes`."""
     choice = {
         "index": 0,
-        "message": _message(answer.output, answer.retracted),
+        "message": _message(answer.output),
         "finish_reason": answer.finish_reason,
         "logprobs": {"content": Items(answer.logprobs), "refusal": None} if request.logprobs else None,
     }
@@ -67,9 +67,9 @@ def _service_tier(asked: str | None, lane: Lane) -> str:
     return "flex" if asked == "flex" else "default"
 
 
-def _message(output: OutputDelta, retracted: Container[int]) -> dict[str, object]:
+def _message(output: OutputDelta) -> dict[str, object]:
     """Return the message. Its content is null if there are only tool calls, as in OpenAI's form."""
-    calls = message_tool_calls(output.tool_calls, retracted)
+    calls = message_tool_calls(output.tool_calls)
     message: dict[str, object] = {
         "role": "assistant",
         "content": None if calls and not output.content else output.content,
@@ -94,5 +94,7 @@ def _extension(job: Job, request: ChatRequest, context: WorkerContext, answer: A
         **({} if job.usage.kept_tokens is None else {"kept_tokens": job.usage.kept_tokens}),
         **({"specprefill": answer.specprefill} if answer.specprefill else {}),
         **({"speculation": answer.speculation} if answer.speculation else {}),
+        **({"repaired": answer.repaired} if answer.repaired else {}),
+        **({"warnings": [_CALLS_NOT_READ]} if request.offered_tools and not context.codec.parses_tools else {}),
         **request.model_dump(include=_ECHOED, exclude_none=True),
     }

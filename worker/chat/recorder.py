@@ -199,7 +199,7 @@ class JobRecorder:
         logger.info("%s finished: %s, %s%s", self._job.claim.job_id, finish_reason, spent, rate)
         answered = Answer(
             output=concat(self._emitted),
-            retracted=output.retracted,
+            repaired=output.repaired,
             logprobs=self._emitted_logprobs,
             finish_reason=finish_reason,
             seed=seed,

@@ -1,4 +1,4 @@
-"""Implement `worker.text.tokenizer` with mlx-lm's tokenizer, state machine and tool parsers."""
+"""Implement `worker.text.tokenizer` with mlx-lm's tokenizer."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -7,9 +7,7 @@ from typing import Any, TypeVar
 from worker.engine.control_tokens import ControlTokens
 from worker.engine.upstream.mlx_lm import (
     BPEStreamingDetokenizer,
-    TextStateMachine,
     TokenizerWrapper,
-    make_text_state_machine,
 )
 from worker.engine.upstream.transformers import TokenizersBackend
 from worker.engine.vision.markers import expand_markers, split_parts
@@ -67,12 +65,6 @@ class MLXTokenizer:
         wrapper = self._wrapper
         return (wrapper.tool_call_start, wrapper.tool_call_end) if wrapper.has_tool_calling else None
 
-    @property
-    def tool_format(self) -> str | None:
-        """mlx-lm's name of the tool call format, or None."""
-        name: str | None = self._tokenizer.init_kwargs.get("tool_parser_type")
-        return name
-
     @cached_property
     def control_tokens(self) -> ControlTokens:
         """The tokens that structure a chat."""
@@ -98,16 +90,6 @@ class MLXTokenizer:
     def streaming(self) -> "Streaming":
         """Return a new detokenizer for one answer."""
         return Streaming(self._wrapper.detokenizer)
-
-    def splitter(self, initial: str, transitions: dict[str, list[tuple[str, str]]] | None = None) -> "Splitter":
-        """Return a new splitter for one answer, by these transitions or else by those that mlx-lm infers."""
-        machine = TextStateMachine(transitions) if transitions else make_text_state_machine(self._wrapper)
-        return Splitter(machine, self._wrapper.response_initial_state or initial)
-
-    def parse_tool_call(self, text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Parse the text between the markers with mlx-lm's parser. Raises what the parser raises."""
-        parsed = self._wrapper.tool_parser(text, tools)
-        return parsed if isinstance(parsed, list) else [parsed]
 
     def render(
         self, conversation: list[dict[str, Any]], *, tools: list[dict[str, Any]], continues: bool,
@@ -180,20 +162,3 @@ class Streaming:
         """Return the text held back. No token follows."""
         self._upstream.finalize()
         return str(self._upstream.last_segment)
-
-
-class Splitter:
-    """Splits one answer at the model's markers, with mlx-lm's state machine."""
-
-    def __init__(self, machine: TextStateMachine, initial: str) -> None:
-        self._at = machine.make_state(initial)
-
-    def feed(self, text: str) -> list[tuple[str, str]]:
-        """Return (state, text) for each state that the text passes through, in order."""
-        self._at, segments = TextStateMachine.split(self._at, text)
-        return list(segments)
-
-    def flush(self) -> tuple[str, str]:
-        """Return the present state and the text held back."""
-        self._at, text, state = TextStateMachine.flush(self._at)
-        return state, text

@@ -1,7 +1,9 @@
 """Converts between messages and tokens for one model: prompts, grammars, output and logprobs."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from schemas import ChatRequest
@@ -15,13 +17,16 @@ from worker.text.prompt.boundaries import Boundaries
 from worker.text.prompt.droppable import DroppableRanges
 from worker.text.prompt.escaping import ControlTokenEscaping
 from worker.text.prompt.offsets import TokenOffsets
-from worker.text.prompt.prompt import Prompt, Prompts
+from worker.text.prompt.prompt import Prompt, Prompts, template_trial
+from worker.text.prompt.template_changes import write_as_json
 from worker.text.threads import Check, TextThreads
 from worker.text.tokenizer import Tokenizer
 from worker.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from worker.text.grammar.guide import GrammarStates
+
+logger = logging.getLogger("sluice.text")
 
 T = TypeVar("T")
 
@@ -48,24 +53,42 @@ class TextCodec:
         `context`: its length in tokens; a prompt well beyond it is refused before it is tokenized.
         """
         self._tokenizer, self._vocab = tokenizer, vocab
-        self._vocabulary, self._format = Vocabulary(tokenizer), ModelFormat(tokenizer)
-        places = TokenOffsets(self._vocabulary, len(tokenizer.tokens)) if boundaries or droppable else None
-        self._threads = TextThreads()
-        self._prompts = Prompts(
-            tokenizer,
-            self._format.think,
-            Boundaries(places) if places and boundaries else None,
-            DroppableRanges(places) if places and droppable else None,
-            None if control_tokens else _escaping(tokenizer, self._format),
-            context=context,
-            threads=self._threads,
-        )
+        self._vocabulary, self._threads = Vocabulary(tokenizer), TextThreads()
+        self._boundaries, self._droppable = boundaries, droppable
+        self._control_tokens, self._context = control_tokens, context
         self._grammars: asyncio.Future[GrammarStates] | None = None  # begun at the first constrained answer
+
+    @cached_property
+    def _format(self) -> ModelFormat:
+        """The output format, which renders short conversations to find out: `prepare` limits their time."""
+        return ModelFormat.of(self._tokenizer)
+
+    @cached_property
+    def _prompts(self) -> Prompts:
+        tokenizer, think = self._tokenizer, self._format.think
+        places = TokenOffsets(self._vocabulary, len(tokenizer.tokens)) if self._boundaries or self._droppable else None
+        return Prompts(
+            tokenizer,
+            think,
+            Boundaries(places) if places and self._boundaries else None,
+            DroppableRanges(places) if places and self._droppable else None,
+            None if self._control_tokens else _escaping(tokenizer, self._format),
+            context=self._context,
+            threads=self._threads,
+            write_calls=self._format.dialect.write if self._format.dialect else write_as_json,
+        )
+
+    @property
+    def dialect(self) -> str | None:
+        """The name of the dialect of the model's calls; None if it is not known."""
+        if self._format.harmony:
+            return "harmony"
+        return self._format.dialect.name if self._format.dialect else None
 
     @property
     def parses_tools(self) -> bool:
         """True if the model's format of tool calls is known."""
-        return self._format.harmony or self._tokenizer.tool is not None
+        return self._format.reads_calls
 
     @property
     def parses_reasoning(self) -> bool:
@@ -75,6 +98,10 @@ class TextCodec:
     async def prepare(self) -> None:
         """Do what would stall the streams of running jobs: try the chat template, and build a large vocabulary's tables
         for grammars. Raises `CannotStart` if the template takes too long."""
+        async with template_trial():
+            await self._threads.run("interactive", 0, lambda check: self._format)
+        if not self.parses_tools:
+            logger.info("No known form of tool calls was found in the model's chat template: its calls are not read.")
         await self._prompts.try_template()
         if self._vocab > _SMALL_VOCABULARY:
             await self._grammar_states()
@@ -86,6 +113,10 @@ class TextCodec:
         quotes the template's error.
         """
         return await self._prompts.render(request, images, lane)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, control tokens included."""
+        return b"".join(map(self._vocabulary.bytes_of, tokens)).decode("utf-8", "replace")
 
     async def prediction(self, text: str, lane: Lane = "interactive", tenant: str = "") -> tuple[int, ...]:
         """Tokenize a text that an answer may copy, on a text thread."""
@@ -127,7 +158,8 @@ class TextCodec:
 
 
 def _escaping(tokenizer: Tokenizer, model_format: ModelFormat) -> ControlTokenEscaping:
-    own = (
-        () if model_format.harmony else (*(model_format.think or ()), *(tokenizer.tool or ()))
-    )  # gpt-oss's markers end turns
-    return ControlTokenEscaping(tokenizer.control_tokens, own)
+    if model_format.harmony:  # its markers end turns
+        return ControlTokenEscaping(tokenizer.control_tokens)
+    dialect = model_format.dialect
+    calls = (*dialect.openings, dialect.closing) if dialect else ()
+    return ControlTokenEscaping(tokenizer.control_tokens, (*(model_format.think or ()), *calls))

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 Conversation = list[dict[str, Any]]
-Transitions = dict[str, list[tuple[str, str]]]
 
 
 class Detokenizer(Protocol):
@@ -15,20 +14,6 @@ class Detokenizer(Protocol):
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the answer."""
-
-
-class Splitter(Protocol):
-    """Splits an answer's text at the model's markers, and removes them: mlx-lm's state machine.
-
-    States are "normal", "reasoning", "tool", and further ones of a format. Text that may be the start of a marker is
-    held back.
-    """
-
-    def feed(self, text: str) -> list[tuple[str, str]]:
-        """Return (state, text) for each state that the text passes through, in order; the last is the present one."""
-
-    def flush(self) -> tuple[str, str]:
-        """Return the present state and the text that was held back."""
 
 
 class ControlTokens(Protocol):
@@ -82,10 +67,6 @@ class Tokenizer(Protocol):
         """The markers around a tool call, or None. The second is empty if a call ends with the answer."""
 
     @property
-    def tool_format(self) -> str | None:
-        """mlx-lm's name of the model's tool format: json_tools, qwen3_coder, mistral ..."""
-
-    @property
     def control_tokens(self) -> ControlTokens:
         """The vocabulary's control tokens."""
 
@@ -94,18 +75,6 @@ class Tokenizer(Protocol):
 
     def streaming(self) -> Detokenizer:
         """Return mlx-lm's own detokenizer for this tokenizer."""
-
-    def splitter(self, initial: str, transitions: Transitions | None = None) -> Splitter:
-        """Return a splitter in state `initial`.
-
-        `transitions`: state to [(marker, next state)]; None uses those that mlx-lm infers.
-        """
-
-    def parse_tool_call(self, text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Parse the text between a call's markers with mlx-lm's parser, to [{name, arguments, maybe id}].
-
-        Raises several types of errors for a text that is not a call: see `worker.text.output.tool_calls`.
-        """
 
     def render(
         self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any],

@@ -73,7 +73,7 @@ def _facts(report: "ModelReport") -> Facts:
     from worker.text.grammar.guide import llguidance_tokenizer
     from worker.text.output.formats import ModelFormat
 
-    profile, format = report.profile, ModelFormat(report.tokenizer)
+    profile, format = report.profile, ModelFormat.of(report.tokenizer)
     return {
         "servable": not report.blockers,
         "blockers": report.blockers,
@@ -91,8 +91,8 @@ def _facts(report: "ModelReport") -> Facts:
         "rows": _rows(report),
         "reasons": format.harmony or format.think is not None,
         "think": format.think,
-        "tool": report.tokenizer.tool,
-        "tool_format": report.tokenizer.tool_format,
+        "tool_format": "harmony" if format.harmony else format.dialect and format.dialect.name,
+        "tool_proof": format.proof,
         "schemas": llguidance_tokenizer(report.tokenizer, profile.vocab) is not None,
         "attention_layers": profile.attention_calls,
         "max_draft": report.drafting.max_draft,
@@ -136,7 +136,7 @@ def _print_model(facts: Facts) -> None:
         "a row takes": _row(facts),
         "batching": "yes" if facts["batches"] else "no",
         "reasoning": _reasoning(facts),
-        "tool calls": f"{facts['tool_format'] or 'yes'}: {_marked(facts['tool'])}" if facts["tool"] else "no",
+        "tool calls": _calls(facts),
         "schemas": "yes" if facts["schemas"] else "no: llguidance cannot read the tokenizer",
         "SpecPrefill": _specprefill(facts["attention_layers"]),
         "drafts": _drafts(facts),
@@ -144,6 +144,18 @@ def _print_model(facts: Facts) -> None:
         "vision": _vision(facts),
     }
     print_table(facts["model"], {"": "left", "for a worker": "left"}, lines.items())
+
+
+def _calls(facts: Facts) -> str:
+    """Return the dialect of the model's calls, and how it was found."""
+    if not facts["tool_format"]:
+        return "no: the chat template shows no form that is known"
+    how = {
+        "read back": "what the chat template writes is read back",
+        "by its markers": "by its markers; the chat template writes no call that could be read back",
+        "none": "by the vocabulary",
+    }
+    return f"{facts['tool_format']}: {how[facts['tool_proof']]}"
 
 
 def _drafts(facts: Facts) -> str:

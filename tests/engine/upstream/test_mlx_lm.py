@@ -78,13 +78,12 @@ def test_tokenizer_wrapper_has_the_attributes_we_use(network: Any) -> None:
     wrapper = mlx_lm.TokenizerWrapper
     for name in (
         "detokenizer", "eos_token_ids", "apply_chat_template", "has_thinking", "think_start", "think_end",
-        "has_tool_calling", "tool_call_start", "tool_call_end", "tool_parser", "response_initial_state",
+        "has_tool_calling", "tool_call_start", "tool_call_end",
     ):  # fmt: skip
         assert name in vars(wrapper)
     loaded = mlx_lm.load_tokenizer(TINY_CHAT)
     assert {"_tokenizer", "_chat_template", "_thinking_kwarg"} <= set(vars(loaded))
     assert isinstance(loaded.detokenizer, mlx_lm.BPEStreamingDetokenizer)
-    assert loaded.init_kwargs["tool_parser_type"] == "json_tools"
 
 
 def test_the_wrapper_switches_thinking_on_by_itself() -> None:
@@ -100,22 +99,3 @@ def test_a_detokenizer_gives_each_text_once() -> None:
     detokenizer.add_token(40)
     detokenizer.finalize()
     assert (detokenizer.last_segment != "", detokenizer.last_segment) == (True, "")
-
-
-def test_the_state_machine_cuts_text_at_markers_and_holds_back_what_may_become_one() -> None:
-    machine = mlx_lm.TextStateMachine({"normal": [("<a>", "other")], "other": [("</a>", "normal")]})
-    state, segments = mlx_lm.TextStateMachine.split(machine.make_state("normal"), "x<a>y</")
-    assert segments == [("normal", "x"), ("other", "y")]
-    state, text, name = mlx_lm.TextStateMachine.flush(state)
-    assert (text, name) == ("</", "other")
-
-
-def test_the_inferred_state_machine_knows_the_model_s_markers() -> None:
-    machine = mlx_lm.make_text_state_machine(mlx_lm.load_tokenizer(TINY_CHAT))
-    state, generated = machine.make_state("normal"), []
-    for text in ("a<think>b</think>c", "<tool_call>d</tool_call>e"):
-        state, segments = mlx_lm.TextStateMachine.split(state, text)
-        generated += segments
-    assert [pair for pair in generated if pair[1]] == [
-        ("normal", "a"), ("reasoning", "b"), ("normal", "c"), ("tool", "d"), ("normal", "e"),
-    ]  # fmt: skip

@@ -288,7 +288,7 @@ async def test_reasoning_cannot_spell_a_call() -> None:
 
 @settings(deadline=None)
 @given(words=st.lists(st.sampled_from(SIGNS), max_size=6), more=st.lists(st.sampled_from(SIGNS), max_size=3))
-@pytest.mark.parametrize("format", ["json_tools", "mistral", "harmony", "none"])
+@pytest.mark.parametrize("format", ["hermes", "mistral", "harmony", "none"])
 def test_markers_within_an_answer_by_a_schema_are_content(format: str, words: list[str], more: list[str]) -> None:
     value = {"a": "".join(words), "".join(more) + "b": [1, "".join(more)]}
     before = "<|channel|>final<|message|>" if format == "harmony" else "\n\n"

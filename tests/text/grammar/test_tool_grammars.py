@@ -2,14 +2,17 @@
 
 import json
 import random
+from random import Random
 from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from tests.selection import examples
+from tests.text.dialects.reading import BY_NAME
 from tests.text.guided import (
     ANY_OBJECT,
     CLOCK,
@@ -18,6 +21,7 @@ from tests.text.guided import (
     OTHER_EOS,
     SIGNS,
     WEATHER,
+    allowed,
     by,
     model,
     refusal,
@@ -26,6 +30,8 @@ from tests.text.guided import (
 )
 from tests.text.structured import Schema, schema, walk
 from worker.errors import JobFailure
+from worker.text.dialects.table import DIALECTS
+from worker.text.grammar.tool_grammars import form_of
 
 
 @pytest.mark.parametrize("format", FORCED)
@@ -46,13 +52,57 @@ async def test_a_call_is_forced_in_the_models_own_form(format: str, choice: Any)
         assert not spoken.takes(await spoken.guide(**fields), other)
 
 
+HAVE_GRAMMARS = sorted(
+    dialect.name for dialect in DIALECTS if form_of(dialect.name, names_arguments=dialect.name == "mistral")
+)
+
+
+@pytest.mark.parametrize("dialect", HAVE_GRAMMARS)
+async def test_a_dialect_may_write_a_forced_call_as_its_models_do(dialect: str) -> None:
+    fields = {"tools": [WEATHER, CLOCK], "tool_choice": "required"}
+    spoken = model(dialect if dialect != "mistral" else "mistral")
+    for calls in ([("weather", {"city": "Oslo"})], [("weather", {"city": "Oslo"}), ("clock", {})]):
+        text = BY_NAME[dialect].write(calls)
+        assert spoken.takes(await spoken.guide(**fields), text)
+        said, why = spoken.said(request(**fields), spoken.tokenizer.encode(text))
+        read = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in said.tool_calls]
+        assert (said.content.strip(), read, why) == ("", calls, "tool_calls")
+    for other in ([("weather", {"town": "Oslo"})], [("rain", {})], [("weather", {})]):
+        assert not spoken.takes(await spoken.guide(**fields), BY_NAME[dialect].write(other))
+
+
+@pytest.mark.parametrize("dialect", HAVE_GRAMMARS)
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=examples(20))
+def test_whatever_a_dialects_grammar_allows_is_a_call_that_validates(dialect: str, dice: Random) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    spoken, asked = model(dialect), request(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    guide, tokens = spoken.quick_guide(asked), list[int]()
+    while len(tokens) < 400:
+        open_ = [token for token in allowed(guide, spoken.count) if token not in (EOS, OTHER_EOS)]
+        if not open_:
+            break
+        tokens.append(dice.choice(open_))
+        guide.accept(tokens[-1])
+    said, why = spoken.said(asked, tokens)
+    (call,) = said.tool_calls
+    assert (said.content.strip(), why) == ("", "tool_calls")
+    jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+
+
 @pytest.mark.parametrize("format", FORCED)
 async def test_a_named_function_is_the_one_that_is_called(format: str) -> None:
     clock = {"tools": [WEATHER, CLOCK], "tool_choice": {"type": "function", "function": {"name": "clock"}}}
     assert not model(format).takes(await model(format).guide(**clock), FORCED[format])
 
 
-@pytest.mark.parametrize("format", ["json_tools", "mistral", "qwen3_coder"])
+@pytest.mark.parametrize("format", ["hermes", "mistral", "qwen3_coder"])
 @pytest.mark.parametrize(("fields", "calls"), [({}, 3), ({"parallel_tool_calls": False}, 1)])
 async def test_several_calls_come_where_the_request_lets_them(format: str, fields: dict[str, Any], calls: int) -> None:
     asked = {"tools": [WEATHER], "tool_choice": "required", **fields}
@@ -72,7 +122,7 @@ async def test_beside_a_schema_a_call_is_still_possible(format: str) -> None:
     assert not spoken.takes(await spoken.guide(**none), FORCED[format])
 
 
-@pytest.mark.parametrize("format", ["json_tools", "mistral", "harmony"])
+@pytest.mark.parametrize("format", ["hermes", "mistral", "harmony"])
 @pytest.mark.parametrize("number", ["9E79833", "-1.5e+999", "9" * 4_000, "-" + "9" * 400 + ".5", "1e-999", "2"])
 def test_a_forced_call_with_a_number_beyond_a_double_is_a_call(format: str, number: str) -> None:
     parameters = {"type": "object", "properties": {"n": {"type": "number"}, "s": {"type": "string"}}}
@@ -99,14 +149,14 @@ async def test_harmony_reasons_in_messages_of_its_own() -> None:
     ("format", "fields", "message"),
     [
         (
-            "glm47",
+            "glm",
             {"tool_choice": "required"},
-            "tool_choice: this model writes its calls as glm47, which cannot be forced; use 'auto'.",
+            "tool_choice: this model writes its calls as glm, which cannot be forced; use 'auto'.",
         ),
         (
-            "glm47",
+            "glm",
             ANY_OBJECT,
-            "response_format: this model writes its calls as glm47, which cannot be forced; "
+            "response_format: this model writes its calls as glm, which cannot be forced; "
             "leave out the tools, or response_format.",
         ),
         ("none", {"tool_choice": "required"}, "tool_choice: this model cannot call tools; leave it out."),
@@ -335,7 +385,7 @@ def test_a_function_without_parameters_gets_an_empty_object(format: str) -> None
 
 @settings(deadline=None)
 @given(words=st.lists(st.sampled_from(SIGNS), max_size=6), count=st.integers(1, 2))
-@pytest.mark.parametrize("format", ["json_tools", "mistral", "harmony"])
+@pytest.mark.parametrize("format", ["hermes", "mistral", "harmony"])
 @pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {}], ids=["forced", "free"])
 def test_markers_within_a_calls_arguments_are_theirs(
     format: str, fields: dict[str, Any], words: list[str], count: int

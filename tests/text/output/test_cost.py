@@ -18,6 +18,21 @@ ANSWERS: dict[str, tuple[Model, str]] = {
     "parameters that do not end": (
         CODER, "<tool_call><function=now>" + "<parameter=a>" * (LONG // 13) + "</function></tool_call>",
     ),
+    **{
+        f"beginnings of {name}": (speech.model(name), start + piece * (LONG // len(piece)) + end)
+        for name, start, piece, end in (
+            ("function_gemma", "<start_function_call>", "call:a{", "<end_function_call>"),
+            ("gemma4", "<|tool_call>", "call:a{", "<tool_call|>"),
+            ("kimi_k3", "<|open|>tools<|sep|>", "<|open|>call", "<|close|>tools<|sep|>"),
+            ("muse_spark", "<atem:function_calls>", "<atem:invoke", "</atem:function_calls>"),
+            ("glm", "<tool_call>a", "<arg_key>a</arg_key><arg_value>", "</tool_call>"),
+            ("qwen3_coder", "<tool_call><function=a><parameter=a>", "<tool_call><function=a>", "</tool_call>"),
+            ("qwen3_coder ends", "<tool_call><function=a><parameter=a>", "</parameter>", ""),
+            ("hermes", "", "<tool_call>{", ""),
+            ("lfm2", "<|tool_call_start|>[", "a(b=[", ""),
+        )
+        for name in [name.partition(" ")[0]]
+    },
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from tests.text.speech import TOOLS, Heard, cut, gpt_oss, hear, heard, output
-from worker.text.output.output import OutputDelta
+from worker.text.output.output import OutputDelta, concat
 
 GPT_OSS = gpt_oss()
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -71,9 +71,11 @@ def test_a_recipient_makes_a_tool_call(header: str, end: str, before: str) -> No
 def test_arguments_come_as_they_are_written() -> None:
     answer = output(GPT_OSS, tools=TOOLS)
     header = "<|channel|>commentary to=functions.weather<|message|>"
-    assert all(answer.feed(token) == OutputDelta() for token in GPT_OSS.words.encode(header))
-    pieces = [answer.feed(token).tool_calls[0]["function"]["arguments"] for token in cut(GPT_OSS, CALL, range(20))]
-    assert pieces == list(CALL)
+    begun = concat(answer.feed(token) for token in GPT_OSS.words.encode(header))
+    assert [delta["function"] for delta in begun.tool_calls] == [{"name": "weather", "arguments": ""}]
+    said = [answer.feed(token) for token in cut(GPT_OSS, CALL, range(20))]
+    pieces = [one.tool_calls[0]["function"]["arguments"] for one in said if one]
+    assert "".join(pieces) == CALL
 
 
 def test_two_calls_with_words_before_them() -> None:
@@ -88,29 +90,26 @@ def test_two_calls_with_words_before_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "fields"),
+    ("call", "function", "arguments"),
     [
-        ("<|channel|>commentary to=functions.storm<|message|>{}<|call|>", {"tools": TOOLS}),
-        ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", {"tools": TOOLS}),
-        ("<|channel|>commentary to=functions.weather<|message|>Oslo<|end|>", {"tools": TOOLS}),
-        ("<|channel|>commentary to=functions.weather<|message|>[]", {"tools": TOOLS}),
-        (f"<|channel|>commentary to=functions.weather<|message|>{CALL}<|call|>", {}),
-        (
-            f"<|channel|>commentary to=functions.weather<|message|>{CALL}<|call|>",
-            {"tools": TOOLS, "tool_choice": "none"},
-        ),
+        ("<|channel|>commentary to=functions.storm<|message|>{}<|call|>", "storm", "{}"),
+        ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", "python", "print(1)"),
+        ("<|channel|>commentary to=functions.weather<|message|>[]", "weather", "[]"),
+        ('<|channel|>commentary to=functions.weather<|message|>{"a" 1}<|end|>', "weather", '{"a" 1}'),
     ],
 )
-def test_what_is_no_call_is_content_as_the_model_wrote_it(call: str, fields: dict[str, Any]) -> None:
+def test_a_call_that_is_wrong_is_a_call(call: str, function: str, arguments: str) -> None:
+    said = heard(GPT_OSS, call, tools=TOOLS)
+    assert (said.said.content, said.calls) == ("", [{"name": function, "arguments": arguments}])
+    assert said.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_a_request_without_tools_gets_the_text(fields: dict[str, Any]) -> None:
+    call = f"<|channel|>commentary to=functions.weather<|message|>{CALL}<|call|>"
     assert heard(GPT_OSS, call, **fields) == Heard(OutputDelta(call), "stop")
     after = heard(GPT_OSS, f"{THOUGHT}{call}<|start|>assistant<|channel|>final<|message|>So.", **fields).said
     assert (after.content, after.reasoning) == (f"<|start|>assistant{call}So.", "Hm.")
-
-
-def test_a_call_that_breaks_after_it_was_announced_is_void_and_content() -> None:
-    call = '<|channel|>commentary to=functions.weather<|message|>{"city": Oslo}'
-    said = heard(GPT_OSS, call, tools=TOOLS)
-    assert (said.said.content, said.calls, said.voided, said.finish_reason) == (call, [], {0}, "stop")
 
 
 def test_a_call_that_the_tokens_ran_out_in_stays_as_far_as_it_came() -> None:

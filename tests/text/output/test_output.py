@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.text import speech
 from tests.text.speech import ANSWERS, ENGINES, PLACES, REQUESTS, THINKING, TOOLS, Heard, Model, hear, heard, output
-from worker.text.output.markers import MarkerParser
+from worker.text.dialects.cursor import Cursor
 from worker.text.output.output import OutputDelta, concat
 
 TINY = speech.model()
@@ -59,8 +60,14 @@ def test_whitespace_of_an_answer_with_tools_is_its_own_where_no_call_follows(tex
         ("open", "Hm. It never ends \n", OutputDelta("", "Hm. It never ends \n")),
         ("open", "</think>Oslo.", OutputDelta("Oslo.")),
         ("closed", "\n Oslo.", OutputDelta("\n Oslo.")),
-        ("closed", "No.<think>Hm.</think>", OutputDelta("No.", "Hm.")),
-        ("none", "One \n<think>a</think>\n two <think>b</think>\n", OutputDelta("One \n\n two", "ab")),
+        ("closed", "No.<think>Hm.</think>", OutputDelta("No.<think>Hm.</think>")),
+        ("closed", "<think>Hm.</think>No.", OutputDelta("No.", "Hm.")),
+        ("open", "Hm.</think>The tag <think> is a tag.", OutputDelta("The tag <think> is a tag.", "Hm.")),
+        (
+            "none",
+            "One \n<think>a</think>\n two <think>b</think>\n",
+            OutputDelta("One \n\n two <think>b</think>\n", "a"),
+        ),
         ("none", "<think> </think> ", OutputDelta()),
         ("none", "\u3000<think>\u3000a</think>\u3000b", OutputDelta("\u3000\u3000b", "\u3000a")),
     ],
@@ -83,22 +90,10 @@ def test_text_comes_out_with_its_token_but_for_what_may_be_of_a_marker() -> None
     assert answer.flush() == OutputDelta(" ")
 
 
-@pytest.mark.parametrize(("begins", "ends"), [("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")])
-def test_think_markers_that_mlx_lm_does_not_know_are_known(begins: str, ends: str) -> None:
-    speaker = speech.model("mistral", begins, ends)
-    speaker.words._wrapper._think_start = None  # the tiny vocabulary has <think>, which theirs has not
-    dialect = type(speaker.dialect)(speaker.words)
-    speaker.words._wrapper._think_start = "<think>"
-    assert dialect.think == (begins, ends)
-
-
-def test_a_vocabulary_without_markers_needs_no_splitter() -> None:
-    speaker = speech.model("mistral", "none")
-    speaker.words._wrapper._think_start = None
-    dialect = type(speaker.dialect)(speaker.words)
-    assert dialect.think is None
-    assert dialect.parser("none", calls=False) is None
-    assert isinstance(dialect.parser("none", calls=True), MarkerParser)
+def test_a_model_without_markers_needs_no_reader() -> None:
+    plain = replace(TINY.dialect, thoughts=None)
+    assert plain.reader(Cursor(), "none", None, only_before_content=False) is None
+    assert plain.reader(Cursor(), "none", {}, only_before_content=False) is not None
 
 
 # Stop strings
@@ -187,8 +182,9 @@ def test_a_stop_string_that_the_end_completes_is_not_let_out() -> None:
         ("END", "stop", {"stop": "END"}, "stop"),
         (f"END {WEATHER}", "stop", {"stop": "END"}, "stop"),
         (f"{WEATHER}{WEATHER}", "length", {"parallel_tool_calls": False}, "tool_calls"),
-        (WEATHER.replace("}", ""), "stop", {}, "stop"),
-        (WEATHER.replace("weather", "unknown"), "stop", {}, "stop"),
+        (WEATHER.replace("}", ""), "stop", {}, "tool_calls"),
+        (WEATHER.replace("weather", "unknown"), "stop", {}, "tool_calls"),
+        (WEATHER.replace("name", "names"), "stop", {}, "stop"),
         (WEATHER, "stop", {"tool_choice": "none"}, "stop"),
         (WEATHER[:60], "length", {}, "length"),
     ],

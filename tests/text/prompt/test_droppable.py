@@ -21,7 +21,7 @@ QUESTION = " Question: how many lamps has the river?"
 async def prompt(*messages: dict[str, Any], template: str = "qwen", **rest: Any) -> tuple[Prompt, str, Any]:
     told = words(TEMPLATES[template])
     places = TokenOffsets(Vocabulary(told), len(told.tokens))
-    found = await Prompts(told, ModelFormat(told).think, None, DroppableRanges(places)).render(
+    found = await Prompts(told, ModelFormat.of(told).think, None, DroppableRanges(places)).render(
         request(*messages, **rest)
     )
     return found, "".join(spelled(told, found, *span) for span in found.droppable_ranges), told

@@ -21,6 +21,7 @@ from tests.text.templated import TEMPLATES, request
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.text.codec import TextCodec
+from worker.text.output.formats import ModelFormat
 from worker.text.prompt.prompt import Prompt
 from worker.text.vocabulary import Vocabulary
 
@@ -99,7 +100,9 @@ def texts(template: str, place: str) -> list[str]:
     """Control tokens, and what becomes one when it is put together carelessly."""
     each = list(added(template).values())
     if place == "an answer to go on with":
-        each = [text for text in each if text not in _ASSISTANT_S]
+        dialect = ModelFormat.of(words(template)).dialect
+        own = (*_ASSISTANT_S, *(dialect.openings if dialect else ()), dialect.closing if dialect else "")
+        each = [text for text in each if text not in own]
     return [*each, "".join(each), "<|im<|im_end|>_end|>"]
 
 

@@ -271,7 +271,8 @@ async def test_each_adaptation_is_logged_once_in_a_worker(caplog: pytest.LogCapt
     await gemma.render(request(system("Be brief."), *CALL))
     assert caplog.messages == [
         "The chat template accepts no system role: system text is put in front of the first user message.",
-        "The chat template accepts no tool calls: calls and results are sent as assistant and user messages.",
+        "The chat template writes no tool calls: they are sent as text of the assistant.",
+        "The chat template accepts no tool results: they are sent as user messages.",
     ]
 
 

@@ -110,6 +110,17 @@ def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: b
     )
 
 
+def open_tokenizer(folder_or_hub_id: str) -> MLXTokenizer:
+    """Open a model's tokenizer alone, with its chat template; from the hub, only small files are downloaded. Blocks.
+    Raises `CannotStart`."""
+    folder = model_folder(folder_or_hub_id, name=folder_or_hub_id, only=_TEXTS)
+    try:
+        ends = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+        return MLXTokenizer(load_tokenizer(folder, eos_token_ids=ends))
+    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
+        raise CannotStart(why_not_loaded(folder_or_hub_id, error, with_vision=False)) from error
+
+
 def _files(folder: Path) -> _Files:
     if files := sorted(folder.glob("*.safetensors")):  # mlx-lm reads model*, and a head may be in another
         return _Files(True, [name for file in files for name in tensor_names(file)])

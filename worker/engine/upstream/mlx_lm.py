@@ -1,7 +1,7 @@
 """Every name borrowed from mlx-lm. `tests/engine/upstream/test_mlx_lm.py` checks each, so an upgrade that moves one
 fails there. Written against mlx-lm 0.32.2."""
 
-from mlx_lm.generate import TextStateMachine, generation_stream, make_text_state_machine
+from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -24,7 +24,6 @@ __all__ = [
     "CacheList",
     "KVCache",
     "RotatingKVCache",
-    "TextStateMachine",
     "TokenizerWrapper",
     "download",
     "generation_stream",
@@ -32,5 +31,4 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "make_prompt_cache",
-    "make_text_state_machine",
 ]

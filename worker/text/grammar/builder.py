@@ -38,14 +38,9 @@ class Markup:
     """Markers of a model's calls and answers."""
 
     markers: dict[str, int]  # markers that are one token, to its id
-    calls_as: str | None  # mlx-lm's name of the tool format, or "harmony"
+    calls_as: str | None  # the dialect's name, or "harmony"
     names_arguments: bool  # calls contain [ARGS], as in newer templates of Mistral
     has_calls: bool
-
-
-def markers_of(calls_as: str | None) -> Sequence[str]:
-    """Return all markers that grammars of this tool format may use."""
-    return (*MARKERS, "<|constrain|>") if calls_as == "harmony" else tool_grammars.MARKERS
 
 
 class Grammars:

@@ -6,8 +6,8 @@ from typing import Any
 from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat, NamedTool
 from worker.errors import JobFailure
-from worker.text.grammar.builder import Markup, OutputConstraint, markers_of
-from worker.text.grammar.tool_grammars import Function
+from worker.text.grammar.builder import Markup, OutputConstraint
+from worker.text.grammar.tool_grammars import Function, markers_of
 from worker.text.output.formats import ModelFormat
 from worker.text.prompt.size_limit import cost_in_characters
 from worker.text.tokenizer import Tokenizer
@@ -72,6 +72,7 @@ def _is_quick_schema(schema: Any) -> bool:
 
 def markup_of(tokenizer: Tokenizer, model_format: ModelFormat) -> Markup:
     """Collect the model's markers for grammars."""
-    calls_as = "harmony" if model_format.harmony else tokenizer.tool_format
+    dialect = model_format.dialect.name if model_format.dialect else None
+    calls_as = "harmony" if model_format.harmony else dialect
     single = {text: tokens[0] for text in markers_of(calls_as) if len(tokens := tokenizer.encode(text)) == 1}
-    return Markup(single, calls_as, "[ARGS]" in tokenizer.template, tokenizer.tool is not None)
+    return Markup(single, calls_as, "[ARGS]" in tokenizer.template, model_format.reads_calls)

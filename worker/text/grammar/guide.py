@@ -197,7 +197,7 @@ def _reasoning_mask(
     if model_format.harmony or not model_format.think:
         return None
     start, ends = model_format.think
-    begins = tokenizer.encode(start)[0]
-    call, _ = tokenizer.tool or ("", "")
+    begins, *more = tokenizer.encode(start)
+    call = model_format.dialect.openings[0] if model_format.dialect else ""
     banned = tokenizer.eos_token_ids
-    return ReasoningMask(vocabulary, count, begins=begins, ends=ends, call=call, banned=banned)
+    return ReasoningMask(vocabulary, count, begins=None if more else begins, ends=ends, call=call, banned=banned)

@@ -1,9 +1,8 @@
 """Writes grammars for the parameters of qwen3_coder's calls: <parameter=city>\nOslo\n</parameter>
 
-mlx-lm's parser (0.32) decides by a parameter's own `type`, and it parses null as null for any schema. A parameter of
-several types, or one behind a reference, is read by `worker/text/output/coder_values.py`: as JSON if that is of one of
-its types, else as a string. So a schema is supported if a grammar can enforce all of it and the meant value is read;
-anything else is refused by name.
+`worker/text/dialects/values.py` reads a value by the types of its parameter: as JSON if that is of one of them, else as
+a string. So a schema is supported if a grammar can enforce all of it and the meant value is read; anything else is
+refused by name.
 """
 
 import json
@@ -25,7 +24,7 @@ _TEXT = r"/(?s:.*)/ & ~/(?s:.*)<\/(parameter|function|tool_call)>(?s:.*)/"
 _NOT_NULL = r" & ~/[nN][uU][lL][lL]/"
 _TAG = re.compile("</(parameter|function|tool_call)>")
 _END = "\n</parameter>"
-_EXACT = 2**53  # the parser reads a number as a float
+_EXACT = 2**53  # more digits are no double
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _DEFINITIONS = ("$defs", "definitions")
 _NAMED = {"properties", "required", "additionalProperties", *_DEFINITIONS}

@@ -1,15 +1,19 @@
-"""Grammars of tool calls, one for each format that models write. mlx-lm's parser of the format accepts the calls."""
+"""Grammars of tool calls, one for each class of dialect. The dialect's own reader reads the calls."""
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from worker.errors import JobFailure
+from worker.text.dialects.header_calls import HeaderCalls
+from worker.text.dialects.json_calls import JsonCalls
+from worker.text.dialects.table import by_name
+from worker.text.dialects.tag_calls import TagCalls
 from worker.text.grammar.lark import Grammar, literal, spaced
 from worker.text.grammar.qwen_coder import parameters
 from worker.text.grammar.schema.unsupported import Schema
-
-MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")  # of all formats except harmony
+from worker.text.output.harmony import MARKERS as HARMONY
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +30,79 @@ Form = Callable[[Grammar, Sequence[Function], bool], str]
 _ANNOTATIONS = {"type", "title", "description", "$schema"}
 
 
-def form_of(tool_format: str | None, *, names_arguments: bool) -> Form | None:
-    """Return the grammar of a tool format, or None. `names_arguments`: Mistral's format with [ARGS]."""
-    match tool_format:
-        case "json_tools":
-            return json_tools
-        case "mistral":
+def markers_of(calls_as: str | None) -> tuple[str, ...]:
+    """Return the markers that grammars of a dialect use, and that may be tokens."""
+    if calls_as == "harmony":
+        return (*HARMONY, "<|constrain|>")
+    match by_name(calls_as):
+        case HeaderCalls() as dialect:
+            marks = (*dialect.openings, dialect.arguments, dialect.each, dialect.end, dialect.closing, "[CALL_ID]")
+            return tuple(mark for mark in marks if len(mark) > 1)
+        case None:
+            return ()
+        case dialect:
+            return (*dialect.openings, dialect.closing)
+
+
+def form_of(calls_as: str | None, *, names_arguments: bool) -> Form | None:
+    """Return the grammar of a dialect's calls, or None if they cannot be forced. `names_arguments`: Mistral's form with
+    [ARGS]."""
+    match by_name(calls_as):
+        case JsonCalls() as dialect:
+            return partial(json_calls, dialect)
+        case HeaderCalls(as_list=JsonCalls()):  # Mistral's
             return mistral if names_arguments else mistral_list
-        case "qwen3_coder":
+        case HeaderCalls() as dialect:
+            return partial(header_calls, dialect)
+        case TagCalls(name="qwen3_coder"):
             return qwen3_coder
-        case "harmony":
-            return harmony
-    return None
+    return harmony if calls_as == "harmony" else None
 
 
-def json_tools(grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
-    r"""Return the rule for <tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>"""
-    each = [_as_json(grammar, function) for function in functions]
-    return _between_tags(grammar, each, many)
+def json_calls(dialect: JsonCalls, grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
+    r"""Return the rule for objects between markers, in a list or one after the other.
+
+    <tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>
+    """
+    call = grammar.rule(" | ".join(_as_json(grammar, function, dialect=dialect) for function in functions))
+    begins, ends = _marked(grammar, dialect.openings[0]), _marked(grammar, dialect.closing)
+    if dialect.is_list:
+        calls = f'{call} ("," {call})*' if many else call
+        return grammar.rule(f'{begins} /\\n?/ "[" {calls} "]" /\\n?/ {ends}')
+    if dialect.bare and not dialect.closing:
+        return grammar.rule(f"{call} (/;[ \\n]?/ {call})*") if many else call
+    marked = grammar.rule(f"{begins} {call} {ends}")
+    return grammar.rule(rf"{marked} (/\n?/ {marked})*") if many else marked
+
+
+def _marked(grammar: Grammar, marker: str) -> str:
+    return grammar.marker(marker) if marker else ""
+
+
+def header_calls(dialect: HeaderCalls, grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
+    """Return the rule for calls with a header, alone or in a section."""
+    each = grammar.rule(" | ".join(_with_header(dialect, grammar, function) for function in functions))
+    if not dialect.each:
+        return grammar.rule(rf"{each} (/\n?/ {each})*") if many else each
+    calls = rf"{each} (/\n?/ {each})*" if many else each
+    return grammar.rule(f"{grammar.marker(dialect.openings[0])} {calls} {_marked(grammar, dialect.closing)}")
+
+
+def _with_header(dialect: HeaderCalls, grammar: Grammar, function: Function) -> str:
+    """Return the rule for one call, from the dialect's form of it."""
+    parts = list[str]()
+    split = re.compile("(" + "|".join(map(re.escape, filter(None, markers_of(dialect.name)))) + r"|\{[a-z]+\})")
+    for part in filter(None, split.split(dialect.form)):
+        match part:
+            case "{name}":
+                parts.append(literal(function.name))
+            case "{index}":
+                parts.append("/[0-9]{1,3}/")
+            case "{arguments}":
+                parts.append(_arguments_of(grammar, function))
+            case _:
+                parts.append(grammar.marker(part))
+    return grammar.rule(" ".join(parts))
 
 
 def _between_tags(grammar: Grammar, each: Sequence[str], many: bool) -> str:
@@ -52,8 +111,16 @@ def _between_tags(grammar: Grammar, each: Sequence[str], many: bool) -> str:
     return grammar.rule(rf"{call} (/\n?/ {call})*") if many else call
 
 
-def _as_json(grammar: Grammar, function: Function, more: str = "") -> str:
-    head, tail = spaced(rf' \{{ "name" : "{re.escape(function.name)}" , "arguments" : '), spaced(r" \} ")
+_HERMES = JsonCalls("", ("",))  # the members that most dialects have
+
+
+def _as_json(grammar: Grammar, function: Function, more: str = "", *, dialect: JsonCalls = _HERMES) -> str:
+    name, key = re.escape(function.name), dialect.keys[0]
+    if dialect.named_by_key:
+        head = spaced(rf' \{{ "{name}" : ')
+    else:
+        head = spaced(rf' \{{ "{key}" : "{name}" , "{dialect.keys[1]}" : ')
+    tail = spaced(r" \} ")
     return grammar.rule(f"{head} {_arguments_of(grammar, function)} {more} {tail}")
 
 

@@ -1,6 +1,5 @@
 """Turns an answer's tokens into content, reasoning and tool calls for the client."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -8,27 +7,18 @@ from typing import Literal
 from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat
 from worker.schedule.outcomes import FinishReason
-from worker.text.output.events import (
-    CallClosed,
-    CallCutOff,
-    CallOpened,
-    CallText,
-    Content,
-    OutputParser,
-    ParseEvent,
-    Reasoning,
-    ToolCallEvent,
-    Tools,
-)
+from worker.text.dialects.cursor import Cursor
+from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded, Repaired
+from worker.text.dialects.json_text import Repair
+from worker.text.dialects.values import Parameters
+from worker.text.output.events import Content, Event, Events, Reasoning
 from worker.text.output.formats import ModelFormat
-from worker.text.output.markers import PlainParser
 from worker.text.output.stop import StopStrings
-from worker.text.output.tool_calls import Calls, Delta, InvalidCall, as_deltas, merge_deltas
+from worker.text.output.tool_calls import Calls, Delta, as_deltas, merge_deltas
 from worker.text.prompt.prompt import Thinking
 from worker.text.vocabulary import Vocabulary
 
 _BLANK = " \t\r\n"
-_MARKER_PARTS = re.compile(r"[^>\]]*[>\]]|[^>\]]+")  # parts that end after > or ], as markers do
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +55,23 @@ class Output:
     """Parses one answer. Feeding the delivered tokens again restores its state, which resuming relies on.
 
     Stop strings match within content only, never across a marker. If an answer has markers, leading and trailing
-    whitespace of each kind next to them belongs to the format and is dropped. An invalid tool call is content, as the
-    model wrote it. If it was already announced, `retracted` holds its index: the client has fragments of it, but it is
-    not in the result and does not make the finish reason "tool_calls".
+    whitespace of each kind next to them belongs to the format and is dropped.
     """
 
     def __init__(
         self, vocabulary: Vocabulary, model_format: ModelFormat, request: ChatRequest, thinking: Thinking, job_id: str
     ) -> None:
-        tools = _functions(request)
-        self._detokenizer = vocabulary.detokenizer()
-        self._parser = model_format.parser(thinking, calls=bool(tools))
+        self._detokenizer, self._cursor = vocabulary.detokenizer(), Cursor()
+        functions = {tool.function.name: Parameters(tool.function.parameters) for tool in request.offered_tools}
         # A grammar constrains such an answer to JSON, whose strings may hold text that looks like a marker.
-        self._by_schema = isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
-        self._calls = Calls(model_format.calls, tools, job_id, parallel=request.parallel_tool_calls is not False)
+        by_schema = isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
+        self._events: Events | None = model_format.reader(
+            self._cursor, thinking, functions or None, only_before_content=by_schema
+        )
+        self._calls = Calls(job_id, parallel=request.parallel_tool_calls is not False)
+        self._repairs = set[Repair]()
         self._content, self._reasoning = _Channel(request.stop or ()), _Channel(())
         self._current: type[Content | Reasoning] = Content
-        self._closing = ""  # beginning of an end marker that the answer's end cut off
         if thinking == "open":
             self._current = Reasoning
             # The prompt ends with the think marker, unless it continues an assistant message.
@@ -99,9 +89,9 @@ class Output:
         return self._content.stop_sequence
 
     @property
-    def retracted(self) -> frozenset[int]:
-        """Indices of announced tool calls that turned out to be invalid."""
-        return frozenset(self._calls.retracted)
+    def repaired(self) -> list[str]:
+        """What was wrong with the answer's calls and was put right, in a fixed order."""
+        return [repair.value for repair in Repair if repair in self._repairs]
 
     def finish_reason(self, engine: FinishReason) -> Literal["stop", "length", "tool_calls"]:
         """Return OpenAI's finish reason: "tool_calls" for an answer that stopped and has a call, as agents expect."""
@@ -112,40 +102,34 @@ class Output:
         if self.stopped:
             return _NOTHING
         text = self._detokenizer.feed(token)
-        if self._parser is None:
+        if self._events is None:
             return OutputDelta(self._content.feed_plain(text))
-        return self._read(self._parser, text) if text else _NOTHING
+        if not text:
+            return _NOTHING
+        self._cursor.add(text)
+        return self._read(self._events)
 
     def flush(self, engine: FinishReason = "stop") -> OutputDelta:
         """Return the rest, at the end of the answer. A call that "length" cut off is kept, incomplete."""
         if self.stopped:
             return _NOTHING
         text = self._detokenizer.flush()
-        if self._parser is None:
+        if self._events is None:
             return OutputDelta(self._content.feed_plain(text) + self._content.flush())
-        delta = self._read(self._parser, text)
-        if not self.stopped:
-            delta += self._handle_all(self._parser.flush())
-        return delta if self.stopped else delta + self._end(engine)
-
-    def _read(self, parser: OutputParser, text: str) -> OutputDelta:
-        delta = _NOTHING
-        # A marker ends the open call only outside of JSON strings, so all text before it is parsed first.
-        for part in _MARKER_PARTS.findall(text) if self._calls.open else [text]:
-            delta += self._handle_all(parser.feed(part))
-            if self.stopped:
-                return delta
-        if self._by_schema and self._content.begun:
-            self._by_schema, self._parser = False, PlainParser()
-            delta += self._handle_all(parser.flush())
-        return delta
-
-    def _end(self, engine: FinishReason) -> OutputDelta:
-        delta = _NOTHING
-        if self._calls.open:
-            delta = self._delta(self._channel.flush_stops())
-            delta += self._emit_closed(self._calls.cut_off(self._closing, keep=engine == "length"))
+        self._cursor.add(text)
+        self._cursor.end(cut_off=engine == "length")
+        delta = self._read(self._events)
         return delta if self.stopped else delta + self._delta(self._channel.flush())
+
+    def _read(self, events: Events) -> OutputDelta:
+        delta = _NOTHING
+        for event in events:
+            if event is None:
+                break
+            delta += self._handle(event)
+            if self.stopped:
+                break
+        return delta
 
     @property
     def _channel(self) -> "_Channel":
@@ -154,38 +138,19 @@ class Output:
     def _delta(self, text: str) -> OutputDelta:
         return OutputDelta(text) if self._current is Content else OutputDelta(reasoning=text)
 
-    def _handle_all(self, events: list[ParseEvent]) -> OutputDelta:
-        if len(events) == 1:
-            return self._handle(events[0])
-        delta = _NOTHING
-        for event in events:
-            delta += self._handle(event)
-            if self.stopped:
-                break
-        return delta
-
-    def _handle(self, event: ParseEvent) -> OutputDelta:
+    def _handle(self, event: Event) -> OutputDelta:
         match event:
             case Content(text) | Reasoning(text):
                 kind = type(event)
                 crossed = self._switch(kind) if kind is not self._current or not text else _NOTHING
                 return crossed + self._delta(self._channel.feed(text))
-            case CallOpened(marker) if not self._calls.open:
-                self._calls.begin(marker)
-            case CallText(text) | CallOpened(text):
-                return OutputDelta(tool_calls=as_deltas(self._calls.feed(text)))
-            case CallClosed(marker) if self._calls.in_string and self._parser:
-                return self._handle(CallText(marker + self._parser.reopen()))
-            case CallClosed(marker):
-                return self._emit_closed(self._calls.end(marker))
-            case CallCutOff(marker):
-                self._closing += marker
+            case CallBegan():
+                return self._switch(Content) + OutputDelta(tool_calls=as_deltas(self._calls.read(event)))
+            case CallArguments() | CallEnded():
+                return OutputDelta(tool_calls=as_deltas(self._calls.read(event)))
+            case Repaired(repair):
+                self._repairs.add(repair)
         return _NOTHING
-
-    def _emit_closed(self, closed: list[ToolCallEvent] | InvalidCall) -> OutputDelta:
-        if isinstance(closed, InvalidCall):
-            return self._handle(Content(closed.text))
-        return self._switch(Content) + OutputDelta(tool_calls=as_deltas(closed))
 
     def _switch(self, kind: type[Content | Reasoning]) -> OutputDelta:
         """End the present channel at a marker; the following text is of this kind."""
@@ -253,9 +218,3 @@ class _Channel:
         if emitted:
             self._at_marker = False
         return emitted
-
-
-def _functions(request: ChatRequest) -> Tools:
-    functions = [tool.function.model_dump(exclude_none=True) for tool in request.offered_tools]
-    # Some of mlx-lm's parsers require parameters even if a function has none.
-    return [{"type": "function", "function": {"parameters": {}, **function}} for function in functions]

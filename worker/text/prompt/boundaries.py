@@ -10,13 +10,12 @@ from itertools import accumulate
 from typing import Any
 
 from worker.text.prompt.offsets import TokenOffsets
-from worker.text.prompt.template_compat import RAISED, Tools
+from worker.text.prompt.template_inputs import TemplateFailed, Tools
 from worker.text.tokenizer import Conversation
 
 # Private-use characters: no template treats them specially, and texts hardly ever contain them.
 _MARKS = tuple(map(chr, range(0xE000, 0xE010)))
 # Errors that templates raise on predicted turns. Such a turn is skipped.
-_ERRORS = (*RAISED, ArithmeticError, AttributeError, LookupError)
 # Positions that are worth a tokenization each: the next user turn, the next tool result, the system message's end.
 _MAX_TOKENIZED = 3
 
@@ -105,7 +104,7 @@ def _compare(rendered: Rendered, mark: str, conversations: list[Conversation]) -
     for conversation in conversations:
         try:
             pieces = rendered.render(conversation).split(mark)
-        except _ERRORS:
+        except TemplateFailed:
             continue
         end = _common_prefix("".join(pieces), rendered.text)
         starts = list(accumulate(map(len, pieces[:-1])))

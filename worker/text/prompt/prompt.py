@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -20,18 +20,16 @@ from worker.text.prompt.droppable import DroppableRanges
 from worker.text.prompt.escaping import ControlTokenEscaping, Inputs
 from worker.text.prompt.normalize import normalize
 from worker.text.prompt.size_limit import PromptLimit, cost_in_characters
-from worker.text.prompt.template_changes import Adaptation
+from worker.text.prompt.template_changes import Adaptation, WriteCalls, write_as_json
 from worker.text.prompt.template_compat import (
-    RAISED,
     Adapt,
     Finding,
     Flaw,
     NeedsAdaptation,
     TemplateAdapter,
     Think,
-    Tools,
 )
-from worker.text.prompt.template_variables import template_variables
+from worker.text.prompt.template_inputs import TemplateFailed, TemplateInputs, Tools, Variables, template_variables
 from worker.text.threads import LARGE, Check, TextThreads, never
 from worker.text.tokenizer import Conversation, Tokenizer
 
@@ -46,6 +44,20 @@ _TRIAL_S = 20.0  # for the first message of a worker, of one word; compiling the
 _FOR_IMAGES = range(0x100000, 0x10FFFE)
 _LONGEST_REASON = 500  # characters; one of transformers' errors quotes the whole conversation
 
+
+@asynccontextmanager
+async def template_trial() -> AsyncIterator[None]:
+    """Limit the time of what renders short conversations with an untried template. Raises `CannotStart`."""
+    try:
+        async with asyncio.timeout(_TRIAL_S):
+            yield
+    except TimeoutError:
+        raise CannotStart(
+            f"the model's chat template took longer than {_TRIAL_S:g} s for messages of one word; serve a copy of the "
+            "model with another chat_template.jinja."
+        ) from None
+
+
 Thinking = Literal["open", "closed", "none"]
 
 
@@ -57,6 +69,7 @@ class Prompt:
     thinking: Thinking  # the answer begins within a think block, after one that the prompt closed, or neither
     boundaries: tuple[int, ...] = ()  # token counts at which later prompts may diverge, the most valuable first
     droppable_ranges: tuple[tuple[int, int], ...] = ()  # ranges of tokens, end exclusive: see `SpecPrefillParams`
+    adapted: tuple[str, ...] = field(default=(), compare=False)  # what was changed for the template, and why
 
 
 class Prompts:
@@ -72,10 +85,12 @@ class Prompts:
         *,
         context: int | None = None,
         threads: TextThreads | None = None,
+        write_calls: WriteCalls = write_as_json,
     ) -> None:
         """`think`: the markers around reasoning. `boundaries`, `droppable`: plan these parts of a prompt; None omits
         them. `escaping`: escapes control tokens in a request; without it they are read as tokens. `context`: its length
-        in tokens; a prompt well beyond it is refused before it is tokenized.
+        in tokens; a prompt well beyond it is refused before it is tokenized. `write_calls`: writes calls as the model
+        does, for a template that writes none.
         """
         self._tokenizer = tokenizer
         self._think = think
@@ -83,21 +98,16 @@ class Prompts:
         self._droppable = droppable
         self._limit = PromptLimit(tokenizer.encode, context, think)
         self._threads = threads or TextThreads()
-        self._escaping, self._adapter = escaping, TemplateAdapter(think)
+        self._escaping, self._adapter = escaping, TemplateAdapter(think, write_calls)
+        self._accepted = TemplateInputs()
         self._logged, self._is_quick = set[str](), False
 
     async def try_template(self) -> None:
         """Render a message of one word on a text thread, so that a template that takes too long ends the worker before
         its first job. Errors of the template are left to the requests. Raises `CannotStart`."""
-        try:
-            async with asyncio.timeout(_TRIAL_S):
-                with suppress(JobFailure):
-                    await self.render(ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}]}))
-        except TimeoutError:
-            raise CannotStart(
-                f"the model's chat template took longer than {_TRIAL_S:g} s for a message of one word; serve a copy of "
-                "the model with another chat_template.jinja."
-            ) from None
+        async with template_trial():
+            with suppress(JobFailure):
+                await self.render(ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}]}))
 
     async def render(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
         """Return the request's prompt. A short one is rendered on the event loop if the template was quick before, any
@@ -123,8 +133,8 @@ class Prompts:
         counted = self._limit.check_contents(flat, check)
         inputs, codec = self._escaped(Inputs(flat, tools, variables))
         conversation = inputs.conversation
-        render = partial(self._tokenizer.render, variables=inputs.variables, images=image_texts)
-        rendering = _Rendering(render, adapt, inputs.tools, check)
+        render = partial(self._tokenizer.render, images=image_texts)
+        rendering = _Rendering(render, adapt, self._accepted, inputs.tools, inputs.variables, check)
         marks = tuple(image_texts)
         try:
             text, begun = self._render_opening(conversation, rendering, codec)
@@ -139,7 +149,8 @@ class Prompts:
         thinks, tools = thinking == "open", rendering.tools
         rendered = Rendered(conversation, tools, text, tokens, thinks, rendering.render_predicted, marks, codec)
         boundaries = self._boundaries.plan(rendered) if self._boundaries else ()
-        return Prompt(tokens, thinking, boundaries, self._droppable.plan(rendered) if self._droppable else ())
+        droppable = self._droppable.plan(rendered) if self._droppable else ()
+        return Prompt(tokens, thinking, boundaries, droppable, rendering.adapted)
 
     def _needs_escaping(self, inputs: Inputs) -> bool:
         return self._escaping is not None and self._escaping.needs_escaping(inputs)
@@ -154,13 +165,14 @@ class Prompts:
     def _render_opening(self, conversation: Conversation, rendering: "_Rendering", codec: Codec) -> tuple[str, str]:
         try:
             text, begun = _opening(conversation, self._think, rendering.text_of)
-        except RAISED as error:
+        except TemplateFailed as failed:
+            error = failed.__cause__
             does = "refuses" if isinstance(error, TemplateError) else "cannot render"
             reason = codec.plain(str(error))[:_LONGEST_REASON]
             message = f"The model's chat template {does} these messages: {reason}"
             raise JobFailure("invalid_request", message, param="messages") from error
-        for finding in rendering.findings:
-            self._log_once(finding.why)
+        for why in rendering.adapted:
+            self._log_once(why)
         if Flaw.NO_TOOLS in rendering.findings:
             message = "tools: the model's chat template does not support them; leave them out."
             raise JobFailure("unsupported", message, param="tools")
@@ -175,20 +187,46 @@ class Prompts:
 class _Rendering:
     """Renders one request's conversation, and variations of it."""
 
-    def __init__(self, template: Callable[..., str], adapt: Adapt, tools: Tools, check: Check) -> None:
+    def __init__(
+        self, template: Callable[..., str], adapt: Adapt, accepted: TemplateInputs, tools: Tools, variables: Variables,
+        check: Check,
+    ) -> None:  # fmt: skip
         """`template`: a tokenizer's `render` with the arguments that are the same in all trials."""
         self._template = template
         self._adapt = adapt
-        self.tools = tools
+        self._accepted = accepted
+        self.tools, self._variables = accepted.known(tools, variables)
         self._check = check
+        self.input_changes: list[str] = []  # why tools or variables were changed
         self.findings: list[Finding] = []  # reasons for the changes that were made
         self.slowest_s = 0.0  # processor time of the trial that took most
 
     def text_of(self, conversation: Conversation, continues: bool) -> str:
         """Return the template's text, with the changes that it needs. `continues`: leave the last turn open."""
-        text, findings = self._adapt(conversation, self.tools, partial(self._render, continues))
+        try:
+            text, findings = self._adapt(conversation, self.tools, partial(self._render, continues))
+        except TemplateFailed:
+            if not self._settle():
+                raise
+            text, findings = self._adapt(conversation, self.tools, partial(self._render, continues))
         self.findings += findings
         return text
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """What was changed for the template, each with the reason."""
+        return (*self.input_changes, *(finding.why for finding in self.findings))
+
+    def _settle(self) -> bool:
+        """Change tools and variables until the template accepts them. Returns False if they are not the cause."""
+        settled = self._accepted.settle(self.tools, self._variables, self._render_short)
+        if settled is None:
+            return False
+        self.tools, self._variables, self.input_changes = settled
+        return True
+
+    def _render_short(self, tools: Tools, variables: Variables) -> str:
+        return self._rendered([{"role": "user", "content": "Hello"}], tools, variables, continues=False)
 
     def render_predicted(self, conversation: Conversation) -> str:
         """Render a predicted conversation in one trial, with the same changes as the request's own."""
@@ -198,10 +236,18 @@ class _Rendering:
         return self._render(False, conversation, self.tools)
 
     def _render(self, continues: bool, conversation: Conversation, tools: Tools) -> str:
+        return self._rendered(conversation, tools, self._variables, continues=continues)
+
+    def _rendered(self, conversation: Conversation, tools: Tools, variables: Variables, *, continues: bool) -> str:
+        """Render once. Raises `TemplateFailed`."""
         self._check()
         began = time.thread_time()
         try:
-            return self._template(conversation, tools=tools, continues=continues)
+            return self._template(conversation, tools=tools, continues=continues, variables=variables)
+        except JobFailure:  # of the tokenizer
+            raise
+        except Exception as error:  # a template is a program of the model's authors: it may raise whatever Python does
+            raise TemplateFailed from error
         finally:
             self.slowest_s = max(self.slowest_s, time.thread_time() - began)
 

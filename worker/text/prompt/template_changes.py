@@ -6,7 +6,7 @@ changes of a ladder at once.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, count
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from worker.text.prompt.normalize import joined, merged
 from worker.text.tokenizer import Conversation
 
 Message = dict[str, Any]
+WriteCalls = Callable[[Sequence[tuple[str, dict[str, Any]]]], str]  # of functions with their arguments
 
 
 class Adaptation(NamedTuple):
@@ -89,15 +90,42 @@ def _short_ids(conversation: Conversation) -> Conversation:
     return [{**each, "tool_call_id": of(each["tool_call_id"])} if each["role"] == "tool" else each for each in renamed]
 
 
-def _tools_as_text(conversation: Conversation) -> Conversation:
-    return merged([_as_text(message) for message in conversation])
+def _calls_as_text(write: WriteCalls) -> Callable[[Conversation], Conversation]:
+    def change(conversation: Conversation) -> Conversation:
+        return [_with_calls_in_content(message, write) for message in conversation]
+
+    return change
 
 
-def _as_text(message: Message) -> Message:
-    if message["role"] == "tool":
-        return _turn("user", message["content"])
-    calls = "\n".join(_json(call["function"]) for call in _calls(message))
+def _with_calls_in_content(message: Message, write: WriteCalls) -> Message:
+    if not _calls(message):
+        return message
+    calls = write([_written(call["function"]) for call in _calls(message)])
     return {**_without("tool_calls", message), "content": joined([message["content"], calls])}
+
+
+def _written(function: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    given = function["arguments"]
+    return function["name"], given if isinstance(given, dict) else {"arguments": given}
+
+
+def write_as_json(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Return calls as JSON, for a model whose own form is not known."""
+    return "\n".join(_json({"name": name, "arguments": arguments}) for name, arguments in calls)
+
+
+def _results_as_user(conversation: Conversation) -> Conversation:
+    return merged([_turn("user", turn["content"]) if turn["role"] == "tool" else turn for turn in conversation])
+
+
+def _text_apart(conversation: Conversation) -> Conversation:
+    return [part for turn in conversation for part in _text_and_calls(turn)]
+
+
+def _text_and_calls(turn: Message) -> Conversation:
+    if not (_calls(turn) and turn["content"]):
+        return [turn]
+    return [_without("tool_calls", turn), {**_turn("assistant"), "tool_calls": turn["tool_calls"]}]
 
 
 def _system_first(conversation: Conversation) -> Conversation:
@@ -206,18 +234,26 @@ _ONE_CALL = Adaptation("accepts one tool call per turn: each call gets its own t
 _OBJECTS = Adaptation("accepts arguments only as objects: other arguments are wrapped in one", _arguments_as_objects)
 _TEXT = Adaptation("accepts arguments only as text: they are sent as JSON", _arguments_as_text)
 _LONE = Adaptation("accepts no tool result without a call: it is sent as a user message", _lone_results_as_user)
-_TOOLS_AS_TEXT = Adaptation(
-    "accepts no tool calls: calls and results are sent as assistant and user messages", _tools_as_text
-)
+_RESULTS_AS_USER = Adaptation("accepts no tool results: they are sent as user messages", _results_as_user)
+# Is tried after a ladder's changes if the template drops the text beside a call.
+TEXT_APART = Adaptation("drops the text beside a tool call: it gets a turn of its own", _text_apart)
 _TURNS = (
     Adaptation("requires a user turn first: an empty one is added", _user_first),
     Adaptation("requires alternating user and assistant turns: empty turns are added", _turns_between),
 )
-# The changes of a ladder are ordered by how much of the template's own formatting they lose, least first.
-LADDERS = (
-    *((_IDS, _THOUGHTS, _ONE_CALL, arguments, _LONE, *_TURNS) for arguments in (_OBJECTS, _TEXT)),
-    (_TOOLS_AS_TEXT, *_TURNS),
-)
+
+
+def ladders(write: WriteCalls) -> tuple[tuple[Adaptation, ...], ...]:
+    """Return the ladders, the one that loses least of the template's own formatting first, and so the changes of each.
+    `write`: writes calls as the model does, for templates that write none."""
+    calls = Adaptation("writes no tool calls: they are sent as text of the assistant", _calls_as_text(write))
+    return (
+        *((_IDS, _THOUGHTS, _ONE_CALL, arguments, _LONE, *_TURNS) for arguments in (_OBJECTS, _TEXT)),
+        (calls, *_TURNS),
+        (calls, _RESULTS_AS_USER, *_TURNS),
+    )
+
+
 # Each ladder ends with one of these two.
 SYSTEM_FIRST = Adaptation("writes tools only into a system message: an empty one is added", _system_first)
 SYSTEM_IN_USER = Adaptation(

@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any
 
-from jinja2 import TemplateError
-
 from worker.text.prompt.template_changes import (
-    LADDERS,
     SYSTEM_FIRST,
     SYSTEM_IN_USER,
+    TEXT_APART,
     Adaptation,
     CallMarks,
+    WriteCalls,
+    ladders,
     split_system,
+    write_as_json,
 )
+from worker.text.prompt.template_inputs import TemplateFailed, Tools
 from worker.text.tokenizer import Conversation
-
-# Raised by a template that refuses a conversation or fails on it. mlx-lm's own templates are Python code and assert.
-RAISED = (TemplateError, TypeError, KeyError, ValueError, AssertionError)
 
 
 class Flaw(Enum):
@@ -38,7 +37,6 @@ class Flaw(Enum):
 Finding = Adaptation | Flaw
 Think = tuple[str, str] | None
 Ladder = tuple[Adaptation, ...]
-Tools = list[dict[str, Any]]
 Render = Callable[[Conversation, Tools], str]
 Adapt = Callable[[Conversation, Tools, Render], tuple[str, list[Finding]]]
 
@@ -53,15 +51,18 @@ class TemplateAdapter:
     It remembers the changes that were necessary before. That saves trials and changes no result.
     """
 
-    def __init__(self, think: Think = None) -> None:
-        """`think`: the markers around reasoning, which templates may omit."""
+    def __init__(self, think: Think = None, write_calls: WriteCalls = write_as_json) -> None:
+        """`think`: the markers around reasoning, which templates may omit. `write_calls`: writes calls in the model's
+        dialect, for a template that writes none."""
         self._think = think
+        self._ladders = ladders(write_calls)
         self._needed = defaultdict[Ladder, set[Adaptation]](set)  # needed by any request so far
 
     def render_unchanged(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
         """Return what `adapt` returns for an unchanged conversation, with one trial. Raises `NeedsAdaptation`."""
-        text = _Trials(tools, render, self._think).complete_text(conversation)
-        if text is None:
+        trials = _Trials(tools, render, self._think)
+        text = trials.complete_text(conversation)
+        if text is None or not trials.has_text_beside_calls(conversation, text):
             raise NeedsAdaptation
         return text, []
 
@@ -74,13 +75,30 @@ class TemplateAdapter:
         trials = _Trials(tools, render, self._think)
         text = trials.complete_text(conversation)
         if text is not None:
-            return text, []
-        for ladder in _ladders(tools):
+            return self._with_all_text(text, [], conversation, trials)
+        for ladder in self._ladders_for(tools):
             if found := self._fewest(ladder, conversation, trials):
                 needed, text = found
                 self._needed[ladder].update(needed)
-                return text, list(needed)
+                return self._with_all_text(text, needed, conversation, trials)
         return trials.first_text()
+
+    def _with_all_text(
+        self, text: str, changes: list[Adaptation], conversation: Conversation, trials: "_Trials"
+    ) -> tuple[str, list[Finding]]:
+        """Return the text, or one in which the text beside calls is not dropped, if the template accepts that."""
+        if trials.has_text_beside_calls(conversation, text):
+            return text, list(changes)
+        with_apart = [*changes, TEXT_APART]
+        apart = _changed(conversation, with_apart)
+        more = trials.complete_text(apart)
+        return (text, list(changes)) if more is None else (more, list(with_apart))
+
+    def _ladders_for(self, tools: Tools) -> Iterator[Ladder]:
+        for ladder in self._ladders:
+            if tools:
+                yield (*ladder, SYSTEM_FIRST)
+            yield (*ladder, SYSTEM_IN_USER)
 
     def _fewest(
         self, ladder: Ladder, conversation: Conversation, trials: "_Trials"
@@ -119,12 +137,17 @@ class _Trials:
         """Return the template's text, or None if it refuses the conversation or omits a part of it."""
         try:
             text = self._render(conversation, self._tools)
-        except RAISED as error:
+        except TemplateFailed as error:
             self._errors.append(error)
             return None
         missing = self._missing(conversation, text)
         self._texts.append((text, missing))
         return None if missing else text
+
+    def has_text_beside_calls(self, conversation: Conversation, text: str) -> bool:
+        """True if the template's text holds the text beside each call."""
+        beside = [turn["content"] for turn in conversation if "tool_calls" in turn and turn["content"]]
+        return not beside or _in_order(beside, text)
 
     def first_text(self) -> tuple[str, list[Finding]]:
         """Return the first text and its flaws. Raises the first error if there is no text."""
@@ -134,7 +157,8 @@ class _Trials:
 
     def _missing(self, conversation: Conversation, text: str) -> list[Finding]:
         missing = list[Finding]()
-        if not (_is_in(conversation, text, self._think) and self._has_calls(conversation, text)):
+        written = _is_in(conversation, text, self._think) and self._has_calls(conversation, text)
+        if not written or self._renders_same(text, _with_other_results(conversation), self._tools):
             missing.append(Flaw.OMITS)
         of_a_user = _with_first_as_user(conversation)
         if of_a_user != conversation and self._renders_same(text, of_a_user, self._tools):
@@ -154,22 +178,17 @@ class _Trials:
         marks = CallMarks(text)
         try:
             return marks.all_found(self._render(marks.add_to(conversation), self._tools))
-        except RAISED:  # the template refuses a name with a mark
+        except TemplateFailed:  # the template refuses a name with a mark
             return not self._renders_same(text, _with_fewer_calls(conversation), self._tools)
 
     def _renders_same(self, text: str, conversation: Conversation, tools: Tools) -> bool:
         """True if this conversation renders to the same text, so that the text omits the difference."""
+        if not conversation:
+            return False
         try:
             return self._render(conversation, tools) == text
-        except RAISED:
+        except TemplateFailed:
             return False
-
-
-def _ladders(tools: Tools) -> Iterator[Ladder]:
-    for ladder in LADDERS:
-        if tools:
-            yield (*ladder, SYSTEM_FIRST)
-        yield (*ladder, SYSTEM_IN_USER)
 
 
 def _effective(ladder: Ladder, conversation: Conversation) -> list[Adaptation]:
@@ -197,6 +216,14 @@ def _with_fewer_calls(conversation: Conversation) -> Conversation:
     return [
         {**turn, "tool_calls": turn["tool_calls"][:kept]} if "tool_calls" in turn else turn for turn in conversation
     ]
+
+
+def _with_other_results(conversation: Conversation) -> Conversation:
+    """Return the conversation with other texts of lone results; empty if there are none. Their own may be anywhere in a
+    template's text."""
+    if any("tool_calls" in turn for turn in conversation) or all(turn["role"] != "tool" for turn in conversation):
+        return []
+    return [{**turn, "content": f"{turn['content']}~"} if turn["role"] == "tool" else turn for turn in conversation]
 
 
 def _with_first_as_user(conversation: Conversation) -> Conversation:

@@ -41,7 +41,7 @@ def reasoning_mask() -> ReasoningMask:
     )
 
 
-def grammar(format: str = "json_tools", thinking: str = "closed", **fields: Any) -> RowGrammar:
+def grammar(format: str = "hermes", thinking: str = "closed", **fields: Any) -> RowGrammar:
     own = model(format)
     constraint = constraint_of(request(**fields))
     assert constraint
@@ -121,13 +121,13 @@ def test_drafts_of_calls_leave_no_trace(format: str, seed: int) -> None:
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=examples(5), deadline=None)
 def test_drafts_with_reasoning_leave_no_trace(thinking: str, seed: int) -> None:
-    after_drafts(seed, "json_tools", thinking, **by(CITY))
+    after_drafts(seed, "hermes", thinking, **by(CITY))
 
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=examples(15), deadline=None)
 def test_drafts_of_any_schema_leave_no_trace(seed: int) -> None:
-    after_drafts(seed, "json_tools", **by(schema(seed)))
+    after_drafts(seed, "hermes", **by(schema(seed)))
 
 
 def test_a_draft_may_pass_the_end_of_the_reasoning_and_back() -> None:

@@ -89,7 +89,7 @@ class GrammarReader:
         if reasoning and reasoning.begun:
             return reasoning.allowed()
         mask = self._answer_mask()
-        return _with_token(mask, reasoning.begins) if reasoning else mask
+        return mask if reasoning is None or reasoning.begins is None else _with_token(mask, reasoning.begins)
 
     def _answer_mask(self) -> bytes:
         if self._forced_text and (tokens := self._forced_text.tokens(self._matcher, self._last)):

@@ -16,9 +16,10 @@ class ReasoningMask:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, count: int, *, begins: int, ends: str, call: str, banned: Iterable[int]
+        self, vocabulary: Vocabulary, count: int, *, begins: int | None, ends: str, call: str, banned: Iterable[int]
     ) -> None:
-        """`count`: tokens in a mask. `begins`: the token that begins reasoning. `ends`: its end marker.
+        """`count`: tokens in a mask. `begins`: the token that begins reasoning; None if it takes several: then a
+        constrained answer cannot begin it. `ends`: its end marker.
         `call`: the marker of a tool call, empty if there is none. `banned`: tokens that no mask allows.
         """
         self.begins, self.ends = begins, ends.encode()
@@ -72,8 +73,8 @@ class ReasoningState:
         self.begun, self.over = begun, False
 
     @property
-    def begins(self) -> int:
-        """The token that begins reasoning."""
+    def begins(self) -> int | None:
+        """The token that begins reasoning; None if no single one does."""
         return self._reasoning.begins
 
     def take(self, token: int) -> bool:

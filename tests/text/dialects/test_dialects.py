@@ -1,0 +1,231 @@
+"""Each dialect reads what its models write, however it is cut and wherever it stands."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.text.dialects.reading import BY_NAME, Answer, cut, read
+from tests.text.dialects.rows import DEVIATIONS, NOW, OSLO, WRITTEN
+from worker.text.dialects.json_calls import JsonCalls
+from worker.text.dialects.pythonic import PythonicCalls
+from worker.text.dialects.tag_calls import TagCalls
+from worker.text.dialects.values import Parameters
+
+NAMES = sorted(BY_NAME)
+MARKED = [name for name in NAMES if name not in ("llama3", "llama4")]
+PLACES = st.lists(st.integers(0, 400), max_size=30)
+
+
+def test_each_dialect_has_a_row_of_data() -> None:
+    assert set(WRITTEN) == set(BY_NAME)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_calls_that_models_write_are_read(name: str) -> None:
+    answer = read(name, WRITTEN[name])
+    assert (answer.calls, answer.content.strip(), answer.repaired) == ([OSLO, NOW], "", [])
+    assert answer.complete == [True, True]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_text_and_thoughts_around_calls_stay(name: str) -> None:
+    answer = read(name, f"<think>Hm.</think>Let me see.\n{WRITTEN[name]}")
+    assert (answer.calls, answer.content.strip(), answer.reasoning) == ([OSLO, NOW], "Let me see.", "Hm.")
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_call_among_thoughts_ends_them(name: str) -> None:
+    answer = read(name, f"Hm. {WRITTEN[name]}", reasons=True)
+    assert (answer.calls, answer.content.strip(), answer.reasoning.strip()) == ([OSLO, NOW], "", "Hm.")
+
+
+@pytest.mark.parametrize("deviation", DEVIATIONS)
+def test_what_models_write_instead_is_read(deviation: str) -> None:
+    name, text = DEVIATIONS[deviation]
+    answer = read(name, text)
+    assert (answer.calls, answer.content.strip()) == ([OSLO, NOW], "")
+
+
+@pytest.mark.parametrize("text", [*WRITTEN.items(), *DEVIATIONS.values()])
+def test_how_a_text_is_cut_does_not_change_what_is_read(text: tuple[str, str]) -> None:
+    name, written = text
+    for whole in (
+        written,
+        f"So: {written} And so on, for a while, with `{written[:12]}` in it.",
+        written[: len(written) // 2],
+    ):
+        for cut_off in (False, True):
+            expected = read(name, whole, cut_off=cut_off).whole
+            assert read(name, list(whole), cut_off=cut_off).whole == expected
+
+
+@given(st.sampled_from([*WRITTEN.items(), *DEVIATIONS.values()]), st.data(), PLACES, st.booleans())
+def test_damaged_text_is_read_the_same_however_it_is_cut_and_never_fails(
+    text: tuple[str, str], data: Any, places: list[int], cut_off: bool
+) -> None:
+    name, written = text
+    at = st.integers(0, len(written))
+    strange = st.sampled_from(
+        ["{", "}", "[", '"', "'", "\\", "<", ">", "=", "(", ",", ":", "\n", "é", "null", "1e999", "\x00"]
+    )
+    for _ in range(data.draw(st.integers(0, 4))):
+        a, b = sorted((data.draw(at), data.draw(at)))
+        written = data.draw(
+            st.sampled_from([written[:a] + written[b:], written[:a] + data.draw(strange) + written[a:]])
+        )
+    whole = read(name, written, cut_off=cut_off)
+    assert read(name, cut(written, places), cut_off=cut_off).whole == whole.whole
+    json.dumps([whole.content, whole.written]).encode()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(arguments=st.dictionaries(
+    st.text("abc_", min_size=1, max_size=4),
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text('ab"\'\\\n é{}[]<,', max_size=8),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("xy"), inner, max_size=2),
+        max_leaves=4,
+    ),
+    max_size=3,
+), places=PLACES)  # fmt: skip
+def test_what_a_dialect_writes_it_reads(name: str, arguments: dict[str, Any], places: list[int]) -> None:
+    functions = {"weather": Parameters({"properties": {name: schema_of(value) for name, value in arguments.items()}})}
+    text = BY_NAME[name].write([("weather", arguments), ("weather", {})])
+    answer = read(name, cut(text, places), functions=functions)
+    assert answer.calls == [("weather", arguments), ("weather", {})]
+    assert answer.repaired == []
+
+
+def schema_of(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {"type": "null"}
+    types = {bool: "boolean", int: "integer", str: "string", list: "array", dict: "object"}
+    return {"type": types[type(value)]}
+
+
+# What is no call
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_marker_in_prose_is_text_and_holds_nothing_back(name: str) -> None:
+    marker = BY_NAME[name].openings[0]
+    text = f"The tag `{marker}` starts a call. " + "It goes on for a while. " * 10
+    answer, behind = Answer(name), 0
+    for at, char in enumerate(text):
+        answer.add(char)
+        behind = max(behind, at + 1 - len(answer.content))
+    assert answer.end().content == text
+    assert behind <= len(marker) + 40  # ten tokens
+    assert answer.written == []
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_request_without_tools_gets_the_text(name: str) -> None:
+    answer = read(name, WRITTEN[name], functions=None)
+    assert (answer.content, answer.written) == (WRITTEN[name], [])
+
+
+@pytest.mark.parametrize("name", ["llama3", "hermes"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"city": "Oslo", "name": "weather"}',
+        '{"name": "Bob", "parameters": {}}',
+        "{}",
+        "[1, 2]",
+        '{"name": "weather", "age": 3}',
+    ],
+)
+def test_an_answer_in_json_is_no_call_without_a_marker(name: str, text: str) -> None:
+    answer = read(name, text)
+    assert (answer.content, answer.written) == (text, [])
+
+
+# What is wrong with a call
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_call_of_an_unknown_function_is_a_call(name: str) -> None:
+    answer = read(name, WRITTEN[name], functions={"other": Parameters({})})
+    assert [function for function, _ in answer.written] == ["weather", "now"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "a"b"}}</tool_call>', '{"city": "a"b"}}'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city" "Oslo"}}</tool_call>', '{"city" "Oslo"}}'),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": ]', '{"city": ]'),
+        ("lfm2", "<|tool_call_start|>[weather(city={1, 2})]<|tool_call_end|>", '{"city": {"1", 2})]'),
+        ("gemma4", "<|tool_call>call:weather{a b}<tool_call|>", '{"a" b}'),
+    ],
+)
+def test_arguments_that_are_no_json_are_delivered_as_they_were_written(name: str, text: str, arguments: str) -> None:
+    answer = read(name, text)
+    assert [written for _, written in answer.written] == [arguments]
+    assert answer.repaired[0] == "BROKEN"
+    assert answer.content == ""
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if isinstance(BY_NAME[name], JsonCalls | PythonicCalls)])
+def test_an_announced_call_that_is_cut_off_stays_incomplete(name: str) -> None:
+    text = WRITTEN[name].partition("Oslo")[0] + "Os"
+    answer = read(name, text, cut_off=True)
+    assert answer.complete == [False]
+    assert '"Os' in answer.written[0][1]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if isinstance(BY_NAME[name], TagCalls)])
+@pytest.mark.parametrize("cut_off", [True, False])
+def test_a_call_in_tags_that_ends_within_a_value_is_text(name: str, cut_off: bool) -> None:
+    text = WRITTEN[name].partition("Oslo")[0] + "Os"
+    answer = read(name, text, cut_off=cut_off)
+    assert (answer.content, answer.written) == (text, [])
+
+
+# Strings keep every byte
+
+
+STRINGS = [
+    "Oslo", " Oslo ", "  indented\n    more\n", "\n\nOslo\n\n", "", " ", "null", "true", "5", "1e5", '"Oslo"', "'Oslo'",
+    '{"a": 1}', "[1]", "a\\nb", "\\d+", "é🙂\u2028", "a < b > c & d", "</", "<p>html</p>", "a</parameter>b",
+    "</function>", "a</tool_call>b", "</arg_value> x", "<![CDATA[x", "]]>", "<parameter=city>", "a = '''b'''", "None",
+    "a\r\nb", "\ttab",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_string_keeps_every_byte(name: str) -> None:
+    for text in STRINGS:
+        written = BY_NAME[name].write([("weather", {"city": text, "days": 2}), NOW])
+        for pieces in (written, list(written)):
+            assert read(name, pieces).calls == [("weather", {"city": text, "days": 2}), NOW], text
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if isinstance(BY_NAME[name], TagCalls)])
+def test_a_string_may_hold_whole_calls_of_the_dialect(name: str) -> None:
+    text = f"Write this:\n{BY_NAME[name].write([OSLO])}\nand go on."
+    written = BY_NAME[name].write([("weather", {"days": 2, "city": text})])
+    assert read(name, written).calls == [("weather", {"days": 2, "city": text})]
+
+
+@given(st.text('ab</>parameter\n="', max_size=30), st.sampled_from(NAMES))
+def test_any_string_is_read_back_unless_it_spells_the_ends_of_a_call(text: str, name: str) -> None:
+    written = BY_NAME[name].write([("weather", {"city": text})])
+    if not any(end in text for end in ("</parameter", "</function", "</tool")):
+        assert read(name, written).calls == [("weather", {"city": text})]
+
+
+LONG = 40_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_may_hold_a_long_text(name: str) -> None:
+    long = "Oslo < b\n" * (LONG // 9) + "Oslo"
+    written = BY_NAME[name].write([("weather", {"city": long, "days": 2})])
+    assert read(name, [written[at : at + 7] for at in range(0, len(written), 7)]).calls == [
+        ("weather", {"city": long, "days": 2})
+    ]

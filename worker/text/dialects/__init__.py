@@ -1,0 +1,1 @@
+"""How models write thoughts, answers and tool calls."""

@@ -1,0 +1,80 @@
+"""Calls whose arguments are JSON after a header with the function's name: [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}"""
+
+import json
+import re
+from dataclasses import dataclass
+
+from worker.text.dialects.cursor import Cursor, Markers, NotACall
+from worker.text.dialects.dialect import (
+    CallBegan,
+    CallEnded,
+    Calls,
+    Functions,
+    Repaired,
+    Written,
+    arguments,
+    function_name,
+    repaired,
+)
+from worker.text.dialects.json_calls import JsonCalls
+from worker.text.dialects.json_text import JsonText, Repair
+
+_LONGEST_HEADER = 300  # characters; a function's name has at most 128
+
+
+@dataclass(frozen=True)
+class HeaderCalls:
+    """Calls with a header and JSON, alone or within a section."""
+
+    name: str
+    openings: tuple[str, ...]
+    header: str  # a regular expression with the groups `name` and perhaps `id`, for all that precedes `arguments`
+    arguments: str  # the marker between header and arguments
+    form: str  # a whole call, with {name}, {index} and {arguments} in it
+    each: str = ""  # the marker before each call of a section; it may open calls without the section too
+    end: str = ""  # the marker after each call
+    closing: str = ""  # the marker after the section
+    as_list: JsonCalls | None = None  # the other form of the dialect: a list of objects after the same opening
+    bare: str = ""
+
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """Texts by which instructions show the dialect."""
+        return (self.openings[0], self.each, self.arguments, self.closing)
+
+    def write(self, calls: Written) -> str:
+        """Return the calls, in a section if there is one."""
+        each = [
+            self.form.format(name=name, index=index, arguments=json.dumps(arguments, ensure_ascii=False))
+            for index, (name, arguments) in enumerate(calls)
+        ]
+        return (self.openings[0] if self.each else "") + "".join(each) + self.closing
+
+    def read(self, opening: str, cursor: Cursor, functions: Functions) -> Calls:
+        """Read one call, or all calls of a section."""
+        if self.as_list and (yield from cursor.skip_blank()) in ("[", "{"):
+            yield from self.as_list.read(opening, cursor, functions)
+            return
+        each, closing = Markers((self.each,)), Markers((self.closing,))
+        if not self.each or opening == self.each:
+            yield from self._call(cursor)
+        elif not (yield from cursor.starts(each, after_blank=True)):
+            raise NotACall
+        while self.each and (yield from cursor.accept(each, after_blank=True)):
+            yield from self._call(cursor)
+        if self.closing and not (yield from cursor.accept(closing, after_blank=True)):
+            yield Repaired(Repair.CLOSING)
+
+    def _call(self, cursor: Cursor) -> Calls:
+        header, _ = yield from cursor.until(Markers((self.arguments,)), _LONGEST_HEADER)
+        found = re.fullmatch(self.header, header.strip())
+        if not found:
+            raise NotACall
+        yield CallBegan(function_name(found["name"]), found.groupdict().get("id"))
+        ends = Markers((self.end, self.each, self.closing, *self.openings))
+        repairs = set[Repair]()
+        complete = yield from arguments(cursor, JsonText(cursor, repairs, stops=ends), ends)
+        if self.end and not (yield from cursor.accept(Markers((self.end,)), after_blank=True)):
+            repairs.add(Repair.CLOSING)
+        yield from repaired(repairs)
+        yield CallEnded(complete)

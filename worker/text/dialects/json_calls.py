@@ -1,0 +1,209 @@
+"""Calls that are JSON objects: {"name": "weather", "arguments": {"city": "Oslo"}}, alone or in a list."""
+
+import json
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from worker.text.dialects.cursor import Cursor, Markers, NotACall
+from worker.text.dialects.dialect import (
+    CallArguments,
+    CallBegan,
+    CallEnded,
+    CallEvent,
+    Calls,
+    Functions,
+    Repaired,
+    Written,
+    arguments,
+    collected,
+    function_name,
+    repaired,
+)
+from worker.text.dialects.json_text import BrokenJson, JsonText, Repair, whole
+
+_NAMES = ("name", "tool_name", "function")
+_ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class JsonCalls:
+    """Calls that are JSON objects, between markers or without."""
+
+    name: str
+    openings: tuple[str, ...]
+    closing: str = ""
+    bare: str = ""
+    keys: tuple[str, str] = ("name", "arguments")  # of the function and its arguments, in what is written
+    named_by_key: bool = False  # {"weather": {"city": "Oslo"}}
+    is_list: bool = False  # calls are written as a list
+    line: str = ""  # is written before and after the objects
+    between: str = "; "  # is written between objects without markers
+
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """Texts by which instructions show the dialect."""
+        return (self.openings[0], self.closing)
+
+    def write(self, calls: Written) -> str:
+        """Return the calls as a list, or as objects with markers around each."""
+        objects = [json.dumps(self._object(*call), ensure_ascii=False) for call in calls]
+        opening = "" if self.bare and not self.closing else self.openings[0]
+        if self.is_list:
+            objects = [f"[{', '.join(objects)}]"]
+        each = [f"{opening}{self.line}{written}{self.line}{self.closing}" for written in objects]
+        return ("\n" if opening else self.between).join(each)
+
+    def _object(self, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if self.named_by_key:
+            return {function: arguments}
+        return dict(zip(self.keys, (function, arguments), strict=True))
+
+    def read(self, opening: str, cursor: Cursor, functions: Functions) -> Calls:
+        """Read one object, or several: in a list, or after commas, semicolons or line ends."""
+        closing, ends = Markers((self.closing,)), Markers((self.closing, *self.openings))
+        found = is_list = False
+        while True:
+            char = yield from cursor.skip_blank()
+            if char == "{":
+                yield from read_object(cursor, ends, functions, known=not opening, named_by_key=self.named_by_key)
+                found = True
+            elif char == "[" and not found and not is_list:
+                is_list = bool(cursor.take(1))
+            elif char and char in ",;" and found:
+                cursor.take(1)
+            else:
+                break
+        if not found:
+            raise NotACall
+        if is_list and char == "]":
+            cursor.take(1)
+        closed = self.closing and (yield from cursor.accept(closing, after_blank=True))
+        if opening and self.closing and not closed:
+            yield Repaired(Repair.CLOSING)
+        elif closed and not opening:
+            yield Repaired(Repair.OPENING)
+
+
+def read_object(
+    cursor: Cursor, ends: Markers, functions: Functions, *, known: bool = False, named_by_key: bool = False
+) -> Calls:
+    """Read one call. `ends`: markers that may follow. `known`: only of an offered function. Raises `NotACall`."""
+    call = _Object(cursor, ends, functions, known=known, named_by_key=named_by_key)
+    try:
+        yield from call.read()
+    except BrokenJson:
+        if not call.begun:
+            raise NotACall from None
+        yield CallEnded(complete=not cursor.cut_off)
+
+
+class _Object:
+    """One call while it is read."""
+
+    def __init__(self, cursor: Cursor, ends: Markers, functions: Functions, *, known: bool, named_by_key: bool) -> None:
+        self._cursor, self._ends = cursor, ends
+        self._functions = functions
+        self._known, self._named_by_key = known, named_by_key
+        self._repairs = set[Repair]()
+        self._json = JsonText(cursor, self._repairs, stops=ends)
+        self._function, self._id = "", None
+        self._held: str | None = None  # arguments before the function's name
+        self._others = list[str]()  # members that are neither: arguments of a call that has no others
+        self._complete = True
+        self.begun = False
+
+    def read(self) -> Calls:
+        """Read the object at the cursor."""
+        yield from self._members()
+        if not self.begun:
+            yield from self._begin(self._held or "{" + ", ".join(self._others) + "}")
+        yield from repaired(self._repairs)
+        yield CallEnded(self._complete)
+
+    def _members(self) -> Calls:
+        self._cursor.take(1)
+        while (char := (yield from self._cursor.skip_blank())) != "}":
+            if not char or (yield from self._cursor.starts(self._ends)):
+                if not self.begun and (self._cursor.cut_off or self._held is None):
+                    raise NotACall
+                self._complete = self._complete and not self._cursor.cut_off
+                self._repairs.add(Repair.BRACKETS)
+                return
+            if char == ",":
+                self._cursor.take(1)
+                continue
+            if char not in "\"'":
+                raise BrokenJson
+            key = json.loads((yield from collected(self._json.value())))
+            if (yield from self._cursor.skip_blank()) != ":":
+                raise BrokenJson
+            self._cursor.take(1)
+            yield from self._member(key, (yield from self._cursor.skip_blank()))
+        self._cursor.take(1)
+
+    def _member(self, key: str, char: str) -> Calls:
+        if key == "function" and char == "{" and not self._function:  # OpenAI's form
+            yield from self._members()
+        elif key in _NAMES and not self._function:
+            self._name((yield from collected(self._json.value())))
+            if self._held is not None:
+                yield from self._begin(self._held)
+        elif key in _ARGUMENTS and not self.begun and self._held is None:
+            yield from self._arguments(char)
+        elif self._is_name(key, char):
+            self._function = function_name(key)
+            yield from self._arguments(char)
+        else:
+            value = yield from collected(self._json.value())
+            if key == "id" and value.startswith('"'):
+                self._id = json.loads(value)
+            elif not self.begun and key != "type":
+                self._others.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
+                self._check()
+
+    def _is_name(self, key: str, char: str) -> bool:
+        first = not (self._function or self._others or self._held or self.begun)
+        return first and char == "{" and (self._named_by_key or key in self._functions)
+
+    def _name(self, value: str) -> None:
+        if not value.startswith('"'):
+            raise NotACall
+        self._function = function_name(json.loads(value))
+        if self._known and self._function not in self._functions:
+            raise NotACall
+
+    def _check(self) -> None:
+        """Without a marker an object with other members is an answer in JSON, and no call."""
+        if self._known:
+            raise NotACall
+
+    def _arguments(self, char: str) -> Calls:
+        if not self._function:
+            self._held = _object_of((yield from collected(self._json.value())), self._repairs)
+        elif char and char in "{[":
+            self.begun = True
+            yield CallBegan(self._function, self._id)
+            self._complete = yield from arguments(self._cursor, self._json, self._ends)
+        else:
+            yield from self._begin(_object_of((yield from collected(self._json.value())), self._repairs))
+
+    def _begin(self, arguments: str) -> Generator[CallEvent | None, None, None]:
+        if not self._function:
+            raise NotACall
+        self.begun = True
+        yield CallBegan(self._function, self._id)
+        yield CallArguments(arguments)
+
+
+def _object_of(value: str, repairs: set[Repair]) -> str:
+    """Return arguments that may be JSON within a string, or null, as the object that they mean."""
+    if value == "null":
+        return "{}"
+    if value.startswith('"'):
+        found = set[Repair]()
+        inner = whole(json.loads(value), found)
+        if inner is not None and inner.startswith("{"):
+            repairs |= found
+            return inner
+    return value

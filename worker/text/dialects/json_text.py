@@ -1,0 +1,235 @@
+"""Reads a JSON value while it is being written, and repairs what models get wrong.
+
+The value may be written as Python or Gemma writes it: with other quotes, with keys that have none, with True, False and
+None. What comes out is strict JSON, in which every character that was right is unchanged.
+"""
+
+import json
+import re
+from collections.abc import Generator
+from enum import Enum
+
+from worker.text.dialects.cursor import BLANK, Cursor, Markers, Waiting
+
+_PLAIN = re.compile(r"""[^"'\\\x00-\x1f]+""")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_WORD = re.compile(r"[^\s\"'{}\[\](),:;=<|]+")
+_LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_CODE = re.compile(r"u[0-9a-fA-F]{4}")
+_DEEPEST = 500  # brackets within one another: json.loads gives up at about a thousand
+_LONGEST_WORD = 5_000  # characters: json.loads refuses integers of more than 4,300 digits
+
+Pieces = Generator[str | None, None, None]  # yields pieces of JSON, and None when it needs more text
+
+
+class Repair(Enum):
+    """What was wrong with a call and was put right."""
+
+    OPENING = "the marker that begins calls was missing"
+    CLOSING = "a marker that ends a call was missing"
+    BRACKETS = "closing brackets were missing"
+    COMMA = "a comma stood before a closing bracket"
+    QUOTES = "a string had single quotes, or none"
+    LITERAL = "True, False or None stood for true, false or null"
+    CONTROL_CHARACTER = "a control character in a string was not escaped"
+    ESCAPE = "a backslash escaped nothing"
+    BROKEN = "the arguments are no JSON; they are delivered as they were written"
+
+
+class BrokenJson(Exception):
+    """The text is no JSON value and cannot be repaired. The cursor stands before the place."""
+
+
+class JsonText:
+    """Reads values from a cursor as pieces of strict JSON."""
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        repairs: set[Repair],
+        *,
+        stops: Markers | None = None,
+        quotes: Markers | None = None,
+        python: bool = False,
+    ) -> None:
+        """`repairs`: receives what was repaired. `stops`: markers after a call, before which missing brackets are
+        added. `quotes`: the dialect's own quotes, between which nothing is escaped. `python`: the dialect writes values
+        as Python does, so that single quotes and True are no mistakes."""
+        self._cursor, self._repairs = cursor, repairs
+        self._stops, self._quotes = stops or Markers(()), quotes or Markers(())
+        self._own_form = python or quotes is not None
+
+    def value(self) -> Pieces:
+        """Yield the pieces of the next value, without the white space before it. Raises `BrokenJson`."""
+        yield from self._cursor.skip_blank()
+        closers = list[str]()  # of the brackets that are open
+        while True:
+            first = yield from self._begin_value(closers)
+            while closers and not (yield from self._next_item(closers, first=first)):
+                first = False
+            if not closers:
+                return
+
+    def _begin_value(self, closers: list[str]) -> Generator[str | None, None, bool]:
+        """Yield a value that is no list or object, or an opening bracket. Returns True for a bracket."""
+        char = yield from self._cursor.next()
+        if not char or char not in "{[":
+            yield from self._scalar()
+            return False
+        if len(closers) == _DEEPEST:
+            raise BrokenJson
+        closers.append("}" if char == "{" else "]")
+        yield self._cursor.take(1)
+        return True
+
+    def _next_item(self, closers: list[str], *, first: bool) -> Generator[str | None, None, bool]:
+        """Go to the next value of the innermost bracket. Returns False if the bracket closed instead."""
+        blank = yield from self._blank()
+        if (yield from self._closes(closers, blank)):
+            return False
+        if first:
+            yield blank
+        elif (yield from self._cursor.next()) == ",":
+            self._cursor.take(1)
+            after = yield from self._blank()
+            if (yield from self._cursor.next()) == closers[-1]:
+                self._repairs.add(Repair.COMMA)
+                return not (yield from self._closes(closers, blank + after))
+            yield f"{blank},{after}"
+        else:
+            raise BrokenJson
+        if closers[-1] == "}":
+            yield from self._key()
+        return True
+
+    def _closes(self, closers: list[str], blank: str) -> Generator[str | None, None, bool]:
+        """Yield the closing bracket if it comes next, or all of them if the call ends without them."""
+        char = yield from self._cursor.next()
+        if char == closers[-1]:
+            closers.pop()
+            yield blank + self._cursor.take(1)
+            return True
+        if self._cursor.cut_off if not char else not (yield from self._cursor.starts(self._stops)):
+            return False
+        self._repairs.add(Repair.BRACKETS)
+        yield "".join(reversed(closers))
+        closers.clear()
+        return True
+
+    def _blank(self) -> Waiting[str]:
+        blank = ""
+        while (char := (yield from self._cursor.next())) and char in BLANK:
+            blank += self._cursor.take(1)
+        return blank
+
+    def _key(self) -> Pieces:
+        if (yield from self._is_quoted()):
+            yield from self._string()
+        elif word := (yield from self._word()):
+            self._mistake(Repair.QUOTES)
+            yield json.dumps(word, ensure_ascii=False)
+        else:
+            raise BrokenJson
+        yield (yield from self._blank())
+        if (yield from self._cursor.next()) != ":":
+            raise BrokenJson
+        yield self._cursor.take(1)
+        yield (yield from self._blank())
+
+    def _scalar(self) -> Pieces:
+        if (yield from self._is_quoted()):
+            yield from self._string()
+            return
+        word = yield from self._word()
+        if not word:
+            raise BrokenJson
+        if literal := _LITERALS.get(word):
+            if literal != word:
+                self._mistake(Repair.LITERAL)
+            yield literal
+        elif _NUMBER.fullmatch(word):
+            yield word
+        else:
+            self._mistake(Repair.QUOTES)
+            yield json.dumps(word, ensure_ascii=False)
+
+    def _mistake(self, repair: Repair) -> None:
+        if not self._own_form:
+            self._repairs.add(repair)
+
+    def _word(self) -> Waiting[str]:
+        word = ""
+        while (char := (yield from self._cursor.next())) and _WORD.match(char):
+            word += self._cursor.match(_WORD)
+            if len(word) > _LONGEST_WORD:
+                raise BrokenJson
+        return word
+
+    def _is_quoted(self) -> Waiting[bool]:
+        char = yield from self._cursor.next()
+        return bool(char and char in "\"'") or bool((yield from self._cursor.starts(self._quotes)))
+
+    def _string(self) -> Pieces:
+        if quote := (yield from self._cursor.accept(self._quotes)):
+            yield from self._between(Markers((quote,)))
+            return
+        quote = self._cursor.take(1)
+        if quote == "'":
+            self._mistake(Repair.QUOTES)
+        yield '"'
+        while char := (yield from self._cursor.next()):
+            if plain := self._cursor.match(_PLAIN):
+                yield plain
+            elif char == "\\":
+                yield from self._escape()
+            else:
+                self._cursor.take(1)
+                if char == quote:
+                    yield '"'
+                    return
+                if char not in "\"'":
+                    self._mistake(Repair.CONTROL_CHARACTER)
+                yield char if char == "'" else json.dumps(char)[1:-1]
+        raise BrokenJson
+
+    def _escape(self) -> Pieces:
+        code = yield from self._cursor.ahead(2)
+        if len(code) < 2:
+            raise BrokenJson
+        if code[1] in '"\\/bfnrt':
+            yield self._cursor.take(2)
+        elif code[1] == "'":
+            yield self._cursor.take(2)[1]
+        elif code[1] == "u" and _CODE.fullmatch((yield from self._cursor.ahead(6))[1:]):
+            yield self._cursor.take(6)
+        else:
+            self._repairs.add(Repair.ESCAPE)
+            yield "\\" + self._cursor.take(1)
+
+    def _between(self, quote: Markers) -> Pieces:
+        """Yield a string whose quote is a marker, after the first of them."""
+        yield '"'
+        while True:
+            text, marker = self._cursor.before(quote)
+            yield json.dumps(text, ensure_ascii=False)[1:-1]
+            if marker:
+                yield '"'
+                return
+            if self._cursor.ended:
+                raise BrokenJson
+            yield None
+
+
+def whole(text: str, repairs: set[Repair], *, python: bool = False) -> str | None:
+    """Return the strict JSON of a text that is one value; None if it is none."""
+    cursor = Cursor()
+    cursor.add(text)
+    cursor.end()
+    try:
+        written = "".join(piece or "" for piece in JsonText(cursor, repairs, python=python).value())
+    except BrokenJson:
+        return None
+    return written if not cursor.match(_REST).strip() else None
+
+
+_REST = re.compile(r"(?s:.*)")

@@ -1,0 +1,188 @@
+"""Calls that are written as in Python, [weather(city="Oslo", days=2)], or as Gemma does, call:weather{city:"Oslo"}."""
+
+import json
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from worker.text.dialects.cursor import Cursor, Markers, NotACall, Waiting
+from worker.text.dialects.dialect import (
+    CallArguments,
+    CallBegan,
+    CallEnded,
+    CallEvent,
+    Calls,
+    Functions,
+    Repaired,
+    Written,
+    arguments,
+    function_name,
+    pieces_of,
+    repaired,
+    verbatim,
+)
+from worker.text.dialects.json_calls import JsonCalls
+from worker.text.dialects.json_text import BrokenJson, JsonText, Repair
+from worker.text.dialects.values import Parameters
+
+_LONGEST_NAME = 128  # characters
+_PARENTHESIS, _EQUALS = Markers(("(",)), Markers(("=",))
+
+
+@dataclass(frozen=True)
+class PythonicCalls:
+    """Calls as in Python, in a list or on lines of their own."""
+
+    name: str
+    openings: tuple[str, ...]
+    closing: str = ""
+    bare: str = ""
+    as_json: JsonCalls = field(default_factory=lambda: JsonCalls("", ()))  # what some models write instead
+
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """Texts by which instructions show the dialect."""
+        return (self.openings[0], self.closing)
+
+    def write(self, calls: Written) -> str:
+        """Return the calls as a list."""
+        each = (
+            f"{name}({', '.join(f'{key}={_python(value)}' for key, value in given.items())})" for name, given in calls
+        )
+        return f"{'' if self.bare else self.openings[0]}[{', '.join(each)}]{'' if self.bare else self.closing}"
+
+    def read(self, opening: str, cursor: Cursor, functions: Functions) -> Calls:
+        """Read the calls. Arguments without a name have those of the function's parameters, in their order."""
+        closing = Markers((self.closing,))
+        is_list = found = False
+        if (yield from cursor.skip_blank()) == "[":
+            is_list = bool(cursor.take(1))
+        if (yield from cursor.skip_blank()) == "{":
+            yield from self.as_json.read(opening, cursor, functions)
+            found = True
+        while True:
+            char = yield from cursor.skip_blank()
+            if found and char and char in ",;":
+                cursor.take(1)
+            elif (
+                char == "]"
+                or not char
+                or (yield from cursor.starts(closing))
+                or (found and not is_list and not opening)
+            ):
+                break
+            else:
+                yield from self._call(cursor, functions, known=not opening)
+                found = True
+        if not found:
+            raise NotACall
+        if is_list and char == "]":
+            cursor.take(1)
+        if opening and self.closing and not (yield from cursor.accept(closing, after_blank=True)):
+            yield Repaired(Repair.CLOSING)
+
+    def _call(self, cursor: Cursor, functions: Functions, *, known: bool) -> Calls:
+        name, _ = yield from cursor.until(_PARENTHESIS, _LONGEST_NAME)
+        function, repairs = function_name(name), set[Repair]()
+        if known and function not in functions:
+            raise NotACall
+        yield CallBegan(function)
+        ends = Markers((self.closing, *self.openings))
+        json_text = JsonText(cursor, repairs, stops=ends, python=True)
+        yield CallArguments("{")
+        complete = True
+        try:
+            yield from self._arguments(cursor, json_text, functions.get(function) or Parameters({}), ends, repairs)
+        except (BrokenJson, NotACall):
+            complete = not cursor.cut_off
+            repairs.add(Repair.BROKEN)
+            yield from verbatim(cursor, ends)
+        yield from repaired(repairs)
+        yield CallEnded(complete)
+
+    def _arguments(
+        self, cursor: Cursor, json_text: JsonText, parameters: Parameters, ends: Markers, repairs: set[Repair]
+    ) -> Generator[CallEvent | None, None, None]:
+        unnamed, separator = iter(parameters.names), ""
+        while (char := (yield from cursor.skip_blank())) != ")":
+            if not char or (yield from cursor.starts(ends)):
+                if cursor.cut_off:
+                    raise BrokenJson
+                repairs.add(Repair.BRACKETS)
+                break
+            if char == ",":
+                cursor.take(1)
+                continue
+            name = (yield from _keyword(cursor)) or next(unnamed, "")
+            if not name:
+                raise BrokenJson
+            yield CallArguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: ")
+            yield from pieces_of(json_text)
+            separator = ", "
+        else:
+            cursor.take(1)
+        yield CallArguments("}")
+
+
+def _keyword(cursor: Cursor) -> Waiting[str]:
+    """Read the name of an argument and the sign after it; nothing if the argument has no name."""
+    count = 1
+    while True:
+        text = yield from cursor.ahead(count)
+        name, equals, _ = text.partition("=")
+        if equals:
+            return cursor.take(len(name) + 1)[:-1].strip() if name.strip().isidentifier() else ""
+        if len(text) < count or not (text.strip().isidentifier() or not text.strip()) or count > _LONGEST_NAME:
+            return ""
+        count += 1
+
+
+def _python(value: Any) -> str:
+    """Return a value as Python writes it, with JSON's quotes."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_python(name)}: {_python(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_python, value)) + "]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+@dataclass(frozen=True)
+class GemmaCalls:
+    """Calls with a name and an object whose strings stand between a marker."""
+
+    name: str
+    openings: tuple[str, ...]
+    closing: str
+    quote: str
+    bare: str = ""
+
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """Texts by which instructions show the dialect."""
+        return (self.openings[0], self.closing, self.quote)
+
+    def write(self, calls: Written) -> str:
+        """Return the calls, each between the markers."""
+        return "".join(f"{self.openings[0]}call:{name}{self._value(given)}{self.closing}" for name, given in calls)
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{name}:{self._value(each)}" for name, each in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(self._value, value)) + "]"
+        return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value)
+
+    def read(self, opening: str, cursor: Cursor, functions: Functions) -> Calls:
+        """Read one call."""
+        if not (yield from cursor.accept(Markers(("call:",)), after_blank=True)):
+            raise NotACall
+        name, bracket = yield from cursor.until(Markers(("{",)), _LONGEST_NAME)
+        cursor.put_back(bracket)
+        yield CallBegan(function_name(name))
+        ends, repairs = Markers((self.closing, *self.openings)), set[Repair]()
+        json_text = JsonText(cursor, repairs, stops=ends, quotes=Markers((self.quote,)))
+        complete = yield from arguments(cursor, json_text, ends)
+        if not (yield from cursor.accept(Markers((self.closing,)), after_blank=True)):
+            repairs.add(Repair.CLOSING)
+        yield from repaired(repairs)
+        yield CallEnded(complete)

@@ -1,0 +1,201 @@
+"""The table of dialects. A new one is a row here and a row of data in tests/text/dialects/."""
+
+from dataclasses import dataclass
+
+from worker.text.dialects.dialect import Dialect
+from worker.text.dialects.header_calls import HeaderCalls
+from worker.text.dialects.json_calls import JsonCalls
+from worker.text.dialects.pythonic import GemmaCalls, PythonicCalls
+from worker.text.dialects.tag_calls import TagCalls
+
+_STRING_OR_NOT = ('string="true"', 'string="false"')
+
+
+def _by_keys(name: str, prefix: str) -> TagCalls:
+    """Return the dialect of GLM, whose tags may have a prefix."""
+    return TagCalls(
+        name,
+        (f"<{prefix}tool_call>",),
+        function=("", ""),
+        parameter=(f"<{prefix}arg_key>", f"</{prefix}arg_key>"),
+        value=(f"<{prefix}arg_value>", f"</{prefix}arg_value>"),
+        closing=f"</{prefix}tool_call>",
+    )
+
+
+def _invoked(name: str, prefix: str, section: str, typed: tuple[str, str] | tuple[()] = ()) -> TagCalls:
+    """Return the dialect of Anthropic's older models, whose tags may have a prefix."""
+    return TagCalls(
+        name,
+        (f"<{prefix}{section}>",),
+        function=(f'<{prefix}invoke name="', ">"),
+        parameter=(f'<{prefix}parameter name="', ">"),
+        value=("", f"</{prefix}parameter>"),
+        end=f"</{prefix}invoke>",
+        closing=f"</{prefix}{section}>",
+        typed=typed,
+    )
+
+
+# Of two dialects that read what a template writes, the first is the model's.
+DIALECTS: tuple[Dialect, ...] = (
+    JsonCalls("llama3", ("<|python_tag|>",), bare="{[", keys=("name", "parameters")),
+    PythonicCalls("llama4", ("<|python_end|>", "<|python_start|>"), "<|python_end|>", bare="[{"),
+    JsonCalls("hermes", ("<tool_call>",), "</tool_call>", bare="{", line="\n"),
+    TagCalls(
+        "seed",
+        ("<seed:tool_call>",),
+        function=("<function=", ">"),
+        parameter=("<parameter=", ">"),
+        value=("", "</parameter>"),
+        end="</function>",
+        closing="</seed:tool_call>",
+        python=True,
+    ),
+    TagCalls(
+        "qwen3_coder",
+        ("<tool_call>", "<function="),
+        function=("<function=", ">"),
+        parameter=("<parameter=", ">"),
+        value=("", "</parameter>"),
+        end="</function>",
+        closing="</tool_call>",
+        line="\n",
+    ),
+    _by_keys("glm", ""),
+    _by_keys("longcat", "longcat_"),
+    TagCalls(
+        "hunyuan",
+        ("<tool_calls:opensource>", "<tool_call:opensource>"),
+        function=("<tool_call:opensource>", "<tool_sep:opensource>"),
+        parameter=("<arg_key:opensource>", "</arg_key:opensource>"),
+        value=("<arg_value:opensource>", "</arg_value:opensource>"),
+        end="</tool_call:opensource>",
+        closing="</tool_calls:opensource>",
+    ),
+    _invoked("minimax_m2", "", "minimax:tool_call"),
+    _invoked("deepseek_v3.2", "｜DSML｜", "function_calls", _STRING_OR_NOT),
+    _invoked("deepseek_v4", "｜DSML｜", "tool_calls", _STRING_OR_NOT),
+    _invoked("muse_spark", "atem:", "function_calls"),
+    TagCalls(
+        "minicpm5",
+        ('<function name="',),
+        function=('<function name="', ">"),
+        parameter=('<param name="', ">"),
+        value=("", "</param>"),
+        end="</function>",
+        python=True,
+    ),
+    TagCalls(
+        "kimi_k3",
+        ("<|open|>tools<|sep|>",),
+        function=('<|open|>call tool="', "<|sep|>"),
+        parameter=('<|open|>argument key="', "<|sep|>"),
+        value=("", "<|close|>argument<|sep|>"),
+        end="<|close|>call<|sep|>",
+        closing="<|close|>tools<|sep|>",
+        typed=('type="string"', 'type="{type}"'),
+        gap="",
+    ),
+    HeaderCalls(
+        "mistral",
+        ("[TOOL_CALLS]",),
+        header=r"(?P<name>[^\[\]]+?)(?:\[CALL_ID\](?P<id>[^\[\]]*))?",
+        arguments="[ARGS]",
+        form="[TOOL_CALLS]{name}[ARGS]{arguments}",
+        as_list=JsonCalls("mistral_list", ("[TOOL_CALLS]",), is_list=True),
+    ),
+    HeaderCalls(
+        "kimi_k2",
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        header=r"(?P<id>(?:functions\.)?(?P<name>.+?)(?::[0-9]+)?)",
+        arguments="<|tool_call_argument_begin|>",
+        form="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
+        each="<|tool_call_begin|>",
+        end="<|tool_call_end|>",
+        closing="<|tool_calls_section_end|>",
+    ),
+    HeaderCalls(
+        "deepseek_v3",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        header=r"function<｜tool▁sep｜>(?P<name>.+)",
+        arguments="```json",
+        form="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
+        each="<｜tool▁call▁begin｜>",
+        end="```<｜tool▁call▁end｜>",
+        closing="<｜tool▁calls▁end｜>",
+    ),
+    HeaderCalls(
+        "deepseek_v3.1",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        header=r"(?P<name>.+)",
+        arguments="<｜tool▁sep｜>",
+        form="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        each="<｜tool▁call▁begin｜>",
+        end="<｜tool▁call▁end｜>",
+        closing="<｜tool▁calls▁end｜>",
+    ),
+    HeaderCalls(
+        "solar",
+        ("<|tool_calls|>", "<|tool_call:begin|>"),
+        header=r"(?P<id>.*?)<\|tool_call:name\|>(?P<name>.+)",
+        arguments="<|tool_call:args|>",
+        form="<|tool_call:begin|>{index}<|tool_call:name|>{name}<|tool_call:args|>{arguments}<|tool_call:end|>",
+        each="<|tool_call:begin|>",
+        end="<|tool_call:end|>",
+    ),
+    HeaderCalls(
+        "functionary_v3.1",
+        ("<function=",),
+        header=r"(?P<name>.+)",
+        arguments=">",
+        form="<function={name}>{arguments}</function>",
+        end="</function>",
+    ),
+    GemmaCalls("gemma4", ("<|tool_call>",), "<tool_call|>", '<|"|>'),
+    GemmaCalls("function_gemma", ("<start_function_call>",), "<end_function_call>", "<escape>"),
+    PythonicCalls("lfm2", ("<|tool_call_start|>",), "<|tool_call_end|>"),
+    PythonicCalls("olmo3", ("<function_calls>",), "</function_calls>"),
+    JsonCalls("apertus", ("<|tools_prefix|>",), "<|tools_suffix|>", named_by_key=True, is_list=True),
+    JsonCalls("command", ("<|START_ACTION|>",), "<|END_ACTION|>", keys=("tool_name", "parameters"), is_list=True),
+    JsonCalls("command_r", ("Action:\n```json",), "```", keys=("tool_name", "parameters"), is_list=True, line="\n"),
+    JsonCalls("phi4", ("<|tool_call|>",), "<|/tool_call|>", is_list=True),
+    JsonCalls("granite3", ("<|tool_call|>",), is_list=True),
+    JsonCalls("nemotron_v2", ("<TOOLCALL>",), "</TOOLCALL>", is_list=True),
+    JsonCalls("tool_calls", ("<tool_calls>",), "</tool_calls>", is_list=True),
+    JsonCalls("gigachat3.1", ("<|function_call|>",)),
+    JsonCalls("gigachat3", ("function call<|role_sep|>",)),
+    JsonCalls("internlm", ("<|action_start|><|plugin|>",), "<|action_end|>"),
+)
+
+
+def by_name(name: str | None) -> Dialect | None:
+    """Return the dialect of this name."""
+    return next((dialect for dialect in DIALECTS if dialect.name == name), None)
+
+
+@dataclass(frozen=True)
+class Thoughts:
+    """Markers around a model's reasoning, and around its answer if the answer has some."""
+
+    begin: str
+    end: str
+    answer: tuple[str, ...] = ()
+    header: tuple[str, str] | tuple[()] = ()  # around the recipient of a message, at its beginning
+
+
+THOUGHTS = (
+    Thoughts("<think>", "</think>", ("<response>", "</response>")),
+    Thoughts("[THINK]", "[/THINK]"),
+    Thoughts("<seed:think>", "</seed:think>"),
+    Thoughts("<|START_THINKING|>", "<|END_THINKING|>", (
+        "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>",
+    )),
+    Thoughts("<mm:think>", "</mm:think>"),
+    Thoughts("<think:opensource>", "</think:opensource>"),
+    Thoughts("<|channel>thought", "<channel|>"),
+    Thoughts("<|open|>think<|sep|>", "<|close|>think<|sep|>", ("<|open|>response<|sep|>", "<|close|>response<|sep|>")),
+    Thoughts("<|think|>", "<|end|><|begin|>assistant<|content|>"),
+    Thoughts("to=self<|message|>", "<|eom|>", ("<|start|>assistant",), ("to=", "<|message|>")),
+    Thoughts("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", ("[END FINAL RESPONSE]",)),
+)  # fmt: skip

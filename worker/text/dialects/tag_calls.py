@@ -1,0 +1,231 @@
+r"""Calls whose parameters stand in tags of their own, as text: <parameter=city>\nOslo\n</parameter>"""
+
+import json
+import re
+from collections.abc import Collection, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from worker.text.dialects.cursor import Cursor, Markers, NotACall, Waiting
+from worker.text.dialects.dialect import (
+    CallArguments,
+    CallBegan,
+    CallEnded,
+    Calls,
+    Functions,
+    Repaired,
+    Written,
+    function_name,
+    repaired,
+)
+from worker.text.dialects.json_calls import JsonCalls
+from worker.text.dialects.json_text import Repair, whole
+from worker.text.dialects.values import Parameters
+
+_LONGEST_NAME = 300  # characters of a name with its attributes
+_REOPENS = 64  # characters after a call in which another end of it shows that the first was a part of a value
+
+
+_NAME = re.compile(r"\w")
+_TYPE_NAMES = {bool: "boolean", int: "number", float: "number", list: "array", dict: "object", type(None): "null"}
+
+
+def _tag(around: tuple[str, str], name: str, attribute: str = "") -> str:
+    quote = '"' if around[0].endswith('"') else ""
+    return f"{around[0]}{name}{quote}{attribute and ' ' + attribute}{around[1]}"
+
+
+@dataclass(frozen=True)
+class TagCalls:
+    """Calls in tags. A tag is given as what precedes its name, which may be a quote, and the end of the tag."""
+
+    name: str
+    openings: tuple[str, ...]
+    function: tuple[str, str]  # around the function's name
+    parameter: tuple[str, str]  # around a parameter's name
+    value: tuple[str, str] = ("", "")  # before and after a value; by default what follows the parameter's name
+    end: str = ""  # after the parameters
+    closing: str = ""  # after all calls
+    line: str = ""  # what the format puts before and after a value
+    typed: tuple[str, str] | tuple[()] = ()  # the attribute after the name of a string, and of another {type}
+    gap: str = "\n"  # is written between tags
+    python: bool = False  # lists and objects are written as Python writes them
+    bare: str = ""
+
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """Texts by which instructions show the dialect."""
+        return (self.openings[0], self.function[0], self.parameter[0], self.closing)
+
+    def write(self, calls: Written) -> str:
+        """Return the calls, each between the markers."""
+        return self.gap.join(self._written(*call) for call in calls)
+
+    def _written(self, function: str, arguments: dict[str, Any]) -> str:
+        opening = "" if self.openings[0] == self.function[0] else self.openings[0]
+        lines = [opening + (self.gap if self.function[0] and opening else "") + _tag(self.function, function)]
+        for name, value in arguments.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            tag = _tag(self.parameter, name, self._attribute(value)) + (self.value[0] and self.gap + self.value[0])
+            lines.append(f"{tag}{self.line}{text}{self.line}{self.value[1]}")
+        return self.gap.join(filter(None, [*lines, self.end, self.closing]))
+
+    def _attribute(self, value: Any) -> str:
+        if not self.typed:
+            return ""
+        return self.typed[0] if isinstance(value, str) else self.typed[1].format(type=_TYPE_NAMES[type(value)])
+
+    def read(self, opening: str, cursor: Cursor, functions: Functions) -> Calls:
+        """Read the calls between the markers. Each is emitted when it is complete, since only then is it known which
+        of several ends of a value is the last."""
+        begins = Markers((self.function[0],))
+        found = False
+        if opening != self.function[0] and (yield from cursor.skip_blank()) in ("{", "["):  # some models write JSON
+            yield from JsonCalls("", self.openings, self.closing).read(opening, cursor, functions)
+            return
+        if opening and opening == self.function[0]:  # without the marker around the call
+            yield from self._call(cursor, functions)
+            found = True
+            if self.closing and self.openings[0] != opening:
+                yield Repaired(Repair.OPENING)
+        elif not self.function[0]:
+            yield from self._call(cursor, functions)
+            found = True
+        while self.function[0] and (yield from cursor.accept(begins, after_blank=True)):
+            yield from self._call(cursor, functions)
+            found = True
+        if not found:
+            raise NotACall
+        if self.closing and not (yield from cursor.accept(Markers((self.closing,)), after_blank=True)):
+            yield Repaired(Repair.CLOSING)
+
+    def _call(self, cursor: Cursor, functions: Functions) -> Calls:
+        function = yield from self._function(cursor)
+        parameters, repairs = functions.get(function) or Parameters({}), set[Repair]()
+        written = dict[str, str]()
+        while head := (yield from self._head(cursor)):
+            name, attribute = head
+            text, closed = yield from self._value(cursor, parameters, {*written, name})
+            if not closed and not (yield from cursor.next()):
+                raise NotACall  # the answer ends within a value: its rest is not known
+            if not closed:
+                text = text.rstrip()
+                repairs.add(Repair.CLOSING)
+            written[name] = self._json(name, attribute, text, parameters, repairs)
+        if self.end and not (yield from cursor.accept(Markers((self.end,)), after_blank=True)):
+            follows = cursor.ended or (yield from cursor.starts(self._ends, after_blank=True))
+            if cursor.cut_off or not follows:
+                raise NotACall
+            repairs.add(Repair.CLOSING)
+        yield CallBegan(function)
+        members = (f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in written.items())
+        yield CallArguments("{" + ", ".join(members) + "}")
+        yield from repaired(repairs)
+        yield CallEnded()
+
+    @property
+    def _ends(self) -> Markers:
+        return Markers((self.closing, *self.openings))
+
+    def _function(self, cursor: Cursor) -> Waiting[str]:
+        after = self.function[1]
+        if after:
+            name, _ = yield from cursor.until(Markers((after,)), _LONGEST_NAME)
+            if "<" in name:
+                raise NotACall
+            return function_name(name.partition('"')[0])
+        # The name ends where the parameters begin, or the call.
+        yield from cursor.skip_blank()
+        name = ""
+        ends = Markers((self.parameter[0], self.end, self.closing))
+        while not (yield from cursor.starts(ends, after_blank=True)):
+            char = yield from cursor.next()
+            if not char or char.isspace() or len(name) > _LONGEST_NAME:
+                raise NotACall
+            name += cursor.take(1)
+        return function_name(name)
+
+    def _head(self, cursor: Cursor) -> Waiting[tuple[str, str] | None]:
+        """Read the tag before a value: the parameter's name, and what follows it within the tag."""
+        if not (yield from cursor.accept(Markers((self.parameter[0],)), after_blank=True)):
+            return None
+        name, _ = yield from cursor.until(Markers((self.parameter[1],)), _LONGEST_NAME)
+        if self.value[0] and not (yield from cursor.accept(Markers((self.value[0],)), after_blank=True)):
+            raise NotACall
+        name, _, attribute = name.partition('"')
+        return name.strip(), attribute
+
+    def _value(
+        self, cursor: Cursor, parameters: Parameters, written: Collection[str]
+    ) -> Generator[None, None, tuple[str, bool]]:
+        """Read a value and its end. Returns False with a value whose end was missing."""
+        text, quoted = list[str](), 0  # `quoted`: calls within the value that have begun and not ended
+        first, last = self.openings[0], self.closing or self.end
+        marks = Markers((first, self.value[1], self.parameter[0], self.end, self.closing))
+        while True:
+            more, mark = cursor.before(marks)
+            text.append(more)
+            if mark == first and (yield from self._begins_call(cursor)):
+                quoted += 1
+            elif mark and quoted:
+                quoted -= mark == last
+            elif mark == self.value[1]:
+                if (yield from self._may_follow(cursor)) and (yield from self._is_last_end(cursor)):
+                    return "".join(text), True
+            elif mark:
+                if (yield from self._is_without_end(cursor, mark, parameters, written)):
+                    cursor.put_back(mark)
+                    return "".join(text), False
+            elif cursor.ended:
+                return "".join(text), False
+            else:
+                yield None
+            text.append(mark)
+
+    def _begins_call(self, cursor: Cursor) -> Waiting[bool]:
+        """True if a marker within a value is followed by a call, and not by prose about it."""
+        if self.function[0] == self.openings[0]:
+            return '"' not in self.function[0] or _NAME.match((yield from cursor.ahead(1))) is not None
+        if self.function[0]:
+            return bool((yield from cursor.starts(Markers((self.function[0],)), after_blank=True)))
+        return _NAME.match((yield from cursor.ahead(1))) is not None
+
+    def _may_follow(self, cursor: Cursor) -> Waiting[bool]:
+        """True if what comes next can follow the end of a value; else the end is a part of the value."""
+        follows = Markers((self.parameter[0], self.end, self.closing, self.function[0]))
+        return bool((yield from cursor.starts(follows, after_blank=True))) or not cursor.waiting.strip()
+
+    def _is_last_end(self, cursor: Cursor) -> Waiting[bool]:
+        """False if another end of a value follows before anything else that begins: the value holds whole calls."""
+        marks = Markers((self.value[1], self.parameter[0], self.function[0], *self.openings))
+        ends = len(self.end) + len(self.closing)
+        while True:
+            _, mark = marks.first(cursor.waiting, 0)
+            if mark or cursor.ended or len(cursor.waiting) > ends + _REOPENS:
+                return mark != self.value[1]
+            yield None
+
+    def _is_without_end(
+        self, cursor: Cursor, mark: str, parameters: Parameters, written: Collection[str]
+    ) -> Waiting[bool]:
+        """True if a value ends at this mark, since the end before it is missing. A parameter must be one that the
+        function has and the call has not; the end of a call must end it."""
+        if mark == self.parameter[0]:
+            while self.parameter[1] not in cursor.waiting[:_LONGEST_NAME]:
+                if cursor.ended or len(cursor.waiting) >= _LONGEST_NAME:
+                    return False
+                yield None
+            name = cursor.waiting.partition(self.parameter[1])[0].partition('"')[0].strip()
+            return parameters.has(name) and name not in written
+        follows = Markers((self.closing, *self.openings, self.function[0]) if mark == self.end else self.openings)
+        return bool((yield from cursor.starts(follows, after_blank=True))) or not cursor.waiting.strip()
+
+    def _json(self, name: str, attribute: str, text: str, parameters: Parameters, repairs: set[Repair]) -> str:
+        text = text.removeprefix(self.line).removesuffix(self.line)
+        if text.startswith("<![CDATA[") and text.endswith("]]>"):
+            text = text[len("<![CDATA[") : -len("]]>")]
+        if not self.typed:
+            return parameters.json_of(name, text, repairs, python=self.python)
+        if self.typed[0] in attribute:
+            return json.dumps(text, ensure_ascii=False)
+        return whole(text.strip(), repairs) or json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,159 @@
+"""Reads the value of a parameter that a model wrote as text, by the parameter's JSON schema."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from worker.text.dialects.json_text import Repair, whole
+
+Schema = Mapping[str, Any]
+
+_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+_MOST_STEPS = 1_000  # schemas read for one parameter: references may lead to each other in circles and fans
+# Keywords that only values of one type can meet, for schemas that name no type.
+_OF_TYPE = {
+    "properties": "object", "additionalProperties": "object", "required": "object", "patternProperties": "object",
+    "items": "array", "prefixItems": "array", "minItems": "array", "maxItems": "array",
+    "minLength": "string", "maxLength": "string", "pattern": "string", "format": "string",
+    "minimum": "number", "maximum": "number", "multipleOf": "number",
+}  # fmt: skip
+
+
+class Parameters:
+    """The schemas of a function's parameters, by name."""
+
+    def __init__(self, schema: Any) -> None:
+        """`schema`: that of the function's arguments; anything else than an object names no parameters."""
+        self._root: Schema = schema if isinstance(schema, dict) else {}
+        properties = self._root.get("properties")
+        self._properties: dict[str, Any] = properties if isinstance(properties, dict) else {}
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters' names, in the schema's order."""
+        return list(self._properties)
+
+    def json_of(self, name: str, text: str, repairs: set[Repair], *, python: bool = False) -> str:
+        """Return the JSON of a parameter's value that was written as `text`.
+
+        A text that is a value of one of the parameter's types other than string is that value, as it was written; any
+        other text is a string with all its characters. `python`: the dialect writes lists and objects as Python."""
+        if name not in self._properties:
+            types, constants = _TYPES, None
+        else:
+            reading = _Reading(self._root)
+            types, constants = reading.types(self._properties[name]), reading.constants
+        if types == {"string"}:
+            return _dumps(text)
+        if constants and text in constants:
+            return _dumps(text)
+        # Without a type most templates write texts as they are, and lists and objects as JSON.
+        meant = {"object", "array"} if types == _TYPES else types - {"string"}
+        found = set[Repair]()
+        written = whole(text.strip(), found, python=python)
+        if written is None or _type_of(written) not in _with_integers(meant) or not _is_exact(written, types):
+            return _dumps(text)
+        repairs |= found
+        return written
+
+    def has(self, name: str) -> bool:
+        """True if the schema names the parameter."""
+        return name in self._properties
+
+
+class _Reading:
+    """Collects the types that a schema allows, through references and combinations."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root, self._steps = root, 0
+        self.constants: set[str] | None = None  # texts that `enum` and `const` allow
+
+    def types(self, schema: Any) -> frozenset[str]:
+        """Return the types of values that may meet the schema; all types if it does not say."""
+        self._steps += 1
+        if not isinstance(schema, dict) or self._steps > _MOST_STEPS:
+            return _TYPES
+        types = self._own(schema)
+        if isinstance(ref := schema.get("$ref"), str):
+            types &= self.types(self._resolved(ref))
+        for keyword in ("anyOf", "oneOf"):
+            if isinstance(branches := schema.get(keyword), list) and branches:
+                types &= frozenset[str]().union(*(self.types(branch) for branch in branches))
+        for branch in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+            types &= self.types(branch)
+        if schema.get("nullable") is True:
+            types |= {"null"}
+        return types or _TYPES
+
+    def _own(self, schema: Schema) -> frozenset[str]:
+        values = schema.get("enum") if isinstance(schema.get("enum"), list) else None
+        if "const" in schema:
+            values = [schema["const"]]
+        if values is not None:
+            texts = {value for value in values if isinstance(value, str)}
+            self.constants = texts | (self.constants or set())
+        named = schema.get("type")
+        if isinstance(named, str | list):
+            types = _named([named] if isinstance(named, str) else named)
+            if types:
+                return types
+        if values is not None:
+            return frozenset(_type_of(json.dumps(value)) for value in values) or _TYPES
+        hints = {_OF_TYPE[keyword] for keyword in schema if keyword in _OF_TYPE}
+        return _with_integers(hints) if len(hints) == 1 else _TYPES
+
+    def _resolved(self, ref: str) -> Any:
+        found: Any = self._root
+        if not ref.startswith("#"):
+            return None
+        for part in ref[1:].split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+                found = found[int(part)]
+            elif isinstance(found, dict):
+                found = found.get(part)
+            else:
+                return None
+        return found
+
+
+def _named(types: Iterable[Any]) -> frozenset[str]:
+    return frozenset(type for type in types if isinstance(type, str)) & _TYPES
+
+
+def _with_integers(types: Iterable[str]) -> frozenset[str]:
+    """Return the types with integers if numbers are among them, since each integer is a number."""
+    types = frozenset(types)
+    return types | {"integer"} if "number" in types else types
+
+
+def _type_of(written: str) -> str:
+    """Return the type of a JSON text."""
+    match written[:1]:
+        case "{":
+            return "object"
+        case "[":
+            return "array"
+        case '"':
+            return "string"
+        case "t" | "f":
+            return "boolean"
+        case "n":
+            return "null"
+    return "number" if any(char in written for char in ".eE") and not _is_whole(written) else "integer"
+
+
+def _is_whole(written: str) -> bool:
+    """True if a number with a fraction or an exponent is an integer, as JSON schema counts it."""
+    return len(written) < 30 and float(written).is_integer()
+
+
+def _is_exact(written: str, types: frozenset[str]) -> bool:
+    """False for a number that readers of JSON take for infinite; then it stays the text that was written."""
+    if _type_of(written) not in ("number", "integer") or not any(char in written for char in "eE"):
+        return True
+    return abs(float(written)) != float("inf")
+
+
+def _dumps(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,174 @@
+"""Reads an answer: its content, its reasoning, and its calls in the model's dialect."""
+
+import re
+
+from worker.text.dialects.cursor import BLANK, Cursor, Markers, NotACall
+from worker.text.dialects.dialect import CallBegan, CallEnded, Dialect, Functions, Repaired
+from worker.text.dialects.json_text import Repair
+from worker.text.dialects.table import Thoughts
+from worker.text.output.events import Content, Events, Reasoning
+
+_LONGEST_HEADER = 300  # characters; a function's name has at most 128
+_BLANKS = re.compile(r"[ \t\r\n]+")
+
+
+def read_calls(
+    dialect: Dialect, opening: str, cursor: Cursor, functions: Functions, kind: type[Content | Reasoning]
+) -> Events:
+    """Read calls from behind an opening. What turns out to be none is text of `kind`, as it was written."""
+    cursor.record()
+    text_before = opening
+    try:
+        for event in dialect.read(opening, cursor, functions):
+            if isinstance(event, CallBegan):
+                cursor.recorded()
+                text_before = ""
+            yield event
+            if isinstance(event, CallEnded):
+                cursor.record()
+        cursor.recorded()
+    except NotACall:
+        yield (Content if not text_before else kind)(text_before + cursor.recorded())
+
+
+class AnswerReader:
+    """Reads one answer at the markers of its model."""
+
+    def __init__(
+        self, cursor: Cursor, thoughts: Thoughts | None, dialect: Dialect | None, functions: Functions | None, *,
+        reasons: bool, thought: bool, only_before_content: bool,
+    ) -> None:  # fmt: skip
+        """`functions`: those that the request offers; None: calls are text. `reasons`: the answer begins within
+        reasoning; `thought`: reasoning has ended before it. `only_before_content`: a grammar holds the content to JSON,
+        whose strings may hold what looks like a marker."""
+        self._cursor = cursor
+        self._thoughts = thoughts
+        self._dialect = dialect if functions is not None else None
+        self._functions: Functions = functions or {}
+        self._reasons, self._thought = reasons, thought
+        self._only_before_content = only_before_content
+        self._begun = False  # content other than white space has come since the last reasoning or call
+        self._at_start = True  # of the reasoning
+        self._unclosed = False  # the marker that ends calls was missing
+        self._in_answer = False  # between the markers of the answer
+
+    def read(self) -> Events:
+        """Yield the answer's events."""
+        cursor = self._cursor
+        markers = self._markers
+        while not (self._only_before_content and self._begun):
+            if not self._begun and self._may_be_bare:
+                yield from self._bare_calls()
+                markers = self._markers
+            text, marker = cursor.before(markers)
+            if text:
+                yield self._kind(text)
+                if self._advance(text):
+                    markers = self._markers
+            if marker and marker not in markers.texts:  # the text before it has changed what it means
+                yield self._kind(marker)
+            elif marker:
+                yield from self._cross(marker)
+                markers = self._markers
+            elif cursor.ended:
+                return
+            else:
+                yield None
+        while not cursor.ended or cursor.waiting:
+            yield Content(cursor.take(len(cursor.waiting)))
+            if not cursor.ended:
+                yield None
+
+    def _advance(self, text: str) -> bool:
+        """Take note of text that was read. Returns True if other markers mean something after it."""
+        if self._reasons:
+            changed = self._at_start and not text.isspace()
+            self._at_start = self._at_start and not changed
+        else:
+            changed = not self._begun and not text.isspace()
+            self._begun = self._begun or changed
+        return changed
+
+    def _bare_calls(self) -> Events:
+        """Read calls without a marker, if the answer begins with what they begin with."""
+        while (char := (yield from self._cursor.next())) and char in BLANK:
+            yield Content(self._cursor.match(_BLANKS))
+        if self._dialect and char and char in self._dialect.bare:
+            yield from self._calls("")
+
+    @property
+    def _kind(self) -> type[Content | Reasoning]:
+        return Reasoning if self._reasons else Content
+
+    @property
+    def _may_be_bare(self) -> bool:
+        return self._dialect is not None and bool(self._dialect.bare) and not (self._reasons or self._begun)
+
+    @property
+    def _markers(self) -> Markers:
+        """The markers that mean something here."""
+        found = list[str]()
+        if self._only_before_content and self._begun:
+            return markers_of(())
+        if (thoughts := self._thoughts) and self._reasons:
+            found += [thoughts.end] + [thoughts.begin] * self._at_start
+        elif thoughts:
+            found += thoughts.answer
+            found += [thoughts.begin] * (not (self._begun and self._thought))
+            found += thoughts.header[:1] * (not self._begun)
+        if self._dialect:
+            found += [*self._dialect.openings, self._dialect.closing * self._unclosed]
+        return markers_of(tuple(found))
+
+    def _cross(self, marker: str) -> Events:
+        thoughts = self._thoughts
+        if thoughts and marker == thoughts.begin:
+            self._reasons = self._at_start = True
+            yield Reasoning("")
+        elif thoughts and self._reasons and marker == thoughts.end:
+            self._reasons = self._begun = False
+            self._thought = True
+            yield Content("")
+        elif thoughts and marker in thoughts.answer:
+            yield Content("")
+        elif thoughts and marker in thoughts.header[:1]:
+            yield from self._skip_header(*thoughts.header)
+        elif self._dialect and marker in self._dialect.openings:
+            yield from self._calls(marker)
+        else:
+            self._unclosed = False
+
+    def _skip_header(self, begins: str, ends: str) -> Events:
+        self._cursor.record()
+        try:
+            yield from self._cursor.until(Markers((ends,)), _LONGEST_HEADER)
+            self._cursor.recorded()
+        except NotACall:
+            yield Content(begins + self._cursor.recorded())
+
+    def _calls(self, opening: str) -> Events:
+        assert self._dialect is not None
+        called = False
+        for event in read_calls(self._dialect, opening, self._cursor, self._functions, self._kind):
+            match event:
+                case CallBegan():
+                    called, self._reasons = True, False
+                case Repaired(Repair.CLOSING):
+                    self._unclosed = True
+                case Content(text):
+                    self._begun = self._begun or not text.isspace()
+                case Reasoning(text):
+                    self._at_start = False
+            yield event
+        if called:
+            self._begun = self._thought = False
+
+
+_KNOWN = dict[tuple[str, ...], Markers]()
+
+
+def markers_of(texts: tuple[str, ...]) -> Markers:
+    """Return the markers, which are made once for each set of texts."""
+    if texts not in _KNOWN:
+        _KNOWN[texts] = Markers(texts)
+    return _KNOWN[texts]

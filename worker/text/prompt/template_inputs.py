@@ -1,0 +1,126 @@
+"""What a chat template gets besides the messages: a request's tools and variables, in a form that it accepts."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from schemas import ChatRequest
+from schemas.chat import TEMPLATE_FIELDS
+
+Tools = list[dict[str, Any]]
+Variables = dict[str, Any]
+
+_EFFORT = "reasoning_effort"
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of any template, the least first
+
+
+class TemplateFailed(Exception):
+    """A chat template refused its input, or failed on it. The cause is what it raised, which may be anything."""
+
+
+def template_variables(request: ChatRequest, template: str) -> tuple[Variables, list[str]]:
+    """Return the variables, and the names of set fields that the template does not read.
+
+    `template`: its source. It is empty if the template is not text, which then gets only `chat_template_kwargs`.
+    """
+    asked = {name: value for name in TEMPLATE_FIELDS if (value := getattr(request, name)) is not None}
+    read = {name: value for name, value in asked.items() if re.search(rf"\b{name}\b", template)}
+    return {**read, **(request.chat_template_kwargs or {})}, sorted(asked.keys() - read.keys())
+
+
+class ToolChange(NamedTuple):
+    """A change of tools that some templates require."""
+
+    why: str  # the template's restriction, and the change; logged
+    change: Callable[[dict[str, Any]], dict[str, Any]]  # of one function
+
+
+def _described(function: dict[str, Any]) -> dict[str, Any]:
+    return {"description": "", "parameters": {"type": "object", "properties": {}}, **function}
+
+
+def _single_types(schema: Any) -> Any:
+    """Return a schema in which no `type` is a list: the first that is not null stands for all."""
+    if isinstance(schema, list):
+        return [_single_types(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {name: _single_types(value) for name, value in schema.items()}
+    types = schema.get("type")
+    if isinstance(types, list) and types:
+        changed["type"] = next((type for type in types if type != "null"), types[0])
+    return changed
+
+
+TOOL_CHANGES = (
+    ToolChange("requires a description and parameters of each function: empty ones are added", _described),
+    ToolChange("accepts no list of types in a tool's parameters: the first type is shown", _single_types),
+)
+
+
+class TemplateInputs:
+    """Finds forms of tools and of the reasoning effort that one chat template accepts; a worker has one.
+
+    It remembers what was necessary before: that saves trials."""
+
+    def __init__(self) -> None:
+        self._changes: tuple[ToolChange, ...] = ()
+        self._efforts = dict[str, str | None]()  # by what was requested; None: the template accepts none
+
+    def known(self, tools: Tools, variables: Variables) -> tuple[Tools, Variables]:
+        """Return the input with what earlier requests needed."""
+        return _with_changes(tools, self._changes), self._with_effort(variables)
+
+    def settle(
+        self, tools: Tools, variables: Variables, render: Callable[[Tools, Variables], str]
+    ) -> tuple[Tools, Variables, list[str]] | None:
+        """Return a form of the input with which the template renders a short conversation, and why it was changed.
+        None if the input is accepted as it is, or in no form. `render` raises `TemplateFailed`."""
+        efforts = [variables.get(_EFFORT), *_nearest(variables.get(_EFFORT))]
+        for changes in ((), *((each,) for each in TOOL_CHANGES), TOOL_CHANGES) if tools else ((),):
+            for effort in efforts:
+                changed, given = _with_changes(tools, changes), _with(variables, effort)
+                try:
+                    render(changed, given)
+                except TemplateFailed:
+                    continue
+                return self._settled(changed, given, changes, variables, effort)
+        return None
+
+    def _settled(
+        self, tools: Tools, given: Variables, changes: tuple[ToolChange, ...], asked: Variables, effort: str | None
+    ) -> tuple[Tools, Variables, list[str]] | None:
+        whys = [each.why for each in changes]
+        if effort != asked.get(_EFFORT):
+            self._efforts[str(asked[_EFFORT])] = effort
+            whys.append(f"does not accept {_EFFORT} {asked[_EFFORT]!r}: it gets {effort or 'none at all'}")
+        self._changes = tuple(each for each in TOOL_CHANGES if each in (*self._changes, *changes))
+        return (tools, given, whys) if whys else None
+
+    def _with_effort(self, variables: Variables) -> Variables:
+        asked = variables.get(_EFFORT)
+        return _with(variables, self._efforts[asked]) if asked in self._efforts else variables
+
+
+def _with_changes(tools: Tools, changes: tuple[ToolChange, ...]) -> Tools:
+    for each in changes:
+        tools = [{**tool, "function": each.change(tool["function"])} for tool in tools]
+    return tools
+
+
+def _with(variables: Variables, effort: str | None) -> Variables:
+    if variables.get(_EFFORT) == effort:
+        return variables
+    others = {name: value for name, value in variables.items() if name != _EFFORT}
+    return others if effort is None else {**others, _EFFORT: effort}
+
+
+def _nearest(effort: Any) -> list[str | None]:
+    """Return the other efforts, the nearest first and of two the greater, and at last none at all."""
+    if effort is None:
+        return []
+    if effort not in _EFFORTS:
+        return [None]
+    place = _EFFORTS.index(effort)
+    others = sorted(range(len(_EFFORTS)), key=lambda other: (abs(other - place), -other))
+    return [*(_EFFORTS[other] for other in others if other != place), None]
