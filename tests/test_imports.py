@@ -36,6 +36,7 @@ TABLE = {
     "sluice.cli.commands.prefix": May("sluice worker", "rich typer"),
     "sluice.cli.terminal.prefixes": May("sluice worker", "rich typer"),
     "sluice.cli.commands.check": May("sluice worker", "rich typer"),
+    "sluice.cli.commands.words": May("schemas sluice worker", "rich typer"),
     "sluice.cli.batch.schedule": May("sluice worker", "rich typer"),
     # Leaves: modules that every other one may know.
     "worker": May(),

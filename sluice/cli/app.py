@@ -18,6 +18,7 @@ from sluice.cli.commands.serve import serve
 from sluice.cli.commands.submit import submit
 from sluice.cli.commands.tail import tail
 from sluice.cli.commands.up import up
+from sluice.cli.commands.words import parse, prompt
 from sluice.cli.commands.worker import worker
 from sluice.cli.commands.workers import workers
 from sluice.cli.errors import CliError
@@ -32,7 +33,7 @@ app = typer.Typer(
     epilog='\b\nExample:\n  sluice chat "What is the capital of Ghana?"',
 )
 app.command(context_settings={"allow_extra_args": True})(worker)
-for command in (up, serve, check, chat, submit, tail, cancel, workers):
+for command in (up, serve, check, prompt, parse, chat, submit, tail, cancel, workers):
     app.command()(command)
 app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")

@@ -1,0 +1,140 @@
+"""`sluice prompt` and `sluice parse`: what a model reads for a request, and what is read of its answer."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sluice.cli.errors import INSTALL_WORKER, CliError
+from sluice.cli.options import AsJson
+from sluice.cli.terminal.inputs import read_request
+from sluice.cli.terminal.output import print_json
+
+if TYPE_CHECKING:
+    from schemas import ChatRequest
+    from worker.engine.tokenizer import MLXTokenizer
+    from worker.text.codec import TextCodec
+
+ModelFolder = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="FOLDER_OR_HUB_ID", envvar="SLUICE_MODEL", help="The model; no weights are loaded."
+    ),
+]
+_EXAMPLE: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+def prompt(
+    model: ModelFolder,
+    file: Annotated[
+        str, typer.Option(metavar="PATH", help="A request as JSON: the body of a chat completion. `-` reads stdin.")
+    ] = "-",
+    as_json: AsJson = False,
+) -> None:
+    """Print the prompt that a request becomes, as the model reads it.
+
+    The text goes to stdout; what was changed for the model's chat template, and why, to stderr. With --json: the text,
+    the tokens, the changes, and if the answer begins within reasoning. Images are not supported here.
+
+    \b
+    Examples:
+      sluice prompt --model models/tiny-chat --file request.json
+      sluice prompt --model mlx-community/Qwen3-4B-4bit --file request.json --json | jq '.tokens | length'
+    """
+    _, codec = _open(model)
+    request = _request(read_request(file))
+    made = asyncio.run(_refusals(codec.prompt(request)))
+    text = codec.text_of(made.tokens)
+    if as_json:
+        facts = {"text": text, "tokens": list(made.tokens), "thinking": made.thinking, "adapted": list(made.adapted)}
+        print_json(facts)
+        return
+    print(text)
+    for why in made.adapted:
+        print(f"The chat template {why}.", file=sys.stderr)
+
+
+def parse(
+    model: ModelFolder,
+    file: Annotated[str, typer.Option(metavar="PATH", help="The answer as the model wrote it. `-` reads stdin.")] = "-",
+    request: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="The request that it answers, as JSON, for its tools and stop strings."),
+    ] = None,
+) -> None:
+    """Print what is read of an answer, as JSON: its content, reasoning and tool calls, and what was put right in them.
+
+    Without a request, calls of any function are read, and the answer is taken not to begin within reasoning.
+
+    \b
+    Examples:
+      sluice parse --model models/tiny-chat --file answer.txt
+      sluice parse --model models/tiny-chat --file answer.txt --request request.json | jq .tool_calls
+    """
+    tokenizer, codec = _open(model)
+    asked = _request(read_request(request) if request else {**_EXAMPLE, "tools": [_ANY_TOOL]})
+    made = asyncio.run(_refusals(codec.prompt(asked)))
+    if request is None:
+        made = type(made)(made.tokens, "none")
+    output = codec.output(asked, made, "parse")
+    deltas = [output.feed(token) for token in tokenizer.encode(_text(file))]
+    print_json({"dialect": codec.dialect, **_read([*deltas, output.flush()], output)})
+
+
+_ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}}
+
+
+def _read(deltas: list[Any], output: Any) -> dict[str, Any]:
+    from worker.text.output.output import concat
+    from worker.text.output.tool_calls import message_tool_calls
+
+    whole = concat(deltas)
+    return {
+        "content": whole.content,
+        "reasoning": whole.reasoning,
+        "tool_calls": message_tool_calls(whole.tool_calls),
+        "finish_reason": output.finish_reason("stop"),
+        "repaired": output.repaired,
+    }
+
+
+def _open(model: str) -> "tuple[MLXTokenizer, TextCodec]":
+    try:
+        from worker.engine.model.check import open_tokenizer
+        from worker.errors import CannotStart
+        from worker.text.codec import TextCodec
+    except ImportError as missing:
+        raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
+    try:
+        tokenizer = open_tokenizer(model)
+    except CannotStart as error:
+        raise CliError(str(error)) from None
+    return tokenizer, TextCodec(tokenizer, len(tokenizer.tokens))
+
+
+def _request(body: dict[str, Any]) -> "ChatRequest":
+    from worker.chat.request import read_request as validated
+    from worker.errors import JobFailure
+
+    try:
+        return validated({**body, "model": None}, "", max_parts=1_000, has_draft_model=True)
+    except JobFailure as refusal:
+        raise CliError(refusal.message) from None
+
+
+async def _refusals(rendering: Any) -> Any:
+    from worker.errors import JobFailure
+
+    try:
+        return await rendering
+    except JobFailure as refusal:
+        raise CliError(refusal.message) from None
+
+
+def _text(path: str) -> str:
+    try:
+        return typer.get_text_stream("stdin").read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CliError(f"--file: {path} cannot be read: {error}") from None

@@ -1,0 +1,73 @@
+"""`sluice prompt` and `sluice parse`, without a server and without weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.stack import ROOT, TINY_CHAT
+from tests.end_to_end.test_check import environment
+from tests.end_to_end.test_cli import run_here
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+REQUEST = {"messages": [{"role": "user", "content": "Weather?"}], "tools": [TOOL]}
+NO_SYSTEM = "{{ m.role if m.role != 'system' else raise_exception('No.') }}"
+
+
+def words(*args: str, stdin: str = "") -> tuple[int, str, str]:
+    return run_here(*args, "--model", str(TINY_CHAT), env=environment(), folder=ROOT, stdin=stdin)
+
+
+def test_the_prompt_is_printed_with_its_tokens() -> None:
+    code, text, _ = words("prompt", stdin=json.dumps(REQUEST))
+    assert code == 0
+    assert "<|im_start|>user\nWeather?<|im_end|>" in text
+    assert '"name": "weather"' in text
+    _, printed, _ = words("prompt", "--json", stdin=json.dumps(REQUEST))
+    facts = json.loads(printed)
+    assert facts["text"] == text.removesuffix("\n")
+    assert len(facts["tokens"]) > 10
+    assert [why.partition(" into ")[0] for why in facts["adapted"]] == ["writes tools only"]
+
+
+def test_what_was_changed_for_the_template_is_told_on_stderr(tmp_path: Path) -> None:
+    for file in TINY_CHAT.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    template = f"{{% for m in messages %}}{NO_SYSTEM}:{{{{ m.content }}}};{{% endfor %}}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    messages = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}
+    args = ("prompt", "--model", str(tmp_path))
+    code, text, told = run_here(*args, env=environment(), folder=ROOT, stdin=json.dumps(messages))
+    assert (code, text) == (0, "user:Be brief.\n\nHi;\n")
+    assert "accepts no system role" in told
+
+
+@pytest.mark.parametrize("body", ['{"messages": []}', json.dumps({**REQUEST, "topp": 1}), "no JSON"])
+def test_a_request_that_is_wrong_is_refused_with_a_sentence(body: str) -> None:
+    code, text, told = words("prompt", stdin=body)
+    assert (code, text) == (2, "")
+    assert told.startswith("sluice: ")
+
+
+@pytest.mark.parametrize("with_request", [True, False])
+def test_an_answer_is_read_as_a_worker_reads_it(tmp_path: Path, with_request: bool) -> None:
+    answer = tmp_path / "answer.txt"
+    answer.write_text('I will look.\n<tool_call>{"name": "weather", "arguments": {"city": "Oslo",}}')
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps(REQUEST))
+    given = ("--request", str(request)) if with_request else ()
+    code, printed, _ = words("parse", "--file", str(answer), *given)
+    facts: dict[str, Any] = json.loads(printed)
+    assert code == 0
+    assert (facts["dialect"], facts["content"], facts["finish_reason"]) == ("hermes", "I will look.", "tool_calls")
+    assert facts["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    assert len(facts["repaired"]) == 2
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    code, _, told = words("parse", "--file", "nowhere.txt")
+    assert (code, "nowhere.txt" in told) == (2, True)
