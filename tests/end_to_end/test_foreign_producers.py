@@ -117,7 +117,7 @@ def subscribers(db: "redis.Redis") -> list[str]:
     if not db.pubsub_channels("sluice:ch:*"):
         return []
     unnamed = [each for each in db.client_list(_type="pubsub") if each["name"] == ""]
-    return [each["id"] for each in unnamed if each["lib-name"] == ""]
+    return [each["id"] for each in unnamed if each.get("lib-name", "") == ""]  # Redis before 7.2 has none
 
 
 def kill_subscribers(db: "redis.Redis") -> int:
