@@ -1,6 +1,5 @@
 """The page in a real browser, on a gateway with a worker whose answers the messages dictate."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from sluice.gateway.keys.file import digest
 from tests.gateway.fronts import Front, front_process, serving
 from tests.gateway.page.asking import ENDED, WORDS, ObedientChat, ask, do
 from tests.gateway.page.browser import Browser
+from tests.queue.helpers import listening, settings, working
 from tests.waiting import until
 
 WATCH = """window.shown = []; new MutationObserver(() => window.shown.push(
@@ -271,20 +271,19 @@ async def test_the_page_fits_a_phone(chromium: Browser, fake_worker: None, front
         assert await do(chromium.evaluate, fits)
 
 
-async def test_an_answer_without_a_worker_tells_so(page: Browser, db: Redis) -> None:
-    await ask(page, "Hello", then="hang")
-    await do(page.wait_for, "document.querySelector('.answer')?.textContent.includes('Hello')")
-
-    async def take_away() -> None:
-        while True:  # the worker writes both again three times per lease
-            await db.delete(keys.model("default"), *[key async for key in db.scan_iter("arq:in-progress:*")])
-            await asyncio.sleep(0.01)
+async def test_an_answer_without_a_worker_tells_so(
+    chromium: Browser, front: Front, redis_url: str, db: Redis, chat: ObedientChat
+) -> None:
+    async def serves() -> bool:
+        return bool(await db.exists(keys.model("default")))
 
     async def tells() -> bool:
-        return "no worker is running; waiting" in await do(page.text, ".facts")
+        return "no worker is running; waiting" in await do(chromium.text, ".facts")
 
-    taking = asyncio.create_task(take_away())
-    try:
-        await until(tells)
-    finally:
-        taking.cancel()
+    async with working(settings(redis_url), chat.chat):
+        await listening(db)
+        await until(serves)
+        await do(chromium.open, front.url)
+        await ask(chromium, "Hello", then="hang")
+        await do(chromium.wait_for, "document.querySelector('.answer')?.textContent.includes('Hello')")
+    await until(tells)  # the worker has handed the job back and left
