@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.text.dialects.reading import BY_NAME, Answer, cut, read
 from tests.text.dialects.rows import DEVIATIONS, NOW, OSLO, WRITTEN
 from worker.text.dialects.json_calls import JsonCalls
-from worker.text.dialects.pythonic import PythonicCalls
+from worker.text.dialects.pythonic import GemmaCalls, PythonicCalls
 from worker.text.dialects.tag_calls import TagCalls
 from worker.text.dialects.values import Parameters
 
@@ -229,3 +229,17 @@ def test_a_call_may_hold_a_long_text(name: str) -> None:
     assert read(name, [written[at : at + 7] for at in range(0, len(written), 7)]).calls == [
         ("weather", {"city": long, "days": 2})
     ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_may_have_any_name(name: str) -> None:
+    for parameter in ("größe", "two words", "a.b", "x-1", "a:b" if "gemma" not in name else "ab"):
+        if isinstance(BY_NAME[name], PythonicCalls | GemmaCalls) and not parameter.isidentifier():
+            continue  # their names are words
+        written = BY_NAME[name].write([("weather", {parameter: "Oslo"})])
+        assert read(name, list(written)).calls == [("weather", {parameter: "Oslo"})], parameter
+
+
+def test_a_name_between_tags_without_quotes_may_hold_one() -> None:
+    written = BY_NAME["qwen3_coder"].write([("weather", {'quo"te': "Oslo"})])
+    assert read("qwen3_coder", written).calls == [("weather", {'quo"te': "Oslo"})]

@@ -128,9 +128,10 @@ def test_a_parameter_between_tags_is_tried_too() -> None:
                 try_strings(grammar)
 
 
+@pytest.mark.timing
 def test_a_trial_of_many_strings_is_bounded() -> None:
     schema = closed(**{f"p{i}": string(rf"^x{i}[a-z]{{1,{i + 3}}}$", title="x" * 100) for i in range(2_000)})
     _, grammar = written(json.loads(json.dumps(schema)))
     begun = time.process_time()
     try_strings(grammar)
-    assert time.process_time() - begun < 1.5
+    assert time.process_time() - begun < 3  # it takes 1.0 alone

@@ -94,7 +94,7 @@ def test_random_weights_answer_the_tasks_of_any_model(
     ))  # fmt: skip
     found = {(each["task"], each["proposer"]): each for each in json.loads(file.read_text())["results"]}
     assert found.keys() == {("edit", "prediction"), ("free", "idle"), ("count", "idle")}
-    assert found["edit", "prediction"]["accepted_share"] > 0.5
+    assert found["edit", "prediction"]["accepted_share"] > 0.4
     assert found["count", "idle"]["tokens_per_forward"] == 1
 
 

@@ -154,16 +154,16 @@ class Cursor:
         place, marker = markers.first(self._text, self._at + 1)
         return self.take((place if marker else markers.held(self._text, self._at + 1)) - self._at)
 
-    def until(self, markers: Markers, limit: int) -> Waiting[tuple[str, str]]:
+    def until(self, markers: Markers, limit: int, *, one_word: bool = True) -> Waiting[tuple[str, str]]:
         """Read a name up to the next marker within `limit` characters, and return it and the marker, which is read too.
-        Raises `NotACall` if there is none, and for text that is more than a name."""
+        Raises `NotACall` if there is none, and with `one_word` for text that is more than a name."""
         found = ""
         while True:
             text, marker = self.before(markers)
             found += text
             if marker and len(found) <= limit:
                 return found, marker
-            if len(found) > limit or self.ended or _SEVERAL_WORDS.search(found):
+            if len(found) > limit or self.ended or (one_word and _SEVERAL_WORDS.search(found)):
                 raise NotACall
             yield None
 

@@ -35,6 +35,12 @@ def _tag(around: tuple[str, str], name: str, attribute: str = "") -> str:
     return f"{around[0]}{name}{quote}{attribute and ' ' + attribute}{around[1]}"
 
 
+def _name_of(head: str, around: tuple[str, str]) -> tuple[str, str]:
+    """Return the name in a tag, and what follows it if the name stands in quotes."""
+    name, _, attribute = head.partition('"') if around[0].endswith('"') else (head, "", "")
+    return name.strip(), attribute
+
+
 @dataclass(frozen=True)
 class TagCalls:
     """Calls in tags. A tag is given as what precedes its name, which may be a quote, and the end of the tag."""
@@ -133,7 +139,7 @@ class TagCalls:
             name, _ = yield from cursor.until(Markers((after,)), _LONGEST_NAME)
             if "<" in name:
                 raise NotACall
-            return function_name(name.partition('"')[0])
+            return function_name(_name_of(name, self.function)[0])
         # The name ends where the parameters begin, or the call.
         yield from cursor.skip_blank()
         name = ""
@@ -149,11 +155,10 @@ class TagCalls:
         """Read the tag before a value: the parameter's name, and what follows it within the tag."""
         if not (yield from cursor.accept(Markers((self.parameter[0],)), after_blank=True)):
             return None
-        name, _ = yield from cursor.until(Markers((self.parameter[1],)), _LONGEST_NAME)
+        head, _ = yield from cursor.until(Markers((self.parameter[1],)), _LONGEST_NAME, one_word=False)
         if self.value[0] and not (yield from cursor.accept(Markers((self.value[0],)), after_blank=True)):
             raise NotACall
-        name, _, attribute = name.partition('"')
-        return name.strip(), attribute
+        return _name_of(head, self.parameter)
 
     def _value(
         self, cursor: Cursor, parameters: Parameters, written: Collection[str]
@@ -215,7 +220,7 @@ class TagCalls:
                 if cursor.ended or len(cursor.waiting) >= _LONGEST_NAME:
                     return False
                 yield None
-            name = cursor.waiting.partition(self.parameter[1])[0].partition('"')[0].strip()
+            name, _ = _name_of(cursor.waiting.partition(self.parameter[1])[0], self.parameter)
             return parameters.has(name) and name not in written
         follows = Markers((self.closing, *self.openings, self.function[0]) if mark == self.end else self.openings)
         return bool((yield from cursor.starts(follows, after_blank=True))) or not cursor.waiting.strip()
