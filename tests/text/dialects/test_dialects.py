@@ -62,6 +62,16 @@ def test_how_a_text_is_cut_does_not_change_what_is_read(text: tuple[str, str]) -
             assert read(name, list(whole), cut_off=cut_off).whole == expected
 
 
+@pytest.mark.parametrize("name", MARKED)
+def test_what_looks_like_a_call_and_is_none_is_read_the_same_however_it_is_cut(name: str) -> None:
+    opening = BY_NAME[name].openings[0]
+    text = f"{opening} several words {WRITTEN[name]} {opening}{'x' * 400} {WRITTEN[name]}"
+    whole = read(name, text)
+    assert whole.calls[-2:] == [OSLO, NOW]
+    for size in (1, 3, 50, 97):
+        assert read(name, [text[at : at + size] for at in range(0, len(text), size)]).whole == whole.whole
+
+
 @given(st.sampled_from([*WRITTEN.items(), *DEVIATIONS.values()]), st.data(), PLACES, st.booleans())
 def test_damaged_text_is_read_the_same_however_it_is_cut_and_never_fails(
     text: tuple[str, str], data: Any, places: list[int], cut_off: bool

@@ -161,9 +161,15 @@ class Cursor:
         while True:
             text, marker = self.before(markers)
             found += text
-            if marker and len(found) <= limit:
+            words = _SEVERAL_WORDS.search(found) if one_word else None
+            # What was read when this fails must not depend on how the text was cut.
+            end = min(limit, words.start() + 1 if words else limit)
+            if words or len(found) > limit:
+                self.put_back(found[end:] + marker)
+                raise NotACall
+            if marker:
                 return found, marker
-            if len(found) > limit or self.ended or (one_word and _SEVERAL_WORDS.search(found)):
+            if self.ended:
                 raise NotACall
             yield None
 
