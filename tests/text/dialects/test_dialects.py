@@ -83,9 +83,9 @@ def test_damaged_text_is_read_the_same_however_it_is_cut_and_never_fails(
     )
     for _ in range(data.draw(st.integers(0, 4))):
         a, b = sorted((data.draw(at), data.draw(at)))
-        written = data.draw(
-            st.sampled_from([written[:a] + written[b:], written[:a] + data.draw(strange) + written[a:]])
-        )
+        doubled = written[:b] + written[a:b] + written[b:]
+        inserted = written[:a] + data.draw(strange) + written[a:]
+        written = data.draw(st.sampled_from([written[:a] + written[b:], inserted, doubled]))
     whole = read(name, written, cut_off=cut_off)
     assert read(name, cut(written, places), cut_off=cut_off).whole == whole.whole
     json.dumps([whole.content, whole.written]).encode()
@@ -253,3 +253,10 @@ def test_a_parameter_may_have_any_name(name: str) -> None:
 def test_a_name_between_tags_without_quotes_may_hold_one() -> None:
     written = BY_NAME["qwen3_coder"].write([("weather", {'quo"te': "Oslo"})])
     assert read("qwen3_coder", written).calls == [("weather", {'quo"te': "Oslo"})]
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama4"])
+def test_lists_of_calls_without_a_marker_may_follow_one_another(name: str) -> None:
+    text = DEVIATIONS["a list of objects"][1] if name == "llama3" else WRITTEN[name]
+    for pieces in (text * 2, list(text * 2), [text, text]):
+        assert read(name, pieces).calls == [OSLO, NOW, OSLO, NOW]

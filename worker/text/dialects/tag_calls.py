@@ -203,10 +203,10 @@ class TagCalls:
     def _is_last_end(self, cursor: Cursor) -> Waiting[bool]:
         """False if another end of a value follows before anything else that begins: the value holds whole calls."""
         marks = Markers((self.value[1], self.parameter[0], self.function[0], *self.openings))
-        ends = len(self.end) + len(self.closing)
+        end = len(self.end) + len(self.closing) + _REOPENS
         while True:
-            _, mark = marks.first(cursor.waiting, 0)
-            if mark or cursor.ended or len(cursor.waiting) > ends + _REOPENS:
+            _, mark = marks.first(cursor.waiting[:end], 0)
+            if mark or cursor.ended or len(cursor.waiting) >= end:
                 return mark != self.value[1]
             yield None
 

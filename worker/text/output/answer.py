@@ -90,10 +90,12 @@ class AnswerReader:
         return changed
 
     def _bare_calls(self) -> Events:
-        """Read calls without a marker, if the answer begins with what they begin with."""
-        while (char := (yield from self._cursor.next())) and char in BLANK:
-            yield Content(self._cursor.match(_BLANKS))
-        if self._dialect and char and char in self._dialect.bare:
+        """Read calls without a marker, as long as the answer begins, or goes on after a call, as they do."""
+        while not self._begun:
+            while (char := (yield from self._cursor.next())) and char in BLANK:
+                yield Content(self._cursor.match(_BLANKS))
+            if not (self._dialect and char and char in self._dialect.bare):
+                return
             yield from self._calls("")
 
     @property
