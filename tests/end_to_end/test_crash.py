@@ -49,7 +49,7 @@ async def watch(client: Client, job_id: str) -> Seen:
         now = time.monotonic()
         seen.gap_s = max(seen.gap_s, now - last if last else 0.0)
         last = now
-        seen.events.append(event)
+        seen.events += [event] if event.stored else []
     return seen
 
 
