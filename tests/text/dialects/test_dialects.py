@@ -229,6 +229,13 @@ def test_any_string_is_read_back_unless_it_spells_the_ends_of_a_call(text: str, 
         assert read(name, written).calls == [("weather", {"city": text})]
 
 
+def test_a_parameter_whose_schema_leads_in_a_circle_is_read() -> None:
+    circle = {"anyOf": [{"$ref": "#/properties/city"}, {"$ref": "#/properties/city"}]}
+    functions = {"weather": Parameters({"properties": {"city": circle}})}
+    written = BY_NAME["qwen3_coder"].write([("weather", {"city": "Oslo"})])
+    assert read("qwen3_coder", written, functions=functions).calls == [("weather", {"city": "Oslo"})]
+
+
 LONG = 40_000
 
 

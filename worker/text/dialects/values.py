@@ -9,7 +9,8 @@ from worker.text.dialects.json_text import Repair, whole
 Schema = Mapping[str, Any]
 
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
-_MOST_STEPS = 1_000  # schemas read for one parameter: references may lead to each other in circles and fans
+_MOST_STEPS = 1_000  # schemas read for one parameter: references may lead to each other in fans
+_DEEPEST = 50  # schemas within one another, or behind references, which may lead in circles
 # Keywords that only values of one type can meet, for schemas that name no type.
 _OF_TYPE = {
     "properties": "object", "additionalProperties": "object", "required": "object", "patternProperties": "object",
@@ -38,23 +39,31 @@ class Parameters:
 
         A text that is a value of one of the parameter's types other than string is that value, as it was written; any
         other text is a string with all its characters. `python`: the dialect writes lists and objects as Python."""
-        if name not in self._properties:
-            types, constants = _TYPES, None
-        else:
-            reading = _Reading(self._root)
-            types, constants = reading.types(self._properties[name]), reading.constants
-        if types == {"string"}:
-            return _dumps(text)
+        types, constants = self._types(name)
+        meant = _other_types(types)
         if constants and text in constants:
             return _dumps(text)
-        # Without a type most templates write texts as they are, and lists and objects as JSON.
-        meant = {"object", "array"} if types == _TYPES else types - {"string"}
         found = set[Repair]()
-        written = whole(text.strip(), found, python=python)
-        if written is None or _type_of(written) not in _with_integers(meant) or not _is_exact(written, types):
+        written = whole(text.strip(), found, python=python) if meant else None
+        if written is None or _type_of(written) not in meant or not _is_exact(written):
             return _dumps(text)
         repairs |= found
         return written
+
+    def other_types(self, name: str) -> frozenset[str]:
+        """Return the types other than string whose values are read as such in a text of this parameter."""
+        return _other_types(self._types(name)[0])
+
+    def may_be_string(self, name: str) -> bool:
+        """True if strings are among the parameter's types."""
+        return "string" in self._types(name)[0]
+
+    def _types(self, name: str) -> tuple[frozenset[str], set[str] | None]:
+        """Return the types of a parameter, and the texts that are strings whatever else they may be."""
+        if name not in self._properties:
+            return _TYPES, None
+        reading = _Reading(self._root)
+        return reading.types(self._properties[name]), reading.constants
 
     def has(self, name: str) -> bool:
         """True if the schema names the parameter."""
@@ -65,14 +74,20 @@ class _Reading:
     """Collects the types that a schema allows, through references and combinations."""
 
     def __init__(self, root: Schema) -> None:
-        self._root, self._steps = root, 0
+        self._root, self._steps, self._depth = root, 0, 0
         self.constants: set[str] | None = None  # texts that `enum` and `const` allow
 
     def types(self, schema: Any) -> frozenset[str]:
         """Return the types of values that may meet the schema; all types if it does not say."""
         self._steps += 1
-        if not isinstance(schema, dict) or self._steps > _MOST_STEPS:
+        if not isinstance(schema, dict) or self._steps > _MOST_STEPS or self._depth > _DEEPEST:
             return _TYPES
+        self._depth += 1
+        types = self._combined(schema)
+        self._depth -= 1
+        return types or _TYPES
+
+    def _combined(self, schema: Schema) -> frozenset[str]:
         types = self._own(schema)
         if isinstance(ref := schema.get("$ref"), str):
             types &= self.types(self._resolved(ref))
@@ -83,7 +98,7 @@ class _Reading:
             types &= self.types(branch)
         if schema.get("nullable") is True:
             types |= {"null"}
-        return types or _TYPES
+        return types
 
     def _own(self, schema: Schema) -> frozenset[str]:
         values = schema.get("enum") if isinstance(schema.get("enum"), list) else None
@@ -117,6 +132,11 @@ class _Reading:
         return found
 
 
+def _other_types(types: frozenset[str]) -> frozenset[str]:
+    # Without a type most templates write texts as they are, and lists and objects as JSON.
+    return _with_integers({"object", "array"} if types == _TYPES else types - {"string"})
+
+
 def _named(types: Iterable[Any]) -> frozenset[str]:
     return frozenset(type for type in types if isinstance(type, str)) & _TYPES
 
@@ -148,7 +168,7 @@ def _is_whole(written: str) -> bool:
     return len(written) < 30 and float(written).is_integer()
 
 
-def _is_exact(written: str, types: frozenset[str]) -> bool:
+def _is_exact(written: str) -> bool:
     """False for a number that readers of JSON take for infinite; then it stays the text that was written."""
     if _type_of(written) not in ("number", "integer") or not any(char in written for char in "eE"):
         return True
