@@ -44,13 +44,15 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 # Of formats, and the tokens that they need besides the tiny model's.
 ADDED = {
-    "hermes": [],
-    "mistral": ["[TOOL_CALLS]", "[ARGS]"],
+    "mistral": ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"],
     "mistral_list": ["[TOOL_CALLS]"],
-    "qwen3_coder": [],
     "harmony": [*MARKERS, "<|constrain|>"],
-    "glm": [],
-    "none": [],
+    "glm": ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+    "deepseek_v3.2": ["｜DSML｜"],
+    "kimi_k3": ["<|open|>", "<|close|>", "<|sep|>"],
+    "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>'],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>"],
+    "kimi_k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"],
 }
 
 

@@ -292,7 +292,7 @@ async def test_what_a_process_finds_out_does_not_depend_on_its_search_being_ende
 ) -> None:
     """It sends its verdict before it searches for the part that is wrong, then what it finds; the last one counts."""
     monkeypatch.setattr(attempt, "_SEARCH_CPU_S", float("inf"))
-    grammars = Grammars(Markup({}, "hermes", names_arguments=False, has_calls=True))
+    grammars = Grammars(Markup({}, "hermes"))
     nothing = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
     functions = Function("f", {"type": "object"}), Function("g", nothing)
     found = [*attempt._verdicts(grammars, OutputConstraint(None, functions, allows_many=False), reasoned=False)]
@@ -302,7 +302,7 @@ async def test_what_a_process_finds_out_does_not_depend_on_its_search_being_ende
 
 
 async def test_a_process_sends_each_kind_of_verdict() -> None:
-    markup, fine = Markup({}, "hermes", names_arguments=False, has_calls=True), Function("f", {"type": "object"})
+    markup, fine = Markup({}, "hermes"), Function("f", {"type": "object"})
     trial = Child("worker.text.grammar.attempt")
 
     def verdict(constraint: OutputConstraint) -> Verdict:

@@ -34,6 +34,7 @@ class HeaderCalls:
     each: str = ""  # the marker before each call of a section; it may open calls without the section too
     end: str = ""  # the marker after each call
     closing: str = ""  # the marker after the section
+    more_forms: tuple[str, ...] = ()  # what models write instead, with {id} in it
     as_list: JsonCalls | None = None  # the other form of the dialect: a list of objects after the same opening
     bare: str = ""
 

@@ -35,6 +35,7 @@ class JsonCalls:
     closing: str = ""
     bare: str = ""
     keys: tuple[str, str] = ("name", "arguments")  # of the function and its arguments, in what is written
+    ids: tuple[str, str] = ("", "")  # keys of an id that some models write before the function, or after its arguments
     named_by_key: bool = False  # {"weather": {"city": "Oslo"}}
     is_list: bool = False  # calls are written as a list
     line: str = ""  # is written before and after the objects

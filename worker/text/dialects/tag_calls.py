@@ -30,7 +30,8 @@ _NAME = re.compile(r"\w")
 _TYPE_NAMES = {bool: "boolean", int: "number", float: "number", list: "array", dict: "object", type(None): "null"}
 
 
-def _tag(around: tuple[str, str], name: str, attribute: str = "") -> str:
+def tag(around: tuple[str, str], name: str, attribute: str = "") -> str:
+    """Return the tag around a name, with an attribute behind it."""
     quote = '"' if around[0].endswith('"') else ""
     return f"{around[0]}{name}{quote}{attribute and ' ' + attribute}{around[1]}"
 
@@ -49,12 +50,14 @@ class TagCalls:
     openings: tuple[str, ...]
     function: tuple[str, str]  # around the function's name
     parameter: tuple[str, str]  # around a parameter's name
+    index: str = ""  # the attribute after a function's name, with {index} in it, which counts the calls from 1
     value: tuple[str, str] = ("", "")  # before and after a value; by default what follows the parameter's name
     end: str = ""  # after the parameters
     closing: str = ""  # after all calls
     line: str = ""  # what the format puts before and after a value
     typed: tuple[str, str] | tuple[()] = ()  # the attribute after the name of a string, and of another {type}
     gap: str = "\n"  # is written between tags
+    cdata: bool = False  # some models write a string as <![CDATA[Oslo]]>, which every dialect reads
     python: bool = False  # lists and objects are written as Python writes them
     bare: str = ""
 
@@ -65,15 +68,16 @@ class TagCalls:
 
     def write(self, calls: Written) -> str:
         """Return the calls, each between the markers."""
-        return self.gap.join(self._written(*call) for call in calls)
+        return self.gap.join(self._written(index, *call) for index, call in enumerate(calls, 1))
 
-    def _written(self, function: str, arguments: dict[str, Any]) -> str:
+    def _written(self, index: int, function: str, arguments: dict[str, Any]) -> str:
         opening = "" if self.openings[0] == self.function[0] else self.openings[0]
-        lines = [opening + (self.gap if self.function[0] and opening else "") + _tag(self.function, function)]
+        head = tag(self.function, function, self.index.format(index=index))
+        lines = [opening + (self.gap if self.function[0] and opening else "") + head]
         for name, value in arguments.items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            tag = _tag(self.parameter, name, self._attribute(value)) + (self.value[0] and self.gap + self.value[0])
-            lines.append(f"{tag}{self.line}{text}{self.line}{self.value[1]}")
+            head = tag(self.parameter, name, self._attribute(value)) + (self.value[0] and self.gap + self.value[0])
+            lines.append(f"{head}{self.line}{text}{self.line}{self.value[1]}")
         return self.gap.join(filter(None, [*lines, self.end, self.closing]))
 
     def _attribute(self, value: Any) -> str:

@@ -37,10 +37,9 @@ class OutputConstraint:
 class Markup:
     """Markers of a model's calls and answers."""
 
-    markers: dict[str, int]  # markers that are one token, to its id
-    calls_as: str | None  # the dialect's name, or "harmony"
-    names_arguments: bool  # calls contain [ARGS], as in newer templates of Mistral
-    has_calls: bool
+    markers: dict[str, int]  # tokens that occur in markers, by their text
+    calls_as: str | None  # the dialect's name, or "harmony"; None: the model writes no calls
+    header: tuple[str, ...] = ()  # around the recipient of a message, which may precede calls
 
 
 class Grammars:
@@ -49,7 +48,6 @@ class Grammars:
     def __init__(self, markup: Markup) -> None:
         self._markup, self._calls_as = markup, markup.calls_as
         self._harmony = self._calls_as == "harmony"  # reasoning is a message like others, in the grammar too
-        self._form = tool_grammars.form_of(self._calls_as, names_arguments=markup.names_arguments)
 
     def grammar(self, constraint: OutputConstraint, *, reasoned: bool, rewritten: Sequence[Schema] = ()) -> str:
         """Return the grammar. Raises `JobFailure` if it cannot be written.
@@ -68,8 +66,10 @@ class Grammars:
         ways = list[str]()
         if constraint.schema is not None:
             ways.append(self._answer(grammar, constraint.schema))
-        if constraint.functions and (form := self._form_for(constraint)):
-            ways.append(form(grammar, constraint.functions, constraint.allows_many))
+        if constraint.functions and self._calls_as:
+            ways.append(self._calls(grammar, self._calls_as, constraint))
+        if not ways:
+            raise JobFailure("unsupported", "tool_choice: this model cannot call tools; leave it out.")
         return grammar.starting_with(f"{self._before(grammar, reasoned)} ({' | '.join(ways)})")
 
     def _before(self, grammar: Grammar, reasoned: bool) -> str:
@@ -83,15 +83,12 @@ class Grammars:
             return f'{grammar.marker("<|channel|>")} "final" {answer}'
         return grammar.json(schema, "response_format")
 
-    def _form_for(self, constraint: OutputConstraint) -> tool_grammars.Form | None:
-        """Return the form of calls, or None if a model without calls may answer by the schema alone."""
-        if self._form or (constraint.schema is not None and not self._markup.has_calls):
-            return self._form
-        if not self._markup.has_calls:
-            raise JobFailure("unsupported", "tool_choice: this model cannot call tools; leave it out.")
-        writes = f"this model writes its calls as {self._calls_as}, which cannot be forced"
-        instead = "use 'auto'" if constraint.schema is None else "leave out the tools, or response_format"
-        raise JobFailure("unsupported", f"{constraint.field}: {writes}; {instead}.")
+    def _calls(self, grammar: Grammar, calls_as: str, constraint: OutputConstraint) -> str:
+        calls = tool_grammars.tool_calls(calls_as, grammar, constraint.functions, constraint.allows_many)
+        if not self._markup.header:
+            return calls
+        begins, ends = map(grammar.marker, self._markup.header)
+        return f"(/ ?/ {begins} /[A-Za-z0-9_.-]{{1,64}}/ {ends})? {calls}"
 
 
 def _analysis(grammar: Grammar) -> str:

@@ -7,7 +7,8 @@ from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat, NamedTool
 from worker.errors import JobFailure
 from worker.text.grammar.builder import Markup, OutputConstraint
-from worker.text.grammar.tool_grammars import Function, markers_of
+from worker.text.grammar.llg_tokenizer import added_tokens
+from worker.text.grammar.tool_grammars import Function, texts_of
 from worker.text.output.formats import ModelFormat
 from worker.text.prompt.size_limit import cost_in_characters
 from worker.text.tokenizer import Tokenizer
@@ -74,5 +75,7 @@ def markup_of(tokenizer: Tokenizer, model_format: ModelFormat) -> Markup:
     """Collect the model's markers for grammars."""
     dialect = model_format.dialect.name if model_format.dialect else None
     calls_as = "harmony" if model_format.harmony else dialect
-    single = {text: tokens[0] for text in markers_of(calls_as) if len(tokens := tokenizer.encode(text)) == 1}
-    return Markup(single, calls_as, "[ARGS]" in tokenizer.template, model_format.reads_calls)
+    header = model_format.thoughts.header if model_format.thoughts else ()
+    texts = (*texts_of(calls_as), *header)
+    added = added_tokens(tokenizer.definition or "{}")
+    return Markup({token: id for token, id in added.items() if any(token in text for text in texts)}, calls_as, header)

@@ -1,6 +1,7 @@
 """Writes a grammar for llguidance: rules in its dialect of Lark, and the JSON schemas that they refer to."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,9 +20,11 @@ class Grammar:
     """A grammar under construction. Its methods return the names of rules, for use in other rules."""
 
     def __init__(self, markers: Mapping[str, int], rewritten: Sequence[Schema] = ()) -> None:
-        """`markers`: the tokens of markers that have one each. `rewritten`: the schemas of a grammar that names the
-        same ones in the same order."""
+        """`markers`: the tokens that occur in markers, by their text. `rewritten`: the schemas of a grammar that names
+        the same ones in the same order."""
         self._markers, self._rewritten = markers, rewritten
+        longest_first = sorted(markers, key=len, reverse=True)
+        self._tokens = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._rules = list[str]()
         self.schemas = list[Schema]()  # those that were added, in llguidance's form
         self.texts = list[tuple[str, str]]()  # arguments of `text`
@@ -40,8 +43,13 @@ class Grammar:
 
     def text(self, terminal: str, until: str) -> str:
         """Add a rule for text that matches the terminal, and ends with the first `until`."""
-        name = f"r{len(self._rules)}"
         self.texts.append((terminal, until))
+        first, *rest = filter(None, self._tokens.split(until))
+        if first in self._markers:
+            return self.rule(f"{self.terminal(terminal)} {self.marker(until)}")
+        if rest:  # a token ends the text, and what precedes the token belongs to it
+            return self.rule(f"{self.terminal(f'({terminal}) {literal(first)}')} {self.marker(''.join(rest))}")
+        name = f"r{len(self._rules)}"
         self._rules.append(f"{name}[suffix={literal(until)}]: {self.terminal(terminal)}")
         return name
 
@@ -66,8 +74,12 @@ class Grammar:
         return f"@{name}"
 
     def marker(self, text: str) -> str:
-        """Return the symbol of a marker: its token if the vocabulary has one, else its text."""
-        return f"<[{self._markers[text]}]>" if text in self._markers else literal(text)
+        """Return the symbols of a marker, which a terminal cannot contain: its tokens, and the text between them."""
+        return " ".join(
+            f"<[{self._markers[part]}]>" if part in self._markers else literal(part)
+            for part in self._tokens.split(text)
+            if part
+        )
 
     def starting_with(self, rule: str) -> str:
         """Return the whole grammar in llguidance's JSON form. Raises `JobFailure` if it is too long."""

@@ -32,6 +32,14 @@ def without_added_tokens(definition: str) -> str:
     return definition
 
 
+def added_tokens(definition: str) -> dict[str, int]:
+    """Return the tokens that `without_added_tokens` renames, by their text: grammars name them by id."""
+    match json.loads(definition):
+        case {"added_tokens": [*added]}:
+            return {entry["content"]: entry["id"] for entry in added if entry["content"].strip(_BLANK)}
+    return {}
+
+
 def _literal(normalizer: Any) -> Any:
     """Return the normalizer without Unicode's normal forms. Its replacement of spaces stays, as in the vocabulary."""
     match normalizer:
