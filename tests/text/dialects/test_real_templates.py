@@ -1,9 +1,19 @@
 """The dialects of real models' chat templates. They are fetched, so the tests run with `--all` alone."""
 
+import json
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.text.dialects.families import FOUND
-from tests.text.dialects.real_templates import fetch, tokenizer
+from tests.text.dialects.reading import BY_NAME
+from tests.text.dialects.real_templates import TemplateTokenizer, fetch, tokenizer
+from worker.text.grammar.lark import Grammar
+from worker.text.grammar.tool_grammars import Function, tool_calls
+from worker.text.output.evidence import _rendered
 from worker.text.output.formats import ModelFormat
 
 pytestmark = [pytest.mark.registry, pytest.mark.slow]
@@ -25,3 +35,65 @@ def test_the_dialect_of_each_template_is_found(templates: dict[str, str]) -> Non
         dialect = "harmony" if found.harmony else found.dialect and found.dialect.name
         thoughts = found.thoughts.begin if found.thoughts else ""
         assert (dialect or "", found.proof, thoughts) == expected, name
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "flag": {"type": "boolean"},
+        "none": {"type": "null"},
+        "list": {"type": "array", "items": {"type": ["string", "boolean", "integer"]}},
+        "more": {"type": "object", "properties": {"k": {"type": ["string", "null"]}, "x": {"type": "string"}}},
+        "ratio": {"type": "number"},
+    },
+    "required": ["city"],
+}
+ARGUMENTS = {
+    "city": "Oslo", "days": 7, "flag": True, "none": None, "list": ["a", True, 2], "more": {"k": None, "x": "y"},
+    "ratio": 1.5,
+}  # fmt: skip
+ALSO_WRITTEN = {"axolotl: llama4"}  # an empty answer in Python before the calls
+
+
+def test_what_each_template_writes_is_allowed_when_a_call_is_forced(templates: dict[str, str]) -> None:
+    for name, (dialect, proof, _) in FOUND.items():
+        if dialect and dialect != "harmony" and proof == "read back" and name not in ALSO_WRITTEN:
+            written = _written(tokenizer(templates[name]))
+            assert any(_allows(dialect, text) for text in written), (name, written)
+
+
+def _written(words: TemplateTokenizer) -> list[str]:
+    """Return what a template writes for one and for two calls, with ids as it demands them."""
+    question, found = {"role": "user", "content": "Questionq7"}, list[str]()
+    given: tuple[Callable[[Any], Any], ...] = (dict, json.dumps)  # some templates demand text
+    for ids, as_demanded, count in product((("call_1", "call_2"), ("a1b2c3d4e", "b1b2c3d4e")), given, (2, 1)):
+        calls = [
+            {"type": "function", "id": id, "function": {"name": function, "arguments": as_demanded(arguments)}}
+            for id, (function, arguments) in zip(ids, [("weather", ARGUMENTS), ("now", {})][:count], strict=False)
+        ]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": "Resultq7"}
+            for call in calls
+        ]
+        text = _rendered(words, [question, {"role": "assistant", "content": "", "tool_calls": calls}, *results])
+        if text and "Resultq7" in text:
+            found.append(text.rpartition("Questionq7")[2].partition("Resultq7")[0])
+    return found
+
+
+def _allows(dialect: str, text: str) -> bool:
+    """True if the grammar allows the text from the first marker, or bracket, up to a place that ends the calls."""
+    row, grammar = BY_NAME[dialect], Grammar({})
+    functions = [Function("weather", SCHEMA), Function("now")]
+    matcher = LLMatcher(
+        LLTokenizer("byte"), grammar.starting_with(tool_calls(dialect, grammar, functions, True)), log_level=0
+    )
+    begins = [place for sign in (*row.openings, *row.bare) if (place := text.find(sign)) >= 0]
+    given = text[min(begins, default=0) :].encode()
+    taken = matcher.try_consume_tokens([*given])
+    while taken and not matcher.is_accepting():
+        matcher.rollback(1)
+        taken -= 1
+    return taken > 0 and all(sign.encode() not in given[taken:] for sign in ("weather(", '"city"', "days"))
