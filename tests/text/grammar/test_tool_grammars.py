@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from llguidance import LLTokenizer
 
 from tests.selection import examples
 from tests.text.dialects.reading import BY_NAME
@@ -33,6 +34,9 @@ from worker.errors import JobFailure
 from worker.text.dialects.dialect import Dialect
 from worker.text.dialects.pythonic import GemmaCalls
 from worker.text.dialects.tag_calls import TagCalls
+from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
+from worker.text.grammar.sandbox import compile_grammar
+from worker.text.grammar.tool_grammars import Function
 
 
 @pytest.mark.parametrize("format", FORCED)
@@ -112,6 +116,7 @@ KINDS: dict[str, Schema] = {
     "null": {"type": "null"},
     "words": {"type": "string", "enum": ["red", "dark blue", "null", "5"]},
     "values": {"enum": [1, "a", None, True, 2.5, [1, "x"], {"k": []}]},
+    "odd words": {"enum": ["", "it's", 'say "x"', "a\\b", "a\nb", "a/b", "é\t"]},
     "constant": {"const": "x y"},
     "object": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}, "b": {"type": "integer"}},
                "required": ["a"], "additionalProperties": False},
@@ -360,6 +365,38 @@ async def test_parameters_that_no_grammar_holds_are_refused(format: str, schema:
     refused = await refusal(format, tools=tools, tool_choice="required")
     assert refused.type == "invalid_request"
     assert words in refused.message
+
+
+@pytest.mark.parametrize("format", ["hermes", "qwen3_coder", "kimi_k3", "lfm2", "gemma4"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"type": "string", "maxLength": 2**31 - 1},
+        {"type": "string", "minLength": 100_000},
+        {"type": "array", "items": {"type": "string"}, "maxItems": 10**20},
+        {"anyOf": [{"$ref": "#/$defs/fan0"}, {"$ref": "#/$defs/fan0"}]},
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}},
+    ],
+    ids=["no limit", "long", "many items", "fan", "wide"],
+)
+async def test_large_parameters_are_held_in_some_form(format: str, asked: Schema) -> None:
+    fan: Schema = {f"fan{i}": {"anyOf": [{"$ref": f"#/$defs/fan{i + 1}"}] * 2} for i in range(30)}
+    parameters = {"type": "object", "properties": {"a": asked}, "$defs": {**fan, "fan30": {"type": "null"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert not (await model(format).guide(tools=tools, tool_choice="required")).error
+
+
+def test_a_call_may_follow_the_name_of_its_recipient() -> None:
+    constraint = OutputConstraint(None, (Function("clock"),), allows_many=False)
+    call = BY_NAME["muse_spark"].write([("clock", {})])
+    for header, text, fine in (
+        (("to=", "<|message|>"), f" to=clock<|message|>{call}", True),
+        (("to=", "<|message|>"), call, True),
+        ((), f" to=clock<|message|>{call}", False),
+    ):
+        grammar = Grammars(Markup({}, "muse_spark", header)).grammar(constraint, reasoned=False)
+        matcher = compile_grammar(LLTokenizer("byte"), grammar)
+        assert (matcher.try_consume_tokens([*text.encode()]) == len(text)) == fine
 
 
 UNION: Schema = {

@@ -26,6 +26,7 @@ class Grammar:
         longest_first = sorted(markers, key=len, reverse=True)
         self._tokens = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._rules = list[str]()
+        self._known = dict[tuple[str, str], str]()  # terminals and rules for text, by their body and their end
         self.schemas = list[Schema]()  # those that were added, in llguidance's form
         self.texts = list[tuple[str, str]]()  # arguments of `text`
 
@@ -36,21 +37,28 @@ class Grammar:
         return name
 
     def terminal(self, body: str) -> str:
-        """Add a terminal, which the lexer matches as a whole."""
-        name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
-        return name
+        """Return a terminal, which the lexer matches as a whole."""
+        if (body, "") not in self._known:
+            name = self._known[body, ""] = f"T{len(self._rules)}"
+            self._rules.append(f"{name}: {body}")
+        return self._known[body, ""]
 
     def text(self, terminal: str, until: str) -> str:
-        """Add a rule for text that matches the terminal, and ends with the first `until`."""
-        self.texts.append((terminal, until))
+        """Return a rule for text that matches the terminal, and ends with the first `until`."""
+        if (terminal, until) not in self._known:
+            self.texts.append((terminal, until))
+            self._known[terminal, until] = self._text(terminal, until)
+        return self._known[terminal, until]
+
+    def _text(self, terminal: str, until: str) -> str:
         first, *rest = filter(None, self._tokens.split(until))
         if first in self._markers:
             return self.rule(f"{self.terminal(terminal)} {self.marker(until)}")
         if rest:  # a token ends the text, and what precedes the token belongs to it
             return self.rule(f"{self.terminal(f'({terminal}) {literal(first)}')} {self.marker(''.join(rest))}")
+        body = self.terminal(terminal)
         name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}[suffix={literal(until)}]: {self.terminal(terminal)}")
+        self._rules.append(f"{name}[suffix={literal(until)}]: {body}")
         return name
 
     def json(self, schema: Schema, field: str, root: Schema | None = None) -> str:

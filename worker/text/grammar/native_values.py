@@ -14,11 +14,12 @@ from worker.text.grammar.schema.formats import FORMATS, patterns
 from worker.text.grammar.schema.patterns import Pattern
 from worker.text.grammar.schema.references import References
 from worker.text.grammar.schema.regex import UnsupportedPattern
-from worker.text.grammar.schema.rewrite import KEYWORDS, TYPES
+from worker.text.grammar.schema.rewrite import KEYWORDS, TYPES, UNLIMITED
 from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword, quoted
 
 _DEEPEST = 20  # schemas within one another
 _MOST = 500  # schemas of one function
+_LONGEST = 10_000  # characters, or items of a list, that a terminal or a rule counts
 _MOST_BRANCHES = 200  # alternatives of one value, with those that references lead through
 OF_STRINGS = {"type", "pattern", "minLength", "maxLength", "format"}
 # Models write the literals of JSON and those of Python; the readers take both.
@@ -77,7 +78,9 @@ def lengths(schema: Schema) -> tuple[int, int | str]:
     minimum, maximum = (schema.get(name) for name in ("minLength", "maxLength"))
     if not all(each is None or (type(each) is int and each >= 0) for each in (minimum, maximum)):
         raise Unwritable("minLength or maxLength of that value")
-    return minimum or 0, "" if maximum is None else maximum
+    if minimum is not None and minimum > _LONGEST:
+        raise Unwritable(f"a minLength of over {_LONGEST:,}")
+    return minimum or 0, "" if maximum is None or maximum >= UNLIMITED else maximum
 
 
 def branches(schema: Any, references: References) -> list[Schema]:
@@ -102,8 +105,8 @@ def branches(schema: Any, references: References) -> list[Schema]:
                 found.append({})
             case _:
                 raise Unwritable("such a schema")
-    if waiting or not found:
-        raise Unwritable("so many alternatives" if waiting else "no alternatives")
+    if waiting:
+        raise Unwritable("so many alternatives")
     return found
 
 
@@ -151,7 +154,9 @@ def in_any_case(value: Any) -> tuple[str, ...]:
 
 
 def any_of(texts: Sequence[str]) -> str:
-    """Return a rule's body for one of the alternatives."""
+    """Return a rule's body for one of the alternatives. Raises `Unwritable` if there is none."""
+    if not texts:
+        raise Unwritable("no alternatives")
     return f"({' | '.join(dict.fromkeys(texts))})"
 
 
@@ -177,7 +182,6 @@ class NativeValues:
         self._references = References(root)
         self._left, self._depth = _MOST, 0
         self._names = list[str]()  # of the member that is written, and of those that it is within
-        self._terminals = dict[str, str]()  # by their body
         self._targets = dict[str, str]()  # rules of schemas that are referred to, by the reference
 
     def keywords(self) -> str:
@@ -197,6 +201,7 @@ class NativeValues:
         try:
             return self.value(self._root)
         except _TooLarge:
+            self._names.clear()
             return self._json(self._root)
 
     def _named(self, name: str, schema: Any) -> str:
@@ -244,7 +249,7 @@ class NativeValues:
             case "string":
                 return self._string(schema)
             case ("integer" | "number") as name if not schema.keys() & KEYWORDS - {"type"}:
-                return self._terminal(f"/{NUMBERS[name]}/")
+                return self._grammar.terminal(f"/{NUMBERS[name]}/")
             case ("boolean" | "null") as name:
                 allow_only(schema, {"type"})
                 return any_of([literal(word) for word in self._words[name]])
@@ -259,11 +264,6 @@ class NativeValues:
             schema = {"allOf": [schema]}
         return self._grammar.json(schema, ": ".join([self._field, *self._names]), self._root)
 
-    def _terminal(self, body: str) -> str:
-        if body not in self._terminals:
-            self._terminals[body] = self._grammar.terminal(body)
-        return self._terminals[body]
-
     def _string(self, schema: Schema) -> str:
         if self._quote:
             terminal = string_terminal(schema, [f"(?s:.*){escaped(self._quote)}(?s:.*)"])
@@ -276,7 +276,7 @@ class NativeValues:
     def _free_string(self, sign: str, count: str) -> str:
         """Return the terminal of strings between these quotes. `count`: how many characters; empty: any number."""
         body = f"/{sign}({_PLAIN.format(sign)}|{_ESCAPED}){count or '*'}{sign}/"
-        return self._terminal(" & ".join([body, *(f"~/{each}/" for each in self._but)]))
+        return self._grammar.terminal(" & ".join([body, *(f"~/{each}/" for each in self._but)]))
 
     def _forms(self, value: Any) -> list[str]:
         """Return the forms of a value that is listed."""
@@ -297,13 +297,13 @@ class NativeValues:
         fewest, most = schema.get("minItems", 0), schema.get("maxItems")
         if "items" not in schema or not isinstance(schema["items"], dict) or type(fewest) is not int or fewest > 1:
             return self._json(schema)
-        if not (most is None or (type(most) is int and most >= max(1, fewest))):
+        if not (most is None or (type(most) is int and max(1, fewest) <= most <= _LONGEST)):
             return self._json(schema)
         item = self._named("items", schema["items"])
         more = "*" if most is None else f"{{0,{most - 1}}}"
-        others = "" if most == 1 else f"({self._terminal(_COMMA)} {item}){more}"
+        others = "" if most == 1 else f"({self._grammar.terminal(_COMMA)} {item}){more}"
         items = f"({item} {others}){'' if fewest else '?'}"
-        return f"{self._terminal(_OPEN_LIST)} {items} {self._terminal(_CLOSE_LIST)}"
+        return f"{self._grammar.terminal(_OPEN_LIST)} {items} {self._grammar.terminal(_CLOSE_LIST)}"
 
     def _object_or_json(self, schema: Schema) -> str:
         others = schema.get("additionalProperties")
@@ -318,14 +318,14 @@ class NativeValues:
         # Gemma's templates sort the names, so its models do.
         orders = {tuple(members), tuple(sorted(members, key=str.lower))} if self._quote else {tuple(members)}
         found = any_of([self._members(schema, {name: members[name] for name in order}) for order in sorted(orders)])
-        return f"{self._terminal(_OPEN_OBJECT)} {found} {self._terminal(_CLOSE_OBJECT)}"
+        return f"{self._grammar.terminal(_OPEN_OBJECT)} {found} {self._grammar.terminal(_CLOSE_OBJECT)}"
 
     def _dictionary(self, schema: Schema) -> str:
         """Return the rule for an object with any names, whose values have one schema."""
-        names = [self._free_string('"', ""), *([self._terminal(r"/[\w-]{1,100}/")] if self._quote else [])]
-        member = self._grammar.rule(f"{any_of(names)} {self._terminal(_COLON)} {self.value(schema)}")
-        members = f"({member} ({self._terminal(_COMMA)} {member})*)?"
-        return f"{self._terminal(_OPEN_OBJECT)} {members} {self._terminal(_CLOSE_OBJECT)}"
+        names = [self._free_string('"', ""), *([self._grammar.terminal(r"/[\w-]{1,100}/")] if self._quote else [])]
+        member = self._grammar.rule(f"{any_of(names)} {self._grammar.terminal(_COLON)} {self.value(schema)}")
+        members = f"({member} ({self._grammar.terminal(_COMMA)} {member})*)?"
+        return f"{self._grammar.terminal(_OPEN_OBJECT)} {members} {self._grammar.terminal(_CLOSE_OBJECT)}"
 
     def _check_object(self, schema: Schema) -> None:
         """Raise `Unwritable` for the schema of an object whose members are not known by name."""
@@ -343,11 +343,11 @@ class NativeValues:
 
     def _key(self, name: str) -> str:
         is_bare = self._quote and re.fullmatch(r"[\w-]+", name)
-        return f"{literal(name) if is_bare else any_of(self._quoted(name))} {self._terminal(_COLON)}"
+        return f"{literal(name) if is_bare else any_of(self._quoted(name))} {self._grammar.terminal(_COLON)}"
 
     def _members(self, schema: Schema, members: Mapping[str, str]) -> str:
         """Return the rule for members in this order, of which those that are not required may be missing."""
-        required, comma = {*schema.get("required", [])}, self._terminal(_COMMA)
+        required, comma = {*schema.get("required", [])}, self._grammar.terminal(_COMMA)
         first, rest = list[str](), ""
         for name, member in reversed([*members.items()]):
             begun = f"{member} {rest}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from worker.text.dialects.tag_calls import TagCalls, tag
 from worker.text.dialects.values import Parameters
-from worker.text.grammar.lark import Grammar
+from worker.text.grammar.lark import Grammar, literal
 from worker.text.grammar.native_values import (
     NUMBERS,
     WORDS,
@@ -168,7 +168,7 @@ class TagParameters:
                 read = self._reads.json_of(name, text, set())
                 spells = any(mark in text for mark in self._marks) or re.fullmatch(_CDATA, text)
                 if not spells and _is_equal(json.loads(read), value):
-                    found.append(f"/{escaped(text)}/")
+                    found.append(literal(text))
         if not found:
             raise Unwritable("this enum or const")
         return found
@@ -199,7 +199,7 @@ class TagParameters:
         if schema.keys() & {"const", "enum"}:
             for value in listed_values(schema):
                 if isinstance(value, str) and not any(re.fullmatch(never, value) for never in self._never):
-                    texts.append(f"/{escaped(value)}/")
+                    texts.append(literal(value))
                 else:
                     others.setdefault(self._attribute(values.kind(value)), []).append({"const": value})
         elif schema.get("type") == "string":

@@ -21,7 +21,7 @@ _MAX_SCHEMAS = 30_000  # at all levels, copies by the rewriting included
 _MAX_PATTERN_CHARACTERS = 500_000  # of patterns, after their classes are written out
 _MAX_VALUE_CHARACTERS = 2_000_000  # characters of values and names, copies by the rewriting included
 _MAX_DEPTH = 100  # llguidance's reader stops at 128
-_UNLIMITED = 2**31 - 1  # some schema generators write it for "no limit"
+UNLIMITED = 2**31 - 1  # some schema generators write it for "no limit"
 _UNWRITABLE = re.compile(r"[^\b\f\n\r\t -~\x80-\U0010ffff]")
 _USE_ANOTHER = "leave it out, and check the answer"
 REFUSED = {
@@ -327,10 +327,10 @@ def _format_patterns(schema: Schema, at: str) -> tuple[str, ...]:
 def _sizes(schema: Schema, min_keyword: str, max_keyword: str, at: str) -> Schema:
     found = Schema()
     if (low := names.size(schema, min_keyword, at)) is not None:
-        if low >= _UNLIMITED:
+        if low >= UNLIMITED:
             problem = f"{quoted(low)} is longer than any answer; use a smaller number"
             raise UnsupportedKeyword(f"{at}/{min_keyword}", problem)
         found[min_keyword] = low
-    if (high := names.size(schema, max_keyword, at)) is not None and high < _UNLIMITED:
+    if (high := names.size(schema, max_keyword, at)) is not None and high < UNLIMITED:
         found[max_keyword] = high
     return found
