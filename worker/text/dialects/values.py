@@ -74,7 +74,8 @@ class _Reading:
     """Collects the types that a schema allows, through references and combinations."""
 
     def __init__(self, root: Schema) -> None:
-        self._root, self._steps, self._depth = root, 0, 0
+        self._root = root
+        self._steps = self._depth = 0
         self.constants: set[str] | None = None  # texts that `enum` and `const` allow
 
     def types(self, schema: Any) -> frozenset[str]:

@@ -175,7 +175,8 @@ class NativeValues:
     ) -> None:
         """`root`: the schema of all arguments. `field`: for errors. `python`: values may be those of Python too.
         `quote`: Gemma's marker around strings. `but`: expressions that strings cannot match, with their quotes."""
-        self._grammar, self._root, self._field = grammar, root, field
+        self._grammar, self._field = grammar, field
+        self._root = root
         self._quote, self._but = quote, but
         self._quotes = ('"', "'") if python else ('"',)
         self._words = WORDS if python or quote else _JSON_WORDS

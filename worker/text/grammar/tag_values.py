@@ -52,7 +52,8 @@ class TagParameters:
 
     def __init__(self, grammar: Grammar, dialect: TagCalls, root: Schema, field: str, gap: str) -> None:
         """`root`: the schema of all parameters. `field`: for errors. `gap`: the rule between tags."""
-        self._grammar, self._dialect, self._gap = grammar, dialect, gap
+        self._grammar, self._dialect = grammar, dialect
+        self._gap = gap
         self._root, self._field = root, field
         self._of_string, self._of_other = dialect.typed or ("", "")  # the attributes of typed tags
         self._references, self._reads = References(root), Parameters(root)

@@ -63,7 +63,8 @@ class _CallGrammar:
     """The grammar of the calls of one request."""
 
     def __init__(self, grammar: Grammar, functions: Sequence[Function], many: bool) -> None:
-        self._grammar, self._functions, self._many = grammar, functions, many
+        self._grammar, self._functions = grammar, functions
+        self._many = many
         self._arguments = dict[str, str]()  # rules for arguments in JSON, by the function's name
 
     def of(self, dialect: Dialect) -> str:
