@@ -21,8 +21,10 @@ from worker.text.grammar.lark import param_of
 from worker.text.grammar.llg_tokenizer import NAME_BEGINS, ForcedText, without_added_tokens
 from worker.text.grammar.row.draft_time import AllDraftsTime
 from worker.text.grammar.row.grammar import RowGrammar
+from worker.text.grammar.row.numbers import FiniteNumbers
 from worker.text.grammar.row.reasoning import ReasoningMask, ReasoningState
 from worker.text.grammar.sandbox import Uncompilable
+from worker.text.grammar.tool_grammars import in_json
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import ANSWER_BEGINS
 from worker.text.prompt.normalize import normalize
@@ -50,6 +52,9 @@ class GrammarStates:
         self._reasoning_mask = _reasoning_mask(tokenizer, vocabulary, model_format, self._count)
         self._drafts_time = AllDraftsTime()
         self._forced_text = ForcedText(self._tokenizer) if self._tokenizer else None
+        self._numbers = FiniteNumbers(
+            vocabulary, self._count, self._markup.markers.values(), bare=not model_format.harmony
+        )
 
     async def create(
         self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive", *, drafts: bool = False
@@ -78,6 +83,8 @@ class GrammarStates:
         reasoned = reasoning is not None
         matcher, ahead = await self._matchers(self._tokenizer, constraint, reasoned, lane, tenant, drafts=drafts)
         row_grammar = partial(RowGrammar, drafts_time=self._drafts_time, forced_text=self._forced_text)
+        if not constraint.functions or in_json(self._markup.calls_as):
+            row_grammar = partial(row_grammar, numbers=self._numbers)
         state = await run(partial(row_grammar, matcher, self._ends, reasoning, begun, drafts=ahead))
         if state.error:
             raise JobFailure(

@@ -26,9 +26,11 @@ OF_STRINGS = {"type", "pattern", "minLength", "maxLength", "format"}
 _JSON_WORDS = {"boolean": ("true", "false"), "null": ("null",)}
 WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
 # Readers take a number beyond a double for a text, so the digits are limited.
+_INTEGER, _FRACTION = "(0|[1-9][0-9]{0,199})", r"(\.[0-9]{1,200})?"
 NUMBERS = {
-    "integer": r"-?(0|[1-9][0-9]{0,199})",
-    "number": r"-?(0|[1-9][0-9]{0,199})(\.[0-9]{1,200})?([eE][+-]?[0-9]{1,2})?",
+    "integer": f"-?{_INTEGER}",
+    "number": rf"-?({_INTEGER}{_FRACTION}([eE](\+?[0-9]{{1,2}}|-[0-9]{{1,3}}))?"
+    rf"|[0-9]{_FRACTION}[eE]\+?([12][0-9]{{2}}|30[0-7]))",
 }
 _ESCAPED = r"""\\["'\\\/bfnrt]"""
 _COMMA, _COLON = spaced(" , "), spaced(" : ")

@@ -49,6 +49,11 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
 
 
+def in_json(calls_as: str | None) -> bool:
+    """Return True if a dialect's calls are JSON between markers. `calls_as`: see `tool_calls`."""
+    return calls_as in (None, "harmony") or isinstance(by_name(calls_as), JsonCalls | HeaderCalls)
+
+
 def tool_calls(calls_as: str, grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
     """Return the rule for a call of one of the functions, or for several calls if `many`. `calls_as`: the dialect's
     name, or "harmony". Raises `JobFailure`."""

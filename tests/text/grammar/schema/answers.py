@@ -6,10 +6,21 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from worker.text.grammar.lark import Grammar
+from worker.text.grammar.row.numbers import FiniteNumbers
 from worker.text.grammar.sandbox import compile_grammar
 
 Schema = dict[str, Any]
 BYTES = LLTokenizer("byte")
+
+
+class _Bytes:
+    """A vocabulary of single bytes."""
+
+    def bytes_of(self, token: int) -> bytes:
+        return bytes([token])
+
+
+_NUMBERS = FiniteNumbers(_Bytes(), 256, [], bare=True)
 _LIKELY = {ord(sign): 8 for sign in '"}]'} | {ord(","): 2} | dict.fromkeys(range(128, 256), 0.3)
 
 
@@ -28,15 +39,16 @@ def takes(schema: Schema, text: str) -> bool:
 def answer(found: LLMatcher, dice: random.Random, max_bytes: int) -> str | None:
     """Return what it allows, drawn so that it ends soon. None if it did not."""
     found.reset()
-    written = bytearray()
+    written, place = bytearray(), _NUMBERS.begins
     while len(written) < max_bytes:
-        mask = found.compute_bitmask()
+        mask = _NUMBERS.narrowed(found.compute_bitmask(), place)
         may = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
         if found.is_stopped() or not may or (found.is_accepting() and dice.random() < 0.3):
             return written.decode()
         (byte,) = dice.choices(may, [_LIKELY.get(each, 1) for each in may])
         assert found.consume_token(byte)
         written.append(byte)
+        place = place.after(bytes([byte]))
     return None
 
 

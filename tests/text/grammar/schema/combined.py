@@ -74,7 +74,7 @@ _KEYWORDS: dict[str, _Keyword] = {
     "else": lambda dice, inner: inner(),
     "$ref": lambda dice, inner: dice.choice(["#/$defs/A", "#/$defs/B"]),
 }
-_NUMBER_OF_MANY_DIGITS = re.compile(r"[0-9.]{16}|[0-9][eE][-+]?[0-9]{3}")
+_NUMBER_OF_MANY_DIGITS = re.compile(r"[0-9.]{16}")
 _DEPTH = 2  # of combinations within combinations
 _ABOUT_NAMES = 5  # the first keywords, which come three times as often
 

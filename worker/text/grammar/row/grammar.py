@@ -10,6 +10,7 @@ from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.llg_tokenizer import ForcedText
 from worker.text.grammar.row.draft_reader import DraftReader
 from worker.text.grammar.row.draft_time import AllDraftsTime, DraftTime
+from worker.text.grammar.row.numbers import FiniteNumbers
 from worker.text.grammar.row.reader import GrammarReader
 from worker.text.grammar.row.reasoning import ReasoningState
 
@@ -29,16 +30,17 @@ class RowGrammar:
         clock: Callable[[], float] = time.thread_time,
         drafts_time: AllDraftsTime | None = None,
         forced_text: ForcedText | None = None,
+        numbers: FiniteNumbers | None = None,
     ) -> None:
         """`ends`: tokens that end a sequence. `begun`: tokens of the answer proper that the prompt holds. `drafts`:
         another matcher of the same grammar, compiled anew, which reads drafts; None: the row takes none. `clock`:
         seconds that the engine's thread has computed. `drafts_time`: shared with all other rows; None: with none.
-        `forced_text`: see `GrammarReader`."""
-        self._answer = GrammarReader(matcher, ends, reasoning, begun, forced_text)
+        `forced_text` and `numbers`: see `GrammarReader`."""
+        self._answer = GrammarReader(matcher, ends, reasoning, begun, forced_text, numbers)
         self._drafts: DraftReader | None = None
         if drafts:
             time_left = DraftTime(clock, drafts_time or AllDraftsTime())
-            self._drafts = DraftReader(GrammarReader(drafts, ends, reasoning, begun, forced_text), time_left)
+            self._drafts = DraftReader(GrammarReader(drafts, ends, reasoning, begun, forced_text, numbers), time_left)
         self._begun = begun
         self._current: bytes | None = None  # mask of the next token, once it is computed
         self.error: GrammarError | None = None  # after it the grammar constrains nothing any more

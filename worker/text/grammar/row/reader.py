@@ -8,6 +8,7 @@ from itertools import takewhile
 from llguidance import LLMatcher
 
 from worker.text.grammar.llg_tokenizer import ForcedText
+from worker.text.grammar.row.numbers import FiniteNumbers, Place
 from worker.text.grammar.row.reasoning import ReasoningState
 from worker.text.grammar.sandbox import error_of
 
@@ -25,19 +26,23 @@ class GrammarReader:
         reasoning: ReasoningState | None,
         begun: Sequence[int],
         forced_text: ForcedText | None = None,
+        numbers: FiniteNumbers | None = None,
     ) -> None:
         """`ends`: tokens that end a sequence. `begun`: tokens of the answer proper that the prompt holds; call `reset`
-        to read them. `forced_text`: reads long texts without a choice; None: the matcher does."""
+        to read them. `forced_text`: reads long texts without a choice; None: the matcher does. `numbers`: of an answer
+        in JSON."""
         self._matcher, self._forced_text = matcher, forced_text
+        self._numbers = numbers
+        self._place = numbers.begins if numbers else None
         self._ends = ends
         self._begun = begun
         self._first_reasoning = self._reasoning_state = reasoning
         self.accepted = 0  # tokens of the answer
         self._consumed = 0  # tokens that the matcher has read
         self._last: int | None = None  # the last of them
-        # By token that was accepted last: the reasoning before it, and the tokens consumed before it: their number, and
-        # the last.
-        self._history = deque[tuple[ReasoningState | None, int, int | None]](maxlen=_ROLLBACK)
+        # By token that was accepted last: the reasoning before it, and the tokens consumed before it: their number, the
+        # last, and the place after them.
+        self._history = deque[tuple[ReasoningState | None, int, int | None, Place | None]](maxlen=_ROLLBACK)
 
     def reset(self) -> bool:
         """Return to the state before the first sampled token. Returns False if the grammar does not allow what the
@@ -45,6 +50,7 @@ class GrammarReader:
         self._matcher.reset()
         self.accepted = self._consumed = 0
         self._last = None
+        self._place = self._numbers.begins if self._numbers else None
         self._history.clear()
         self._reasoning_state = copy.copy(self._first_reasoning)
         return all(self._consume(token) for token in self._begun)
@@ -57,7 +63,7 @@ class GrammarReader:
     def _record(self, token: int) -> bool:
         """Record a token, and advance the reasoning. Return True if the matcher has to consume the token."""
         self.accepted += 1
-        self._history.append((copy.copy(self._reasoning_state), self._consumed, self._last))
+        self._history.append((copy.copy(self._reasoning_state), self._consumed, self._last, self._place))
         if token in self._ends:  # a batch may compute one step more than a row needs
             return False
         if self._reasoning_state and self._reasoning_state.take(token):
@@ -69,6 +75,8 @@ class GrammarReader:
     def _consume(self, token: int) -> bool:
         self._consumed += 1
         self._last = token
+        if self._numbers and self._place:
+            self._place = self._numbers.after(self._place, token)
         return self._matcher.try_consume_tokens([token]) == 1
 
     def rollback(self, count: int) -> None:
@@ -78,7 +86,7 @@ class GrammarReader:
         self.accepted -= count
         consumed = self._consumed
         for _ in range(count):
-            self._reasoning_state, consumed, self._last = self._history.pop()
+            self._reasoning_state, consumed, self._last, self._place = self._history.pop()
         if self._consumed > consumed:
             self._matcher.rollback(self._consumed - consumed)
             self._consumed = consumed
@@ -94,7 +102,8 @@ class GrammarReader:
     def _answer_mask(self) -> bytes:
         if self._forced_text and (tokens := self._forced_text.tokens(self._matcher, self._last)):
             return self._forced_text.mask(tokens[0])
-        return self._matcher.compute_bitmask()
+        mask = self._matcher.compute_bitmask()
+        return self._numbers.narrowed(mask, self._place) if self._numbers and self._place else mask
 
     def forced(self) -> tuple[int, ...]:
         """Return tokens that must come next; none within reasoning."""
@@ -110,12 +119,23 @@ class GrammarReader:
         for place, token in enumerate(tokens):
             if not reasoning or not (reasoning.begun or token == reasoning.begins):
                 answer = list(takewhile(lambda token: token not in self._ends, tokens[place:]))
-                return place + self._matcher.validate_tokens(answer)
+                return place + self._matcher.validate_tokens(self._of_finite_numbers(answer))
             if token in self._ends or (reasoning.begun and not _allows(reasoning.allowed(), token)):
                 return place
             reasoning.take(token)
             reasoning = None if reasoning.over else reasoning
         return len(tokens)
+
+    def _of_finite_numbers(self, tokens: list[int]) -> list[int]:
+        """Return the tokens before the first that makes a number too large."""
+        place = self._place
+        if not self._numbers or not place:
+            return tokens
+        for read, token in enumerate(tokens):
+            if not self._numbers.allows(place, token):
+                return tokens[:read]
+            place = self._numbers.after(place, token)
+        return tokens
 
     @property
     def in_reasoning(self) -> bool:
