@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from tests.text.dialects.reading import BY_NAME, Answer, cut, read
 from tests.text.dialects.rows import DEVIATIONS, NOW, OSLO, WRITTEN
+from worker.text.dialects.cursor import Cursor
+from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded
 from worker.text.dialects.json_calls import JsonCalls
 from worker.text.dialects.pythonic import GemmaCalls, PythonicCalls
 from worker.text.dialects.tag_calls import TagCalls
@@ -157,6 +159,91 @@ def test_an_answer_in_json_is_no_call_without_a_marker(name: str, text: str) -> 
 # What is wrong with a call
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "arguments", "repaired"),
+    [
+        ("lfm2", '[weather(city="""a "b"\n\'c\'""", days=1)]', {"city": "a \"b\"\n'c'", "days": 1}, []),
+        ("lfm2", "[weather(city='''a'b''')]", {"city": "a'b"}, []),
+        ("lfm2", r"""[weather(city=r"\d+\"x", days=1)]""", {"city": '\\d+\\"x', "days": 1}, []),
+        ("lfm2", r"""[weather(city=f'\x41\u00e9\'')]""", {"city": "Aé'"}, []),
+        ("lfm2", "[weather(days=1_000)]", {"days": 1000}, []),
+        ("lfm2", "[weather(days=[.5, 5., +5, -.5e3])]", {"days": [0.5, 5.0, 5, -500.0]}, []),
+        ("lfm2", "[weather(city=Oslo)]", {"city": "Oslo"}, ["QUOTES"]),
+        ("hermes", '{"name": "weather", "arguments": {"days": +5, "city": .5}}', {"days": 5, "city": 0.5}, ["NUMBER"]),
+        ("hermes", '{"name": "weather", "arguments": {"city": 007}}', {"city": "007"}, ["QUOTES"]),
+        ("command", '[{"tool_call_id": "0", "tool_name": "weather"}]', {}, []),
+    ],
+)
+def test_values_that_another_language_writes_are_what_they_are_there(
+    name: str, text: str, arguments: dict[str, Any], repaired: list[str]
+) -> None:
+    dialect = BY_NAME[name]
+    for pieces in ([dialect.openings[0] + text + dialect.closing], dialect.openings[0] + text + dialect.closing):
+        answer = read(name, pieces)
+        assert answer.calls == [("weather", arguments)]
+        assert answer.repaired == repaired
+
+
+UNTYPED = {"weather": Parameters({"properties": {"city": {}, "days": {"type": ["string", "array"]}}})}
+
+
+@pytest.mark.parametrize("value", ["[", "{", "[WIP]", "{a: b", "[WIP] fix", "<![CDATA[x]]>", "{'a': 1}", "5.", "+5"])
+def test_a_text_that_is_nearly_a_value_stays_a_text_where_it_may_be_one(value: str) -> None:
+    for name in ("qwen3_coder", "glm"):
+        written = BY_NAME[name].write([("weather", {"city": value, "days": value})])
+        assert read(name, written, functions=UNTYPED).calls == [("weather", {"city": value, "days": value})]
+
+
+def test_prose_about_an_end_that_follows_a_call_is_none() -> None:
+    call = BY_NAME["qwen3_coder"].write([("weather", {"city": "Oslo"})])
+    prose = "\nI closed it with `</parameter>`."
+    for text in (call + prose, [*call, *prose]):
+        answer = read("qwen3_coder", text)
+        assert (answer.calls, answer.content) == ([("weather", {"city": "Oslo"})], prose)
+
+
+def test_objects_within_objects_without_end_are_no_call() -> None:
+    text = "<tool_call>" + '{"function": ' * 5000
+    assert read("hermes", text).content == text
+
+
+def test_the_keys_of_a_dialect_are_read() -> None:
+    dialect = JsonCalls("new", ("<call>",), "</call>", keys=("tool", "input"))
+    cursor = Cursor()
+    cursor.add(dialect.write([("weather", {"city": "Oslo"})]).removeprefix("<call>"))
+    cursor.end()
+    began, *pieces, ended = dialect.read("<call>", cursor, {})
+    assert (began, ended) == (CallBegan("weather"), CallEnded())
+    assert "".join(piece.text for piece in pieces if isinstance(piece, CallArguments)) == '{"city": "Oslo"}'
+
+
+def test_the_end_of_reasoning_that_a_call_has_ended_is_no_text() -> None:
+    text = "<think>Hm " + WRITTEN["hermes"] + "</think>Done, by </think>."
+    for pieces in ([text], text):
+        answer = read("hermes", pieces)
+        assert (answer.reasoning, answer.content.strip()) == ("Hm ", "Done, by </think>.")
+        assert [function for function, _ in answer.written] == ["weather", "now"]
+
+
+def test_the_closing_marker_of_calls_without_an_opening_is_no_text() -> None:
+    answer = read("llama4", '[weather(city="Oslo")]<|python_end|>')
+    assert (answer.calls, answer.content) == ([("weather", {"city": "Oslo"})], "")
+
+
+def test_a_line_of_prose_behind_a_call_is_none() -> None:
+    answer = read("olmo3", "<function_calls>now()\nHello (world) x")
+    assert (answer.calls, answer.content) == ([("now", {})], "\nHello (world) x")
+    lines = read("olmo3", "<function_calls>now()\nother(a=1)\n</function_calls>")
+    assert lines.calls == [("now", {}), ("other", {"a": 1})]
+
+
+def test_the_last_fence_of_a_call_may_be_missing() -> None:
+    text = WRITTEN["deepseek_v3"].replace("```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>")
+    answer = read("deepseek_v3", text)
+    assert (answer.calls, answer.content) == (read("deepseek_v3", WRITTEN["deepseek_v3"]).calls, "")
+    assert set(answer.repaired) == {"CLOSING"}
+
+
 @pytest.mark.parametrize("name", MARKED)
 def test_a_call_of_an_unknown_function_is_a_call(name: str) -> None:
     answer = read(name, WRITTEN[name], functions={"other": Parameters({})})
@@ -169,8 +256,17 @@ def test_a_call_of_an_unknown_function_is_a_call(name: str) -> None:
         ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "a"b"}}</tool_call>', '{"city": "a"b"}}'),
         ("hermes", '<tool_call>{"name": "weather", "arguments": {"city" "Oslo"}}</tool_call>', '{"city" "Oslo"}}'),
         ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": ]', '{"city": ]'),
-        ("lfm2", "<|tool_call_start|>[weather(city={1, 2})]<|tool_call_end|>", '{"city": {"1", 2})]'),
-        ("gemma4", "<|tool_call>call:weather{a b}<tool_call|>", '{"a" b}'),
+        ("lfm2", "<|tool_call_start|>[weather(city={1, 2})]<|tool_call_end|>", '{"city": {1, 2})]'),
+        ("gemma4", "<|tool_call>call:weather{a b}<tool_call|>", "{a b}"),
+        (
+            "hermes",
+            '<tool_call>{"name": "weather", "arguments": {"days": 5 // x\n}}</tool_call>',
+            '{"days": 5 // x\n}}',
+        ),
+        ("lfm2", '<|tool_call_start|>[weather(**{"city": 1})]<|tool_call_end|>', '{**{"city": 1})]'),
+        ("lfm2", '<|tool_call_start|>[weather(days=1, "Oslo")]<|tool_call_end|>', '{"days": 1"Oslo")]'),
+        ("lfm2", '<|tool_call_start|>[weather("a", city="b")]<|tool_call_end|>', '{"city": "a""b")]'),
+        ("lfm2", '<|tool_call_start|>[weather("a" days=1)]<|tool_call_end|>', '{"city": "a"days=1)]'),
     ],
 )
 def test_arguments_that_are_no_json_are_delivered_as_they_were_written(name: str, text: str, arguments: str) -> None:

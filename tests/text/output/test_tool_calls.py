@@ -146,6 +146,17 @@ def test_what_was_put_right_is_told() -> None:
     assert len(said.repaired) == 3
 
 
+@pytest.mark.parametrize("name", ["hermes", "lfm2", "mistral"])
+def test_of_an_answer_that_was_cut_off_nothing_is_put_right(name: str) -> None:
+    text = model(name).words.encode(WRITTEN[name])
+    for count in range(1, len(text)):
+        answer = output(model(name), tools=TOOLS)
+        for token in text[:count]:
+            answer.feed(token)
+        answer.flush("length")
+        assert answer.repaired == []
+
+
 # Events and ids
 
 

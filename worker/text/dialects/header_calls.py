@@ -33,6 +33,7 @@ class HeaderCalls:
     form: str  # a whole call, with {name}, {index} and {arguments} in it
     each: str = ""  # the marker before each call of a section; it may open calls without the section too
     end: str = ""  # the marker after each call
+    short_end: str = ""  # what some models write instead
     closing: str = ""  # the marker after the section
     more_forms: tuple[str, ...] = ()  # what models write instead, with {id} in it
     as_list: JsonCalls | None = None  # the other form of the dialect: a list of objects after the same opening
@@ -72,10 +73,11 @@ class HeaderCalls:
         if not found:
             raise NotACall
         yield CallBegan(function_name(found["name"]), found.groupdict().get("id"))
-        ends = Markers((self.end, self.each, self.closing, *self.openings))
+        call_ends = Markers((self.end, self.short_end))
+        ends = Markers((*call_ends.texts, self.each, self.closing, *self.openings))
         repairs = set[Repair]()
         complete = yield from arguments(cursor, JsonText(cursor, repairs, stops=ends), ends)
-        if self.end and not (yield from cursor.accept(Markers((self.end,)), after_blank=True)):
+        if self.end and (yield from cursor.accept(call_ends, after_blank=True)) != self.end:
             repairs.add(Repair.CLOSING)
         yield from repaired(repairs)
         yield CallEnded(complete)

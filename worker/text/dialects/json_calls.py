@@ -35,7 +35,8 @@ class JsonCalls:
     closing: str = ""
     bare: str = ""
     keys: tuple[str, str] = ("name", "arguments")  # of the function and its arguments, in what is written
-    ids: tuple[str, str] = ("", "")  # keys of an id that some models write before the function, or after its arguments
+    ids: tuple[str, str] = ("", "")  # keys of an id that some models write before the function, or after its arguments,
+    # where it comes too late to be the call's
     named_by_key: bool = False  # {"weather": {"city": "Oslo"}}
     is_list: bool = False  # calls are written as a list
     line: str = ""  # is written before and after the objects
@@ -67,7 +68,7 @@ class JsonCalls:
         while True:
             char = yield from cursor.skip_blank()
             if char == "{":
-                yield from read_object(cursor, ends, functions, known=not opening, named_by_key=self.named_by_key)
+                yield from self.read_object(cursor, ends, functions, known=not opening)
                 found = True
             elif char == "[" and not found and not is_list:
                 is_list = bool(cursor.take(1))
@@ -85,27 +86,24 @@ class JsonCalls:
         elif closed and not opening:
             yield Repaired(Repair.OPENING)
 
-
-def read_object(
-    cursor: Cursor, ends: Markers, functions: Functions, *, known: bool = False, named_by_key: bool = False
-) -> Calls:
-    """Read one call. `ends`: markers that may follow. `known`: only of an offered function. Raises `NotACall`."""
-    call = _Object(cursor, ends, functions, known=known, named_by_key=named_by_key)
-    try:
-        yield from call.read()
-    except BrokenJson:
-        if not call.begun:
-            raise NotACall from None
-        yield CallEnded(complete=not cursor.cut_off)
+    def read_object(self, cursor: Cursor, ends: Markers, functions: Functions, *, known: bool = False) -> Calls:
+        """Read one call. `ends`: markers that may follow. `known`: only of an offered function. Raises `NotACall`."""
+        call = _Object(self, cursor, ends, functions, known=known)
+        try:
+            yield from call.read()
+        except BrokenJson:
+            if not call.begun:
+                raise NotACall from None
+            yield CallEnded(complete=not cursor.cut_off)
 
 
 class _Object:
     """One call while it is read."""
 
-    def __init__(self, cursor: Cursor, ends: Markers, functions: Functions, *, known: bool, named_by_key: bool) -> None:
+    def __init__(self, dialect: JsonCalls, cursor: Cursor, ends: Markers, functions: Functions, *, known: bool) -> None:
+        self._dialect = dialect
         self._cursor, self._ends = cursor, ends
-        self._functions = functions
-        self._known, self._named_by_key = known, named_by_key
+        self._functions, self._known = functions, known
         self._repairs = set[Repair]()
         self._json = JsonText(cursor, self._repairs, stops=ends)
         self._function, self._id = "", None
@@ -122,7 +120,8 @@ class _Object:
         yield from repaired(self._repairs)
         yield CallEnded(self._complete)
 
-    def _members(self) -> Calls:
+    def _members(self, *, inner: bool = False) -> Calls:
+        """Read the members of the object; `inner`: of one that is a member of it."""
         self._cursor.take(1)
         while (char := (yield from self._cursor.skip_blank())) != "}":
             if not char or (yield from self._cursor.starts(self._ends)):
@@ -140,17 +139,17 @@ class _Object:
             if (yield from self._cursor.skip_blank()) != ":":
                 raise BrokenJson
             self._cursor.take(1)
-            yield from self._member(key, (yield from self._cursor.skip_blank()))
+            yield from self._member(key, (yield from self._cursor.skip_blank()), inner)
         self._cursor.take(1)
 
-    def _member(self, key: str, char: str) -> Calls:
-        if key == "function" and char == "{" and not self._function:  # OpenAI's form
-            yield from self._members()
-        elif key in _NAMES and not self._function:
+    def _member(self, key: str, char: str, inner: bool) -> Calls:
+        if key == "function" and char == "{" and not (self._function or inner):  # OpenAI's form
+            yield from self._members(inner=True)
+        elif key in (*_NAMES, self._dialect.keys[0]) and not self._function:
             self._name((yield from collected(self._json.value())))
             if self._held is not None:
                 yield from self._begin(self._held)
-        elif key in _ARGUMENTS and not self.begun and self._held is None:
+        elif key in (*_ARGUMENTS, self._dialect.keys[1]) and not self.begun and self._held is None:
             yield from self._arguments(char)
         elif self._is_name(key, char):
             self._function = function_name(key)
@@ -159,13 +158,13 @@ class _Object:
             value = yield from collected(self._json.value())
             if key == "id" and value.startswith('"'):
                 self._id = json.loads(value)
-            elif not self.begun and key != "type":
+            elif not self.begun and key not in ("type", *self._dialect.ids):
                 self._others.append(f"{json.dumps(key, ensure_ascii=False)}: {value}")
                 self._check()
 
     def _is_name(self, key: str, char: str) -> bool:
         first = not (self._function or self._others or self._held or self.begun)
-        return first and char == "{" and (self._named_by_key or key in self._functions)
+        return first and char == "{" and (self._dialect.named_by_key or key in self._functions)
 
     def _name(self, value: str) -> None:
         if not value.startswith('"'):

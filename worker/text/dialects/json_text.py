@@ -13,9 +13,15 @@ from worker.text.dialects.cursor import BLANK, Cursor, Markers, Waiting
 
 _PLAIN = re.compile(r"""[^"'\\\x00-\x1f]+""")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+# What models write for numbers besides: +5, .5, 5., 1_000. Zeros in front are no number: a code may begin with them.
+_LOOSE_NUMBER = re.compile(
+    r"(?P<sign>[+-]?)(?P<whole>0|[1-9][0-9]*(?:_[0-9]+)*)?(?P<fraction>\.[0-9]*)?(?P<exponent>[eE][+-]?[0-9]+)?"
+)
 _WORD = re.compile(r"[^\s\"'{}\[\](),:;=<|]+")
 _LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _CODE = re.compile(r"u[0-9a-fA-F]{4}")
+_BYTE = re.compile(r"\\x[0-9a-fA-F]{2}")
+_PREFIXED = re.compile(r"""[rbfuRBFU]{1,2}(?=["'])""")  # a string of Python
 _DEEPEST = 500  # brackets within one another: json.loads gives up at about a thousand
 _LONGEST_WORD = 5_000  # characters: json.loads refuses integers of more than 4,300 digits
 
@@ -30,6 +36,7 @@ class Repair(Enum):
     BRACKETS = "closing brackets were missing"
     COMMA = "a comma stood before a closing bracket"
     QUOTES = "a string had single quotes, or none"
+    NUMBER = "a number was written as JSON does not write it, such as +5 or .5"
     LITERAL = "True, False or None stood for true, false or null"
     CONTROL_CHARACTER = "a control character in a string was not escaped"
     ESCAPE = "a backslash escaped nothing"
@@ -57,7 +64,7 @@ class JsonText:
         as Python does, so that single quotes and True are no mistakes."""
         self._cursor, self._repairs = cursor, repairs
         self._stops, self._quotes = stops or Markers(()), quotes or Markers(())
-        self._own_form = python or quotes is not None
+        self._python, self._own_form = python, python or quotes is not None
 
     def value(self) -> Pieces:
         """Yield the pieces of the next value, without the white space before it. Raises `BrokenJson`."""
@@ -97,6 +104,7 @@ class JsonText:
                 return not (yield from self._closes(closers, blank + after))
             yield f"{blank},{after}"
         else:
+            yield blank
             raise BrokenJson
         if closers[-1] == "}":
             yield from self._key()
@@ -123,17 +131,19 @@ class JsonText:
         return blank
 
     def _key(self) -> Pieces:
+        word = ""
         if (yield from self._is_quoted()):
             yield from self._string()
-        elif word := (yield from self._word()):
+        elif not (word := (yield from self._word())):
+            raise BrokenJson
+        blank = yield from self._blank()
+        if (yield from self._cursor.next()) != ":":
+            yield word + blank
+            raise BrokenJson
+        if word:
             self._mistake(Repair.QUOTES)
             yield json.dumps(word, ensure_ascii=False)
-        else:
-            raise BrokenJson
-        yield (yield from self._blank())
-        if (yield from self._cursor.next()) != ":":
-            raise BrokenJson
-        yield self._cursor.take(1)
+        yield blank + self._cursor.take(1)
         yield (yield from self._blank())
 
     def _scalar(self) -> Pieces:
@@ -149,8 +159,11 @@ class JsonText:
             yield literal
         elif _NUMBER.fullmatch(word):
             yield word
+        elif number := _number(word):
+            self._mistake(Repair.NUMBER)
+            yield number
         else:
-            self._mistake(Repair.QUOTES)
+            self._repairs.add(Repair.QUOTES)
             yield json.dumps(word, ensure_ascii=False)
 
     def _mistake(self, repair: Repair) -> None:
@@ -167,36 +180,48 @@ class JsonText:
 
     def _is_quoted(self) -> Waiting[bool]:
         char = yield from self._cursor.next()
-        return bool(char and char in "\"'") or bool((yield from self._cursor.starts(self._quotes)))
+        if char and char in "\"'":
+            return True
+        if self._python and char and char in "rbfuRBFU" and _PREFIXED.match((yield from self._cursor.ahead(3))):
+            return True
+        return bool((yield from self._cursor.starts(self._quotes)))
 
     def _string(self) -> Pieces:
         if quote := (yield from self._cursor.accept(self._quotes)):
             yield from self._between(Markers((quote,)))
             return
+        is_raw = "r" in self._cursor.match(_PREFIXED).lower()
         quote = self._cursor.take(1)
         if quote == "'":
             self._mistake(Repair.QUOTES)
+        if self._python and (yield from self._cursor.ahead(2)) == 2 * quote:
+            quote += self._cursor.take(2)
         yield '"'
         while char := (yield from self._cursor.next()):
             if plain := self._cursor.match(_PLAIN):
                 yield plain
             elif char == "\\":
-                yield from self._escape()
+                yield from self._escape(is_raw)
+            elif char == quote[0] and (yield from self._cursor.ahead(len(quote))) == quote:
+                self._cursor.take(len(quote))
+                yield '"'
+                return
             else:
                 self._cursor.take(1)
-                if char == quote:
-                    yield '"'
-                    return
                 if char not in "\"'":
                     self._mistake(Repair.CONTROL_CHARACTER)
                 yield char if char == "'" else json.dumps(char)[1:-1]
         raise BrokenJson
 
-    def _escape(self) -> Pieces:
+    def _escape(self, is_raw: bool) -> Pieces:
         code = yield from self._cursor.ahead(2)
         if len(code) < 2:
             raise BrokenJson
-        if code[1] in '"\\/bfnrt':
+        if is_raw:
+            yield json.dumps(self._cursor.take(2), ensure_ascii=False)[1:-1]
+        elif self._python and code[1] == "x" and _BYTE.fullmatch((yield from self._cursor.ahead(4))):
+            yield json.dumps(chr(int(self._cursor.take(4)[2:], 16)), ensure_ascii=False)[1:-1]
+        elif code[1] in '"\\/bfnrt':
             yield self._cursor.take(2)
         elif code[1] == "'":
             yield self._cursor.take(2)[1]
@@ -218,6 +243,17 @@ class JsonText:
             if self._cursor.ended:
                 raise BrokenJson
             yield None
+
+
+def _number(word: str) -> str:
+    """Return a number as JSON writes it; nothing for a word that is none."""
+    found = _LOOSE_NUMBER.fullmatch(word)
+    if not found or not (found["whole"] or (found["fraction"] or "").strip(".")):
+        return ""
+    sign = "-" if found["sign"] == "-" else ""
+    fraction = found["fraction"] or ""
+    digits = (found["whole"] or "0").replace("_", "")
+    return f"{sign}{digits}{fraction}{'0' if fraction == '.' else ''}{found['exponent'] or ''}"
 
 
 def whole(text: str, repairs: set[Repair], *, python: bool = False) -> str | None:

@@ -72,19 +72,22 @@ class PythonicCalls:
             ):
                 break
             else:
-                yield from self._call(cursor, functions, known=not opening)
+                yield from self._call(cursor, functions, known=not opening, is_line=found and not is_list)
                 found = True
         if not found:
             raise NotACall
         if is_list and char == "]":
             cursor.take(1)
-        if opening and self.closing and not (yield from cursor.accept(closing, after_blank=True)):
+        closed = self.closing and (yield from cursor.accept(closing, after_blank=True))
+        if opening and self.closing and not closed:
             yield Repaired(Repair.CLOSING)
 
-    def _call(self, cursor: Cursor, functions: Functions, *, known: bool) -> Calls:
+    def _call(self, cursor: Cursor, functions: Functions, *, known: bool, is_line: bool) -> Calls:
+        """Read one call. `known`: only of an offered function. `is_line`: it follows a call outside of a list, where
+        prose may follow too."""
         name, _ = yield from cursor.until(_PARENTHESIS, _LONGEST_NAME)
         function, repairs = function_name(name), set[Repair]()
-        if known and function not in functions:
+        if function not in functions and (known or (is_line and name[-1].isspace())):
             raise NotACall
         yield CallBegan(function)
         ends = Markers((self.closing, *self.openings))
@@ -103,7 +106,8 @@ class PythonicCalls:
     def _arguments(
         self, cursor: Cursor, json_text: JsonText, parameters: Parameters, ends: Markers, repairs: set[Repair]
     ) -> Generator[CallEvent | None, None, None]:
-        unnamed, separator = iter(parameters.names), ""
+        unnamed, given = iter(parameters.names), list[str]()
+        has_names = after_comma = False
         while (char := (yield from cursor.skip_blank())) != ")":
             if not char or (yield from cursor.starts(ends)):
                 if cursor.cut_off:
@@ -111,14 +115,19 @@ class PythonicCalls:
                 repairs.add(Repair.BRACKETS)
                 break
             if char == ",":
-                cursor.take(1)
+                after_comma = bool(cursor.take(1))
                 continue
-            name = (yield from _keyword(cursor)) or next(unnamed, "")
-            if not name:
+            if char == "*" or (given and not after_comma):
                 raise BrokenJson
-            yield CallArguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: ")
+            name = yield from _keyword(cursor)
+            has_names = has_names or bool(name)
+            name = name or ("" if has_names else next(unnamed, ""))
+            if not name or name in given:
+                raise BrokenJson
+            yield CallArguments(f"{', ' if given else ''}{json.dumps(name, ensure_ascii=False)}: ")
             yield from pieces_of(json_text)
-            separator = ", "
+            given.append(name)
+            after_comma = False
         else:
             cursor.take(1)
         yield CallArguments("}")

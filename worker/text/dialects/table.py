@@ -132,6 +132,7 @@ DIALECTS: tuple[Dialect, ...] = (
         form="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>",
         each="<｜tool▁call▁begin｜>",
         end="```<｜tool▁call▁end｜>",
+        short_end="<｜tool▁call▁end｜>",
         closing="<｜tool▁calls▁end｜>",
     ),
     HeaderCalls(

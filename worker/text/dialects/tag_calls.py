@@ -6,7 +6,7 @@ from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from worker.text.dialects.cursor import Cursor, Markers, NotACall, Waiting
+from worker.text.dialects.cursor import BLANK, Cursor, Markers, NotACall, Waiting
 from worker.text.dialects.dialect import (
     CallArguments,
     CallBegan,
@@ -57,7 +57,7 @@ class TagCalls:
     line: str = ""  # what the format puts before and after a value
     typed: tuple[str, str] | tuple[()] = ()  # the attribute after the name of a string, and of another {type}
     gap: str = "\n"  # is written between tags
-    cdata: bool = False  # some models write a string as <![CDATA[Oslo]]>, which every dialect reads
+    cdata: bool = False  # a string may be written as <![CDATA[Oslo]]>
     python: bool = False  # lists and objects are written as Python writes them
     bare: str = ""
 
@@ -205,13 +205,20 @@ class TagCalls:
         return bool((yield from cursor.starts(follows, after_blank=True))) or not cursor.waiting.strip()
 
     def _is_last_end(self, cursor: Cursor) -> Waiting[bool]:
-        """False if another end of a value follows before anything else that begins: the value holds whole calls."""
+        """False if another end of a value follows, with the end of a call behind it, before anything else that begins:
+        the value holds whole calls."""
         marks = Markers((self.value[1], self.parameter[0], self.function[0], *self.openings))
-        end = len(self.end) + len(self.closing) + _REOPENS
+        behind = Markers((self.end, self.closing, self.parameter[0]))
+        limit = len(self.end) + len(self.closing) + _REOPENS
         while True:
-            _, mark = marks.first(cursor.waiting[:end], 0)
-            if mark or cursor.ended or len(cursor.waiting) >= end:
-                return mark != self.value[1]
+            text = cursor.waiting
+            place, mark = marks.first(text[:limit], 0)
+            if mark == self.value[1]:
+                rest = text[place + len(mark) :].lstrip(BLANK)
+                if cursor.ended or (rest and not behind.may_go_on(rest, 0)):
+                    return not behind.at(rest, 0)
+            elif mark or cursor.ended or len(text) >= limit:
+                return True
             yield None
 
     def _is_without_end(
@@ -231,7 +238,7 @@ class TagCalls:
 
     def _json(self, name: str, attribute: str, text: str, parameters: Parameters, repairs: set[Repair]) -> str:
         text = text.removeprefix(self.line).removesuffix(self.line)
-        if text.startswith("<![CDATA[") and text.endswith("]]>"):
+        if self.cdata and text.startswith("<![CDATA[") and text.endswith("]]>"):
             text = text[len("<![CDATA[") : -len("]]>")]
         if not self.typed:
             return parameters.json_of(name, text, repairs, python=self.python)

@@ -19,6 +19,8 @@ _OF_TYPE = {
     "minimum": "number", "maximum": "number", "multipleOf": "number",
 }  # fmt: skip
 
+_SURE = frozenset({Repair.LITERAL, Repair.COMMA})  # what was wrong with a value that is hardly meant as a string
+
 
 class Parameters:
     """The schemas of a function's parameters, by name."""
@@ -45,7 +47,8 @@ class Parameters:
             return _dumps(text)
         found = set[Repair]()
         written = whole(text.strip(), found, python=python) if meant else None
-        if written is None or _type_of(written) not in meant or not _is_exact(written):
+        is_sure = "string" not in types or found <= _SURE
+        if written is None or not is_sure or _type_of(written) not in meant or not _is_exact(written):
             return _dumps(text)
         repairs |= found
         return written

@@ -50,6 +50,7 @@ class AnswerReader:
         self._begun = False  # content other than white space has come since the last reasoning or call
         self._at_start = True  # of the reasoning
         self._unclosed = False  # the marker that ends calls was missing
+        self._ended_by_call = False  # reasoning, whose own end may still come
         self._in_answer = False  # between the markers of the answer
 
     def read(self) -> Events:
@@ -117,6 +118,7 @@ class AnswerReader:
         elif thoughts:
             found += thoughts.answer
             found += [thoughts.begin] * (not (self._begun and self._thought))
+            found += [thoughts.end] * self._ended_by_call
             found += thoughts.header[:1] * (not self._begun)
         if self._dialect:
             found += [*self._dialect.openings, self._dialect.closing * self._unclosed]
@@ -126,10 +128,14 @@ class AnswerReader:
         thoughts = self._thoughts
         if thoughts and marker == thoughts.begin:
             self._reasons = self._at_start = True
+            self._ended_by_call = False
             yield Reasoning("")
         elif thoughts and self._reasons and marker == thoughts.end:
             self._reasons = self._begun = False
             self._thought = True
+            yield Content("")
+        elif thoughts and marker == thoughts.end and self._ended_by_call:
+            self._ended_by_call = False
             yield Content("")
         elif thoughts and marker in thoughts.answer:
             yield Content("")
@@ -154,6 +160,7 @@ class AnswerReader:
         for event in read_calls(self._dialect, opening, self._cursor, self._functions, self._kind):
             match event:
                 case CallBegan():
+                    self._ended_by_call = self._ended_by_call or self._reasons
                     called, self._reasons = True, False
                 case Repaired(Repair.CLOSING):
                     self._unclosed = True

@@ -148,7 +148,7 @@ class Output:
                 return self._switch(Content) + OutputDelta(tool_calls=as_deltas(self._calls.read(event)))
             case CallArguments() | CallEnded():
                 return OutputDelta(tool_calls=as_deltas(self._calls.read(event)))
-            case Repaired(repair):
+            case Repaired(repair) if not self._cursor.cut_off:  # else the model would have written on
                 self._repairs.add(repair)
         return _NOTHING
 

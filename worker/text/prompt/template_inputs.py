@@ -92,14 +92,17 @@ class TemplateInputs:
     ) -> tuple[Tools, Variables, list[str]] | None:
         whys = [each.why for each in changes]
         if effort != asked.get(_EFFORT):
-            self._efforts[str(asked[_EFFORT])] = effort
+            if isinstance(asked[_EFFORT], str):
+                self._efforts[asked[_EFFORT]] = effort
             whys.append(f"does not accept {_EFFORT} {asked[_EFFORT]!r}: it gets {effort or 'none at all'}")
         self._changes = tuple(each for each in TOOL_CHANGES if each in (*self._changes, *changes))
         return (tools, given, whys) if whys else None
 
     def _with_effort(self, variables: Variables) -> Variables:
         asked = variables.get(_EFFORT)
-        return _with(variables, self._efforts[asked]) if asked in self._efforts else variables
+        if not isinstance(asked, str) or asked not in self._efforts:
+            return variables
+        return _with(variables, self._efforts[asked])
 
 
 def _with_changes(tools: Tools, changes: tuple[ToolChange, ...]) -> Tools:
