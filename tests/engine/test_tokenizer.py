@@ -1,8 +1,11 @@
 """mlx-lm's tokenizer behind the interface of `worker.text`."""
 
+import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import ByT5Tokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from scripts.stack import TINY_CHAT
 from tests.selection import examples
@@ -53,6 +56,58 @@ def test_template_gets_enable_thinking_under_its_own_name(wrapper: Any) -> None:
     wrapper._thinking_kwarg = "thinking"  # as mlx-lm infers it from a tokenizer with a renderer of its own
     wrapper._tokenizer.chat_template = "{{ thinking }}"
     assert render(MLXTokenizer(wrapper), variables={"enable_thinking": True}) == "True"
+
+
+NAMED = {
+    "default": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+    "tool_use": "{{ tools | tojson }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+    "rag": "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}",
+}
+CLOCK = [{"type": "function", "function": {"name": "clock", "description": "The time."}}]
+
+
+def _in_the_config(folder: Path, templates: dict[str, str]) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _in_files(folder: Path, templates: dict[str, str]) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in templates.items():
+        default = folder / "chat_template.jinja"
+        (default if name == "default" else folder / f"additional_chat_templates/{name}.jinja").write_text(text)
+
+
+@pytest.mark.parametrize("write", [_in_the_config, _in_files])
+def test_of_several_templates_the_one_for_the_request_is_rendered_as_transformers_does(
+    tmp_path: Path, write: Callable[[Path, dict[str, str]], None]
+) -> None:
+    folder = shutil.copytree(TINY_CHAT, tmp_path / "copy")
+    write(folder, NAMED)
+    words, own = MLXTokenizer(load_tokenizer(folder)), AutoTokenizer.from_pretrained(folder)
+    for tools in ([], CLOCK):
+        expected = own.apply_chat_template(HELLO, tools=tools or None, add_generation_prompt=True)["input_ids"]
+        assert words.encode(render(words, tools=tools)) == expected
+    assert render(words) == "<|user|>Hello"
+    assert render(words, tools=CLOCK).startswith('[{"type": "function"')
+    documents = {"documents": [{"text": "Read this. "}]}
+    assert render(words, variables=documents) == "Read this. Hello"
+    assert render(words, tools=CLOCK, variables=documents) == render(words, tools=CLOCK)
+    assert words.template == f"{NAMED['default']}\0{NAMED['tool_use']}"
+
+
+def test_a_template_gets_tools_under_the_names_that_it_reads(wrapper: Any) -> None:
+    wrapper._tokenizer.chat_template = "{{ xml_tools and xml_tools[0].name }} {{ functions }} {{ datetime }}"
+    words = MLXTokenizer(wrapper)
+    day = date.today().isoformat()
+    given = render(words, tools=CLOCK)
+    assert (given[:6], given[-len(day) :]) == ("clock ", day)
+    assert json.loads(given.removeprefix("clock ").removesuffix(day)) == [CLOCK[0]["function"]]
+    assert render(words) == f"None  {day}"
+    assert render(words, variables={"datetime": "noon", "functions": "none"}) == "None none noon"
+    wrapper._tokenizer.chat_template = "{{ tools is defined }}{{ functions is defined }}"
+    assert render(MLXTokenizer(wrapper), tools=CLOCK) == "TrueFalse"
 
 
 def test_a_template_in_python_is_called_as_mlx_lm_calls_it(wrapper: Any) -> None:

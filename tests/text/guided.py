@@ -52,6 +52,7 @@ ADDED = {
     "kimi_k3": ["<|open|>", "<|close|>", "<|sep|>"],
     "gemma4": ["<|tool_call>", "<tool_call|>", '<|"|>'],
     "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>"],
+    "minimax_m3": ["]<]minimax[>["],
     "kimi_k2": ["<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"],
 }
 

@@ -1,15 +1,19 @@
 """Implement `worker.text.tokenizer` with mlx-lm's tokenizer."""
 
+import json
 from collections.abc import Callable, Mapping
+from datetime import date
 from functools import cached_property
 from typing import Any, TypeVar
+
+from jinja2.meta import find_undeclared_variables
 
 from worker.engine.control_tokens import ControlTokens
 from worker.engine.upstream.mlx_lm import (
     BPEStreamingDetokenizer,
     TokenizerWrapper,
 )
-from worker.engine.upstream.transformers import TokenizersBackend
+from worker.engine.upstream.transformers import TokenizersBackend, compile_template
 from worker.engine.vision.markers import expand_markers, split_parts
 from worker.errors import JobFailure
 
@@ -50,9 +54,12 @@ class MLXTokenizer:
 
     @cached_property
     def template(self) -> str:
-        """The chat template's source; empty if there is none, several by name, or one in Python."""
+        """The chat template's source; empty if there is none, or one in Python. Of several by name, the sources of
+        those that render chats and tools."""
         source = self._tokenizer.chat_template
-        return source if isinstance(source, str) else ""
+        if isinstance(source, dict):
+            return "\0".join(source[name] for name in ("default", "tool_use") if name in source)
+        return source or ""
 
     @property
     def think(self) -> tuple[str, str] | None:
@@ -111,11 +118,33 @@ class MLXTokenizer:
     ) -> str:
         how = {"tokenize": False, "add_generation_prompt": not continues, "continue_final_message": continues}
         if self._wrapper._chat_template is not None:  # a template in Python, written for the wrapper's defaults
-            given = {"tools": tools} if tools else {}
-            return str(self._wrapper.apply_chat_template(conversation, **how, **given, **variables))
+            offered = {"tools": tools} if tools else {}
+            return str(self._wrapper.apply_chat_template(conversation, **how, **offered, **variables))
         named = {self._thinking.get(name, name): value for name, value in variables.items()}
+        given: dict[str, Any] = {**self._defaults(tools), **named}
+        source = self._tokenizer.chat_template
+        if isinstance(source, dict) and "rag" in source and named.get("documents") and not tools:
+            # transformers takes `tool_use` if there are tools, else `default`, and this one only if asked for it.
+            given["chat_template"] = "rag"
         # Not through the wrapper, which enables thinking by default.
-        return str(self._tokenizer.apply_chat_template(conversation, tools=tools or None, **how, **named))
+        return str(self._tokenizer.apply_chat_template(conversation, tools=tools or None, **how, **given))
+
+    def _defaults(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what the template reads besides `tools`, as the cards of SmolLM 3 and FireFunction 2 give it. The day
+        alone, since a time would change each prompt from its beginning on."""
+        functions = [tool["function"] for tool in tools]
+        as_json = json.dumps(functions, indent=4, ensure_ascii=False) if functions else ""
+        known: dict[str, Any] = {"xml_tools": functions or None}
+        if "tools" not in self._read_by_name:
+            known |= {"functions": as_json, "datetime": date.today().isoformat()}
+        return {name: value for name, value in known.items() if name in self._read_by_name}
+
+    @cached_property
+    def _read_by_name(self) -> frozenset[str]:
+        """Names of the variables that the template reads. Raises what the template's compilation raises."""
+        sources = filter(None, self.template.split("\0"))
+        parsed = [compile_template(source).environment.parse(source) for source in sources]
+        return frozenset[str]().union(*map(find_undeclared_variables, parsed))
 
     @cached_property
     def _thinking(self) -> dict[str, str]:

@@ -56,7 +56,8 @@ class Tokenizer(Protocol):
 
     @property
     def template(self) -> str:
-        """The source of the chat template; empty if it is not text."""
+        """The source of the chat template; empty if it is not text. Of several by name, the sources of those that
+        render chats and tools, with a null character between them."""
 
     @property
     def think(self) -> tuple[str, str] | None:

@@ -30,6 +30,12 @@ def test_the_functions_take_what_we_give_them(tokenizer: Any) -> None:
     assert list(inspect.signature(tokenizer._encode_without_added_tokens).parameters) == ["text"]
 
 
+def test_a_template_is_compiled_with_the_environment_that_parses_it() -> None:
+    template = upstream.compile_template("{{ a }}{% generation %}{{ b }}{% endgeneration %}")
+    assert template.render(a=1, b=2) == "12"
+    assert template.environment.parse("{% generation %}{{ b }}{% endgeneration %}").body
+
+
 def test_a_control_token_is_marked_and_marks_that_were_there_are_dropped() -> None:
     marked = upstream.mark_control_tokens(f"a{START}<x>b{END}", _pattern(["<x>"]))
     assert marked == f"a{START}<x>{END}b"

@@ -1,12 +1,12 @@
 """Chat templates of real models, fetched by the names of packages that carry them; none is in this repository."""
 
+import copy
 import re
 import subprocess
 import sys
 import tarfile
 import zipfile
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -18,6 +18,8 @@ PACKAGES = {
     "trl": ("1.16.0", "--only-binary", "trl/chat_templates/*.jinja"),
     "axolotl": ("0.19.0", "--only-binary", "axolotl/utils/chat_templates/templates/*.jinja"),
 }
+# Tokens of the checkpoints' vocabularies that their templates do not name, by a text of the template.
+_UNNAMED = {"List of tools: ": ["<|tool_call_start|>", "<|tool_call_end|>"]}  # LFM2's
 _DELIMITERS = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?[A-Za-z_:]+>|\[/?[A-Z_]+\]")
 
 
@@ -61,7 +63,8 @@ class TemplateTokenizer(MLXTokenizer):
 
     @property
     def tokens(self) -> list[str]:  # type: ignore[override]
-        return sorted(set(_DELIMITERS.findall(self.template)))
+        unnamed = [token for text, tokens in _UNNAMED.items() if text in self.template for token in tokens]
+        return sorted({*_DELIMITERS.findall(self.template), *unnamed})
 
     @property
     def think(self) -> None:  # type: ignore[override]
@@ -72,8 +75,10 @@ class TemplateTokenizer(MLXTokenizer):
         return None
 
 
-@cache
-def tokenizer(source: str) -> TemplateTokenizer:
-    wrapper = words(source)._wrapper
+def tokenizer(source: str | dict[str, str]) -> TemplateTokenizer:
+    """`source`: a template, or several by name."""
+    wrapper = copy.copy(words("")._wrapper)
+    wrapper._tokenizer = copy.copy(wrapper._tokenizer)
+    wrapper._tokenizer.chat_template = source
     wrapper._tokenizer.bos_token = "<s>"  # some templates write it
     return TemplateTokenizer(wrapper)

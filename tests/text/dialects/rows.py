@@ -24,6 +24,7 @@ _TOOLS = (
     '[{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Oslo", "days": 2}}, '
     '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}]'
 )
+_NS = "]<]minimax[>["
 _LINES = '{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n{"name": "now", "arguments": {}}'
 
 # What a model writes for the calls `OSLO` and `NOW`.
@@ -45,6 +46,8 @@ WRITTEN = {
     + "</tool_call:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n"
     "</tool_calls:opensource>",
     "minimax_m2": f'<minimax:tool_call>\n{_INVOKED.format("")}\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "minimax_m3": f'{_NS}<tool_call>\n{_NS}<invoke name="weather">{_NS}<city>Oslo{_NS}</city>{_NS}<days>2{_NS}</days>'
+    f'{_NS}</invoke>\n{_NS}<invoke name="now">{_NS}</invoke>\n{_NS}</tool_call>',
     "deepseek_v3.2": f"<｜DSML｜function_calls>\n{_DSML}\n</｜DSML｜function_calls>",
     "deepseek_v4": f"<｜DSML｜tool_calls>\n{_DSML}\n</｜DSML｜tool_calls>",
     "muse_spark": f"<atem:function_calls>\n{_INVOKED.format('atem:')}\n"
@@ -69,6 +72,8 @@ WRITTEN = {
     '{"city": "Oslo", "days": 2}<|tool_call:end|><|tool_call:begin|>c3d4<|tool_call:name|>now<|tool_call:args|>{}'
     "<|tool_call:end|>",
     "functionary_v3.1": '<function=weather>{"city": "Oslo", "days": 2}</function>\n<function=now>{}</function>',
+    "functionary_v3.2": '>>>weather\n{"city": "Oslo", "days": 2}>>>now\n{}',
+    "firefunction": f" functools{_OBJECTS}",
     "gemma4": '<|tool_call>call:weather{city:<|"|>Oslo<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>',
     "function_gemma": "<start_function_call>call:weather{city:<escape>Oslo<escape>,days:2}<end_function_call>"
     "<start_function_call>call:now{}<end_function_call>",
@@ -155,6 +160,10 @@ DEVIATIONS = {
     "no end of the section": ("kimi_k2", WRITTEN["kimi_k2"].removesuffix("<|tool_calls_section_end|>")),
     "names alone": ("kimi_k2", WRITTEN["kimi_k2"].replace("functions.", "").replace(":0<", "<").replace(":1<", "<")),
     "no end of the calls": ("deepseek_v3.1", WRITTEN["deepseek_v3.1"].removesuffix("<｜tool▁calls▁end｜>")),
+    "no space before the marker": ("firefunction", f"functools{_OBJECTS}"),
+    "FireFunction's marker": ("phi4", f"functools{_OBJECTS}"),
+    "no end of an element": ("minimax_m3", WRITTEN["minimax_m3"].replace(f"{_NS}</days>", "")),
+    "elements on lines of their own": ("minimax_m3", WRITTEN["minimax_m3"].replace(f"</city>{_NS}", f"</city>\n{_NS}")),
     "no list": ("granite3", '<|tool_call|>{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'
                 '<|tool_call|>{"name": "now", "arguments": {}}'),
     "no end marker": ("phi4", f"<|tool_call|>{_OBJECTS}"),

@@ -332,6 +332,61 @@ def test_a_parameter_whose_schema_leads_in_a_circle_is_read() -> None:
     assert read("qwen3_coder", written, functions=functions).calls == [("weather", {"city": "Oslo"})]
 
 
+NS = "]<]minimax[>["
+ORDER = {
+    "type": "object",
+    "properties": {
+        "to": {"type": "object", "properties": {"city": {"type": "string"}, "zip": {"type": ["integer", "null"]}}},
+        "rows": {"type": "array", "items": {"$ref": "#/$defs/row"}},
+        "notes": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+        "counts": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "more": {},
+        "none": {"type": "array"},
+    },
+    "$defs": {"row": {"type": "object", "properties": {"n": {"type": "number"}, "tags": {"type": "array"}}}},
+}
+
+
+def element(name: str, *content: str) -> str:
+    return f"{NS}<{name}>{''.join(content)}{NS}</{name}>"
+
+
+ELEMENTS = {
+    "to": (element("city", "5"), element("zip", "null")),
+    "rows": (element("item", element("n", "1.50"), element("tags", element("item", "a"), element("item", "7"))),
+             element("item", element("n", "2"))),
+    "notes": (element("item", " 5\n"), element("item", "")),
+    "counts": (element("a", "1"), element("b", "2")),
+    "more": (element("tag", "a"), element("tag", "b"), element("other", element("x", "y"))),
+    "none": (),
+}  # fmt: skip
+ORDERED = {
+    "to": {"city": "5", "zip": None}, "rows": [{"n": 1.5, "tags": ["a", "7"]}, {"n": 2}], "notes": [" 5\n", ""],
+    "counts": {"a": 1, "b": 2}, "more": {"tag": ["a", "b"], "other": {"x": "y"}}, "none": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("places", [[], range(600)])
+def test_elements_are_read_by_the_schemas_of_what_they_are_in(places: list[int]) -> None:
+    members = "".join(element(name, *content) for name, content in ELEMENTS.items())
+    text = f'{NS}<tool_call>\n{NS}<invoke name="weather">{members}{NS}</invoke>\n{NS}</tool_call>'
+    answer = read("minimax_m3", cut(text, places), functions={"weather": Parameters(ORDER)})
+    assert (answer.calls, answer.repaired) == ([("weather", ORDERED)], [])
+
+
+@pytest.mark.parametrize("end", ["", f"{NS}</item>", f"{NS}</notes>{NS}</invoke>", f"{NS}</item>{NS}</invoke>"])
+def test_elements_that_do_not_end_are_text_unless_the_call_ends_after_the_last(end: str) -> None:
+    text = f'{NS}<tool_call>\n{NS}<invoke name="weather">{NS}<notes>{NS}<item>a{end}'
+    answer = read("minimax_m3", text, functions={"weather": Parameters(ORDER)}, cut_off=True)
+    calls = [("weather", {"notes": ["a"]})] if end.endswith(f"</item>{NS}</invoke>") else []
+    assert (answer.calls, answer.content) == (calls, "" if calls else text)
+
+
+def test_elements_too_deep_for_a_call_are_text() -> None:
+    text = f'{NS}<tool_call>\n{NS}<invoke name="weather">' + f"{NS}<more>" * 2_000
+    assert read("minimax_m3", text, functions={"weather": Parameters(ORDER)}).content == text
+
+
 LONG = 40_000
 
 

@@ -85,6 +85,49 @@ async def test_a_forced_call_may_be_what_models_are_known_to_write(dialect: str)
     assert model(dialect).takes(await model(dialect).guide(**fields), WRITTEN[dialect])
 
 
+NS = "]<]minimax[>["
+NESTED = {
+    "type": "object",
+    "properties": {
+        "to": {"type": "object", "properties": {"city": {"type": "string"}, "zip": {"type": "integer"}}},
+        "rows": {"type": "array", "items": {"type": "object", "properties": {"n": {"type": "number"}}}, "maxItems": 2},
+    },
+    "required": ["to"],
+}
+
+
+@pytest.mark.parametrize(
+    ("members", "fine"),
+    [
+        (f"{NS}<to>{NS}<city>Oslo{NS}</city>{NS}<zip>5{NS}</zip>{NS}</to>", True),
+        (f"{NS}<to>{NS}<zip>5{NS}</zip>{NS}</to>{NS}<rows>{NS}<item>{NS}<n>1{NS}</n>{NS}</item>{NS}</rows>", True),
+        (f"{NS}<to>{NS}<zip>a{NS}</zip>{NS}</to>", False),
+        (f"{NS}<rows>{NS}</rows>", False),
+    ],
+)
+async def test_a_forced_call_may_have_elements(members: str, fine: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "order", "parameters": NESTED}}]
+    text = f'{NS}<tool_call>\n{NS}<invoke name="order">{members}{NS}</invoke>\n{NS}</tool_call>'
+    spoken = model("minimax_m3")
+    assert spoken.takes(await spoken.guide(tools=tools, tool_choice="required"), text) == fine
+
+
+@pytest.mark.parametrize("schema", [None, {"type": "object"}])
+@pytest.mark.parametrize("many", [True, False])
+def test_a_forced_call_begins_after_the_opening_in_the_prompt(schema: Schema | None, many: bool) -> None:
+    constraint = OutputConstraint(schema, (Function("clock"),), allows_many=many)
+    markup = Markup({}, "functionary_v3.2", opened=">>>", answer=">>>all\n")
+    grammar = Grammars(markup).grammar(constraint, reasoned=False)
+    for text, fine in (
+        ("clock\n{}", True),
+        ("clock\n{}>>>clock\n{}", many),
+        (">>>clock\n{}", False),
+        ("all\n{}", schema is not None),
+    ):
+        matcher = compile_grammar(LLTokenizer("byte"), grammar)
+        assert (matcher.try_consume_tokens([*text.encode()]) == len(text)) == fine, text
+
+
 DEFINITIONS: Schema = {
     "point": {
         "type": "object",
@@ -149,7 +192,7 @@ def _urges(spoken: Model, dialect: Dialect) -> list[list[int]]:
     """Return words that end a value, or seem to, as an answer would."""
     words = ['"', "'", "null", "5", "</", "<![CDATA["]
     if isinstance(dialect, TagCalls):
-        ends = dialect.line + dialect.value[1]
+        ends = dialect.line + dialect.end_of("a")
         words += [ends, ends, ends + dialect.end, dialect.end, dialect.closing, dialect.openings[0]]
     if isinstance(dialect, GemmaCalls):
         words += [dialect.quote, dialect.quote]

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,6 +12,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from tests.text.dialects.rows import WRITTEN
 from tests.text.speech import PLACES, TOOLS, Heard, Model, cut, gpt_oss, hear, heard, model, output
 from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded
+from worker.text.dialects.table import Thoughts
 from worker.text.output.events import ToolArguments, ToolCallBegan
 from worker.text.output.output import OutputDelta
 from worker.text.output.tool_calls import Calls, as_deltas, message_tool_calls
@@ -47,6 +49,40 @@ def test_only_the_first_call_is_made_if_the_request_allows_one(name: str) -> Non
 @pytest.mark.parametrize("fields", [{}, {"tools": []}])
 def test_a_request_without_tools_gets_the_text(fields: dict[str, Any]) -> None:
     assert heard(TINY, WRITTEN["hermes"], **fields) == Heard(OutputDelta(WRITTEN["hermes"]), "stop")
+
+
+# An answer whose first marker is the end of the prompt
+
+
+ALL = Thoughts("", "", (">>>all\n",))
+FUNCTIONARY = replace(
+    model("functionary_v3.2"), dialect=replace(model("functionary_v3.2").dialect, thoughts=ALL, opened=">>>")
+)
+
+
+@pytest.mark.parametrize("tools", [TOOLS, None])
+@given(places=PLACES)
+def test_the_recipient_of_text_is_no_part_of_it(tools: Any, places: list[int]) -> None:
+    for text, content in (
+        ("all\nHello\nyou", "Hello\nyou"),
+        ("Hello", "Hello"),
+        ("all\n>>> x = 5\n>>> x\n5", ">>> x = 5\n>>> x\n5"),
+    ):
+        answer = output(FUNCTIONARY, tools=tools)
+        assert hear(answer, cut(FUNCTIONARY, text, places)).said == OutputDelta(content)
+
+
+@given(places=PLACES)
+def test_a_call_may_begin_in_the_prompt(places: list[int]) -> None:
+    calls = WRITTEN["functionary_v3.2"]
+    for text, content in ((calls.removeprefix(">>>"), ""), (f"all\nLet me see.{calls}", "Let me see.")):
+        said = hear(output(FUNCTIONARY, tools=TOOLS), cut(FUNCTIONARY, text, places))
+        assert (read(said), said.said.content) == ([OSLO, NOW], content)
+
+
+def test_a_continued_answer_does_not_begin_with_the_marker_of_a_prompt() -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert heard(FUNCTIONARY, "all\nof you", tools=TOOLS, messages=messages).said == OutputDelta("all\nof you")
 
 
 # Streaming

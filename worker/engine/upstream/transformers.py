@@ -6,16 +6,19 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils.chat_template_utils import (
     _CONTROL_TOKEN_END,
     _CONTROL_TOKEN_START,
+    _compile_jinja_template,
     encode_marked_chat,
     mark_control_tokens,
 )
 
 CONTROL_TOKEN_START, CONTROL_TOKEN_END = _CONTROL_TOKEN_START, _CONTROL_TOKEN_END
+compile_template = _compile_jinja_template
 
 __all__ = [
     "CONTROL_TOKEN_END",
     "CONTROL_TOKEN_START",
     "TokenizersBackend",
+    "compile_template",
     "encode_marked_chat",
     "mark_control_tokens",
 ]

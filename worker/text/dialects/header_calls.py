@@ -37,6 +37,7 @@ class HeaderCalls:
     closing: str = ""  # the marker after the section
     more_forms: tuple[str, ...] = ()  # what models write instead, with {id} in it
     as_list: JsonCalls | None = None  # the other form of the dialect: a list of objects after the same opening
+    only_objects: bool = False  # an opening stands in prose too: without an object, only an offered function is called
     bare: str = ""
 
     @property
@@ -59,20 +60,23 @@ class HeaderCalls:
             return
         each, closing = Markers((self.each,)), Markers((self.closing,))
         if not self.each or opening == self.each:
-            yield from self._call(cursor)
+            yield from self._call(cursor, functions)
         elif not (yield from cursor.starts(each, after_blank=True)):
             raise NotACall
         while self.each and (yield from cursor.accept(each, after_blank=True)):
-            yield from self._call(cursor)
+            yield from self._call(cursor, functions)
         if self.closing and not (yield from cursor.accept(closing, after_blank=True)):
             yield Repaired(Repair.CLOSING)
 
-    def _call(self, cursor: Cursor) -> Calls:
+    def _call(self, cursor: Cursor, functions: Functions) -> Calls:
         header, _ = yield from cursor.until(Markers((self.arguments,)), _LONGEST_HEADER)
-        found = re.fullmatch(self.header, header.strip())
+        found = re.fullmatch(self.header, header if self.only_objects else header.strip())
         if not found:
             raise NotACall
-        yield CallBegan(function_name(found["name"]), found.groupdict().get("id"))
+        function = function_name(found["name"])
+        if self.only_objects and (yield from cursor.skip_blank()) != "{" and function not in functions:
+            raise NotACall
+        yield CallBegan(function, found.groupdict().get("id"))
         call_ends = Markers((self.end, self.short_end))
         ends = Markers((*call_ends.texts, self.each, self.closing, *self.openings))
         repairs = set[Repair]()

@@ -8,6 +8,7 @@ from worker.text.dialects.json_calls import JsonCalls
 from worker.text.dialects.pythonic import GemmaCalls, PythonicCalls
 from worker.text.dialects.tag_calls import TagCalls
 
+_MINIMAX = "]<]minimax[>["  # the token before each tag
 _STRING_OR_NOT = ('string="true"', 'string="false"')
 
 
@@ -80,6 +81,16 @@ DIALECTS: tuple[Dialect, ...] = (
         closing="</tool_calls:opensource>",
     ),
     _invoked("minimax_m2", "", "minimax:tool_call"),
+    TagCalls(
+        "minimax_m3",
+        (f"{_MINIMAX}<tool_call>",),
+        function=(f'{_MINIMAX}<invoke name="', ">"),
+        parameter=(f"{_MINIMAX}<", ">"),
+        value=("", f"{_MINIMAX}</{{name}}>"),
+        end=f"{_MINIMAX}</invoke>",
+        closing=f"{_MINIMAX}</tool_call>",
+        item="item",
+    ),
     _invoked("deepseek_v3.2", "｜DSML｜", "function_calls", _STRING_OR_NOT),
     _invoked("deepseek_v4", "｜DSML｜", "tool_calls", _STRING_OR_NOT),
     _invoked("muse_spark", "atem:", "function_calls"),
@@ -163,6 +174,14 @@ DIALECTS: tuple[Dialect, ...] = (
         form="<function={name}>{arguments}</function>",
         end="</function>",
     ),
+    HeaderCalls(
+        "functionary_v3.2",
+        (">>>",),
+        header=r"(?P<name>[\w.-]+)",
+        arguments="\n",
+        form=">>>{name}\n{arguments}",
+        only_objects=True,
+    ),
     GemmaCalls("gemma4", ("<|tool_call>",), "<tool_call|>", '<|"|>'),
     GemmaCalls("function_gemma", ("<start_function_call>",), "<end_function_call>", "<escape>"),
     PythonicCalls("lfm2", ("<|tool_call_start|>",), "<|tool_call_end|>"),
@@ -185,12 +204,13 @@ DIALECTS: tuple[Dialect, ...] = (
         is_list=True,
         line="\n",
     ),
-    JsonCalls("phi4", ("<|tool_call|>",), "<|/tool_call|>", is_list=True),
+    JsonCalls("phi4", ("<|tool_call|>", "functools"), "<|/tool_call|>", is_list=True),
     JsonCalls("granite3", ("<|tool_call|>",), is_list=True),
     JsonCalls("nemotron_v2", ("<TOOLCALL>",), "</TOOLCALL>", is_list=True),
     JsonCalls("tool_calls", ("<tool_calls>",), "</tool_calls>", ids=("", "id"), is_list=True),
     JsonCalls("gigachat3.1", ("<|function_call|>",)),
     JsonCalls("gigachat3", ("function call<|role_sep|>",)),
+    JsonCalls("firefunction", (" functools", "functools"), is_list=True),
     JsonCalls("internlm", ("<|action_start|><|plugin|>",), "<|action_end|>"),
 )
 
@@ -204,7 +224,7 @@ def by_name(name: str | None) -> Dialect | None:
 class Thoughts:
     """Markers around a model's reasoning, and around its answer if the answer has some."""
 
-    begin: str
+    begin: str  # empty, and so is `end`, for a model that marks its answer alone
     end: str
     answer: tuple[str, ...] = ()
     header: tuple[str, str] | tuple[()] = ()  # around the recipient of a message, at its beginning
@@ -223,5 +243,6 @@ THOUGHTS = (
     Thoughts("<|open|>think<|sep|>", "<|close|>think<|sep|>", ("<|open|>response<|sep|>", "<|close|>response<|sep|>")),
     Thoughts("<|think|>", "<|end|><|begin|>assistant<|content|>"),
     Thoughts("to=self<|message|>", "<|eom|>", ("<|start|>assistant",), ("to=", "<|message|>")),
+    Thoughts("", "", (">>>all\n",)),
     Thoughts("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", ("[END FINAL RESPONSE]",)),
 )  # fmt: skip

@@ -2,7 +2,7 @@ r"""Calls whose parameters stand in tags of their own, as text: <parameter=city>
 
 import json
 import re
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,12 @@ from worker.text.dialects.json_text import Repair, whole
 from worker.text.dialects.values import Parameters
 
 _LONGEST_NAME = 300  # characters of a name with its attributes
+_DEEPEST = 50  # elements within one another
 _REOPENS = 64  # characters after a call in which another end of it shows that the first was a part of a value
 
 
 _NAME = re.compile(r"\w")
+_ELEMENT = re.compile(r"[\w.-]+")  # names that can be those of elements
 _TYPE_NAMES = {bool: "boolean", int: "number", float: "number", list: "array", dict: "object", type(None): "null"}
 
 
@@ -51,12 +53,13 @@ class TagCalls:
     function: tuple[str, str]  # around the function's name
     parameter: tuple[str, str]  # around a parameter's name
     index: str = ""  # the attribute after a function's name, with {index} in it, which counts the calls from 1
-    value: tuple[str, str] = ("", "")  # before and after a value; by default what follows the parameter's name
+    value: tuple[str, str] = ("", "")  # before a value, and after it: with {name}, it repeats the parameter's name
     end: str = ""  # after the parameters
     closing: str = ""  # after all calls
     line: str = ""  # what the format puts before and after a value
     typed: tuple[str, str] | tuple[()] = ()  # the attribute after the name of a string, and of another {type}
     gap: str = "\n"  # is written between tags
+    item: str = ""  # lists and objects are elements within a value, and this is the name of a list's
     cdata: bool = False  # a string may be written as <![CDATA[Oslo]]>
     python: bool = False  # lists and objects are written as Python writes them
     bare: str = ""
@@ -75,10 +78,31 @@ class TagCalls:
         head = tag(self.function, function, self.index.format(index=index))
         lines = [opening + (self.gap if self.function[0] and opening else "") + head]
         for name, value in arguments.items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             head = tag(self.parameter, name, self._attribute(value)) + (self.value[0] and self.gap + self.value[0])
-            lines.append(f"{head}{self.line}{text}{self.line}{self.value[1]}")
+            lines.append(f"{head}{self.line}{self._text(value)}{self.line}{self.end_of(name)}")
         return self.gap.join(filter(None, [*lines, self.end, self.closing]))
+
+    def end_of(self, name: str) -> str:
+        """Return the tag after the value of a parameter."""
+        return self.value[1].replace("{name}", name)
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        if not (self.item and value and isinstance(value, dict | list) and self._shows_types(value)):
+            return json.dumps(value, ensure_ascii=False)
+        members = value.items() if isinstance(value, dict) else ((self.item, each) for each in value)
+        return "".join(f"{tag(self.parameter, name)}{self._text(each)}{self.end_of(name)}" for name, each in members)
+
+    def _shows_types(self, value: Any) -> bool:
+        """True if elements show without a schema what the value is; else it is written as JSON."""
+        if isinstance(value, dict):
+            return {*value} != {self.item} and all(
+                _ELEMENT.fullmatch(name) and self._shows_types(each) for name, each in value.items()
+            )
+        if isinstance(value, list):
+            return bool(value) and all(map(self._shows_types, value))
+        return isinstance(value, str) and value.lstrip()[:1] not in ("{", "[")
 
     def _attribute(self, value: Any) -> str:
         if not self.typed:
@@ -114,24 +138,65 @@ class TagCalls:
         parameters, repairs = functions.get(function) or Parameters({}), set[Repair]()
         written = dict[str, str]()
         while head := (yield from self._head(cursor)):
-            name, attribute = head
-            text, closed = yield from self._value(cursor, parameters, {*written, name})
-            if not closed and not (yield from cursor.next()):
-                raise NotACall  # the answer ends within a value: its rest is not known
-            if not closed:
-                text = text.rstrip()
-                repairs.add(Repair.CLOSING)
-            written[name] = self._json(name, attribute, text, parameters, repairs)
+            written[head[0]] = yield from self._argument(cursor, *head, parameters, written, repairs)
         if self.end and not (yield from cursor.accept(Markers((self.end,)), after_blank=True)):
             follows = cursor.ended or (yield from cursor.starts(self._ends, after_blank=True))
             if cursor.cut_off or not follows:
                 raise NotACall
             repairs.add(Repair.CLOSING)
         yield CallBegan(function)
-        members = (f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in written.items())
-        yield CallArguments("{" + ", ".join(members) + "}")
+        yield CallArguments(_object(written))
         yield from repaired(repairs)
         yield CallEnded()
+
+    def _argument(
+        self, cursor: Cursor, name: str, attribute: str, parameters: Parameters, written: Collection[str],
+        repairs: set[Repair], depth: int = 0,
+    ) -> Waiting[str]:  # fmt: skip
+        """Read the value of a parameter, or of an element within one, as JSON."""
+        if self.item and (yield from self._has_elements(cursor, parameters.other_types(name))):
+            return (yield from self._elements(cursor, name, parameters, repairs, depth))
+        text, closed = yield from self._value(cursor, self.end_of(name), parameters, {*written, name})
+        if not closed and not (yield from cursor.next()):
+            raise NotACall  # the answer ends within a value: its rest is not known
+        if not closed:
+            text = text.rstrip()
+            repairs.add(Repair.CLOSING)
+        if self.item and not text.strip() and not parameters.may_be_string(name):
+            return "[]" if "array" in parameters.other_types(name) else "{}"
+        return self._json(name, attribute, text, parameters, repairs)
+
+    def _has_elements(self, cursor: Cursor, types: Collection[str]) -> Waiting[bool]:
+        if not {"object", "array"} & {*types}:
+            return False
+        return (yield from cursor.starts(self._heads, after_blank=True)) == self.parameter[0]
+
+    def _elements(
+        self, cursor: Cursor, name: str, parameters: Parameters, repairs: set[Repair], depth: int
+    ) -> Waiting[str]:
+        """Read the elements of a list or an object, up to its end. Several of one name in an object are a list."""
+        if depth == _DEEPEST:
+            raise NotACall
+        within, found = parameters.within(name, self.item), dict[str, list[str]]()
+        while head := (yield from self._head(cursor)):
+            known = {*found} - {self.item}
+            value = yield from self._argument(cursor, *head, within, known, repairs, depth + 1)
+            found.setdefault(head[0], []).append(value)
+        if not (yield from cursor.accept(Markers((self.end_of(name),)), after_blank=True)):
+            if cursor.ended or not (yield from cursor.starts(Markers((self.end, *self._ends.texts)), after_blank=True)):
+                raise NotACall
+            repairs.add(Repair.CLOSING)
+        if found.keys() == {self.item} and "array" in parameters.other_types(name):
+            return f"[{', '.join(found[self.item])}]"
+        members = {
+            member: values[0] if len(values) == 1 else f"[{', '.join(values)}]" for member, values in found.items()
+        }
+        return _object(members)
+
+    @property
+    def _heads(self) -> Markers:
+        """What begins a tag before a value, and what only looks so: the end of an element."""
+        return Markers((self.parameter[0], self.parameter[0] + "/" * bool(self.item)))
 
     @property
     def _ends(self) -> Markers:
@@ -157,20 +222,21 @@ class TagCalls:
 
     def _head(self, cursor: Cursor) -> Waiting[tuple[str, str] | None]:
         """Read the tag before a value: the parameter's name, and what follows it within the tag."""
-        if not (yield from cursor.accept(Markers((self.parameter[0],)), after_blank=True)):
+        if (yield from cursor.starts(self._heads, after_blank=True)) != self.parameter[0]:
             return None
+        yield from cursor.accept(Markers((self.parameter[0],)), after_blank=True)
         head, _ = yield from cursor.until(Markers((self.parameter[1],)), _LONGEST_NAME, one_word=False)
         if self.value[0] and not (yield from cursor.accept(Markers((self.value[0],)), after_blank=True)):
             raise NotACall
         return _name_of(head, self.parameter)
 
     def _value(
-        self, cursor: Cursor, parameters: Parameters, written: Collection[str]
+        self, cursor: Cursor, end: str, parameters: Parameters, written: Collection[str]
     ) -> Generator[None, None, tuple[str, bool]]:
-        """Read a value and its end. Returns False with a value whose end was missing."""
+        """Read a value and its end, which is `end`. Returns False with a value whose end was missing."""
         text, quoted = list[str](), 0  # `quoted`: calls within the value that have begun and not ended
         first, last = self.openings[0], self.closing or self.end
-        marks = Markers((first, self.value[1], self.parameter[0], self.end, self.closing))
+        marks = Markers((first, end, self.parameter[0], self.end, self.closing))
         while True:
             more, mark = cursor.before(marks)
             text.append(more)
@@ -178,8 +244,8 @@ class TagCalls:
                 quoted += 1
             elif mark and quoted:
                 quoted -= mark == last
-            elif mark == self.value[1]:
-                if (yield from self._may_follow(cursor)) and (yield from self._is_last_end(cursor)):
+            elif mark == end:
+                if self.item or ((yield from self._may_follow(cursor)) and (yield from self._is_last_end(cursor, end))):
                     return "".join(text), True
             elif mark:
                 if (yield from self._is_without_end(cursor, mark, parameters, written)):
@@ -204,16 +270,16 @@ class TagCalls:
         follows = Markers((self.parameter[0], self.end, self.closing, self.function[0]))
         return bool((yield from cursor.starts(follows, after_blank=True))) or not cursor.waiting.strip()
 
-    def _is_last_end(self, cursor: Cursor) -> Waiting[bool]:
+    def _is_last_end(self, cursor: Cursor, value_end: str) -> Waiting[bool]:
         """False if another end of a value follows, with the end of a call behind it, before anything else that begins:
         the value holds whole calls."""
-        marks = Markers((self.value[1], self.parameter[0], self.function[0], *self.openings))
+        marks = Markers((value_end, self.parameter[0], self.function[0], *self.openings))
         behind = Markers((self.end, self.closing, self.parameter[0]))
         limit = len(self.end) + len(self.closing) + _REOPENS
         while True:
             text = cursor.waiting
             place, mark = marks.first(text[:limit], 0)
-            if mark == self.value[1]:
+            if mark == value_end:
                 rest = text[place + len(mark) :].lstrip(BLANK)
                 if cursor.ended or (rest and not behind.may_go_on(rest, 0)):
                     return not behind.at(rest, 0)
@@ -245,3 +311,8 @@ class TagCalls:
         if self.typed[0] in attribute:
             return json.dumps(text, ensure_ascii=False)
         return whole(text.strip(), repairs) or json.dumps(text, ensure_ascii=False)
+
+
+def _object(members: Mapping[str, str]) -> str:
+    """Return the JSON of an object, of whose members the values are JSON."""
+    return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in members.items()) + "}"

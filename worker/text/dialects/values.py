@@ -1,7 +1,7 @@
 """Reads the value of a parameter that a model wrote as text, by the parameter's JSON schema."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from worker.text.dialects.json_text import Repair, whole
@@ -25,11 +25,14 @@ _SURE = frozenset({Repair.LITERAL, Repair.COMMA})  # what was wrong with a value
 class Parameters:
     """The schemas of a function's parameters, by name."""
 
-    def __init__(self, schema: Any) -> None:
-        """`schema`: that of the function's arguments; anything else than an object names no parameters."""
-        self._root: Schema = schema if isinstance(schema, dict) else {}
-        properties = self._root.get("properties")
+    def __init__(self, schema: Any, root: Schema | None = None) -> None:
+        """`schema`: that of the function's arguments; anything else than an object names no parameters. `root`: the
+        schema in which references are resolved, if not this one."""
+        schema = schema if isinstance(schema, dict) else {}
+        self._root: Schema = schema if root is None else root
+        properties = schema.get("properties")
         self._properties: dict[str, Any] = properties if isinstance(properties, dict) else {}
+        self._others = schema.get("additionalProperties")
 
     @property
     def names(self) -> list[str]:
@@ -63,10 +66,19 @@ class Parameters:
 
     def _types(self, name: str) -> tuple[frozenset[str], set[str] | None]:
         """Return the types of a parameter, and the texts that are strings whatever else they may be."""
-        if name not in self._properties:
-            return _TYPES, None
         reading = _Reading(self._root)
-        return reading.types(self._properties[name]), reading.constants
+        return reading.types(self._properties.get(name, self._others)), reading.constants
+
+    def within(self, name: str, item: str) -> "Parameters":
+        """Return the schemas of what a parameter's value holds, by name: an object's members, or a list's items as
+        `item`."""
+        found, others = dict[str, Any](), None
+        for part in _Reading(self._root).parts(self._properties.get(name, self._others)):
+            members, items = part.get("properties"), part.get("items")
+            found |= members if isinstance(members, dict) else {}
+            found |= {item: items} if isinstance(items, dict) else {}
+            others = others or part.get("additionalProperties")
+        return Parameters({"properties": found, "additionalProperties": others}, self._root)
 
     def has(self, name: str) -> bool:
         """True if the schema names the parameter."""
@@ -90,6 +102,20 @@ class _Reading:
         types = self._combined(schema)
         self._depth -= 1
         return types or _TYPES
+
+    def parts(self, schema: Any) -> Iterator[Schema]:
+        """Yield the schema and those that it combines or refers to."""
+        self._steps += 1
+        if not isinstance(schema, dict) or self._steps > _MOST_STEPS or self._depth > _DEEPEST:
+            return
+        self._depth += 1
+        yield schema
+        if isinstance(ref := schema.get("$ref"), str):
+            yield from self.parts(self._resolved(ref))
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            for branch in schema[keyword] if isinstance(schema.get(keyword), list) else ():
+                yield from self.parts(branch)
+        self._depth -= 1
 
     def _combined(self, schema: Schema) -> frozenset[str]:
         types = self._own(schema)

@@ -40,6 +40,8 @@ class Markup:
     markers: dict[str, int]  # tokens that occur in markers, by their text
     calls_as: str | None  # the dialect's name, or "harmony"; None: the model writes no calls
     header: tuple[str, ...] = ()  # around the recipient of a message, which may precede calls
+    opened: str = ""  # the opening of a call, with which the prompt ends
+    answer: str = ""  # what then precedes a text that is no call
 
 
 class Grammars:
@@ -81,10 +83,12 @@ class Grammars:
         if self._harmony:
             answer = tool_grammars.harmony_json(grammar, schema, "response_format")
             return f'{grammar.marker("<|channel|>")} "final" {answer}'
-        return grammar.json(schema, "response_format")
+        before = grammar.marker(self._markup.answer.removeprefix(self._markup.opened))
+        return f"{before} {grammar.json(schema, 'response_format')}"
 
     def _calls(self, grammar: Grammar, calls_as: str, constraint: OutputConstraint) -> str:
-        calls = tool_grammars.tool_calls(calls_as, grammar, constraint.functions, constraint.allows_many)
+        opened = self._markup.opened
+        calls = tool_grammars.tool_calls(calls_as, grammar, constraint.functions, constraint.allows_many, opened)
         if not self._markup.header:
             return calls
         begins, ends = map(grammar.marker, self._markup.header)

@@ -76,6 +76,10 @@ def markup_of(tokenizer: Tokenizer, model_format: ModelFormat) -> Markup:
     dialect = model_format.dialect.name if model_format.dialect else None
     calls_as = "harmony" if model_format.harmony else dialect
     header = model_format.thoughts.header if model_format.thoughts else ()
+    opened = model_format.opened
+    answers = model_format.thoughts.answer if model_format.thoughts and opened else ()
+    answer = next((each for each in answers if each.startswith(opened)), "")
     texts = (*texts_of(calls_as), *header)
     added = added_tokens(tokenizer.definition or "{}")
-    return Markup({token: id for token, id in added.items() if any(token in text for text in texts)}, calls_as, header)
+    markers = {token: id for token, id in added.items() if any(token in text for text in texts)}
+    return Markup(markers, calls_as, header, opened, answer)

@@ -57,7 +57,8 @@ class TagParameters:
         self._root, self._field = root, field
         self._of_string, self._of_other = dialect.typed or ("", "")  # the attributes of typed tags
         self._references, self._reads = References(root), Parameters(root)
-        marks = (dialect.openings[0], dialect.value[1], dialect.parameter[0], dialect.end, dialect.closing)
+        value_end, _, _ = dialect.value[1].partition("{name}")
+        marks = (dialect.openings[0], value_end, dialect.parameter[0], dialect.end, dialect.closing)
         self._marks = [mark for mark in marks if mark]
         self._never = [f"(?s:.*)({'|'.join(map(escaped, self._marks))})(?s:.*)", _CDATA]
 
@@ -88,21 +89,45 @@ class TagParameters:
         except Unwritable:
             if self._reads.may_be_string(name):  # JSON of a string would be read as its text
                 raise
-            forms = [f"{self._json(name, schema)} {self._end}"]
+            forms = [f"{self._nested(name, schema)} {self._end(name)}"]
         return self._grammar.rule(f"{self._head(name)} {any_of(forms)}")
 
-    @property
-    def _after(self) -> str:
-        return self._dialect.line + self._dialect.value[1]
+    def _after(self, name: str) -> str:
+        return self._dialect.line + self._dialect.end_of(name)
 
-    @property
-    def _end(self) -> str:
-        return self._grammar.marker(self._after)
+    def _end(self, name: str) -> str:
+        return self._grammar.marker(self._after(name))
 
     def _head(self, name: str, attribute: str = "") -> str:
         begin = self._grammar.marker(tag(self._dialect.parameter, name, attribute))
         gap = self._gap if self._dialect.value[0] else ""
         return f"{begin} {gap} {self._grammar.marker(self._dialect.value[0] + self._dialect.line)}"
+
+    def _nested(self, name: str, schema: Any) -> str:
+        """Return the rule for a list or an object: as elements, if the dialect has them and the schema names what they
+        are, else as JSON."""
+        if self._dialect.item and "$ref" not in json.dumps(schema):
+            try:
+                return self._elements(name, schema)
+            except Unwritable:
+                pass  # it is read in JSON, too
+        return self._json(name, schema)
+
+    def _elements(self, name: str, schema: Any) -> str:
+        """Return the rule for the elements of a list or an object. Raises `Unwritable`."""
+        item, within = self._dialect.item, schema
+        is_list = isinstance(schema, dict) and schema.get("type") == "array"
+        if is_list:
+            allow_only(schema, {"type", "items", "minItems", "maxItems"})
+            within = {"properties": {item: schema.get("items", {})}, "required": [item]}
+        elif not isinstance(schema, dict) or schema.get("type") != "object" or not schema.get("properties"):
+            raise Unwritable("elements without names")
+        few, many = (schema.get("minItems", 0), schema.get("maxItems", "")) if is_list else (1, 1)
+        if not (is_list and few) and not schema.get("required") and self._reads.may_be_string(name):
+            raise Unwritable("nothing, which is read as a text")
+        rules = TagParameters(self._grammar, self._dialect, within, f"{self._field}: {name}", "").rules()
+        elements = self._grammar.rule(" ".join(rules))
+        return self._grammar.rule(f"({elements}){{{few},{many}}}") if is_list else elements
 
     def _json(self, name: str, schema: Any) -> str:
         field = f"{self._field}: {name}"
@@ -119,12 +144,12 @@ class TagParameters:
         texts = [text for each in found if each not in as_json for text in self._texts(name, each, types, as_json)]
         if any(self._type(each) not in types for each in as_json):
             raise Unwritable("types that a text does not show")
-        rules = [f"{self._json(name, each)} {self._end}" for each in as_json]
+        rules = [f"{self._nested(name, each)} {self._end(name)}" for each in as_json]
         if self._dialect.cdata:
             texts += [f'"<![CDATA[" ({text}) "]]>"' for text in texts]
         if texts:
             body = " | ".join(f"({text})" for text in dict.fromkeys(texts))
-            rules.append(self._grammar.text(body, until=self._after))
+            rules.append(self._grammar.text(body, until=self._after(name)))
         return rules
 
     def _is_json(self, schema: Schema) -> bool:
@@ -183,13 +208,13 @@ class TagParameters:
         except Unwritable:  # then strings are JSON too
             texts, others = [], {self._attribute("object"): [schema]}
         ways = [
-            f"{self._head(name, attribute)} {self._json(name, each)} {self._end}"
+            f"{self._head(name, attribute)} {self._json(name, each)} {self._end(name)}"
             for attribute, schemas in others.items()
             for each in schemas
         ]
         if texts:
             body = " | ".join(f"({text})" for text in dict.fromkeys(texts))
-            ways.append(f"{self._head(name, self._of_string)} {self._grammar.text(body, until=self._after)}")
+            ways.append(f"{self._head(name, self._of_string)} {self._grammar.text(body, until=self._after(name))}")
         return self._grammar.rule(any_of(ways))
 
     def _attribute(self, kind: str) -> str:

@@ -1,7 +1,7 @@
 """Grammars of tool calls, one for each class of dialect. The dialect's own reader reads the calls."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -54,22 +54,23 @@ def in_json(calls_as: str | None) -> bool:
     return calls_as in (None, "harmony") or isinstance(by_name(calls_as), JsonCalls | HeaderCalls)
 
 
-def tool_calls(calls_as: str, grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
+def tool_calls(calls_as: str, grammar: Grammar, functions: Sequence[Function], many: bool, opened: str = "") -> str:
     """Return the rule for a call of one of the functions, or for several calls if `many`. `calls_as`: the dialect's
-    name, or "harmony". Raises `JobFailure`."""
+    name, or "harmony". `opened`: the opening of the first call, if the prompt has it. Raises `JobFailure`."""
     if calls_as == "harmony":
         return harmony(grammar, functions)
     dialect = by_name(calls_as)
     assert dialect is not None
-    return grammar.rule(f"{_GAP} {_CallGrammar(grammar, functions, many).of(dialect)}")
+    calls = _CallGrammar(grammar, functions, many, opened).of(dialect)
+    return calls if opened else grammar.rule(f"{_GAP} {calls}")
 
 
 class _CallGrammar:
     """The grammar of the calls of one request."""
 
-    def __init__(self, grammar: Grammar, functions: Sequence[Function], many: bool) -> None:
+    def __init__(self, grammar: Grammar, functions: Sequence[Function], many: bool, opened: str) -> None:
         self._grammar, self._functions = grammar, functions
-        self._many = many
+        self._many, self._opened = many, opened
         self._arguments = dict[str, str]()  # rules for arguments in JSON, by the function's name
 
     def of(self, dialect: Dialect) -> str:
@@ -130,12 +131,19 @@ class _CallGrammar:
     def headers(self, dialect: HeaderCalls) -> str:
         """Return the rule for calls with a header, alone or in a section: [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}"""
         forms = (dialect.form, *dialect.more_forms)
-        each = any_of([self._with_header(form, function) for function in self._functions for form in forms])
-        calls = self._repeated(self._grammar.rule(each), _GAP)
+        each = self._with_headers(forms)
+        first = self._with_headers([form.removeprefix(self._opened) for form in forms]) if self._opened else each
+        calls = self._grammar.rule(f"{first} ({_GAP} {each})*" if self._many else first)
         if dialect.each:
             ends = self._grammar.marker(dialect.closing)
             calls = self._grammar.rule(f"{self._grammar.marker(dialect.openings[0])} {calls} {ends}")
         return self._grammar.rule(f"{calls} | {self.json(dialect.as_list)}") if dialect.as_list else calls
+
+    def _with_headers(self, forms: Iterable[str]) -> str:
+        """Return the rule for one call of any function, in one of the forms."""
+        return self._grammar.rule(
+            any_of([self._with_header(form, function) for function in self._functions for form in forms])
+        )
 
     def _with_header(self, form: str, function: Function) -> str:
         """Return the rule for one call, from the dialect's form of it."""

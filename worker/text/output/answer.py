@@ -13,11 +13,13 @@ _BLANKS = re.compile(r"[ \t\r\n]+")
 
 
 def read_calls(
-    dialect: Dialect, opening: str, cursor: Cursor, functions: Functions, kind: type[Content | Reasoning]
-) -> Events:
-    """Read calls from behind an opening. What turns out to be none is text of `kind`, as it was written."""
+    dialect: Dialect, opening: str, cursor: Cursor, functions: Functions, kind: type[Content | Reasoning], *,
+    written: bool = True,
+) -> Events:  # fmt: skip
+    """Read calls from behind an opening. What turns out to be none is text of `kind`, as it was written; the opening is
+    a part of it if the model has `written` it, and not the prompt."""
     cursor.record()
-    text_before = opening
+    text_before = opening if written else ""
     try:
         for event in dialect.read(opening, cursor, functions):
             if isinstance(event, CallBegan):
@@ -36,17 +38,18 @@ class AnswerReader:
 
     def __init__(
         self, cursor: Cursor, thoughts: Thoughts | None, dialect: Dialect | None, functions: Functions | None, *,
-        reasons: bool, thought: bool, only_before_content: bool,
+        reasons: bool, thought: bool, only_before_content: bool, opened: str = "",
     ) -> None:  # fmt: skip
         """`functions`: those that the request offers; None: calls are text. `reasons`: the answer begins within
         reasoning; `thought`: reasoning has ended before it. `only_before_content`: a grammar holds the content to JSON,
-        whose strings may hold what looks like a marker."""
+        whose strings may hold what looks like a marker. `opened`: the marker with which the prompt has ended."""
         self._cursor = cursor
         self._thoughts = thoughts
         self._dialect = dialect if functions is not None else None
         self._functions: Functions = functions or {}
         self._reasons, self._thought = reasons, thought
         self._only_before_content = only_before_content
+        self._opened = opened
         self._begun = False  # content other than white space has come since the last reasoning or call
         self._at_start = True  # of the reasoning
         self._unclosed = False  # the marker that ends calls was missing
@@ -56,6 +59,8 @@ class AnswerReader:
     def read(self) -> Events:
         """Yield the answer's events."""
         cursor = self._cursor
+        if self._opened:
+            yield from self._from_within_marker()
         markers = self._markers
         while not (self._only_before_content and self._begun):
             if not self._begun and self._may_be_bare:
@@ -99,6 +104,15 @@ class AnswerReader:
                 return
             yield from self._calls("")
 
+    def _from_within_marker(self) -> Events:
+        """Read what follows the marker with which the prompt has ended: the rest of a longer one, or a call."""
+        longer = self._thoughts.answer if self._thoughts else ()
+        rests = [each.removeprefix(self._opened) for each in longer if each.startswith(self._opened)]
+        if (yield from self._cursor.accept(Markers(rests))):
+            yield Content("")
+        elif self._dialect:
+            yield from self._calls(self._opened, written=False)
+
     @property
     def _kind(self) -> type[Content | Reasoning]:
         return Reasoning if self._reasons else Content
@@ -120,6 +134,7 @@ class AnswerReader:
             found += [thoughts.begin] * (not (self._begun and self._thought))
             found += [thoughts.end] * self._ended_by_call
             found += thoughts.header[:1] * (not self._begun)
+            found += [thoughts.end] * (not self._begun)  # of a thought that was left out
         if self._dialect:
             found += [*self._dialect.openings, self._dialect.closing * self._unclosed]
         return markers_of(tuple(found))
@@ -130,12 +145,9 @@ class AnswerReader:
             self._reasons = self._at_start = True
             self._ended_by_call = False
             yield Reasoning("")
-        elif thoughts and self._reasons and marker == thoughts.end:
-            self._reasons = self._begun = False
+        elif thoughts and marker == thoughts.end:
+            self._reasons = self._begun = self._ended_by_call = False
             self._thought = True
-            yield Content("")
-        elif thoughts and marker == thoughts.end and self._ended_by_call:
-            self._ended_by_call = False
             yield Content("")
         elif thoughts and marker in thoughts.answer:
             yield Content("")
@@ -154,10 +166,11 @@ class AnswerReader:
         except NotACall:
             yield Content(begins + self._cursor.recorded())
 
-    def _calls(self, opening: str) -> Events:
+    def _calls(self, opening: str, *, written: bool = True) -> Events:
         assert self._dialect is not None
         called = False
-        for event in read_calls(self._dialect, opening, self._cursor, self._functions, self._kind):
+        reads = read_calls(self._dialect, opening, self._cursor, self._functions, self._kind, written=written)
+        for event in reads:
             match event:
                 case CallBegan():
                     self._ended_by_call = self._ended_by_call or self._reasons

@@ -41,25 +41,33 @@ class Evidence:
     dialect: Dialect | None
     proof: Proof  # how the dialect was found: its template's own call was read back, or only its markers were seen
     thoughts: Thoughts | None
+    opened: str = ""  # the opening of a call with which the template begins each answer
 
 
 def evidence_of(tokenizer: Tokenizer) -> Evidence:
     """Render a call, a thought and their markers with the model's template, and choose what reads them back."""
-    answers = list(_answers(tokenizer))
+    opening = _rendered(tokenizer, [{"role": "user", "content": _QUESTION}])
+    opening = opening.rpartition(_QUESTION)[2] if opening else ""
+    answers = list(_answers(tokenizer, opening))
     thoughts = _thoughts(tokenizer, answers)
     for answer in answers:
         for dialect in DIALECTS:
-            if _reads_back(answer, dialect, thoughts):
-                return Evidence(dialect, "read back", thoughts)
+            opened = _opened(dialect, opening)
+            if _reads_back(answer, dialect, thoughts, opened):
+                return Evidence(dialect, "read back", thoughts, opened)
     named = _by_markers(tokenizer)
-    return Evidence(named, "by its markers" if named else "none", thoughts)
+    opened = _opened(named, opening) if named else ""
+    return Evidence(named, "by its markers" if named else "none", thoughts, opened)
 
 
-def _answers(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield what the template writes for an answer with a thought and a call, in each form that it accepts."""
+def _opened(dialect: Dialect, opening: str) -> str:
+    return dialect.openings[0] if opening.endswith(dialect.openings[0]) else ""
+
+
+def _answers(tokenizer: Tokenizer, opening: str) -> Iterator[str]:
+    """Yield what the template writes for an answer with a thought and a call, in each form that it accepts. `opening`:
+    what it writes before an answer."""
     question = {"role": "user", "content": _QUESTION}
-    opening = _rendered(tokenizer, [question])
-    opening = opening.rpartition(_QUESTION)[2] if opening else ""
     for id in _IDS:
         for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
             call = {"type": "function", "id": id, "function": {"name": _FUNCTION["name"], "arguments": arguments}}
@@ -88,16 +96,18 @@ def _common(text: str, opening: str) -> int:
     return end
 
 
-def _reads_back(answer: str, dialect: Dialect, thoughts: Thoughts | None) -> bool:
+def _reads_back(answer: str, dialect: Dialect, thoughts: Thoughts | None, opened: str) -> bool:
     """True if the dialect reads exactly the call that the template wrote."""
     bare = bool(dialect.bare) and answer.strip()[:1] in dialect.bare
-    if not bare and dialect.openings[0] not in answer:
+    if not (bare or opened) and dialect.openings[0] not in answer:
         return False
     cursor = Cursor()
     cursor.add(answer)
     cursor.end()
     functions = {str(_FUNCTION["name"]): Parameters(_SCHEMA)}
-    reader = AnswerReader(cursor, thoughts, dialect, functions, reasons=False, thought=False, only_before_content=False)
+    reader = AnswerReader(
+        cursor, thoughts, dialect, functions, reasons=False, thought=False, only_before_content=False, opened=opened
+    )
     names, arguments = list[str](), list[str]()
     for event in reader.read():
         if isinstance(event, CallBegan):
@@ -136,14 +146,15 @@ def _thoughts(tokenizer: Tokenizer, answers: list[str]) -> Thoughts | None:
     for answer in answers:
         _, written, after = answer.partition(_THOUGHT)
         for each in THOUGHTS if written else ():
-            if after.lstrip().startswith(each.end.lstrip()):
+            if each.end and after.lstrip().startswith(each.end.lstrip()):
                 return _with_answer_markers(each, source, tokens)
     for each in THOUGHTS:
-        if (each.begin, each.end) == tokenizer.think or (each.begin in source and each.end in source):
+        named = [*filter(None, (each.begin, each.end)), *(marker.strip() for marker in each.answer if not each.end)]
+        if (each.begin, each.end) == tokenizer.think or all(marker in source for marker in named):
             return _with_answer_markers(each, source, tokens)
     if tokenizer.think:
         return Thoughts(*tokenizer.think)
-    known = next((each for each in THOUGHTS if tokens.issuperset((each.begin, each.end))), None)
+    known = next((each for each in THOUGHTS if each.end and tokens.issuperset((each.begin, each.end))), None)
     return known and _with_answer_markers(known, source, tokens)
 
 
@@ -151,5 +162,5 @@ def _with_answer_markers(thoughts: Thoughts, source: str, tokens: frozenset[str]
     """Return the thoughts with those markers of the answer that the model has."""
     # Tags, unlike tokens, may stand for something else in a template, such as the result of a call.
     has = [marker for marker in thoughts.answer if marker in tokens or (marker in source and "|" in marker)]
-    named = "".join(thoughts.answer) in source
+    named = "".join(thoughts.answer) in source or not thoughts.end
     return replace(thoughts, answer=thoughts.answer if named else tuple(has))

@@ -23,18 +23,19 @@ class ModelFormat:
     dialect: Dialect | None
     proof: Proof  # how the dialect was found
     thoughts: Thoughts | None
+    opened: str = ""  # the opening of a call, with which the prompt ends
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
         """Return the format that the model's vocabulary and chat template show."""
         is_harmony = frozenset(tokenizer.tokens).issuperset(harmony.MARKERS)
         found = evidence_of(tokenizer)
-        return cls(is_harmony, found.dialect, found.proof, found.thoughts)
+        return cls(is_harmony, found.dialect, found.proof, found.thoughts, found.opened)
 
     @property
     def think(self) -> tuple[str, str] | None:
         """The markers around reasoning, or None."""
-        return (self.thoughts.begin, self.thoughts.end) if self.thoughts else None
+        return (self.thoughts.begin, self.thoughts.end) if self.thoughts and self.thoughts.begin else None
 
     @property
     def reads_calls(self) -> bool:
@@ -42,14 +43,16 @@ class ModelFormat:
         return self.harmony or self.dialect is not None
 
     def reader(
-        self, cursor: Cursor, thinking: Thinking, functions: Functions | None, *, only_before_content: bool
-    ) -> Events | None:
-        """Return a reader of one answer, or None if there are no markers to find. See `AnswerReader`."""
+        self, cursor: Cursor, thinking: Thinking, functions: Functions | None, *, only_before_content: bool,
+        continues: bool = False,
+    ) -> Events | None:  # fmt: skip
+        """Return a reader of one answer, or None if there are no markers to find. See `AnswerReader`. `continues`: the
+        prompt ends within an answer."""
         if self.harmony:
             return HarmonyReader(cursor, functions, only_before_content=only_before_content).read()
         if not self.thoughts and not (self.dialect and functions is not None):
             return None
         return AnswerReader(
             cursor, self.thoughts, self.dialect, functions, reasons=thinking == "open", thought=thinking == "closed",
-            only_before_content=only_before_content,
+            only_before_content=only_before_content, opened="" if continues else self.opened,
         ).read()  # fmt: skip

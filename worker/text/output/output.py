@@ -62,11 +62,12 @@ class Output:
         self, vocabulary: Vocabulary, model_format: ModelFormat, request: ChatRequest, thinking: Thinking, job_id: str
     ) -> None:
         self._detokenizer, self._cursor = vocabulary.detokenizer(), Cursor()
-        functions = {tool.function.name: Parameters(tool.function.parameters) for tool in request.offered_tools}
         # A grammar constrains such an answer to JSON, whose strings may hold text that looks like a marker.
         by_schema = isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
+        functions = {tool.function.name: Parameters(tool.function.parameters) for tool in request.offered_tools}
+        continues = request.messages[-1].role == "assistant"
         self._events: Events | None = model_format.reader(
-            self._cursor, thinking, functions or None, only_before_content=by_schema
+            self._cursor, thinking, functions or None, only_before_content=by_schema, continues=continues
         )
         self._calls = Calls(job_id, parallel=request.parallel_tool_calls is not False)
         self._repairs = set[Repair]()
@@ -74,8 +75,7 @@ class Output:
         self._current: type[Content | Reasoning] = Content
         if thinking == "open":
             self._current = Reasoning
-            # The prompt ends with the think marker, unless it continues an assistant message.
-            if request.messages[-1].role != "assistant":
+            if not continues:  # the prompt ends with the think marker
                 self._reasoning.mark()
 
     @property
