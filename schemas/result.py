@@ -82,7 +82,8 @@ class SluiceDetails(Sent):
         default=None, description="Absent if nothing was drafted and the request has no field about it."
     )
     warnings: list[str] | None = Field(
-        default=None, description="What the model may not do as the request asks. Absent if there is nothing to say."
+        default=None,
+        description="What the model may not do, or did not, as the request asks. Absent if there is nothing to say.",
     )
     repaired: list[str] | None = Field(
         default=None, description="Mistakes in the answer's tool calls that were put right. Absent if there were none."

@@ -12,6 +12,7 @@ from worker.text.output.output import OutputDelta
 from worker.text.output.tool_calls import message_tool_calls
 
 _CALLS_NOT_READ = "tools: the form of this model's calls is not known, so a call would be in the content."
+_CALLS_LEFT_OUT = "tool_choice: the answer has tool calls, which were left out since it is none."
 _ECHOED = {"tenant", "safety_identifier", "user", "prompt_cache_key", "metadata", "store"}
 
 
@@ -20,6 +21,7 @@ class Answer:
     """An answer's part of the result."""
 
     output: OutputDelta
+    left_out_calls: bool  # it had calls, which the request does not allow
     repaired: list[str]  # mistakes in its calls that were put right
     logprobs: list[bytes]  # one entry per token, in OpenAI's form, as JSON
     finish_reason: str
@@ -82,6 +84,7 @@ def _message(output: OutputDelta) -> dict[str, object]:
 
 
 def _extension(job: Job, request: ChatRequest, context: WorkerContext, answer: Answer) -> dict[str, object]:
+    warnings = warnings_of(request, parses_tools=context.codec.parses_tools, left_out_calls=answer.left_out_calls)
     return {
         "lane": job.claim.lane,
         "worker": context.settings.worker_name,
@@ -95,6 +98,12 @@ def _extension(job: Job, request: ChatRequest, context: WorkerContext, answer: A
         **({"specprefill": answer.specprefill} if answer.specprefill else {}),
         **({"speculation": answer.speculation} if answer.speculation else {}),
         **({"repaired": answer.repaired} if answer.repaired else {}),
-        **({"warnings": [_CALLS_NOT_READ]} if request.offered_tools and not context.codec.parses_tools else {}),
+        **({"warnings": warnings} if warnings else {}),
         **request.model_dump(include=_ECHOED, exclude_none=True),
     }
+
+
+def warnings_of(request: ChatRequest, *, parses_tools: bool, left_out_calls: bool) -> list[str]:
+    """Return what the model cannot do as the request asks, or has not done."""
+    unread = [] if parses_tools or not request.offered_tools else [_CALLS_NOT_READ]
+    return [*unread, *([_CALLS_LEFT_OUT] if left_out_calls else [])]

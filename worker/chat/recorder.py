@@ -199,6 +199,7 @@ class JobRecorder:
         logger.info("%s finished: %s, %s%s", self._job.claim.job_id, finish_reason, spent, rate)
         answered = Answer(
             output=concat(self._emitted),
+            left_out_calls=output.left_out_calls,
             repaired=output.repaired,
             logprobs=self._emitted_logprobs,
             finish_reason=finish_reason,

@@ -104,12 +104,14 @@ def test_a_call_that_is_wrong_is_a_call(call: str, function: str, arguments: str
     assert said.finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
-def test_a_request_without_tools_gets_the_text(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("fields", "calls"), [({}, True), ({"tools": TOOLS, "tool_choice": "none"}, False)])
+def test_a_request_without_tools_gets_the_text_and_one_that_allows_no_calls_nothing(
+    fields: dict[str, Any], calls: bool
+) -> None:
     call = f"<|channel|>commentary to=functions.weather<|message|>{CALL}<|call|>"
-    assert heard(GPT_OSS, call, **fields) == Heard(OutputDelta(call), "stop")
+    assert heard(GPT_OSS, call, **fields) == Heard(OutputDelta(call * calls), "stop")
     after = heard(GPT_OSS, f"{THOUGHT}{call}<|start|>assistant<|channel|>final<|message|>So.", **fields).said
-    assert (after.content, after.reasoning) == (f"<|start|>assistant{call}So.", "Hm.")
+    assert (after.content, after.reasoning) == (f"<|start|>assistant{call}" * calls + "So.", "Hm.")
 
 
 def test_a_call_that_the_tokens_ran_out_in_stays_as_far_as_it_came() -> None:

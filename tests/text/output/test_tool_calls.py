@@ -51,6 +51,33 @@ def test_a_request_without_tools_gets_the_text(fields: dict[str, Any]) -> None:
     assert heard(TINY, WRITTEN["hermes"], **fields) == Heard(OutputDelta(WRITTEN["hermes"]), "stop")
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_are_left_out_if_the_request_allows_none(name: str) -> None:
+    before = "" if name in BARE else "Let me see.\n"
+    answer = output(model(name), tools=TOOLS, tool_choice="none")
+    said = hear(answer, model(name).words.encode(before + WRITTEN[name]))
+    assert said == Heard(OutputDelta(before.strip()), "stop")
+    assert answer.left_out_calls
+
+
+def test_text_after_a_call_that_is_left_out_stays() -> None:
+    said = heard(TINY, f"Let me see.\n{WRITTEN['hermes']}\nIt is warm.", tools=TOOLS, tool_choice="none")
+    assert said.said.content.split("\n\n\n") == ["Let me see.", "It is warm."]
+
+
+def test_nothing_is_left_out_of_an_answer_without_calls() -> None:
+    answer = output(TINY, tools=TOOLS, tool_choice="none")
+    text = "The tag `<tool_call>` begins a call."
+    assert hear(answer, TINY.words.encode(text)) == Heard(OutputDelta(text), "stop")
+    assert not answer.left_out_calls
+
+
+def test_an_answer_by_a_schema_is_no_call_however_it_looks() -> None:
+    text = '{"name": "weather", "parameters": {}}'
+    fields = {"tools": TOOLS, "tool_choice": "none", "response_format": {"type": "json_object"}}
+    assert heard(model("llama3"), text, **fields).said == OutputDelta(text)
+
+
 # An answer whose first marker is the end of the prompt
 
 

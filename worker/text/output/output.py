@@ -64,12 +64,16 @@ class Output:
         self._detokenizer, self._cursor = vocabulary.detokenizer(), Cursor()
         # A grammar constrains such an answer to JSON, whose strings may hold text that looks like a marker.
         by_schema = isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
-        functions = {tool.function.name: Parameters(tool.function.parameters) for tool in request.offered_tools}
+        # With `tool_choice: none` calls are read too, and left out: their markup would be of no use to the client.
+        self._leaves_out_calls = request.tool_choice == "none" and not by_schema
+        tools = request.tools or () if self._leaves_out_calls else request.offered_tools
+        functions = {tool.function.name: Parameters(tool.function.parameters) for tool in tools}
         continues = request.messages[-1].role == "assistant"
         self._events: Events | None = model_format.reader(
             self._cursor, thinking, functions or None, only_before_content=by_schema, continues=continues
         )
         self._calls = Calls(job_id, parallel=request.parallel_tool_calls is not False)
+        self.left_out_calls = False  # the answer has calls, which the request does not allow
         self._repairs = set[Repair]()
         self._content, self._reasoning = _Channel(request.stop or ()), _Channel(())
         self._current: type[Content | Reasoning] = Content
@@ -144,6 +148,11 @@ class Output:
                 kind = type(event)
                 crossed = self._switch(kind) if kind is not self._current or not text else _NOTHING
                 return crossed + self._delta(self._channel.feed(text))
+            case CallBegan() if self._leaves_out_calls:
+                self.left_out_calls = True
+                return self._switch(Content)
+            case CallArguments() | CallEnded() | Repaired() if self._leaves_out_calls:
+                return _NOTHING
             case CallBegan():
                 return self._switch(Content) + OutputDelta(tool_calls=as_deltas(self._calls.read(event)))
             case CallArguments() | CallEnded():
