@@ -144,6 +144,16 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_fingerprint_changes_with_a_further_template(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY_CHAT, tmp_path / "copy")
+    seen = {fingerprint(folder)}
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in (("tool_use", "a"), ("tool_use", "b"), ("rag", "b")):
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+        seen.add(fingerprint(folder))
+    assert len(seen) == 4
+
+
 @pytest.mark.parametrize("changed", ["config.json", "tokenizer_config.json", "model.safetensors"])
 def test_a_fingerprint_changes_with_any_part_of_the_model(tmp_path: Path, changed: str) -> None:
     folder = shutil.copytree(TINY_CHAT, tmp_path / "copy")

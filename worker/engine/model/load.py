@@ -232,6 +232,8 @@ def fingerprint(path: Path) -> str:
     ):
         if (path / name).is_file():
             digest.update(name.encode() + (path / name).read_bytes())
+    for template in sorted(path.glob("additional_chat_templates/*.jinja")):
+        digest.update(template.name.encode() + template.read_bytes())
     for weights in sorted(path.glob("model*.safetensors")):
         digest.update(f"{weights.name} {weights.stat().st_size}".encode())
         digest.update(_samples(weights))
