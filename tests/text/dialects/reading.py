@@ -5,12 +5,15 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from schemas import ChatRequest
 from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded, Repaired
 from worker.text.dialects.table import DIALECTS, Thoughts
 from worker.text.dialects.values import Parameters
 from worker.text.output.answer import AnswerReader
 from worker.text.output.events import Content, Reasoning
+from worker.text.output.formats import ModelFormat
+from worker.text.output.output import Output
 
 BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
 THINK = Thoughts("<think>", "</think>")
@@ -80,3 +83,37 @@ def read(name: str, text: str | Sequence[str], *, cut_off: bool = False, **more:
 def cut(text: str, places: Iterable[int]) -> list[str]:
     edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     return [text[a:b] for a, b in pairwise(edges)]
+
+
+class Pieces:
+    """Texts in the place of tokens."""
+
+    def detokenizer(self) -> "Pieces":
+        return self
+
+    def feed(self, text: str) -> str:
+        return text
+
+    def flush(self) -> str:
+        return ""
+
+
+class AnyFunction(dict[str, Parameters]):
+    """The functions of a request that names none, for suites which read calls of any."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def output(model_format: ModelFormat, tools: dict[str, Any], thinking: Any = "none") -> Any:
+    """Return the parser of an answer, which is fed with pieces of text. `tools`: the schemas of functions by name; if
+    there are none, any may be called."""
+    offered = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in tools.items()]
+    asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tools": offered or None})
+    made = Output(Pieces(), model_format, asked, thinking, "suite")  # type: ignore[arg-type]
+    if not tools:
+        made._events = model_format.reader(made._cursor, thinking, AnyFunction(), only_before_content=False)
+    return made

@@ -45,6 +45,8 @@ WRITTEN = {
     )
     + "</tool_call:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n"
     "</tool_calls:opensource>",
+    "hunyuan_plain": "<tool_calls><tool_call>weather<tool_sep><arg_key>city</arg_key><arg_value>Oslo</arg_value>"
+    "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>now<tool_sep></tool_call></tool_calls>",
     "minimax_m2": f'<minimax:tool_call>\n{_INVOKED.format("")}\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
     "minimax_m3": f'{_NS}<tool_call>\n{_NS}<invoke name="weather">{_NS}<city>Oslo{_NS}</city>{_NS}<days>2{_NS}</days>'
     f'{_NS}</invoke>\n{_NS}<invoke name="now">{_NS}</invoke>\n{_NS}</tool_call>',
@@ -164,6 +166,8 @@ DEVIATIONS = {
     "FireFunction's marker": ("phi4", f"functools{_OBJECTS}"),
     "no end of an element": ("minimax_m3", WRITTEN["minimax_m3"].replace(f"{_NS}</days>", "")),
     "elements on lines of their own": ("minimax_m3", WRITTEN["minimax_m3"].replace(f"</city>{_NS}", f"</city>\n{_NS}")),
+    "a tag instead of the token": ("granite3", f"<tool_call>{_OBJECTS}"),
+    "no name before the colon": ("gemma4", WRITTEN["gemma4"].replace("call:", ":")),
     "no list": ("granite3", '<|tool_call|>{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'
                 '<|tool_call|>{"name": "now", "arguments": {}}'),
     "no end marker": ("phi4", f"<|tool_call|>{_OBJECTS}"),

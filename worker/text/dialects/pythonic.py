@@ -183,7 +183,7 @@ class GemmaCalls:
 
     def read(self, opening: str, cursor: Cursor, functions: Functions) -> Calls:
         """Read one call."""
-        if not (yield from cursor.accept(Markers(("call:",)), after_blank=True)):
+        if not (yield from cursor.accept(Markers(("call:", ":")), after_blank=True)):  # some leave the word out
             raise NotACall
         name, bracket = yield from cursor.until(Markers(("{",)), _LONGEST_NAME)
         cursor.put_back(bracket)

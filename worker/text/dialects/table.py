@@ -24,6 +24,19 @@ def _by_keys(name: str, prefix: str) -> TagCalls:
     )
 
 
+def _separated(name: str, suffix: str) -> TagCalls:
+    """Return the dialect of Hunyuan 3, whose tags may have a suffix."""
+    return TagCalls(
+        name,
+        (f"<tool_calls{suffix}>", f"<tool_call{suffix}>"),
+        function=(f"<tool_call{suffix}>", f"<tool_sep{suffix}>"),
+        parameter=(f"<arg_key{suffix}>", f"</arg_key{suffix}>"),
+        value=(f"<arg_value{suffix}>", f"</arg_value{suffix}>"),
+        end=f"</tool_call{suffix}>",
+        closing=f"</tool_calls{suffix}>",
+    )
+
+
 def _invoked(name: str, prefix: str, section: str, typed: tuple[str, str] | tuple[()] = ()) -> TagCalls:
     """Return the dialect of Anthropic's older models, whose tags may have a prefix."""
     return TagCalls(
@@ -71,15 +84,8 @@ DIALECTS: tuple[Dialect, ...] = (
     ),
     _by_keys("glm", ""),
     _by_keys("longcat", "longcat_"),
-    TagCalls(
-        "hunyuan",
-        ("<tool_calls:opensource>", "<tool_call:opensource>"),
-        function=("<tool_call:opensource>", "<tool_sep:opensource>"),
-        parameter=("<arg_key:opensource>", "</arg_key:opensource>"),
-        value=("<arg_value:opensource>", "</arg_value:opensource>"),
-        end="</tool_call:opensource>",
-        closing="</tool_calls:opensource>",
-    ),
+    _separated("hunyuan", ":opensource"),
+    _separated("hunyuan_plain", ""),
     _invoked("minimax_m2", "", "minimax:tool_call"),
     TagCalls(
         "minimax_m3",
@@ -205,11 +211,11 @@ DIALECTS: tuple[Dialect, ...] = (
         line="\n",
     ),
     JsonCalls("phi4", ("<|tool_call|>", "functools"), "<|/tool_call|>", is_list=True),
-    JsonCalls("granite3", ("<|tool_call|>",), is_list=True),
+    JsonCalls("granite3", ("<|tool_call|>", "<tool_call>"), is_list=True),
     JsonCalls("nemotron_v2", ("<TOOLCALL>",), "</TOOLCALL>", is_list=True),
     JsonCalls("tool_calls", ("<tool_calls>",), "</tool_calls>", ids=("", "id"), is_list=True),
     JsonCalls("gigachat3.1", ("<|function_call|>",)),
-    JsonCalls("gigachat3", ("function call<|role_sep|>",)),
+    JsonCalls("gigachat3", ("function call<|role_sep|>", "<|message_sep|>\n\nfunction call<|role_sep|>")),
     JsonCalls("firefunction", (" functools", "functools"), is_list=True),
     JsonCalls("internlm", ("<|action_start|><|plugin|>",), "<|action_end|>"),
 )
@@ -240,7 +246,9 @@ THOUGHTS = (
     Thoughts("<mm:think>", "</mm:think>"),
     Thoughts("<think:opensource>", "</think:opensource>"),
     Thoughts("<|channel>thought", "<channel|>"),
-    Thoughts("<|open|>think<|sep|>", "<|close|>think<|sep|>", ("<|open|>response<|sep|>", "<|close|>response<|sep|>")),
+    Thoughts("<|open|>think<|sep|>", "<|close|>think<|sep|>", (
+        "<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>",
+    )),
     Thoughts("<|think|>", "<|end|><|begin|>assistant<|content|>"),
     Thoughts("to=self<|message|>", "<|eom|>", ("<|start|>assistant",), ("to=", "<|message|>")),
     Thoughts("", "", (">>>all\n",)),

@@ -19,7 +19,7 @@ from worker.text.dialects.dialect import (
     repaired,
 )
 from worker.text.dialects.json_calls import JsonCalls
-from worker.text.dialects.json_text import Repair, whole
+from worker.text.dialects.json_text import Repair
 from worker.text.dialects.values import Parameters
 
 _LONGEST_NAME = 300  # characters of a name with its attributes
@@ -27,7 +27,7 @@ _DEEPEST = 50  # elements within one another
 _REOPENS = 64  # characters after a call in which another end of it shows that the first was a part of a value
 
 
-_NAME = re.compile(r"\w")
+_NAME = re.compile(r"[\w.-]+\s*")
 _ELEMENT = re.compile(r"[\w.-]+")  # names that can be those of elements
 _TYPE_NAMES = {bool: "boolean", int: "number", float: "number", list: "array", dict: "object", type(None): "null"}
 
@@ -260,10 +260,10 @@ class TagCalls:
     def _begins_call(self, cursor: Cursor) -> Waiting[bool]:
         """True if a marker within a value is followed by a call, and not by prose about it."""
         if self.function[0] == self.openings[0]:
-            return '"' not in self.function[0] or _NAME.match((yield from cursor.ahead(1))) is not None
+            return '"' not in self.function[0] or (yield from _is_name(cursor, ('"',)))
         if self.function[0]:
             return bool((yield from cursor.starts(Markers((self.function[0],)), after_blank=True)))
-        return _NAME.match((yield from cursor.ahead(1))) is not None
+        return (yield from _is_name(cursor, (self.parameter[0], self.closing)))
 
     def _may_follow(self, cursor: Cursor) -> Waiting[bool]:
         """True if what comes next can follow the end of a value; else the end is a part of the value."""
@@ -308,11 +308,23 @@ class TagCalls:
             text = text[len("<![CDATA[") : -len("]]>")]
         if not self.typed:
             return parameters.json_of(name, text, repairs, python=self.python)
-        if self.typed[0] in attribute:
-            return json.dumps(text, ensure_ascii=False)
-        return whole(text.strip(), repairs) or json.dumps(text, ensure_ascii=False)
+        return parameters.typed_json_of(name, text, repairs, is_string=self.typed[0] in attribute)
 
 
 def _object(members: Mapping[str, str]) -> str:
     """Return the JSON of an object, of whose members the values are JSON."""
     return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in members.items()) + "}"
+
+
+def _is_name(cursor: Cursor, ends: tuple[str, ...]) -> Waiting[bool]:
+    """True if a name comes next, and one of these ends behind it."""
+    count = 1
+    while True:
+        text = yield from cursor.ahead(count)
+        name = _NAME.match(text)
+        if not name or len(text) < count or count > _LONGEST_NAME:
+            return False
+        if name.end() < len(text):
+            behind = yield from cursor.ahead(name.end() + max(map(len, ends)))
+            return behind[name.end() :].startswith(ends)
+        count += 1

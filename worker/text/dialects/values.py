@@ -9,6 +9,11 @@ from worker.text.dialects.json_text import Repair, whole
 Schema = Mapping[str, Any]
 
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+# What people who write schemas by hand call types, as Python or other languages do.
+_ALSO_NAMED = {
+    "str": "string", "text": "string", "int": "integer", "long": "integer", "float": "number", "double": "number",
+    "bool": "boolean", "dict": "object", "list": "array", "tuple": "array",
+}  # fmt: skip
 _MOST_STEPS = 1_000  # schemas read for one parameter: references may lead to each other in fans
 _DEEPEST = 50  # schemas within one another, or behind references, which may lead in circles
 # Keywords that only values of one type can meet, for schemas that name no type.
@@ -52,6 +57,18 @@ class Parameters:
         written = whole(text.strip(), found, python=python) if meant else None
         is_sure = "string" not in types or found <= _SURE
         if written is None or not is_sure or _type_of(written) not in meant or not _is_exact(written):
+            return _dumps(text)
+        repairs |= found
+        return written
+
+    def typed_json_of(self, name: str, text: str, repairs: set[Repair], *, is_string: bool) -> str:
+        """Return the JSON of a value whose tag says if it is a string; the schema decides if it does not allow that."""
+        may_be_string = self.may_be_string(name)
+        if is_string:
+            return _dumps(text) if may_be_string else self.json_of(name, text, repairs)
+        found = set[Repair]()
+        written = whole(text.strip(), found)
+        if written is None or (may_be_string and _type_of(written) not in self._types(name)[0]):
             return _dumps(text)
         repairs |= found
         return written
@@ -168,7 +185,7 @@ def _other_types(types: frozenset[str]) -> frozenset[str]:
 
 
 def _named(types: Iterable[Any]) -> frozenset[str]:
-    return frozenset(type for type in types if isinstance(type, str)) & _TYPES
+    return frozenset(_ALSO_NAMED.get(type, type) for type in types if isinstance(type, str)) & _TYPES
 
 
 def _with_integers(types: Iterable[str]) -> frozenset[str]:

@@ -129,12 +129,13 @@ class AnswerReader:
             return markers_of(())
         if (thoughts := self._thoughts) and self._reasons:
             found += [thoughts.end] + [thoughts.begin] * self._at_start
+            found += filter(_is_token, thoughts.answer)
         elif thoughts:
             found += thoughts.answer
-            found += [thoughts.begin] * (not (self._begun and self._thought))
-            found += [thoughts.end] * self._ended_by_call
+            found += [thoughts.begin] * (_is_token(thoughts.begin) or not (self._begun and self._thought))
             found += thoughts.header[:1] * (not self._begun)
-            found += [thoughts.end] * (not self._begun)  # of a thought that was left out
+            # The end of a thought that was left out or that a call has ended, or the end of a message.
+            found += [thoughts.end] * (_is_token(thoughts.end) or self._ended_by_call or not self._begun)
         if self._dialect:
             found += [*self._dialect.openings, self._dialect.closing * self._unclosed]
         return markers_of(tuple(found))
@@ -150,6 +151,7 @@ class AnswerReader:
             self._thought = True
             yield Content("")
         elif thoughts and marker in thoughts.answer:
+            self._thought, self._reasons = self._thought or self._reasons, False
             yield Content("")
         elif thoughts and marker in thoughts.header[:1]:
             yield from self._skip_header(*thoughts.header)
@@ -184,6 +186,11 @@ class AnswerReader:
             yield event
         if called:
             self._begun = self._thought = False
+
+
+def _is_token(marker: str) -> bool:
+    """True for a marker that is a token of its own, and so nothing that prose spells."""
+    return "|" in marker
 
 
 _KNOWN = dict[tuple[str, ...], Markers]()

@@ -1,6 +1,7 @@
 """Chooses a model's dialect by what its own chat template writes, and proves the choice by reading it back."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -80,9 +81,12 @@ def _answers(tokenizer: Tokenizer, opening: str) -> Iterator[str]:
                     yield answer[_common(answer, opening) :]
 
 
-def _rendered(tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[str, Any]] = _TOOLS) -> str | None:
+def _rendered(
+    tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[str, Any]] = _TOOLS,
+    variables: dict[str, Any] | None = None,
+) -> str | None:  # fmt: skip
     try:
-        return tokenizer.render(conversation, tools=tools, continues=False, variables={})
+        return tokenizer.render(conversation, tools=tools, continues=False, variables=variables or {})
     except Exception:  # a template may raise whatever Python does, and a trial that fails is no evidence
         return None
 
@@ -161,6 +165,12 @@ def _thoughts(tokenizer: Tokenizer, answers: list[str]) -> Thoughts | None:
 def _with_answer_markers(thoughts: Thoughts, source: str, tokens: frozenset[str]) -> Thoughts:
     """Return the thoughts with those markers of the answer that the model has."""
     # Tags, unlike tokens, may stand for something else in a template, such as the result of a call.
-    has = [marker for marker in thoughts.answer if marker in tokens or (marker in source and "|" in marker)]
+    has = [marker for marker in thoughts.answer if _has_tokens_of(marker, source, tokens)]
     named = "".join(thoughts.answer) in source or not thoughts.end
     return replace(thoughts, answer=thoughts.answer if named else tuple(has))
+
+
+def _has_tokens_of(marker: str, source: str, tokens: frozenset[str]) -> bool:
+    """True if the model has the tokens that a marker consists of, with words between them."""
+    parts = re.findall(r"<\|[^|]+\|>", marker) or [marker]
+    return all(part in tokens or (part in source and "|" in part) for part in parts)

@@ -100,6 +100,8 @@ class HarmonyReader:
         """Begin the message whose header has ended."""
         header, self._header = self._header, ""
         recipient = _RECIPIENT.search(header)
+        if recipient and recipient[1] == "assistant":  # the model itself
+            recipient = None
         if recipient and self._offered:
             yield from self._call(recipient[1].removeprefix("functions."))
             return
