@@ -1,7 +1,7 @@
 """What is found out about chat templates of real models: the dialect, how it was found, and where thoughts begin.
 
 The templates are those of `tests.text.dialects.real_templates`, without the copies for training. An empty name: the
-template writes no tools, or in a form of its own; CONTRIBUTING.md says how a dialect is added.
+template takes no tools (`WITHOUT_CALLS` names those that seem to). CONTRIBUTING.md says how a dialect is added.
 """
 
 FOUND = {
@@ -152,4 +152,91 @@ FOUND = {
     "axolotl: qwen3": ("hermes", "read back", "<think>"),
     "axolotl: qwen3_5": ("hermes", "read back", "<think>"),
     "axolotl: qwen_25": ("hermes", "read back", ""),
+}
+
+# The families that docs/models.md shows: the template that stands for each, and the types of its models with images.
+SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Qwen 2.5": (
+        "llama-cpp-python: Qwen-Qwen2.5-7B-Instruct",
+        (
+            "qwen2_vl",
+            "qwen2_5_vl",
+        ),
+    ),
+    "Qwen 3": (
+        "llama-cpp-python: Qwen-Qwen3-0.6B",
+        (
+            "qwen3_vl",
+            "qwen3_vl_moe",
+        ),
+    ),
+    "QwQ": ("llama-cpp-python: Qwen-QwQ-32B", ()),
+    "Qwen3-Coder": ("llama-cpp-python: Qwen3-Coder", ()),
+    "Qwen 3.5 and 3.6": (
+        "llama-cpp-python: Qwen3.5-4B",
+        (
+            "qwen3_5",
+            "qwen3_5_moe",
+        ),
+    ),
+    "Llama 3.1 to 3.3": ("llama-cpp-python: meta-llama-Llama-3.3-70B-Instruct", ()),
+    "Llama 4": ("axolotl: llama4", ()),
+    "Mistral Nemo, Small 3.2, Devstral": (
+        "llama-cpp-python: Mistral-Small-3.2-24B-Instruct-2506",
+        (
+            "pixtral",
+            "mistral3",
+        ),
+    ),
+    "Ministral 3 (reasoning)": ("llama-cpp-python: mistralai-Ministral-3-14B-Reasoning-2512", ("mistral3",)),
+    "gpt-oss": ("llama-cpp-python: openai-gpt-oss-120b", ()),
+    "Gemma 4": ("llama-cpp-python: google-gemma-4-31B-it", ("gemma4",)),
+    "Gemma 2 and 3": ("trl: gemma3", ("gemma3",)),
+    "DeepSeek V3, R1": ("trl: deepseekv3", ()),
+    "DeepSeek V3.1": ("llama-cpp-python: deepseek-ai-DeepSeek-V3.1", ()),
+    "DeepSeek V3.2": ("llama-cpp-python: deepseek-ai-DeepSeek-V3.2", ()),
+    "DeepSeek V4": ("llama-cpp-python: deepseek-ai-DeepSeek-V4", ()),
+    "GLM 4.5 to 4.7": ("llama-cpp-python: GLM-4.6", ()),
+    "Ling 3, Laguna, Spark 2.5": ("llama-cpp-python: Spark2.5", ()),
+    "Kimi K2": ("llama-cpp-python: moonshotai-Kimi-K2", ()),
+    "Kimi K3": ("llama-cpp-python: Kimi-K3", ()),
+    "MiniMax M1": ("llama-cpp-python: MiniMax-M1", ()),
+    "MiniMax M2": ("llama-cpp-python: MiniMax-M2", ()),
+    "MiniMax M3": ("llama-cpp-python: MiniMax-M3", ()),
+    "Hermes 2 and 3": ("llama-cpp-python: NousResearch-Hermes-3-Llama-3.1-8B-tool_use", ()),
+    "Granite 3": ("llama-cpp-python: ibm-granite-granite-3.3-2B-Instruct", ()),
+    "Granite 4": ("llama-cpp-python: ibm-granite-granite-4.0", ()),
+    "EXAONE 4": ("axolotl: exaone4", ()),
+    "Nemotron Nano 2": ("llama-cpp-python: NVIDIA-Nemotron-Nano-v2", ()),
+    "Nemotron 3": ("llama-cpp-python: NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", ()),
+    "Step 3.5": ("llama-cpp-python: StepFun3.5-Flash", ()),
+    "LFM2": ("llama-cpp-python: LFM2-8B-A1B", ()),
+    "LFM2.5": ("llama-cpp-python: LFM2.5-8B-A1B", ()),
+    "Command R+": ("llama-cpp-python: CohereForAI-c4ai-command-r-plus-tool_use", ()),
+    "Command R7B and A": ("llama-cpp-python: CohereForAI-c4ai-command-r7b-12-2024-tool_use", ()),
+    "Seed-OSS": ("llama-cpp-python: ByteDance-Seed-OSS", ()),
+    "Hunyuan 3": ("llama-cpp-python: tencent-Hy3", ()),
+    "MiniCPM 5": ("llama-cpp-python: openbmb-MiniCPM5-1B", ()),
+    "Muse": ("llama-cpp-python: muse-glimmer", ()),
+    "Apertus": ("llama-cpp-python: Apertus-8B-Instruct", ()),
+    "Apriel 1.6": ("llama-cpp-python: Apriel-1.6-15b-Thinker-fixed", ()),
+    "Jamba": ("axolotl: jamba", ()),
+    "Solar Open": ("llama-cpp-python: upstage-Solar-Open-100B", ()),
+    "GigaChat 3": ("llama-cpp-python: GigaChat3-10B-A1.8B", ()),
+    "GigaChat 3.1": ("llama-cpp-python: GigaChat3.1-10B-A1.8B", ()),
+    "Bielik 3": ("llama-cpp-python: Bielik-11B-v3.0-Instruct", ()),
+    "Falcon-H1": ("axolotl: falcon_h1", ()),
+    "Reka Edge": ("llama-cpp-python: Reka-Edge", ()),
+    "Functionary 3.1": ("llama-cpp-python: meetkai-functionary-medium-v3.1", ()),
+    "Functionary 3.2": ("llama-cpp-python: meetkai-functionary-medium-v3.2", ()),
+    "FireFunction 2": ("llama-cpp-python: fireworks-ai-llama-3-firefunction-v2", ()),
+}
+# Dialects whose models' templates no package carries: public suites show what is written.
+BY_SUITES = {"function_gemma", "hunyuan_plain", "internlm", "longcat", "olmo3", "phi4"}
+# Templates that take no tools, or write none of their calls, and why there is nothing to read by.
+WITHOUT_CALLS = {
+    "llama-cpp-python: HuggingFaceTB-SmolLM3-3B": "an edited copy without tools; the original is read as `hermes`",
+    "llama-cpp-python: deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "writes calls, and takes no tools",
+    "trl: deepseek_r1_distill": "writes calls, and takes no tools",
+    "axolotl: command_a": "shows its tools only with documents; `command_a_tool_use` is the one for tools",
 }

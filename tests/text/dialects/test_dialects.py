@@ -64,6 +64,11 @@ def test_how_a_text_is_cut_does_not_change_what_is_read(text: tuple[str, str]) -
             assert read(name, list(whole), cut_off=cut_off).whole == expected
 
 
+def test_a_marker_that_means_nothing_any_more_may_hold_the_beginning_of_another() -> None:
+    text = 'Hm</think>>>>weather\n{"city": "Oslo"}'
+    assert read("functionary_v3.2", list(text)).whole == read("functionary_v3.2", text).whole
+
+
 @pytest.mark.parametrize("name", MARKED)
 def test_what_looks_like_a_call_and_is_none_is_read_the_same_however_it_is_cut(name: str) -> None:
     opening = BY_NAME[name].openings[0]

@@ -72,7 +72,7 @@ class AnswerReader:
                 if self._advance(text):
                     markers = self._markers
             if marker and marker not in markers.texts:  # the text before it has changed what it means
-                yield self._kind(marker)
+                cursor.put_back(marker)  # another may begin within it
             elif marker:
                 yield from self._cross(marker)
                 markers = self._markers
