@@ -166,6 +166,10 @@ DEVIATIONS = {
     "FireFunction's marker": ("phi4", f"functools{_OBJECTS}"),
     "no end of an element": ("minimax_m3", WRITTEN["minimax_m3"].replace(f"{_NS}</days>", "")),
     "elements on lines of their own": ("minimax_m3", WRITTEN["minimax_m3"].replace(f"</city>{_NS}", f"</city>\n{_NS}")),
+    "an object in place of parameters": (
+        "deepseek_v3.2", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n{"city": "Oslo", "days": 2}\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n{}\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    ),
     "a tag instead of the token": ("granite3", f"<tool_call>{_OBJECTS}"),
     "no name before the colon": ("gemma4", WRITTEN["gemma4"].replace("call:", ":")),
     "no list": ("granite3", '<|tool_call|>{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'

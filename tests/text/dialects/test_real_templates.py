@@ -84,14 +84,17 @@ def _written(words: TemplateTokenizer) -> list[str]:
 
 
 def _allows(dialect: str, text: str) -> bool:
-    """True if the grammar allows the text from the first marker, or bracket, up to a place that ends the calls."""
-    row, grammar = BY_NAME[dialect], Grammar({})
-    functions = [Function("weather", SCHEMA), Function("now")]
+    """True if the grammar allows the text from one of the markers, or brackets, up to a place that ends the calls."""
+    row = BY_NAME[dialect]
+    begins = {place for sign in (*row.openings, *row.bare) if (place := text.find(sign)) >= 0}
+    return any(_allows_all(dialect, text[place:].encode()) for place in begins or {0})
+
+
+def _allows_all(dialect: str, given: bytes) -> bool:
+    grammar, functions = Grammar({}), [Function("weather", SCHEMA), Function("now")]
     matcher = LLMatcher(
         LLTokenizer("byte"), grammar.starting_with(tool_calls(dialect, grammar, functions, True)), log_level=0
     )
-    begins = [place for sign in (*row.openings, *row.bare) if (place := text.find(sign)) >= 0]
-    given = text[min(begins, default=0) :].encode()
     taken = matcher.try_consume_tokens([*given])
     while taken and not matcher.is_accepting():
         matcher.rollback(1)

@@ -87,7 +87,7 @@ VLLM_DIFFERS = {
     "hermes": (2, "white space is held back until more text follows"),
     "hunyuan_a13b": (1, "text after a call is kept"),
     "kimi_k2": (3, "text after a call, or in place of one, is kept; a call of any name is a call"),
-    "lfm2": (7, "quotes within a string of the same quotes; sets; prose in the form of a call"),
+    "lfm2": (9, "quotes within a string of the same quotes; sets; 07 may be a code; prose in the form of a call"),
     "llama3_json": (4, "JSON within prose is no call without a marker, and broken JSON behind a name is one"),
     "minicpm5xml": (22, "marks of a tokenizer in the text; renamed functions; calls that break the schema are calls"),
     "minimax_m2": (1, "white space before a call is not kept"),

@@ -85,7 +85,6 @@ DIALECTS: tuple[Dialect, ...] = (
     _by_keys("glm", ""),
     _by_keys("longcat", "longcat_"),
     _separated("hunyuan", ":opensource"),
-    _separated("hunyuan_plain", ""),
     _invoked("minimax_m2", "", "minimax:tool_call"),
     TagCalls(
         "minimax_m3",
@@ -218,6 +217,7 @@ DIALECTS: tuple[Dialect, ...] = (
     JsonCalls("gigachat3", ("function call<|role_sep|>", "<|message_sep|>\n\nfunction call<|role_sep|>")),
     JsonCalls("firefunction", (" functools", "functools"), is_list=True),
     JsonCalls("internlm", ("<|action_start|><|plugin|>",), "<|action_end|>"),
+    _separated("hunyuan_plain", ""),
 )
 
 

@@ -15,11 +15,12 @@ from worker.text.dialects.dialect import (
     Functions,
     Repaired,
     Written,
+    collected,
     function_name,
     repaired,
 )
 from worker.text.dialects.json_calls import JsonCalls
-from worker.text.dialects.json_text import Repair
+from worker.text.dialects.json_text import BrokenJson, JsonText, Repair
 from worker.text.dialects.values import Parameters
 
 _LONGEST_NAME = 300  # characters of a name with its attributes
@@ -136,7 +137,9 @@ class TagCalls:
     def _call(self, cursor: Cursor, functions: Functions) -> Calls:
         function = yield from self._function(cursor)
         parameters, repairs = functions.get(function) or Parameters({}), set[Repair]()
-        written = dict[str, str]()
+        written, as_json = dict[str, str](), ""
+        if (yield from cursor.skip_blank()) == "{":  # some models write an object in place of tags
+            as_json = yield from self._object_in_json(cursor, repairs)
         while head := (yield from self._head(cursor)):
             written[head[0]] = yield from self._argument(cursor, *head, parameters, written, repairs)
         if self.end and not (yield from cursor.accept(Markers((self.end,)), after_blank=True)):
@@ -145,9 +148,16 @@ class TagCalls:
                 raise NotACall
             repairs.add(Repair.CLOSING)
         yield CallBegan(function)
-        yield CallArguments(_object(written))
+        yield CallArguments(as_json or _object(written))
         yield from repaired(repairs)
         yield CallEnded()
+
+    def _object_in_json(self, cursor: Cursor, repairs: set[Repair]) -> Waiting[str]:
+        ends = Markers((self.end, *self._ends.texts))
+        try:
+            return (yield from collected(JsonText(cursor, repairs, stops=ends, python=self.python).value()))
+        except BrokenJson:
+            raise NotACall from None
 
     def _argument(
         self, cursor: Cursor, name: str, attribute: str, parameters: Parameters, written: Collection[str],
