@@ -121,10 +121,12 @@ class Cursor:
     def starts(self, markers: Markers, *, after_blank: bool = False) -> Waiting[str]:
         """Return the marker that the text begins with, which is not read; empty if there is none. `after_blank`: white
         space may come before it."""
+        skipped = 0  # white space may be long, and is read once
         while True:
-            at = self._at
+            at = self._at + skipped
             if after_blank and (blank := _BLANKS.match(self._text, at)):
                 at = blank.end()
+                skipped = at - self._at
             if self.ended or (at < len(self._text) and not markers.may_go_on(self._text, at)):
                 return markers.at(self._text, at)
             yield None
