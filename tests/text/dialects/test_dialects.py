@@ -222,12 +222,31 @@ def test_the_keys_of_a_dialect_are_read() -> None:
     assert "".join(piece.text for piece in pieces if isinstance(piece, CallArguments)) == '{"city": "Oslo"}'
 
 
-def test_the_end_of_reasoning_that_a_call_has_ended_is_no_text() -> None:
-    text = "<think>Hm " + WRITTEN["hermes"] + "</think>Done, by </think>."
-    for pieces in ([text], text):
-        answer = read("hermes", pieces)
-        assert (answer.reasoning, answer.content.strip()) == ("Hm ", "Done, by </think>.")
-        assert [function for function, _ in answer.written] == ["weather", "now"]
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize(
+    "weighed", ["</think>Shall I?", " but I should ask.</think>Shall I?", " No.", " <tool_call> No."]
+)
+def test_calls_that_a_thought_weighs_are_not_made(name: str, weighed: str) -> None:
+    dialect, text = BY_NAME[name], WRITTEN[name]
+    thought, end, content = weighed.partition("</think>")
+    for pieces in (["<think>I could " + text + weighed], "<think>I could " + text + weighed):
+        answer = read(name, pieces)
+        assert answer.written == []
+        assert answer.reasoning == "I could " + text + thought, dialect
+        assert answer.content == content
+        assert end or not content
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("after", ["", "\n", "</think>", "\n</think>\n"])
+def test_calls_with_which_a_thought_ends_the_answer_are_made(name: str, after: str) -> None:
+    for pieces in (["<think>Hm. " + WRITTEN[name] + after], "<think>Hm. " + WRITTEN[name] + after):
+        answer = read(name, pieces)
+        assert answer.calls == [OSLO, NOW]
+        assert answer.reasoning.strip() == "Hm."
+        assert answer.content.strip() == ""
+    cut_off = read(name, "<think>Hm. " + WRITTEN[name] + after, cut_off=True)
+    assert (cut_off.written, "weather" in cut_off.reasoning) == ([], True)
 
 
 def test_the_closing_marker_of_calls_without_an_opening_is_no_text() -> None:

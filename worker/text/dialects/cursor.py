@@ -55,7 +55,7 @@ class Cursor:
 
     def __init__(self) -> None:
         self._text, self._at = "", 0
-        self._taken: list[str] | None = None  # text read since `record`
+        self._recordings = list[list[str]]()  # text read since each `record`
         self.ended = False  # no more text follows
         self.cut_off = False  # because there were no tokens left
 
@@ -67,28 +67,29 @@ class Cursor:
         """End the text. `cut_off`: the model would have gone on."""
         self.ended, self.cut_off = True, cut_off
 
-    def record(self) -> None:
-        """Record what is read from here on, for `recorded`."""
-        self._taken = []
+    def record(self) -> list[str]:
+        """Record what is read from here on, in pieces. Returns the recording, for `recorded`."""
+        self._recordings.append([])
+        return self._recordings[-1]
 
-    def recorded(self) -> str:
-        """Return what was read since `record`, and stop recording."""
-        taken, self._taken = self._taken or [], None
-        return "".join(taken)
+    def recorded(self, recording: list[str]) -> str:
+        """Return what was read since `record`, and stop this recording."""
+        self._recordings = [each for each in self._recordings if each is not recording]
+        return "".join(recording)
 
     def take(self, count: int) -> str:
         """Read the next `count` characters, which must be there."""
         text = self._text[self._at : self._at + count]
         self._at += count
-        if self._taken is not None:
-            self._taken.append(text)
+        for recording in self._recordings:
+            recording.append(text)
         return text
 
     def put_back(self, text: str) -> None:
         """Put text back that was read last."""
         self._text, self._at = text + self._text[self._at :], 0
-        if self._taken is not None:
-            self._taken = ["".join(self._taken).removesuffix(text)]
+        for recording in self._recordings:
+            recording[:] = ["".join(recording).removesuffix(text)]
 
     @property
     def waiting(self) -> str:

@@ -6,7 +6,7 @@ from worker.text.dialects.cursor import BLANK, Cursor, Markers, NotACall
 from worker.text.dialects.dialect import CallBegan, CallEnded, Dialect, Functions, Repaired
 from worker.text.dialects.json_text import Repair
 from worker.text.dialects.table import Thoughts
-from worker.text.output.events import Content, Events, Reasoning
+from worker.text.output.events import Content, Event, Events, Reasoning
 
 _LONGEST_HEADER = 300  # characters; a function's name has at most 128
 _BLANKS = re.compile(r"[ \t\r\n]+")
@@ -18,19 +18,18 @@ def read_calls(
 ) -> Events:  # fmt: skip
     """Read calls from behind an opening. What turns out to be none is text of `kind`, as it was written; the opening is
     a part of it if the model has `written` it, and not the prompt."""
-    cursor.record()
+    recording = cursor.record()
     text_before = opening if written else ""
     try:
         for event in dialect.read(opening, cursor, functions):
             if isinstance(event, CallBegan):
-                cursor.recorded()
                 text_before = ""
             yield event
-            if isinstance(event, CallEnded):
-                cursor.record()
-        cursor.recorded()
+            if isinstance(event, CallBegan | CallEnded):
+                recording.clear()
+        cursor.recorded(recording)
     except NotACall:
-        yield (Content if not text_before else kind)(text_before + cursor.recorded())
+        yield (Content if not text_before else kind)(text_before + cursor.recorded(recording))
 
 
 class AnswerReader:
@@ -53,7 +52,6 @@ class AnswerReader:
         self._begun = False  # content other than white space has come since the last reasoning or call
         self._at_start = True  # of the reasoning
         self._unclosed = False  # the marker that ends calls was missing
-        self._ended_by_call = False  # reasoning, whose own end may still come
         self._in_answer = False  # between the markers of the answer
 
     def read(self) -> Events:
@@ -134,8 +132,8 @@ class AnswerReader:
             found += thoughts.answer
             found += [thoughts.begin] * (_is_token(thoughts.begin) or not (self._begun and self._thought))
             found += thoughts.header[:1] * (not self._begun)
-            # The end of a thought that was left out or that a call has ended, or the end of a message.
-            found += [thoughts.end] * (_is_token(thoughts.end) or self._ended_by_call or not self._begun)
+            # The end of a thought that was left out, or the end of a message.
+            found += [thoughts.end] * (_is_token(thoughts.end) or not self._begun)
         if self._dialect:
             found += [*self._dialect.openings, self._dialect.closing * self._unclosed]
         return markers_of(tuple(found))
@@ -144,10 +142,9 @@ class AnswerReader:
         thoughts = self._thoughts
         if thoughts and marker == thoughts.begin:
             self._reasons = self._at_start = True
-            self._ended_by_call = False
             yield Reasoning("")
         elif thoughts and marker == thoughts.end:
-            self._reasons = self._begun = self._ended_by_call = False
+            self._reasons = self._begun = False
             self._thought = True
             yield Content("")
         elif thoughts and marker in thoughts.answer:
@@ -156,17 +153,17 @@ class AnswerReader:
         elif thoughts and marker in thoughts.header[:1]:
             yield from self._skip_header(*thoughts.header)
         elif self._dialect and marker in self._dialect.openings:
-            yield from self._calls(marker)
+            yield from self._weighed_calls(marker) if self._reasons else self._calls(marker)
         else:
             self._unclosed = False
 
     def _skip_header(self, begins: str, ends: str) -> Events:
-        self._cursor.record()
+        recording = self._cursor.record()
         try:
             yield from self._cursor.until(Markers((ends,)), _LONGEST_HEADER)
-            self._cursor.recorded()
+            self._cursor.recorded(recording)
         except NotACall:
-            yield Content(begins + self._cursor.recorded())
+            yield Content(begins + self._cursor.recorded(recording))
 
     def _calls(self, opening: str, *, written: bool = True) -> Events:
         assert self._dialect is not None
@@ -175,17 +172,48 @@ class AnswerReader:
         for event in reads:
             match event:
                 case CallBegan():
-                    self._ended_by_call = self._ended_by_call or self._reasons
-                    called, self._reasons = True, False
+                    called = True
                 case Repaired(Repair.CLOSING):
                     self._unclosed = True
                 case Content(text):
                     self._begun = self._begun or not text.isspace()
-                case Reasoning(text):
-                    self._at_start = False
             yield event
         if called:
             self._begun = self._thought = False
+
+    def _weighed_calls(self, opening: str) -> Events:
+        """Read calls within reasoning. They are made if nothing follows them but its end, which some models leave out
+        before they call. Else the model has only weighed them: they are text of its reasoning."""
+        cursor, dialect = self._cursor, self._dialect
+        assert dialect is not None
+        assert self._thoughts is not None
+        cursor.put_back(opening)
+        recording, end = cursor.record(), self._thoughts.end
+        events = list[Event]()
+        may_follow = Markers((*dialect.openings, end))
+        are_calls, is_ended, marker = True, False, cursor.take(len(opening))
+        while are_calls and marker:
+            if marker == end:
+                is_ended, may_follow = True, Markers(dialect.openings)
+            else:
+                for event in read_calls(dialect, marker, cursor, self._functions, Reasoning):
+                    if event is None:
+                        yield None
+                    else:
+                        events.append(event)
+                        are_calls = are_calls and not isinstance(event, Content | Reasoning)
+            marker = (yield from cursor.accept(may_follow, after_blank=True)) if are_calls else ""
+        are_calls = are_calls and not (yield from cursor.skip_blank()) and not cursor.cut_off
+        text = cursor.recorded(recording)
+        if are_calls:
+            yield from events
+            self._reasons = self._begun = self._thought = False
+            return
+        if is_ended:
+            text, _, after = text.rpartition(end)
+            cursor.put_back(end + after)
+        self._at_start = False
+        yield Reasoning(text)
 
 
 def _is_token(marker: str) -> bool:
