@@ -6,14 +6,12 @@ from datetime import date
 from functools import cached_property
 from typing import Any, TypeVar
 
-from jinja2.meta import find_undeclared_variables
-
 from worker.engine.control_tokens import ControlTokens
 from worker.engine.upstream.mlx_lm import (
     BPEStreamingDetokenizer,
     TokenizerWrapper,
 )
-from worker.engine.upstream.transformers import TokenizersBackend, compile_template
+from worker.engine.upstream.transformers import TokenizersBackend, variables_of
 from worker.engine.vision.markers import expand_markers, split_parts
 from worker.errors import JobFailure
 
@@ -143,8 +141,7 @@ class MLXTokenizer:
     def _read_by_name(self) -> frozenset[str]:
         """Names of the variables that the template reads. Raises what the template's compilation raises."""
         sources = filter(None, self.template.split("\0"))
-        parsed = [compile_template(source).environment.parse(source) for source in sources]
-        return frozenset[str]().union(*map(find_undeclared_variables, parsed))
+        return frozenset[str]().union(*map(variables_of, sources))
 
     @cached_property
     def _thinking(self) -> dict[str, str]:

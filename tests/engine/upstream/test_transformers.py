@@ -30,10 +30,9 @@ def test_the_functions_take_what_we_give_them(tokenizer: Any) -> None:
     assert list(inspect.signature(tokenizer._encode_without_added_tokens).parameters) == ["text"]
 
 
-def test_a_template_is_compiled_with_the_environment_that_parses_it() -> None:
-    template = upstream.compile_template("{{ a }}{% generation %}{{ b }}{% endgeneration %}")
-    assert template.render(a=1, b=2) == "12"
-    assert template.environment.parse("{% generation %}{{ b }}{% endgeneration %}").body
+def test_the_variables_of_a_template_are_those_that_it_reads() -> None:
+    template = "{% set a = 1 %}{% generation %}{{ a + b }}{% endgeneration %}{% for c in d %}{{ c }}{% endfor %}"
+    assert upstream.variables_of(template) == {"b", "d"}
 
 
 def test_a_control_token_is_marked_and_marks_that_were_there_are_dropped() -> None:

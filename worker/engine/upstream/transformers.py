@@ -2,6 +2,7 @@
 transformers 5.23.0. Its `apply_chat_template(sanitize_control_tokens=True)` is built from these functions; on its own
 it returns no text, and we need the text as well as the tokens."""
 
+from jinja2.meta import find_undeclared_variables
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from transformers.utils.chat_template_utils import (
     _CONTROL_TOKEN_END,
@@ -12,13 +13,18 @@ from transformers.utils.chat_template_utils import (
 )
 
 CONTROL_TOKEN_START, CONTROL_TOKEN_END = _CONTROL_TOKEN_START, _CONTROL_TOKEN_END
-compile_template = _compile_jinja_template
+
+
+def variables_of(template: str) -> set[str]:
+    """Return the names of the variables that a chat template reads. Raises what compiling it raises."""
+    return find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
+
 
 __all__ = [
     "CONTROL_TOKEN_END",
     "CONTROL_TOKEN_START",
     "TokenizersBackend",
-    "compile_template",
     "encode_marked_chat",
     "mark_control_tokens",
+    "variables_of",
 ]
