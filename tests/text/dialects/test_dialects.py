@@ -154,6 +154,7 @@ def test_a_request_without_tools_gets_the_text(name: str) -> None:
         "{}",
         "[1, 2]",
         '{"name": "weather", "age": 3}',
+        '[{"name": "weather"}, {"name": "now"}]',
     ],
 )
 def test_an_answer_in_json_is_no_call_without_a_marker(name: str, text: str) -> None:
@@ -254,6 +255,31 @@ def test_the_closing_marker_of_calls_without_an_opening_is_no_text() -> None:
     assert (answer.calls, answer.content) == ([("weather", {"city": "Oslo"})], "")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "arguments", "repaired"),
+    [
+        ("mistral", '[TOOL_CALLS]weather{"days": 1}', {"days": 1}, ["ARGUMENTS"]),
+        ("deepseek_v3", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n{"days": 1}<｜tool▁call▁end｜>',
+         {"days": 1}, ["CLOSING", "ARGUMENTS", "CLOSING"]),
+        ("deepseek_v3.2", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city">12'
+         "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>", {"city": "12"}, []),
+        ("command_r", 'Action: ```json\n[{"tool_name": "weather", "parameters": {"days": 1}}]```', {"days": 1}, []),
+        ("qwen3_coder", '<tool_call>\n<function="weather">\n<parameter=days>1</parameter>\n</function>\n</tool_call>',
+         {"days": 1}, []),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"days": 1}}</tool_call></tool_call>', {"days": 1}, []),
+        ("lfm2", "<|tool_call_start|>[weather(city='\\U0001F600 \\x1b \\0 a\\\nb')]<|tool_call_end|>",
+         {"city": "\U0001f600 \x1b \0 ab"}, []),
+        ("gemma4", "<|tool_call>call:weather{days:1,city:Oslo}<tool_call|>", {"days": 1, "city": "Oslo"}, ["QUOTES"]),
+    ],
+)  # fmt: skip
+def test_what_models_write_now_and_then_is_read(
+    name: str, text: str, arguments: dict[str, Any], repaired: list[str]
+) -> None:
+    for pieces in ([text], text):
+        answer = read(name, pieces)
+        assert (answer.calls, answer.content, answer.repaired) == ([("weather", arguments)], "", repaired)
+
+
 def test_a_line_of_prose_behind_a_call_is_none() -> None:
     answer = read("olmo3", "<function_calls>now()\nHello (world) x")
     assert (answer.calls, answer.content) == ([("now", {})], "\nHello (world) x")
@@ -282,6 +308,7 @@ def test_a_call_of_an_unknown_function_is_a_call(name: str) -> None:
         ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": ]', '{"city": ]'),
         ("lfm2", "<|tool_call_start|>[weather(city={1, 2})]<|tool_call_end|>", '{"city": {1, 2})]'),
         ("gemma4", "<|tool_call>call:weather{a b}<tool_call|>", "{a b}"),
+        ("gemma4", "<|tool_call>call:weather{city:ls -la}<tool_call|>", '{"city":ls -la}'),
         (
             "hermes",
             '<tool_call>{"name": "weather", "arguments": {"days": 5 // x\n}}</tool_call>',
@@ -309,11 +336,15 @@ def test_an_announced_call_that_is_cut_off_stays_incomplete(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if isinstance(BY_NAME[name], TagCalls)])
-@pytest.mark.parametrize("cut_off", [True, False])
-def test_a_call_in_tags_that_ends_within_a_value_is_text(name: str, cut_off: bool) -> None:
+def test_a_call_in_tags_that_ends_within_a_value_is_text_unless_it_was_cut_off(name: str) -> None:
     text = WRITTEN[name].partition("Oslo")[0] + "Os"
-    answer = read(name, text, cut_off=cut_off)
+    answer = read(name, text)
     assert (answer.content, answer.written) == (text, [])
+    for pieces in ([text], text):
+        cut_off = read(name, pieces, cut_off=True)
+        assert (cut_off.content, cut_off.written, cut_off.complete) == ("", [("weather", "{")], [False])
+    text, days, _ = WRITTEN[name].partition("days")
+    assert read(name, text + days, cut_off=True).written[0] == ("weather", '{"city": "Oslo"')
 
 
 # Strings keep every byte
@@ -401,7 +432,7 @@ def test_elements_are_read_by_the_schemas_of_what_they_are_in(places: list[int])
 @pytest.mark.parametrize("end", ["", f"{NS}</item>", f"{NS}</notes>{NS}</invoke>", f"{NS}</item>{NS}</invoke>"])
 def test_elements_that_do_not_end_are_text_unless_the_call_ends_after_the_last(end: str) -> None:
     text = f'{NS}<tool_call>\n{NS}<invoke name="weather">{NS}<notes>{NS}<item>a{end}'
-    answer = read("minimax_m3", text, functions={"weather": Parameters(ORDER)}, cut_off=True)
+    answer = read("minimax_m3", text, functions={"weather": Parameters(ORDER)})
     calls = [("weather", {"notes": ["a"]})] if end.endswith(f"</item>{NS}</invoke>") else []
     assert (answer.calls, answer.content) == (calls, "" if calls else text)
 

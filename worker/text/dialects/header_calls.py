@@ -69,7 +69,9 @@ class HeaderCalls:
             yield Repaired(Repair.CLOSING)
 
     def _call(self, cursor: Cursor, functions: Functions) -> Calls:
-        header, _ = yield from cursor.until(Markers((self.arguments,)), _LONGEST_HEADER)
+        header, marker = yield from cursor.until(Markers((self.arguments, "{")), _LONGEST_HEADER)
+        if marker == "{":  # some models leave the marker before the arguments out
+            cursor.put_back(marker)
         found = re.fullmatch(self.header, header if self.only_objects else header.strip())
         if not found:
             raise NotACall
@@ -79,7 +81,7 @@ class HeaderCalls:
         yield CallBegan(function, found.groupdict().get("id"))
         call_ends = Markers((self.end, self.short_end))
         ends = Markers((*call_ends.texts, self.each, self.closing, *self.openings))
-        repairs = set[Repair]()
+        repairs = {Repair.ARGUMENTS} if marker == "{" else set[Repair]()
         complete = yield from arguments(cursor, JsonText(cursor, repairs, stops=ends), ends)
         if self.end and (yield from cursor.accept(call_ends, after_blank=True)) != self.end:
             repairs.add(Repair.CLOSING)

@@ -116,6 +116,8 @@ class _Object:
         """Read the object at the cursor."""
         yield from self._members()
         if not self.begun:
+            if self._known and self._held is None:
+                raise NotACall
             yield from self._begin(self._held or "{" + ", ".join(self._others) + "}")
         yield from repaired(self._repairs)
         yield CallEnded(self._complete)

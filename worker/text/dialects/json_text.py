@@ -6,6 +6,7 @@ None. What comes out is strict JSON, in which every character that was right is 
 
 import json
 import re
+from ast import literal_eval
 from collections.abc import Generator
 from enum import Enum
 
@@ -20,7 +21,7 @@ _LOOSE_NUMBER = re.compile(
 _WORD = re.compile(r"[^\s\"'{}\[\](),:;=<|]+")
 _LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _CODE = re.compile(r"u[0-9a-fA-F]{4}")
-_BYTE = re.compile(r"\\x[0-9a-fA-F]{2}")
+_PYTHON_CODE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|U000[0-9a-fA-F]{5}|U0010[0-9a-fA-F]{4}|[0-7]{1,3}|[av])")
 _PREFIXED = re.compile(r"""[rbfuRBFU]{1,2}(?=["'])""")  # a string of Python
 _DEEPEST = 500  # brackets within one another: json.loads gives up at about a thousand
 _LONGEST_WORD = 5_000  # characters: json.loads refuses integers of more than 4,300 digits
@@ -33,6 +34,7 @@ class Repair(Enum):
 
     OPENING = "the marker that begins calls was missing"
     CLOSING = "a marker that ends a call was missing"
+    ARGUMENTS = "the marker before the arguments was missing"
     BRACKETS = "closing brackets were missing"
     COMMA = "a comma stood before a closing bracket"
     QUOTES = "a string had single quotes, or none"
@@ -163,8 +165,13 @@ class JsonText:
             self._mistake(Repair.NUMBER)
             yield number
         else:
+            blank = yield from self._blank()
+            char = yield from self._cursor.next()
+            if char and char not in ",]})" and not (yield from self._cursor.starts(self._stops)):
+                yield word + blank
+                raise BrokenJson
             self._repairs.add(Repair.QUOTES)
-            yield json.dumps(word, ensure_ascii=False)
+            yield json.dumps(word, ensure_ascii=False) + blank
 
     def _mistake(self, repair: Repair) -> None:
         if not self._own_form:
@@ -219,8 +226,10 @@ class JsonText:
             raise BrokenJson
         if is_raw:
             yield json.dumps(self._cursor.take(2), ensure_ascii=False)[1:-1]
-        elif self._python and code[1] == "x" and _BYTE.fullmatch((yield from self._cursor.ahead(4))):
-            yield json.dumps(chr(int(self._cursor.take(4)[2:], 16)), ensure_ascii=False)[1:-1]
+        elif self._python and (coded := _PYTHON_CODE.match((yield from self._cursor.ahead(10)))):
+            yield json.dumps(literal_eval(f'"{self._cursor.take(coded.end())}"'))[1:-1]
+        elif self._python and code[1] == "\n":  # the string goes on in the next line
+            self._cursor.take(2)
         elif code[1] in '"\\/bfnrt':
             yield self._cursor.take(2)
         elif code[1] == "'":

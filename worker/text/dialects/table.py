@@ -202,7 +202,7 @@ DIALECTS: tuple[Dialect, ...] = (
     ),
     JsonCalls(
         "command_r",
-        ("Action:\n```json",),
+        ("Action:\n```json", "Action: ```json"),
         "```",
         keys=("tool_name", "parameters"),
         ids=("tool_call_id", ""),

@@ -140,13 +140,22 @@ class TagCalls:
         written, as_json = dict[str, str](), ""
         if (yield from cursor.skip_blank()) == "{":  # some models write an object in place of tags
             as_json = yield from self._object_in_json(cursor, repairs)
-        while head := (yield from self._head(cursor)):
-            written[head[0]] = yield from self._argument(cursor, *head, parameters, written, repairs)
-        if self.end and not (yield from cursor.accept(Markers((self.end,)), after_blank=True)):
-            follows = cursor.ended or (yield from cursor.starts(self._ends, after_blank=True))
-            if cursor.cut_off or not follows:
-                raise NotACall
-            repairs.add(Repair.CLOSING)
+        try:
+            while head := (yield from self._head(cursor)):
+                written[head[0]] = yield from self._argument(cursor, *head, parameters, written, repairs)
+            if self.end and not (yield from cursor.accept(Markers((self.end,)), after_blank=True)):
+                follows = cursor.ended or (yield from cursor.starts(self._ends, after_blank=True))
+                if cursor.cut_off or not follows:
+                    raise NotACall
+                repairs.add(Repair.CLOSING)
+        except NotACall:
+            if not cursor.cut_off or not (written or function in functions):
+                raise
+            cursor.take(len(cursor.waiting))
+            yield CallBegan(function)
+            yield CallArguments(_object(written)[:-1])
+            yield CallEnded(complete=False)
+            return
         yield CallBegan(function)
         yield CallArguments(as_json or _object(written))
         yield from repaired(repairs)
@@ -218,7 +227,7 @@ class TagCalls:
             name, _ = yield from cursor.until(Markers((after,)), _LONGEST_NAME)
             if "<" in name:
                 raise NotACall
-            return function_name(_name_of(name, self.function)[0])
+            return function_name(_name_of(name, self.function)[0].strip("\"'"))
         # The name ends where the parameters begin, or the call.
         yield from cursor.skip_blank()
         name = ""
@@ -316,7 +325,7 @@ class TagCalls:
         text = text.removeprefix(self.line).removesuffix(self.line)
         if self.cdata and text.startswith("<![CDATA[") and text.endswith("]]>"):
             text = text[len("<![CDATA[") : -len("]]>")]
-        if not self.typed:
+        if not (self.typed and attribute):
             return parameters.json_of(name, text, repairs, python=self.python)
         return parameters.typed_json_of(name, text, repairs, is_string=self.typed[0] in attribute)
 

@@ -52,6 +52,7 @@ class AnswerReader:
         self._begun = False  # content other than white space has come since the last reasoning or call
         self._at_start = True  # of the reasoning
         self._unclosed = False  # the marker that ends calls was missing
+        self._called = False  # a call has ended, and no content has come since
         self._in_answer = False  # between the markers of the answer
 
     def read(self) -> Events:
@@ -135,7 +136,8 @@ class AnswerReader:
             # The end of a thought that was left out, or the end of a message.
             found += [thoughts.end] * (_is_token(thoughts.end) or not self._begun)
         if self._dialect:
-            found += [*self._dialect.openings, self._dialect.closing * self._unclosed]
+            closes = self._unclosed or (self._called and not self._begun)
+            found += [*self._dialect.openings, self._dialect.closing * closes]
         return markers_of(tuple(found))
 
     def _cross(self, marker: str) -> Events:
@@ -179,7 +181,7 @@ class AnswerReader:
                     self._begun = self._begun or not text.isspace()
             yield event
         if called:
-            self._begun = self._thought = False
+            self._called, self._begun, self._thought = True, False, False
 
     def _weighed_calls(self, opening: str) -> Events:
         """Read calls within reasoning. They are made if nothing follows them but its end, which some models leave out
