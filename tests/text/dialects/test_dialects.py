@@ -280,6 +280,11 @@ def test_what_models_write_now_and_then_is_read(
         assert (answer.calls, answer.content, answer.repaired) == ([("weather", arguments)], "", repaired)
 
 
+def test_a_marker_within_a_longer_one_does_not_end_it() -> None:
+    text = WRITTEN["command_r"]
+    assert read("command_r", [*text, *text]).calls == read("command_r", text + text).calls == 2 * [OSLO, NOW]
+
+
 def test_a_line_of_prose_behind_a_call_is_none() -> None:
     answer = read("olmo3", "<function_calls>now()\nHello (world) x")
     assert (answer.calls, answer.content) == ([("now", {})], "\nHello (world) x")

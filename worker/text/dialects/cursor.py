@@ -146,8 +146,9 @@ class Cursor:
         """Read the text that is there up to the next marker. Returns it and the marker, which is read too; without one
         an empty string, and the text without what may be the beginning of one."""
         place, marker = markers.first(self._text, self._at)
-        if not self.ended and (not marker or markers.may_go_on(self._text, place)):
-            place, marker = min(place, markers.held(self._text, self._at)), ""
+        # A longer marker may begin at the same place, or before this one.
+        if not self.ended and (held := markers.held(self._text, self._at)) <= place:
+            place, marker = held, ""
         text = self.take(place - self._at)
         self.take(len(marker))
         return text, marker
