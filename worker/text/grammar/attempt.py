@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from itertools import chain
 
 from llguidance import LLTokenizer
 
@@ -33,9 +34,10 @@ _STABLE = 2  # version of marshal's format that writes equal values as equal byt
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """The grammar, which compiles."""
+    """The grammar, which compiles. `left_free`: functions whose schemas it does not enforce, for the log."""
 
     grammar: str
+    left_free: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,9 @@ _VERDICTS: dict[str, Callable[..., Verdict]] = {
 
 def question(markup: Markup, constraint: OutputConstraint, *, reasoned: bool) -> bytes:
     """Return the body of a request to the process: equal bytes for equal arguments."""
-    functions = [(function.name, function.parameters) for function in constraint.functions]
-    return marshal.dumps((astuple(markup), (constraint.schema, functions, constraint.allows_many), reasoned), _STABLE)
+    functions = [(function.name, function.parameters, function.strict) for function in constraint.functions]
+    asked = constraint.schema, functions, constraint.allows_many, constraint.in_text
+    return marshal.dumps((astuple(markup), asked, reasoned), _STABLE)
 
 
 def verdict_of(answer: list[str]) -> Verdict:
@@ -84,9 +87,18 @@ def answer(task: None, question: bytes, send: Send) -> None:
 
 
 def _answer(question: bytes, send: Send) -> None:
-    markup, (schema, functions, many), reasoned = marshal.loads(question)
-    constraint = OutputConstraint(schema, tuple(Function(*each) for each in functions), many)
-    for verdict in _verdicts(Grammars(Markup(*markup)), constraint, reasoned):
+    markup, (schema, functions, *more), reasoned = marshal.loads(question)
+    constraint = OutputConstraint(schema, tuple(Function(*each) for each in functions), *more)
+    grammars = Grammars(Markup(*markup))
+    verdicts, left_free = _verdicts(grammars, constraint, reasoned), list[str]()
+    first = next(verdicts)
+    if constraint.optional and not isinstance(first, CompiledGrammar):
+        left_free = _not_compiling(grammars, constraint)
+        verdicts = _verdicts(grammars, constraint.without(left_free), reasoned)
+        first = next(verdicts)
+    for verdict in chain([first], verdicts):
+        if isinstance(verdict, CompiledGrammar):
+            verdict = replace(verdict, left_free=", ".join(left_free))
         send([type(verdict).__name__, *astuple(verdict)], b"")
 
 
@@ -103,6 +115,17 @@ def _verdicts(grammars: Grammars, constraint: OutputConstraint, reasoned: bool) 
         yield from (CompileError(str(error), place) for place in _places(grammars, vocabulary, constraint))
     else:
         yield CompiledGrammar(grammar)
+
+
+def _not_compiling(grammars: Grammars, constraint: OutputConstraint) -> list[str]:
+    """Return the functions whose schemas need not be enforced, and cannot be."""
+    vocabulary, found = LLTokenizer("byte"), list[str]()
+    for function in constraint.optional:
+        try:
+            _compile(vocabulary, *grammars.grammar_as_text(replace(constraint, functions=(function,))))
+        except (JobFailure, Uncompilable):
+            found.append(function.name)
+    return found
 
 
 def _compile(vocabulary: LLTokenizer, grammar: str, parts: Grammar) -> None:

@@ -1,28 +1,44 @@
 """Writes the grammar of an answer, from a constraint and the model's format."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from worker.errors import JobFailure
 from worker.text.grammar import tool_grammars
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.schema.unsupported import Schema
-from worker.text.grammar.tool_grammars import Function
+from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, Function
 from worker.text.output.harmony import MARKERS
 
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """Constraint of a request on its answer: a schema, a call of a function, or one of both."""
+    """Constraint of a request on its answer: a schema, a call of a function, or one of both; or, if `in_text`, on the
+    calls in its answer, whose other text is free."""
 
     schema: Schema | None
     functions: tuple[Function, ...]
     allows_many: bool  # more than one call is allowed
+    in_text: bool = False
+
+    def without(self, names: Collection[str]) -> "OutputConstraint":
+        """Return the constraint that leaves the arguments of these functions free."""
+        functions = tuple(
+            replace(each, parameters=ANY_ARGUMENTS) if each.name in names else each for each in self.functions
+        )
+        return replace(self, functions=functions)
+
+    @property
+    def optional(self) -> list[Function]:
+        """Functions whose schemas need not be enforced, if that is not possible."""
+        return [each for each in self.functions if not each.strict and each.parameters != ANY_ARGUMENTS]
 
     @property
     def field(self) -> str:
         """Name of the request's field that sets the constraint."""
+        if self.in_text:
+            return "tools"
         return "tool_choice" if self.schema is None else "response_format"
 
     def parts(self) -> Iterator[tuple[str, "OutputConstraint"]]:
@@ -65,6 +81,9 @@ class Grammars:
         return self._written(parts, constraint, reasoned=False), parts
 
     def _written(self, grammar: Grammar, constraint: OutputConstraint, reasoned: bool) -> str:
+        if constraint.in_text and self._calls_as:
+            calls = tool_grammars.calls_in_text
+            return grammar.starting_with(calls(self._calls_as, grammar, constraint.functions, constraint.allows_many))
         ways = list[str]()
         if constraint.schema is not None:
             ways.append(self._answer(grammar, constraint.schema))

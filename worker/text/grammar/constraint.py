@@ -8,7 +8,7 @@ from schemas.chat import JsonObjectFormat, JsonSchemaFormat, NamedTool
 from worker.errors import JobFailure
 from worker.text.grammar.builder import Markup, OutputConstraint
 from worker.text.grammar.llg_tokenizer import added_tokens
-from worker.text.grammar.tool_grammars import Function, texts_of
+from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, Function, texts_of
 from worker.text.output.formats import ModelFormat
 from worker.text.prompt.size_limit import cost_in_characters
 from worker.text.tokenizer import Tokenizer
@@ -22,9 +22,10 @@ _QUICK_CHARACTERS = 4_000
 _QUICK_WEIGHT = 16 * _QUICK_CHARACTERS  # a value has two characters or more, and `cost_in_characters` counts it as 32
 
 
-def constraint_of(request: ChatRequest) -> OutputConstraint | None:
+def constraint_of(request: ChatRequest, *, hold_calls: bool = False) -> OutputConstraint | None:
     """Return the request's constraint, or None if the answer is free. A forced call takes precedence over a schema.
 
+    `hold_calls`: calls in free text satisfy the schemas of all functions, as far as possible; else of strict ones.
     Raises `JobFailure` for a `json_schema` without a schema.
     """
     many = request.parallel_tool_calls is not False
@@ -44,7 +45,21 @@ def constraint_of(request: ChatRequest) -> OutputConstraint | None:
                 message = "response_format: json_schema has no schema; add one."
                 raise JobFailure("invalid_request", message, param="response_format")
             return OutputConstraint(asked.json_schema, functions, many)
-    return None
+    return _in_text(request, many, hold_calls=hold_calls)
+
+
+def _in_text(request: ChatRequest, many: bool, *, hold_calls: bool) -> OutputConstraint | None:
+    """Return the constraint on the calls in a free answer; None if there is none."""
+    strict = {tool.function.name for tool in request.offered_tools if tool.function.strict}
+    if not (strict or (hold_calls and request.offered_tools)):
+        return None
+    functions = tuple(
+        Function(
+            each.name, each.parameters if hold_calls or each.name in strict else ANY_ARGUMENTS, each.name in strict
+        )
+        for each in (tool.function for tool in request.offered_tools)
+    )
+    return OutputConstraint(None, functions, many, in_text=True)
 
 
 def is_quick(constraint: OutputConstraint) -> bool:

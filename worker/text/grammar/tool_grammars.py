@@ -17,6 +17,7 @@ from worker.text.grammar.native_values import NativeValues, Unwritable, any_of
 from worker.text.grammar.schema.unsupported import Schema
 from worker.text.grammar.tag_values import TagParameters
 from worker.text.output.harmony import MARKERS as HARMONY
+from worker.text.output.harmony import RECIPIENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,18 @@ class Function:
 
     name: str
     parameters: Schema | None = None
+    strict: bool = True  # its calls must satisfy the schema; else a schema that cannot be enforced is left out
 
+
+ANY_ARGUMENTS: Schema = {"type": "object", "additionalProperties": True}  # parameters of a function with free arguments
 
 _ANNOTATIONS = {"type", "title", "description", "$schema"}
 _ID = "[A-Za-z0-9_.:-]{1,64}"  # the model's own id of a call
 _INDEX = "[0-9]{1,3}"
 _GAP = r"/\n{0,2}/"  # between tags and between calls: templates of one dialect differ in it
+_ANY_TEXT = "/(?s:.*)/"
+# Free text after a call, which may begin within the call's last token. Another bracket would be a mistake in the call.
+_TEXT_AFTER = r"/[^\])}>](?s:.*)/"
 
 
 def texts_of(calls_as: str | None) -> tuple[str, ...]:
@@ -65,12 +72,28 @@ def tool_calls(calls_as: str, grammar: Grammar, functions: Sequence[Function], m
     return calls if opened else grammar.rule(f"{_GAP} {calls}")
 
 
+def calls_in_text(calls_as: str, grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
+    """Return the rule for a call from its opening to its end, within text that is free before and after: a section with
+    several calls only if one opening begins it. What follows the name of a function with `ANY_ARGUMENTS` is free, too,
+    unless it is JSON. Raises `JobFailure`."""
+    if calls_as == "harmony":
+        rule = harmony_in_text(grammar, functions)
+    else:
+        dialect = by_name(calls_as)
+        assert dialect is not None
+        rule = _CallGrammar(grammar, functions, many, in_text=True).of(dialect)
+    return grammar.rule(f"{rule} {grammar.terminal(_TEXT_AFTER)}?")
+
+
 class _CallGrammar:
     """The grammar of the calls of one request."""
 
-    def __init__(self, grammar: Grammar, functions: Sequence[Function], many: bool, opened: str) -> None:
+    def __init__(
+        self, grammar: Grammar, functions: Sequence[Function], many: bool, opened: str = "", *, in_text: bool = False
+    ) -> None:
+        """`in_text`: see `calls_in_text`."""
         self._grammar, self._functions = grammar, functions
-        self._many, self._opened = many, opened
+        self._many, self._opened, self._in_text = many, opened, in_text
         self._arguments = dict[str, str]()  # rules for arguments in JSON, by the function's name
 
     def of(self, dialect: Dialect) -> str:
@@ -92,6 +115,20 @@ class _CallGrammar:
         """Return the rule for a call, or for several if the request allows them."""
         return self._grammar.rule(f"{call} ({between} {call})*" if self._many else call)
 
+    def _each_opened(self, call: str, between: str) -> str:
+        """Return the rule for calls that have an opening each, so that in text each of them begins anew."""
+        return call if self._in_text else self._repeated(call, between)
+
+    def _named(self) -> tuple[list[Function], list[Function]]:
+        """Return the functions whose arguments are held, and in text those that are free after the name."""
+        free = [each for each in self._functions if self._in_text and each.parameters == ANY_ARGUMENTS]
+        return [each for each in self._functions if each not in free], free
+
+    def _then_free(self, before: Sequence[str], between: str, heads: Sequence[str]) -> str:
+        """Return the rule for the head of a call whose rest is free, perhaps after other calls. There must be heads."""
+        others = f"({any_of(before)} {between})*" if before and self._many else ""
+        return self._grammar.rule(f"{others} {any_of(heads)} {self._grammar.terminal(_ANY_TEXT)}")
+
     def json(self, dialect: JsonCalls) -> str:
         r"""Return the rule for objects between markers, in a list or one after the other.
 
@@ -99,13 +136,20 @@ class _CallGrammar:
         """
         call = self._objects(dialect, self._functions)
         begins, ends = self._grammar.marker(dialect.openings[0]), self._grammar.marker(dialect.closing)
+        if self._in_text and len(dialect.openings) > 1:
+            begins = any_of([self._grammar.marker(each) for each in dialect.openings])
         if dialect.is_list:
             objects = f"({self._listed(call)} | {self._repeated(call, '')})"
-            return self._grammar.rule(f"{begins} {objects} {ends}")
+            more = f" | {call}" if self._in_text and not dialect.closing else ""
+            return self._grammar.rule(f"{begins} {objects} {ends}{more}")
         if dialect.bare and not dialect.closing:
-            calls = self._repeated(call, f"{literal(dialect.between.strip())}")
-            return self._grammar.rule(f"({begins})? {calls}")
-        return self._repeated(self._grammar.rule(f"{begins} {call} {ends}"), _GAP)
+            calls = self._each_opened(call, f"{literal(dialect.between.strip())}")
+            listed = f" | {self._listed(call)}" if self._in_text else ""
+            return self._grammar.rule(f"({begins})? ({calls}{listed})")
+        marked = self._each_opened(self._grammar.rule(f"{begins} {call} {ends}"), _GAP)
+        # In text objects without a marker are calls too, at the beginning or after others.
+        is_bare = self._in_text and (dialect.bare or not dialect.closing)
+        return self._grammar.rule(f"{marked} | {call}") if is_bare else marked
 
     def _listed(self, call: str) -> str:
         opens, closes = spaced(r" \["), spaced(r"\] ")
@@ -135,8 +179,10 @@ class _CallGrammar:
         first = self._with_headers([form.removeprefix(self._opened) for form in forms]) if self._opened else each
         calls = self._grammar.rule(f"{first} ({_GAP} {each})*" if self._many else first)
         if dialect.each:
-            ends = self._grammar.marker(dialect.closing)
-            calls = self._grammar.rule(f"{self._grammar.marker(dialect.openings[0])} {calls} {ends}")
+            ends, alone = self._grammar.marker(dialect.closing), f" | {each}" if self._in_text else ""
+            calls = self._grammar.rule(f"{self._grammar.marker(dialect.openings[0])} {calls} {ends}{alone}")
+        elif self._in_text:
+            calls = each
         return self._grammar.rule(f"{calls} | {self.json(dialect.as_list)}") if dialect.as_list else calls
 
     def _with_headers(self, forms: Iterable[str]) -> str:
@@ -170,7 +216,8 @@ class _CallGrammar:
         gap, marker = _GAP if dialect.gap else "", self._grammar.marker
         has_marker = dialect.openings[0] != dialect.function[0]
         tags, objects = list[str](), list[Function]()
-        for function in self._functions:
+        held, free = self._named()
+        for function in held:
             try:
                 tags.append(self._in_tags(dialect, function, gap))
             except Unwritable as keyword:
@@ -185,50 +232,73 @@ class _CallGrammar:
             call = self._grammar.rule(any_of(tags))
             within = f"{gap} {self._repeated(call, gap)}" if dialect.function[0] else call
             ways.append(f"{begins} {within} {gap} {ends}")
+            if self._in_text and has_marker and dialect.function[0] in dialect.openings:
+                ways.append(call)
+        if free:
+            heads = [any_of(self._heads(dialect, each)) for each in free]
+            first = f"{begins} {gap if dialect.function[0] else ''}"
+            ways.append(f"{first} {self._then_free(tags if dialect.function[0] else [], gap, heads)}")
+            if has_marker and dialect.function[0] in dialect.openings:
+                ways.append(self._then_free([], gap, heads))
         if objects:
             ways.append(f"{begins} {self._objects(JsonCalls('', ()), objects)} {ends}")
-        return self._repeated(self._grammar.rule(any_of(ways)), gap)
+        return self._each_opened(self._grammar.rule(any_of(ways)), gap)
 
     def _in_tags(self, dialect: TagCalls, function: Function, gap: str) -> str:
         """Return the rule for one call. Raises `Unwritable`."""
         parameters = TagParameters(self._grammar, dialect, arguments_of(function), _field(function), gap).rules()
+        end = f"{gap} {self._grammar.marker(dialect.end)}" if dialect.end else ""
+        return self._grammar.rule(f"{any_of(self._heads(dialect, function))} {' '.join(parameters)} {end}")
+
+    def _heads(self, dialect: TagCalls, function: Function) -> list[str]:
+        """Return the forms of the tag with a function's name."""
         heads = [self._grammar.marker(tag(dialect.function, function.name))]
         if dialect.index:
             begins, ends = tag(dialect.function, function.name, dialect.index).split("{index}")
             heads.append(f"{self._grammar.marker(begins)} /{_INDEX}/ {self._grammar.marker(ends)}")
-        end = f"{gap} {self._grammar.marker(dialect.end)}" if dialect.end else ""
-        return self._grammar.rule(f"{any_of(heads)} {' '.join(parameters)} {end}")
+        return heads
 
     def pythonic(self, dialect: PythonicCalls) -> str:
         """Return the rule for calls as in Python, or for JSON, which its models write too: [weather(city="Oslo")]"""
         calls = list[str]()
-        for function in self._functions:
+        held, free = self._named()
+        for function in held:
             try:
                 rule = NativeValues(self._grammar, arguments_of(function), _field(function), python=True).keywords()
                 calls.append(self._grammar.rule(f"{literal(f'{function.name}(')} {rule} {literal(')')}"))
             except Unwritable:
                 pass  # it is called in JSON
         objects = self._objects(dialect.as_json, self._functions)
-        ways = [self._listed(objects), self._repeated(objects, "")]
+        ways, comma = [self._listed(objects), self._repeated(objects, "")], spaced(", ")
         if calls:
             call = self._grammar.rule(any_of(calls))
-            comma = spaced(", ")
             ways.append(f'"[" {self._repeated(call, comma)} "]"')
         marked = [f"/\\n?/ {self._repeated(call, _GAP)} /\\n?/"] if calls else []
+        heads = [literal(f"{each.name}(") for each in free]
+        open_ways = [f'"[" {self._then_free(calls, comma, heads)}'] if free else []
+        open_marked = [*open_ways, f"/\\n?/ {self._then_free(calls, _GAP, heads)}"] if free else []
         ends = self._grammar.marker(dialect.closing)
         openings = [each for each in dialect.openings if each != dialect.closing]
         begins = [self._grammar.marker(each) for each in openings]
         inside = [f"{begin} {any_of([*ways, *marked])} {ends}" for begin in begins]
-        return self._grammar.rule(any_of([*(ways if dialect.bare else []), *inside]))
+        inside += [f"{begin} {any_of(open_marked)}" for begin in begins if free]
+        if self._in_text and len(openings) < len(dialect.openings):  # what ends calls opens some too
+            inside.append(f"{ends} {any_of([*ways, *open_ways])}")
+        return self._grammar.rule(any_of([*([*ways, *open_ways] if dialect.bare else []), *inside]))
 
     def gemma(self, dialect: GemmaCalls) -> str:
         """Return the rule for calls as Gemma writes them: <|tool_call>call:weather{city:<|"|>Oslo<|"|>}<tool_call|>"""
         calls = list[str]()
-        for function in self._functions:
+        held, free = self._named()
+        for function in held:
             values = NativeValues(self._grammar, arguments_of(function), _field(function), quote=dialect.quote)
             calls.append(f"{literal(f'call:{function.name}')} {values.whole()}")
         begins, ends = self._grammar.marker(dialect.openings[0]), self._grammar.marker(dialect.closing)
-        return self._repeated(self._grammar.rule(f"{begins} {any_of(calls)} {ends}"), "")
+        ways = [f"{begins} {any_of(calls)} {ends}"] if calls else []
+        if free:
+            heads = [literal(f"call:{each.name}{{") for each in free]
+            ways.append(f"{begins} {self._then_free([], '', heads)}")
+        return self._each_opened(self._grammar.rule(any_of(ways)), "")
 
 
 def harmony(grammar: Grammar, functions: Sequence[Function]) -> str:
@@ -242,6 +312,18 @@ def harmony(grammar: Grammar, functions: Sequence[Function]) -> str:
         for function in functions
     ]
     return grammar.rule(f"{grammar.marker('<|channel|>')} {any_of(each)}")
+
+
+def harmony_in_text(grammar: Grammar, functions: Sequence[Function]) -> str:
+    """Return the rule for a call from the recipient in its header on. The channel may follow the recipient."""
+    channel, constrain = grammar.marker("<|channel|>"), grammar.marker("<|constrain|>")
+    between = grammar.rule(f'({channel} /commentary|analysis/)? / ?/ (({constrain})? "json")?')
+    each = [
+        f"{literal(f'{RECIPIENT}functions.{function.name}')} {between} {grammar.marker('<|message|>')} "
+        f"{grammar.json(arguments_of(function), _field(function))}"
+        for function in functions
+    ]
+    return grammar.rule(any_of(each))
 
 
 def harmony_json(grammar: Grammar, schema: Schema, field: str) -> str:

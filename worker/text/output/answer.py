@@ -12,26 +12,6 @@ _LONGEST_HEADER = 300  # characters; a function's name has at most 128
 _BLANKS = re.compile(r"[ \t\r\n]+")
 
 
-def read_calls(
-    dialect: Dialect, opening: str, cursor: Cursor, functions: Functions, kind: type[Content | Reasoning], *,
-    written: bool = True,
-) -> Events:  # fmt: skip
-    """Read calls from behind an opening. What turns out to be none is text of `kind`, as it was written; the opening is
-    a part of it if the model has `written` it, and not the prompt."""
-    recording = cursor.record()
-    text_before = opening if written else ""
-    try:
-        for event in dialect.read(opening, cursor, functions):
-            if isinstance(event, CallBegan):
-                text_before = ""
-            yield event
-            if isinstance(event, CallBegan | CallEnded):
-                recording.clear()
-        cursor.recorded(recording)
-    except NotACall:
-        yield (Content if not text_before else kind)(text_before + cursor.recorded(recording))
-
-
 class AnswerReader:
     """Reads one answer at the markers of its model."""
 
@@ -54,6 +34,8 @@ class AnswerReader:
         self._unclosed = False  # the marker that ends calls was missing
         self._called = False  # a call has ended, and no content has come since
         self._in_answer = False  # between the markers of the answer
+        self._opening: str | None = None  # of the calls that are being read, before the first; None: none are
+        self._recording = list[str]()  # of them, up to the event that reports a call
 
     def read(self) -> Events:
         """Yield the answer's events."""
@@ -62,7 +44,7 @@ class AnswerReader:
             yield from self._from_within_marker()
         markers = self._markers
         while not (self._only_before_content and self._begun):
-            if not self._begun and self._may_be_bare:
+            if not self._begun and self.may_be_bare:
                 yield from self._bare_calls()
                 markers = self._markers
             text, marker = cursor.before(markers)
@@ -117,7 +99,21 @@ class AnswerReader:
         return Reasoning if self._reasons else Content
 
     @property
-    def _may_be_bare(self) -> bool:
+    def begun(self) -> str | None:
+        """The text of a call so far, from its opening or its beginning up to the event that reports it, and what was
+        added to the cursor; None outside of calls. It may turn out to be none."""
+        if self._opening is None:
+            return None
+        return self._opening + "".join(self._recording) + self._cursor.waiting
+
+    @property
+    def reasons(self) -> bool:
+        """True within reasoning."""
+        return self._reasons
+
+    @property
+    def may_be_bare(self) -> bool:
+        """True if a call may begin without an opening, as the answer begins or after a call."""
         return self._dialect is not None and bool(self._dialect.bare) and not (self._reasons or self._begun)
 
     @property
@@ -168,10 +164,9 @@ class AnswerReader:
             yield Content(begins + self._cursor.recorded(recording))
 
     def _calls(self, opening: str, *, written: bool = True) -> Events:
-        assert self._dialect is not None
+        """Read calls from behind an opening that the model has `written`, or the prompt."""
         called = False
-        reads = read_calls(self._dialect, opening, self._cursor, self._functions, self._kind, written=written)
-        for event in reads:
+        for event in self._read_calls(opening, written=written):
             match event:
                 case CallBegan():
                     called = True
@@ -182,6 +177,21 @@ class AnswerReader:
             yield event
         if called:
             self._called, self._begun, self._thought = True, False, False
+
+    def _read_calls(self, opening: str, *, written: bool = True) -> Events:
+        """Yield the events of calls. What turns out to be none is text, as the model wrote it."""
+        assert self._dialect is not None
+        self._opening, self._recording = opening if written else "", self._cursor.record()
+        try:
+            for event in self._dialect.read(opening, self._cursor, self._functions):
+                yield event
+                if isinstance(event, CallBegan | CallEnded):
+                    self._opening = ""
+                    self._recording.clear()
+            self._cursor.recorded(self._recording)
+        except NotACall:
+            yield self._kind(self._opening + self._cursor.recorded(self._recording))
+        self._opening = None
 
     def _weighed_calls(self, opening: str) -> Events:
         """Read calls within reasoning. They are made if nothing follows them but its end, which some models leave out
@@ -198,7 +208,7 @@ class AnswerReader:
             if marker == end:
                 is_ended, may_follow = True, Markers(dialect.openings)
             else:
-                for event in read_calls(dialect, marker, cursor, self._functions, Reasoning):
+                for event in self._read_calls(marker):
                     if event is None:
                         yield None
                     else:

@@ -8,7 +8,6 @@ from worker.text.dialects.dialect import Dialect, Functions
 from worker.text.dialects.table import Thoughts
 from worker.text.output import harmony
 from worker.text.output.answer import AnswerReader
-from worker.text.output.events import Events
 from worker.text.output.evidence import Proof, evidence_of
 from worker.text.output.harmony import HarmonyReader
 from worker.text.prompt.prompt import Thinking
@@ -42,17 +41,24 @@ class ModelFormat:
         """True if the model's calls can be read."""
         return self.harmony or self.dialect is not None
 
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """Texts that begin calls."""
+        if self.harmony:
+            return (harmony.RECIPIENT,)
+        return tuple(self.dialect.openings) if self.dialect else ()
+
     def reader(
-        self, cursor: Cursor, thinking: Thinking, functions: Functions | None, *, only_before_content: bool,
+        self, cursor: Cursor, thinking: Thinking, functions: Functions | None, *, only_before_content: bool = False,
         continues: bool = False,
-    ) -> Events | None:  # fmt: skip
+    ) -> AnswerReader | HarmonyReader | None:  # fmt: skip
         """Return a reader of one answer, or None if there are no markers to find. See `AnswerReader`. `continues`: the
         prompt ends within an answer."""
         if self.harmony:
-            return HarmonyReader(cursor, functions, only_before_content=only_before_content).read()
+            return HarmonyReader(cursor, functions, only_before_content=only_before_content)
         if not self.thoughts and not (self.dialect and functions is not None):
             return None
         return AnswerReader(
             cursor, self.thoughts, self.dialect, functions, reasons=thinking == "open", thought=thinking == "closed",
             only_before_content=only_before_content, opened="" if continues else self.opened,
-        ).read()  # fmt: skip
+        )  # fmt: skip

@@ -20,10 +20,12 @@ _TEXT = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (*_HEADERS, _TEXT, *_ENDS)
 ANSWER_BEGINS = "<|channel|>final<|message|>"
+RECIPIENT = "to="  # begins the name of the function in the header of a call
 
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_OPENINGS = ("assistant", "to=")
+_CALL_BEGINS = re.compile(rf"\b{RECIPIENT}")
+_OPENINGS = ("assistant", RECIPIENT)
 _MAX_HEADER = 256  # characters; a function's name has at most 128
 _ALL, _END = Markers(MARKERS), Markers(_ENDS)
 _AFTER_CALL = Markers((*_ENDS, *_HEADERS))
@@ -44,6 +46,25 @@ class HarmonyReader:
         self._used_channels = set[Channel]()
         self._separator = ""  # separator before the next text
         self._is_call = False  # the text of a call that is not read
+        self._in_call = False
+
+    @property
+    def begun(self) -> str | None:
+        """The text of a call so far, from the recipient in its header on: see `AnswerReader.begun`."""
+        if self._in_call:
+            return ""
+        recipient = _CALL_BEGINS.search(self._header) if self._offered and self._channel is None else None
+        return self._header[recipient.start() :] + self._cursor.waiting if recipient else None
+
+    @property
+    def reasons(self) -> bool:
+        """True within reasoning."""
+        return self._channel is Reasoning
+
+    @property
+    def may_be_bare(self) -> bool:
+        """False: each call has a header."""
+        return False
 
     def read(self) -> Events:
         """Yield the answer's events."""
@@ -115,11 +136,13 @@ class HarmonyReader:
         yield self._channel("")
 
     def _call(self, function: str) -> Events:
+        self._in_call = True
         yield CallBegan(function)
         repairs = set[Repair]()
         complete = yield from arguments(self._cursor, JsonText(self._cursor, repairs, stops=_AFTER_CALL), _AFTER_CALL)
         yield from self._cursor.accept(_END, after_blank=True)
         yield from repaired(repairs)
+        self._in_call = False
         yield CallEnded(complete)
 
 

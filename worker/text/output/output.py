@@ -69,9 +69,10 @@ class Output:
         tools = request.tools or () if self._leaves_out_calls else request.offered_tools
         functions = {tool.function.name: Parameters(tool.function.parameters) for tool in tools}
         continues = request.messages[-1].role == "assistant"
-        self._events: Events | None = model_format.reader(
+        reader = model_format.reader(
             self._cursor, thinking, functions or None, only_before_content=by_schema, continues=continues
         )
+        self._events: Events | None = reader.read() if reader else None
         self._calls = Calls(job_id, parallel=request.parallel_tool_calls is not False)
         self.left_out_calls = False  # the answer has calls, which the request does not allow
         self._repairs = set[Repair]()
