@@ -79,7 +79,11 @@ class Chat:
             )
             self._recorder.consider_speculation(request)
             self._grammar = await context.codec.grammar(
-                request, prompt, job.claim.lane, drafts=generation_request.max_draft != 0
+                request,
+                prompt,
+                job.claim.lane,
+                drafts=generation_request.max_draft != 0,
+                resumes=bool(job.log.events),
             )
             generation_request = await self._begin(request, prompt, replace(generation_request, grammar=self._grammar))
             logger.info("%s prepared: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)

@@ -45,6 +45,7 @@ def worker_context(
         droppable=model.draft is not None,
         control_tokens=settings.allow_control_tokens,
         context=context_tokens,
+        hold_calls=settings.tool_grammar,
     )
     return WorkerContext(
         settings=settings,

@@ -206,6 +206,11 @@ class Settings(BaseSettings):
         description="Read control tokens such as <|im_end|> in a request's text as tokens. If false they are plain "
         "text, so no message can end its turn and forge another one.",
     )
+    tool_grammar: bool = Field(
+        True,
+        description="Hold all calls to the schemas of their functions, by a grammar that begins with each. If false, "
+        "only calls that a request forces, and those of functions with strict: true.",
+    )
     queue_limit: int = Field(
         10_000,
         ge=1,

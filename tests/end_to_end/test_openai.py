@@ -1,5 +1,6 @@
 """OpenAI's own client against the gateway, mounted as in docs/backends.md: answers, tools, reasoning and errors."""
 
+import json
 import os
 import subprocess
 import sys
@@ -320,3 +321,30 @@ async def test_a_client_that_leaves_is_no_listener_any_more(openai: AsyncOpenAI,
     while dict(await db.pubsub_numsub(channel)) != {channel.encode(): 0}:
         assert time.monotonic() < deadline
     await client.cancel(first.id)  # before the worker would end it by itself
+
+
+TOWNS: Said = {"type": "object", "properties": {"towns": {"type": "array", "items": {"enum": ["Oslo", "Rome"]}}}}
+
+
+async def test_a_strict_function_is_called_by_its_schema_without_being_forced(openai: AsyncOpenAI) -> None:
+    closed = {**TOWNS, "required": ["towns"], "additionalProperties": False}
+    function = {"name": "get_weather", "parameters": closed, "strict": True}
+    asked: Any = {**CALL, "tools": [{"type": "function", "function": function}]}
+    answer = await whole(openai, asked, max_tokens=100)
+    (call,) = message(answer)["tool_calls"]
+    assert {*json.loads(call["function"]["arguments"])} == {"towns"}
+    assert answer.choices[0].finish_reason == "tool_calls"
+    free = await whole(openai, {**asked, **COUNT}, max_tokens=100)
+    assert message(free)["content"].startswith("1 2 3")
+
+
+async def test_a_strict_function_whose_schema_cannot_be_held_is_refused_and_another_is_free(
+    openai: AsyncOpenAI,
+) -> None:
+    impossible = {"type": "object", "properties": {"city": {"not": {"pattern": "^(a|b)*$", "minLength": 3}}}}
+    function = {"name": "get_weather", "parameters": impossible}
+    with pytest.raises(BadRequestError) as refused:
+        await whole(openai, {**CALL, "tools": [{"type": "function", "function": {**function, "strict": True}}]})
+    assert refused.value.param == "tools"
+    answer = await whole(openai, {**CALL, "tools": [{"type": "function", "function": function}]}, max_tokens=100)
+    assert message(answer)["tool_calls"]

@@ -3,8 +3,9 @@
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -19,9 +20,11 @@ from tests.text.structured import Schema, allowed
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.errors import JobFailure
+from worker.text.dialects.values import Parameters
 from worker.text.grammar.builder import Grammars
 from worker.text.grammar.constraint import constraint_of, markup_of
 from worker.text.grammar.guide import GrammarStates
+from worker.text.grammar.row.calls import CallMatchers, CallsGrammar, Openings
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
 from worker.text.output.formats import ModelFormat
@@ -79,7 +82,7 @@ class Model:
 
     async def guide(self, thinking: Thinking = "closed", **fields: Any) -> RowGrammar:
         guide = await self.guides.create(request(**fields), Prompt((1,), thinking))
-        assert guide
+        assert isinstance(guide, RowGrammar)
         return guide
 
     def quick_guide(self, asked: ChatRequest, clock: Callable[[], float] = lambda: 0.0) -> RowGrammar:
@@ -89,6 +92,27 @@ class Model:
         grammar = Grammars(markup_of(self.tokenizer, self.dialect)).grammar(wish, reasoned=False)
         matcher, drafts = (compile_grammar(self.vocabulary, grammar) for _ in range(2))
         return RowGrammar(matcher, frozenset({EOS, OTHER_EOS}), drafts=drafts, clock=clock)
+
+    @cached_property
+    def openings(self) -> Openings:
+        ends = frozenset({EOS, OTHER_EOS})
+        return Openings(Vocabulary(self.tokenizer), self.count, self.dialect, ends)
+
+    def calls_guide(
+        self, asked: ChatRequest, thinking: Thinking = "none", *, hold: bool = True, strict: bool = False
+    ) -> CallsGrammar:
+        """Return the grammar state of a free answer, whose calls are held, without a trial in a child process."""
+        constraint = constraint_of(asked, hold_calls=hold)
+        assert constraint
+        assert constraint.in_text
+        grammar = self.guides._grammars.grammar(constraint, reasoned=False)
+        matcher, drafts = (compile_grammar(self.vocabulary, grammar) for _ in range(2))
+        matchers = Future[CallMatchers | None]()
+        new_grammar = partial(RowGrammar, ends=frozenset({EOS, OTHER_EOS}), clock=lambda: 0.0)
+        tokens_of = partial(self.guides._tokens_of, self.vocabulary)
+        matchers.set_result(CallMatchers(matcher, drafts, tokens_of, new_grammar))
+        functions = {tool.function.name: Parameters(tool.function.parameters) for tool in asked.offered_tools}
+        return CallsGrammar(self.openings, thinking, functions, matchers, strict=strict)
 
     def takes(self, guide: RowGrammar, text: str) -> bool:
         """True if the grammar allows all of the text, and its end."""

@@ -45,17 +45,20 @@ class TextCodec:
         droppable: bool = False,
         control_tokens: bool = False,
         context: int | None = None,
+        hold_calls: bool = False,
     ) -> None:
         """`vocab`: number of logits, which may exceed the tokenizer's vocabulary.
         `boundaries`: plan cache boundaries, for models whose cache cannot be cut at any token.
         `droppable`: plan the droppable ranges, for workers with a draft model.
         `control_tokens`: read control tokens in a client's text as tokens, not as text.
         `context`: its length in tokens; a prompt well beyond it is refused before it is tokenized.
+        `hold_calls`: calls in free text satisfy the schemas of all functions; else of strict ones.
         """
         self._tokenizer, self._vocab = tokenizer, vocab
         self._vocabulary, self._threads = Vocabulary(tokenizer), TextThreads()
         self._boundaries, self._droppable = boundaries, droppable
         self._control_tokens, self._context = control_tokens, context
+        self._hold_calls = hold_calls
         self._grammars: asyncio.Future[GrammarStates] | None = None  # begun at the first constrained answer
 
     @cached_property
@@ -123,15 +126,23 @@ class TextCodec:
         return await self.run(lane, len(text), lambda check: tuple(self._tokenizer.encode(text)), tenant)
 
     async def grammar(
-        self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive", *, drafts: bool = False
+        self,
+        request: ChatRequest,
+        prompt: Prompt,
+        lane: Lane = "interactive",
+        *,
+        drafts: bool = False,
+        resumes: bool = False,
     ) -> GrammarState | None:
         """Return the grammar of the answer, or None if the answer is free. `drafts`: the row may take drafts.
+        `resumes`: the answer goes on after an earlier attempt.
 
         Raises `JobFailure` for a schema that cannot be enforced.
         """
-        if not request.constrains_answer:
+        holds_calls = any(self._hold_calls or tool.function.strict for tool in request.offered_tools)
+        if not request.constrains_answer and not (holds_calls and self.parses_tools):
             return None
-        return await (await self._grammar_states()).create(request, prompt, lane, drafts=drafts)
+        return await (await self._grammar_states()).create(request, prompt, lane, drafts=drafts, resumes=resumes)
 
     async def _grammar_states(self) -> "GrammarStates":
         if self._grammars is None:
@@ -142,7 +153,7 @@ class TextCodec:
         # llguidance and the rewriting of schemas take a while to import, and most first chats need neither.
         from worker.text.grammar.guide import GrammarStates
 
-        return GrammarStates(self._tokenizer, self._vocabulary, self._format, self._vocab)
+        return GrammarStates(self._tokenizer, self._vocabulary, self._format, self._vocab, hold_calls=self._hold_calls)
 
     async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:
         """Call `work`, whose input has `characters` characters, on a text thread: see `Pool.run`."""

@@ -1,7 +1,10 @@
 """Creates the grammar state of a constrained answer."""
 
+import asyncio
 import logging
 import re
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from typing import NoReturn
@@ -12,6 +15,7 @@ from schemas import ChatRequest
 from schemas.keys import Lane
 from schemas.messages import Message
 from worker.errors import JobFailure
+from worker.text.dialects.values import Parameters
 from worker.text.grammar.attempt import CompiledGrammar, CompileError, RefusedConstraint, question
 from worker.text.grammar.builder import Grammars, OutputConstraint
 from worker.text.grammar.compiler import Compiler
@@ -19,6 +23,7 @@ from worker.text.grammar.constraint import constraint_of, is_quick, markup_of
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.lark import param_of
 from worker.text.grammar.llg_tokenizer import NAME_BEGINS, ForcedText, without_added_tokens
+from worker.text.grammar.row.calls import CallMatchers, CallsGrammar, Openings
 from worker.text.grammar.row.draft_time import AllDraftsTime
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.row.numbers import FiniteNumbers
@@ -34,14 +39,24 @@ from worker.text.vocabulary import Vocabulary
 
 logger = logging.getLogger("sluice.text")
 
+_QUICK_S = 0.05  # an answer waits for a grammar that is quick to compile, which takes 13 ms if no other is compiled
 _SYSTEM = ("system", "developer")  # roles of messages that `normalize` puts in front
 
 
 class GrammarStates:
     """Creates the grammar state of each constrained answer; a worker has one."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary, model_format: ModelFormat, width: int) -> None:
-        """`width`: tokens in the model's logits, which may exceed the tokenizer's vocabulary."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocabulary: Vocabulary,
+        model_format: ModelFormat,
+        width: int,
+        *,
+        hold_calls: bool = False,
+    ) -> None:
+        """`width`: tokens in the model's logits, which may exceed the tokenizer's vocabulary. `hold_calls`: see
+        `constraint_of`."""
         self._count = max(width, len(tokenizer.tokens))
         self._encode = tokenizer.encode
         self._ends = tokenizer.eos_token_ids
@@ -49,21 +64,36 @@ class GrammarStates:
         self._tokenizer = llguidance_tokenizer(tokenizer, self._count)
         self._markup, self._compiler = markup_of(tokenizer, model_format), Compiler()
         self._grammars = Grammars(self._markup)
+        longest_first = sorted(self._markup.markers, key=len, reverse=True)
+        self._marks = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._reasoning_mask = _reasoning_mask(tokenizer, vocabulary, model_format, self._count)
         self._drafts_time = AllDraftsTime()
         self._forced_text = ForcedText(self._tokenizer) if self._tokenizer else None
         self._numbers = FiniteNumbers(
             vocabulary, self._count, self._markup.markers.values(), bare=not model_format.harmony
         )
+        self._hold_calls = hold_calls
+        reads_calls = self._tokenizer and model_format.reads_calls
+        self._openings = Openings(vocabulary, self._count, model_format, self._ends) if reads_calls else None
+        self._compiling = set[asyncio.Task[CallMatchers | None]]()  # kept until they end: the loop does not
 
     async def create(
-        self, request: ChatRequest, prompt: Prompt, lane: Lane = "interactive", *, drafts: bool = False
-    ) -> "RowGrammar | None":
-        """Return the grammar of a request, or None if the answer is unconstrained. `drafts`: it may read drafts. Raises
-        `JobFailure` if the constraint is not supported or cannot be satisfied."""
-        constraint = constraint_of(request)
+        self,
+        request: ChatRequest,
+        prompt: Prompt,
+        lane: Lane = "interactive",
+        *,
+        drafts: bool = False,
+        resumes: bool = False,
+    ) -> "RowGrammar | CallsGrammar | None":
+        """Return the grammar of a request, or None if the answer is unconstrained. `drafts`: it may read drafts.
+        `resumes`: the answer goes on after an earlier attempt, so that calls may have begun. Raises `JobFailure` if the
+        constraint is not supported or cannot be satisfied."""
+        constraint = constraint_of(request, hold_calls=self._hold_calls)
         if constraint is None:
             return None
+        if constraint.in_text:
+            return await self._calls_in_text(constraint, request, prompt, lane, drafts=drafts, resumes=resumes)
         try:
             return await self._create(constraint, request, prompt, lane, drafts=drafts)
         except JobFailure as refusal:
@@ -93,6 +123,77 @@ class GrammarStates:
             )
         return state
 
+    async def _calls_in_text(
+        self,
+        constraint: OutputConstraint,
+        request: ChatRequest,
+        prompt: Prompt,
+        lane: Lane,
+        *,
+        drafts: bool,
+        resumes: bool,
+    ) -> CallsGrammar | None:
+        """Return the grammar of the calls in a free answer. Only strict functions, and an answer that resumes, wait for
+        it to be compiled."""
+        strict = any(function.strict for function in constraint.functions)
+        if self._openings is None:
+            if strict and self._format.reads_calls:
+                message = "tools: this model's tokenizer does not support strict; leave it out."
+                raise JobFailure("unsupported", message, param="tools")
+            return None
+        matchers = Future[CallMatchers | None]()
+        compiling = asyncio.ensure_future(
+            self._call_matchers(constraint, lane, request.billed_to or "", drafts=drafts, strict=strict)
+        )
+        self._compiling.add(compiling)
+        compiling.add_done_callback(self._compiling.discard)
+        quick_s = _QUICK_S if is_quick(constraint) else 0.0
+        await asyncio.wait({compiling}, timeout=None if strict or resumes else quick_s)
+        if compiling.done():
+            matchers.set_result(compiling.result())
+        else:
+            compiling.add_done_callback(lambda task: matchers.set_result(None if task.cancelled() else task.result()))
+        functions = {tool.function.name: Parameters(tool.function.parameters) for tool in request.offered_tools}
+        return CallsGrammar(self._openings, prompt.thinking, functions, matchers, strict=strict)
+
+    async def _call_matchers(
+        self, constraint: OutputConstraint, lane: Lane, tenant: str, *, drafts: bool, strict: bool
+    ) -> CallMatchers | None:
+        """Return what holds the calls of one row: to the schemas of all functions, else to those of strict ones, else
+        None. Raises `JobFailure` if there are strict ones and that fails too."""
+        vocabulary = self._tokenizer
+        assert vocabulary is not None
+        required = constraint.without([function.name for function in constraint.optional])
+        for last, each in ((False, constraint), (True, required)):
+            if each is constraint is required:
+                continue
+            try:
+                matcher, ahead = await self._matchers(vocabulary, each, False, lane, tenant, drafts=drafts)
+            except JobFailure as failure:
+                if strict and last:
+                    raise
+                logger.info("calls are held to fewer schemas: %s", failure.message)
+                if not strict:
+                    return None
+            else:
+                new_grammar = partial(
+                    RowGrammar,
+                    ends=self._ends,
+                    drafts_time=self._drafts_time,
+                    forced_text=self._forced_text,
+                    numbers=self._numbers if in_json(self._markup.calls_as) else None,
+                )
+                return CallMatchers(matcher, ahead, partial(self._tokens_of, vocabulary), new_grammar)
+        return None
+
+    def _tokens_of(self, vocabulary: LLTokenizer, text: str) -> list[int]:
+        """Tokenize the beginning of a call: markers as the tokens that the grammar has for them."""
+        parts, found = re.split(self._marks, text), list[int]()
+        for part in filter(None, parts):
+            marker = self._markup.markers.get(part)
+            found += _as_text(vocabulary, part) if marker is None else [marker]
+        return found
+
     def _reasoning_state(self, prompt: Prompt) -> ReasoningState | None:
         if self._reasoning_mask is None or prompt.thinking == "closed":
             return None
@@ -121,12 +222,14 @@ class GrammarStates:
         quick = is_quick(constraint)
         compile_in_child = partial(self._compile_in_child, constraint, reasoned, lane, tenant)
         written = partial(self._grammars.grammar, constraint, reasoned=reasoned)
-        grammar = await (self._compiler.run(lane, tenant, written) if quick else compile_in_child())
+        compiled = partial(self._compiler.compile, lane, tenant, vocabulary, drafts=drafts)
+        if quick:
+            with suppress(Uncompilable, *[JobFailure] * bool(constraint.optional)):
+                return await compiled(await self._compiler.run(lane, tenant, written))
+            # The child's error names the cause, and it leaves out schemas that need not be enforced.
         try:
-            return await self._compiler.compile(lane, tenant, vocabulary, grammar, drafts=drafts)
+            return await compiled(await compile_in_child())
         except Uncompilable as error:
-            if quick:
-                await compile_in_child()  # raises an error that names the cause
             _refuse(constraint.field, str(error))
 
     async def _compile_in_child(self, constraint: OutputConstraint, reasoned: bool, lane: Lane, tenant: str) -> str:
@@ -135,7 +238,11 @@ class GrammarStates:
             lane, tenant, partial(question, self._markup, constraint, reasoned=reasoned)
         )
         match await self._compiler.verdict(lane, tenant, question_bytes):
-            case CompiledGrammar(grammar):
+            case CompiledGrammar(grammar, left_free):
+                if left_free:
+                    logger.info(
+                        "these functions' schemas cannot be enforced, so their arguments are free: %s", left_free
+                    )
                 return grammar
             case RefusedConstraint(type, message, param):
                 raise JobFailure(type, message, param=param)

@@ -67,8 +67,9 @@ class DraftReader:
             self._failed = self._failed or self._reader.error is not None
         return 0 if self._failed else valid
 
-    def masks(self, draft: Sequence[int]) -> Iterator[bytes]:
-        """Yield the masks after each token of a draft, which the grammar allows, until they take too much time."""
+    def masks(self, draft: Sequence[int]) -> Iterator[bytes | None]:
+        """Yield the masks after each token of a draft, which the grammar allows, until they take too much time, or the
+        grammar is over."""
         walked = 0
         for token in draft:
             with self._time:
@@ -79,7 +80,7 @@ class DraftReader:
             if self._failed:
                 break
             yield mask
-            if not self._time.left:
+            if mask is None or not self._time.left:
                 break
         self._take_back(walked)
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from llguidance import LLMatcher
 
@@ -31,16 +32,20 @@ class RowGrammar:
         drafts_time: AllDraftsTime | None = None,
         forced_text: ForcedText | None = None,
         numbers: FiniteNumbers | None = None,
+        then_free: bool = False,
     ) -> None:
         """`ends`: tokens that end a sequence. `begun`: tokens of the answer proper that the prompt holds. `drafts`:
         another matcher of the same grammar, compiled anew, which reads drafts; None: the row takes none. `clock`:
         seconds that the engine's thread has computed. `drafts_time`: shared with all other rows; None: with none.
-        `forced_text` and `numbers`: see `GrammarReader`."""
-        self._answer = GrammarReader(matcher, ends, reasoning, begun, forced_text, numbers)
+        `forced_text`, `numbers`, `then_free`: see `GrammarReader`."""
+        reader = partial(
+            GrammarReader, ends=ends, begun=begun, forced_text=forced_text, numbers=numbers, then_free=then_free
+        )
+        self._answer = reader(matcher, reasoning=reasoning)
         self._drafts: DraftReader | None = None
         if drafts:
             time_left = DraftTime(clock, drafts_time or AllDraftsTime())
-            self._drafts = DraftReader(GrammarReader(drafts, ends, reasoning, begun, forced_text, numbers), time_left)
+            self._drafts = DraftReader(reader(drafts, reasoning=reasoning), time_left)
         self._begun = begun
         self._current: bytes | None = None  # mask of the next token, once it is computed
         self.error: GrammarError | None = None  # after it the grammar constrains nothing any more
@@ -82,12 +87,23 @@ class RowGrammar:
         if self._drafts:
             self._drafts.remove(count)
 
-    def bitmask(self) -> bytes:
-        """Return the mask of allowed next tokens: a bit per token, in little-endian 32-bit words."""
+    @property
+    def over(self) -> bool:
+        """True if the grammar has ended, and what comes after it is free."""
+        return self._answer.over
+
+    def bitmask(self) -> bytes | None:
+        """Return the mask of allowed next tokens: a bit per token, in little-endian 32-bit words. None: any token,
+        since the grammar is over."""
         if self._current is None:
             self._current = self._answer.mask()
             self._check()
         return self._current
+
+    @property
+    def is_free(self) -> bool:
+        """False: each token has a mask."""
+        return False
 
     @property
     def takes_drafts(self) -> bool:

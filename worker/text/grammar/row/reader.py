@@ -27,10 +27,13 @@ class GrammarReader:
         begun: Sequence[int],
         forced_text: ForcedText | None = None,
         numbers: FiniteNumbers | None = None,
+        *,
+        then_free: bool = False,
     ) -> None:
         """`ends`: tokens that end a sequence. `begun`: tokens of the answer proper that the prompt holds; call `reset`
         to read them. `forced_text`: reads long texts without a choice; None: the matcher does. `numbers`: of an answer
-        in JSON."""
+        in JSON. `then_free`: any token may come as soon as the grammar may end."""
+        self._then_free = then_free
         self._matcher, self._forced_text = matcher, forced_text
         self._numbers = numbers
         self._place = numbers.begins if numbers else None
@@ -66,6 +69,8 @@ class GrammarReader:
         self._history.append((copy.copy(self._reasoning_state), self._consumed, self._last, self._place))
         if token in self._ends:  # a batch may compute one step more than a row needs
             return False
+        if self.over:
+            return False
         if self._reasoning_state and self._reasoning_state.take(token):
             self._reasoning_state = None if self._reasoning_state.over else self._reasoning_state
             return False
@@ -91,8 +96,10 @@ class GrammarReader:
             self._matcher.rollback(self._consumed - consumed)
             self._consumed = consumed
 
-    def mask(self) -> bytes:
+    def mask(self) -> bytes | None:
         """Return the tokens that may come next: see `GrammarState.bitmask`."""
+        if self.over:
+            return None
         reasoning = self._reasoning_state
         if reasoning and reasoning.begun:
             return reasoning.allowed()
@@ -107,7 +114,7 @@ class GrammarReader:
 
     def forced(self) -> tuple[int, ...]:
         """Return tokens that must come next; none within reasoning."""
-        if self._reasoning_state:
+        if self._reasoning_state or self.over:
             return ()
         tokens = self._forced_text.tokens(self._matcher, self._last) if self._forced_text else []
         tokens = tokens or self._matcher.compute_ff_tokens()[:_FORCED]
@@ -141,6 +148,11 @@ class GrammarReader:
     def in_reasoning(self) -> bool:
         """True if the answer proper has not begun."""
         return self._reasoning_state is not None
+
+    @property
+    def over(self) -> bool:
+        """True if the grammar has ended, and what comes after it is free."""
+        return self._then_free and self._matcher.is_accepting()
 
     @property
     def error(self) -> str | None:
