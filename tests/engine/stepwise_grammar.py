@@ -8,6 +8,7 @@ from worker.schedule.request import GrammarAhead
 
 class StepwiseGrammar(ABC):
     takes_drafts = True
+    is_free = False
 
     @abstractmethod
     def accept(self, token: int) -> None: ...

@@ -55,6 +55,11 @@ class GrammarState(Protocol):
         """Return the tokens that may come next: one bit per token of the vocabulary, token 0 in the lowest bit of the
         first byte, in whole 32-bit words. None: any token."""
 
+    @property
+    def is_free(self) -> bool:
+        """True if any token may come, and at most the next one that is accepted changes that. The engine then accepts
+        tokens after it has drawn the next ones, of which it draws those again that turn out to be held."""
+
     def reset(self) -> None:
         """Return to the state before the first token of the answer."""
 

@@ -184,9 +184,15 @@ class DecodeBatch:
         fed, self._fed = self._fed, None
         assert fed is not None, "nothing was launched"
         step_tokens = self._read(fed)
+        self._accept(step_tokens)
         for row in self.rows:
             row.mark_fed()
         return step_tokens
+
+    def _accept(self, step_tokens: Sequence[StepToken]) -> None:
+        """Let free grammars accept the tokens, and draw the next one again for rows that are held from now on."""
+        if self._sampling and self._next and (drawn := self._sampling.accept(step_tokens, self._next)):
+            self._next, self._sampling = drawn, None
 
     def collect_drawn(self) -> list[StepToken]:
         """Return the tokens that the rows have drawn before they are fed, without those that are known already. Blocks

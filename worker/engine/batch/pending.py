@@ -1,6 +1,6 @@
 """The next inputs of rows: tokens that a forward draws, before the host knows them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, NamedTuple, cast
@@ -8,10 +8,12 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from worker.engine.batch.row import Row
+from worker.engine.sampling.grammar_processor import masked
 from worker.engine.sampling.logprobs import StepLogprobs
 from worker.engine.sampling.processors import processors_for
-from worker.engine.sampling.sampler import Sampler
+from worker.engine.sampling.sampler import Sampler, draw
 from worker.engine.speculation.mtp.trunk import Network
+from worker.engine.speculation.positions import Position
 from worker.schedule.outcomes import Logprobs
 
 
@@ -86,16 +88,57 @@ class BatchSampling:
         self._draw = Sampler(rows)
         self._wanting = [index for index, row in enumerate(rows) if row.wants_logprobs]
         self._rows = rows
+        grammars = {row: row.request.grammar for row in rows if row.request.grammar}
+        self._free = {row: grammar for row, grammar in grammars.items() if grammar.is_free}
+        self._held = [grammar for row, grammar in grammars.items() if row not in self._free]
+        self._logits: mx.array | None = None  # of the last draw, if a row is free
 
     def draw(self, logits: mx.array, fed: mx.array) -> PendingTokens:
         """Draw a token from the logits (rows, vocab) after the tokens that were fed (rows,). Lazy, but blocks for rows
         with a grammar, which needs their last token. Advances the rows' random keys and the processors."""
         for process in self._processors:
             logits = process(logits, fed)
+        self._logits = logits if self._free else None
         norm = mx.logsumexp(logits, axis=-1, keepdims=True)
         logprobs = logits - norm
         drawn = self._draw(logprobs)
         return PendingTokens(drawn, norm.squeeze(1), self._logprobs(logprobs, drawn) if self._wanting else {})
+
+    def accept(self, fed: Sequence[StepToken], pending: PendingTokens) -> PendingTokens | None:
+        """Let free grammars accept the tokens that were fed for the last draw. Returns None if the rows go on as they
+        are; else the draw, in which the rows that are held from now on have drawn again. Lazy."""
+        free, begun = self._free, list[Row]()
+        for each in fed:
+            if grammar := free.get(each.row):
+                grammar.accept(each.token)
+                if not grammar.is_free:
+                    begun.append(each.row)
+        logits, self._logits = self._logits, None
+        masks = {self._rows.index(row): mask for row in begun if (mask := free[row].bitmask()) is not None}
+        if masks and logits is not None:
+            return self._again(logits, pending, masks)
+        return pending if any(grammar.is_free for grammar in self._held) else None
+
+    def _again(self, logits: mx.array, pending: PendingTokens, masks: Mapping[int, bytes]) -> PendingTokens:
+        """Draw the tokens of these rows again, by their masks and with the same random keys."""
+        at = mx.array([*masks])
+        own = masked(logits[at], dict(enumerate(masks.values())))
+        norm = mx.logsumexp(own, axis=-1, keepdims=True)
+        rows = [self._rows[index] for index in masks]
+        tokens, norms = mx.array(pending.tokens), mx.array(pending.norms)
+        tokens[at] = drawn = draw(own - norm, [Position(row, row.request, -1, (), None) for row in rows])
+        norms[at] = norm.squeeze(1)
+        logprobs = dict(pending.logprobs)
+        if wanting := [place for place, row in enumerate(rows) if row.wants_logprobs]:
+            step = StepLogprobs(
+                (own - norm)[mx.array(wanting)],
+                drawn[mx.array(wanting)],
+                [rows[place].request.top_logprobs or 0 for place in wanting],
+            )
+            logprobs |= {rows[place]: RowLogprobs(step, number) for number, place in enumerate(wanting)}
+        found = PendingTokens(tokens, norms, logprobs)
+        found.compute()
+        return found
 
     def _logprobs(self, logprobs: mx.array, drawn: mx.array) -> dict[Row, RowLogprobs]:
         """Return the log probabilities of the rows that want them. `logprobs` (rows, vocab), `drawn` (rows,). Lazy."""

@@ -43,7 +43,8 @@ def processors_for(rows: Sequence[ProcessedRow], fed_drawn: Sequence[bool]) -> l
     from the next one on, until the rows change.
 
     `fed_drawn`: for each row, True if the next forward feeds it a token that it has drawn, False if it feeds the last
-    token of `row.request.tokens`. The grammars must have accepted the answers so far."""
+    token of `row.request.tokens`. The grammars must have accepted the answers so far. Those that are free accept the
+    next ones elsewhere: see `GrammarState.is_free`."""
     samplings = {index: row.request.sampling for index, row in enumerate(rows)}
     chosen: list[Processor] = []
     if biased := {index: each.logit_bias for index, each in samplings.items() if each.logit_bias}:
@@ -53,7 +54,8 @@ def processors_for(rows: Sequence[ProcessedRow], fed_drawn: Sequence[bool]) -> l
     if counted := {i: rows[i] for i, each in samplings.items() if each.presence_penalty or each.frequency_penalty}:
         chosen.append(_Counted(counted, [fed_drawn[index] for index in counted]))
     # The last, so that no bias allows what a grammar forbids.
-    if grammars := {index: row.request.grammar for index, row in enumerate(rows) if row.request.grammar}:
+    every = {index: row.request.grammar for index, row in enumerate(rows) if row.request.grammar}
+    if grammars := {index: grammar for index, grammar in every.items() if not grammar.is_free}:
         chosen.append(GrammarProcessor(grammars, {index for index in grammars if fed_drawn[index]}))
     return chosen
 

@@ -30,7 +30,7 @@ class GrammarProposer:
     def offer(self, row: DraftedRow) -> Offer | None:
         """Return a draft after the row's last token, or None if it has no grammar, or nothing is known to follow."""
         grammar = row.request.grammar
-        if grammar is None or not grammar.takes_drafts:
+        if grammar is None or grammar.is_free or not grammar.takes_drafts:
             return None
         own, guesses = self._row(row), self._guesses_of(row.request.namespace)
         last = own.draft
