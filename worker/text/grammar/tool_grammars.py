@@ -93,7 +93,8 @@ class _CallGrammar:
     ) -> None:
         """`in_text`: see `calls_in_text`."""
         self._grammar, self._functions = grammar, functions
-        self._many, self._opened, self._in_text = many, opened, in_text
+        self._many, self._opened = many, opened
+        self._in_text = in_text
         self._arguments = dict[str, str]()  # rules for arguments in JSON, by the function's name
 
     def of(self, dialect: Dialect) -> str:

@@ -176,7 +176,8 @@ class AnswerReader:
                     self._begun = self._begun or not text.isspace()
             yield event
         if called:
-            self._called, self._begun, self._thought = True, False, False
+            self._called, self._begun = True, False
+            self._thought = False
 
     def _read_calls(self, opening: str, *, written: bool = True) -> Events:
         """Yield the events of calls. What turns out to be none is text, as the model wrote it."""
@@ -203,7 +204,8 @@ class AnswerReader:
         recording, end = cursor.record(), self._thoughts.end
         events = list[Event]()
         may_follow = Markers((*dialect.openings, end))
-        are_calls, is_ended, marker = True, False, cursor.take(len(opening))
+        are_calls, is_ended = True, False
+        marker = cursor.take(len(opening))
         while are_calls and marker:
             if marker == end:
                 is_ended, may_follow = True, Markers(dialect.openings)

@@ -40,7 +40,8 @@ class Place:
 
     def after(self, text: bytes) -> "Place":
         """Return the place after a token with this text."""
-        in_json, in_string, escaped, number = self.in_json, self.in_string, self.escaped, bytearray(self.number)
+        in_json, number = self.in_json, bytearray(self.number)
+        in_string, escaped = self.in_string, self.escaped
         for byte in text:
             if escaped:
                 escaped = False
