@@ -125,6 +125,7 @@ Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
+ReasoningTokens = Annotated[int, Field(ge=0)]
 TenantName = Annotated[str, Field(min_length=1, max_length=TENANT_CHARACTERS)]
 CacheKey = Annotated[str, Field(min_length=1, max_length=CACHE_KEY_CHARACTERS)]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
@@ -155,6 +156,17 @@ class ChatRequest(Strict):
         default=None, description="Reduced to the space that the context leaves. Absent: the worker's default, 1024."
     )
     max_completion_tokens: Count | None = Field(default=None, description="The same as max_tokens.")
+    max_reasoning_tokens: ReasoningTokens | None = Field(
+        default=None,
+        description="Tokens of reasoning, after which it is closed as the model closes it, and the answer follows. 0 "
+        "switches it off. Part of max_tokens. Absent: no limit of its own.",
+    )
+    thinking_token_budget: ReasoningTokens | None = Field(default=None, description="The same, as vLLM calls it.")
+    loop_guard: bool | None = Field(
+        default=None,
+        description="End reasoning, and at last the answer, that repeats the same tokens over and over. Absent: the "
+        "worker's SLUICE_LOOP_GUARD.",
+    )
     stop: Annotated[Stops | None, BeforeValidator(_listed, json_schema_input_type=Stop | Stops | None)] = None
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
@@ -255,6 +267,8 @@ class ChatRequest(Strict):
             return "top_logprobs needs logprobs: true"
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             return "max_tokens and max_completion_tokens differ; send one of them"
+        if len({self.max_reasoning_tokens, self.thinking_token_budget} - {None}) > 1:
+            return "max_reasoning_tokens and thinking_token_budget differ; send one of them"
         return self._tools_disagreement() or self._functions_disagreement() or self._template_disagreement()
 
     def _tools_disagreement(self) -> str | None:
@@ -291,8 +305,17 @@ class ChatRequest(Strict):
     @property
     def constrains_answer(self) -> bool:
         """True if the answer must follow a schema or be a tool call."""
-        forced = self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
-        return forced or isinstance(self.response_format, JsonObjectFormat | JsonSchemaFormat)
+        return self.forces_call or isinstance(self.response_format, JsonObjectFormat | JsonSchemaFormat)
+
+    @property
+    def forces_call(self) -> bool:
+        """True if the answer must be a tool call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def reasoning_limit(self) -> int | None:
+        """Maximum tokens of the answer's thoughts; None for no limit."""
+        return self.thinking_token_budget if self.max_reasoning_tokens is None else self.max_reasoning_tokens
 
     @property
     def output_limit(self) -> int | None:

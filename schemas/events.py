@@ -25,6 +25,10 @@ class Usage(Sent):
     kept_tokens: TokenCount | None = Field(
         default=None, description="Prompt tokens that SpecPrefill kept; absent if it did not apply."
     )
+    reasoning_tokens: TokenCount | None = Field(
+        default=None,
+        description="Answer tokens of the reasoning, with its markers; absent if the model has no markers around it.",
+    )
     accepted_prediction_tokens: TokenCount | None = Field(
         default=None, description="Answer tokens that the request's `prediction` held; absent without a prediction."
     )

@@ -16,7 +16,8 @@ class CompletionUsage(Sent):
     prompt_tokens_details: dict[str, int] = Field(description="cached_tokens; image_tokens if there were images.")
     completion_tokens_details: dict[str, int] | None = Field(
         default=None,
-        description="accepted_prediction_tokens and rejected_prediction_tokens, if the request has a prediction.",
+        description="reasoning_tokens, if the model has markers around its reasoning; accepted_prediction_tokens and "
+        "rejected_prediction_tokens, if the request has a prediction.",
     )
 
 
@@ -83,7 +84,8 @@ class SluiceDetails(Sent):
     )
     warnings: list[str] | None = Field(
         default=None,
-        description="What the model may not do, or did not, as the request asks. Absent if there is nothing to say.",
+        description="What the model may not do, or did not, as the request asks, and what was ended since it was a "
+        "loop. Absent if there is nothing to say.",
     )
     repaired: list[str] | None = Field(
         default=None, description="Mistakes in the answer's tool calls that were put right. Absent if there were none."

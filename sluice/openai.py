@@ -245,12 +245,9 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 def _completion_details(usage: Usage) -> dict[str, Any]:
-    if usage.accepted_prediction_tokens is None:
-        return {}
-    accepted, rejected = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens or 0
-    return {
-        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-    }
+    names = "reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"
+    counts = {name: tokens for name in names if (tokens := getattr(usage, name)) is not None}
+    return {"completion_tokens_details": counts} if counts else {}
 
 
 async def _lines(first: Chunk, rest: AsyncGenerator[Chunk]) -> AsyncGenerator[str]:

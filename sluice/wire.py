@@ -136,6 +136,7 @@ class Usage:
     cached_tokens: int = 0
     image_tokens: int | None = None
     kept_tokens: int | None = None
+    reasoning_tokens: int | None = None
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
 

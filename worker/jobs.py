@@ -85,6 +85,7 @@ class Chat:
                 drafts=generation_request.max_draft != 0,
                 resumes=bool(job.log.events),
             )
+            self._grammar = context.codec.limited(request, prompt, self._grammar, loop_guard=self._loop_guard(request))
             generation_request = await self._begin(request, prompt, replace(generation_request, grammar=self._grammar))
             logger.info("%s prepared: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
             try:
@@ -98,11 +99,16 @@ class Chat:
                 self._recorder.flush()
         return self._recorder.result(request, seed, finish_reason, self._output)
 
+    def _loop_guard(self, request: ChatRequest) -> bool:
+        return self._context.settings.loop_guard if request.loop_guard is None else request.loop_guard
+
     async def _begin(
         self, request: ChatRequest, prompt: Prompt, generation_request: GenerationRequest
     ) -> GenerationRequest:
         """Emit the first event of this attempt. Returns the request, with what is continued from earlier attempts."""
-        new_output = partial(self._context.codec.output, request, prompt, self._job.claim.job_id)
+        new_output = partial(
+            self._context.codec.output, request, prompt, self._job.claim.job_id, loop_guard=self._loop_guard(request)
+        )
         state = ResumeState(
             fingerprint=self._context.fingerprint, seed=generation_request.sampling.seed, images=self._images_digest
         )
@@ -116,6 +122,7 @@ class Chat:
                 self._recorder.begin("restarted", state)
             case Resume(delivered=earlier, replayed=replayed, state=left):
                 self._output, self._completed_before = replayed.output, replayed.ended
+                self._job.usage.reasoning_tokens = self._output.reasoning_tokens
                 self._recorder.resume(earlier, left)
                 return replace(generation_request, resume_tokens=earlier.tokens, kept_ranges=left.kept_ranges)
         return generation_request
@@ -199,6 +206,7 @@ class Chat:
         if step.finish_reason and not self._output.stopped:
             delta += self._output.flush(step.finish_reason)
         ended = "stop" if self._output.stopped else step.finish_reason
+        self._job.usage.reasoning_tokens = self._output.reasoning_tokens
         self._recorder.sampled(step, delta, self._logprobs(step), rows, last=ended is not None)
         if self._grammar and (error := self._grammar.error):
             if error.internal:

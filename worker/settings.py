@@ -140,6 +140,12 @@ class Settings(BaseSettings):
         "are written there and pinned. Default: none.",
     )
 
+    loop_guard: bool = Field(
+        True,
+        description="End what repeats the same tokens, up to 512, over and over: reasoning after 3,072 tokens, an "
+        "answer after 8,192. A request decides for itself with `loop_guard`.",
+    )
+
     speculation: Literal["auto", "off"] = Field(
         "off",
         description="Speculative decoding: `auto` verifies several tokens of a row in one forward when that is "

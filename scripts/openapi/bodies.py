@@ -74,7 +74,11 @@ _OF_RESPONSES: dict[str, Schema] = {
     "prompt_cache_retention": _TEXT,
     "reasoning": {
         "type": ["object", "null"],
-        "properties": {"effort": _TEXT, "summary": {"enum": ["auto", "concise", "detailed", None]}},
+        "properties": {
+            "effort": _TEXT,
+            "max_tokens": {"type": ["integer", "null"], "minimum": 0},
+            "summary": {"enum": ["auto", "concise", "detailed", None]},
+        },
     },
     "stream": _FLAG,
     "stream_options": _OBJECT,

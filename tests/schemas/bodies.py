@@ -54,6 +54,9 @@ FULL: dict[str, Any] = {
     "model": "qwen3-4b_8bit.v2",
     "max_tokens": 5,
     "max_completion_tokens": 5,
+    "max_reasoning_tokens": 0,
+    "thinking_token_budget": 0,
+    "loop_guard": False,
     "stop": ["END", "\n\n"],
     "temperature": 0.7,
     "top_p": 0.9,
@@ -112,6 +115,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "an absurd limit": chat(max_tokens=10**12),
     "the largest seed": chat(seed=2**63 - 1),
     "a limit by its newer name": chat(max_completion_tokens=1),
+    "a budget of reasoning": chat(max_reasoning_tokens=4096),
+    "a budget of reasoning by vLLM's name": chat(thinking_token_budget=4096),
     "text format": chat(response_format={"type": "text"}),
     "any JSON": chat(response_format={"type": "json_object"}),
     "a schema without the schema": chat(response_format={"type": "json_schema", "json_schema": {"name": "a"}}),
@@ -268,6 +273,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "two limits": (
         chat(max_tokens=5, max_completion_tokens=6),
         "max_tokens and max_completion_tokens differ; send one of them.",
+    ),
+    "a budget below nothing": (
+        chat(max_reasoning_tokens=-1),
+        "max_reasoning_tokens: -1 is too small; the least is 0.",
+    ),
+    "two budgets": (
+        chat(max_reasoning_tokens=5, thinking_token_budget=6),
+        "max_reasoning_tokens and thinking_token_budget differ; send one of them.",
     ),
     "hot": (chat(temperature=5), "temperature: 5 is too large; the most is 2."),
     "cold": (chat(temperature=-0.1), "temperature: -0.1 is too small; the least is 0."),

@@ -29,6 +29,7 @@ class Answer:
     began_at: float  # Unix seconds
     timings: dict[str, float]
     stop_sequence: str | None  # the stop string that ended it
+    warnings: list[str]  # what was ended in it
     rows_mean: float
     specprefill: dict[str, Any] | None = None  # SpecPrefill's report
     speculation: dict[str, Any] | None = None  # speculation's report
@@ -84,7 +85,10 @@ def _message(output: OutputDelta) -> dict[str, object]:
 
 
 def _extension(job: Job, request: ChatRequest, context: WorkerContext, answer: Answer) -> dict[str, object]:
-    warnings = warnings_of(request, parses_tools=context.codec.parses_tools, left_out_calls=answer.left_out_calls)
+    warnings = [
+        *warnings_of(request, parses_tools=context.codec.parses_tools, left_out_calls=answer.left_out_calls),
+        *answer.warnings,
+    ]
     return {
         "lane": job.claim.lane,
         "worker": context.settings.worker_name,

@@ -207,6 +207,7 @@ class JobRecorder:
             began_at=self._began_at,
             timings=timings,
             stop_sequence=output.stop_sequence,
+            warnings=output.warnings,
             specprefill=as_result(self._specprefill, self._job.usage.prompt_tokens, timings["prefill_s"]),
             speculation=self._speculation.as_result(),
             rows_mean=round(self._rows / max(self._steps, 1), 2),

@@ -3,16 +3,19 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from schemas import ChatRequest
 from schemas.keys import Lane
+from worker.errors import JobFailure
 from worker.schedule.outcomes import Logprobs
 from worker.schedule.request import GrammarState
+from worker.text.grammar.row.thought_limit import ThoughtLimit
 from worker.text.output.formats import ModelFormat
 from worker.text.output.logprobs import entry
 from worker.text.output.output import Output
+from worker.text.output.thought import Thought, ThoughtFormat
 from worker.text.prompt.boundaries import Boundaries
 from worker.text.prompt.droppable import DroppableRanges
 from worker.text.prompt.escaping import ControlTokenEscaping
@@ -59,6 +62,7 @@ class TextCodec:
         self._boundaries, self._droppable = boundaries, droppable
         self._control_tokens, self._context = control_tokens, context
         self._hold_calls = hold_calls
+        self._thought_formats = dict[tuple[bool, ...], ThoughtFormat | None]()  # by what they depend on in a request
         self._grammars: asyncio.Future[GrammarStates] | None = None  # begun at the first constrained answer
 
     @cached_property
@@ -144,6 +148,45 @@ class TextCodec:
             return None
         return await (await self._grammar_states()).create(request, prompt, lane, drafts=drafts, resumes=resumes)
 
+    def limited(
+        self, request: ChatRequest, prompt: Prompt, grammar: GrammarState | None, *, loop_guard: bool
+    ) -> GrammarState | None:
+        """Return the grammar of the answer with the limits of its thoughts; as it is if there are none. `loop_guard`:
+        thoughts that repeat themselves are closed.
+
+        Raises `JobFailure` if the request limits thoughts that cannot be closed.
+        """
+        limit, begins_closed = request.reasoning_limit, prompt.thinking == "closed"
+        # A thought after one that the prompt has closed is rare, and a loop in it ends the answer.
+        if limit is None and (begins_closed or not loop_guard):
+            return grammar
+        new_thought = self._new_thought(request, prompt, loop_guard=loop_guard)
+        if new_thought is None:
+            return grammar
+        if not new_thought().can_close:
+            if limit is None:
+                return grammar
+            message = "max_reasoning_tokens: this model ends its reasoning as it ends its answer; leave it out."
+            raise JobFailure("unsupported", message, param="max_reasoning_tokens")
+        return ThoughtLimit(new_thought, grammar, max(self._vocab, len(self._tokenizer.tokens)))
+
+    def _new_thought(self, request: ChatRequest, prompt: Prompt, *, loop_guard: bool) -> Callable[[], Thought] | None:
+        """Return a function that returns the thoughts of an answer before its first token; None if the model has
+        none."""
+        traits = bool(request.offered_tools), request.forces_call, request.constrains_answer
+        if traits not in self._thought_formats:
+            self._thought_formats[traits] = self._format.thought_format(self._tokenizer, self._vocabulary, request)
+        if (form := self._thought_formats[traits]) is None:
+            return None
+        return partial(
+            Thought,
+            form,
+            begun=prompt.thinking == "open",
+            only_first=prompt.thinking == "closed" or request.constrains_answer,
+            budget=request.reasoning_limit,
+            loops=loop_guard,
+        )
+
     async def _grammar_states(self) -> "GrammarStates":
         if self._grammars is None:
             self._grammars = asyncio.ensure_future(asyncio.to_thread(self._new_grammar_states))
@@ -159,9 +202,13 @@ class TextCodec:
         """Call `work`, whose input has `characters` characters, on a text thread: see `Pool.run`."""
         return await self._threads.run(lane, characters, work, tenant)
 
-    def output(self, request: ChatRequest, prompt: Prompt, job_id: str) -> Output:
-        """Return a new output parser for the job's answer."""
-        return Output(self._vocabulary, self._format, request, prompt.thinking, job_id)
+    def output(self, request: ChatRequest, prompt: Prompt, job_id: str, *, loop_guard: bool = False) -> Output:
+        """Return a new output parser for the job's answer. `loop_guard`: it ends an answer that repeats itself."""
+        new_thought = self._new_thought(request, prompt, loop_guard=loop_guard)
+        thought = new_thought() if new_thought else None
+        return Output(
+            self._vocabulary, self._format, request, prompt.thinking, job_id, thought=thought, loop_guard=loop_guard
+        )
 
     def logprobs(self, token: int, sampled: Logprobs) -> dict[str, Any]:
         """Return the token's entry in OpenAI's form."""

@@ -61,13 +61,13 @@ def _user(user_id: str | None) -> str | None:
 
 
 def _thinking(thinking: Thinking | None) -> dict[str, Any]:
-    """Return the variables that chat templates read; other templates ignore them. Without `thinking` the template
-    decides."""
+    """Return the budget, and the variables that chat templates read; other templates ignore them. Without `thinking`
+    the template decides."""
     if thinking is None:
         return {}
     is_on = not isinstance(thinking, ThinkingOff)
-    budget = {"thinking_budget": thinking.budget_tokens} if isinstance(thinking, ThinkingOn) else {}
-    return {"chat_template_kwargs": {"enable_thinking": is_on, "thinking": is_on, **budget}}
+    budget = {"max_reasoning_tokens": thinking.budget_tokens} if isinstance(thinking, ThinkingOn) else {}
+    return {"chat_template_kwargs": {"enable_thinking": is_on, "thinking": is_on}, **budget}
 
 
 def _output(body: CountBody) -> dict[str, Any]:

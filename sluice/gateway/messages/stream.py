@@ -216,9 +216,11 @@ def _empty_message(event: Started) -> dict[str, Any]:
 
 def _usage(usage: Usage) -> dict[str, Any]:
     """Return the usage in Anthropic's form: the tokens of the prompt are those from the cache and all others."""
+    thinking = usage.reasoning_tokens
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        **({} if thinking is None else {"output_tokens_details": {"thinking_tokens": thinking}}),
     }

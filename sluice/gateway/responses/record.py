@@ -95,7 +95,8 @@ def _as_log(completion: Mapping[str, Any]) -> list[wire.Event]:
         {"tool_calls": tuple(calls)},
     ]
     deltas = [wire.Delta(type="delta", seq=seq, token_ids=(), **each, **fields) for seq, each in enumerate(written)]
-    counts = wire.Usage(usage["prompt_tokens"], usage["completion_tokens"], cached)
+    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    counts = wire.Usage(usage["prompt_tokens"], usage["completion_tokens"], cached, reasoning_tokens=reasoning)
     end = wire.Finished(
         type="finished", seq=3, finish_reason=choice["finish_reason"], usage=counts, timings=timings, **fields
     )

@@ -168,19 +168,19 @@ def test_a_choice_that_no_tool_can_satisfy_is_refused(tools: list[Any], choice: 
 
 
 @pytest.mark.parametrize(
-    ("thinking", "variables"),
+    ("thinking", "variables", "budget"),
     [
-        (
-            {"type": "enabled", "budget_tokens": 2048},
-            {"enable_thinking": True, "thinking": True, "thinking_budget": 2048},
-        ),
-        ({"type": "adaptive"}, {"enable_thinking": True, "thinking": True}),
-        ({"type": "disabled"}, {"enable_thinking": False, "thinking": False}),
-        (None, None),
+        ({"type": "enabled", "budget_tokens": 2048}, {"enable_thinking": True, "thinking": True}, 2048),
+        ({"type": "adaptive"}, {"enable_thinking": True, "thinking": True}, None),
+        ({"type": "disabled"}, {"enable_thinking": False, "thinking": False}, None),
+        (None, None, None),
     ],
 )
-def test_thinking_sets_the_variables_that_templates_read(thinking: Any, variables: Any) -> None:
-    assert translated(thinking=thinking).get("chat_template_kwargs") == variables
+def test_thinking_sets_the_budget_and_the_variables_that_templates_read(
+    thinking: Any, variables: Any, budget: Any
+) -> None:
+    made = translated(thinking=thinking)
+    assert (made.get("chat_template_kwargs"), made.get("max_reasoning_tokens")) == (variables, budget)
 
 
 @pytest.mark.parametrize("place", ["output_format", "output_config"])

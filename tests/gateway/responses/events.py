@@ -13,7 +13,7 @@ from sluice.gateway.responses.request.body import read_request
 Said = dict[str, Any]
 ID = "resp_1"
 ATTEMPT: Said = {"model": "default", "fingerprint": "fp_1", "worker": "w", "seed": 7}
-USAGE = wire.Usage(13, 5, 8)
+USAGE = wire.Usage(13, 5, 8, reasoning_tokens=2)
 TIMINGS = wire.Timings(0.0, 0.1, 0.2, 0.4, 10.0)
 TOOLS: list[Said] = [
     {"type": "function", "name": "get_weather", "parameters": {"type": "object"}},

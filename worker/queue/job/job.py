@@ -20,13 +20,14 @@ class Usage:
     cached_tokens: int = 0
     image_tokens: int | None = None
     kept_tokens: int | None = None
+    reasoning_tokens: int | None = None
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
 
     @property
     def completion_details(self) -> dict[str, dict[str, int]]:
-        """The usage's `completion_tokens_details` in OpenAI's form; empty without a prediction."""
-        names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+        """The usage's `completion_tokens_details` in OpenAI's form; empty without reasoning and a prediction."""
+        names = "reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens"
         counts = {name: tokens for name in names if (tokens := getattr(self, name)) is not None}
         return {"completion_tokens_details": counts} if counts else {}
 

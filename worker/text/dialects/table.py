@@ -234,6 +234,7 @@ class Thoughts:
     end: str
     answer: tuple[str, ...] = ()
     header: tuple[str, str] | tuple[()] = ()  # around the recipient of a message, at its beginning
+    closing: tuple[str, str] = ("", "")  # white space that the model writes before and after the end
 
 
 THOUGHTS = (

@@ -1,8 +1,10 @@
 """How a model's answers are read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from schemas import ChatRequest
 from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.dialect import Dialect, Functions
 from worker.text.dialects.table import Thoughts
@@ -10,8 +12,10 @@ from worker.text.output import harmony
 from worker.text.output.answer import AnswerReader
 from worker.text.output.evidence import Proof, evidence_of
 from worker.text.output.harmony import HarmonyReader
+from worker.text.output.thought import Closing, ThoughtFormat
 from worker.text.prompt.prompt import Thinking
 from worker.text.tokenizer import Tokenizer
+from worker.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +65,28 @@ class ModelFormat:
         return AnswerReader(
             cursor, self.thoughts, self.dialect, functions, reasons=thinking == "open", thought=thinking == "closed",
             only_before_content=only_before_content, opened="" if continues else self.opened,
+        )  # fmt: skip
+
+    def thought_format(
+        self, tokenizer: Tokenizer, vocabulary: Vocabulary, request: ChatRequest
+    ) -> ThoughtFormat | None:
+        """Return the markers around the thoughts of an answer, or None if the model has none."""
+        calls = bool(request.offered_tools)
+        thoughts = harmony.THOUGHTS if self.harmony else self.thoughts
+        if thoughts is None or not (thoughts.begin and thoughts.end):  # without an end nothing can close them
+            return None
+        before, after = thoughts.closing
+        if self.harmony:
+            afters = harmony.after_thought(calls=calls, forced=request.forces_call)
+            stops: Sequence[str] = harmony.ANSWERS if request.constrains_answer else ()
+        else:
+            afters = (after,)
+            stops = self.dialect.openings if self.dialect and calls else ()
+        encode = tokenizer.encode
+        # Markers are tokens of their own, so that a grammar can begin after the end.
+        closings = [Closing((*encode(before),), (*encode(thoughts.end), *encode(each))) for each in afters]
+        return ThoughtFormat(
+            thoughts.begin.encode(), thoughts.end.encode(), len(encode(thoughts.begin)), vocabulary.bytes_of,
+            tuple(each for each in closings if tokenizer.eos_token_ids.isdisjoint(each.after)),
+            tuple(stop.encode() for stop in stops), self.harmony,
         )  # fmt: skip

@@ -13,6 +13,7 @@ import re
 from worker.text.dialects.cursor import Cursor, Markers
 from worker.text.dialects.dialect import CallBegan, CallEnded, Functions, arguments, repaired
 from worker.text.dialects.json_text import JsonText, Repair
+from worker.text.dialects.table import Thoughts
 from worker.text.output.events import Content, Events, Reasoning
 
 _HEADERS = ("<|start|>", "<|channel|>")
@@ -21,6 +22,8 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (*_HEADERS, _TEXT, *_ENDS)
 ANSWER_BEGINS = "<|channel|>final<|message|>"
 RECIPIENT = "to="  # begins the name of the function in the header of a call
+THOUGHTS = Thoughts("<|channel|>analysis<|message|>", "<|end|>")
+ANSWERS = ("<|channel|>final", "to=functions.")  # in headers of messages that are no thoughts
 
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -31,6 +34,15 @@ _ALL, _END = Markers(MARKERS), Markers(_ENDS)
 _AFTER_CALL = Markers((*_ENDS, *_HEADERS))
 
 Channel = type[Content | Reasoning]
+
+
+def after_thought(*, calls: bool, forced: bool) -> tuple[str, ...]:
+    """Return what follows the end of a thought that is closed: of the first one, and of those after it. `calls`: the
+    model may answer or call a function, and chooses once by itself. `forced`: it has to call one."""
+    header = "<|start|>assistant"
+    if forced:
+        return (f"{header}<|channel|>commentary to=functions.",)
+    return (*((header,) if calls else ()), header + ANSWER_BEGINS)
 
 
 class HarmonyReader:

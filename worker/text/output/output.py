@@ -13,7 +13,9 @@ from worker.text.dialects.json_text import Repair
 from worker.text.dialects.values import Parameters
 from worker.text.output.events import Content, Event, Events, Reasoning
 from worker.text.output.formats import ModelFormat
+from worker.text.output.loops import ANSWER_LOOP, LoopDetector
 from worker.text.output.stop import StopStrings
+from worker.text.output.thought import Thought
 from worker.text.output.tool_calls import Calls, Delta, as_deltas, merge_deltas
 from worker.text.prompt.prompt import Thinking
 from worker.text.vocabulary import Vocabulary
@@ -59,8 +61,11 @@ class Output:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, model_format: ModelFormat, request: ChatRequest, thinking: Thinking, job_id: str
-    ) -> None:
+        self, vocabulary: Vocabulary, model_format: ModelFormat, request: ChatRequest, thinking: Thinking, job_id: str,
+        *, thought: Thought | None = None, loop_guard: bool = False,
+    ) -> None:  # fmt: skip
+        """`thought`: before the first token; None if the model has none. `loop_guard`: an answer that repeats itself
+        ends."""
         self._detokenizer, self._cursor = vocabulary.detokenizer(), Cursor()
         # A grammar constrains such an answer to JSON, whose strings may hold text that looks like a marker.
         by_schema = isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
@@ -76,6 +81,9 @@ class Output:
         self._calls = Calls(job_id, parallel=request.parallel_tool_calls is not False)
         self.left_out_calls = False  # the answer has calls, which the request does not allow
         self._repairs = set[Repair]()
+        self._thought = thought
+        self._loops = LoopDetector(ANSWER_LOOP) if loop_guard else None
+        self._cycle = 0  # tokens of the cycle for which the answer ended
         self._content, self._reasoning = _Channel(request.stop or ()), _Channel(())
         self._current: type[Content | Reasoning] = Content
         if thinking == "open":
@@ -85,8 +93,8 @@ class Output:
 
     @property
     def stopped(self) -> bool:
-        """True after a stop string, or after the one call that the request allows."""
-        return self._content.stopped or self._calls.is_complete
+        """True after a stop string, after the one call that the request allows, or in a loop."""
+        return self._content.stopped or self._calls.is_complete or self._cycle > 0
 
     @property
     def stop_sequence(self) -> str | None:
@@ -98,15 +106,42 @@ class Output:
         """What was wrong with the answer's calls and was put right, in a fixed order."""
         return [repair.value for repair in Repair if repair in self._repairs]
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the reasoning so far, with its markers; None if the model has no markers around it."""
+        return self._thought.tokens if self._thought else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was ended since it repeated itself."""
+        ended = {"reasoning was closed": self._thought.cycle if self._thought else 0, "answer was ended": self._cycle}
+        return [
+            f"loop_guard: the {what}, since it repeated the same {cycle:,} token{'s' * (cycle > 1)} over and over; "
+            "send loop_guard: false if that is wanted."
+            for what, cycle in ended.items()
+            if cycle
+        ]
+
     def finish_reason(self, engine: FinishReason) -> Literal["stop", "length", "tool_calls"]:
-        """Return OpenAI's finish reason: "tool_calls" for an answer that stopped and has a call, as agents expect."""
+        """Return OpenAI's finish reason: "tool_calls" for an answer that stopped and has a call, as agents expect;
+        "length" for one that ended in a loop, since it is cut off."""
+        if self._cycle:
+            return "length"
         return "tool_calls" if engine == "stop" and self._calls.num_made else engine
 
     def feed(self, token: int) -> OutputDelta:
         """Return the output that this token releases; nothing once `stopped`."""
         if self.stopped:
             return _NOTHING
-        text = self._detokenizer.feed(token)
+        if self._thought:
+            self._thought.append(token)
+        delta = self._feed_text(self._detokenizer.feed(token))
+        if self._loops and not self.stopped and (cycle := self._loops.append(token)):
+            delta += self.flush("length")
+            self._cycle = cycle
+        return delta
+
+    def _feed_text(self, text: str) -> OutputDelta:
         if self._events is None:
             return OutputDelta(self._content.feed_plain(text))
         if not text:

@@ -11,6 +11,8 @@ Tools = list[dict[str, Any]]
 Variables = dict[str, Any]
 
 _EFFORT = "reasoning_effort"
+_SWITCHES = ("enable_thinking", "thinking")  # templates' names of the variable that switches reasoning off
+_BUDGET = "thinking_budget"  # the variable by which some templates tell the model its budget
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of any template, the least first
 
 
@@ -21,11 +23,15 @@ class TemplateFailed(Exception):
 def template_variables(request: ChatRequest, template: str) -> tuple[Variables, list[str]]:
     """Return the variables, and the names of set fields that the template does not read.
 
-    `template`: its source. It is empty if the template is not text, which then gets only `chat_template_kwargs`.
+    Reasoning is switched off for the effort "none" and a budget of 0. `template`: its source. It is empty if the
+    template is not text, which then gets only `chat_template_kwargs`.
     """
     asked = {name: value for name in TEMPLATE_FIELDS if (value := getattr(request, name)) is not None}
-    read = {name: value for name, value in asked.items() if re.search(rf"\b{name}\b", template)}
-    return {**read, **(request.chat_template_kwargs or {})}, sorted(asked.keys() - read.keys())
+    budget, is_off = request.reasoning_limit, request.reasoning_effort == "none" or request.reasoning_limit == 0
+    implied = {**(dict.fromkeys(_SWITCHES, False) if is_off else {}), **({} if budget is None else {_BUDGET: budget})}
+    read = {name: value for name, value in (asked | implied).items() if re.search(rf"\b{name}\b", template)}
+    effective = {_EFFORT} if request.reasoning_effort == "none" and read.keys() & {*_SWITCHES} else set()
+    return {**read, **(request.chat_template_kwargs or {})}, sorted(asked.keys() - read.keys() - effective)
 
 
 class ToolChange(NamedTuple):

@@ -18,7 +18,7 @@ from sluice.gateway.responses.events.output import (
     OutputItem,
     ReasoningItem,
 )
-from sluice.gateway.responses.events.usage import Counts, as_usage
+from sluice.gateway.responses.events.usage import as_usage
 
 # The only codes for what a request causes in OpenAI's list, and for all else.
 _CODES = {"invalid_request": "invalid_prompt", "unsupported": "invalid_prompt", "too_large": "invalid_prompt"}
@@ -42,7 +42,6 @@ class ResponseState:
         self._closed = list[Item]()
         self._open: OutputItem | None = None
         self._call: int | None = None  # the contract's index of the open call
-        self._counts = Counts()
 
     @property
     def ended(self) -> bool:
@@ -98,12 +97,10 @@ class ResponseState:
         self._closed = []
         self._open = None
         self._call = None
-        self._counts = Counts()
         reason = {"code": "restarted", "message": _RESTARTED, "param": None}
         yield {"type": "error", **reason, "error": {**reason, "type": "server_error"}}
 
     def _write(self, event: wire.Delta) -> Iterator[Event]:
-        self._counts.add(event, reasons=isinstance(self._open, ReasoningItem))
         if event.reasoning:
             yield from self._append(ReasoningItem, event.reasoning)
         if event.content or (event.logprobs and isinstance(self._open, MessageItem)):
@@ -150,7 +147,7 @@ class ResponseState:
         self._status = "incomplete" if is_cut else "completed"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut else {}
         ended_at = {} if is_cut else {"completed_at": int(event.ts)}
-        self._ending = {**ended_at, **details, "usage": as_usage(event.usage, self._counts)}
+        self._ending = {**ended_at, **details, "usage": as_usage(event.usage)}
         yield {"type": f"response.{self._status}", "response": self.response}
 
     def _break_off(self, status: str, kind: str, usage: wire.Usage, **ending: Any) -> Iterator[Event]:
@@ -159,5 +156,5 @@ class ResponseState:
             self._closed.append(self._open.item("incomplete"))
             self._open = None
         self._status = status
-        self._ending = {**ending, "usage": as_usage(usage, self._counts)}
+        self._ending = {**ending, "usage": as_usage(usage)}
         yield {"type": kind, "response": self.response}

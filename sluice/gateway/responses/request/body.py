@@ -13,7 +13,8 @@ from sluice.gateway.responses.request.tools import Tools, read_tools
 _SAME = (
     "model", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "user",
     "service_tier", "store",
-    "chat_template_kwargs", "deadline_s", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "prediction",
+    "chat_template_kwargs", "deadline_s", "frequency_penalty", "ignore_eos", "logit_bias", "loop_guard", "min_p",
+    "prediction",
     "presence_penalty", "repetition_penalty", "seed", "specprefill", "specprefill_keep_pct", "speculation", "stop",
     "top_k",
 )  # fmt: skip
@@ -34,7 +35,7 @@ _INCLUDABLE = frozenset(
     }
 )  # fmt: skip
 _SUMMARIES = ("auto", "concise", "detailed")
-_REASONING_FIELDS = ("effort", "summary", "generate_summary", "context")
+_REASONING_FIELDS = ("effort", "max_tokens", "summary", "generate_summary", "context")
 _MAX_METADATA = 16
 _METADATA_CHARACTERS = (64, 512)  # of a name, and of a value
 
@@ -128,6 +129,7 @@ def _output(body: Mapping[str, Any]) -> dict[str, Any]:
         "response_format": _response_format(fields.optional_mapping(text.get("format"), "text.format")),
         "verbosity": text.get("verbosity"),
         "reasoning_effort": reasoning.get("effort"),
+        "max_reasoning_tokens": fields.count(reasoning.get("max_tokens"), "reasoning.max_tokens", 0),
         "max_completion_tokens": fields.count(body.get("max_output_tokens"), "max_output_tokens"),
     }
     return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,157 @@
+"""Follows an answer's thoughts token by token: counts their tokens, and closes them when their budget is out."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from worker.text.output.loops import THOUGHT_LOOP, LoopDetector
+
+_HISTORY = 32  # tokens that can be taken back: 16 of an answer, and a draft after it
+_CHARACTER = 4  # bytes of the longest in UTF-8
+
+
+class Closing(NamedTuple):
+    """Tokens that close a thought, as the model does."""
+
+    before: tuple[int, ...]  # white space, left out after a line's end
+    after: tuple[int, ...]  # from the end marker on
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtFormat:
+    """The markers around the thoughts of one answer."""
+
+    begins: bytes
+    ends: bytes
+    begin_tokens: int  # tokens of the marker at the beginning
+    bytes_of: Callable[[int], bytes]
+    closings: tuple[Closing, ...]  # of the first thought that is closed, of the second …; the last is of all others
+    stops: tuple[bytes, ...] = ()  # texts after which no thought begins, and none is closed
+    reopens: bool = False  # a thought may begin after content
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest text that is searched for."""
+        return max(map(len, (self.begins, self.ends, *self.stops)))
+
+
+class _Place(NamedTuple):
+    """What is known after a token."""
+
+    inside: bool  # within a thought
+    ended: bool  # the next text that is no marker is content, before which a thought can begin no more
+    over: bool  # no thought begins any more
+    tail: bytes  # the last text, which may begin a marker
+    spent: int  # tokens of thoughts without their markers
+    tokens: int  # tokens of thoughts with their markers
+    cycle: int  # tokens of the cycle that a thought repeated; 0: none did
+    closings: int  # thoughts that were closed
+    due: tuple[int, ...]  # tokens that must come next
+
+
+class Thought:
+    """The thoughts of one answer.
+
+    A thought has ended, and another may begin, where the output parser finds it. The budget counts the tokens of all
+    thoughts without their markers. When it is out, or a thought is a loop, `forced` names the tokens that close it; so
+    does it for each further thought. A character is never cut: its rest, at most three tokens, may exceed the budget.
+    The same tokens give the same results, so a resumed answer continues as an unbroken one.
+    """
+
+    def __init__(
+        self, form: ThoughtFormat, *, begun: bool, only_first: bool, budget: int | None = None, loops: bool = False
+    ) -> None:
+        """`begun`: the prompt ends within a thought. `only_first`: after other text, none begins. `budget`: most tokens
+        of thoughts; None: no limit. `loops`: close a thought that repeats itself."""
+        self._form, self._budget = form, budget
+        self._longest = max(form.longest - 1, _CHARACTER)
+        self._loops = LoopDetector(THOUGHT_LOOP) if loops else None
+        self._history = deque[_Place](maxlen=_HISTORY)
+        self._place = self._closed_if_due(_Place(begun, only_first, False, b"", 0, 0, 0, 0, ()))
+
+    @property
+    def can_close(self) -> bool:
+        """True unless the tokens that close a thought would end the answer."""
+        return bool(self._form.closings)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of thoughts so far, with their markers."""
+        return self._place.tokens
+
+    @property
+    def cycle(self) -> int:
+        """Tokens of the cycle for which a thought was closed; 0 if none was."""
+        return self._place.cycle
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that must come next; mostly none."""
+        return self._place.due
+
+    def append(self, token: int) -> None:
+        """Advance by a token of the answer."""
+        place = self._place
+        self._history.append(place)
+        if place.inside:
+            self._place = self._inside(place, token)
+        elif place.due or not place.over:
+            self._place = self._outside(place, token)
+
+    def remove(self, count: int) -> None:
+        """Take back the last tokens."""
+        for _ in range(count):
+            self._place = self._history.pop()
+            if self._loops and self._place.inside:
+                self._loops.remove()
+
+    def _inside(self, place: _Place, token: int) -> _Place:
+        _, ended, _, tail, spent, tokens, cycle, closings, due = place
+        form = self._form
+        found = self._loops.append(token) if self._loops else 0
+        text = tail + form.bytes_of(token)
+        due = due[1:] if due and token == due[0] else ()
+        if form.ends in text:
+            rest = text.partition(form.ends)[2]
+            return _Place(False, True, False, rest, spent, tokens + 1, cycle, closings, due)
+        over = any(stop in text for stop in form.stops)
+        tail = text[-self._longest :]
+        after = _Place(not over, ended, over, tail, spent + 1, tokens + 1, cycle or found, closings, due)
+        return after if over or due else self._closed_if_due(after)
+
+    def _outside(self, place: _Place, token: int) -> _Place:
+        form = self._form
+        text = place.tail + form.bytes_of(token)
+        due = place.due[1:] if place.due[:1] == (token,) else ()
+        if form.begins in text:
+            rest = text.partition(form.begins)[2]
+            begun = place._replace(inside=True, tail=rest, tokens=place.tokens + form.begin_tokens, due=())
+            return self._closed_if_due(begun)
+        words = text.lstrip()
+        is_content = place.ended and bool(words) and not form.begins.startswith(words)
+        over = (is_content and not form.reopens) or any(stop in text for stop in form.stops)
+        return place._replace(over=over, tail=text[-self._longest :], due=due)
+
+    def _closed_if_due(self, place: _Place) -> _Place:
+        """Return the place, with the tokens that close its thought if it has to end here."""
+        is_out = place.cycle or (self._budget is not None and place.spent >= self._budget)
+        closings = self._form.closings
+        if not (is_out and place.inside and closings) or _is_cut(place.tail[-_CHARACTER:]):
+            return place
+        before, after = closings[min(place.closings, len(closings) - 1)]
+        due = after if place.tail.endswith(b"\n") else before + after
+        return place._replace(closings=place.closings + 1, due=due)
+
+
+def _is_cut(text: bytes) -> bool:
+    """Return True if the text ends within a character."""
+    for count, byte in enumerate(reversed(text), start=1):
+        if byte & 0xC0 != 0x80:
+            return count < _length(byte)
+    return False
+
+
+def _length(first: int) -> int:
+    """Return the bytes of a character in UTF-8 by its first."""
+    return next((length for length, least in ((4, 0xF0), (3, 0xE0), (2, 0xC0)) if first >= least), 1)
