@@ -39,6 +39,52 @@ async def test_the_effort_reaches_gpt_oss() -> None:
     assert "Reasoning: medium" in await rendered("gpt_oss", user("Hi"))
 
 
+@pytest.mark.parametrize(
+    ("asked", "written"),
+    [("none", "low"), ("minimal", "low"), ("medium", "medium"), ("xhigh", "high"), ("max", "high")],
+)
+async def test_gpt_oss_is_given_an_effort_that_it_knows(asked: str, written: str) -> None:
+    assert f"Reasoning: {written}<" in await rendered("gpt_oss", user("Hi"), reasoning_effort=asked)
+
+
+SOLAR = "{{ 'off' if reasoning_effort in ['low', 'minimal'] else 'on' if reasoning_effort != 'high' else 'full' }}"
+HY3 = "{% if reasoning_effort not in ['high', 'low', 'no_think'] %}{{ raise_exception('No.') }}{% endif %}"
+MORE = "{{ 'more' if reasoning_effort == 'high' else 'most' if reasoning_effort == 'max' else '' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "text"),
+    [
+        (SOLAR, "none", "off"),
+        (SOLAR, "xhigh", "full"),
+        (HY3 + "{{ reasoning_effort }}", "none", "no_think"),
+        (HY3 + "{{ reasoning_effort }}", "max", "high"),
+        (MORE, "low", ""),  # what it does not name is less than what it names
+        (MORE, "xhigh", ""),
+        ("{{ reasoning_effort | default('medium') }}", "low", "low"),
+    ],
+)
+async def test_an_effort_that_the_template_does_not_name_is_the_nearest_that_it_names(
+    template: str, asked: str, text: str
+) -> None:
+    assert await rendered(template + "{{ messages[0].content }}", user("Hi"), reasoning_effort=asked) == text + "Hi"
+
+
+SWITCH = "{{ enable_thinking }} {{ thinking_budget }} {{ thinking }}"
+
+
+@pytest.mark.parametrize("fields", [{"max_reasoning_tokens": 0}, {"reasoning_effort": "none"}])
+def test_no_reasoning_switches_it_off_where_the_template_has_a_switch(fields: dict[str, Any]) -> None:
+    assert variables(SWITCH, **fields) == ({"enable_thinking": False, "thinking": False, "thinking_budget": 0}, [])
+    own = {"enable_thinking": True}
+    assert variables("{{ enable_thinking }}", chat_template_kwargs=own, **fields)[0] == own
+
+
+def test_a_budget_is_told_to_templates_that_read_one() -> None:
+    assert variables(SWITCH, max_reasoning_tokens=7) == ({"thinking_budget": 7}, [])
+    assert variables("{{ messages }}", thinking_token_budget=7) == ({}, [])
+
+
 async def test_an_effort_without_effect_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="sluice.text")
     plain = prompts("{{ messages[0].content }}")

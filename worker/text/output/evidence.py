@@ -50,7 +50,7 @@ def evidence_of(tokenizer: Tokenizer) -> Evidence:
     opening = _rendered(tokenizer, [{"role": "user", "content": _QUESTION}])
     opening = opening.rpartition(_QUESTION)[2] if opening else ""
     answers = list(_answers(tokenizer, opening))
-    thoughts = _with_closing(_thoughts(tokenizer, answers), tokenizer)
+    thoughts = _with_closing(_thoughts(tokenizer, answers), tokenizer, answers)
     for answer in answers:
         for dialect in DIALECTS:
             opened = _opened(dialect, opening)
@@ -176,15 +176,16 @@ def _has_tokens_of(marker: str, source: str, tokens: frozenset[str]) -> bool:
     return all(part in tokens or (part in source and "|" in part) for part in parts)
 
 
-def _with_closing(thoughts: Thoughts | None, tokenizer: Tokenizer) -> Thoughts | None:
+def _with_closing(thoughts: Thoughts | None, tokenizer: Tokenizer, answers: list[str]) -> Thoughts | None:
     """Return the thoughts with the white space that the template writes around their end."""
     if thoughts is None or not thoughts.end:
         return thoughts
     turn = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
     text = _rendered(tokenizer, [{"role": "user", "content": _QUESTION}, turn], []) or ""
-    # Grammars allow up to four of these characters after a thought.
-    written = re.match(rf"(\s*){re.escape(thoughts.end.strip())}([ \n]{{0,4}})", text.partition(_THOUGHT)[2])
-    if written:
-        return replace(thoughts, closing=(written[1], written[2]))
+    for written in (text, *answers):  # some templates write thoughts before calls alone
+        # Grammars allow up to four of these characters after a thought.
+        end = re.match(rf"(\s*){re.escape(thoughts.end.strip())}([ \n]{{0,4}})", written.partition(_THOUGHT)[2])
+        if end:
+            return replace(thoughts, closing=(end[1], end[2]))
     # A template that writes no thoughts shows nothing. Models with tags write them on lines of their own.
     return replace(thoughts, closing=("\n", "\n\n")) if thoughts.end.startswith("</") else thoughts

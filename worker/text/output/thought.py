@@ -76,6 +76,11 @@ class Thought:
         return bool(self._form.closings)
 
     @property
+    def inside(self) -> bool:
+        """True if the next text belongs to a thought."""
+        return self._place.inside
+
+    @property
     def tokens(self) -> int:
         """Tokens of thoughts so far, with their markers."""
         return self._place.tokens
@@ -124,13 +129,13 @@ class Thought:
         form = self._form
         text = place.tail + form.bytes_of(token)
         due = place.due[1:] if place.due[:1] == (token,) else ()
-        if form.begins in text:
-            rest = text.partition(form.begins)[2]
+        before, marker, rest = text.partition(form.begins)
+        words = before.lstrip()
+        is_content = place.ended and bool(words) and not (form.begins.startswith(words) and not marker)
+        over = (is_content and not form.reopens) or any(stop in before for stop in form.stops)
+        if marker and not over:
             begun = place._replace(inside=True, tail=rest, tokens=place.tokens + form.begin_tokens, due=())
             return self._closed_if_due(begun)
-        words = text.lstrip()
-        is_content = place.ended and bool(words) and not form.begins.startswith(words)
-        over = (is_content and not form.reopens) or any(stop in text for stop in form.stops)
         return place._replace(over=over, tail=text[-self._longest :], due=due)
 
     def _closed_if_due(self, place: _Place) -> _Place:

@@ -99,7 +99,7 @@ class Prompts:
         self._limit = PromptLimit(tokenizer.encode, context, think)
         self._threads = threads or TextThreads()
         self._escaping, self._adapter = escaping, TemplateAdapter(think, write_calls)
-        self._accepted = TemplateInputs()
+        self._accepted = TemplateInputs(tokenizer.template)
         self._logged, self._is_quick = set[str](), False
 
     async def try_template(self) -> None:
@@ -195,9 +195,8 @@ class _Rendering:
         self._template = template
         self._adapt = adapt
         self._accepted = accepted
-        self.tools, self._variables = accepted.known(tools, variables)
+        self.tools, self._variables, self.input_changes = accepted.known(tools, variables)
         self._check = check
-        self.input_changes: list[str] = []  # why tools or variables were changed
         self.findings: list[Finding] = []  # reasons for the changes that were made
         self.slowest_s = 0.0  # processor time of the trial that took most
 
@@ -222,7 +221,8 @@ class _Rendering:
         settled = self._accepted.settle(self.tools, self._variables, self._render_short)
         if settled is None:
             return False
-        self.tools, self._variables, self.input_changes = settled
+        self.tools, self._variables, changes = settled
+        self.input_changes += changes
         return True
 
     def _render_short(self, tools: Tools, variables: Variables) -> str:

@@ -13,7 +13,11 @@ Variables = dict[str, Any]
 _EFFORT = "reasoning_effort"
 _SWITCHES = ("enable_thinking", "thinking")  # templates' names of the variable that switches reasoning off
 _BUDGET = "thinking_budget"  # the variable by which some templates tell the model its budget
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of any template, the least first
+_EFFORTS = ("none", "no_think", "minimal", "low", "medium", "high", "xhigh", "max")  # of any template, the least first
+_HARMONY = (
+    "<|channel|>",
+    ("low", "medium", "high"),
+)  # a marker of gpt-oss's template, which writes any effort as it is
 
 
 class TemplateFailed(Exception):
@@ -28,7 +32,9 @@ def template_variables(request: ChatRequest, template: str) -> tuple[Variables, 
     """
     asked = {name: value for name in TEMPLATE_FIELDS if (value := getattr(request, name)) is not None}
     budget, is_off = request.reasoning_limit, request.reasoning_effort == "none" or request.reasoning_limit == 0
-    implied = {**(dict.fromkeys(_SWITCHES, False) if is_off else {}), **({} if budget is None else {_BUDGET: budget})}
+    implied: Variables = dict.fromkeys(_SWITCHES, False) if is_off else {}
+    if is_off or budget is not None:
+        implied[_BUDGET] = 0 if is_off else budget
     read = {name: value for name, value in (asked | implied).items() if re.search(rf"\b{name}\b", template)}
     effective = {_EFFORT} if request.reasoning_effort == "none" and read.keys() & {*_SWITCHES} else set()
     return {**read, **(request.chat_template_kwargs or {})}, sorted(asked.keys() - read.keys() - effective)
@@ -69,13 +75,18 @@ class TemplateInputs:
 
     It remembers what was necessary before: that saves trials."""
 
-    def __init__(self) -> None:
+    def __init__(self, template: str = "") -> None:
+        """`template`: its source; empty if it is not text."""
         self._changes: tuple[ToolChange, ...] = ()
-        self._efforts = dict[str, str | None]()  # by what was requested; None: the template accepts none
+        # By what was requested; None: the template accepts none.
+        self._efforts: dict[str, str | None] = dict(_efforts_named_in(template))
 
-    def known(self, tools: Tools, variables: Variables) -> tuple[Tools, Variables]:
-        """Return the input with what earlier requests needed."""
-        return _with_changes(tools, self._changes), self._with_effort(variables)
+    def known(self, tools: Tools, variables: Variables) -> tuple[Tools, Variables, list[str]]:
+        """Return the input with what earlier requests needed, and why the effort was changed."""
+        given = self._with_effort(variables)
+        effort = given.get(_EFFORT)
+        whys = [_other_effort(variables[_EFFORT], effort)] if effort != variables.get(_EFFORT) else []
+        return _with_changes(tools, self._changes), given, whys
 
     def settle(
         self, tools: Tools, variables: Variables, render: Callable[[Tools, Variables], str]
@@ -100,7 +111,7 @@ class TemplateInputs:
         if effort != asked.get(_EFFORT):
             if isinstance(asked[_EFFORT], str):
                 self._efforts[asked[_EFFORT]] = effort
-            whys.append(f"does not accept {_EFFORT} {asked[_EFFORT]!r}: it gets {effort or 'none at all'}")
+            whys.append(_other_effort(asked[_EFFORT], effort))
         self._changes = tuple(each for each in TOOL_CHANGES if each in (*self._changes, *changes))
         return (tools, given, whys) if whys else None
 
@@ -109,6 +120,23 @@ class TemplateInputs:
         if not isinstance(asked, str) or asked not in self._efforts:
             return variables
         return _with(variables, self._efforts[asked])
+
+
+def _other_effort(asked: Any, given: Any) -> str:
+    return f"does not accept {_EFFORT} {asked!r}: it gets {given or 'none at all'}"
+
+
+def _efforts_named_in(template: str) -> dict[str, str]:
+    """Return the nearest effort that a template names for each that it does not name. Many treat what they do not name
+    as their default, which may be the greatest. If "low" is not named, the default may be less than what is."""
+    marker, of_harmony = _HARMONY
+    named = (
+        of_harmony if marker in template else [each for each in _EFFORTS if re.search(f"['\"]{each}['\"]", template)]
+    )
+    if not re.search(rf"\b{_EFFORT}\b", template) or "low" not in named[:-1]:
+        return {}
+    nearest = {each: next(other for other in _nearest(each) if other in named) for each in _EFFORTS}
+    return {each: other for each, other in nearest.items() if each not in named and other}
 
 
 def _with_changes(tools: Tools, changes: tuple[ToolChange, ...]) -> Tools:
