@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio
 
 from scripts.stack import WorkerProcess
-from sluice import Client, Delta, Event
+from sluice import Client, Delta, Event, Finished
 from tests.end_to_end.test_exact import checkpoint
 from tests.engine.tiny import CONFIGS, write_checkpoint
 from tests.keyspace import check_job_keys
@@ -39,6 +39,11 @@ class Seen:
     def tokens(self) -> list[int]:
         return [token for event in self.events if isinstance(event, Delta) for token in event.token_ids]
 
+    @property
+    def usage(self) -> tuple[int, int | None]:
+        (last,) = [event for event in self.events if isinstance(event, Finished)]
+        return last.usage.completion_tokens, last.usage.reasoning_tokens
+
     def kinds(self) -> list[str]:
         return [event.type for event in self.events if event.type not in ("delta", "progress")]
 
@@ -54,9 +59,11 @@ async def watch(client: Client, job_id: str) -> Seen:
 
 
 def requests() -> list[dict[str, object]]:
-    """Greedy, seeded, penalties, a stop string across tokens, unicode: each long enough to be cut."""
+    """Greedy, seeded, penalties, a stop string across tokens, unicode, budgets: each long enough to be cut."""
     no_end = {"logit_bias": {"2": -100}, "max_tokens": TOKENS}
     chat = [{"role": "user", "content": "Count to 40."}]
+    think = [{"role": "user", "content": "Think: what is 8 plus 3?"}]
+    endless_thought = {"logit_bias": {"2": -100, "4": -100}, "max_tokens": TOKENS}
     unicode = [{"role": "user", "content": "Repeat after me: 🚀日本 👩‍💻 é 🇯🇵 жщ"}]
     return [
         {"messages": chat, **no_end, "temperature": 0},
@@ -65,6 +72,9 @@ def requests() -> list[dict[str, object]]:
         {"messages": chat, **no_end, "temperature": 0, "presence_penalty": 1.0, "frequency_penalty": 0.3},
         {"messages": chat, **no_end, "temperature": 0, "stop": ["39 40 never", " 38 39"]},
         {"messages": unicode, **no_end, "temperature": 0.9},
+        # Thoughts that are closed before the worker dies, and after it.
+        {"messages": think, **endless_thought, "temperature": 0, "max_reasoning_tokens": 8},
+        {"messages": think, **endless_thought, "temperature": 1.1, "seed": 9, "max_reasoning_tokens": 60},
     ]
 
 
@@ -88,7 +98,10 @@ async def test_a_killed_workers_streams_go_on_unchanged(
         await db.flushdb()
         await asyncio.to_thread(second.wait_ready)
         unbroken = await asyncio.wait_for(run_all(client, "same"), 120)
+    limited = [seen for seen, asked in zip(unbroken, requests(), strict=True) if "max_reasoning_tokens" in asked]
+    assert all(4 in seen.tokens for seen in limited)  # a marker that only a budget writes
     for before, after in zip(unbroken, resumed, strict=True):
+        assert after.usage == before.usage
         assert after.tokens == before.tokens
         assert after.text == before.text
         assert [event.seq for event in after.events] == list(range(len(after.events)))

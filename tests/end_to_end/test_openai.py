@@ -113,6 +113,30 @@ async def test_reasoning_is_apart_from_the_content(openai: AsyncOpenAI, how: Any
 
 
 @pytest.mark.parametrize("how", [whole, streamed])
+@pytest.mark.parametrize("field", ["max_reasoning_tokens", "thinking_token_budget"])
+async def test_a_budget_closes_the_reasoning_and_the_content_follows(openai: AsyncOpenAI, how: Any, field: str) -> None:
+    options = {"stream_options": {"include_usage": True}} if how is streamed else {}
+    answer = await how(openai, THINK, extra_body={field: 2}, **options)
+    said = message(answer)
+    assert (said["reasoning"], bool(said["content"])) == ("8 and", True)
+    # The budget, both markers, and the line's end before the second.
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 5
+
+
+async def test_a_loop_in_reasoning_is_closed_and_named(openai: AsyncOpenAI) -> None:
+    """The answer begins within a thought that says the same token over and over."""
+    begun = [*THINK["messages"], {"role": "assistant", "content": "<think>1"}]
+    fields = {"logit_bias": {"21": 100}, "max_tokens": 3_200}
+    answer = await whole(openai, {"messages": begun}, **fields)
+    details = answer.usage.completion_tokens_details
+    assert details.reasoning_tokens == 3_072 + 2  # with the line's end and the marker
+    assert "reasoning was closed, since it repeated the same 1 token" in answer.sluice["warnings"][0]
+    free = await whole(openai, {"messages": begun}, **fields, extra_body={"loop_guard": False})
+    assert free.usage.completion_tokens_details.reasoning_tokens == 3_200
+    assert "warnings" not in free.sluice
+
+
+@pytest.mark.parametrize("how", [whole, streamed])
 async def test_a_tool_call_has_its_name_and_arguments_and_no_content(openai: AsyncOpenAI, how: Any) -> None:
     answer = await how(openai, CALL)
     (call,) = answer.choices[0].message.tool_calls

@@ -81,6 +81,17 @@ async def test_thinking_is_a_block_before_the_text(anthropic: AsyncAnthropic, ho
 
 
 @BOTH
+async def test_a_budget_closes_thinking_and_the_text_follows(anthropic: AsyncAnthropic, how: Any) -> None:
+    answer = await how(anthropic, THINK, thinking={"type": "enabled", "budget_tokens": 2})
+    thinking, text = answer.content
+    assert (thinking.type, thinking.thinking) == ("thinking", "8 and")
+    assert (text.type, bool(text.text)) == ("text", True)
+    assert (
+        answer.usage.output_tokens_details.thinking_tokens == 5
+    )  # with the markers, and the line's end before the last
+
+
+@BOTH
 async def test_a_tool_is_called_and_its_result_can_be_sent_back(anthropic: AsyncAnthropic, how: Any) -> None:
     answer = await how(anthropic, CALL)
     (call,) = answer.content

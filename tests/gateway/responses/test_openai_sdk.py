@@ -80,6 +80,14 @@ async def test_reasoning_is_an_item_of_its_own(openai: AsyncOpenAI) -> None:
     assert more.output_text == TWELVE
 
 
+async def test_a_budget_closes_reasoning_and_the_message_follows(openai: AsyncOpenAI) -> None:
+    response = await create(openai, THINK, reasoning={"max_tokens": 2})
+    reasoning, message = response.output
+    assert (reasoning.content[0].text, bool(message.content[0].text)) == ("8 and", True)
+    assert response.usage.output_tokens_details.reasoning_tokens == 5
+    assert (await openai.responses.retrieve(response.id)).usage == response.usage
+
+
 async def test_a_tool_is_called_and_its_output_is_answered(openai: AsyncOpenAI) -> None:
     first = await create(openai, CALL, tools=[WEATHER])
     (call,) = first.output
