@@ -15,6 +15,7 @@ from worker.text.grammar.lark import Grammar
 from worker.text.grammar.tool_grammars import Function, tool_calls
 from worker.text.output.evidence import _rendered
 from worker.text.output.formats import ModelFormat
+from worker.text.prompt.template_inputs import TemplateInputs
 
 pytestmark = [pytest.mark.registry, pytest.mark.slow]
 
@@ -35,6 +36,38 @@ def test_the_dialect_of_each_template_is_found(templates: dict[str, str]) -> Non
         dialect = "harmony" if found.harmony else found.dialect and found.dialect.name
         thoughts = found.thoughts.begin if found.thoughts else ""
         assert (dialect or "", found.proof, thoughts) == expected, name
+
+
+CLOSINGS = {
+    "llama-cpp-python: Qwen-Qwen3-0.6B": ("\n", "\n\n"),
+    "llama-cpp-python: deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("\n", "\n\n"),  # it writes no thoughts
+    "llama-cpp-python: GLM-4.6": ("", "\n"),
+    "llama-cpp-python: ByteDance-Seed-OSS": ("", "\n"),
+    "llama-cpp-python: google-gemma-4-31B-it": ("\n", ""),  # it writes them before calls alone
+    "llama-cpp-python: Kimi-K3": ("", ""),
+}
+
+
+def test_thoughts_end_with_the_white_space_that_the_template_writes(templates: dict[str, str]) -> None:
+    found = {name: ModelFormat.of(tokenizer(templates[name])).thoughts for name in CLOSINGS}
+    assert {name: thoughts and thoughts.closing for name, thoughts in found.items()} == CLOSINGS
+
+
+# What each effort does: of templates that refuse others, that treat others as their default, and that write any.
+EFFORTS = {
+    "llama-cpp-python: tencent-Hy3": {"none": "no_think", "minimal": "low", "medium": "high", "max": "high"},
+    "llama-cpp-python: upstage-Solar-Open-100B": {"none": "minimal", "medium": "high", "xhigh": "high"},
+    "llama-cpp-python: openai-gpt-oss-120b": {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"},
+    "trl: qwen3_8": {"minimal": "low", "high": "xhigh", "max": "xhigh"},
+    "llama-cpp-python: deepseek-ai-DeepSeek-V4-Flash-0731": {"low": "low", "xhigh": "xhigh"},
+}
+
+
+def test_an_effort_is_the_nearest_that_the_template_knows(templates: dict[str, str]) -> None:
+    for name, expected in EFFORTS.items():
+        inputs = TemplateInputs(templates[name])
+        given = {each: inputs.known([], {"reasoning_effort": each})[1]["reasoning_effort"] for each in expected}
+        assert given == expected, name
 
 
 SCHEMA: dict[str, Any] = {

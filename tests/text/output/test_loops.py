@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.selection import examples
-from tests.text.guided import model
+from tests.text.guided import WEATHER, model, request
 from worker.text.output.loops import ANSWER_LOOP, THOUGHT_LOOP, LoopDetector
+from worker.text.output.output import Output, OutputDelta
+from worker.text.vocabulary import Vocabulary
 
 WORDS = (
     "the a of to and in that it is was for on are as with his they at be this from have or by one had not but".split()
@@ -114,3 +116,44 @@ def test_the_tokens_that_are_kept_do_not_grow_with_the_answer() -> None:
     for _ in range(100_000):
         detector.append(rng.randrange(150_000))
     assert len(detector._tokens) < 20_000
+
+
+def looping(**fields: object) -> tuple[Output, OutputDelta, int]:
+    """Return the output of an answer that begins well and then repeats itself, and how many tokens were read."""
+    spoken, asked = model(), request(**fields)
+    output = Output(Vocabulary(spoken.tokenizer), spoken.dialect, asked, "none", "job", loop_guard=True)
+    cycle, read, delta = spoken.tokenizer.encode(" and so on"), 0, OutputDelta()
+    begun = spoken.tokenizer.encode(BEGUN if fields else "Well,")
+    while not output.stopped:
+        token = begun[read] if read < len(begun) else cycle[(read - len(begun)) % len(cycle)]
+        delta += output.feed(token)
+        read += 1
+    return output, delta, read
+
+
+BEGUN = '<tool_call>\n{"name": "weather", "arguments": {"city": "'
+
+
+def test_an_answer_in_a_loop_ends_as_if_its_length_were_out_and_says_so() -> None:
+    output, delta, read = looping()
+    assert output.finish_reason("stop") == "length"
+    assert delta.content.startswith("Well, and so on and so on")
+    assert ANSWER_LOOP <= read <= ANSWER_LOOP + 40
+    (warning,) = output.warnings
+    assert "the answer was ended, since it repeated the same" in warning
+    assert output.feed(5) == OutputDelta()
+
+
+def test_a_call_in_a_loop_stays_incomplete() -> None:
+    output, delta, _ = looping(tools=[WEATHER])
+    assert output.finish_reason("stop") == "length"
+    (call,) = delta.tool_calls
+    assert call["function"]["arguments"].startswith('{"city": " and so on')
+
+
+def test_without_the_guard_an_answer_goes_on() -> None:
+    spoken = model()
+    output = Output(Vocabulary(spoken.tokenizer), spoken.dialect, request(), "none", "job")
+    for _ in range(2 * ANSWER_LOOP):
+        output.feed(21)
+    assert (output.stopped, output.warnings) == (False, [])

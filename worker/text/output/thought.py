@@ -120,7 +120,7 @@ class Thought:
         if form.ends in text:
             rest = text.partition(form.ends)[2]
             return _Place(False, True, False, rest, spent, tokens + 1, cycle, closings, due)
-        over = any(stop in text for stop in form.stops)
+        over = bool(form.stops) and any(stop in text for stop in form.stops)
         tail = text[-self._longest :]
         after = _Place(not over, ended, over, tail, spent + 1, tokens + 1, cycle or found, closings, due)
         return after if over or due else self._closed_if_due(after)
