@@ -240,6 +240,7 @@ def _summary(event: Finished) -> str:
         f"ttft {_duration(timings.ttft_s)}",
         *([f"{timings.tokens_per_s:.1f} tokens/s"] if timings.tokens_per_s else []),  # 0: fewer than two tokens
         f"{tokens:,} token{'s' * (tokens != 1)}",
+        *([f"{event.usage.reasoning_tokens:,} of reasoning"] if event.usage.reasoning_tokens else []),
         event.finish_reason,
     ])  # fmt: skip
 

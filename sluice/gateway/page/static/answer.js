@@ -122,11 +122,13 @@ export class Answer {
     const { usage, sluice, sentAt, firstAt, lastAt, reason } = this.state;
     const timings = sluice?.timings;
     const rate = timings?.tokens_per_s ?? (usage?.completion_tokens - 1) / ((lastAt - firstAt) / 1000);
+    const reasoning = usage?.completion_tokens_details?.reasoning_tokens;
     const cached = usage?.prompt_tokens_details?.cached_tokens;
     return [
       firstAt && !this.state.resumed ? `first token ${seconds((firstAt - sentAt) / 1000)}` : timings && `first token ${seconds(timings.queue_s + timings.ttft_s)}`,
       rate > 0 && Number.isFinite(rate) && `${Math.round(rate)} tokens/s`,
       usage && `${usage.completion_tokens} ${usage.completion_tokens === 1 ? "token" : "tokens"}`,
+      reasoning > 0 && `${reasoning} of reasoning`,
       usage && cached !== undefined && `${cached} of ${usage.prompt_tokens} prompt tokens cached`,
       sluice?.worker && `worker ${sluice.worker}`,
       reason === "length" && "cut at the limit",
