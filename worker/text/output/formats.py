@@ -88,5 +88,5 @@ class ModelFormat:
         return ThoughtFormat(
             thoughts.begin.encode(), thoughts.end.encode(), len(encode(thoughts.begin)), vocabulary.bytes_of,
             tuple(each for each in closings if tokenizer.eos_token_ids.isdisjoint(each.after)),
-            tuple(stop.encode() for stop in stops), self.harmony,
+            tuple(stop.encode() for stop in stops), "|" in thoughts.begin,
         )  # fmt: skip

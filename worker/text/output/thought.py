@@ -129,9 +129,15 @@ class Thought:
         form = self._form
         text = place.tail + form.bytes_of(token)
         due = place.due[1:] if place.due[:1] == (token,) else ()
+        while text.lstrip().startswith(form.ends):  # an end without a beginning is no content
+            text = text.lstrip().removeprefix(form.ends)
         before, marker, rest = text.partition(form.begins)
         words = before.lstrip()
-        is_content = place.ended and bool(words) and not (form.begins.startswith(words) and not marker)
+        is_content = (
+            place.ended
+            and bool(words)
+            and not (not marker and (form.begins.startswith(words) or form.ends.startswith(words)))
+        )
         over = (is_content and not form.reopens) or any(stop in before for stop in form.stops)
         if marker and not over:
             begun = place._replace(inside=True, tail=rest, tokens=place.tokens + form.begin_tokens, due=())
