@@ -4,7 +4,7 @@ import asyncio
 import codecs
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from jinja2 import Environment, TemplateError
 
@@ -48,7 +48,8 @@ class NoControlTokens:
 class ByteTokenizer:
     """A token is a byte, or one of the given pieces: a code point may take several, and one may cut two."""
 
-    byte_level, definition = False, None
+    byte_level, encode_literally = False, None
+    added_tokens: ClassVar[dict[str, int]] = {}
     eos_token_ids = frozenset[int]()
     think = tool = None
 

@@ -81,7 +81,7 @@ TABLE = {
     # < engine < thread.
     "worker.engine": May("worker.errors worker.monitoring.heartbeat worker.prefix_store worker.schedule", "mlx mlx_lm"),
     "worker.engine.upstream": May(others="mlx mlx_lm"),
-    "worker.engine.upstream.transformers": May(others="jinja2 transformers"),  # its templates' parser
+    "worker.engine.upstream.transformers": May(others="jinja2 tokenizers transformers"),  # its templates' parser
     "worker.engine.upstream.mlx_vlm": May(others="mlx_vlm PIL"),
     "worker.engine.isolation": May(),
     "worker.engine.cache": May(

@@ -66,7 +66,8 @@ class PacedTokenizer:
     """Tokenizer of the paced model: encodes only the fault that the last message requests."""
 
     byte_level = False
-    definition = None
+    encode_literally = None
+    added_tokens: ClassVar[dict[str, int]] = {}
     template = ""
     eos_token_ids = frozenset[int]()
     think = tool = None

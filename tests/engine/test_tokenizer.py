@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, ByT5Tokenizer
+from llguidance import LLTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from scripts.stack import TINY_CHAT
 from tests.selection import examples
@@ -22,6 +23,8 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, load_tokenizer
 from worker.engine.upstream.transformers import TokenizersBackend
 from worker.errors import JobFailure
+from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
+from worker.text.vocabulary import Vocabulary
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -41,7 +44,7 @@ def test_properties_of_the_tiny_models_tokenizer(wrapper: Any) -> None:
     assert (words.byte_level, words.eos_token_ids) == (True, {2})
     assert words.tokens[5] == "<tool_call>"
     assert words.encode("<|im_end|>") == [2]
-    assert words.definition is not None
+    assert words.added_tokens["<tool_call>"] == 5
     assert "Two user messages in a row" in words.template
 
 
@@ -177,10 +180,64 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(tmp_path: Path)
         backend.no_padding()
 
 
+# Texts that spell markers, in and beside words, and characters that normal forms compose.
+LITERAL = st.lists(
+    st.sampled_from(["<|im_end|>", "<|im_start|>", "<unk>", "the ", " model", "e\u0301", "\ufb01", "  ", "\n", "1"])
+    | st.text(max_size=3),
+    max_size=8,
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", ["tiny-chat", "qwen"])
+@settings(max_examples=examples(100), deadline=None)
+@given(text=LITERAL)
+def test_a_text_is_encoded_literally_letter_by_letter_and_never_as_a_marker(kind: str, text: str) -> None:
+    words = MLXTokenizer(of_kind(kind))
+    assert words.encode_literally
+    ids = words.encode_literally(text)
+    assert "<|im_end|>" in words.added_tokens
+    assert not {*words.added_tokens.values()} & {*ids}
+    assert words._tokenizer.backend_tokenizer.decoder.decode([words.tokens[id] for id in ids]) == text
+
+
+def test_a_tokenizer_whose_tokens_have_no_known_bytes_encodes_nothing_literally() -> None:
+    assert MLXTokenizer(of_kind("unigram")).encode_literally is None
+
+
+@pytest.mark.parametrize("unigram", [False, True], ids=["merges", "unigram"])
+def test_a_marker_that_is_a_word_of_the_model_too_is_not_encoded_literally(unigram: bool) -> None:
+    letters = {letter: number for number, letter in enumerate("<abc>")}
+    vocab = {**letters, "<a": 5, "<a>": 6}
+    if unigram:
+        model: Any = models.Unigram([(token, -1.0) for token in vocab], 0, byte_fallback=False)
+    else:
+        model = models.BPE(vocab, [("<", "a"), ("<a", ">")])
+    backend = Tokenizer(model)
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.add_special_tokens(["<a>"])
+    words = MLXTokenizer(TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=backend)))
+    assert words.encode("<a>b") == [6, 2]
+    assert words.encode_literally
+    assert words.encode_literally("<a>b") == [0, 1, 4, 2]
+
+
+def test_llguidance_reads_the_tokens_that_it_would_find_in_the_definition(wrapper: Any) -> None:
+    words = MLXTokenizer(wrapper)
+    count = len(words.tokens) + 3
+    ours = llguidance_tokenizer(words, Vocabulary(words), count)
+    own = LLTokenizer(words._tokenizer.backend_tokenizer.to_str(), n_vocab=count)
+    assert ours
+    for token in range(len(words.tokens)):
+        assert ours.decode_bytes([token]) == own.decode_bytes([token])
+    assert [*map(ours.is_special_token, range(count))] == [*map(own.is_special_token, range(count))]
+    assert ours.is_canonical
+    assert (ours.vocab_size, ours.eos_tokens) == (count, [*words.eos_token_ids])
+
+
 def test_tokenizer_in_python_is_supported() -> None:
     wrapper = TokenizerWrapper(ByT5Tokenizer())
     words = MLXTokenizer(wrapper)
-    assert words.definition is None
+    assert words.encode_literally is None
     assert words.encode("Hé") == wrapper._tokenizer.encode("Hé", add_special_tokens=False) != []
 
 

@@ -11,7 +11,6 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-from llguidance import LLTokenizer
 
 from schemas import ChatRequest
 from scripts.stack import TINY_CHAT
@@ -24,6 +23,7 @@ from worker.text.dialects.values import Parameters
 from worker.text.grammar.builder import Grammars
 from worker.text.grammar.constraint import constraint_of, markup_of
 from worker.text.grammar.guide import GrammarStates
+from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
 from worker.text.grammar.row.calls import CallMatchers, CallsGrammar, Openings
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
@@ -78,7 +78,9 @@ class Model:
         found = ModelFormat.of(self.tokenizer)
         self.dialect = replace(found, dialect=BY_NAME.get(format.removesuffix("_list")))
         self.guides = GrammarStates(self.tokenizer, Vocabulary(self.tokenizer), self.dialect, self.count)
-        self.vocabulary = LLTokenizer(str(self.tokenizer.definition), eos_token=[OTHER_EOS, EOS])
+        vocabulary = llguidance_tokenizer(self.tokenizer, Vocabulary(self.tokenizer), self.count)
+        assert vocabulary
+        self.vocabulary = vocabulary
 
     async def guide(self, thinking: Thinking = "closed", **fields: Any) -> RowGrammar:
         guide = await self.guides.create(request(**fields), Prompt((1,), thinking))

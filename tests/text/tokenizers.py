@@ -40,6 +40,8 @@ def _llama() -> Tokenizer:
     tokenizer.normalizer = normalizers.Sequence(  # type: ignore[assignment]
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
+    space = decoders.Replace("▁", " ")
+    tokenizer.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse()])  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=[*_SPECIAL, *_BYTES], max_token_length=16)
     tokenizer.train_from_iterator([line[:120] for line in _corpus()[:100]], trainer)
     return tokenizer

@@ -1,9 +1,9 @@
 """Implement `worker.text.tokenizer` with mlx-lm's tokenizer."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from worker.engine.control_tokens import ControlTokens
@@ -11,11 +11,15 @@ from worker.engine.upstream.mlx_lm import (
     BPEStreamingDetokenizer,
     TokenizerWrapper,
 )
-from worker.engine.upstream.transformers import TokenizersBackend, variables_of
+from worker.engine.upstream.transformers import Tokenizer, TokenizersBackend, normalizers, variables_of
 from worker.engine.vision.markers import expand_markers, split_parts
 from worker.errors import JobFailure
 
 T = TypeVar("T")
+
+_BLANK = " \t\r\n▁"
+# Changes that a text which is spelled letter by letter must not undergo.
+_NORMALIZERS = (normalizers.NFC, normalizers.NFD, normalizers.NFKC, normalizers.NFKD, normalizers.Prepend)
 
 
 class MLXTokenizer:
@@ -31,8 +35,13 @@ class MLXTokenizer:
     @cached_property
     def tokens(self) -> list[str]:
         """The vocabulary by id; "" for ids without a token."""
-        count = 1 + max(self._tokenizer.get_vocab().values())  # a vocabulary may have holes
-        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(range(count)))]
+        vocabulary = self._tokenizer.get_vocab()
+        tokens = [""] * (1 + max(vocabulary.values()))  # a vocabulary may have holes
+        for token, id in vocabulary.items():
+            tokens[id] = token
+        for id, added in self._tokenizer.added_tokens_decoder.items():
+            tokens[id] = added.content
+        return tokens
 
     @cached_property
     def byte_level(self) -> bool:
@@ -45,10 +54,18 @@ class MLXTokenizer:
         return frozenset(self._wrapper.eos_token_ids)
 
     @cached_property
-    def definition(self) -> str | None:
-        """The content of a `tokenizer.json`, or None for a tokenizer in Python."""
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that are read in a text before it is split into words, without those of nothing but space."""
+        return {text: id for text, id in self._tokenizer.added_tokens_encoder.items() if text.strip(_BLANK)}
+
+    @cached_property
+    def encode_literally(self) -> Callable[[str], list[int]] | None:
+        """Encodes a text with none of `added_tokens`, and without Unicode's normal forms; None if it cannot."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)  # a tokenizer in Python has none
-        return None if backend is None else str(backend.to_str())
+        if backend is None or not _spells_bytes(backend):
+            return None
+        space = [text for text in self._tokenizer.added_tokens_encoder if not text.strip(_BLANK)]
+        return partial(_literal_tokens, _literal(backend, space), frozenset(self.added_tokens.values()))
 
     @cached_property
     def template(self) -> str:
@@ -160,6 +177,41 @@ def _backend(tokenizer: Any) -> Any:
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
     return backend
+
+
+def _spells_bytes(backend: Tokenizer) -> bool:
+    """Return True if each token stands for bytes, in GPT-2's alphabet or as SentencePiece writes them."""
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+    kinds = {decoder.get("type"), *(inner["type"] for inner in decoder.get("decoders", ()))}
+    return decoder.get("type") == "ByteLevel" or "ByteFallback" in kinds
+
+
+def _literal(backend: Tokenizer, space: Iterable[str]) -> Tokenizer:
+    """Return a tokenizer that shares the model and has no added tokens but these of space."""
+    literal = Tokenizer(backend.model)
+    if normalizer := _literal_normalizer(backend.normalizer):
+        literal.normalizer = normalizer
+    if backend.pre_tokenizer:
+        literal.pre_tokenizer = backend.pre_tokenizer
+    # The others would get new ids here, and are spelled by several tokens instead.
+    literal.add_tokens([text for text in space if backend.model.token_to_id(text) is not None])
+    return literal
+
+
+def _literal_normalizer(normalizer: Any) -> Any:
+    """Return the normalizer without Unicode's normal forms. Its replacement of spaces stays, as in the vocabulary."""
+    if isinstance(normalizer, normalizers.Sequence):
+        parts = (_literal_normalizer(normalizer[place]) for place in range(len(normalizer)))
+        return normalizers.Sequence([part for part in parts if part])
+    return None if isinstance(normalizer, _NORMALIZERS) else normalizer
+
+
+def _literal_tokens(literal: Tokenizer, added: frozenset[int], text: str) -> list[int]:
+    ids: list[int] = literal.encode(text, add_special_tokens=False).ids
+    if added.isdisjoint(ids):
+        return ids
+    # The model may have an added token as a word of its own too. No letter of it does.
+    return [id for letter in text for id in literal.encode(letter, add_special_tokens=False).ids]
 
 
 def _without_panic(call: Callable[..., T], *given: Any, **named: Any) -> T:

@@ -1,6 +1,6 @@
 """Protocols of a model's tokenizer. `worker.engine.tokenizer` implements them with mlx-lm's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 Conversation = list[dict[str, Any]]
@@ -51,8 +51,13 @@ class Tokenizer(Protocol):
         """Tokens that end an answer."""
 
     @property
-    def definition(self) -> str | None:
-        """The tokenizer's `tokenizer.json`, or None."""
+    def added_tokens(self) -> Mapping[str, int]:
+        """Tokens that are read in a text before it is split into words, without those of nothing but space."""
+
+    @property
+    def encode_literally(self) -> Callable[[str], list[int]] | None:
+        """Encodes a text with none of `added_tokens`, and without Unicode's normal forms. None if the tokenizer is in
+        Python, or if it is not known which bytes its tokens stand for."""
 
     @property
     def template(self) -> str:

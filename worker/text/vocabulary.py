@@ -5,14 +5,16 @@ import re
 
 from worker.text.tokenizer import Detokenizer, Tokenizer
 
+_NO_BYTE = 0xFFFF
 _HEX = re.compile(r"<0x((?:[0-9A-Fa-f]{2})+)>")
 
 
-def _alphabet() -> dict[str, int]:
-    """Return GPT-2's byte alphabet: printable bytes stand for themselves, the others are characters from 256 on."""
+def _alphabet() -> dict[int, int]:
+    """Return GPT-2's byte alphabet, by code point: printable bytes stand for themselves, and for the others characters
+    from 256 on. Characters that are not in it stand for none below 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(hidden)}
+    return dict.fromkeys(hidden, _NO_BYTE) | {256 + n: value for n, value in enumerate(hidden)}
 
 
 _BYTES = _alphabet()
@@ -69,7 +71,10 @@ class _WithinVocabulary:
 
 def _bytes_from_alphabet(token: str) -> bytes:
     """Decode a token in GPT-2's byte alphabet. One with other characters was added as plain text."""
-    return bytes(map(_BYTES.__getitem__, token)) if _BYTES.keys() >= set(token) else token.encode()
+    try:
+        return token.translate(_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
 
 
 def _bytes_from_text(token: str) -> bytes:

@@ -70,10 +70,12 @@ def _inspect(model: str) -> Facts:
 
 
 def _facts(report: "ModelReport") -> Facts:
-    from worker.text.grammar.guide import llguidance_tokenizer
+    from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
     from worker.text.output.formats import ModelFormat
+    from worker.text.vocabulary import Vocabulary
 
     profile, format = report.profile, ModelFormat.of(report.tokenizer)
+    count = max(profile.vocab, len(report.tokenizer.tokens))
     return {
         "servable": not report.blockers,
         "blockers": report.blockers,
@@ -93,7 +95,7 @@ def _facts(report: "ModelReport") -> Facts:
         "think": format.think,
         "tool_format": "harmony" if format.harmony else format.dialect and format.dialect.name,
         "tool_proof": format.proof,
-        "schemas": llguidance_tokenizer(report.tokenizer, profile.vocab) is not None,
+        "schemas": llguidance_tokenizer(report.tokenizer, Vocabulary(report.tokenizer), count) is not None,
         "attention_layers": profile.attention_calls,
         "max_draft": report.drafting.max_draft,
         "draft_states": report.drafting.states,

@@ -11,11 +11,12 @@ from tests.engine.machine.faults import OnPurpose
 from tests.engine.stepwise_grammar import StepwiseGrammar
 from worker.engine.tokenizer import MLXTokenizer
 from worker.schedule.request import GrammarState
-from worker.text.grammar.guide import llguidance_tokenizer
 from worker.text.grammar.lark import Grammar
+from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
 from worker.text.grammar.row.draft_time import _AT_ONCE_S
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
+from worker.text.vocabulary import Vocabulary
 
 SCHEMA = {
     "type": "object",
@@ -160,7 +161,7 @@ def without_failure(plan: Plan | None) -> Plan | None:
 
 def _json(family: Family, clock: Callable[[], float]) -> GrammarState:
     tokenizer = MLXTokenizer(family.model.tokenizer)
-    vocabulary = llguidance_tokenizer(tokenizer, family.model.vocab)
+    vocabulary = llguidance_tokenizer(tokenizer, Vocabulary(tokenizer), family.model.vocab)
     assert vocabulary is not None
     grammar = Grammar({})
     written = grammar.starting_with(grammar.json(SCHEMA, "response_format"))

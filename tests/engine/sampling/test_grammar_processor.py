@@ -119,9 +119,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return open_model(str(write_checkpoint(CONFIGS["qwen3_5"], tmp_path_factory.mktemp("qwen3_5"))))
 
 
+def read_by_llguidance(model: Model, count: int, ends: list[int]) -> LLTokenizer:
+    definition = model.tokenizer._tokenizer.backend_tokenizer.to_str()
+    return LLTokenizer(definition, n_vocab=count, eos_token=ends)
+
+
 @pytest.fixture(scope="module")
 def vocabulary(model: Model) -> LLTokenizer:
-    return LLTokenizer(str(MLXTokenizer(model.tokenizer).definition), n_vocab=VOCAB, eos_token=[EOS])
+    return read_by_llguidance(model, VOCAB, [EOS])
 
 
 def guide(vocabulary: LLTokenizer, asked: Schema, ends: frozenset[int] = frozenset({EOS})) -> RowGrammar:
@@ -231,7 +236,7 @@ def test_every_answer_that_a_trained_model_finishes_is_valid(chat: Model) -> Non
         frozenset(chat.tokenizer.eos_token_ids),
         {str(seed): schema(seed) for seed in range(200, 200 + examples(32))},
     )
-    vocabulary = LLTokenizer(str(MLXTokenizer(chat.tokenizer).definition), n_vocab=chat.vocab, eos_token=sorted(ends))
+    vocabulary = read_by_llguidance(chat, chat.vocab, sorted(ends))
     messages = [{"role": "user", "content": "Answer in JSON."}]
     generated = tuple(chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
     rows = [

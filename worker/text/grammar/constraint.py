@@ -7,7 +7,6 @@ from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat, NamedTool
 from worker.errors import JobFailure
 from worker.text.grammar.builder import Markup, OutputConstraint
-from worker.text.grammar.llg_tokenizer import added_tokens
 from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, Function, texts_of
 from worker.text.output.formats import ModelFormat
 from worker.text.prompt.size_limit import cost_in_characters
@@ -95,6 +94,6 @@ def markup_of(tokenizer: Tokenizer, model_format: ModelFormat) -> Markup:
     answers = model_format.thoughts.answer if model_format.thoughts and opened else ()
     answer = next((each for each in answers if each.startswith(opened)), "")
     texts = (*texts_of(calls_as), *header)
-    added = added_tokens(tokenizer.definition or "{}")
-    markers = {token: id for token, id in added.items() if any(token in text for text in texts)}
+    added = tokenizer.added_tokens.items()
+    markers = {token: id for token, id in added if any(token in text for text in texts)}
     return Markup(markers, calls_as, header, opened, answer)

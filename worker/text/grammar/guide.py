@@ -22,7 +22,7 @@ from worker.text.grammar.compiler import Compiler
 from worker.text.grammar.constraint import constraint_of, is_quick, markup_of
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.lark import param_of
-from worker.text.grammar.llg_tokenizer import NAME_BEGINS, ForcedText, without_added_tokens
+from worker.text.grammar.llg_tokenizer import ForcedText, llguidance_tokenizer
 from worker.text.grammar.row.calls import CallMatchers, CallsGrammar, Openings
 from worker.text.grammar.row.draft_time import AllDraftsTime
 from worker.text.grammar.row.grammar import RowGrammar
@@ -61,7 +61,7 @@ class GrammarStates:
         self._encode = tokenizer.encode
         self._ends = tokenizer.eos_token_ids
         self._format = model_format
-        self._tokenizer = llguidance_tokenizer(tokenizer, self._count)
+        self._tokenizer = llguidance_tokenizer(tokenizer, vocabulary, self._count)
         self._markup, self._compiler = markup_of(tokenizer, model_format), Compiler()
         self._grammars = Grammars(self._markup)
         longest_first = sorted(self._markup.markers, key=len, reverse=True)
@@ -191,7 +191,7 @@ class GrammarStates:
         parts, found = re.split(self._marks, text), list[int]()
         for part in filter(None, parts):
             marker = self._markup.markers.get(part)
-            found += _as_text(vocabulary, part) if marker is None else [marker]
+            found += vocabulary.tokenize_str(part) if marker is None else [marker]
         return found
 
     def _reasoning_state(self, prompt: Prompt) -> ReasoningState | None:
@@ -207,7 +207,7 @@ class GrammarStates:
         if prompt.thinking == "open" or not text.strip():
             return []
         header = self._encode(ANSWER_BEGINS) if model_format.harmony else []
-        return [*header, *_as_text(vocabulary, text)]
+        return [*header, *vocabulary.tokenize_str(text)]
 
     async def _matchers(
         self,
@@ -255,13 +255,6 @@ def _refuse(place: str, wrong: str) -> NoReturn:
     raise JobFailure("invalid_request", message, param=param_of(place))
 
 
-def _as_text(vocabulary: LLTokenizer, text: str) -> list[int]:
-    """Tokenize as plain text. Cuts the text before each `NAME_BEGINS`, since llguidance (1.9) would read a control
-    token's name despite `parse_special=False`."""
-    parts = re.split(f"({NAME_BEGINS})", text)
-    return [token for part in parts for token in vocabulary.tokenize_str(part, parse_special=False)]
-
-
 def _continued_text(request: ChatRequest) -> str:
     """Return the text of the trailing assistant messages, which the answer continues; empty if there are none.
 
@@ -285,23 +278,6 @@ def _continued_text(request: ChatRequest) -> str:
 
 def _is_answer_text(message: Message) -> bool:
     return message.role == "assistant" and not message.tool_calls
-
-
-def llguidance_tokenizer(tokenizer: Tokenizer, count: int) -> LLTokenizer | None:
-    """Return the tokenizer in llguidance's form, or None if it does not support it. Blocks all threads for about a
-    second with a large vocabulary, so it is called before the first job. `count`: number of logits."""
-    if tokenizer.definition is None:
-        return None
-    try:
-        return LLTokenizer(
-            without_added_tokens(tokenizer.definition), n_vocab=count, eos_token=sorted(tokenizer.eos_token_ids)
-        )
-    except ValueError as error:
-        logger.info(
-            "llguidance does not support this tokenizer, so response_format and forced tool calls are refused: %s",
-            error,
-        )
-        return None
 
 
 def _reasoning_mask(

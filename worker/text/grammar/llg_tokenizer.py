@@ -1,82 +1,58 @@
-"""Rewrites a tokenizer's definition for llguidance, and splits long texts that grammars force."""
+"""Gives llguidance a tokenizer, and splits long texts that grammars force."""
 
-import json
-from typing import Any
+import logging
+from collections.abc import Callable
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-NAME_BEGINS = "\ue000"  # begins a marker's name; a private-use character, which texts hardly ever contain
-_BLANK = " \t\r\n▁"
-_NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
+from worker.text.tokenizer import Tokenizer
+from worker.text.vocabulary import Vocabulary
+
+logger = logging.getLogger("sluice.text")
+
 _LONG = 512  # bytes; llguidance tokenizes a text of this length in a tenth of a millisecond
 _READ = 256  # bytes of a long text that are tokenized at once
 _UNSURE = 64  # bytes at the end of these, whose tokens could be others if more were read
 _MARKER = b"\xff"  # begins a control token in llguidance's texts
 
 
-def without_added_tokens(definition: str) -> str:
-    """Return the definition with added tokens renamed to unlikely strings, and without Unicode normalizers.
+class _Words:
+    """A tokenizer as llguidance reads it: the bytes of each token, and a function that encodes text.
 
     llguidance (1.9) tokenizes text that its grammar forces. If a schema's own text looks like a marker, it must not
-    become that token, and a normalizer must not compose characters that the schema writes separately. Grammars name
-    markers by id. Added tokens of nothing but space keep their names, since they are plain text.
+    become that token, and a normalizer must not compose characters that the schema writes separately. So the function
+    encodes literally, and grammars name markers by id.
     """
-    read = json.loads(definition)
-    match read:
-        case {"added_tokens": [*added], "model": {"vocab": dict() | list()} as model}:
-            names = {entry["content"]: _name(entry["id"]) for entry in added if entry["content"].strip(_BLANK)}
-            read["added_tokens"] = [_renamed(entry, names) for entry in added]
-            read["model"] = _rename_within(model, names)
-            read["normalizer"] = _literal(read.get("normalizer"))
-            return json.dumps(read)
-    return definition
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary, encode: Callable[[str], list[int]], count: int):
+        self._encode = encode
+        self.tokens = list(map(vocabulary.bytes_of, range(count)))
+        self.special_token_ids = [*tokenizer.added_tokens.values(), *range(len(tokenizer.tokens), count)]
+        self.eos_token_id = min(tokenizer.eos_token_ids, default=0)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
 
-def added_tokens(definition: str) -> dict[str, int]:
-    """Return the tokens that `without_added_tokens` renames, by their text: grammars name them by id."""
-    match json.loads(definition):
-        case {"added_tokens": [*added]}:
-            return {entry["content"]: entry["id"] for entry in added if entry["content"].strip(_BLANK)}
-    return {}
+def llguidance_tokenizer(tokenizer: Tokenizer, vocabulary: Vocabulary, count: int) -> LLTokenizer | None:
+    """Return the tokenizer in llguidance's form, or None if it does not support it. `count`: number of logits.
 
-
-def _literal(normalizer: Any) -> Any:
-    """Return the normalizer without Unicode's normal forms. Its replacement of spaces stays, as in the vocabulary."""
-    match normalizer:
-        case {"type": kind} if kind in _NORMAL_FORMS:
-            return None
-        case {"type": "Sequence", "normalizers": [*inner]}:
-            return {"type": "Sequence", "normalizers": [each for each in map(_literal, inner) if each]}
-    return normalizer
-
-
-def _name(token: int) -> str:
-    return f"{NAME_BEGINS}{token}\ue001"
-
-
-def _renamed(entry: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    name = names.get(entry["content"])
-    return {**entry, "content": name, "special": True} if name else entry
-
-
-def _rename_within(model: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Rename the tokens in the model too: llguidance refuses a vocabulary that has two names for a token."""
-    vocab, unknown = model["vocab"], model.get("unk_token")
-    if isinstance(vocab, dict):
-        vocab = {names.get(token, token): id for token, id in vocab.items()}
-    else:  # a unigram model's, with scores
-        vocab = [[names.get(token, token), score] for token, score in vocab]
-    renamed = {**model, "vocab": vocab}
-    if unknown in names:
-        renamed["unk_token"] = names[unknown]
-    if "merges" in model:
-        renamed["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_parts_of_merge(merge))]
-    return renamed
-
-
-def _parts_of_merge(merge: str | list[str]) -> tuple[str, str, str]:
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left, right, left + right
+    llguidance (1.9) does not release the interpreter's lock meanwhile: half a second with a large vocabulary. So it is
+    called before the first job. Reading a `tokenizer.json` takes it a second more.
+    """
+    try:
+        if (encode := tokenizer.encode_literally) is None:
+            raise ValueError("it is in Python, or the bytes of its tokens are not known")
+        words = _Words(tokenizer, vocabulary, encode, count)
+        return LLTokenizer(TokenizerWrapper(words), n_vocab=count, eos_token=sorted(tokenizer.eos_token_ids) or None)
+    except ValueError as error:
+        logger.info(
+            "llguidance does not support this tokenizer, so response_format and forced tool calls are refused: %s",
+            error,
+        )
+        return None
 
 
 class ForcedText:
