@@ -5,12 +5,13 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from jinja2 import Environment
+from jinja2 import Environment, TemplateError
 
 from tests.selection import examples
 from tests.text.conversations import Said, assistant, call, calling, numbered, result, system, user
 from tests.text.templated import TEMPLATES, rendered
 from worker.text.prompt.template_compat import Finding, Flaw, TemplateAdapter
+from worker.text.prompt.template_inputs import TemplateFailed
 from worker.text.tokenizer import Conversation
 
 LOOK: Said = {"type": "function", "function": {"name": "look", "description": "Look at it."}}
@@ -124,7 +125,10 @@ def adapted(
     template: str, conversation: Conversation, think: tuple[str, str] | None = None
 ) -> tuple[str, list[Finding]]:
     def render(said: Conversation, tools: list[Said]) -> str:
-        return Environment().from_string(template).render(messages=said, tools=tools)
+        try:
+            return Environment().from_string(template).render(messages=said, tools=tools)
+        except TemplateError as error:
+            raise TemplateFailed from error
 
     return TemplateAdapter(think).adapt(conversation, [], render)
 

@@ -21,7 +21,7 @@ from tests.text.conversations import (
     text,
     user,
 )
-from tests.text.templated import TEMPLATES, prompts, rendered, request, words
+from tests.text.templated import TEMPLATES, prompt, prompts, rendered, request, words
 from worker.engine.tokenizer import MLXTokenizer
 from worker.errors import JobFailure
 
@@ -280,6 +280,33 @@ async def test_what_no_adaptation_helps_against_is_the_template_s_first_word() -
     refuses = "{{ raise_exception('No ' + messages | map(attribute='role') | join(' and ') + '.') }}"
     with pytest.raises(JobFailure, match=r"refuses these messages: No system and tool\.$"):
         await rendered(refuses, system("S"), result("1", "R"))
+
+
+PARTS = "{% for m in messages %}<{{ m.role }}>{{ m.content | map(attribute='text') | join }}{% endfor %}"
+STRICT_PARTS = PARTS.replace("%}<", "%}{{ raise_exception('No parts.') if m.content is string }}<", 1)
+
+
+@pytest.mark.parametrize("template", [PARTS, STRICT_PARTS], ids=["omits", "refuses"])
+async def test_a_template_that_reads_parts_alone_gets_texts_as_parts(template: str) -> None:
+    said = [system("S"), user([text("Q"), text("more")]), assistant(""), user("Q2")]
+    assert await rendered(template, *said) == "<system>S<user>Q\nmore<assistant><user>Q2"
+    made = await prompt(template, *said)
+    assert made.adapted == ("accepts contents only as lists of parts: texts are sent as parts",)
+
+
+async def test_a_template_that_prints_lists_gets_no_parts() -> None:
+    template = "{% for m in messages %}{% if m.role != 'system' or m.content is not string %}{{ m.content }}{% endif %}"
+    template += "{% endfor %}"
+    assert "type" not in await rendered(template, system("S"), user("Q"))
+
+
+async def test_an_empty_answer_that_a_template_refuses_is_left_out() -> None:
+    template = (
+        "{% for m in messages %}{{ raise_exception('Empty.') if m.role == 'assistant' and not m.content }}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    assert await rendered(template, user("Q"), assistant(""), user("Q2")) == "<user>Q\n\nQ2"
+    assert await rendered(template, user("Q"), assistant("A"), user("Q2")) == "<user>Q<assistant>A<user>Q2"
 
 
 async def test_what_is_left_out_whatever_we_do_is_logged_and_no_refusal(caplog: pytest.LogCaptureFixture) -> None:

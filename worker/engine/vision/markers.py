@@ -1,6 +1,6 @@
-"""Images in a chat template's text. In message contents, which are strings, a private character marks each image's
-place; the template receives content parts, and its own marker for an image is then replaced by the text that the model
-reads."""
+"""Images in a chat template's text. In message contents, strings or lists of text parts, a private character marks each
+image's place; the template receives content parts, and its own marker for an image is then replaced by the text that
+the model reads."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ Images = Mapping[str, str]  # from the character that marks an image to the text
 
 
 def split_parts(conversation: list[dict[str, Any]], images: Images) -> list[dict[str, Any]]:
-    """Return the messages with contents that have images as lists of parts; other contents stay strings."""
+    """Return the messages with contents that have images as lists of parts; other contents stay as they are."""
     return [{**message, "content": _parts(message["content"], images)} for message in conversation]
 
 
@@ -31,12 +31,13 @@ def expand_markers(text: str, marker: str, conversation: list[dict[str, Any]], i
     return first + "".join(image + other for image, other in zip(wanted, others, strict=True))
 
 
-def _parts(content: str, images: Images) -> Any:
+def _parts(content: Any, images: Images) -> Any:
     pieces = _pieces(content, images)
     if not any(piece in images for piece in pieces):
         return content
     return [{"type": "image"} if piece in images else {"type": "text", "text": piece} for piece in pieces if piece]
 
 
-def _pieces(content: str, images: Images) -> list[str]:
-    return re.split(f"([{re.escape(''.join(images))}])", content)
+def _pieces(content: Any, images: Images) -> list[str]:
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return re.split(f"([{re.escape(''.join(images))}])", text)

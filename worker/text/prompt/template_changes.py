@@ -128,6 +128,19 @@ def _text_and_calls(turn: Message) -> Conversation:
     return [_without("tool_calls", turn), {**_turn("assistant"), "tool_calls": turn["tool_calls"]}]
 
 
+def _without_empty_answers(conversation: Conversation) -> Conversation:
+    return merged([turn for turn in conversation if not _is_empty_answer(turn)])
+
+
+def _is_empty_answer(turn: Message) -> bool:
+    said = turn["content"] or _calls(turn) or turn.get("reasoning_content")
+    return turn["role"] == "assistant" and not said
+
+
+def _as_parts(conversation: Conversation) -> Conversation:
+    return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in conversation]
+
+
 def _system_first(conversation: Conversation) -> Conversation:
     system, turns = split_system(conversation)
     return conversation if system else [_turn("system"), *turns]
@@ -237,6 +250,7 @@ _LONE = Adaptation("accepts no tool result without a call: it is sent as a user 
 _RESULTS_AS_USER = Adaptation("accepts no tool results: they are sent as user messages", _results_as_user)
 # Is tried after a ladder's changes if the template drops the text beside a call.
 TEXT_APART = Adaptation("drops the text beside a tool call: it gets a turn of its own", _text_apart)
+_EMPTY = Adaptation("accepts no empty turn of the assistant: it is left out", _without_empty_answers)
 _TURNS = (
     Adaptation("requires a user turn first: an empty one is added", _user_first),
     Adaptation("requires alternating user and assistant turns: empty turns are added", _turns_between),
@@ -247,13 +261,16 @@ def ladders(write: WriteCalls) -> tuple[tuple[Adaptation, ...], ...]:
     """Return the ladders, the one that loses least of the template's own formatting first, and so the changes of each.
     `write`: writes calls as the model does, for templates that write none."""
     calls = Adaptation("writes no tool calls: they are sent as text of the assistant", _calls_as_text(write))
-    return (
+    known = (
         *((_IDS, _THOUGHTS, _ONE_CALL, arguments, _LONE, *_TURNS) for arguments in (_OBJECTS, _TEXT)),
         (calls, *_TURNS),
         (calls, _RESULTS_AS_USER, *_TURNS),
     )
+    return (*known, *((_EMPTY, *ladder) for ladder in known))
 
 
+# Is tried, with all ladders again, if a template omits texts that are strings, or refuses them.
+AS_PARTS = Adaptation("accepts contents only as lists of parts: texts are sent as parts", _as_parts)
 # Each ladder ends with one of these two.
 SYSTEM_FIRST = Adaptation("writes tools only into a system message: an empty one is added", _system_first)
 SYSTEM_IN_USER = Adaptation(

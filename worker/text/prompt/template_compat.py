@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from worker.text.prompt.template_changes import (
+    AS_PARTS,
     SYSTEM_FIRST,
     SYSTEM_IN_USER,
     TEXT_APART,
@@ -41,6 +42,9 @@ Render = Callable[[Conversation, Tools], str]
 Adapt = Callable[[Conversation, Tools, Render], tuple[str, list[Finding]]]
 
 
+_PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
+
+
 class NeedsAdaptation(Exception):
     """The template refuses the unchanged conversation, or omits a part of it."""
 
@@ -72,12 +76,41 @@ class TemplateAdapter:
         A text that omits a part of the conversation is not accepted, unless every text omits something: then the first
         text is returned, with its flaws. If every trial raises, raises the error of the unchanged conversation.
         """
+        try:
+            text, findings = self._adapted(conversation, tools, render)
+        except TemplateFailed:
+            in_parts = self._in_parts(conversation, tools, render)
+            if in_parts is None:
+                raise
+            return in_parts
+        if Flaw.OMITS in findings:
+            return self._in_parts(conversation, tools, render) or (text, findings)
+        return text, findings
+
+    def _in_parts(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]] | None:
+        """Return what `adapt` returns if all contents are lists of parts; None if that does not help."""
+        try:
+            text, findings = self._adapted(
+                conversation, tools, lambda changed, offered: render(AS_PARTS.change(changed), offered)
+            )
+        except TemplateFailed:
+            return None
+        # A template that expects strings may print the lists themselves.
+        printed = any(sign in text and sign not in str(conversation) for sign in _PRINTED_PARTS)
+        return None if Flaw.OMITS in findings or printed else (text, [*findings, AS_PARTS])
+
+    def _adapted(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
         trials = _Trials(tools, render, self._think)
         text = trials.complete_text(conversation)
         if text is not None:
             return self._with_all_text(text, [], conversation, trials)
+        tried = set[Ladder]()
         for ladder in self._ladders_for(tools):
-            if found := self._fewest(ladder, conversation, trials):
+            changes = _effective(ladder, conversation)
+            if changes in tried:
+                continue
+            tried.add(changes)
+            if found := self._fewest(ladder, changes, conversation, trials):
                 needed, text = found
                 self._needed[ladder].update(needed)
                 return self._with_all_text(text, needed, conversation, trials)
@@ -101,10 +134,11 @@ class TemplateAdapter:
             yield (*ladder, SYSTEM_IN_USER)
 
     def _fewest(
-        self, ladder: Ladder, conversation: Conversation, trials: "_Trials"
+        self, ladder: Ladder, effective: Ladder, conversation: Conversation, trials: "_Trials"
     ) -> tuple[list[Adaptation], str] | None:
-        """Return the ladder's changes that the template needs, and its text. None if all of them together fail."""
-        changes = _effective(ladder, conversation)
+        """Return those of the ladder's `effective` changes that the template needs, and its text. None if all of them
+        together fail."""
+        changes = list(effective)
         text = trials.complete_text(_changed(conversation, changes))
         if text is None:
             return None
@@ -191,14 +225,15 @@ class _Trials:
             return False
 
 
-def _effective(ladder: Ladder, conversation: Conversation) -> list[Adaptation]:
-    matter = []
+def _effective(ladder: Ladder, conversation: Conversation) -> Ladder:
+    """Return those of the ladder's changes that change the conversation, one after the other."""
+    matter = list[Adaptation]()
     for adaptation in ladder:
         changed = adaptation.change(conversation)
         if changed != conversation:
             matter.append(adaptation)
             conversation = changed
-    return matter
+    return tuple(matter)
 
 
 def _changed(conversation: Conversation, adaptations: Iterable[Adaptation]) -> Conversation:
