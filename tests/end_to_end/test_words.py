@@ -46,6 +46,23 @@ def test_what_was_changed_for_the_template_is_told_on_stderr(tmp_path: Path) -> 
     assert "accepts no system role" in told
 
 
+def test_what_has_no_effect_on_the_prompt_is_told() -> None:
+    hello = {"messages": [{"role": "user", "content": "Hi"}], "verbosity": "low"}
+    code, _, told = words("prompt", stdin=json.dumps(hello))
+    assert code == 0
+    assert "does not read verbosity" in told
+    _, printed, _ = words("prompt", "--json", stdin=json.dumps(hello))
+    assert [why.partition(":")[0] for why in json.loads(printed)["adapted"]] == ["does not read verbosity"]
+
+
+def test_images_are_refused_whatever_the_model() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    code, text, told = words("prompt", stdin=json.dumps({"messages": [{"role": "user", "content": [picture]}]}))
+    assert (code, text) == (2, "")
+    assert "this model" not in told
+    assert "image_url" in told
+
+
 @pytest.mark.parametrize("body", ['{"messages": []}', json.dumps({**REQUEST, "topp": 1}), "no JSON"])
 def test_a_request_that_is_wrong_is_refused_with_a_sentence(body: str) -> None:
     code, text, told = words("prompt", stdin=body)

@@ -45,6 +45,9 @@ def prompt(
     """
     _, codec = _open(model)
     request = _request(read_request(file))
+    parts = [part for message in request.messages if isinstance(message.content, list) for part in message.content]
+    if any(part.type == "image_url" for part in parts):
+        raise CliError("messages: images are not supported here; leave out the image_url parts.")
     made = asyncio.run(_refusals(codec.prompt(request)))
     text = codec.text_of(made.tokens)
     if as_json:

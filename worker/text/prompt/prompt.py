@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -117,8 +117,13 @@ class Prompts:
         Raises `JobFailure`, which quotes the template's error.
         """
         variables, unread = template_variables(request, self._tokenizer.template)
-        for name in unread:
-            self._log_once(f"does not read {name}: it has no effect on requests that set it")
+        without_effect = tuple(f"does not read {name}: it has no effect on requests that set it" for name in unread)
+        for why in without_effect:
+            self._log_once(why)
+        prompt = await self._rendered(request, variables, images, lane)
+        return replace(prompt, adapted=(*without_effect, *prompt.adapted)) if without_effect else prompt
+
+    async def _rendered(self, request: ChatRequest, variables: Variables, images: Sequence[str], lane: Lane) -> Prompt:
         read = partial(_inputs, request, variables)
         length = cost_in_characters([request.messages, request.offered_tools, variables, images], LARGE)
         if self._is_quick and length < _LONG_CHARACTERS and not self._needs_escaping(inputs := read()):
