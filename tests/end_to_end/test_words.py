@@ -31,14 +31,25 @@ def test_the_prompt_is_printed_with_its_tokens() -> None:
     assert [why.partition(" into ")[0] for why in facts["adapted"]] == ["writes tools only"]
 
 
-def test_what_was_changed_for_the_template_is_told_on_stderr(tmp_path: Path) -> None:
+def with_template(folder: Path, template: str) -> None:
     for file in TINY_CHAT.iterdir():
         if file.is_file() and file.suffix != ".safetensors":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    template = f"{{% for m in messages %}}{NO_SYSTEM}:{{{{ m.content }}}};{{% endfor %}}"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
-    (tmp_path / "chat_template.jinja").write_text(template)
+            (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    (folder / "chat_template.jinja").write_text(template)
+
+
+def test_an_answer_of_a_model_whose_template_takes_no_tools_is_read(tmp_path: Path) -> None:
+    with_template(tmp_path, "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
+    args = ("parse", "--model", str(tmp_path))
+    code, printed, told = run_here(*args, env=environment(), folder=ROOT, stdin="Hello")
+    assert (code, told) == (0, "")
+    assert json.loads(printed)["content"] == "Hello"
+
+
+def test_what_was_changed_for_the_template_is_told_on_stderr(tmp_path: Path) -> None:
+    with_template(tmp_path, f"{{% for m in messages %}}{NO_SYSTEM}:{{{{ m.content }}}};{{% endfor %}}")
     messages = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}
     args = ("prompt", "--model", str(tmp_path))
     code, text, told = run_here(*args, env=environment(), folder=ROOT, stdin=json.dumps(messages))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from schemas import ChatRequest
     from worker.engine.tokenizer import MLXTokenizer
     from worker.text.codec import TextCodec
+    from worker.text.prompt.prompt import Prompt
 
 ModelFolder = Annotated[
     str,
@@ -78,12 +79,17 @@ def parse(
     """
     tokenizer, codec = _open(model)
     asked = _request(read_request(request) if request else {**_EXAMPLE, "tools": [_ANY_TOOL]})
-    made = asyncio.run(_refusals(codec.prompt(asked)))
-    if request is None:
-        made = type(made)(made.tokens, "none")
+    # Without a request no template renders anything: it may refuse the tool that stands for any.
+    made = asyncio.run(_refusals(codec.prompt(asked))) if request else _empty_prompt()
     output = codec.output(asked, made, "parse")
     deltas = [output.feed(token) for token in tokenizer.encode(_text(file))]
     print_json({"dialect": codec.dialect, **_read([*deltas, output.flush()], output)})
+
+
+def _empty_prompt() -> "Prompt":
+    from worker.text.prompt.prompt import Prompt
+
+    return Prompt((), "none")
 
 
 _ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"type": "object"}}}
