@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
-from llguidance import LLTokenizer
 
 from tests.engine.driver import Run
 from tests.engine.speculation.oracle import Oracle, speculator_of, verify_everything
@@ -14,7 +13,7 @@ from tests.engine.tiny import CONFIGS, EOS, VOCAB, alone, model, network, prompt
 from worker.engine.tokenizer import MLXTokenizer
 from worker.schedule.request import GrammarState, Sampling
 from worker.text.grammar.lark import Grammar
-from worker.text.grammar.llg_tokenizer import without_added_tokens
+from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.row.reasoning import ReasoningMask, ReasoningState
 from worker.text.grammar.row.thought_limit import ThoughtLimit
@@ -105,13 +104,12 @@ def test_a_row_that_is_preempted_loses_its_cache_or_resumes_closes_at_the_same_p
 
 @cache
 def guided() -> Callable[[], RowGrammar]:
-    definition = WORDS.definition
-    assert definition is not None
-    words = LLTokenizer(without_added_tokens(definition), n_vocab=VOCAB, eos_token=[EOS])
+    words = llguidance_tokenizer(WORDS, BYTES, VOCAB)
+    assert words is not None
     grammar = Grammar({})
     numbers = {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 0}, "maxItems": 5}
     text = grammar.starting_with(f"/[ \\n]{{0,4}}/ ({grammar.json(numbers, 'response_format')})")
-    mask = ReasoningMask(BYTES, VOCAB, begins=3, ends="</think>", call="<tool_call>", banned=[EOS])
+    mask = ReasoningMask(BYTES, VOCAB, begins=3, ends="</think>", banned=[EOS])
 
     def new() -> RowGrammar:
         return RowGrammar(

@@ -124,8 +124,8 @@ class Model:
             guide.accept(token)
         return guide.error is None and {EOS, OTHER_EOS} <= set(allowed(guide, self.count))
 
-    def said(self, asked: ChatRequest, tokens: list[int]) -> tuple[OutputDelta, str]:
-        output = Output(Vocabulary(self.tokenizer), self.dialect, asked, "none", "job")
+    def said(self, asked: ChatRequest, tokens: list[int], thinking: Thinking = "none") -> tuple[OutputDelta, str]:
+        output = Output(Vocabulary(self.tokenizer), self.dialect, asked, thinking, "job")
         said = sum((output.feed(token) for token in tokens), OutputDelta()) + output.flush()
         return said, output.finish_reason("stop")
 

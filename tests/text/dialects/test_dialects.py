@@ -246,6 +246,8 @@ def test_calls_with_which_a_thought_ends_the_answer_are_made(name: str, after: s
         assert answer.calls == [OSLO, NOW]
         assert answer.reasoning.strip() == "Hm."
         assert answer.content.strip() == ""
+    both = read(name, f"<think>Hm. {WRITTEN[name]}</think>{WRITTEN[name]}")
+    assert (both.calls, both.reasoning) == ([OSLO, NOW], f"Hm. {WRITTEN[name]}")
     cut_off = read(name, "<think>Hm. " + WRITTEN[name] + after, cut_off=True)
     assert (cut_off.written, "weather" in cut_off.reasoning) == ([], True)
 

@@ -9,7 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from tests.text.guided import ANY_OBJECT, CITY, EOS, OTHER_EOS, SIGNS, WEATHER, by, model, refusal, request, spelled
+from tests.text.guided import (
+    ANY_OBJECT,
+    CITY,
+    EOS,
+    FORCED,
+    OTHER_EOS,
+    SIGNS,
+    WEATHER,
+    by,
+    model,
+    refusal,
+    request,
+    spelled,
+)
 from tests.text.structured import Schema, allowed, walk
 from worker.text.grammar.errors import TOO_MANY_STATES
 from worker.text.grammar.guide import GrammarStates
@@ -168,13 +181,13 @@ async def test_an_answer_that_may_be_anything_has_no_guide(fields: dict[str, Any
     assert await model().guides.create(request(**fields), Prompt((1,), "none")) is None
 
 
-THINK, THOUGHT, CALL = 3, 4, 5
+THINK, THOUGHT = 3, 4
 
 
 async def test_reasoning_goes_before_the_json_and_cannot_end_the_answer() -> None:
     guide = await model().guide("open", **ANY_OBJECT)
     for token in model().tokenizer.encode("Well, {[ hm"):
-        assert set(range(1024)) - set(allowed(guide, 1024)) == {EOS, OTHER_EOS, CALL}
+        assert set(range(1024)) - set(allowed(guide, 1024)) == {EOS, OTHER_EOS}
         guide.accept(token)
     guide.accept(THOUGHT)
     assert model().takes(guide, '\n\n{"a": 1}')
@@ -235,7 +248,7 @@ async def test_a_network_may_be_wider_than_its_tokenizer() -> None:
     guides = GrammarStates(model().tokenizer, Vocabulary(model().tokenizer), model().dialect, 1100)
     guide = await guides.create(request(**ANY_OBJECT), Prompt((1,), "open"))
     assert guide
-    assert set(allowed(guide, 1100)) == set(range(1100)) - {EOS, OTHER_EOS, CALL}
+    assert set(allowed(guide, 1100)) == set(range(1100)) - {EOS, OTHER_EOS}
     guide.accept(THOUGHT)
     assert not [token for token in allowed(guide, 1100) if token >= 1024]
 
@@ -273,14 +286,19 @@ async def test_reasoning_ends_with_its_marker_spelled_out_too() -> None:
     assert model().takes(guide, '\n{"a": 1}')
 
 
-async def test_reasoning_cannot_spell_a_call() -> None:
-    guide = await model().guide("open", **ANY_OBJECT, tools=[WEATHER])
-    *before, last = spelled("so <tool_call>")
-    for token in before:
-        assert token in allowed(guide, 1024)
-        guide.accept(token)
-    assert last not in allowed(guide, 1024)
-    assert spelled("x")[0] in allowed(guide, 1024)
+@pytest.mark.parametrize("spells", [FORCED["hermes"], FORCED["hermes"][:40], '<tool_call>{"name": "weather", "a'])
+async def test_a_call_that_reasoning_spells_is_reasoning(spells: str) -> None:
+    for answer in ('{"a": 1}', FORCED["hermes"]):
+        forced = {"tool_choice": "required"} if answer in FORCED.values() else ANY_OBJECT
+        fields: dict[str, Any] = {**forced, "tools": [WEATHER]}
+        guide = await model().guide("open", **fields)
+        tokens = [*spelled(f"so {spells}</think>\n"), *model().tokenizer.encode(answer)]
+        for token in tokens:
+            assert token in allowed(guide, 1024)
+            guide.accept(token)
+        said, _ = model().said(request(**fields), tokens, "open")
+        assert said.reasoning == f"so {spells}"
+        assert (said.content, len(said.tool_calls)) == (("", 1) if answer in FORCED.values() else (answer, 0))
 
 
 @settings(deadline=None)

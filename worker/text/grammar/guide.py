@@ -288,6 +288,5 @@ def _reasoning_mask(
         return None
     start, ends = model_format.think
     begins, *more = tokenizer.encode(start)
-    call = model_format.dialect.openings[0] if model_format.dialect else ""
     banned = tokenizer.eos_token_ids
-    return ReasoningMask(vocabulary, count, begins=None if more else begins, ends=ends, call=call, banned=banned)
+    return ReasoningMask(vocabulary, count, begins=None if more else begins, ends=ends, banned=banned)

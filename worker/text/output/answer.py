@@ -203,29 +203,24 @@ class AnswerReader:
         cursor.put_back(opening)
         recording, end = cursor.record(), self._thoughts.end
         events = list[Event]()
-        may_follow = Markers((*dialect.openings, end))
-        are_calls, is_ended = True, False
+        may_follow = Markers((*dialect.openings, end))  # its end is the last
+        are_calls = True
         marker = cursor.take(len(opening))
-        while are_calls and marker:
-            if marker == end:
-                is_ended, may_follow = True, Markers(dialect.openings)
-            else:
-                for event in self._read_calls(marker):
-                    if event is None:
-                        yield None
-                    else:
-                        events.append(event)
-                        are_calls = are_calls and not isinstance(event, Content | Reasoning)
+        while are_calls and marker in dialect.openings:
+            for event in self._read_calls(marker):
+                if event is None:
+                    yield None
+                else:
+                    events.append(event)
+                    are_calls = are_calls and not isinstance(event, Content | Reasoning)
             marker = (yield from cursor.accept(may_follow, after_blank=True)) if are_calls else ""
         are_calls = are_calls and not (yield from cursor.skip_blank()) and not cursor.cut_off
-        text = cursor.recorded(recording)
-        if are_calls:
+        text, ends, after = cursor.recorded(recording).partition(end)
+        if are_calls and not after.strip():
             yield from events
             self._reasons = self._begun = self._thought = False
             return
-        if is_ended:
-            text, _, after = text.rpartition(end)
-            cursor.put_back(end + after)
+        cursor.put_back(ends + after)
         self._at_start = False
         yield Reasoning(text)
 

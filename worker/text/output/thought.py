@@ -42,6 +42,7 @@ class _Place(NamedTuple):
     inside: bool  # within a thought
     ended: bool  # the next text that is no marker is content, before which a thought can begin no more
     over: bool  # no thought begins any more
+    begun: bool  # content has come since the last thought
     tail: bytes  # the last text, which may begin a marker
     spent: int  # tokens of thoughts without their markers
     tokens: int  # tokens of thoughts with their markers
@@ -68,7 +69,7 @@ class Thought:
         self._longest = max(form.longest - 1, _CHARACTER)
         self._loops = LoopDetector(THOUGHT_LOOP) if loops else None
         self._history = deque[_Place](maxlen=_HISTORY)
-        self._place = self._closed_if_due(_Place(begun, only_first, False, b"", 0, 0, 0, 0, ()))
+        self._place = self._closed_if_due(_Place(begun, only_first, False, False, b"", 0, 0, 0, 0, ()))
 
     @property
     def can_close(self) -> bool:
@@ -112,37 +113,37 @@ class Thought:
                 self._loops.remove()
 
     def _inside(self, place: _Place, token: int) -> _Place:
-        _, ended, _, tail, spent, tokens, cycle, closings, due = place
+        _, ended, _, _, tail, spent, tokens, cycle, closings, due = place
         form = self._form
         found = self._loops.append(token) if self._loops else 0
         text = tail + form.bytes_of(token)
         due = due[1:] if due and token == due[0] else ()
         if form.ends in text:
             rest = text.partition(form.ends)[2]
-            return _Place(False, True, False, rest, spent, tokens + 1, cycle, closings, due)
+            return _Place(False, True, False, False, rest, spent, tokens + 1, cycle, closings, due)
         over = bool(form.stops) and any(stop in text for stop in form.stops)
         tail = text[-self._longest :]
-        after = _Place(not over, ended, over, tail, spent + 1, tokens + 1, cycle or found, closings, due)
+        after = _Place(not over, ended, over, False, tail, spent + 1, tokens + 1, cycle or found, closings, due)
         return after if over or due else self._closed_if_due(after)
 
     def _outside(self, place: _Place, token: int) -> _Place:
         form = self._form
         text = place.tail + form.bytes_of(token)
         due = place.due[1:] if place.due[:1] == (token,) else ()
-        while text.lstrip().startswith(form.ends):  # an end without a beginning is no content
+        while not place.begun and text.lstrip().startswith(form.ends):  # of a thought that was left out
             text = text.lstrip().removeprefix(form.ends)
+            place = place._replace(ended=True)
         before, marker, rest = text.partition(form.begins)
         words = before.lstrip()
-        is_content = (
-            place.ended
-            and bool(words)
-            and not (not marker and (form.begins.startswith(words) or form.ends.startswith(words)))
-        )
-        over = (is_content and not form.reopens) or any(stop in before for stop in form.stops)
+        may_be_marker = not marker and (form.begins.startswith(words) or form.ends.startswith(words))
+        begun = place.begun or (bool(words) and not may_be_marker)
+        over = (place.ended and begun and not form.reopens) or any(stop in before for stop in form.stops)
         if marker and not over:
-            begun = place._replace(inside=True, tail=rest, tokens=place.tokens + form.begin_tokens, due=())
-            return self._closed_if_due(begun)
-        return place._replace(over=over, tail=text[-self._longest :], due=due)
+            inside = place._replace(
+                inside=True, begun=False, tail=rest, tokens=place.tokens + form.begin_tokens, due=()
+            )
+            return self._closed_if_due(inside)
+        return place._replace(over=over, begun=begun, tail=text[-self._longest :], due=due)
 
     def _closed_if_due(self, place: _Place) -> _Place:
         """Return the place, with the tokens that close its thought if it has to end here."""

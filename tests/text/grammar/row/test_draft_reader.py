@@ -36,9 +36,7 @@ REASONING = {"closed": None, "none": False, "open": True}  # of a prompt; None: 
 def reasoning_mask() -> ReasoningMask:
     tokenizer = model().tokenizer
     start, ends = tokenizer.think or ("", "")
-    return ReasoningMask(
-        Vocabulary(tokenizer), 1024, begins=tokenizer.encode(start)[0], ends=ends, call="<tool_call>", banned=ENDS
-    )
+    return ReasoningMask(Vocabulary(tokenizer), 1024, begins=tokenizer.encode(start)[0], ends=ends, banned=ENDS)
 
 
 def grammar(format: str = "hermes", thinking: str = "closed", **fields: Any) -> RowGrammar:

@@ -11,21 +11,18 @@ from worker.text.vocabulary import Vocabulary
 class ReasoningMask:
     """Masks for one model's reasoning.
 
-    They prevent the end of the answer and the start of a tool call, which no grammar would constrain. The end marker
-    must end together with a token, since the grammar cannot start within one.
+    They prevent the end of the answer. The end marker must end together with a token, since the grammar cannot start
+    within one.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, count: int, *, begins: int | None, ends: str, call: str, banned: Iterable[int]
+        self, vocabulary: Vocabulary, count: int, *, begins: int | None, ends: str, banned: Iterable[int]
     ) -> None:
         """`count`: tokens in a mask. `begins`: the token that begins reasoning; None if it takes several: then a
-        constrained answer cannot begin it. `ends`: its end marker.
-        `call`: the marker of a tool call, empty if there is none. `banned`: tokens that no mask allows.
-        """
+        constrained answer cannot begin it. `ends`: its end marker. `banned`: tokens that no mask allows."""
         self.begins, self.ends = begins, ends.encode()
         self.bytes_of = vocabulary.bytes_of
-        self._count, self._call = count, call.encode()
-        self.longest = max(len(self.ends), len(self._call))
+        self._count, self.longest = count, len(self.ends)
         self._after = self._barred()
         always = (1 << count) - 1 & ~self._after.pop(b"")
         for token in banned:
@@ -45,24 +42,18 @@ class ReasoningMask:
     def _barred(self) -> dict[bytes, int]:
         """Return the barred tokens by the marker prefix that they follow.
 
-        Under the empty prefix: tokens that hold a whole marker, unless it is an end marker at the token's end.
+        Under the empty prefix: tokens that hold the whole marker, unless they end with it.
         """
-        rests = [(marker[:at], marker[at:]) for marker in (self.ends, self._call) for at in range(1, len(marker))]
+        ends = self.ends
+        rests = [(ends[:at], ends[at:]) for at in range(1, len(ends))]
         beginnings = tuple(rest for _, rest in rests)
-        ends, call = self.ends, self._call
         texts = list(map(self.bytes_of, range(self._count)))
         # Comprehensions: with a large vocabulary, anything more for each token would take a tenth of a second.
         with_end = [token for token, text in enumerate(texts) if ends in text]
-        with_call = [token for token, text in enumerate(texts) if call in text] if call else []
         with_rest = [token for token, text in enumerate(texts) if text.startswith(beginnings)]
-        barred: dict[bytes, list[int]] = {
-            b"": [*with_call, *(token for token in with_end if ends in texts[token][:-1])]
-        }
+        barred = {b"": [token for token in with_end if ends in texts[token][:-1]]}
         for begun, rest in rests:
-            closes = begun + rest == ends
-            barred.setdefault(begun, []).extend(
-                token for token in with_rest if texts[token].startswith(rest) and not (closes and texts[token] == rest)
-            )
+            barred[begun] = [token for token in with_rest if texts[token].startswith(rest) and texts[token] != rest]
         return {begun: self._bits(tokens) for begun, tokens in barred.items()}
 
     def _bits(self, tokens: Iterable[int]) -> int:
