@@ -15,7 +15,7 @@ from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded
 from worker.text.dialects.table import Thoughts
 from worker.text.output.events import ToolArguments, ToolCallBegan
 from worker.text.output.output import OutputDelta
-from worker.text.output.tool_calls import Calls, as_deltas, message_tool_calls
+from worker.text.output.tool_calls import ToolCalls, as_deltas, message_tool_calls
 
 TINY = model()
 OSLO = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
@@ -231,7 +231,7 @@ def test_the_events_of_one_call_are_one_delta() -> None:
 
 
 def test_a_call_that_was_cut_off_is_not_made() -> None:
-    calls = Calls("job-1", parallel=True)
+    calls = ToolCalls("job-1", parallel=True)
     began, first = [event for each in (CallBegan("now"), CallArguments("{")) for event in calls.read(each)]
     assert isinstance(began, ToolCallBegan)
     assert (began.index, began.function, first) == (0, "now", ToolArguments(0, "{"))

@@ -1,4 +1,16 @@
-"""A dialect: how a family of models writes its tool calls, and what reading one returns."""
+"""A dialect: how a family of models writes its tool calls, and what reading one returns.
+
+The way of an answer, token by token:
+
+- `output.output.Output` adds the text of each token to a `Cursor` and takes the events that it leads to.
+- `output.answer.AnswerReader` looks for the model's markers. At one that opens calls it lets the dialect `read`.
+- The dialect, a row of `table` of one of five classes, yields the events of calls: their beginning, pieces of their
+  arguments as JSON (`json_text` repairs them, `values` makes them of texts by the schema), their end. If the text is no
+  call it raises `NotACall`, and the reader gives the text back as it was written.
+- `output.tool_calls` turns these events into OpenAI's deltas.
+
+Readers are generators that wait for more text by yielding None, so how the text is cut changes nothing.
+"""
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +68,7 @@ class Dialect(Protocol):
 
     @property
     def openings(self) -> Sequence[str]:
-        """Markers that begin calls anywhere in an answer."""
+        """Markers that begin calls anywhere in an answer; the first is the one that is written."""
 
     @property
     def closing(self) -> str:
@@ -71,7 +83,7 @@ class Dialect(Protocol):
         """Characters with which calls without a marker may begin an answer; then only offered functions are called."""
 
     def write(self, calls: Written) -> str:
-        """Return the text of calls, as the models write them."""
+        """Return the text of calls in one of the forms that the models write."""
 
     def read(self, opening: str, cursor: Cursor, functions: Functions) -> Calls:
         """Read calls from behind an opening, or behind nothing if they are bare, up to the marker that ends them.
@@ -108,7 +120,7 @@ def pieces_of(json_text: JsonText) -> Calls:
             yield CallArguments(piece)
 
 
-def arguments(cursor: Cursor, json_text: JsonText, ends: Markers) -> Generator[CallEvent | None, None, bool]:
+def read_arguments(cursor: Cursor, json_text: JsonText, ends: Markers) -> Generator[CallEvent | None, None, bool]:
     """Read the arguments of a call that has begun. What is no JSON is delivered as it is, up to a marker of `ends`: a
     client can answer that with an error, which models understand. Returns False if the answer was cut off in them."""
     char = yield from cursor.skip_blank()

@@ -12,8 +12,8 @@ from worker.text.dialects.dialect import (
     Functions,
     Repaired,
     Written,
-    arguments,
     function_name,
+    read_arguments,
     repaired,
 )
 from worker.text.dialects.json_calls import JsonCalls
@@ -28,8 +28,8 @@ class HeaderCalls:
 
     name: str
     openings: tuple[str, ...]
-    header: str  # a regular expression with the groups `name` and perhaps `id`, for all that precedes `arguments`
-    arguments: str  # the marker between header and arguments
+    header: str  # a regular expression with the groups `name` and perhaps `id`, for all up to `separator`
+    separator: str  # the marker between header and arguments
     form: str  # a whole call, with {name}, {index} and {arguments} in it
     each: str = ""  # the marker before each call of a section; it may open calls without the section too
     end: str = ""  # the marker after each call
@@ -43,7 +43,7 @@ class HeaderCalls:
     @property
     def signs(self) -> tuple[str, ...]:
         """Texts by which instructions show the dialect."""
-        return (self.openings[0], self.each, self.arguments, self.closing)
+        return (self.openings[0], self.each, self.separator, self.closing)
 
     def write(self, calls: Written) -> str:
         """Return the calls, in a section if there is one."""
@@ -69,7 +69,7 @@ class HeaderCalls:
             yield Repaired(Repair.CLOSING)
 
     def _call(self, cursor: Cursor, functions: Functions) -> Calls:
-        header, marker = yield from cursor.until(Markers((self.arguments, "{")), _LONGEST_HEADER)
+        header, marker = yield from cursor.until(Markers((self.separator, "{")), _LONGEST_HEADER)
         if marker == "{":  # some models leave the marker before the arguments out
             cursor.put_back(marker)
         found = re.fullmatch(self.header, header if self.only_objects else header.strip())
@@ -82,7 +82,7 @@ class HeaderCalls:
         call_ends = Markers((self.end, self.short_end))
         ends = Markers((*call_ends.texts, self.each, self.closing, *self.openings))
         repairs = {Repair.ARGUMENTS} if marker == "{" else set[Repair]()
-        complete = yield from arguments(cursor, JsonText(cursor, repairs, stops=ends), ends)
+        complete = yield from read_arguments(cursor, JsonText(cursor, repairs, stops=ends), ends)
         if self.end and (yield from cursor.accept(call_ends, after_blank=True)) != self.end:
             repairs.add(Repair.CLOSING)
         yield from repaired(repairs)

@@ -15,9 +15,9 @@ from worker.text.dialects.dialect import (
     Functions,
     Repaired,
     Written,
-    arguments,
     collected,
     function_name,
+    read_arguments,
     repaired,
 )
 from worker.text.dialects.json_text import BrokenJson, JsonText, Repair, whole
@@ -186,7 +186,7 @@ class _Object:
         elif char and char in "{[":
             self.begun = True
             yield CallBegan(self._function, self._id)
-            self._complete = yield from arguments(self._cursor, self._json, self._ends)
+            self._complete = yield from read_arguments(self._cursor, self._json, self._ends)
         else:
             yield from self._begin(_object_of((yield from collected(self._json.value())), self._repairs))
 

@@ -15,9 +15,9 @@ from worker.text.dialects.dialect import (
     Functions,
     Repaired,
     Written,
-    arguments,
     function_name,
     pieces_of,
+    read_arguments,
     repaired,
     verbatim,
 )
@@ -190,7 +190,7 @@ class GemmaCalls:
         yield CallBegan(function_name(name))
         ends, repairs = Markers((self.closing, *self.openings)), set[Repair]()
         json_text = JsonText(cursor, repairs, stops=ends, quotes=Markers((self.quote,)))
-        complete = yield from arguments(cursor, json_text, ends)
+        complete = yield from read_arguments(cursor, json_text, ends)
         if not (yield from cursor.accept(Markers((self.closing,)), after_blank=True)):
             repairs.add(Repair.CLOSING)
         yield from repaired(repairs)

@@ -252,7 +252,14 @@ class TagCalls:
     def _value(
         self, cursor: Cursor, end: str, parameters: Parameters, written: Collection[str]
     ) -> Generator[None, None, tuple[str, bool]]:
-        """Read a value and its end, which is `end`. Returns False with a value whose end was missing."""
+        """Read a value and its end, which is `end`. Returns False with a value whose end was missing.
+
+        Nothing in a value is escaped, so its end may stand in it too. It ends at the first end behind which a
+        parameter, the end of the call or nothing comes (`_may_follow`), unless another end with the end of a call
+        behind it comes soon: then the value quotes a call (`_is_last_end`). Ends within calls that the value quotes
+        whole do not count. Without an end it ends where the next known parameter begins, or where the call ends
+        (`_is_without_end`).
+        """
         text, quoted = list[str](), 0  # `quoted`: calls within the value that have begun and not ended
         first, last = self.openings[0], self.closing or self.end
         marks = Markers((first, end, self.parameter[0], self.end, self.closing))

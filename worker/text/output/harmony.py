@@ -11,7 +11,7 @@ The recipient may also come before the channel. The prompt ends with <|start|>as
 import re
 
 from worker.text.dialects.cursor import Cursor, Markers
-from worker.text.dialects.dialect import CallBegan, CallEnded, Functions, arguments, repaired
+from worker.text.dialects.dialect import CallBegan, CallEnded, Functions, read_arguments, repaired
 from worker.text.dialects.json_text import JsonText, Repair
 from worker.text.dialects.table import Thoughts
 from worker.text.output.events import Content, Events, Reasoning
@@ -151,7 +151,9 @@ class HarmonyReader:
         self._in_call = True
         yield CallBegan(function)
         repairs = set[Repair]()
-        complete = yield from arguments(self._cursor, JsonText(self._cursor, repairs, stops=_AFTER_CALL), _AFTER_CALL)
+        complete = yield from read_arguments(
+            self._cursor, JsonText(self._cursor, repairs, stops=_AFTER_CALL), _AFTER_CALL
+        )
         yield from self._cursor.accept(_END, after_blank=True)
         yield from repaired(repairs)
         self._in_call = False

@@ -16,7 +16,7 @@ from worker.text.output.formats import ModelFormat
 from worker.text.output.loops import ANSWER_LOOP, LoopDetector
 from worker.text.output.stop import StopStrings
 from worker.text.output.thought import Thought
-from worker.text.output.tool_calls import Calls, Delta, as_deltas, merge_deltas
+from worker.text.output.tool_calls import Delta, ToolCalls, as_deltas, merge_deltas
 from worker.text.prompt.prompt import Thinking
 from worker.text.vocabulary import Vocabulary
 
@@ -78,7 +78,7 @@ class Output:
             self._cursor, thinking, functions or None, only_before_content=by_schema, continues=continues
         )
         self._events: Events | None = reader.read() if reader else None
-        self._calls = Calls(job_id, parallel=request.parallel_tool_calls is not False)
+        self._calls = ToolCalls(job_id, parallel=request.parallel_tool_calls is not False)
         self.left_out_calls = False  # the answer has calls, which the request does not allow
         self._repairs = set[Repair]()
         self._thought = thought

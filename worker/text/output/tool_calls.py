@@ -13,7 +13,7 @@ Delta = dict[str, Any]
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
-class Calls:
+class ToolCalls:
     """The tool calls of one answer. A call that has begun is never taken back."""
 
     def __init__(self, job_id: str, *, parallel: bool) -> None:
