@@ -36,6 +36,30 @@ def test_analysis_is_reasoning_and_the_rest_is_content(text: str, said: OutputDe
     assert heard(GPT_OSS, text).said == said
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<|channel|>final to=user<|message|>It is 12 degrees.", OutputDelta("It is 12 degrees.")),
+        ("<|channel|>analysis to=self<|message|>Hm.", OutputDelta("", "Hm.")),
+        ("<|channel|>commentary to=assistant<|message|>Let me see.", OutputDelta("Let me see.")),
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>functions.weather to=assistant<|channel|>commentary"
+            '<|message|>{"made": "up"}<|end|><|start|>assistant<|channel|>final<|message|>Oslo.',
+            OutputDelta("Oslo.", 'Hm.\n\n{"made": "up"}'),
+        ),
+    ],
+)
+def test_a_message_to_or_by_a_role_is_no_call(text: str, said: OutputDelta) -> None:
+    for tools in ({}, {"tools": TOOLS}):
+        assert heard(GPT_OSS, text, **tools).said == said
+
+
+def test_a_function_in_place_of_the_role_is_called() -> None:
+    text = f"{THOUGHT.removesuffix('assistant')}weather<|channel|>commentary<|message|>{CALL}"
+    said = heard(GPT_OSS, text, tools=TOOLS)
+    assert (said.calls, said.said.content, said.said.reasoning) == ([OSLO], "", "Hm.")
+
+
 @pytest.mark.parametrize("text", [" and so on. ", "assist", "assistant: yes", " to", "token by token", "{}", " \n"])
 def test_an_answer_without_a_header_is_content(text: str) -> None:
     assert heard(GPT_OSS, text).said == OutputDelta(text)

@@ -27,6 +27,9 @@ ANSWERS = ("<|channel|>final", "to=functions.")  # in headers of messages that a
 
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_ROLES = ("assistant", "user", "self", "system", "developer")  # recipients that are no functions
+_ROLE = re.compile(r"<\|start\|>\s*([\w.:/-]+)")
+_ROLE_BEGINS = re.compile(r"[\w.:/-]*(\s+\S*)?")  # and a recipient
 _CALL_BEGINS = re.compile(rf"\b{RECIPIENT}")
 _OPENINGS = ("assistant", RECIPIENT)
 _MAX_HEADER = 256  # characters; a function's name has at most 128
@@ -53,6 +56,7 @@ class HarmonyReader:
         `AnswerReader`."""
         self._only_before_content, self._has_content = only_before_content, False
         self._cursor, self._offered = cursor, functions is not None
+        self._functions: Functions = functions or {}
         self._channel: Channel | None = None  # None in a header
         self._header = ""
         self._used_channels = set[Channel]()
@@ -133,12 +137,19 @@ class HarmonyReader:
         """Begin the message whose header has ended."""
         header, self._header = self._header, ""
         recipient = _RECIPIENT.search(header)
-        if recipient and recipient[1] == "assistant":  # the model itself
+        role = _ROLE.match(header)
+        is_other = (
+            role is not None and role[1] != "assistant"
+        )  # the model speaks for a function, or calls it in this way
+        if recipient and (is_other or recipient[1] in _ROLES):
             recipient = None
+        elif role and is_other and role[1].removeprefix("functions.") in self._functions:
+            recipient = role
         if recipient and self._offered:
             yield from self._call(recipient[1].removeprefix("functions."))
             return
-        self._channel = Reasoning if _ANALYSIS.search(header) and not recipient else Content
+        is_thought = is_other or _ANALYSIS.search(header) is not None
+        self._channel = Reasoning if is_thought and not recipient else Content
         self._is_call = recipient is not None
         if self._is_call:
             yield Content(header + _TEXT)
@@ -162,5 +173,6 @@ class HarmonyReader:
 
 def _may_be_header(text: str) -> bool:
     start = text.removeprefix("<|start|>").lstrip()
-    known = "<|channel|>" in start or any(o.startswith(start) or start.startswith(o) for o in _OPENINGS)
+    names_role = text.startswith("<|start|>") and _ROLE_BEGINS.fullmatch(start) is not None
+    known = names_role or "<|channel|>" in start or any(o.startswith(start) or start.startswith(o) for o in _OPENINGS)
     return known and len(text) <= _MAX_HEADER
