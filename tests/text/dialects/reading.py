@@ -115,5 +115,6 @@ def output(model_format: ModelFormat, tools: dict[str, Any], thinking: Any = "no
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tools": offered or None})
     made = Output(Pieces(), model_format, asked, thinking, "suite")  # type: ignore[arg-type]
     if not tools:
-        made._events = model_format.reader(made._cursor, thinking, AnyFunction(), only_before_content=False)
+        reader = model_format.reader(made._cursor, thinking, AnyFunction(), only_before_content=False)
+        made._events = reader.read() if reader else None
     return made

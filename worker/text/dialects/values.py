@@ -68,7 +68,7 @@ class Parameters:
             return _dumps(text) if may_be_string else self.json_of(name, text, repairs)
         found = set[Repair]()
         written = whole(text.strip(), found)
-        if written is None or (may_be_string and _type_of(written) not in self._types(name)[0]):
+        if written is None or (may_be_string and _type_of(written) not in _with_integers(self._types(name)[0])):
             return _dumps(text)
         repairs |= found
         return written
