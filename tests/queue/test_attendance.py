@@ -27,8 +27,8 @@ LATE = {"messages": HELLO, "deadline_s": 0.2}
 async def serve(db: Redis, *, workers: int = 1, model: str = "default") -> None:
     """Report that workers of the model live, as they do themselves."""
     await db.delete(keys.model(model))
-    for k in range(workers):
-        await db.hset(keys.model(model), f"w{k}", f"100 0 {time.time() + 60:.0f} 0 0")
+    seen = f"100 0 {time.time() + 60:.0f} 0 0"
+    await db.hset(keys.model(model), mapping={f"w{k}": seen for k in range(workers)})
 
 
 async def start(db: Redis, job_id: str, *, lease: bool) -> None:

@@ -11,7 +11,6 @@ from schemas.keys import Lane
 from worker.errors import JobFailure
 from worker.schedule.outcomes import Logprobs
 from worker.schedule.request import GrammarState
-from worker.text.grammar.row.thought_limit import ThoughtLimit
 from worker.text.output.formats import ModelFormat
 from worker.text.output.logprobs import entry
 from worker.text.output.output import Output
@@ -168,6 +167,9 @@ class TextCodec:
                 return grammar
             message = "max_reasoning_tokens: this model ends its reasoning as it ends its answer; leave it out."
             raise JobFailure("unsupported", message, param="max_reasoning_tokens")
+        # Imported here: most of a worker's start is imports.
+        from worker.text.grammar.row.thought_limit import ThoughtLimit
+
         return ThoughtLimit(new_thought, grammar, max(self._vocab, len(self._tokenizer.tokens)))
 
     def _new_thought(self, request: ChatRequest, prompt: Prompt, *, loop_guard: bool) -> Callable[[], Thought] | None:
