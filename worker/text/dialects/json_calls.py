@@ -71,7 +71,8 @@ class JsonCalls:
                 yield from self.read_object(cursor, ends, functions, known=not opening)
                 found = True
             elif char == "[" and not found and not is_list:
-                is_list = bool(cursor.take(1))
+                cursor.take(1)
+                is_list = True
             elif char and char in ",;" and found:
                 cursor.take(1)
             else:

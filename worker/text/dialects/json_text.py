@@ -119,7 +119,10 @@ class JsonText:
             closers.pop()
             yield blank + self._cursor.take(1)
             return True
-        if self._cursor.cut_off if not char else not (yield from self._cursor.starts(self._stops)):
+        has_ended = not self._cursor.cut_off
+        if char:
+            has_ended = bool((yield from self._cursor.starts(self._stops)))
+        if not has_ended:
             return False
         self._repairs.add(Repair.BRACKETS)
         yield "".join(reversed(closers))

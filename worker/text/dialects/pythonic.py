@@ -56,7 +56,8 @@ class PythonicCalls:
         closing = Markers((self.closing,))
         is_list = found = False
         if (yield from cursor.skip_blank()) == "[":
-            is_list = bool(cursor.take(1))
+            cursor.take(1)
+            is_list = True
         if (yield from cursor.skip_blank()) == "{":
             yield from self.as_json.read(opening, cursor, functions)
             found = True
@@ -115,7 +116,8 @@ class PythonicCalls:
                 repairs.add(Repair.BRACKETS)
                 break
             if char == ",":
-                after_comma = bool(cursor.take(1))
+                cursor.take(1)
+                after_comma = True
                 continue
             if char == "*" or (given and not after_comma):
                 raise BrokenJson

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -112,10 +113,8 @@ class GrammarStates:
         reasoning = None if begun else self._reasoning_state(prompt)
         reasoned = reasoning is not None
         matcher, ahead = await self._matchers(self._tokenizer, constraint, reasoned, lane, tenant, drafts=drafts)
-        row_grammar = partial(RowGrammar, drafts_time=self._drafts_time, forced_text=self._forced_text)
-        if not constraint.functions or in_json(self._markup.calls_as):
-            row_grammar = partial(row_grammar, numbers=self._numbers)
-        state = await run(partial(row_grammar, matcher, self._ends, reasoning, begun, drafts=ahead))
+        new = self._new_grammar(constraint)
+        state = await run(partial(new, matcher, reasoning=reasoning, begun=begun, drafts=ahead))
         if state.error:
             raise JobFailure(
                 "invalid_request",
@@ -176,15 +175,20 @@ class GrammarStates:
                 if not strict:
                     return None
             else:
-                new_grammar = partial(
-                    RowGrammar,
-                    ends=self._ends,
-                    drafts_time=self._drafts_time,
-                    forced_text=self._forced_text,
-                    numbers=self._numbers if in_json(self._markup.calls_as) else None,
-                )
-                return CallMatchers(matcher, ahead, partial(self._tokens_of, vocabulary), new_grammar)
+                tokens_of, new = partial(self._tokens_of, vocabulary), self._new_grammar(constraint)
+                return CallMatchers(matcher, ahead, tokens_of, new)
         return None
+
+    def _new_grammar(self, constraint: OutputConstraint) -> Callable[..., RowGrammar]:
+        """Return `RowGrammar` with what all rows of the constraint have in common."""
+        is_json = not constraint.functions or in_json(self._markup.calls_as)
+        return partial(
+            RowGrammar,
+            ends=self._ends,
+            drafts_time=self._drafts_time,
+            forced_text=self._forced_text,
+            numbers=self._numbers if is_json else None,
+        )
 
     def _tokens_of(self, vocabulary: LLTokenizer, text: str) -> list[int]:
         """Tokenize the beginning of a call: markers as the tokens that the grammar has for them."""

@@ -33,7 +33,6 @@ class AnswerReader:
         self._at_start = True  # of the reasoning
         self._unclosed = False  # the marker that ends calls was missing
         self._called = False  # a call has ended, and no content has come since
-        self._in_answer = False  # between the markers of the answer
         self._opening: str | None = None  # of the calls that are being read, before the first; None: none are
         self._recording = list[str]()  # of them, up to the event that reports a call
 

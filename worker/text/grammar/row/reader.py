@@ -67,9 +67,7 @@ class GrammarReader:
         """Record a token, and advance the reasoning. Return True if the matcher has to consume the token."""
         self.accepted += 1
         self._history.append((copy.copy(self._reasoning_state), self._consumed, self._last, self._place))
-        if token in self._ends:  # a batch may compute one step more than a row needs
-            return False
-        if self.over:
+        if token in self._ends or self.over:  # a batch may compute one step more than a row needs
             return False
         if self._reasoning_state and self._reasoning_state.take(token):
             self._reasoning_state = None if self._reasoning_state.over else self._reasoning_state
