@@ -153,6 +153,7 @@ async def serve(settings: Settings, step_s: float) -> None:
     """Run the worker until it is stopped."""
     engine = PacedEngine(step_s)
     codec = TextCodec(PacedTokenizer(), 1_000_000)
+    await codec.prepare()  # as a worker does at its start: else the first job stalls the event loop
     stepping = asyncio.create_task(engine.run())
     health = Health(settings.watchdog_s)
     with served_metrics(settings.model_name, settings.metrics_port, health) as metrics:
