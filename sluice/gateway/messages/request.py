@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 from typing import Any
 
 from sluice.gateway.messages.blocks import (
@@ -26,12 +27,17 @@ logger = logging.getLogger("sluice.gateway")
 
 Part = dict[str, Any]
 
+# Claude Code's first line of `system`: it says nothing to a model, and differs in each conversation, so that no two
+# would have a common beginning.
+_ATTRIBUTION = re.compile(r"\Ax-anthropic-billing-header:.*(\n+|\Z)")
+
 
 def prompt_fields(body: CountBody) -> dict[str, Any]:
     """Return the part of the contract's request that the prompt depends on. Raises `ApiError`."""
     if body.context_management:
         logger.info("context_management is accepted and no edit is made: the whole history is the prompt")
-    system = [{"role": "system", "content": _text(body.system)}] if body.system else []
+    instructions = _ATTRIBUTION.sub("", _text(body.system)) if body.system else ""
+    system = [{"role": "system", "content": instructions}] if instructions else []
     return {
         "model": body.model,
         "messages": [*system, *(each for message in body.messages for each in _messages(message))],

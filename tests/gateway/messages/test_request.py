@@ -55,6 +55,17 @@ def test_the_system_prompt_is_the_first_message(system: Any) -> None:
     assert messages({"role": "user", "content": "Hi"}, system=system)[0] == {"role": "system", "content": "Be brief."}
 
 
+@pytest.mark.parametrize("blocks", [True, False])
+def test_claude_code_s_attribution_is_no_instruction(blocks: bool) -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1.332.abc; cc_entrypoint=cli;"
+    texts = [line, "You are an agent.", "x-anthropic-billing-header: is what begins it."]
+    system: Any = [{"type": "text", "text": text} for text in texts] if blocks else "\n\n".join(texts)
+    first, _ = translated(system=system)["messages"]
+    assert first == {"role": "system", "content": "\n\n".join(texts[1:])}
+    (only,) = translated(system=line)["messages"]
+    assert only["role"] == "user"
+
+
 def test_images_keep_their_place_between_texts() -> None:
     url = {"type": "image", "source": {"type": "url", "url": "https://pictures.example/cat.png"}}
     (message,) = messages({"role": "user", "content": [{"type": "text", "text": "A"}, IMAGE, url]})

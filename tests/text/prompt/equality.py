@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -123,13 +124,12 @@ def codec(tokenizer: MLXTokenizer) -> TextCodec:
     return TextCodec(tokenizer, len(tokenizer.tokens))
 
 
-# What is said in another way whatever the template, so the same way is compared: one system message, at the front, and
-# the messages of a role that follow one another, and the text parts of one, as one text.
+# What is said in another way whatever the template, so the same way is compared: the messages of a role that follow one
+# another, and the text parts of one, as one text.
 SAID_AS: dict[str, list[Said]] = {
     "parts": [user("One part.\nAnother.")],
     "two users": [user("One.\n\nTwo.")],
     "two systems": [system("One.\n\nTwo."), user("Three.")],
-    "system later": [system("Three."), user("One."), assistant("Two."), user("Four.")],
 }
 
 
@@ -155,7 +155,8 @@ async def compared(tokenizer: MLXTokenizer, model: TextCodec, kind: str) -> Comp
 
 
 def _has_all(said: list[Said], tools: list[Said], text: str) -> bool:
-    """True if the text holds the words of each text, call and tool. Thoughts may be left out."""
+    """True if the text holds the words of each text, call and tool, and each later system message at its place.
+    Thoughts may be left out."""
     written = [name for tool in tools for name in (tool["function"]["name"], tool["function"]["description"])]
     end = 0
     for message in said:
@@ -166,6 +167,10 @@ def _has_all(said: list[Said], tools: list[Said], text: str) -> bool:
             end = text.find(name, text.find("?", end)) + 1  # behind the list of tools
             written += [*json.loads(each["function"]["arguments"]).values(), name]
     text = normalize("NFC", text)  # as some tokenizers do
+    if any(message["role"] == "system" for message in said[1:]):
+        in_place = ".*".join(re.escape(message["content"]) for message in said)
+        if not re.search(in_place, text, re.DOTALL):
+            return False
     return all(json.dumps(word)[1:-1] in text or normalize("NFC", word) in text for word in written)
 
 

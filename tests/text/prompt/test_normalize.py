@@ -35,6 +35,11 @@ def pieces(content: Any) -> list[str]:
     return re.findall(r"w\d+\.", content or "")
 
 
+def _content(message: Said) -> Any:
+    """The content, with the refusal, which becomes a part of it."""
+    return [message["content"], message.get("refusal")]
+
+
 def told(conversation: list[Said]) -> dict[str, list[Any]]:
     """Return the texts by role."""
     of: dict[str, list[Any]] = {}
@@ -73,9 +78,11 @@ def test_what_is_normal_stays_as_it_is(said: list[Said]) -> None:
 
 @settings(deadline=None)
 @given(unique())
-def test_system_text_is_first_and_no_two_turns_of_one_role_are_neighbours(said: list[Said]) -> None:
-    roles = ["call" if "tool_calls" in message else message["role"] for message in normal(*said)]
-    assert "system" not in roles[1:]
+def test_no_two_turns_of_one_role_are_neighbours_and_each_text_is_at_its_place(said: list[Said]) -> None:
+    once = normal(*said)
+    everything = [word for message in once for word in re.findall(r"w\d+\.", json.dumps(message["content"]))]
+    assert everything == [word for message in said for word in re.findall(r"w\d+\.", json.dumps(_content(message)))]
+    roles = ["call" if "tool_calls" in message else message["role"] for message in once]
     assert [a for a, b in pairwise(roles) if a == b and a not in ("call", "tool")] == []
 
 
@@ -95,15 +102,28 @@ def test_a_well_formed_conversation_is_left_alone() -> None:
     assert normal(*said) == expected
 
 
-def test_developers_and_systems_become_one_system_message_at_the_front() -> None:
-    said = [user("a"), developer("One."), assistant("b"), system([text("Two.")]), developer(""), user("c")]
+def test_developers_and_systems_are_system_messages_at_their_places_and_one_if_they_are_neighbours() -> None:
+    said = [
+        developer("Zero."), user("a"), developer("One."), system([text("Two.")]), assistant("b"), system("Three."),
+        user("c"),
+    ]  # fmt: skip
     assert normal(*said) == [
-        system([text("One."), text("\n\n"), text("Two.")]), user("a"), assistant("b"), user("c"),
+        system("Zero."), user("a"), system([text("One."), text("\n\n"), text("Two.")]), assistant("b"),
+        system("Three."), user("c"),
     ]  # fmt: skip
 
 
-def test_users_who_become_neighbours_are_one() -> None:
-    assert normal(user("a"), system("Be brief."), user("b")) == [system("Be brief."), user("a\n\nb")]
+def test_an_empty_system_message_between_users_is_left_out_and_they_are_one() -> None:
+    assert normal(user("a"), system(""), user("b")) == [user("a\n\nb")]
+
+
+@settings(deadline=None)
+@given(unique(), unique())
+def test_a_longer_conversation_begins_with_the_turns_of_a_shorter_one(said: list[Said], more: list[Said]) -> None:
+    before = normal(*said)
+    after = normal(*said, assistant("An answer."), *more)
+    assert after[: len(before) - 1] == before[:-1]
+    assert before[-1]["role"] == "assistant" or after[len(before) - 1] == before[-1]
 
 
 def test_strings_and_parts_make_parts_and_no_two_texts_of_different_messages_are_glued() -> None:

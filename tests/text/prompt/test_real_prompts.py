@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.selection import examples
+from tests.text.conversations import Said
 from tests.text.dialects.families import FOUND
 from tests.text.dialects.real_templates import fetch
 from tests.text.dialects.real_templates import tokenizer as tiny
+from tests.text.prompt.appended import ours, turns
 from tests.text.prompt.equality import CONVERSATIONS, ESCAPED, Compared, codec, compared, tokenizer_for, words
 from tests.text.prompt.test_template_compat import LOOK, conversation, told
 from tests.text.real_tokenizers import fetch_tokenizers
@@ -86,6 +88,29 @@ async def test_in_random_conversations_each_text_is_there_once_and_in_its_place(
                 if [count[word] for word in own] != [1] * len(own) or own != sorted(own, key=text.index):
                     wrong.append((name, role, said))
             await asyncio.sleep(0)
+    assert not wrong, f"{len(wrong)}, the first: {wrong[0]}"
+
+
+async def test_a_longer_conversation_s_prompt_begins_with_the_shorter_one_s(templates: dict[str, str]) -> None:
+    """But for what a template changes by itself: some put tools before the last question, others drop thoughts."""
+    wrong = list[tuple[str, object]]()
+    for name, source in templates.items():
+        model, dice = codec(tiny(source)), random.Random(7)
+        for number in range(examples(24)):
+            tools = number % 2 == 1 and FOUND[name][0] is not None
+            offered = {"tools": [LOOK]} if tools else {}
+
+            async def render(said: list[Said]) -> str:
+                tokens = (await model.prompt(request(*said, **offered))).tokens  # noqa: B023
+                return str(tiny(source)._tokenizer.decode(tokens))  # noqa: B023
+
+            conversation = turns(dice, tools=tools, systems=number % 4 > 1)
+            try:
+                if found := await ours(conversation, render):
+                    wrong.append((name, found))
+            except JobFailure as refusal:
+                if name not in REFUSE and not _may_refuse(refusal):
+                    wrong.append((name, refusal.message))
     assert not wrong, f"{len(wrong)}, the first: {wrong[0]}"
 
 

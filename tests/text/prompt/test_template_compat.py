@@ -34,7 +34,7 @@ ROLES = {
     "ipython": "tool", "TOOL_RESULTS": "tool", "developer": "system",
 }  # fmt: skip
 # Where the words of a role may stand: a template may know no other way.
-MAY_BE = {"system": {"system", "user"}, "user": {"user"}, "assistant": {"assistant"}, "tool": {"tool", "user"}}
+MAY_BE = {"system": {"system", "user", "tool"}, "user": {"user"}, "assistant": {"assistant"}, "tool": {"tool", "user"}}
 
 
 def conversation(dice: random.Random) -> list[Said]:

@@ -41,7 +41,6 @@ from worker.text.vocabulary import Vocabulary
 logger = logging.getLogger("sluice.text")
 
 _QUICK_S = 0.05  # an answer waits for a grammar that is quick to compile, which takes 13 ms if no other is compiled
-_SYSTEM = ("system", "developer")  # roles of messages that `normalize` puts in front
 
 
 class GrammarStates:
@@ -264,8 +263,7 @@ def _continued_text(request: ChatRequest) -> str:
 
     Raises `JobFailure` for a text in several parts.
     """
-    messages = [message for message in request.messages if message.role not in _SYSTEM]
-    last = list(takewhile(_is_answer_text, reversed(messages)))[::-1]
+    last = list(takewhile(_is_answer_text, reversed(request.messages)))[::-1]
     if not last:
         return ""
     (message,) = normalize(last)

@@ -95,7 +95,8 @@ def _offsets(rendered: Rendered) -> list[int]:
         seen.append(itself)
     starts = sorted({start for each in seen for start in each.starts})
     ends = [_before_the_last_word(rendered, starts, each.end) for each in (asked, called) if each]
-    system = sum(message["role"] == "system" and _is_text(message) for message in rendered.conversation)
+    first = rendered.conversation[0]
+    system = int(first["role"] == "system" and _is_text(first))
     return [*ends, *starts[system : system + 1], *reversed(starts)]
 
 

@@ -15,13 +15,13 @@ _ARGUMENTS = TypeAdapter(AnyJsonObject)
 
 
 def normalize(messages: list[Message]) -> Conversation:
-    """Return the conversation with one system message, at the front, and with adjacent turns of a role merged.
+    """Return the conversation with adjacent turns of a role merged; system messages stay at their places.
 
-    Turns with tool calls, and tool results, are not merged. Every text and image occurs once, in order within its
-    role. A conversation that already has this form keeps its messages.
+    Turns with tool calls, and tool results, are not merged. Every text and image occurs once, in order. A conversation
+    that already has this form keeps its messages. No message is changed by later ones of other roles.
     """
     plain = [_assistant(each) if isinstance(each, AssistantMessage) else _plain(each) for each in messages]
-    return merged(sorted(plain, key=lambda message: message["role"] != "system"))
+    return merged([turn for at, turn in enumerate(plain) if at == 0 or turn["role"] != "system" or turn["content"]])
 
 
 def merged(conversation: Conversation) -> Conversation:

@@ -164,6 +164,28 @@ def _turns_between(conversation: Conversation) -> Conversation:
     return turns
 
 
+def _later_systems_in_turns(conversation: Conversation) -> Conversation:
+    """Put each system text behind the first turn into the tool result before it, else into a user turn at its place.
+
+    Only the turns before a text decide where it goes, so that the prompt of a longer conversation begins with this one.
+    It joins a result, since templates drop the thoughts before the last user turn.
+    """
+    turns: Conversation = []
+    marked: Message | None = None  # the last turn, if it is a system text
+    for at, message in enumerate(conversation):
+        if at > 0 and message["role"] == "system":
+            system = f"<system>\n{message['content']}\n</system>"
+            if turns[-1]["role"] == "tool":
+                turns[-1] = {**turns[-1], "content": joined([turns[-1]["content"], system])}
+            else:
+                turns.append(marked := _turn("user", system))
+        elif message["role"] == "tool" and len(turns) > 1 and turns[-1] is marked and _calls(turns[-2]):
+            turns[-1] = {**message, "content": joined([message["content"], marked["content"]])}
+        else:
+            turns.append(message)
+    return merged(turns)
+
+
 def _system_in_user(conversation: Conversation) -> Conversation:
     system, turns = split_system(conversation)
     if not system:
@@ -248,6 +270,11 @@ _OBJECTS = Adaptation("accepts arguments only as objects: other arguments are wr
 _TEXT = Adaptation("accepts arguments only as text: they are sent as JSON", _arguments_as_text)
 _LONE = Adaptation("accepts no tool result without a call: it is sent as a user message", _lone_results_as_user)
 _RESULTS_AS_USER = Adaptation("accepts no tool results: they are sent as user messages", _results_as_user)
+# Is made before all others, for a template that does not take each system message where it stands.
+LATER_SYSTEMS = Adaptation(
+    "accepts system messages only at the front: later ones are marked in user turns or results",
+    _later_systems_in_turns,
+)
 # Is tried after a ladder's changes if the template drops the text beside a call.
 TEXT_APART = Adaptation("drops the text beside a tool call: it gets a turn of its own", _text_apart)
 _EMPTY = Adaptation("accepts no empty turn of the assistant: it is left out", _without_empty_answers)

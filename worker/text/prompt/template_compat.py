@@ -8,6 +8,7 @@ from typing import Any
 
 from worker.text.prompt.template_changes import (
     AS_PARTS,
+    LATER_SYSTEMS,
     SYSTEM_FIRST,
     SYSTEM_IN_USER,
     TEXT_APART,
@@ -61,14 +62,17 @@ class TemplateAdapter:
         self._think = think
         self._ladders = ladders(write_calls)
         self._needed = defaultdict[Ladder, set[Adaptation]](set)  # needed by any request so far
+        self._takes_later_systems: bool | None = None  # not known before the first conversation that has one
 
     def render_unchanged(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
-        """Return what `adapt` returns for an unchanged conversation, with one trial. Raises `NeedsAdaptation`."""
+        """Return what `adapt` returns for a conversation in which at most system messages were changed, with one trial.
+        Raises `NeedsAdaptation`."""
+        conversation, changes = self._with_systems_taken(conversation, tools, render)
         trials = _Trials(tools, render, self._think)
         text = trials.complete_text(conversation)
         if text is None or not trials.has_text_beside_calls(conversation, text):
             raise NeedsAdaptation
-        return text, []
+        return text, changes
 
     def adapt(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
         """Return the template's text, and the changes that it needed; none if it accepts the conversation unchanged.
@@ -76,16 +80,33 @@ class TemplateAdapter:
         A text that omits a part of the conversation is not accepted, unless every text omits something: then the first
         text is returned, with its flaws. If every trial raises, raises the error of the unchanged conversation.
         """
+        conversation, changes = self._with_systems_taken(conversation, tools, render)
         try:
             text, findings = self._adapted(conversation, tools, render)
         except TemplateFailed:
             in_parts = self._in_parts(conversation, tools, render)
             if in_parts is None:
                 raise
-            return in_parts
-        if Flaw.OMITS in findings:
-            return self._in_parts(conversation, tools, render) or (text, findings)
-        return text, findings
+            text, findings = in_parts
+        else:
+            if Flaw.OMITS in findings:
+                text, findings = self._in_parts(conversation, tools, render) or (text, findings)
+        return text, [*changes, *findings]
+
+    def _with_systems_taken(
+        self, conversation: Conversation, tools: Tools, render: Render
+    ) -> tuple[Conversation, list[Finding]]:
+        """Return the conversation with its later system messages as the template takes them, and the change.
+
+        The template decides, and no single conversation: else a turn that follows could change what is before it.
+        """
+        if all(message["role"] != "system" for message in conversation[1:]):
+            return conversation, []
+        if self._takes_later_systems is None:
+            self._takes_later_systems = _takes_later_systems(lambda said: render(said, tools))
+        if self._takes_later_systems:
+            return conversation, []
+        return LATER_SYSTEMS.change(conversation), [LATER_SYSTEMS]
 
     def _in_parts(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]] | None:
         """Return what `adapt` returns if all contents are lists of parts; None if that does not help."""
@@ -223,6 +244,33 @@ class _Trials:
             return self._render(conversation, tools) == text
         except TemplateFailed:
             return False
+
+
+def _takes_later_systems(render: Callable[[Conversation], str]) -> bool:
+    """True if the template writes each system message where it stands, in nobody else's name, and leaves what is before
+    it as it was."""
+    words = [f"later{number}x" for number in range(10)]
+
+    def said(*roles: str, by: str = "system") -> Conversation:
+        return [
+            {"role": by if role == "system" and at else role, "content": words[at]} for at, role in enumerate(roles)
+        ]
+
+    question, rest = ("user", "assistant", "user"), ("assistant", "system", "user", "system", "assistant", "user")
+    for first in (question, ("system", *question)):
+        roles = (*first, *rest)
+        try:
+            # As far as the last question: templates drop thoughts, or their markers, before a later one.
+            before = render(said(*first)).partition(words[len(first) - 1])[0]
+            for count in range(len(first) + 2, len(roles) + 1):
+                text = render(said(*roles[:count]))
+                if not text.startswith(before) or not _in_order(words[:count], text):
+                    return False
+            if text in (render(said(*roles, by="assistant")), render(said(*roles, by="tool"))):
+                return False
+        except TemplateFailed:
+            return False
+    return True
 
 
 def _effective(ladder: Ladder, conversation: Conversation) -> Ladder:
