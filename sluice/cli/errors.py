@@ -21,7 +21,7 @@ from sluice.transport.connection import wrong_credentials
 from sluice.transport.redis_url import UNREADABLE, redacted
 from sluice.transport.refusals import reason_of
 
-INSTALL_WORKER = "in a checkout of Sluice, pip install './sluice[cli]' '.[worker]'"
+INSTALL_WORKER = "in a checkout of Sluice, run ./scripts/setup worker,server"
 INSTALL_GATEWAY = "in a checkout of Sluice, pip install './sluice[cli,serve]'"
 _EXIT_QUEUE_FULL = 4
 

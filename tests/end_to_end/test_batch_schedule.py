@@ -98,4 +98,4 @@ def test_help_teaches_with_an_example_and_needs_no_worker(sluice: Command) -> No
 def test_without_a_worker_s_packages_it_says_what_to_install(sluice: Command) -> None:
     without = "import sys; sys.modules.update(cronsim=None); from sluice.cli import main; main()"
     code, _, err = sluice.python("-c", without, "batch", "schedule")
-    assert (code, "pip install './sluice[cli]' '.[worker]'" in err) == (2, True)
+    assert (code, "run ./scripts/setup worker,server" in err) == (2, True)

@@ -143,7 +143,7 @@ def test_what_is_no_model_is_a_sentence_and_no_traceback() -> None:
 def test_without_the_worker_installed_the_way_out_is_said() -> None:
     code, out, err = run("-c", _WITHOUT_WORKER, "check", str(TINY_CHAT))
     assert (code, out) == (2, "")
-    assert "pip install './sluice[cli]' '.[worker]'" in err
+    assert "run ./scripts/setup worker,server" in err
 
 
 def test_help_has_an_example_and_the_exit_codes() -> None:

@@ -51,9 +51,10 @@ def _serve(settings: dict[str, object]) -> None:
         from worker.app import run
         from worker.errors import CannotStart
         from worker.settings import read_settings
-    except ImportError as missing:
+
+        try:
+            run(read_settings(**settings))
+        except CannotStart as error:
+            raise CliError(str(error)) from None
+    except ModuleNotFoundError as missing:  # the worker imports most of its packages when it runs
         raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
-    try:
-        run(read_settings(**settings))
-    except CannotStart as error:
-        raise CliError(str(error)) from None
