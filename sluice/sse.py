@@ -89,7 +89,7 @@ async def take(source: ReadAhead[T], silence_s: float) -> list[T] | None:
     except TimeoutError:
         if not limit.expired():
             raise
-        return None
+        return await source.take() if source.is_ready else None  # an item and the limit came at the same moment
 
 
 def _frame(event: bytes) -> bytes:

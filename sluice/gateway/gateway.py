@@ -43,7 +43,8 @@ class Gateway:
         self._memory = Memory(settings.max_held_bytes, settings.max_body_bytes)
         self.idempotency_keys = IdempotencyKeys(client.redis, self.retries)
         queue_watch = QueueWatch(client, self.workers, settings.no_worker_s)
-        self.jobs = Jobs(client, self.retries, queue_watch, limits if settings.keys else None)
+        counted = limits if settings.keys else None
+        self.jobs = Jobs(client, self.retries, queue_watch, counted, settings.disconnect_grace_s)
         self.submission = Submission(client, self.workers, settings, self.jobs)
         self.draining = False
 

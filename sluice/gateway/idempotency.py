@@ -1,12 +1,15 @@
-"""`Idempotency-Key`: a retried request finds the job of the first one."""
+"""A retried request finds the job of the first one: by its `Idempotency-Key`, or by its body if the client of the first
+one has left."""
 
 import asyncio
 import hashlib
+import json
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.resources import files
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -14,8 +17,10 @@ from starlette.requests import Request
 
 from sluice import wire
 from sluice.errors import SluiceError
+from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError, was_refused
+from sluice.gateway.threads import in_thread_if_long
 from sluice.transport.retries import Retries
 
 logger = logging.getLogger("sluice.gateway")
@@ -40,6 +45,25 @@ def key_of(request: Request) -> str | None:
 def job_id(caller: Caller, route: str, key: str, prefix: str) -> str:
     """Return the id of the job that belongs to a key: the same in every gateway."""
     return f"{prefix}{hashlib.sha256(repr((caller.tenant, route, key)).encode()).hexdigest()[:32]}"
+
+
+async def retry_key(caller: Caller, route: str, body: Body) -> str:
+    """Return the key under which the jobs of this request wait for its retry, for `Jobs.leave`: the same in every
+    gateway. How the answer is sent does not count: Claude Code repeats a stream that broke off without `stream`. The
+    order of members does not either: Codex writes them in another order each time."""
+    digest = await in_thread_if_long(body.length, _digest, body.content)
+    sender = repr((caller.tenant, caller.key_id, route, digest))
+    return left_key(hashlib.sha256(sender.encode()).hexdigest()[:32])
+
+
+def left_key(digest: str) -> str:
+    """Hash: the ids of the jobs of an answer whose client has left, with spaces between, by Unix seconds."""
+    return f"sluice:serve:left:{digest}"
+
+
+def _digest(content: dict[str, Any]) -> str:
+    counted = {name: value for name, value in content.items() if name not in ("stream", "stream_options")}
+    return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
 
 
 def registration_key(job_id: str) -> str:

@@ -58,7 +58,13 @@ class ServeSettings(BaseSettings):
         10.0, ge=0, description="Seconds that a request waits for a worker of its model before it is refused with 503."
     )
     heartbeat_s: float = Field(
-        15.0, gt=0, description="Seconds of silence in a stream after which a comment keeps its connection open."
+        15.0, gt=0, description="Seconds of silence in a stream after which a sign of life keeps its connection open."
+    )
+    disconnect_grace_s: float = Field(
+        3.0,
+        ge=0,
+        description="Seconds that a job continues after its client has left. If the client sends the same request "
+        "again meanwhile, it gets the job's answer from the beginning. 0 cancels at once.",
     )
     max_body_bytes: int = Field(
         16_000_000,

@@ -68,9 +68,10 @@ async def stream(
     heartbeat_s: float,
     error_frame: Callable[[ApiError], bytes],
     headers: Mapping[str, str] | None = None,
-    heartbeat: bytes = KEEP_ALIVE,
+    heartbeat: Callable[[], bytes] = lambda: KEEP_ALIVE,
 ) -> Response:
-    """Return the response that sends the frames, with a heartbeat after each `heartbeat_s` seconds without one.
+    """Return the response that sends the frames, with a heartbeat after each `heartbeat_s` seconds without one: what
+    `heartbeat` returns when all frames so far have been sent.
 
     Waits for the first frame, but no longer than `heartbeat_s`: an error of `frames` until then is raised here, while a
     status can still be chosen, and a later one is sent as `error_frame`, the last. Closes `frames`, also when the
@@ -110,14 +111,14 @@ async def _body(
     source: ReadAhead[bytes],
     ready: list[bytes] | None,
     heartbeat_s: float,
-    heartbeat: bytes,
+    heartbeat: Callable[[], bytes],
     error_frame: Callable[[ApiError], bytes],
 ) -> Frames:
     """Yield frames, joined if several are ready; `ready` is the first result of `take`."""
     opening = _RETRY
     try:
         while ready != []:
-            yield opening + (heartbeat if ready is None else b"".join(ready))
+            yield opening + (heartbeat() if ready is None else b"".join(ready))
             opening = b""
             ready = await take(source, heartbeat_s)
     except ApiError as error:

@@ -203,6 +203,11 @@ class ReadAhead(Generic[T]):
             self._ready.clear()
         return items
 
+    @property
+    def is_ready(self) -> bool:
+        """True if `take` returns, or raises, without waiting."""
+        return self._ready.is_set()
+
     async def close(self) -> None:
         """Close the source and wait until it is closed."""
         if self._task is None:

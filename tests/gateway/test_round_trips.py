@@ -23,6 +23,7 @@ KEYED = {"idempotency-key": "k"}
 
 SUBMIT, LIMIT, SETTLE = ["EVALSHA"], ["EVALSHA"], ["EVALSHA"]
 CLAIM, NOTE = ["SET"], ["SET"]
+RETURN = ["HGETALL"]  # to a job whose client has left
 STORED = ["HGET", "EXISTS", "STRLEN", "LLEN", "LRANGE"]
 EVENTS = [["SUBSCRIBE"], ["LRANGE", "EXISTS"]]
 END = [["UNSUBSCRIBE"]]
@@ -82,8 +83,8 @@ async def trips_of(
 @pytest.mark.parametrize(
     ("key", "headers", "expected"),
     [
-        ("free", {}, [SUBMIT, *EVENTS, SETTLE, *END]),
-        ("limited", {}, [LIMIT, SUBMIT, *EVENTS, SETTLE, *END]),
+        ("free", {}, [RETURN, SUBMIT, *EVENTS, SETTLE, *END]),
+        ("limited", {}, [RETURN, LIMIT, SUBMIT, *EVENTS, SETTLE, *END]),
         ("free", KEYED, [CLAIM, SUBMIT, NOTE, *EVENTS, SETTLE, *END]),
     ],
 )
@@ -99,7 +100,7 @@ async def test_a_response_is_stored_in_the_round_trip_that_queues_its_job(
 ) -> None:
     body = {"input": "Hi.", "stream": True, "store": store}
     stored = [["EVALSHA"]] if store else []  # the response, once it has ended
-    expected = sorted([SUBMIT, *EVENTS, SETTLE, *stored, *END])
+    expected = sorted([RETURN, SUBMIT, *EVENTS, SETTLE, *stored, *END])
     assert await trips_of(http, trips, "free", {}, "/v1/responses", body) == expected
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 import schemas
 from schemas import ChatRequest, keys
 from schemas.events import ErrorType, JobError, Timings, Usage
-from sluice.gateway.idempotency import registration_key
+from sluice.gateway.idempotency import left_key, registration_key
 from sluice.gateway.keys.limits import limit_key, reservation_key
 from sluice.gateway.responses.store import final_key, record_key
 from tests.schemas import page
@@ -81,7 +81,7 @@ def test_the_page_s_key_table_has_every_key() -> None:
 def test_the_page_has_every_key_of_the_front() -> None:
     listed = {name for cells in page.rows("Keys of the HTTP gateway") for name in page.names(cells[0])}
     front = [reservation_key, registration_key, record_key, final_key]
-    assert listed == {"sluice:serve:models", limit_key("<key>"), *(key("<id>") for key in front)}
+    assert listed == {"sluice:serve:models", limit_key("<key>"), left_key("<digest>"), *(key("<id>") for key in front)}
 
 
 def test_the_page_s_names_match_as_ours_do() -> None:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sluice.gateway import idempotency, sse
+from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.chat.answer import completion_of, outcome_of
 from sluice.gateway.chat.request import ID_PREFIX, ChatRequest, job_ids, job_ids_of, read_request
@@ -46,10 +47,12 @@ def routes(gateway: Gateway) -> list[Route]:
 
 @dataclass(frozen=True, slots=True)
 class _Jobs:
-    """The jobs of one answer. `detached`: they continue when the client leaves."""
+    """The jobs of one answer. `detached`: they continue when the client leaves; else `retry_key` is where a retry finds
+    them for a while."""
 
     ids: Sequence[str]
     detached: bool
+    retry_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +93,29 @@ class _Chat:
         caller.held.add((chat.choices - 1) * body.length)  # each job has the whole body
         key = idempotency.key_of(request)
         if key is None:
-            ids = job_ids(f"{ID_PREFIX}{uuid.uuid4().hex}", chat.choices)
-            jobs = _Jobs(ids, chat.body.get("on_disconnect") == "continue")
-            await unless_disconnected(request, self._submit(caller, chat, jobs))
+            jobs = await unless_disconnected(request, self._submit_or_return(caller, chat, body))
         else:
             base = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
             jobs = _Jobs(job_ids(base, chat.choices), True)
             await unless_disconnected(request, self._submit_once(caller, chat, jobs, base, body.digest))
         return _Accepted(jobs, requested_model(chat.body), chat.stream, chat.include_usage)
+
+    async def _submit_or_return(self, caller: Caller, chat: ChatRequest, body: Body) -> _Jobs:
+        """Queue the jobs of a request without a key, or return to those that it has queued before its client left."""
+        ids: Sequence[str] = job_ids(f"{ID_PREFIX}{uuid.uuid4().hex}", chat.choices)
+        if chat.body.get("on_disconnect") == "continue":
+            jobs = _Jobs(ids, True)
+        else:
+            key = await idempotency.retry_key(caller, _PATH, body)
+            if (returned := await self._gateway.jobs.returned(key)) is not None:
+                ids, stored = returned
+                with self._gateway.jobs.abandoning(ids, detached=False):
+                    caller.held.release()
+                    caller.held.add(stored.event_bytes)
+                return _Jobs(ids, False, key)
+            jobs = _Jobs(ids, False, key)
+        await self._submit(caller, chat, jobs)
+        return jobs
 
     async def _submit(self, caller: Caller, chat: ChatRequest, jobs: _Jobs, *, has_key: bool = False) -> None:
         """Queue the jobs. After that the caller holds nothing of the body."""
@@ -124,7 +142,7 @@ class _Chat:
         """Return the completion. If one job fails or the client leaves, all are cancelled."""
         tasks = [asyncio.create_task(self._gateway.jobs.result(job_id, timer=timer)) for job_id in jobs.ids]
         try:
-            with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached):
+            with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached, retry_key=jobs.retry_key):
                 return completion_of(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
@@ -141,7 +159,7 @@ class _Chat:
         """Yield the frames. If one job fails or the client leaves, all are cancelled."""
         events = partial(self._gateway.jobs.events, timer=timer)
         source = frames(jobs.ids, events, include_usage=include_usage, seen=seen)
-        with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached):
+        with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached, retry_key=jobs.retry_key):
             async with aclosing(source):
                 async for frame in source:
                     yield frame

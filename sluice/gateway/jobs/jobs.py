@@ -4,8 +4,10 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -15,9 +17,10 @@ from sluice.cancellation import Outcome
 from sluice.client import Client
 from sluice.errors import JobCancelled, JobFailed, ServerUnreachable, SluiceError
 from sluice.gateway.caller import Caller
+from sluice.gateway.disconnect import ClientDisconnected, error_of, until_ended
 from sluice.gateway.errors import ApiError
 from sluice.gateway.jobs.queue_watch import QueueWatch
-from sluice.gateway.jobs.stored import StoredAnswer, read_stored
+from sluice.gateway.jobs.stored import Available, StoredAnswer, read_stored
 from sluice.gateway.keys.limits import Limits, used_tokens
 from sluice.gateway.monitoring.answers import AnswerTimer
 from sluice.transport.retries import Retries
@@ -26,15 +29,25 @@ from sluice.wire import Event
 logger = logging.getLogger("sluice.gateway")
 
 _UNKNOWN_S = 2.0  # short, since a job exists as soon as it is submitted
+_LEFT_LIFE_MS = (
+    60_000  # of the note of a job whose client has left, beyond the grace: its gateway may be late or ending
+)
+_MAX_LEFT = 1_000  # answers without a client that each process lets continue; further ones are cancelled at once
+_LEFT = asyncio.CancelledError, GeneratorExit, ClientDisconnected  # what ends the work for a client that has left
+_ENDED = b"finished", b"failed", b"cancelled"
 
 
 class Jobs:
     """Reads, settles and cancels the jobs of all interfaces."""
 
-    def __init__(self, client: Client, retries: Retries, queue_watch: QueueWatch, limits: Limits | None) -> None:
-        """`limits`: those that the usage of jobs counts for; None without keys."""
+    def __init__(
+        self, client: Client, retries: Retries, queue_watch: QueueWatch, limits: Limits | None, grace_s: float
+    ) -> None:
+        """`limits`: those that the usage of jobs counts for; None without keys. `grace_s`: seconds that a job continues
+        after its client has left."""
         self._client, self._retries = client, retries
         self._queue_watch, self._limits = queue_watch, limits
+        self._grace_s, self._left = grace_s, 0
         self._draining = False
         self._background = set[asyncio.Task[None]]()
 
@@ -119,6 +132,69 @@ class Jobs:
             return
         self.in_background(self._cancel_all(list(job_ids)))
 
+    def leave(self, job_ids: Sequence[str], retry_key: str) -> None:
+        """Let the jobs of an answer continue for the grace after its client has left, without waiting, and cancel them
+        then unless `returned` has found them."""
+        if not self._grace_s or (self._left >= _MAX_LEFT and not self._draining):
+            return self.abandon(job_ids)
+        self.in_background(self._leave(job_ids, retry_key))
+
+    async def _leave(self, job_ids: Sequence[str], retry_key: str) -> None:
+        field = " ".join(job_ids)
+        self._left += 1
+        try:
+            if not await self._retries.run(lambda: self._note_left(job_ids, retry_key, field)) or self._draining:
+                return
+            await asyncio.sleep(self._grace_s)
+            if not await self._retries.run(lambda: self._client.redis.hdel(retry_key, field)):
+                return
+        except (SluiceError, RedisError) as error:
+            logger.warning("job %s: cancelled at once, since its retry could not find it: %s", job_ids[0], error)
+        finally:
+            self._left -= 1
+        await self._cancel_all(job_ids)
+
+    async def _note_left(self, job_ids: Sequence[str], retry_key: str, field: str) -> bool:
+        """Note jobs for a retry, unless they have ended: their client has the whole answer, and the same request is a
+        new one."""
+        async with self._client.redis.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hget(wire.job_key(job_id), "state")
+            states = await pipe.execute()
+        if all(state in _ENDED for state in states):
+            return False
+        async with self._client.redis.pipeline(transaction=False) as pipe:
+            pipe.hset(retry_key, field, str(round(time.time())))
+            pipe.pexpire(retry_key, round(self._grace_s * 1000) + _LEFT_LIFE_MS)
+            await pipe.execute()
+        return True
+
+    async def returned(self, retry_key: str) -> tuple[Sequence[str], StoredAnswer] | None:
+        """Return the jobs of the same request whose client has left, and what the server has of their answer; None if
+        there are none. From then on they are the caller's, and no other request finds them."""
+        if not self._grace_s:
+            return None
+        claim = asyncio.create_task(self._claim(retry_key))
+        try:
+            await until_ended([claim])
+        except asyncio.CancelledError:
+            if error_of(claim) is None and (found := claim.result()) is not None:
+                self.leave(found[0], retry_key)
+            raise
+        return claim.result()
+
+    async def _claim(self, retry_key: str) -> tuple[Sequence[str], StoredAnswer] | None:
+        redis = self._client.redis
+        for name in await self._retries.run(lambda: redis.hgetall(retry_key)):
+            field = name.decode()
+            job_ids = field.split()
+            if not await self._retries.run(partial(redis.hdel, retry_key, field)):
+                continue  # another request was faster, or the grace is over
+            stored = await self.stored(job_ids)
+            if stored.available is Available.EVENTS and not stored.is_lost:
+                return job_ids, stored
+        return None
+
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Do work that no client waits for. It handles its own errors."""
         task = asyncio.create_task(work)
@@ -126,15 +202,23 @@ class Jobs:
         task.add_done_callback(self._background.discard)
 
     @contextmanager
-    def abandoning(self, job_ids: Iterable[str], *, detached: bool) -> Iterator[None]:
-        """Cancel these jobs, as `abandon` does, if the body fails or its client leaves, unless they are detached."""
-        with ExitStack() as stack:
-            if not detached:
-                stack.callback(self.abandon, job_ids)
-            yield
-            stack.pop_all()
+    def abandoning(self, job_ids: Sequence[str], *, detached: bool, retry_key: str | None = None) -> Iterator[None]:
+        """Cancel these jobs, as `abandon` does, if the body fails or its client leaves, unless they are detached. With
+        `retry_key`, those of a client that leaves continue for a while, as `leave` describes."""
 
-    async def _cancel_all(self, job_ids: list[str]) -> None:
+        def end(kind: type[BaseException] | None, *_: object) -> None:
+            if kind is None or detached:
+                return
+            if retry_key is not None and issubclass(kind, _LEFT):
+                self.leave(job_ids, retry_key)
+            else:
+                self.abandon(job_ids)
+
+        with ExitStack() as stack:
+            stack.push(end)
+            yield
+
+    async def _cancel_all(self, job_ids: Iterable[str]) -> None:
         for job_id in job_ids:
             try:
                 await self._client.cancel(job_id)

@@ -24,11 +24,13 @@ class Available(Enum):
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
     """What the server has of an answer: `available` is that of its first job, the bytes are those of all jobs together.
-    Those of events are their number by the mean length of the last ones."""
+    Those of events are their number by the mean length of the last ones. `is_lost`: the first job has failed or was
+    cancelled."""
 
     available: Available
     result_bytes: int
     event_bytes: int
+    is_lost: bool
 
 
 async def read_stored(redis: Redis, retries: Retries, job_ids: Sequence[str]) -> StoredAnswer:
@@ -51,7 +53,7 @@ async def read_stored(redis: Redis, retries: Retries, job_ids: Sequence[str]) ->
         available = Available.EVENTS
     else:
         available = Available.NOTHING if state is None else Available.RESULT
-    return StoredAnswer(available, sum(sizes[::3]), event_bytes)
+    return StoredAnswer(available, sum(sizes[::3]), event_bytes, state in (b"failed", b"cancelled"))
 
 
 def _event_bytes(number: int, last: Sequence[bytes]) -> int:

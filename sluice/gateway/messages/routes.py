@@ -22,13 +22,15 @@ from sluice.gateway.jobs.stored import Available
 from sluice.gateway.messages.body import CountBody, MessagesBody, validate
 from sluice.gateway.messages.errors import ID_PREFIX, endpoint, error_body, id_headers
 from sluice.gateway.messages.request import chat_request, prompt_fields
-from sluice.gateway.messages.stream import PING, MessageEvent, MessageStream, whole_message
+from sluice.gateway.messages.stream import PING, UNCHANGED, MessageEvent, MessageStream, whole_message
 from sluice.gateway.threads import in_thread_if_long, json_response
+from sluice.presence import mapped_name
 from sluice.wire import Event, Progress, Restarted
 
 T = TypeVar("T")
 
 _PATH = "/v1/messages"
+_CLAUDE_CODE = "claude-cli/"  # the beginning of its User-Agent
 _FIRST_VERSION = "2023-06-01"  # later ones add to this form; earlier ones stream another
 
 
@@ -43,14 +45,14 @@ def routes(gateway: Gateway) -> list[Route]:
 
 @dataclass(frozen=True, slots=True)
 class _Accepted:
-    """A request whose job is queued. It holds nothing of the body. `detached`: the job continues when the client
-    leaves."""
+    """A request whose job is queued. It holds nothing of the body. `retry_key`: where a retry finds the job for a while
+    after the client has left; without one, the job continues then."""
 
     job_id: str
     model: str  # as the request names it
     stream: bool
     omit_thinking: bool
-    detached: bool
+    retry_key: str | None
 
 
 class _Messages:
@@ -67,10 +69,10 @@ class _Messages:
         timer = self._gateway.timer(accepted.model, started, stream=accepted.stream)
         events = self._gateway.jobs.events(job_id, timer=timer)
         if accepted.stream:
-            frames = self._frames(job_id, events, detached=accepted.detached, omit_thinking=omits)
-            return await self._stream(request, frames)
+            return await self._stream(request, accepted, events)
         reading = self._whole(events, omit_thinking=omits)
-        whole = await self._unless_disconnected(request, reading, detached=accepted.detached)
+        detached, retry_key = accepted.retry_key is None, accepted.retry_key
+        whole = await self._unless_disconnected(request, reading, detached=detached, retry_key=retry_key)
         return await json_response(whole, id_headers(job_id))
 
     async def _accept(self, request: Request) -> _Accepted:
@@ -79,12 +81,27 @@ class _Messages:
         wanted, chat = await in_thread_if_long(body.length, _read_message, body.content)
         omits = getattr(wanted.thinking, "display", None) == "omitted"
         key = idempotency.key_of(request)
-        if key is None:
-            await unless_disconnected(request, self._submit(caller, request.state.request_id, chat))
+        retry_key = await idempotency.retry_key(caller, _PATH, body) if key is None else None
+        if retry_key is not None:
+            submitting = self._submit_or_return(caller, request.state.request_id, chat, retry_key)
+            request.state.request_id = await unless_disconnected(request, submitting)
         else:
+            assert key is not None
             request.state.request_id = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
             await unless_disconnected(request, self._submit_once(caller, request.state.request_id, chat, body.digest))
-        return _Accepted(request.state.request_id, wanted.model, bool(wanted.stream), omits, key is not None)
+        return _Accepted(request.state.request_id, wanted.model, bool(wanted.stream), omits, retry_key)
+
+    async def _submit_or_return(self, caller: Caller, job_id: str, chat: dict[str, Any], retry_key: str) -> str:
+        """Queue the job of a request without a key, or return to the one that it has queued before its client left.
+        Returns the id of the job."""
+        if (returned := await self._gateway.jobs.returned(retry_key)) is None:
+            await self._submit(caller, job_id, chat)
+            return job_id
+        (found,), stored = returned
+        with self._gateway.jobs.abandoning([found], detached=False):
+            caller.held.release()
+            caller.held.add(stored.event_bytes)
+        return found
 
     async def _submit(self, caller: Caller, job_id: str, chat: dict[str, Any], *, has_key: bool = False) -> None:
         """Queue the job. After that the caller holds nothing of the body."""
@@ -121,9 +138,11 @@ class _Messages:
             raise ApiError(400, message, code="invalid_request")
         return caller, await self._gateway.read_body(request, caller)
 
-    async def _unless_disconnected(self, request: Request, work: Coroutine[Any, Any, T], *, detached: bool) -> T:
+    async def _unless_disconnected(
+        self, request: Request, work: Coroutine[Any, Any, T], *, detached: bool, retry_key: str | None = None
+    ) -> T:
         """Return what the work returns. Cancels the job if the work fails or the client leaves."""
-        with self._gateway.jobs.abandoning([request.state.request_id], detached=detached):
+        with self._gateway.jobs.abandoning([request.state.request_id], detached=detached, retry_key=retry_key):
             return await unless_disconnected(request, work)
 
     async def _whole(self, source: AsyncGenerator[Event], *, omit_thinking: bool) -> dict[str, Any]:
@@ -135,23 +154,25 @@ class _Messages:
                 emitted += stream.events(event)
         return whole_message(emitted)
 
-    async def _stream(self, request: Request, frames: AsyncGenerator[bytes]) -> Response:
-        request_id: str = request.state.request_id
+    async def _stream(self, request: Request, accepted: _Accepted, events: AsyncGenerator[Event]) -> Response:
+        stream, job_id = MessageStream(omit_thinking=accepted.omit_thinking), accepted.job_id
+        is_claude_code = request.headers.get("user-agent", "").startswith(_CLAUDE_CODE)
+        between_blocks = UNCHANGED if is_claude_code else PING
+        model = mapped_name(accepted.model, self._gateway.settings.model_map)
         return await sse.stream(
             request,
-            frames,
+            self._frames(stream, job_id, events, accepted.retry_key),
             heartbeat_s=self._gateway.settings.heartbeat_s,
-            error_frame=lambda error: _frame(error_body(error, request_id)),
-            headers=id_headers(request_id),
-            heartbeat=_frame(PING),
+            error_frame=lambda error: _frame(error_body(error, job_id)),
+            headers=id_headers(job_id),
+            heartbeat=lambda: _frame(stream.keep_alive(job_id, model, between_blocks=between_blocks)),
         )
 
     async def _frames(
-        self, job_id: str, source: AsyncGenerator[Event], *, detached: bool, omit_thinking: bool
+        self, stream: MessageStream, job_id: str, source: AsyncGenerator[Event], retry_key: str | None
     ) -> AsyncGenerator[bytes]:
         """Yield the frames. If the job fails or the client leaves, it is cancelled."""
-        stream = MessageStream(omit_thinking=omit_thinking)
-        with self._gateway.jobs.abandoning([job_id], detached=detached):
+        with self._gateway.jobs.abandoning([job_id], detached=retry_key is None, retry_key=retry_key):
             async with aclosing(source) as events:
                 async for event in events:
                     if isinstance(event, Progress) and not event.stored:

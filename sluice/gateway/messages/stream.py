@@ -18,6 +18,12 @@ from sluice.wire import Cancelled, Delta, Event, Failed, Finished, Restarted, St
 MessageEvent = dict[str, Any]
 
 PING: MessageEvent = {"type": "ping"}
+# Changes nothing, and Anthropic allows several. LiteLLM takes it for the end of the answer.
+UNCHANGED: MessageEvent = {
+    "type": "message_delta",
+    "delta": {"stop_reason": None, "stop_sequence": None},
+    "usage": {"output_tokens": 0},
+}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -41,7 +47,7 @@ class MessageStream:
                 return self._restart()
             case Started() if not self._begun:
                 self._begun = True
-                return [{"type": "message_start", "message": _empty_message(event)}]
+                return [_start(event.id, event.model)]
             case Delta():
                 return self._delta(event)
             case Finished():
@@ -51,6 +57,20 @@ class MessageStream:
             case Cancelled():
                 raise JobCancelled(event.reason)
         return []
+
+    def keep_alive(self, id: str, model: str, *, between_blocks: MessageEvent) -> MessageEvent:
+        """Return an event that adds nothing to the message, for a silence after the events so far: one that Claude Code
+        counts as a sign of life, which a `ping` is not. `id`, `model`: of the message, if it has not begun.
+        `between_blocks`: the event while no block is open."""
+        match self._open:
+            case "text":
+                return self._block_delta({"type": "text_delta", "text": ""})
+            case "thinking":
+                return self._block_delta({"type": "thinking_delta", "thinking": ""})
+        if self._begun:
+            return between_blocks
+        self._begun = True
+        return _start(id, model)
 
     def _restart(self) -> list[MessageEvent]:
         if self._blocks:
@@ -200,18 +220,19 @@ def _complete(block: dict[str, Any], written: str) -> None:
         block[block["type"]] = written
 
 
-def _empty_message(event: Started) -> dict[str, Any]:
-    return {
-        "id": event.id,
+def _start(id: str, model: str) -> MessageEvent:
+    message: dict[str, Any] = {
+        "id": id,
         "type": "message",
         "role": "assistant",
-        "model": event.model,
+        "model": model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
         "stop_details": None,
         "usage": {**_usage(Usage()), "service_tier": "standard"},
     }
+    return {"type": "message_start", "message": message}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

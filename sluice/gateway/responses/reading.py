@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeGuard
 
 from sluice import wire
@@ -28,31 +29,40 @@ _FIRST_EVENT_S = 1.0  # within which a failure still becomes an HTTP status
 
 
 class Reading:
-    """One reader of a job's events. `detached`: the job continues when the reader leaves; `timer`: of the request that
-    they answer."""
+    """One reader of a job's events. `detached`: the job continues when the reader leaves, else a retry finds it for a
+    while under `retry_key`; `timer`: of the request that they answer."""
 
     def __init__(
-        self, gateway: Gateway, store: Store, head: Head, *, detached: bool, timer: AnswerTimer | None = None
+        self,
+        gateway: Gateway,
+        store: Store,
+        head: Head,
+        *,
+        detached: bool,
+        retry_key: str | None = None,
+        timer: AnswerTimer | None = None,
     ) -> None:
         self._gateway = gateway
         self._store = store
         self._head = head
-        self._detached = detached
+        self._abandoning = partial(gateway.jobs.abandoning, [head.id], detached=detached, retry_key=retry_key)
         self._state = ResponseState(head)
         self._source = ReadAhead(gateway.jobs.events(head.id, timer=timer))
         self._is_over = False
+        self._last_number = 0  # of the last event that was framed
 
     async def whole(self) -> Response:
         """Return the response after the job's end, and store it if the request said so. Raises `JobFailed`."""
-        try:
-            while events := await self._source.take():
-                for event in events:
-                    await self._check(event)
-                    self._state.add(event)
-            await self._store_end()
-            return self._state.response
-        finally:
-            await asyncio.shield(self._close())
+        with self._abandoning():
+            try:
+                while events := await self._source.take():
+                    for event in events:
+                        await self._check(event)
+                        self._state.add(event)
+                await self._store_end()
+                return self._state.response
+            finally:
+                await asyncio.shield(self._source.close())
 
     async def frames(self, after: int = -1, *, refuses: bool) -> AsyncGenerator[bytes]:
         """Yield the stream's events after number `after`, as server-sent events.
@@ -60,18 +70,26 @@ class Reading:
         The stream ends with the response, or with the event `error` if the job starts over. With `refuses`, raises
         `JobFailed` if that is the job's first event, before the first frame.
         """
-        try:
-            events = await take(self._source, _FIRST_EVENT_S)
-            if refuses and events:
-                await self._check(events[0])
-            made = self._state.opening()
-            while events != []:
-                waits = b"".join(sse.waiting(each) for each in events or () if _is_wait(each))
-                if frames := waits + _framed(made + await self._add(events or (), after), after):
-                    yield frames
-                made, events = [], [] if self._is_over else await self._source.take()
-        finally:
-            await asyncio.shield(self._close())
+        with self._abandoning():
+            try:
+                events = await take(self._source, _FIRST_EVENT_S)
+                if refuses and events:
+                    await self._check(events[0])
+                made = self._state.opening()
+                while events != []:
+                    waits = b"".join(sse.waiting(each) for each in events or () if _is_wait(each))
+                    made += await self._add(events or (), after)
+                    self._last_number = made[-1]["sequence_number"] if made else self._last_number
+                    if frames := waits + _framed(made, after):
+                        yield frames
+                    made, events = [], [] if self._is_over else await self._source.take()
+            finally:
+                await asyncio.shield(self._source.close())
+
+    def keep_alive(self) -> bytes:
+        """Return the event for a silence, as OpenAI sends it; Codex counts events as signs of life, comments not. It is
+        not one of the numbered events: its number is that of the one before it."""
+        return sse.frame({"type": "keepalive", "sequence_number": self._last_number}, event="keepalive")
 
     def error_frame(self, error: ApiError) -> bytes:
         """Return the last event of a stream that failed on the way to the client. It is not one of the numbered events:
@@ -91,11 +109,6 @@ class Reading:
             await self._store_end()
         return made
 
-    async def _close(self) -> None:
-        await self._source.close()
-        if not self._detached and not self._is_over and not self._state.ended:
-            self._gateway.jobs.abandon([self._head.id])
-
     async def _store_end(self) -> None:
         if self._head.echo["store"] and self._state.ended:
             await self._store.store_final(self._state.response)
@@ -103,7 +116,6 @@ class Reading:
     async def _check(self, event: wire.Event) -> None:
         """Raise `JobFailed` for a failure. Nothing is kept of such a response."""
         if isinstance(event, wire.Failed):
-            self._is_over = True
             await self._store.delete(self._head.id)
             raise JobFailed(replace(event.error, param=own_name(event.error.param)))
 

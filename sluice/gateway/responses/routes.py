@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from redis.exceptions import RedisError
@@ -57,12 +57,13 @@ def routes(gateway: Gateway) -> list[Route]:
 @dataclass(frozen=True)
 class _Accepted:
     """A request whose job is queued, or was before. `detached`: the job continues when the client leaves; `response` is
-    the answer if no event has to be awaited."""
+    the answer if no event has to be awaited; `retry_key`: where a retry finds the job for a while after that."""
 
     head: Head
     stream: bool
     detached: bool
     response: Response | None = None
+    retry_key: str | None = None
 
 
 class _Responses:
@@ -82,7 +83,8 @@ class _Responses:
         if accepted.response is not None:
             return await json_response(accepted.response)
         timer = self._gateway.timer(head.echo["model"], started, stream=accepted.stream)
-        reading = Reading(self._gateway, self._store, head, detached=accepted.detached, timer=timer)
+        detached, retry_key = accepted.detached, accepted.retry_key
+        reading = Reading(self._gateway, self._store, head, detached=detached, retry_key=retry_key, timer=timer)
         if accepted.stream:
             return await self._stream(http, reading, reading.frames(refuses=True))
         return await json_response(await unless_disconnected(http, reading.whole()))
@@ -96,8 +98,13 @@ class _Responses:
         """Queue the job of a request, or find that of its `Idempotency-Key`."""
         request = await in_thread_if_long(body.length, read_request, body.content)
         if key is None:
+            retry_key = None if request.background else await idempotency.retry_key(caller, _PATH, body)
+            if retry_key is not None and (found := await self._gateway.jobs.returned(retry_key)) is not None:
+                with self._gateway.jobs.abandoning(found[0], detached=False, retry_key=retry_key):
+                    joined = await self._join(caller, request, body, found[0][0])
+                return replace(joined, detached=False, retry_key=retry_key)
             new = await self._new(caller, request, body, PREFIX + uuid.uuid4().hex)
-            return await self._queue(caller, request, new, has_key=False)
+            return replace(await self._queue(caller, request, new, has_key=False), retry_key=retry_key)
         response_id = idempotency.job_id(caller, _PATH, key, PREFIX)
         async with self._gateway.idempotency_keys.registered(response_id, [response_id], body.digest) as was_queued:
             if was_queued:
@@ -160,6 +167,7 @@ class _Responses:
             frames,
             heartbeat_s=self._gateway.settings.heartbeat_s,
             error_frame=reading.error_frame,
+            heartbeat=reading.keep_alive,
         )
 
     async def retrieve(self, http: Request) -> HttpResponse:

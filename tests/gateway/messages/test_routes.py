@@ -24,6 +24,7 @@ from redis.asyncio import Redis
 from schemas import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
+from sluice.gateway.messages.stream import UNCHANGED
 from tests.fakes import TIMINGS, ByteTokenizer, FakeEngine, worker_context
 from tests.gateway.fronts import Front, serving
 from tests.images.pictures import patch, saved
@@ -179,16 +180,27 @@ async def test_a_count_of_a_client_that_leaves_is_cancelled(front: Front, db: Re
     await until(cancelled)
 
 
-async def test_a_silent_stream_is_kept_open_by_pings(redis_url: str, db: Redis) -> None:
+@pytest.mark.parametrize("program", ["claude-cli/2.1.332 (external, cli)", "LiteLLM"])
+async def test_a_silent_stream_is_kept_open_by_what_its_client_counts(redis_url: str, db: Redis, program: str) -> None:
+    limited: Said = {**HELLO, "max_tokens": 3}
     async with answering(redis_url, db, step_s=0.1):
         with serving(redis_url, ServeSettings(_env_file=None, heartbeat_s=0.02)) as front:
             async with httpx.AsyncClient(base_url=front.url) as http:
-                answer = await http.post(PATH, json={**HELLO, "max_tokens": 3, "stream": True})
-            client = AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0)
-            async with client, client.messages.stream(**{**HELLO, "max_tokens": 3}) as stream:
-                assert await stream.get_final_text() == ANSWER[:3]
-    assert {"type": "ping"} in events_of(answer.text)
-    assert events_of(answer.text)[-1] == {"type": "message_stop"}
+                answer = await http.post(PATH, json={**limited, "stream": True}, headers={"user-agent": program})
+            client = AsyncAnthropic(
+                base_url=front.url, api_key="none", max_retries=0, default_headers={"user-agent": program}
+            )
+            async with client, client.messages.stream(**limited) as stream:
+                message = await stream.get_final_message()
+    events = events_of(answer.text)
+    assert events[0]["type"] == "message_start"
+    assert [event["type"] for event in events].count("message_start") == 1
+    assert ({"type": "ping"} in events) == (program == "LiteLLM")
+    assert (UNCHANGED in events) == (program != "LiteLLM")
+    assert {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": ""}} in events
+    assert events[-1] == {"type": "message_stop"}
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": ANSWER[:3]}]
+    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 3)
 
 
 async def test_a_job_that_ends_badly_in_its_stream_ends_it_with_an_error_event(

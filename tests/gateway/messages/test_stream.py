@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from sluice import JobCancelled, JobFailed
-from sluice.gateway.messages.stream import MessageEvent, MessageStream, whole_message
+from sluice.gateway.messages.stream import PING, UNCHANGED, MessageEvent, MessageStream, whole_message
 from sluice.openai import JobRestarted
 from sluice.wire import Event, parse_event
 
@@ -220,3 +220,32 @@ def test_failures_and_cancellations_are_raised() -> None:
     assert failed.value.error.type == "internal"
     with pytest.raises(JobCancelled):
         streamed(STARTED, {"type": "cancelled", "reason": "requested", "usage": USAGE})
+
+
+@pytest.mark.parametrize("between_blocks", [PING, UNCHANGED])
+def test_signs_of_life_after_every_event_change_nothing(between_blocks: MessageEvent) -> None:
+    said = [
+        STARTED,
+        delta(reasoning="Hm"),
+        delta(content="a"),
+        delta(tool_calls=[call(0, "", name="f")]),
+        delta(tool_calls=[call(0, '{"x": 1}')]),
+        finished("tool_calls"),
+    ]
+    events = [
+        parse_event(json.dumps({"id": "j", "seq": k, "attempt": 1, "ts": 1.0, **each})) for k, each in enumerate(said)
+    ]
+    quiet, silent = MessageStream(), MessageStream()
+    kept = [silent.keep_alive("j", "m", between_blocks=between_blocks)]
+    for event in events:
+        kept += silent.events(event)
+        if event is not events[-1]:
+            kept.append(silent.keep_alive("j", "m", between_blocks=between_blocks))
+    plain = [made for event in events for made in quiet.events(event)]
+    assert len(kept) == len(plain) + len(events) - 1
+    snapshot = by_sdk([each for each in kept if each["type"] != "ping"])  # which the client drops before
+    expected = whole_message(plain)
+    assert [block["type"] for block in snapshot["content"]] == ["thinking", "text", "tool_use"]
+    assert [block["type"] for block in expected["content"]] == ["thinking", "text", "tool_use"]
+    assert whole_message(kept) == expected
+    assert (snapshot["stop_reason"], snapshot["usage"]["output_tokens"]) == ("tool_use", 3)

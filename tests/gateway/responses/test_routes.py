@@ -129,18 +129,24 @@ async def test_half_a_surrogate_pair_is_refused_and_breaks_nothing(http: httpx.A
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_heartbeats_are_comments_between_events(redis_url: str, real_front: Front) -> None:
+async def test_a_silent_stream_is_kept_open_by_events_without_a_number_of_their_own(
+    redis_url: str, real_front: Front
+) -> None:
     settings = ServeSettings(_env_file=None, heartbeat_s=0.05)
     waiting = {"input": COUNT, "stream": True, **ENDLESS, "deadline_s": 1.5}
     with serving(redis_url, settings) as front:
         async with httpx.AsyncClient(base_url=front.base_url, timeout=60) as http:
             busy = [asyncio.create_task(http.post("/responses", json=waiting)) for _ in range(40)]
             answers = [await each for each in busy]
-    late = [answer.text for answer in answers if answer.status_code == 200 and ": keep-alive\n" in answer.text]
+    late = [answer.text for answer in answers if answer.status_code == 200 and "keepalive" in answer.text]
     assert late
     for text in late:
-        data_of(text)
-        assert ": keep-alive\n\n" not in text
+        numbers = [event["sequence_number"] for event in data_of(text) if event["type"] != "keepalive"]
+        assert numbers == [*range(len(numbers))]
+        before = 0
+        for event in data_of(text):
+            assert event["type"] != "keepalive" or event["sequence_number"] == before
+            before = event["sequence_number"]
 
 
 async def test_for_another_key_s_tenant_a_response_does_not_exist(
