@@ -9,11 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.engine import test_memory
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.test_isolation import always, failing_once, once, raising
 from tests.engine.tiny import EOS, VOCAB, alone, greedy_with_logprobs, model, network, prompt
+from tests.selection import examples
 from worker.engine.admission import AdmissionController
 from worker.engine.batch import decode_batch as rows_module
 from worker.engine.cache.layers import layers
@@ -21,6 +24,7 @@ from worker.engine.model.load import Model
 from worker.engine.prefill import reuse as prefill_module
 from worker.engine.prefix import cache as prefix_module
 from worker.schedule.cache import prefix as tree_module
+from worker.schedule.cache.prefix import CLOSE_TOKENS, shared_length
 from worker.schedule.memory import KVLayers, MemoryModel
 from worker.schedule.request import Sampling
 
@@ -133,6 +137,108 @@ def test_long_text_is_reused_up_to_the_checkpoint_grid(monkeypatch: pytest.Monke
     run, text = opened(family), prompt(110, 66)
     say(run, family, text)
     assert [say(run, family, text[:at] + prompt(20, 67)) for at in (31, 63, 80)] == [0, 32, 64]
+
+
+# Where prompts part
+
+
+@ALL
+def test_third_prompt_with_a_common_beginning_finds_all_of_it(family: str) -> None:
+    run, common = opened(family), prompt(90, 72)
+    found = [say(run, family, common + prompt(20, 73 + i)) for i in range(4)]
+    assert found == [0, 90 if family in BY_TOKEN else 0, 90, 90]
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_parting_in_an_answer_is_found_by_the_third_prompt(family: str) -> None:
+    run, talk = opened(family), SYSTEM + lonely(family, SYSTEM, LONG)
+    say(run, family, SYSTEM, max_bytes=LONG)
+    assert [say(run, family, talk[:60] + prompt(20, 80 + i)) for i in range(2)] == [39, 60]
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_prompts_that_part_within_a_few_tokens_take_no_snapshot_there(family: str) -> None:
+    run = opened(family)
+    say(run, family, SYSTEM + prompt(40, 82), 40)
+    for seed in range(83, 86):
+        assert say(run, family, SYSTEM + prompt(40, 82)[:15] + prompt(20, seed)) == 40
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+@pytest.mark.parametrize("step_s", [0.0, 0.02, 10.0], ids=["in small chunks", "in some", "in one step"])
+def test_prompts_that_come_together_compute_their_beginning_once(family: str, step_s: float) -> None:
+    run, common = opened(family, step_s=step_s), prompt(90, 72)
+    question = {str(i): common + prompt(20, 73 + i) for i in range(4)}
+    for id, tokens in question.items():
+        run.add(id, tokens, max_tokens=ANSWER)
+    run.drain()
+    assert {id: tuple(run.generated[id]) for id in question} == {id: lonely(family, question[id]) for id in question}
+    assert sorted(run.cached.values()) == [0, 90, 90, 90]
+
+
+@SOME
+def test_prompts_of_different_tenants_that_come_together_share_nothing(family: str) -> None:
+    run, common = opened(family), prompt(90, 72)
+    for namespace in "one", "other":
+        run.add(namespace, common + prompt(20, 73), max_tokens=ANSWER, namespace=namespace)
+    run.drain()
+    assert set(run.cached.values()) == {0}
+    assert {tuple(generated) for generated in run.generated.values()} == {lonely(family, common + prompt(20, 73))}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "mamba2"])
+def test_parting_that_is_used_again_outlives_one_that_is_not(family: str) -> None:
+    run = opened(family)
+    used, unused = prompt(90, 86), prompt(90, 87)
+    for common in used, unused:
+        for seed in 88, 89:
+            say(run, family, common + prompt(20, seed))
+    assert run.engine._caches.prefix
+    at_parting = run.engine._caches.prefix.nbytes
+    for seed in range(300, 340):  # others, that evict what is not used
+        assert say(run, family, used + prompt(20, seed)) == 90
+        run.engine._caches.prefix.set_limit(at_parting)
+    assert say(run, family, unused + prompt(20, 90)) == 0
+
+
+GROWTH = st.lists(st.tuples(st.integers(0, 99), st.floats(0, 1), st.integers(1, 30)), min_size=3, max_size=9)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "jamba", "rwkv7"])
+@settings(max_examples=examples(25, by_default=4), deadline=None)
+@given(growth=GROWTH)
+def test_what_two_prompts_share_is_found_by_the_third(family: str, growth: list[tuple[int, float, int]]) -> None:
+    """Prompts are a random tree: each continues a part of an earlier one."""
+    run, sent, partings = opened(family), [prompt(60, 91)], list[int]()
+    say(run, family, sent[0], max_bytes=2)
+    for seed, (parent, share, tail) in enumerate(growth, start=92):
+        whole = sent[parent % len(sent)]
+        tokens = whole[: int(share * len(whole))] + prompt(tail, seed)
+        earlier = [shared_length(tokens, other) for other in sent]
+        known = [at for at, shared in zip(partings, earlier[1:], strict=True) if at <= shared]
+        assert say(run, family, tokens, max_bytes=2) > max(known, default=0) - CLOSE_TOKENS
+        partings.append(min(max(earlier), len(tokens) - 1))
+        sent.append(tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", *FEW[1:3], "falcon_h1"])
+def test_an_agents_session_finds_what_was_sent_before(family: str) -> None:
+    """The shape of a coding agent's requests: a long system prompt with tools, turns that grow by tool results, and
+    between them titles and subagents with system prompts of their own. Each continues what it has sent."""
+    run, tools = opened(family), prompt(150, 400)
+    system, agent, title = (tools + prompt(50, 401), tools + prompt(40, 402), prompt(60, 403))
+    talks, sent, found, shared = {"main": system}, list[Tokens](), 0, 0
+    for turn in range(22):
+        names = ["main", *["title"] * (turn % 5 == 0), *[f"agent {turn // 8}"] * (turn % 2)]
+        for name in names:
+            start = {"main": system, "title": title}.get(name, agent)
+            talk = (start if name == "title" else talks.get(name, start)) + prompt(3 + turn % 7, 500 + len(sent))
+            cached = say(run, family, talk, len(start), max_bytes=4)
+            if known := max((shared_length(talk, other) for other in sent), default=0):
+                found, shared = found + cached, shared + min(known, len(talk) - 1)
+            talks[name] = talk + lonely(family, talk, 4)
+            sent += [talk, talks[name][:-UNFED]]
+    assert found >= 0.98 * shared
 
 
 @pytest.mark.parametrize("family", BY_TOKEN)

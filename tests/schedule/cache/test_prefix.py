@@ -115,6 +115,14 @@ def test_with_snapshots_a_prefix_is_found_only_up_to_one() -> None:
     assert spelt(found) == (1, 2, 3)
 
 
+@pytest.mark.parametrize("window", [0, 99])
+def test_what_is_known_ends_where_the_tokens_part_from_all_others(window: int) -> None:
+    tree = stateful((1, 2, 3, 4, 5), (1, 2, 3, 8), window=window)
+    asked = {(1, 2, 3, 4, 9): 4, (1, 2, 9): 2, (1, 2, 3, 8, 9): 4, (9,): 0}
+    assert {tokens: tree.find("", tokens).known for tokens in asked} == asked
+    assert plain(ABC).find("", (1, 2, 9)).known == 2
+
+
 def test_other_tokens_of_equal_number_are_not_found() -> None:
     tree = stateful((1, 2, 3), (1, 2, 4))
     found = tree.find("", (1, 2, 4, 5))
@@ -343,6 +351,19 @@ def test_of_two_close_positions_the_first_is_chosen() -> None:
 def test_less_likely_boundary_is_chosen_if_far_from_all_others() -> None:
     freely = (100, 200, 300, 400)
     assert checkpoint_positions((*freely, 500, 1424, 1900), 4000, GRID) == (*freely, 1424, 4000)
+
+
+def test_a_prompt_is_cut_where_it_parts_from_others_whatever_its_boundaries() -> None:
+    boundaries = 100, 200, 300, 400
+    assert checkpoint_positions(boundaries, 900, GRID, (450, 600)) == (*boundaries, 450, 600, 900)
+    assert checkpoint_positions(boundaries, 900, GRID, (0, 110, 895, 1000)) == (*boundaries, 895)
+
+
+@given(PLACES, PLACES, LENGTHS)
+def test_little_is_recomputed_after_a_parting(boundaries: Tokens, partings: Tokens, tokens: int) -> None:
+    found = checkpoint_positions(boundaries, tokens, GRID, partings)
+    for at in partings:
+        assert not CLOSE <= at <= tokens or any(at - CLOSE < cut <= at for cut in found)
 
 
 @given(PLACES, LENGTHS)

@@ -1,6 +1,7 @@
 """The queue of prompts being prefilled: which of them advance in a step, and by how many tokens."""
 
 import time
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from statistics import mean
@@ -25,6 +26,7 @@ from worker.engine.prefill.together import SharedForwards
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.prefix_store.ahead import ReadAhead
 from worker.schedule.cache.disk import LoadSize, load_limit_s
+from worker.schedule.cache.prefix import CLOSE_TOKENS, shared_length
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
 from worker.schedule.request import GenerationRequest
@@ -47,6 +49,8 @@ class PrefillQueue:
         self._network = cast(nn.Module, self._head.trunk) if self._head else model.network
         self._caches = caches
         self._tasks: dict[str, PromptTask] = {}
+        # Namespaces, keys in the prefix cache and ids, in order: of all prompts, neighbours share the most tokens.
+        self._keys: list[tuple[str, tuple[int, ...], str]] = []
         self._ahead: dict[str, list[ReadAhead]] = {}  # by the ids of requests that wait to be admitted
         self._shared = SharedForwards(self._network, model.costs, self._head)
         self._began_s = 0.0  # time at which the step began
@@ -110,7 +114,22 @@ class PrefillQueue:
         first = [*self._first_stages(row, spans.num_dense, inputs)]
         if self._caches.draft:
             first += self._score_stages(row.request, self._caches.draft, window_of(spans.cache))
-        self._tasks[row.id] = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added_s=time.monotonic())
+        task = PromptTask(row, spans, first=first, prefix=self._caches.prefix, added_s=time.monotonic())
+        self._tasks[row.id] = task
+        if self._caches.prefix and self._caches.prefix.stateful and row.request.kept_ranges is None:
+            self._find_sharing(task)
+
+    def _find_sharing(self, task: PromptTask) -> None:
+        """Let a snapshot be taken where the prompt parts from another one that is computed at the same time: the prefix
+        cache does not know it yet."""
+        request = task.row.request
+        key = request.namespace, request.cache_key(request.tokens[:-1]), request.id
+        at = bisect(self._keys, key)
+        for namespace, tokens, id in self._keys[max(0, at - 1) : at + 1]:
+            if namespace == request.namespace and (shared := shared_length(tokens, key[1])) >= CLOSE_TOKENS:
+                task.share(shared)
+                self._tasks[id].share(shared)
+        self._keys.insert(at, key)
 
     def _inputs_of(self, request: GenerationRequest) -> MultimodalInputs:
         vision, features = self._model.vision, self._caches.features
@@ -158,8 +177,12 @@ class PrefillQueue:
 
     def remove(self, id: str) -> None:
         """Drop a prompt and what it has computed, or what is read ahead for it. An unknown id is ignored."""
-        self._tasks.pop(id, None)
+        self._pop(id)
         self._ahead.pop(id, None)
+
+    def _pop(self, id: str) -> PromptTask | None:
+        self._keys = [key for key in self._keys if key[2] != id]
+        return self._tasks.pop(id, None)
 
     def spill(self, id: str) -> None:
         """Let what a prompt has computed be written to disk: see `PrefixCache.spill_row`. An unknown id is ignored."""
@@ -173,7 +196,7 @@ class PrefillQueue:
 
     def pop_computed(self, id: str) -> PromptTask | None:
         """Remove and return the prompt if nothing is left to compute; else return None."""
-        return self._tasks.pop(id) if self._tasks[id].is_computed else None
+        return self._pop(id) if self._tasks[id].is_computed else None
 
     # Costs
 

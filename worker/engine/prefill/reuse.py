@@ -4,7 +4,7 @@ from typing import Any
 
 from worker.engine.prefix.cache import PrefixCache
 from worker.schedule.cache.disk import LoadLimit
-from worker.schedule.cache.prefix import MAX_SEGMENT_TOKENS
+from worker.schedule.cache.prefix import CLOSE_TOKENS, MAX_SEGMENT_TOKENS
 from worker.schedule.request import GenerationRequest
 
 # Two prompts that have at least this many uncached tokens in common do not compute them at the same time.
@@ -18,22 +18,44 @@ class PrefixReuse:
     the only user of the prefix cache during prefill."""
 
     def __init__(
-        self, cache: PrefixCache | None, request: GenerationRequest, tokens: int, *, done: int = 0, inserts: bool = True
+        self,
+        cache: PrefixCache | None,
+        request: GenerationRequest,
+        tokens: int,
+        *,
+        done: int = 0,
+        inserts: bool = True,
+        shared: int = 0,
     ) -> None:
         """`tokens`: number of first tokens that may be loaded and inserted; `done` of them are computed. `inserts`:
-        False if nothing is to be inserted."""
+        False if nothing is to be inserted. `shared`: see `share`."""
         self._cache, self._inserts = cache, inserts
         self._namespace, self._key = request.namespace, request.cache_key(request.tokens[:tokens])
+        self._boundaries, self._end = request.boundaries, len(request.tokens) - 1
         self._version, self._inserted = -1, done
+        self._known, self._shared = 0, shared
         self.matched = 0  # length of the longest cached prefix, until it is loaded
-        cuts = cache.checkpoint_positions(request.boundaries, len(request.tokens) - 1) if cache and inserts else ()
-        self.cuts = tuple(cut for cut in cuts if cut <= tokens)  # positions, ascending, at which a forward has to end
+        self.cuts = self._cuts()  # positions, ascending, at which a forward has to end
 
     def match(self) -> None:
         """Find the longest cached prefix again if the prefix cache has changed. Copies nothing."""
         if self._cache and self._version != self._cache.version:
             self._version = self._cache.version
-            self.matched = self._cache.match_length(self._namespace, self._key)
+            self.matched, known = self._cache.match(self._namespace, self._key)
+            self._known = known if known - self.matched >= CLOSE_TOKENS else 0
+            self.cuts = self._cuts()
+
+    def share(self, tokens: int) -> None:
+        """Let a forward end after the first `tokens` tokens: a prompt that is computed at the same time shares them."""
+        self._shared = max(self._shared, tokens)
+        self.cuts = self._cuts()
+
+    def _cuts(self) -> tuple[int, ...]:
+        if not (self._cache and self._inserts):
+            return ()
+        partings = self._known, self._shared
+        cuts = self._cache.checkpoint_positions(self._boundaries, self._end, partings)
+        return tuple(cut for cut in cuts if cut <= len(self._key))
 
     def beginning(self, cached: int) -> Beginning | None:
         """Return the first tokens that the cache does not hold, with their namespace and the index of the first; None

@@ -80,13 +80,24 @@ class PromptTask:
         self._outcomes: list[Outcome] = []
         self._packed: _Packed | None = None
         self._alone = False
+        self._shared = 0
         self._use(spans)
 
     def _use(self, spans: ComputeSpans) -> None:
         self._spans = spans
         self._reuse = PrefixReuse(
-            self._prefix, self.row.request, spans.num_dense, done=spans.length, inserts=self._chooses
+            self._prefix,
+            self.row.request,
+            spans.num_dense,
+            done=spans.length,
+            inserts=self._chooses,
+            shared=self._shared,
         )
+
+    def share(self, tokens: int) -> None:
+        """Record that another prompt in prefill has the same first `tokens` tokens: see `PrefixReuse.share`."""
+        self._shared = max(self._shared, tokens)
+        self._reuse.share(tokens)
 
     @property
     def stage(self) -> Stage:

@@ -4,7 +4,7 @@ KV layers, plain or latent, are cached by token and shared by all requests with 
 states, rotating windows) are cached as snapshots at chosen positions. Restored state was computed from exactly these
 tokens, so a cache hit yields the same tokens as a miss."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,11 +78,19 @@ class PrefixCache:
         """Number that changes when a longer match may have become possible."""
         return self._tree.version
 
-    def checkpoint_positions(self, boundaries: Sequence[int], tokens: int) -> tuple[int, ...]:
+    def checkpoint_positions(
+        self, boundaries: Sequence[int], tokens: int, partings: Collection[int] = ()
+    ) -> tuple[int, ...]:
         """Return the positions at which a prefill of `tokens` tokens has to end a forward so that a snapshot can be
         taken. Empty if the model needs no snapshots. `boundaries`: positions where other prompts are likely to
-        diverge."""
-        return checkpoint_positions(boundaries, tokens, GRID) if self.stateful else ()
+        diverge; `partings`: where known ones do."""
+        return checkpoint_positions(boundaries, tokens, GRID, partings) if self.stateful else ()
+
+    def match(self, namespace: str, tokens: tuple[int, ...]) -> tuple[int, int]:
+        """Return the length of the longest cached prefix, and the number of tokens that are shared with an earlier
+        prompt. That is more if no snapshot was taken where the two part."""
+        found = self._tree.find(namespace, tokens)
+        return found.length, found.known
 
     def match_length(self, namespace: str, tokens: tuple[int, ...]) -> int:
         """Return the length of the longest cached prefix, in tokens."""

@@ -70,6 +70,7 @@ class Found(Generic[R, S]):
     length: int = 0  # tokens
     nodes: tuple[Node[R, S], ...] = ()  # from the root's child on; the last one may hold more tokens than match
     holder: Node[R, S] | None = None  # node with the snapshot; beyond `length` if that has to be trimmed
+    known: int = 0  # tokens that the tree holds of those asked for; more than `length` if no snapshot was taken there
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +105,13 @@ class PrefixTree(Generic[R, S]):
         """Return the longest usable prefix of the tokens. Does not count as a use: see `touch`."""
         path, matched = self.walk(namespace, tokens)
         if not path or not self.stateful:
-            return Found(matched, tuple(path))
+            return Found(matched, tuple(path), known=matched)
         for at, node in reversed([*enumerate(path, start=1)]):
             length = min(node.end, matched)
             holder = node if node.snapshot is not None and node.end == length else self._find_trimmable(node)
             if holder is not None:
-                return Found(length, tuple(path[:at]), holder)
-        return Found()
+                return Found(length, tuple(path[:at]), holder, matched)
+        return Found(known=matched)
 
     def walk(self, namespace: str, tokens: tuple[int, ...]) -> tuple[list[Node[R, S]], int]:
         """Return the nodes along these tokens, from the root's child on, and the number of tokens that match. The last
@@ -122,7 +123,7 @@ class PrefixTree(Generic[R, S]):
             path.append(child)
             here = tokens[matched : child.end]
             if here != child.tokens:
-                return path, matched + _shared(here, child.tokens)
+                return path, matched + shared_length(here, child.tokens)
             matched, node = child.end, child
         return path, matched
 
@@ -284,7 +285,7 @@ def _path(node: Node[R, S]) -> tuple[tuple[int, ...], ...]:
     return tuple(reversed(path))
 
 
-def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def shared_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """Return the length of the common prefix."""
     return bisect(range(1, min(len(one), len(other)) + 1), False, key=lambda count: one[:count] != other[:count])
 
@@ -293,11 +294,14 @@ CLOSE_TOKENS = 16  # recomputing them takes hardly longer than computing one
 _FREELY = 4  # boundaries used in any case; each takes another forward, and the memory of a snapshot
 
 
-def checkpoint_positions(boundaries: Sequence[int], tokens: int, grid: int) -> tuple[int, ...]:
+def checkpoint_positions(
+    boundaries: Sequence[int], tokens: int, grid: int, partings: Collection[int] = ()
+) -> tuple[int, ...]:
     """Return the positions, ascending, at which to take a snapshot of a prompt of `tokens`: its end, the first
-    (likeliest) boundaries, and further boundaries and multiples of `grid` that are far from all others."""
+    (likeliest) boundaries, and further boundaries and multiples of `grid` that are far from all others. `partings`:
+    positions at which the prompt parts from known ones, which are used in any case too."""
     chosen = list[int]()
-    for at in sorted([*boundaries[:_FREELY], tokens]):
+    for at in sorted([*partings, *boundaries[:_FREELY], tokens]):
         # Of two close positions, the first serves both.
         if CLOSE_TOKENS <= at <= tokens and not (chosen and at - chosen[-1] < CLOSE_TOKENS):
             chosen.append(at)
