@@ -94,6 +94,14 @@ def test_nothing_is_found_that_is_held_already() -> None:
     assert index(name((1, 2))).find("", (1, 2, 3), stateful=False, held=[2], longer_than=2) is None
 
 
+def test_what_is_known_ends_with_a_file_whether_or_not_it_has_a_state() -> None:
+    files = index(name((1, 2), state=True), name((1, 2, 3), 2), name((1, 2, 3, 4, 5), 3), name((9, 8), 1))
+    asked = {(1, 2, 3, 4): 3, (1, 2, 3, 4, 5, 6): 5, (1, 9): 0, (9, 8): 0}
+    assert {tokens: files.known_end("", tokens, ()) for tokens in asked} == asked
+    assert files.known_end("", (9, 8), [1]) == 2
+    assert files.known_end("b", (1, 2), ()) == 0
+
+
 def test_a_prefix_is_not_found_from_another_namespace_or_model() -> None:
     files = index(name((1, 2), namespace="a"))
     assert files.find("b", (1, 2), stateful=False) is None

@@ -138,6 +138,12 @@ class Index:
             files.reverse()
             return Chain(namespace, tokens[: max(ends)], tuple(files), tuple(self._sizes[each] for each in files))
 
+    def known_end(self, namespace: str, tokens: tuple[int, ...], held: Collection[int]) -> int:
+        """Return the last position along these tokens at which a file ends, with or without a state; 0 if none does.
+        Files are compared as wholes, so a stored prompt may share more tokens. `held`: see `find`."""
+        with self._lock:
+            return max(self._reach(namespace, tokens, {0, *held}))
+
     def along(self, namespace: str, tokens: tuple[int, ...], names: Iterable[FileName]) -> list[FileName]:
         """Return those of the files that end along these tokens, also if no chain of files reaches them."""
         digest = TokenDigest(self._model, namespace, self._key)

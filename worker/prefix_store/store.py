@@ -117,6 +117,10 @@ class PrefixStore:
             return None
         return self.index.find(namespace, tokens, stateful=stateful, held=held, longer_than=longer_than)
 
+    def known_end(self, namespace: str, tokens: tuple[int, ...], held: Collection[int]) -> int:
+        """Return the last position along these tokens at which a file ends; see `Index.known_end`."""
+        return self.index.known_end(namespace, tokens, held) if len(self.index) else 0
+
     def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
         """Remove the files along these tokens, also those whose first tokens are on no disk."""
         self._writer.forget(namespace, tokens)

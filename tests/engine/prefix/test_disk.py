@@ -19,6 +19,7 @@ from tests.engine.prefix.test_cache import ALL, SOME, SYSTEM, lonely
 from tests.engine.tiny import model, network, prompt
 from worker.engine.cache.layers import layers
 from worker.engine.model.load import Model
+from worker.engine.prefill import reuse
 from worker.engine.prefix.disk import DiskTier, _allocate
 from worker.engine.prefix.durable import Storing
 from worker.engine.thread import EngineThread
@@ -30,6 +31,7 @@ from worker.prefix_store.listing import Listing
 from worker.prefix_store.reader import Reader
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import Writer
+from worker.schedule.cache import prefix as tree_module
 from worker.schedule.cache.disk import NotStored, StoreResult
 from worker.schedule.outcomes import Loaded, Outcome, Sampled
 from worker.schedule.request import GenerationRequest
@@ -106,6 +108,32 @@ def test_a_restarted_worker_goes_on_at_the_last_boundary(tmp_path: Path, family:
     again = Worker(family, tmp_path)
     assert again.say(family, turn_of(family, DOCUMENT), 40) >= from_memory >= len(DOCUMENT) - 1
     again.close()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "falcon_h1", "mamba2"])
+def test_a_snapshot_where_prompts_part_is_found_after_a_restart(tmp_path: Path, family: str) -> None:
+    common = SYSTEM + prompt(50, 78)
+    first = Worker(family, tmp_path)
+    found = [first.say(family, common + prompt(20, 100 + number)) for number in range(2)]
+    first.close()
+    again = Worker(family, tmp_path)
+    found += [again.say(family, common + prompt(20, 102 + number)) for number in range(2)]
+    again.close()
+    assert found == [0, 0, len(common), len(common)]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "falcon_h1", "mamba2"])
+def test_a_prompt_that_parts_from_one_on_disk_takes_a_snapshot_at_the_end_of_a_file(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in reuse, tree_module:
+        monkeypatch.setattr(module, "MAX_SEGMENT_TOKENS", 32)
+    common = SYSTEM + prompt(50, 79)
+    stored(family, tmp_path, common + prompt(20, 100))
+    again = Worker(family, tmp_path)
+    found = [again.say(family, common + prompt(20, 101 + number)) for number in range(3)]
+    again.close()
+    assert found == [len(SYSTEM), len(SYSTEM) + 32, len(common)]
 
 
 @ALL

@@ -106,6 +106,30 @@ def test_two_rows_that_differ_only_in_the_image_do_not_mix(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", OTHER_ROWS)
+@pytest.mark.parametrize("together", [False, True], ids=["one after the other", "together"])
+def test_prompts_that_part_at_or_after_an_image_are_found_there(family: str, together: bool) -> None:
+    run, expected, before = Run(cases.model(family), prefix_bytes=1 << 24), dict[str, list[int]](), 0
+    for seed in 1, 2:
+        begun = prompt(family, 40, (seed, 32, 32), 30)
+        for tail in range(3):
+            id, end = f"{seed} {tail}", prompt(family, 20, seed=10 + tail)
+            whole = Prompt((*begun.tokens, *end.tokens), begun.images)
+            expected[id] = cases.alone(family, whole, LONG)
+            run.submit(request := cases.image_request(family, id, whole, LONG))
+            before = request.images[0].span[0]
+            if not together:
+                run.drain()
+    run.drain()
+    assert run.generated == expected
+    found = [min(run.cached[f"{seed} {tail}"], len(begun.tokens)) for seed in (1, 2) for tail in range(3)]
+    if together:
+        assert sorted(found)[2:] == [len(begun.tokens)] * 4
+    else:
+        assert found[2] == found[5] == len(begun.tokens)
+        assert found[4] >= before
+
+
+@pytest.mark.parametrize("family", OTHER_ROWS)
 def test_known_image_is_not_encoded_again(family: str) -> None:
     first, second = (prompt(family, 7, (1, 32, 32), 9, seed=seed) for seed in (1, 2))
     run = Run(cases.model(family), prefix_bytes=1 << 24)

@@ -33,29 +33,38 @@ class PrefixReuse:
         self._namespace, self._key = request.namespace, request.cache_key(request.tokens[:tokens])
         self._boundaries, self._end = request.boundaries, len(request.tokens) - 1
         self._version, self._inserted = -1, done
-        self._known, self._shared = 0, shared
+        self._known = self._on_disk = 0
+        self._shared = shared
         self.matched = 0  # length of the longest cached prefix, until it is loaded
-        self.cuts = self._cuts()  # positions, ascending, at which a forward has to end
+        self._partings: list[int] | None = None
+        self.cuts: tuple[int, ...] = ()  # positions, ascending, at which a forward has to end
+        self._cut()
 
     def match(self) -> None:
         """Find the longest cached prefix again if the prefix cache has changed. Copies nothing."""
         if self._cache and self._version != self._cache.version:
+            if self._version < 0:
+                self._on_disk = self._cache.known_on_disk(self._namespace, self._key)
             self._version = self._cache.version
-            self.matched, known = self._cache.match(self._namespace, self._key)
-            self._known = known if known - self.matched >= CLOSE_TOKENS else 0
-            self.cuts = self._cuts()
+            self.matched, self._known = self._cache.match(self._namespace, self._key)
+            self._cut()
 
     def share(self, tokens: int) -> None:
         """Let a forward end after the first `tokens` tokens: a prompt that is computed at the same time shares them."""
         self._shared = max(self._shared, tokens)
-        self.cuts = self._cuts()
+        self._cut()
 
-    def _cuts(self) -> tuple[int, ...]:
+    def _cut(self) -> None:
+        """Choose the cuts again if the prompt parts from known ones at other positions than before."""
         if not (self._cache and self._inserts):
-            return ()
-        partings = self._known, self._shared
-        cuts = self._cache.checkpoint_positions(self._boundaries, self._end, partings)
-        return tuple(cut for cut in cuts if cut <= len(self._key))
+            return
+        found = max(self.matched, self._inserted)
+        known = self._known, self._on_disk, self._shared
+        partings = [parting for parting in known if parting - found >= CLOSE_TOKENS]
+        if partings != self._partings:
+            self._partings = partings
+            cuts = self._cache.checkpoint_positions(self._boundaries, self._end, partings)
+            self.cuts = tuple(cut for cut in cuts if cut <= len(self._key))
 
     def beginning(self, cached: int) -> Beginning | None:
         """Return the first tokens that the cache does not hold, with their namespace and the index of the first; None

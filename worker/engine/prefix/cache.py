@@ -92,6 +92,11 @@ class PrefixCache:
         found = self._tree.find(namespace, tokens)
         return found.length, found.known
 
+    def known_on_disk(self, namespace: str, tokens: tuple[int, ...]) -> int:
+        """Return the number of tokens that a prompt on disk shares, up to the end of a file; 0 if the model needs no
+        snapshots. Hashes the tokens."""
+        return self._durable.known_end(namespace, tokens) if self._durable and self.stateful else 0
+
     def match_length(self, namespace: str, tokens: tuple[int, ...]) -> int:
         """Return the length of the longest cached prefix, in tokens."""
         return self._tree.find(namespace, tokens).length

@@ -144,6 +144,10 @@ class DiskTier:
         """Return the files of the longest stored prefix; see `Index.find`."""
         return self._store.find(namespace, tokens, stateful=stateful, held=held, longer_than=longer_than)
 
+    def known_end(self, namespace: str, tokens: tuple[int, ...], held: Collection[int]) -> int:
+        """Return the last position along these tokens at which a file ends; see `Index.known_end`."""
+        return self._store.known_end(namespace, tokens, held)
+
     def read(self, chain: Chain) -> Reading:
         """Start to read files, or return the reading of the same files that is under way."""
         reading = self._store.read(chain)

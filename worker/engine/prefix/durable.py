@@ -242,6 +242,11 @@ class DurablePrefixes:
         held = [node.end for node in path if node.end <= end]
         return self._tier.find(namespace, tokens, stateful=self._tree.stateful, held=held, longer_than=matched)
 
+    def known_end(self, namespace: str, tokens: tuple[int, ...]) -> int:
+        """Return the last position along these tokens at which a file ends, with a state or without one."""
+        path, end = self._tree.walk(namespace, tokens)
+        return self._tier.known_end(namespace, tokens, [node.end for node in path if node.end <= end])
+
     def find_whole(self, namespace: str, tokens: tuple[int, ...], matched: int) -> Chain | None:
         """Return the files that hold the first tokens, more than `matched`, without any help of memory."""
         return self._tier.find(namespace, tokens, stateful=self._tree.stateful, held=(), longer_than=matched)
