@@ -26,7 +26,7 @@ from worker.engine.prefill.together import SharedForwards
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.prefix_store.ahead import ReadAhead
 from worker.schedule.cache.disk import LoadSize, load_limit_s
-from worker.schedule.cache.prefix import CLOSE_TOKENS, shared_length
+from worker.schedule.cache.prefix import shared_length
 from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.schedule.outcomes import SpecPrefillSkipped
 from worker.schedule.request import GenerationRequest
@@ -126,7 +126,8 @@ class PrefillQueue:
         key = request.namespace, request.cache_key(request.tokens[:-1]), request.id
         at = bisect(self._keys, key)
         for namespace, tokens, id in self._keys[max(0, at - 1) : at + 1]:
-            if namespace == request.namespace and (shared := shared_length(tokens, key[1])) >= CLOSE_TOKENS:
+            if namespace == request.namespace:
+                shared = shared_length(tokens, key[1])
                 task.share(shared)
                 self._tasks[id].share(shared)
         self._keys.insert(at, key)

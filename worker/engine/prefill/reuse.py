@@ -59,8 +59,9 @@ class PrefixReuse:
         if not (self._cache and self._inserts):
             return
         found = max(self.matched, self._inserted)
-        known = self._known, self._on_disk, self._shared
-        partings = [parting for parting in known if parting - found >= CLOSE_TOKENS]
+        partings = [at for at in (self._known, self._on_disk) if at - found >= CLOSE_TOKENS]
+        if self._shared - found >= _BEGINNING:  # else both are computed in one forward, which should not end earlier
+            partings.append(self._shared)
         if partings != self._partings:
             self._partings = partings
             cuts = self._cache.checkpoint_positions(self._boundaries, self._end, partings)
