@@ -53,6 +53,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.run.drain()
             assert set(self.run.ended.values()) <= {"stop", "length"}
             self.each_says_what_it_says_alone()
+            assert not self.run.engine._prefills._keys  # of prompts that are computed or removed
         finally:  # an example may be given up in the middle of a rule, and then nothing here holds
             self.patch.undo()
 
