@@ -81,6 +81,7 @@ async def test_a_retry_keeps_the_place_of_its_job_in_the_queue(
     first, again = (given(path, model="other", stream=stream) for stream in streams)
     async with asked(front, path, first):
         (job_id,) = await queued_jobs(db, 1)
+        await asyncio.sleep(0.5)  # a client that leaves before the gateway knows that it has queued the job cancels it
     await until(noted(db, 1))
     async with asked(front, CHAT, given(CHAT, model="other", user="another")):
         before = await queued_jobs(db, 2)
