@@ -1,10 +1,10 @@
-"""scripts/conformance: drive the HTTP gateway with the clients that people use."""
+"""scripts/conformance: drive the HTTP gateway with the programs and the clients that people use."""
 
 import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,53 +13,113 @@ from rich.console import Console
 from scripts.clients.catalog import CLIENTS, Client
 from scripts.clients.environments import NotInstalled, environment, install
 from scripts.clients.front import front
+from scripts.clients.programs import table as cells
+from scripts.clients.programs.checks import CHECKS
+from scripts.clients.programs.installed import FOLDER
+from scripts.clients.programs.programs import PROGRAMS, Program
+from scripts.clients.programs.run import drive
+from scripts.clients.programs.sandbox import NoSandbox
+from scripts.clients.programs.selection import TURNS, Unknown, select
 from scripts.clients.results import Report, failures, read_report, table
 from scripts.stack import ROOT
 
-_ABOUT = """\
-Drive the HTTP gateway with the clients that people use, through every call that each of them has: answers, streams,
-tools, JSON schemas, images, errors, and leaving in the middle. Each client is installed in its newest release from PyPI
-or npm, in a folder of its own. A server, a worker with models/tiny-chat, one with a tiny random model that takes
-images, and a gateway are started for the run.
+_ABOUT = f"""\
+Drive the HTTP gateway with the programs that people use, each with what its page in docs/clients has users paste, or
+with SDKs (--client). Programs are installed in their newest release from npm or PyPI, each in a folder of its own,
+which later runs use again: delete it for a newer release. Each runs in a home of its own, without keys, telemetry or
+any network but loopback, against a real gateway and a real worker that answers by a script in the user's message.
 
-Prints a table of calls and clients, and the reason of each failure. The exit code is 1 if a call fails, or if a client
-cannot be installed."""
+programs: {", ".join(PROGRAMS)}
+checks:
+  start      a turn, without a request that is refused      session    many turns with tools: all prefixes are found
+  turn       thoughts, a long answer, a second turn         overflow   beyond the context: shortened, or reported
+  tools      one call, two at once                          cancel     the program is interrupted: its job ends
+  mistakes   an unknown tool, broken arguments              restart    kill -9 of the worker, then of the gateway
+  images     a picture reaches the model
+
+Prints a table, and the reason of each failure; "client's own fault" names what no gateway can mend. The exit code is 1
+if a check fails otherwise, or if a program cannot be installed, and 2 if this machine gives no network namespace."""
 _EXAMPLES = """\
 examples:
-  scripts/conformance                                     all clients; some minutes, most of them for installing
-  scripts/conformance --client openai --client ai-sdk     these two
-  scripts/conformance --folder /tmp/clients               keep the installed clients there, and use them again
+  scripts/conformance                                 the first checks of some programs; some minutes
+  scripts/conformance --programs codex,opencode       all checks of these two
+  scripts/conformance --programs all --turns 40       everything; about an hour
+  scripts/conformance --programs codex --checks session --keep /tmp/kept    and keep what was sent and received
+  scripts/conformance --client openai --client ai-sdk      every call of these SDKs, without a sandbox
+  scripts/conformance --client all                    all SDKs, llm-comply's suites, and schemathesis
 
-The checks are in scripts/clients/checks, one file for each client; a check is a function with the name of its call.
-schemathesis sends requests made from the gateway's /openapi.json, valid ones and others, with any headers."""
+A program is an entry in scripts/clients/programs/programs.py and a page in docs/clients. The checks of SDKs are in
+scripts/clients/checks, one file for each; a check is a function with the name of its call. llm-comply has the suites of
+Open Responses, OpenAI chat and Anthropic; schemathesis sends requests made from the gateway's /openapi.json."""
 
 _WIDTH = 160  # of a table that is written to a file
+_ALL = "all"
+_NO_SANDBOX = 2
 
 
 def main() -> int:
-    """Run the checks of the chosen clients, and return 0 if all of them pass."""
+    """Run the checks of the chosen programs or clients, and return 0 if all of them pass."""
+    parser = _parser()
+    options = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    if options.client:
+        return _drive_clients(options.client, options.folder, console)
+    try:
+        chosen, checks = select(options.programs, options.checks)
+    except Unknown as error:
+        parser.error(str(error))
+    return _drive_programs([PROGRAMS[name] for name in chosen], checks, options, console)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/conformance",
         description=_ABOUT,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--programs", metavar="NAMES", help="which, with commas between; `all`: each of them")
+    parser.add_argument("--checks", metavar="NAMES", help=f"of {', '.join(CHECKS)}; default: all with --programs")
+    parser.add_argument("--turns", type=int, default=TURNS, help=f"of a session; default: {TURNS}")
+    parser.add_argument("--keep", type=Path, help="a folder to write what the programs sent and received to")
+    parser.add_argument("--folder", type=Path, help=f"where programs and clients are installed; default: {FOLDER}")
     parser.add_argument(
-        "--client", action="append", choices=CLIENTS, metavar="NAME", help=f"one of {', '.join(CLIENTS)}; repeatable"
+        "--client",
+        action="append",
+        choices=[*CLIENTS, _ALL],
+        metavar="NAME",
+        help=f"an SDK in place of programs: {', '.join(CLIENTS)}, or all; repeatable. Installed anew without --folder",
     )
-    parser.add_argument("--folder", type=Path, help="where to install the clients; default: a temporary folder")
-    options = parser.parse_args()
-    chosen = [CLIENTS[name] for name in dict.fromkeys(options.client or CLIENTS)]
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    with _folder(options.folder) as folder, front() as url:
-        reports = [_report(client, folder, url, console) for client in chosen]
-    return _print(reports, console)
+    return parser
+
+
+def _drive_programs(
+    chosen: Sequence[Program], checks: Sequence[str], options: argparse.Namespace, console: Console
+) -> int:
+    folder = (options.folder or FOLDER).resolve()
+    try:
+        rows = drive(chosen, checks, folder, options.turns, console, options.keep)
+    except NoSandbox as error:
+        console.print(f"scripts/conformance: {error}.", markup=False, highlight=False)
+        return _NO_SANDBOX
+    console.print(cells.table(rows))
+    _print_lines(cells.reasons(rows), console)
+    return 0 if all(row.passed for row in rows) else 1
+
+
+def _drive_clients(names: Sequence[str], given: Path | None, console: Console) -> int:
+    chosen = CLIENTS if _ALL in names else dict.fromkeys(names)
+    with _folder(given) as folder, front() as url:
+        reports = [_report(CLIENTS[name], folder, url, console) for name in chosen]
+    console.print(table(reports))
+    _print_lines(failures(reports), console)
+    return 0 if all(report.passed for report in reports) else 1
 
 
 @contextmanager
 def _folder(given: Path | None) -> Iterator[Path]:
     if given is not None:
-        yield given.resolve()
+        yield given.resolve() / "sdks"  # some have the name of a program
         return
     with tempfile.TemporaryDirectory(prefix="sluice-clients-", ignore_cleanup_errors=True) as temporary:
         yield Path(temporary)
@@ -88,11 +148,9 @@ def check(client: Client, command: Sequence[str], url: str) -> Report:
     return read_report(client.name, ran.stdout.splitlines(), problem)
 
 
-def _print(reports: Sequence[Report], console: Console) -> int:
-    console.print(table(reports))
-    for line in failures(reports):
+def _print_lines(lines: Iterable[str], console: Console) -> None:
+    for line in lines:
         console.print(line, markup=False, highlight=False)
-    return 0 if all(report.passed for report in reports) else 1
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ _ALL = (
     Client("langchain-openai", ("langchain-openai",), "langchain_chat.py"),
     Client("pydantic-ai", ("pydantic-ai-slim[openai,anthropic]",), "pydantic_agents.py"),
     Client("ai-sdk", ("ai", "@ai-sdk/openai-compatible"), "ai_sdk.mjs"),
+    Client("llm-comply", ("llm-comply",), "comply.py"),
     Client("schemathesis", ("schemathesis>=4",), "fuzz.py", runs_s=900.0),
 )
 CLIENTS = {client.name: client for client in _ALL}

@@ -34,8 +34,8 @@ def environment(url: str) -> dict[str, str]:
 def _python(client: Client, home: Path) -> list[str]:
     python = home / "bin" / "python"
     if not (home / "installed").exists():
-        _run([sys.executable, "-m", "venv", "--clear", str(home)])
-        _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *client.packages])
+        run_installer([sys.executable, "-m", "venv", "--clear", str(home)])
+        run_installer([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *client.packages])
         (home / "installed").touch()
     return [str(python), "-m", f"scripts.clients.checks.{Path(client.script).stem}"]
 
@@ -46,14 +46,15 @@ def _node(client: Client, home: Path) -> list[str]:
         raise NotInstalled("node and npm are not on PATH; install Node 20 or a later one")
     home.mkdir(parents=True, exist_ok=True)
     if not (home / "installed").exists():
-        _run([npm, "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(home), *client.packages])
+        run_installer([npm, "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(home), *client.packages])
         (home / "installed").touch()
     for file in (client.script, "checking.mjs", "requests.json"):  # modules are found from the file that imports them
         shutil.copy(CHECKS / file, home)
     return [node, str(home / client.script)]
 
 
-def _run(command: list[str]) -> None:
+def run_installer(command: list[str]) -> None:
+    """Run pip or npm. Raises `NotInstalled` with the end of its output."""
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALL_S)
     except subprocess.CalledProcessError as error:

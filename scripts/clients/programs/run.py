@@ -1,0 +1,65 @@
+"""Drives programs through their checks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from scripts.clients.environments import NotInstalled
+from scripts.clients.programs.checks import CHECKS, Failed, NotApplicable, Run
+from scripts.clients.programs.installed import Installed, install
+from scripts.clients.programs.programs import Program
+from scripts.clients.programs.sandbox import leave_network
+from scripts.clients.programs.stage import Stage
+from scripts.clients.programs.table import Cell, Failure, Missing, OwnFault, Passed, Row
+
+
+def drive(
+    programs: Sequence[Program], checks: Sequence[str], folder: Path, turns: int, console: Console, kept: Path | None
+) -> list[Row]:
+    """Install the programs, leave the network, and return the rows of the table. `turns`: of a long session.
+    `kept`: a folder for what was sent and received. Raises `NoSandbox`."""
+    rows = {program.name: Row(program.name) for program in programs}
+    installed = list[Installed]()
+    for program in programs:
+        try:
+            installed.append(install(program, folder, console))
+        except NotInstalled as error:
+            rows[program.name].problem = f"not installed: {error}"
+    leave_network()
+    with Stage() as stage:
+        for found in installed:
+            row = rows[found.program.name]
+            row.version = found.version
+            for name in checks:
+                with console.status(f"{row.program}: {name} ..."):
+                    row.cells[name] = _cell(found, name, stage, turns, kept)
+                console.print(
+                    f"[dim]{row.program} {name}: {type(row.cells[name]).__name__.lower()}[/]", highlight=False
+                )
+    return list(rows.values())
+
+
+def _cell(found: Installed, name: str, stage: Stage, turns: int, kept: Path | None) -> Cell:
+    stage.recorder.take()
+    with found.home(stage.url) as home:
+        run = Run(found, stage, home, turns, read=len(stage.played()))
+        try:
+            CHECKS[name](run)
+            return Passed()
+        except NotApplicable:
+            return Missing()
+        except Failed as failed:
+            known = found.program.faults.get(name)
+            return OwnFault(known) if known else Failure(failed.reason)
+        finally:
+            run.refusals()
+            if kept:
+                _keep(run, kept / found.program.name / name)
+
+
+def _keep(run: Run, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, connection in enumerate(run.connections):
+        (folder / f"{number}.sent").write_bytes(connection.sent)
+        (folder / f"{number}.received").write_bytes(connection.received)

@@ -1,0 +1,240 @@
+"""The parts of `scripts/conformance` that drive programs, without the programs."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.client import RemoteDisconnected
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from scripts.clients.programs.checks import CHECKS, QUICK, lost_prefixes
+from scripts.clients.programs.installed import Installed
+from scripts.clients.programs.pages import GATEWAY, PAGES, read_config
+from scripts.clients.programs.programs import DRIVERS, PROGRAMS, Program, Turn
+from scripts.clients.programs.record import Connection, Recorder
+from scripts.clients.programs.sandbox import Home
+from scripts.clients.programs.script import Step, answer_to, message
+from scripts.clients.programs.selection import Unknown, select
+from scripts.clients.programs.stage import CONTEXT_TOKENS, MODEL, Played
+from scripts.clients.programs.table import Failure, Missing, OwnFault, Passed, Row, reasons, table
+
+
+def prompt(*turns: tuple[str, str]) -> str:
+    written = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+    return f"{written}<|im_start|>assistant\n"
+
+
+CALL = Step(think="I look.", say="One moment.", calls=(("bash", {"command": "ls"}),))
+ASKED = ("user", f"<reminder>be brief</reminder>\n{message(CALL, Step(say='Done: {results}.'))}\n")
+
+
+def test_a_prompt_gets_the_answer_that_its_last_message_asks_for() -> None:
+    first = answer_to(prompt(("system", "Tools"), ("user", message(Step(say="no"))), ("assistant", "no"), ASKED))
+    assert (first.number, first.turn) == (0, 2)
+    assert first.text == (
+        "<think>\nI look.\n</think>\n\nOne moment."
+        '\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+    )
+    results = [("user", f"<tool_response>\n{name}\n</tool_response>") for name in ("a.py", "b.py")]
+    second = answer_to(prompt(ASKED, ("assistant", first.text), *results))
+    assert (second.text, second.number) == ("Done: a.py | b.py.", 1)
+
+
+def test_a_message_without_a_script_after_one_with_a_script_gets_another_answer() -> None:
+    answer = answer_to(prompt(ASKED, ("assistant", "x"), ("user", "Summarize the conversation.")))
+    assert (answer.step, answer.turn) == (None, 0)
+
+
+def test_a_message_that_a_program_has_quoted_is_read() -> None:
+    quoted = json.dumps(message(Step(say='A "word".')))
+    assert answer_to(prompt(("user", quoted))).text == 'A "word".'
+
+
+def test_arguments_that_are_a_string_are_written_as_they_are() -> None:
+    written = answer_to(prompt(("user", message(Step(calls=(("bash", '{"command": '),)))))).text
+    assert '"arguments": {"command": }' in written
+
+
+def test_an_answer_may_be_said_many_times() -> None:
+    assert answer_to(prompt(("user", message(Step(say="w", repeat=3))))).text == "w 0 w 1 w 2"
+
+
+def played(turn: int, prompt_tokens: int, found_tokens: int) -> Played:
+    return Played("job", turn, 0, prompt_tokens, found_tokens, 0, 100)
+
+
+def test_a_prompt_that_does_not_begin_with_the_one_before_is_named() -> None:
+    assert lost_prefixes([played(1, 100, 0), played(2, 150, 110), played(3, 190, 148)]) == []
+    assert lost_prefixes([played(1, 100, 0), played(2, 150, 40)]) == ["turn 2, answer 0: 40 of 100 tokens"]
+
+
+PAGE = """\
+Text with `~/other`.
+
+`~/.tool/config.json`, which `tool login` writes:
+
+```json
+{"url": "http://127.0.0.1:8000/v1"}
+```
+
+```console
+$ export TOOL_URL=http://127.0.0.1:8000   # the gateway
+$ tool --help
+```
+
+```sh
+export TOOL_KEY=none
+```
+"""
+
+
+def test_a_page_has_the_files_and_the_environment_of_its_program(tmp_path: Path) -> None:
+    config = read_config(PAGE).at("http://127.0.0.1:9")
+    assert config.files == {".tool/config.json": '{"url": "http://127.0.0.1:9/v1"}\n'}
+    assert config.environment == {"TOOL_URL": "http://127.0.0.1:9", "TOOL_KEY": "none"}
+    config.write(tmp_path)
+    assert json.loads((tmp_path / ".tool/config.json").read_text()) == {"url": "http://127.0.0.1:9/v1"}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_each_program_has_a_page_with_the_gateway_and_the_model(program: Program) -> None:
+    page = (PAGES / f"{program.page or program.name}.md").read_text("utf-8")
+    config = read_config(page)
+    pasted = "".join([*config.files.values(), *config.environment.values()])
+    assert GATEWAY in pasted
+    assert str(CONTEXT_TOKENS) in pasted or "context" not in pasted.lower()
+    assert MODEL in page
+    assert set(program.faults) <= set(CHECKS)
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_each_program_has_a_command_for_a_turn(program: Program, tmp_path: Path) -> None:
+    installed = Installed(program, tmp_path, tmp_path, "1")
+    first, *others = installed.command(Turn("the message", goes_on=True), tmp_path)
+    assert "the message" in others
+    assert Path(first).is_absolute()
+    driver = program.command(Turn(""))[0]
+    assert (DRIVERS / driver).is_file() or "." not in driver
+
+
+def test_every_page_of_a_client_is_driven() -> None:
+    driven = {program.page or program.name for program in PROGRAMS.values()}
+    assert {page.stem for page in PAGES.glob("*.md")} - {"README"} == driven
+
+
+def test_a_run_without_arguments_has_the_quick_checks() -> None:
+    programs, checks = select(None, None)
+    assert set(programs) <= set(PROGRAMS)
+    assert checks == list(QUICK)
+    assert select("codex, llm", None) == (["codex", "llm"], list(CHECKS))
+    assert select("all", "start")[0] == list(PROGRAMS)
+
+
+@pytest.mark.parametrize(("programs", "checks"), [("codecs", None), ("codex", "begin")])
+def test_an_unknown_name_is_refused_with_those_that_there_are(programs: str, checks: str | None) -> None:
+    with pytest.raises(Unknown, match="choose from"):
+        select(programs, checks)
+
+
+def test_the_table_tells_failures_from_the_faults_of_programs() -> None:
+    row = Row("codex", "1.0", {"start": Passed(), "tools": Failure("no call"), "images": Missing()})
+    other = Row("llm", "2.0", {"start": Passed(), "tools": OwnFault("it has none")})
+    console = Console(width=100, record=True)
+    console.print(table([row, other]))
+    lines = [line.split() for line in console.export_text().splitlines() if "1.0" in line or "2.0" in line]
+    assert lines == [["codex", "1.0", "pass", "FAIL", "·"], ["llm", "2.0", "pass", "own", "fault", "·"]]
+    assert reasons([row, other]) == ["codex, tools: no call", "llm, tools: client's own fault: it has none"]
+    assert (row.passed, other.passed) == (False, True)
+    assert not Row("absent", problem="not installed").passed
+
+
+class Refusing(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        body = b'{"error": "no"}'
+        self.send_response(404 if "absent" in self.path else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def served() -> Iterator[int]:
+    server = HTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_recorder_passes_on_both_directions_and_keeps_them(served: int) -> None:
+    with Recorder(lambda: served) as recorder:
+        with urllib.request.urlopen(f"{recorder.url}/v1/models", timeout=10) as answer:
+            assert json.load(answer) == {"error": "no"}
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(f"{recorder.url}/absent", timeout=10)
+        kept = recorder.take()
+    assert [connection.exchanges() for connection in kept] == [[("GET /v1/models", 200)], [("GET /absent", 404)]]
+    assert [connection.refusals() for connection in kept] == [[], ['GET /absent 404: {"error": "no"}']]
+
+
+def test_the_recorder_closes_a_connection_while_there_is_no_gateway() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with Recorder(lambda: unused.getsockname()[1]) as recorder, pytest.raises(RemoteDisconnected):
+            urllib.request.urlopen(recorder.url, timeout=10)
+
+
+def test_a_request_without_an_answer_has_no_status() -> None:
+    assert Connection(bytearray(b"POST /v1/chat/completions HTTP/1.1\r\n\r\n")).exchanges() == [
+        ("POST /v1/chat/completions", 0)
+    ]
+
+
+def test_a_program_has_a_home_and_an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "a real one")
+    with Home("/usr/bin:/bin", {"SAID": "yes"}) as home:
+        ran = home.run(["sh", "-c", "echo $HOME $SAID $OPENAI_API_KEY; pwd; exit 3"], 20)
+        assert (ran.code, ran.output.split()) == (3, [str(home.folder), "yes", str(home.project)])
+        assert home.run(["sleep", "60"], 0.1).code is None
+    assert not home.folder.exists()
+
+
+_LEAVE = """
+import socket
+from scripts.clients.programs.sandbox import NoSandbox, leave_network
+try:
+    leave_network()
+except NoSandbox as error:
+    raise SystemExit(f"none: {error}")
+print([name for _, name in socket.if_nameindex()])
+with socket.socket() as server, socket.socket() as client:
+    server.bind(("127.0.0.1", 0))
+    server.listen()
+    client.connect(server.getsockname())
+try:
+    socket.create_connection(("192.0.2.1", 80), timeout=2)
+except OSError:
+    print("nothing outside")
+"""
+
+
+def test_a_network_of_its_own_has_loopback_alone_or_the_reason_is_told() -> None:
+    root = Path(__file__).parents[2]
+    ran = subprocess.run([sys.executable, "-c", _LEAVE], cwd=root, capture_output=True, text=True, timeout=60)
+    if ran.returncode:
+        assert ran.stderr.startswith("none: ")
+    else:
+        assert ran.stdout.splitlines() == ["['lo']", "nothing outside"]
