@@ -34,8 +34,8 @@ checks:
   start      a turn, without a request that is refused      session    many turns with tools: all prefixes are found
   turn       thoughts, a long answer, a second turn         overflow   beyond the context: shortened, or reported
   tools      one call, two at once                          cancel     the program is interrupted: its job ends
-  mistakes   an unknown tool, broken arguments              restart    kill -9 of the worker, then of the gateway
-  images     a picture reaches the model
+  mistakes   an unknown tool, broken arguments              worker     kill -9 of the worker in an answer
+  images     a picture reaches the model                    gateway    kill -9 of the gateway in an answer
 
 Prints a table, and the reason of each failure; "client's own fault" names what no gateway can mend. The exit code is 1
 if a check fails otherwise, or if a program cannot be installed, and 2 if this machine gives no network namespace."""

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from PIL import Image
@@ -22,6 +21,7 @@ from scripts.clients.programs.stage import Played, Stage
 _TURN_S = 120.0  # of a turn: programs start within seconds, and the player answers at once
 _LEAVE_S = 5.0  # within which the job of a program that has left is cancelled
 _POLL_S = 0.1
+_INTO_ANSWER_S = 0.5  # long answers take seconds
 _NOTE = "note.txt"  # a file of the project whose text the tool of a program reads
 _TAIL_TOKENS = 8  # of a prompt: the beginning of the answer, which the next prompt writes with the answer
 _FILLER_WORDS = 9_000  # 80 KB, since an argument may have 128 KiB; some 50,000 tokens
@@ -157,20 +157,23 @@ def overflow(run: Run) -> None:
             raise Failed(f"was neither shortened nor reported: {'; '.join(run.refusals()[-2:])}; {ran.last_words}")
 
 
-def restart(run: Run) -> None:
-    """kill -9 of the worker, then of the gateway, in the middle of an answer, which comes whole all the same."""
-    for name, kill in (("the worker", run.stage.kill_worker), ("the gateway", run.stage.kill_gateway)):
-        word = _word()
-        began = len(run.played())
-        program = run.home.start(run.command(Step(say=word, repeat=60, token_s=0.01)))
-        _wait_until(partial(_has_played, run, began), f"{name}: no prompt came")
-        time.sleep(0.5)
-        kill()
-        ran = program.end(_TURN_S)
-        try:
-            run.expect(ran, f"{word} 59")
-        except Failed as failed:
-            raise Failed(f"kill -9 of {name}: {failed.reason}") from None
+def worker(run: Run) -> None:
+    """kill -9 of the worker in the middle of an answer, which comes whole all the same from another one."""
+    _restarted(run, run.stage.kill_worker)
+
+
+def gateway(run: Run) -> None:
+    """kill -9 of the gateway in the middle of an answer, for which the program asks again."""
+    _restarted(run, run.stage.kill_gateway)
+
+
+def _restarted(run: Run, kill: Callable[[], None]) -> None:
+    word = _word()
+    program = run.home.start(run.command(Step(say=word, repeat=60, token_s=0.01)))
+    _wait_until(lambda: bool(run.played()), "no prompt came")
+    time.sleep(_INTO_ANSWER_S)
+    kill()
+    run.expect(program.end(_TURN_S), f"{word} 59")
 
 
 def cancel(run: Run) -> None:
@@ -178,7 +181,7 @@ def cancel(run: Run) -> None:
     word, before = _word(), len(run.stage.stopped())
     program = run.home.start(run.command(Step(say="long", repeat=4_000, token_s=0.02)))
     _wait_until(lambda: bool(run.played()), "no prompt came")
-    time.sleep(0.5)
+    time.sleep(_INTO_ANSWER_S)
     program.signal(signal.SIGINT)
     time.sleep(1.0)
     program.end(0.1)
@@ -209,10 +212,6 @@ def lost_prefixes(played: Sequence[Played]) -> list[str]:
     ]
 
 
-def _has_played(run: Run, before: int) -> bool:
-    return len(run.played()) > before
-
-
 def _shell(run: Run) -> Callable[[str], Call]:
     if run.installed.program.shell is None:
         raise NotApplicable
@@ -228,6 +227,7 @@ def _wait_until(ready: Callable[[], bool], otherwise: str, timeout_s: float = _T
 
 
 CHECKS: dict[str, Callable[[Run], None]] = {
-    check.__name__: check for check in (start, turn, tools, mistakes, images, session, overflow, cancel, restart)
+    check.__name__: check
+    for check in (start, turn, tools, mistakes, images, session, overflow, cancel, worker, gateway)
 }
 QUICK = ("start", "turn", "tools", "mistakes")

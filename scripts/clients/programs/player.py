@@ -42,8 +42,8 @@ class PlayingThread(thread.EngineThread):
 
     def remove(self, request_id: str) -> None:
         """Stop playing."""
-        task = self._playing.pop(request_id, None)
-        if task and task.cancel():
+        if task := self._playing.pop(request_id, None):
+            task.cancel()
             _write({"stopped": request_id})
 
     def step_times(self) -> tuple[float, ...]:
@@ -62,10 +62,13 @@ class PlayingThread(thread.EngineThread):
             token_s = answer.step.token_s if answer.step else 0.0
             if token_s or at % _TOKENS_AT_ONCE == 0:
                 await asyncio.sleep(token_s)
+            last = tokens[at] is None or at + 1 >= request.max_tokens
+            if last:
+                del self._playing[request.id]
+                self._remember(request.cache_key((*request.prompt, *filter(None, tokens[: at + 1]))))
             self._emit(request, listener, at, tokens[at])
-            if at + 1 >= request.max_tokens:
+            if last:
                 return
-        self._remember(request.cache_key((*request.prompt, *(token for token in tokens if token is not None))))
 
     def _emit(self, request: GenerationRequest, listener: OutcomeListener, at: int, token: int | None) -> None:
         ending: FinishReason | None = "length" if at + 1 >= request.max_tokens else None

@@ -101,6 +101,7 @@ def _named(name: str, argument: str = "command", **others: Any) -> Callable[[str
     return lambda line: (name, {argument: line, **others})
 
 
+_STREAM = "it does not ask again for a stream that breaks"
 _ALL = (
     Program("codex", ("@openai/codex",), _codex, _named("exec_command", "cmd")),
     Program(
@@ -124,17 +125,25 @@ _ALL = (
             _driver("ai_sdk.mjs", api),
             _named("shell"),
             page="ai-sdk",
+            faults={"gateway": _STREAM},
         )
         for name, api in (("ai-sdk", "chat"), ("ai-sdk-responses", "responses"), ("ai-sdk-messages", "messages"))
     ),
-    Program("aider", ("aider-chat",), _aider, python=True, quiet={"AIDER_ANALYTICS_DISABLE": "true"}),
+    Program(
+        "aider",
+        ("aider-chat",),
+        _aider,
+        python=True,
+        quiet={"AIDER_ANALYTICS_DISABLE": "true"},
+        faults={"session": "it writes which files it may edit after the newest message, and takes that out again"},
+    ),
     Program(
         "llm",
         ("llm",),
         _llm,
         _named("shell"),
         python=True,
-        faults={"mistakes": "its loop of tools ends at arguments that are no JSON"},
+        faults={"gateway": _STREAM, "mistakes": "its loop of tools ends at arguments that are no JSON"},
     ),
     Program("pi", ("@mariozechner/pi-coding-agent",), _pi, _named("bash"), quiet={"PI_OFFLINE": "1"}),
     Program("qwen-code", ("@qwen-code/qwen-code",), _qwen, _named("run_shell_command", is_background=False)),

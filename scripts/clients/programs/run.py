@@ -1,5 +1,6 @@
 """Drives programs through their checks."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,3 +64,5 @@ def _keep(run: Run, folder: Path) -> None:
     for number, connection in enumerate(run.connections):
         (folder / f"{number}.sent").write_bytes(connection.sent)
         (folder / f"{number}.received").write_bytes(connection.received)
+    for printed in (*run.home.folder.glob("output-*"), *run.home.folder.glob("errors-*")):
+        shutil.copy(printed, folder)

@@ -59,7 +59,7 @@ def main(how: str, image: str, message: str) -> None:
     messages.append({"role": "user", "content": parts})
     process, url = proxy()
     try:
-        with OpenAI(base_url=url, api_key="none", timeout=600) as client:
+        with OpenAI(base_url=url, api_key=os.environ["LITELLM_MASTER_KEY"], timeout=600) as client:
             for _ in range(8):
                 with client.chat.completions.stream(model="my-model", messages=messages, tools=[SHELL]) as stream:  # type: ignore[list-item]
                     for event in stream:
