@@ -20,6 +20,7 @@ from scripts.clients.programs.programs import PROGRAMS, Program
 from scripts.clients.programs.run import drive
 from scripts.clients.programs.sandbox import NoSandbox
 from scripts.clients.programs.selection import TURNS, Unknown, select
+from scripts.clients.programs.stage import Stage
 from scripts.clients.results import Report, failures, read_report, table
 from scripts.stack import ROOT
 
@@ -109,11 +110,22 @@ def _drive_programs(
 
 def _drive_clients(names: Sequence[str], given: Path | None, console: Console) -> int:
     chosen = CLIENTS if _ALL in names else dict.fromkeys(names)
-    with _folder(given) as folder, front() as url:
-        reports = [_report(CLIENTS[name], folder, url, console) for name in chosen]
+    reports = list[Report]()
+    with _folder(given) as folder:
+        for processes, played in ((front, False), (_stage, True)):
+            clients = [CLIENTS[name] for name in chosen if CLIENTS[name].played == played]
+            if clients:
+                with processes() as url:
+                    reports += [_report(client, folder, url, console) for client in clients]
     console.print(table(reports))
     _print_lines(failures(reports), console)
     return 0 if all(report.passed for report in reports) else 1
+
+
+@contextmanager
+def _stage() -> Iterator[str]:
+    with Stage() as stage:
+        yield stage.url
 
 
 @contextmanager

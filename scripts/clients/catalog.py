@@ -11,6 +11,7 @@ class Client:
     packages: tuple[str, ...]
     script: str
     runs_s: float = 300.0  # that its checks may take together
+    played: bool = False  # against the worker that plays answers: the checks need a model that can do all
 
     @property
     def needs_node(self) -> bool:
@@ -26,7 +27,7 @@ _ALL = (
     Client("langchain-openai", ("langchain-openai",), "langchain_chat.py"),
     Client("pydantic-ai", ("pydantic-ai-slim[openai,anthropic]",), "pydantic_agents.py"),
     Client("ai-sdk", ("ai", "@ai-sdk/openai-compatible"), "ai_sdk.mjs"),
-    Client("llm-comply", ("llm-comply",), "comply.py"),
+    Client("llm-comply", ("llm-comply",), "comply.py", played=True),
     Client("schemathesis", ("schemathesis>=4",), "fuzz.py", runs_s=900.0),
 )
 CLIENTS = {client.name: client for client in _ALL}

@@ -21,9 +21,9 @@ from scripts.clients.programs.pages import GATEWAY, PAGES, read_config
 from scripts.clients.programs.programs import DRIVERS, PROGRAMS, Program, Turn
 from scripts.clients.programs.record import Connection, Recorder
 from scripts.clients.programs.sandbox import Home
-from scripts.clients.programs.script import Step, answer_to, message
+from scripts.clients.programs.script import MODEL, Step, answer_to, message
 from scripts.clients.programs.selection import Unknown, select
-from scripts.clients.programs.stage import CONTEXT_TOKENS, MODEL, Played
+from scripts.clients.programs.stage import CONTEXT_TOKENS, Played
 from scripts.clients.programs.table import Failure, Missing, OwnFault, Passed, Row, reasons, table
 
 
@@ -51,6 +51,14 @@ def test_a_prompt_gets_the_answer_that_its_last_message_asks_for() -> None:
 def test_a_message_without_a_script_after_one_with_a_script_gets_another_answer() -> None:
     answer = answer_to(prompt(ASKED, ("assistant", "x"), ("user", "Summarize the conversation.")))
     assert (answer.step, answer.turn) == (None, 0)
+
+
+def test_the_weather_is_asked_of_its_tool() -> None:
+    asked = ("user", "What is the weather in San Francisco?")
+    assert '"name": "get_weather"' in answer_to(prompt(("system", "Tools: get_weather"), asked)).text
+    assert "get_weather" not in answer_to(prompt(asked)).text
+    result = ("user", "<tool_response>\nweather: sunny\n</tool_response>")
+    assert "get_weather" not in answer_to(prompt(("system", "get_weather"), asked, ("assistant", "x"), result)).text
 
 
 def test_a_message_that_a_program_has_quoted_is_read() -> None:

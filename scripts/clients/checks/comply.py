@@ -7,15 +7,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from scripts.clients.checks.checking import MODEL, SEEING, URL, write
+from scripts.clients.checks.checking import URL, write
+from scripts.clients.programs.script import MODEL
 
+_LETTERS = 500  # of a reason
 _SUITES = {"open-responses": "responses", "openai-chat": "chat", "anthropic": "messages"}
-_PICTURES = "image"  # in the name of a test that needs a model that takes images
 
 
-def _results(suite: str, model: str) -> list[dict[str, Any]]:
+def _results(suite: str) -> list[dict[str, Any]]:
     command = [str(Path(sys.executable).parent / "llm-comply"), "run", "--base-url", f"{URL}/v1", "--api-key", "none"]
-    ran = subprocess.run([*command, "--model", model, "--format", suite, "--json"], capture_output=True, text=True)
+    ran = subprocess.run([*command, "--model", MODEL, "--format", suite, "--json"], capture_output=True, text=True)
     try:
         found: list[dict[str, Any]] = json.loads(ran.stdout)["results"]
     except (ValueError, KeyError):
@@ -27,14 +28,12 @@ def main() -> None:
     """Run the suites, and print a line for each test."""
     write("version", version("llm-comply"))
     for suite, interface in _SUITES.items():
-        seen = {result["name"]: result for result in _results(suite, SEEING)}
-        for result in _results(suite, MODEL):
+        for result in _results(suite):
             name = f"{interface}: {result['name']}"
-            taken = seen[result["name"]] if _PICTURES in result["name"].lower() else result
-            if taken["status"] == "passed":
+            if result["status"] == "passed":
                 write("pass", name)
-            elif taken["status"] == "failed":
-                write("fail", name, "; ".join(taken.get("errors", ["no reason given"])))
+            elif result["status"] == "failed":
+                write("fail", name, "; ".join(result.get("errors", ["no reason given"]))[:_LETTERS])
 
 
 if __name__ == "__main__":

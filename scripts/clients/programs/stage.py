@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from scripts.clients.programs.record import Recorder
+from scripts.clients.programs.script import MODEL
 from scripts.stack import TINY_CHAT, FrontProcess, Server, WorkerProcess, embedded_binary
 
-MODEL = "my-model"  # its name on the pages of docs/clients
 CONTEXT_TOKENS = 131_072  # of the model, on these pages too
 _VOCAB = 1024  # of models/tiny-chat, whose tokenizer has the tokens of images
 # As models/tiny-chat's, with images and with thoughts of earlier answers left out, as templates of Qwen's do.
