@@ -37,6 +37,7 @@ checks:
   tools      one call, two at once                          cancel     the program is interrupted: its job ends
   mistakes   an unknown tool, broken arguments              worker     kill -9 of the worker in an answer
   images     a picture reaches the model                    gateway    kill -9 of the gateway in an answer
+  silence    a first token that takes 40 s
 
 Prints a table, and the reason of each failure; "client's own fault" names what no gateway can mend. The exit code is 1
 if a check fails otherwise, or if a program cannot be installed, and 2 if this machine gives no network namespace."""

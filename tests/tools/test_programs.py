@@ -18,8 +18,9 @@ from rich.console import Console
 from scripts.clients.programs.checks import CHECKS, QUICK, lost_prefixes
 from scripts.clients.programs.installed import Installed
 from scripts.clients.programs.pages import GATEWAY, PAGES, read_config
-from scripts.clients.programs.programs import DRIVERS, PROGRAMS, Program, Turn
+from scripts.clients.programs.programs import DRIVERS, PROGRAMS, Fault, Program, Turn
 from scripts.clients.programs.record import Connection, Recorder
+from scripts.clients.programs.run import _failed
 from scripts.clients.programs.sandbox import Home
 from scripts.clients.programs.script import MODEL, Step, answer_to, message
 from scripts.clients.programs.selection import Unknown, select
@@ -162,6 +163,13 @@ def test_the_table_tells_failures_from_the_faults_of_programs() -> None:
     assert reasons([row, other]) == ["codex, tools: no call", "llm, tools: client's own fault: it has none"]
     assert (row.passed, other.passed) == (False, True)
     assert not Row("absent", problem="not installed").passed
+
+
+def test_only_the_known_failure_of_a_program_is_its_own_fault() -> None:
+    known = Fault("ModelBehaviorError", "it raises")
+    assert _failed("agents.ModelBehaviorError: no such tool", known) == OwnFault("it raises")
+    assert _failed("POST /v1/responses 400", known) == Failure("POST /v1/responses 400")
+    assert _failed("POST /v1/responses 400", None) == Failure("POST /v1/responses 400")
 
 
 class Refusing(BaseHTTPRequestHandler):

@@ -20,6 +20,7 @@ from scripts.clients.programs.stage import Played, Stage
 
 _TURN_S = 120.0  # of a turn: programs start within seconds, and the player answers at once
 _LEAVE_S = 5.0  # within which the job of a program that has left is cancelled
+_SILENT_S = 40.0  # beyond the time-outs of half a minute that HTTP clients have
 _POLL_S = 0.1
 _INTO_ANSWER_S = 0.5  # long answers take seconds
 _NOTE = "note.txt"  # a file of the project whose text the tool of a program reads
@@ -105,6 +106,12 @@ def turn(run: Run) -> None:
     run.expect(run.turn(Step(think="Again.", say=f"And {last}.")), last)
     if run.played()[-1].turn != 2:
         raise Failed("the second turn had not the first one in its prompt")
+
+
+def silence(run: Run) -> None:
+    """An answer whose first token takes a while, as that of a long prompt does."""
+    word = _word()
+    run.expect(run.turn(Step(say=word, silent_s=_SILENT_S)), word)
 
 
 def tools(run: Run) -> None:
@@ -232,6 +239,6 @@ def _wait_until(ready: Callable[[], bool], otherwise: str, timeout_s: float = _T
 
 CHECKS: dict[str, Callable[[Run], None]] = {
     check.__name__: check
-    for check in (start, turn, tools, mistakes, images, session, overflow, cancel, worker, gateway)
+    for check in (start, turn, tools, mistakes, images, silence, session, overflow, cancel, worker, gateway)
 }
 QUICK = ("start", "turn", "tools", "mistakes")

@@ -22,6 +22,14 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Fault:
+    """What a program does wrong. `sign`: in the reason of a check that fails by it."""
+
+    sign: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A program. `command` returns the arguments for a turn, the first of which is an executable of its packages, or a
     file of `drivers`. `shell` is the call of a tool of its own that runs a line of shell; None: it has no tools."""
@@ -35,7 +43,7 @@ class Program:
     takes_images: bool = True
     goes_on: bool = True  # with a conversation, without being told its id
     quiet: dict[str, str] = field(default_factory=dict)  # environment of a run without network, not of users
-    faults: dict[str, str] = field(default_factory=dict)  # checks that fail by the program's own fault, and why
+    faults: dict[str, Fault] = field(default_factory=dict)  # by checks that fail by the program's own fault
 
 
 def _codex(turn: Turn) -> list[str]:
@@ -106,7 +114,7 @@ def _named(name: str, argument: str = "command", **others: Any) -> Callable[[str
     return lambda line: (name, {argument: line, **others})
 
 
-_STREAM = "it does not ask again for a stream that breaks"
+_STREAM = Fault("ended with", "it does not ask again for a stream that breaks")
 _ALL = (
     Program("codex", ("@openai/codex",), _codex, _named("exec_command", "cmd")),
     Program(
@@ -140,7 +148,11 @@ _ALL = (
         _aider,
         python=True,
         quiet={"AIDER_ANALYTICS_DISABLE": "true"},
-        faults={"session": "it writes which files it may edit after the newest message, and takes that out again"},
+        faults={
+            "session": Fault(
+                "lost their prefix", "it writes its list of files after the newest message, and takes it out again"
+            )
+        },
     ),
     Program(
         "llm",
@@ -148,7 +160,10 @@ _ALL = (
         _llm,
         _named("shell"),
         python=True,
-        faults={"gateway": _STREAM, "mistakes": "its loop of tools ends at arguments that are no JSON"},
+        faults={
+            "gateway": _STREAM,
+            "mistakes": Fault("after broken arguments", "its loop of tools ends at arguments that are no JSON"),
+        },
     ),
     Program("pi", ("@mariozechner/pi-coding-agent",), _pi, _named("bash"), quiet={"PI_OFFLINE": "1"}),
     Program("qwen-code", ("@qwen-code/qwen-code",), _qwen, _named("run_shell_command", is_background=False)),
@@ -160,12 +175,16 @@ _ALL = (
             _named("shell"),
             page="openai-agents",
             python=True,
-            faults={"mistakes": "it raises ModelBehaviorError at the call of a tool that it does not have"},
+            faults={
+                "mistakes": Fault(
+                    "ModelBehaviorError", "it raises an error at the call of a tool that it does not have"
+                )
+            },
         )
         for name, api in (("openai-agents", "responses"), ("openai-agents-chat", "chat"))
     ),
     Program("litellm", ("litellm[proxy]",), _driver("litellm_proxy.py"), _named("shell"), python=True),
     Program("continue", ("@continuedev/cli",), _continue, _named("Bash"), takes_images=False),
-    Program("cline", ("cline",), _cline, _cline_call, takes_images=False, goes_on=False),
+    Program("cline", ("cline",), _cline, _cline_call, takes_images=False, goes_on=False, faults={"gateway": _STREAM}),
 )
 PROGRAMS = {program.name: program for program in _ALL}

@@ -9,7 +9,7 @@ from rich.console import Console
 from scripts.clients.environments import NotInstalled
 from scripts.clients.programs.checks import CHECKS, Failed, NotApplicable, Run
 from scripts.clients.programs.installed import Installed, install
-from scripts.clients.programs.programs import Program
+from scripts.clients.programs.programs import Fault, Program
 from scripts.clients.programs.sandbox import leave_network
 from scripts.clients.programs.stage import Stage
 from scripts.clients.programs.table import Cell, Failure, Missing, OwnFault, Passed, Row
@@ -51,12 +51,15 @@ def _cell(found: Installed, name: str, stage: Stage, turns: int, kept: Path | No
         except NotApplicable:
             return Missing()
         except Failed as failed:
-            known = found.program.faults.get(name)
-            return OwnFault(known) if known else Failure(failed.reason)
+            return _failed(failed.reason, found.program.faults.get(name))
         finally:
             run.refusals()
             if kept:
                 _keep(run, kept / found.program.name / name)
+
+
+def _failed(reason: str, known: Fault | None) -> Cell:
+    return OwnFault(known.why) if known and known.sign in reason else Failure(reason)
 
 
 def _keep(run: Run, folder: Path) -> None:
