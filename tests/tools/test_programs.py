@@ -1,5 +1,6 @@
 """The parts of `scripts/conformance` that drive programs, without the programs."""
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -7,10 +8,11 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.client import RemoteDisconnected
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,6 +20,7 @@ from rich.console import Console
 from scripts.clients.programs.checks import CHECKS, QUICK, lost_prefixes
 from scripts.clients.programs.installed import Installed
 from scripts.clients.programs.pages import GATEWAY, PAGES, read_config
+from scripts.clients.programs.player import Player
 from scripts.clients.programs.programs import DRIVERS, PROGRAMS, Fault, Program, Turn
 from scripts.clients.programs.record import Connection, Recorder
 from scripts.clients.programs.run import _failed
@@ -26,6 +29,8 @@ from scripts.clients.programs.script import MODEL, Step, answer_to, message
 from scripts.clients.programs.selection import Unknown, select
 from scripts.clients.programs.stage import CONTEXT_TOKENS, Played
 from scripts.clients.programs.table import Failure, Missing, OwnFault, Passed, Row, reasons, table
+from worker.schedule.outcomes import Outcome, Sampled
+from worker.schedule.request import GenerationRequest
 
 
 def prompt(*turns: tuple[str, str]) -> str:
@@ -74,6 +79,81 @@ def test_arguments_that_are_a_string_are_written_as_they_are() -> None:
 
 def test_an_answer_may_be_said_many_times() -> None:
     assert answer_to(prompt(("user", message(Step(say="w", repeat=3))))).text == "w 0 w 1 w 2"
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.outcomes = list[Outcome]()
+
+    def on_outcome(self, outcome: Outcome, rows: int) -> None:
+        self.outcomes.append(outcome)
+
+    @property
+    def text(self) -> str:
+        tokens = [outcome.token for outcome in self.outcomes if isinstance(outcome, Sampled)]
+        return "".join(chr(token) for token in tokens if token is not None)
+
+    @property
+    def ending(self) -> str | None:
+        last = self.outcomes[-1] if self.outcomes else None
+        return last.finish_reason if isinstance(last, Sampled) else None
+
+
+async def play(player: Player, text: str, **more: Any) -> Heard:
+    heard = Heard()
+    request = GenerationRequest(**{"id": text, "prompt": tuple(map(ord, text)), "max_tokens": 100, **more})
+    player.submit(request, heard)
+    await wait_for(lambda: heard.ending is not None)
+    player.remove(request.id)
+    return heard
+
+
+async def wait_for(ready: Callable[[], bool]) -> None:
+    while not ready():
+        await asyncio.sleep(0.001)
+
+
+async def test_the_player_answers_by_script_and_finds_the_prefix_of_an_earlier_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv("PLAYER_LOG", str(log))
+    player, asked = Player(Letters()), prompt(("user", message(Step(say="Hello."))))
+    first = await play(player, asked)
+    assert (first.text, first.ending) == ("Hello.", "stop")
+    longer = f"{asked}Hello.<|im_end|>\n{prompt(('user', message(Step(say='Bye.'))))}"
+    assert (await play(player, longer)).text == "Bye."
+    noted = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["turn"], line["found_tokens"]) for line in noted] == [(1, 0), (2, len(asked) + len("Hello."))]
+
+
+async def test_the_player_ends_at_the_limit_and_resumes() -> None:
+    player, asked = Player(Letters()), prompt(("user", message(Step(say="Hello."))))
+    cut = await play(player, asked, max_tokens=3)
+    assert (cut.text, cut.ending) == ("Hel", "length")
+    rest = await play(player, asked, id="again", resume_tokens=tuple(map(ord, "Hel")))
+    assert (rest.text, rest.ending) == ("lo.", "stop")
+
+
+async def test_an_answer_that_is_removed_is_noted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLAYER_LOG", str(tmp_path / "log"))
+    player, heard = Player(Letters()), Heard()
+    asked = prompt(("user", message(Step(say="Hello.", token_s=60))))
+    player.submit(GenerationRequest(id="a", prompt=tuple(map(ord, asked)), max_tokens=9), heard)
+    await wait_for(lambda: bool(heard.outcomes))
+    for _ in range(2):
+        player.remove("a")
+    assert (tmp_path / "log").read_text().splitlines()[1:] == ['{"stopped": "a"}']
 
 
 def played(turn: int, prompt_tokens: int, found_tokens: int) -> Played:

@@ -25,30 +25,24 @@ _REMEMBERED = 256  # conversations' prompts whose tokens are compared with the n
 _TOKENS_AT_ONCE = 20  # without a pause, so that a long answer leaves the event loop to others
 
 
-class PlayingThread(thread.EngineThread):
-    """Loads the model as the engine's thread does, and plays the answers on the event loop."""
+class Player:
+    """Plays the answers to prompts on the event loop."""
 
-    async def start(self) -> Model:
-        """Load the model."""
-        model = await super().start()
-        self._tokenizer: Any = model.tokenizer
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: encodes and decodes texts, as transformers' do."""
+        self._tokenizer = tokenizer
         self._playing = dict[str, asyncio.Task[None]]()
         self._seen = list[np.ndarray]()
-        return model
 
     def submit(self, request: GenerationRequest, listener: OutcomeListener) -> None:
         """Play the answer to the prompt's script."""
         self._playing[request.id] = asyncio.create_task(self._play(request, listener))
 
     def remove(self, request_id: str) -> None:
-        """Stop playing."""
+        """Stop playing an answer that has not ended."""
         if task := self._playing.pop(request_id, None):
             task.cancel()
             _write({"stopped": request_id})
-
-    def step_times(self) -> tuple[float, ...]:
-        """Return the times of steps that take no time."""
-        return StepTimes().seconds(time.monotonic())
 
     async def _play(self, request: GenerationRequest, listener: OutcomeListener) -> None:
         answer = answer_to(self._tokenizer.decode(list(request.prompt)))
@@ -95,6 +89,28 @@ class PlayingThread(thread.EngineThread):
             "max_tokens": request.max_tokens,
         }
         _write(noted)
+
+
+class PlayingThread(thread.EngineThread):
+    """Loads the model as the engine's thread does, and lets a player answer."""
+
+    async def start(self) -> Model:
+        """Load the model."""
+        model = await super().start()
+        self._player = Player(model.tokenizer)
+        return model
+
+    def submit(self, request: GenerationRequest, listener: OutcomeListener) -> None:
+        """Play the answer to the prompt's script."""
+        self._player.submit(request, listener)
+
+    def remove(self, request_id: str) -> None:
+        """Stop playing."""
+        self._player.remove(request_id)
+
+    def step_times(self) -> tuple[float, ...]:
+        """Return the times of steps that take no time."""
+        return StepTimes().seconds(time.monotonic())
 
 
 def _write(noted: dict[str, Any]) -> None:

@@ -148,11 +148,7 @@ _ALL = (
         _aider,
         python=True,
         quiet={"AIDER_ANALYTICS_DISABLE": "true"},
-        faults={
-            "session": Fault(
-                "lost their prefix", "it writes its list of files after the newest message, and takes it out again"
-            )
-        },
+        faults={"session": Fault("lost their prefix", "it writes its list of files after the newest message")},
     ),
     Program(
         "llm",
@@ -162,7 +158,7 @@ _ALL = (
         python=True,
         faults={
             "gateway": _STREAM,
-            "mistakes": Fault("after broken arguments", "its loop of tools ends at arguments that are no JSON"),
+            "mistakes": Fault("after broken arguments", "it ends at arguments that are no JSON"),
         },
     ),
     Program("pi", ("@mariozechner/pi-coding-agent",), _pi, _named("bash"), quiet={"PI_OFFLINE": "1"}),
@@ -175,11 +171,7 @@ _ALL = (
             _named("shell"),
             page="openai-agents",
             python=True,
-            faults={
-                "mistakes": Fault(
-                    "ModelBehaviorError", "it raises an error at the call of a tool that it does not have"
-                )
-            },
+            faults={"mistakes": Fault("ModelBehaviorError", "it raises an error at an unknown tool")},
         )
         for name, api in (("openai-agents", "responses"), ("openai-agents-chat", "chat"))
     ),
