@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from scripts.clients.programs.player import Player
 from scripts.clients.programs.programs import DRIVERS, PROGRAMS, Fault, Program, Turn
 from scripts.clients.programs.record import Connection, Recorder
 from scripts.clients.programs.run import _failed
-from scripts.clients.programs.sandbox import Home
+from scripts.clients.programs.sandbox import Home, NoSandbox, try_to_leave_network
 from scripts.clients.programs.script import MODEL, Step, answer_to, message
 from scripts.clients.programs.selection import Unknown, select
 from scripts.clients.programs.stage import CONTEXT_TOKENS, Played
@@ -308,6 +309,12 @@ def test_a_program_has_a_home_and_an_environment_of_its_own(monkeypatch: pytest.
     assert not home.folder.exists()
 
 
+def test_what_still_runs_ends_with_the_home() -> None:
+    with Home("/usr/bin:/bin", {}) as home:
+        started = home.start(["sleep", "60"])
+    assert started.process.returncode == -signal.SIGKILL
+
+
 _LEAVE = """
 import socket
 from scripts.clients.programs.sandbox import NoSandbox, leave_network
@@ -325,6 +332,15 @@ try:
 except OSError:
     print("nothing outside")
 """
+
+
+def test_a_machine_without_namespaces_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'not allowed here' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(NoSandbox, match="^not allowed here$"):
+        try_to_leave_network()
 
 
 def test_a_network_of_its_own_has_loopback_alone_or_the_reason_is_told() -> None:

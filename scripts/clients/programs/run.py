@@ -10,7 +10,7 @@ from scripts.clients.environments import NotInstalled
 from scripts.clients.programs.checks import CHECKS, Failed, NotApplicable, Run
 from scripts.clients.programs.installed import Installed, install
 from scripts.clients.programs.programs import Fault, Program
-from scripts.clients.programs.sandbox import leave_network
+from scripts.clients.programs.sandbox import leave_network, try_to_leave_network
 from scripts.clients.programs.stage import Stage
 from scripts.clients.programs.table import Cell, Failure, Missing, OwnFault, Passed, Row
 
@@ -20,6 +20,7 @@ def drive(
 ) -> list[Row]:
     """Install the programs, leave the network, and return the rows of the table. `turns`: of a long session.
     `kept`: a folder for what was sent and received. Raises `NoSandbox`."""
+    try_to_leave_network()  # before minutes of installing
     rows = {program.name: Row(program.name) for program in programs}
     installed = list[Installed]()
     for program in programs:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from scripts.stack import ROOT
+
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x1000_0000, 0x4000_0000  # of <linux/sched.h>
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1  # of <linux/sockios.h> and <linux/if.h>
 _POLL_S = 0.1
@@ -48,6 +50,14 @@ def leave_network() -> None:
     request = struct.pack("16sh", b"lo", _IFF_UP)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         fcntl.ioctl(probe, _SIOCSIFFLAGS, request)
+
+
+def try_to_leave_network() -> None:
+    """Do `leave_network` in a process of its own. Raises `NoSandbox`."""
+    code = f"from {__name__} import NoSandbox, leave_network\ntry: leave_network()\nexcept NoSandbox as e: exit(str(e))"
+    tried = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    if tried.returncode != 0:
+        raise NoSandbox(tried.stderr.strip())
 
 
 def _map_user(user: int, group: int) -> None:
@@ -103,6 +113,7 @@ class Home:
         self._temporary = tempfile.TemporaryDirectory(prefix="sluice-home-", ignore_cleanup_errors=True)
         self.folder = Path(self._temporary.name) / "home"
         self.project = self.folder / "project"
+        self._started = list[Started]()
         self.project.mkdir(parents=True)
         self._environment = {**QUIET, "HOME": str(self.folder), "PATH": path, **environment}
 
@@ -114,6 +125,8 @@ class Home:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for started in self._started:  # also after Ctrl-C, or a check that failed before the end of its program
+            started.end(0)
         self._temporary.cleanup()
 
     def start(self, command: Sequence[str]) -> Started:
@@ -125,7 +138,8 @@ class Home:
                 command, cwd=self.project, env=self._environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                 start_new_session=True,
             )  # fmt: skip
-        return Started(process, output, errors)
+        self._started.append(Started(process, output, errors))
+        return self._started[-1]
 
     def run(self, command: Sequence[str], timeout_s: float) -> Ran:
         """Run a program to its end."""
