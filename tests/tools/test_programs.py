@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -332,6 +333,19 @@ try:
 except OSError:
     print("nothing outside")
 """
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs run on Linux alone")
+def test_what_a_program_leaves_behind_in_a_session_of_its_own_ends_with_the_home() -> None:
+    with Home("/usr/bin:/bin", {}) as home:
+        left = int(home.run(["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"], 20).output)
+        deadline = time.monotonic() + 10
+        while "sleep" not in Path(f"/proc/{left}/cmdline").read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{left}").exists() and Path(f"/proc/{left}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_machine_without_namespaces_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -175,7 +175,14 @@ _ALL = (
         )
         for name, api in (("openai-agents", "responses"), ("openai-agents-chat", "chat"))
     ),
-    Program("litellm", ("litellm[proxy]",), _driver("litellm_proxy.py"), _named("shell"), python=True),
+    Program(
+        "litellm",
+        ("litellm[proxy]",),
+        _driver("litellm_proxy.py"),
+        _named("shell"),
+        python=True,
+        faults={"gateway": _STREAM},
+    ),
     Program("continue", ("@continuedev/cli",), _continue, _named("Bash"), takes_images=False),
     Program("cline", ("cline",), _cline, _cline_call, takes_images=False, goes_on=False, faults={"gateway": _STREAM}),
 )

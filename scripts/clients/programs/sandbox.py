@@ -105,6 +105,16 @@ class Started:
         return Ran(code, self.output.read_text("utf-8", "replace"), self.errors.read_text("utf-8", "replace"))
 
 
+def _with_home(folder: Path) -> list[int]:
+    """Return the processes whose HOME is this folder."""
+    sought, found = f"HOME={folder}".encode(), list[int]()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if sought in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+    return found
+
+
 class Home:
     """A home folder and a project in it, deleted after the block."""
 
@@ -127,6 +137,11 @@ class Home:
     def __exit__(self, *_: object) -> None:
         for started in self._started:  # also after Ctrl-C, or a check that failed before the end of its program
             started.end(0)
+        for process in _with_home(
+            self.folder
+        ):  # a program may leave a process of its own session behind, as Cline does
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         self._temporary.cleanup()
 
     def start(self, command: Sequence[str]) -> Started:
