@@ -162,7 +162,13 @@ _ALL = (
         },
     ),
     Program("pi", ("@mariozechner/pi-coding-agent",), _pi, _named("bash"), quiet={"PI_OFFLINE": "1"}),
-    Program("qwen-code", ("@qwen-code/qwen-code",), _qwen, _named("run_shell_command", is_background=False)),
+    Program(
+        "qwen-code",
+        ("@qwen-code/qwen-code",),
+        _qwen,
+        _named("run_shell_command", is_background=False),
+        faults={"gateway": _STREAM},
+    ),
     *(
         Program(
             name,
