@@ -177,7 +177,10 @@ _ALL = (
             _named("shell"),
             page="openai-agents",
             python=True,
-            faults={"mistakes": Fault("ModelBehaviorError", "it raises an error at an unknown tool")},
+            faults={
+                "gateway": _STREAM,
+                "mistakes": Fault("ModelBehaviorError", "it raises an error at an unknown tool"),
+            },
         )
         for name, api in (("openai-agents", "responses"), ("openai-agents-chat", "chat"))
     ),
