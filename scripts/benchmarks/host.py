@@ -2,6 +2,7 @@
 
 CPU time hardly depends on what else the machine does. What MLX computes runs on other threads and is not counted."""
 
+import asyncio
 import base64
 import json
 import statistics
@@ -14,9 +15,12 @@ from typing import Any
 
 import mlx.core as mx
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from mlx_lm.models import qwen3
 from rich.console import Console
 from rich.table import Table
 
+from schemas import ChatRequest
+from scripts.benchmarks.models import dense
 from scripts.stack import TINY_CHAT
 from worker.engine.batch import decode_batch
 from worker.engine.batch.decode_batch import DecodeBatch
@@ -24,8 +28,11 @@ from worker.engine.batch.pending import PendingTokens, StepToken
 from worker.engine.batch.row import Row
 from worker.engine.engine import Engine
 from worker.engine.model.load import open_model
+from worker.engine.tokenizer import MLXTokenizer
+from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.schedule.report import StepReport
 from worker.schedule.request import GenerationRequest, Sampling
+from worker.text.codec import TextCodec
 from worker.text.grammar.row.grammar import RowGrammar
 
 ROWS = 1, 8, 32
@@ -106,7 +113,7 @@ def step_us(step: Callable[[], StepReport]) -> tuple[float, float]:
             began, calls.seconds = time.thread_time(), 0.0
             step()
             pairs.append((calls.seconds, time.thread_time() - began - calls.seconds))
-    inside, outside = zip(*pairs[_WARM:], strict=True)
+    inside, outside = zip(*pairs[_FEW:], strict=True)
     return 1e6 * statistics.median(inside), 1e6 * statistics.median(outside)
 
 
@@ -201,8 +208,101 @@ def _grammar(tokenizer: LLTokenizer) -> RowGrammar:
     return RowGrammar(LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema)), frozenset({2}))
 
 
-def main(console: Console, vocabulary: Path | None) -> None:
-    """Print the tables."""
+# Free answers of requests with tools
+
+MOST_ADDED = 0.03  # of a step, by tools whose calls are held and which no row calls
+_FEW = 4  # steps before these
+_FAST_STEP_MS = 15.0  # of 32 rows on a Mac; here the logits alone take longer, so this ratio is the strict one
+_CALLS_STEPS = 24
+_TEXTS = "README.md", "docs/contract.md", "worker/text/grammar/guide.py", "scripts/benchmarks/host.py"
+
+
+def free_table(folder: Path, rows: int = ROWS[-1]) -> tuple[Table, bool]:
+    """Return the table of what tools add to a step of rows that call none, and True if it is within the limit.
+    `folder`: a model's tokenizer with its template."""
+    tokenizer = MLXTokenizer(load_tokenizer(folder))
+    width = len(tokenizer.tokens)
+    said = [token for text in _TEXTS for token in tokenizer.encode(Path(text).read_text("utf-8"))]
+    network = _Saying(width, [said[row * len(said) // rows :] + said for row in range(rows)])
+    title = f"A step of {rows} rows with {width:,} tokens, of answers without calls: medians of {_CALLS_STEPS}"
+    columns = (
+        "without tools",
+        "with them",
+        "added: CPU time of the thread",
+        "of it",
+        "of the step",
+        "of a step of 15 ms",
+    )
+    table, passed = Table("", *columns, title=title, title_justify="left"), True
+    for name, guard in (("no limit of thoughts", False), ("thoughts that loop are closed", True)):
+        plain, with_tools = asyncio.run(_batches(TextCodec(tokenizer, width, hold_calls=True), network, rows, guard))
+        pairs = [(network.step(plain, step), network.step(with_tools, step)) for step in range(_CALLS_STEPS + _FEW)]
+        cpu_ms, added_ms = (1e3 * statistics.median(each) for each in _cpu_s(pairs[_FEW:]))
+        wall_ms = 1e3 * statistics.median(before[1] for before, _ in pairs[_FEW:])
+        ratios = [added_ms / whole for whole in (cpu_ms, wall_ms, _FAST_STEP_MS)]
+        times = f"{cpu_ms:.2f} / {wall_ms:.0f} ms", f"{cpu_ms + added_ms:.2f} ms", f"{added_ms * 1e3:+.0f} µs"
+        table.add_row(name, *times, *(f"{ratio:+.1%}" for ratio in ratios))
+        passed = passed and ratios[-1] <= MOST_ADDED
+    return table, passed
+
+
+def _cpu_s(pairs: "list[tuple[Times, Times]]") -> tuple[list[float], list[float]]:
+    """Return the CPU seconds of the steps without tools, and what the steps beside them took more."""
+    return [before[0] for before, _ in pairs], [after[0] - before[0] for before, after in pairs]
+
+
+Times = tuple[float, float]  # CPU seconds of this thread, and seconds
+
+
+class _Saying:
+    """A random network of a real vocabulary's width, whose rows say given tokens."""
+
+    def __init__(self, width: int, said: list[list[int]]) -> None:
+        mx.random.seed(0)
+        self._network = qwen3.Model(qwen3.ModelArgs.from_dict({**dense(256, 8), "model_type": "qwen3"}))
+        self._head = mx.random.normal((256, width))
+        mx.eval(self._network.parameters(), self._head)
+        self._said, self._step = said, 0
+
+    def __call__(self, tokens: mx.array, cache: object) -> mx.array:
+        """Return the logits (rows, 1, width)."""
+        logits: Any = self._network.model(tokens % 1024) @ self._head
+        said = mx.array([each[self._step] for each in self._said])
+        raised: mx.array = logits.at[mx.arange(len(self._said)), 0, said].add(1e3)
+        return raised
+
+    def step(self, batch: DecodeBatch, number: int) -> Times:
+        """Run a step of the batch, the `number`-th."""
+        self._step = number
+        began, cpu = time.perf_counter(), time.thread_time()
+        batch.launch()
+        batch.collect()
+        batch.wait()
+        return time.thread_time() - cpu, time.perf_counter() - began
+
+
+async def _batches(codec: TextCodec, network: Any, rows: int, guard: bool) -> list[DecodeBatch]:
+    """Return a batch of rows without tools, and one of rows whose calls are held."""
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    batches = list[DecodeBatch]()
+    for tools in (None, [{"type": "function", "function": function}]):
+        asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tools": tools})
+        prompt, batch = await codec.prompt(asked), DecodeBatch(network)
+        for _ in range(rows):
+            grammar = codec.limited(asked, prompt, await codec.grammar(asked, prompt), loop_guard=guard)
+            batch.rows.append(Row.of(GenerationRequest("a", _PROMPT, _NEVER_ENDS, grammar=grammar)))
+        batch._next = PendingTokens.known([0] * rows)
+        batches.append(batch)
+    return batches
+
+
+def main(console: Console, vocabulary: Path | None, tokenizer: Path | None) -> bool:
+    """Print the tables, and return True if every value is within its limit."""
     console.print(steps_table())
     if vocabulary:
         console.print(sampling_table(vocabulary))
+    if not tokenizer:
+        return True
+    table, passed = free_table(tokenizer)
+    console.print(table)
+    return passed

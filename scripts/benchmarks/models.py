@@ -26,7 +26,7 @@ def random_checkpoint(
 ) -> Path:
     """Write a dense qwen3, and return the folder. With the defaults a step of eight rows takes some 30 to 60 ms on two
     cores. `never_sampled`: tokens whose logit is always 0, which is below the largest."""
-    config = {**_dense(hidden, layers), "model_type": "qwen3", "eos_token_id": 2}
+    config = {**dense(hidden, layers), "model_type": "qwen3", "eos_token_id": 2}
     if kv_heads:
         config["num_key_value_heads"] = kv_heads
     return _write_random(folder, config, qwen3.Model, qwen3.ModelArgs, dtype, never_sampled)
@@ -38,7 +38,7 @@ def hybrid_checkpoint(folder: Path, *, hidden: int = 512, layers: int = 8, never
     `never_sampled`: as for `random_checkpoint`.
     """
     text = {
-        **_dense(hidden, layers), "model_type": "qwen3_5_text", "full_attention_interval": 4,
+        **dense(hidden, layers), "model_type": "qwen3_5_text", "full_attention_interval": 4,
         "linear_num_value_heads": hidden // 64, "linear_num_key_heads": hidden // 128,
         "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
         "rope_parameters": {
@@ -56,7 +56,8 @@ def tiny_chat_in_fp32(folder: Path) -> Path:
     return _save(folder, weights, (TINY_CHAT / "config.json").read_text("utf-8"))
 
 
-def _dense(hidden: int, layers: int) -> dict[str, Any]:
+def dense(hidden: int, layers: int) -> dict[str, Any]:
+    """Return the sizes of a dense network, as a config has them."""
     return {
         "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
         "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64, "vocab_size": 1024,
