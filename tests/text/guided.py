@@ -1,6 +1,7 @@
 """Guides for tokenizers of several formats, made of the tiny model's."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -115,6 +116,11 @@ class Model:
         matchers.set_result(CallMatchers(matcher, drafts, tokens_of, new_grammar))
         functions = {tool.function.name: Parameters(tool.function.parameters) for tool in asked.offered_tools}
         return CallsGrammar(self.openings, thinking, functions, matchers, strict=strict)
+
+    def spelled(self, text: str) -> list[int]:
+        """Encode character by character, but for harmony's markers, which are read as tokens of their own alone."""
+        parts = re.split(f"({'|'.join(map(re.escape, MARKERS))})", text) if self.dialect.harmony else [text]
+        return [t for part in parts for t in (self.tokenizer.encode(part) if part in MARKERS else spelled(part))]
 
     def takes(self, guide: RowGrammar, text: str) -> bool:
         """True if the grammar allows all of the text, and its end."""

@@ -1,5 +1,6 @@
 """Answers in the formats of several models, and their parsed output, with the tiny tokenizer."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -74,8 +75,10 @@ def output(model: Model, thinking: Any = "none", **fields: Any) -> Output:
 
 
 def cut(model: Model, text: str, places: Iterable[int]) -> list[int]:
-    """The tokens of a text that is cut at these places, so that a marker may take several."""
-    edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    """The tokens of a text that is cut at these places, so that a marker may take several, unless it is harmony's."""
+    marks = [found.span() for found in re.finditer("|".join(map(re.escape, MARKERS)), text) if model.dialect.harmony]
+    cuts = sorted(place % (len(text) + 1) for place in places)
+    edges = [0, *(cut for cut in cuts if not any(a < cut < b for a, b in marks)), len(text)]
     return [token for a, b in pairwise(edges) for token in model.words.encode(text[a:b])]
 
 

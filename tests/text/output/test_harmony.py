@@ -147,3 +147,17 @@ def test_a_call_that_the_tokens_ran_out_in_stays_as_far_as_it_came() -> None:
 def test_stop_strings_look_at_the_content_alone() -> None:
     text = f"{THOUGHT}<|channel|>final<|message|>It is. Hm. No."
     assert heard(GPT_OSS, text, stop="Hm.") == Heard(OutputDelta("It is. ", "Hm."), "stop")
+
+
+@pytest.mark.parametrize("spelled", ["<|channel|>final<|message|>", "<|end|>", "<|start|>assistant", "<|call|>", "<"])
+def test_a_marker_that_ordinary_tokens_spell_is_text(spelled: str) -> None:
+    letters = [token for char in spelled for token in GPT_OSS.words.encode(char)]
+    encode = GPT_OSS.words.encode
+    thought = [*encode("<|channel|>analysis<|message|>It is "), *letters, *encode(", so.<|end|><|start|>assistant")]
+    content = [*encode("<|channel|>final<|message|>Write "), *letters, *encode(" here.<|return|>")]
+    said = hear(output(GPT_OSS), [*thought, *content]).said
+    assert said == OutputDelta(f"Write {spelled} here.", f"It is {spelled}, so.")
+    header = encode("<|channel|>commentary to=functions.weather<|message|>")
+    call = hear(output(GPT_OSS, tools=TOOLS), [*header, *encode('{"city": "'), *letters, *encode('"}<|call|>')])
+    assert call.calls == [{"name": "weather", "arguments": f'{{"city": "{spelled}"}}'}]
+    assert call.said.content == ""

@@ -1,7 +1,8 @@
 """How a model's answers are read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from schemas import ChatRequest
@@ -27,13 +28,20 @@ class ModelFormat:
     proof: Proof  # how the dialect was found
     thoughts: Thoughts | None
     opened: str = ""  # the opening of a call, with which the prompt ends
+    marks: frozenset[int] = frozenset()  # harmony's markers; what other tokens spell is none
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
         """Return the format that the model's vocabulary and chat template show."""
         is_harmony = frozenset(tokenizer.tokens).issuperset(harmony.MARKERS)
         found = evidence_of(tokenizer)
-        return cls(is_harmony, found.dialect, found.proof, found.thoughts, found.opened)
+        added = tokenizer.added_tokens
+        marks = frozenset(added[each] for each in harmony.MARKERS if each in added) if is_harmony else frozenset[int]()
+        return cls(is_harmony, found.dialect, found.proof, found.thoughts, found.opened, marks)
+
+    def text_of(self, token: int, text: str) -> str:
+        """Return a token's text for the reader, which finds no marker in it that other tokens than its own spell."""
+        return harmony.quoted(text) if self.marks and token not in self.marks else text
 
     @property
     def think(self) -> tuple[str, str] | None:
@@ -85,8 +93,14 @@ class ModelFormat:
         encode = tokenizer.encode
         # Markers are tokens of their own, so that a grammar can begin after the end.
         closings = [Closing((*encode(before),), (*encode(thoughts.end), *encode(each))) for each in afters]
+        bytes_of = partial(_quoted_bytes, vocabulary.bytes_of, self.marks) if self.marks else vocabulary.bytes_of
         return ThoughtFormat(
-            thoughts.begin.encode(), thoughts.end.encode(), len(encode(thoughts.begin)), vocabulary.bytes_of,
+            thoughts.begin.encode(), thoughts.end.encode(), len(encode(thoughts.begin)), bytes_of,
             tuple(each for each in closings if tokenizer.eos_token_ids.isdisjoint(each.after)),
             tuple(stop.encode() for stop in stops), "|" in thoughts.begin,
         )  # fmt: skip
+
+
+def _quoted_bytes(bytes_of: Callable[[int], bytes], marks: frozenset[int], token: int) -> bytes:
+    """Return a token's bytes, in which there is no marker that other tokens than its own spell."""
+    return bytes_of(token) if token in marks else bytes_of(token).replace(b"<", b"<\0")

@@ -32,11 +32,23 @@ _ROLE = re.compile(r"<\|start\|>\s*([\w.:/-]+)")
 _ROLE_BEGINS = re.compile(r"[\w.:/-]*(\s+\S*)?")  # and a recipient
 _CALL_BEGINS = re.compile(rf"\b{RECIPIENT}")
 _OPENINGS = ("assistant", RECIPIENT)
+_QUOTE = "\ud800"  # half of a surrogate pair, which no decoded text holds
 _MAX_HEADER = 256  # characters; a function's name has at most 128
 _ALL, _END = Markers(MARKERS), Markers(_ENDS)
 _AFTER_CALL = Markers((*_ENDS, *_HEADERS))
 
 Channel = type[Content | Reasoning]
+
+
+def quoted(text: str) -> str:
+    """Return a text in which the reader finds no marker: the model's markers are tokens of their own, and it may write
+    about them in others."""
+    return text.replace("<", "<" + _QUOTE) if "<" in text else text
+
+
+def unquoted(text: str) -> str:
+    """Return a text as it was before `quoted`."""
+    return text.replace(_QUOTE, "") if _QUOTE in text else text
 
 
 def after_thought(*, calls: bool, forced: bool) -> tuple[str, ...]:

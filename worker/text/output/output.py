@@ -13,6 +13,7 @@ from worker.text.dialects.json_text import Repair
 from worker.text.dialects.values import Parameters
 from worker.text.output.events import Content, Event, Events, Reasoning
 from worker.text.output.formats import ModelFormat
+from worker.text.output.harmony import unquoted
 from worker.text.output.loops import ANSWER_LOOP, LoopDetector
 from worker.text.output.stop import StopStrings
 from worker.text.output.thought import Thought
@@ -66,6 +67,7 @@ class Output:
     ) -> None:  # fmt: skip
         """`thought`: before the first token; None if the model has none. `loop_guard`: an answer that repeats itself
         ends."""
+        self._format = model_format
         self._detokenizer, self._cursor = vocabulary.detokenizer(), Cursor()
         # A grammar constrains such an answer to JSON, whose strings may hold text that looks like a marker.
         by_schema = isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat)
@@ -135,7 +137,7 @@ class Output:
             return _NOTHING
         if self._thought:
             self._thought.append(token)
-        delta = self._feed_text(self._detokenizer.feed(token))
+        delta = self._feed_text(self._format.text_of(token, self._detokenizer.feed(token)))
         if self._loops and not self.stopped and (cycle := self._loops.append(token)):
             delta += self.flush("length")
             self._cycle = cycle
@@ -183,7 +185,7 @@ class Output:
             case Content(text) | Reasoning(text):
                 kind = type(event)
                 crossed = self._switch(kind) if kind is not self._current or not text else _NOTHING
-                return crossed + self._delta(self._channel.feed(text))
+                return crossed + self._delta(self._channel.feed(unquoted(text)))
             case CallBegan() if self._leaves_out_calls:
                 self.left_out_calls = True
                 return self._switch(Content)
@@ -191,7 +193,9 @@ class Output:
                 return _NOTHING
             case CallBegan():
                 return self._switch(Content) + OutputDelta(tool_calls=as_deltas(self._calls.read(event)))
-            case CallArguments() | CallEnded():
+            case CallArguments(text):
+                return OutputDelta(tool_calls=as_deltas(self._calls.read(CallArguments(unquoted(text)))))
+            case CallEnded():
                 return OutputDelta(tool_calls=as_deltas(self._calls.read(event)))
             case Repaired(repair) if not self._cursor.cut_off:  # else the model would have written on
                 self._repairs.add(repair)

@@ -50,7 +50,7 @@ def _walk(guide: CallsGrammar, count: int, dice: Random, urges: list[list[int]])
 @pytest.mark.parametrize(("name", "opening"), OPENINGS)
 def test_a_call_that_has_begun_is_read_back_and_validates(name: str, opening: str, spell: bool) -> None:
     spoken, walks, ended = model(name), 0, 0
-    encode: Callable[[str], list[int]] = spoken.tokenizer.encode if spell else spelled
+    encode: Callable[[str], list[int]] = spoken.tokenizer.encode if spell else spoken.spelled
     urges = _urges(spoken, BY_NAME[name]) if name in BY_NAME else [[t] for t in spoken.tokenizer.encode('"<|end|>')]
     for kind, asked_for in [*KINDS.items()][:: 1 if examples(4) > 1 else 3]:
         properties = {"a": asked_for, "b": {"type": "boolean"}}
@@ -104,7 +104,7 @@ def test_only_offered_functions_and_their_arguments_may_be_called(format: str) -
     spoken = model(format)
     for wrong in (FORCED[format].replace("city", "town"), FORCED[format].replace("weather", "rain")):
         guide, allows = spoken.calls_guide(request(tools=[WEATHER, CLOCK])), True
-        for token in spelled(wrong):
+        for token in spoken.spelled(wrong):
             allows = allows and (guide.bitmask() is None or token in allowed(guide, spoken.count))
             if allows:
                 guide.accept(token)

@@ -19,6 +19,7 @@ from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.dialect import CallBegan, CallEnded, Functions
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.output.formats import ModelFormat
+from worker.text.output.harmony import unquoted
 from worker.text.prompt.prompt import Thinking
 from worker.text.vocabulary import Vocabulary
 
@@ -83,8 +84,9 @@ class CallSearch:
         """Read more tokens. Returns the text of a call that has begun with them, up to here; None if none has."""
         self.fed += tokens
         ends, bytes_of = self._openings.ends, self._openings.bytes_of
-        text = self._decoder.decode(b"".join(bytes_of(token) for token in tokens if token not in ends))
-        self._cursor.add(text)
+        for token in tokens:
+            if token not in ends:
+                self._cursor.add(self._openings.format.text_of(token, self._decoder.decode(bytes_of(token))))
         found = None
         for event in self._events:
             if event is None:
@@ -105,7 +107,7 @@ class CallSearch:
 
     @property
     def _beginning(self) -> str:
-        return (self._reader.begun or "").lstrip(_SEPARATORS)
+        return unquoted(self._reader.begun or "").lstrip(_SEPARATORS)
 
 
 @dataclass(slots=True)
