@@ -11,6 +11,9 @@ from schemas.keys import Lane
 from worker.errors import JobFailure
 from worker.schedule.outcomes import Logprobs
 from worker.schedule.request import GrammarState
+from worker.text.dialects.cursor import Cursor
+from worker.text.dialects.values import Parameters
+from worker.text.output.answer import AnswerReader
 from worker.text.output.formats import ModelFormat
 from worker.text.output.logprobs import entry
 from worker.text.output.output import Output
@@ -187,6 +190,17 @@ class TextCodec:
             only_first=prompt.thinking == "closed" or request.constrains_answer,
             budget=request.reasoning_limit,
             loops=loop_guard,
+            new_reader=self._new_thought_reader(request),
+        )
+
+    def _new_thought_reader(self, request: ChatRequest) -> Callable[[Cursor], AnswerReader] | None:
+        """Return a function that returns a reader of an answer from within a thought; None if no calls are read."""
+        thoughts, dialect = self._format.thoughts, self._format.dialect
+        if self._format.harmony or dialect is None or not request.offered_tools:
+            return None
+        functions = {tool.function.name: Parameters(tool.function.parameters) for tool in request.offered_tools}
+        return lambda cursor: AnswerReader(
+            cursor, thoughts, dialect, functions, reasons=True, thought=False, only_before_content=False
         )
 
     async def _grammar_states(self) -> "GrammarStates":

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from schemas import ChatRequest
 from tests.selection import examples
 from tests.text.speech import Model, cut, gpt_oss, model, request
+from worker.text.codec import TextCodec
 from worker.text.dialects.table import THOUGHTS
 from worker.text.output.output import Output, OutputDelta
 from worker.text.output.thought import Thought
@@ -22,6 +23,7 @@ def with_lines(spoken: Model) -> Model:
 
 PLAIN = with_lines(model("hermes"))
 PIECES = ["<think>", "</think>", "\n", " ", "a", "b c", "é", "日", "🙂", "<", "</thi"]
+WITH_CALLS = [*PIECES, "<tool_call>", "</tool_call>", '{"name": "weather", ', '"arguments": {}}']
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -30,7 +32,15 @@ def thought_of(
 ) -> Thought:
     form = spoken.dialect.thought_format(spoken.words, spoken.vocabulary, asked)
     assert form is not None
-    return Thought(form, begun=begun, only_first=asked.constrains_answer, budget=budget, loops=loops)
+    new_reader = codec_of(spoken)._new_thought_reader(asked)
+    only_first = asked.constrains_answer
+    return Thought(form, begun=begun, only_first=only_first, budget=budget, loops=loops, new_reader=new_reader)
+
+
+def codec_of(spoken: Model) -> TextCodec:
+    codec = TextCodec(spoken.words, len(spoken.words.tokens))
+    vars(codec)["_format"] = spoken.dialect
+    return codec
 
 
 def written(spoken: Model, text: str, *, begun: bool = False, budget: int, **fields: object) -> str:
@@ -90,6 +100,31 @@ def test_a_character_is_not_cut(text: str) -> None:
 def test_a_call_within_a_thought_is_not_cut() -> None:
     call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
     assert written(PLAIN, f"<think>a{call}", budget=2, tools=[WEATHER]) == f"<think>a{call}"
+    assert written(PLAIN, f"<think>a{call}</think>b", budget=2, tools=[WEATHER]) == f"<think>a{call}</think>b"
+
+
+@pytest.mark.parametrize("mention", ["<tool_call>", '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'])
+@pytest.mark.parametrize("more", [0, 3, 30])
+def test_a_thought_that_mentions_a_call_is_closed_when_its_budget_is_out(mention: str, more: int) -> None:
+    before = f"I could write {mention} h"
+    budget = len(PLAIN.words.encode(before)) + more
+    text = f"{before}{'ere and there' * 30}"
+    said = written(PLAIN, text, begun=True, budget=budget, tools=[WEATHER])
+    thought, _, rest = said.partition("\n</think>\n\n")
+    assert thought + rest == text
+    assert len(PLAIN.words.encode(thought)) <= budget + 3
+    assert written(PLAIN, text, begun=True, budget=2, tools=[WEATHER]).count("</think>") == 1
+
+
+@pytest.mark.parametrize("end", ["</think>Yes", "", "\n</think>\n", " No.</think>Yes"])
+def test_tokens_of_a_call_in_a_thought_are_counted_once_they_turn_out_to_be_reasoning(end: str) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    thought = thought_of(PLAIN, request(tools=[WEATHER]), begun=True)
+    for token in PLAIN.words.encode(f"So: {call}{end}"):
+        thought.append(token)
+    reasoning = f"So: {call}{end.partition('</think>')[0]}</think>" if "Yes" in end else "So: "
+    assert thought.tokens == len(PLAIN.words.encode(reasoning))
+    assert thought.inside == ("Yes" not in end)
 
 
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
@@ -151,6 +186,16 @@ def test_reasoning_tokens_of_gpt_oss_have_the_header_and_the_end() -> None:
     assert output.reasoning_tokens == len(gpt_oss().words.encode(thought))
 
 
+def test_a_marker_of_gpt_oss_that_ordinary_tokens_spell_ends_no_thought() -> None:
+    spoken = gpt_oss()
+    spelled = [token for char in "<|end|><|start|>" for token in spoken.words.encode(char)]
+    tokens = [*spoken.words.encode("<|channel|>analysis<|message|>It is"), *spelled, *spoken.words.encode(" so")]
+    thought = thought_of(spoken, request(), budget=99)
+    for token in tokens:
+        thought.append(token)
+    assert (thought.inside, thought.tokens) == (True, len(tokens))
+
+
 @given(st.lists(st.sampled_from(PIECES), max_size=10), st.lists(st.integers(0, 99), max_size=6), st.booleans())
 @settings(max_examples=examples(400))
 def test_text_is_within_a_thought_where_the_parser_reads_reasoning(
@@ -167,12 +212,13 @@ def test_text_is_within_a_thought_where_the_parser_reads_reasoning(
             thought.append(tokens[end])
 
 
-@given(st.lists(st.sampled_from(PIECES), max_size=14), st.integers(0, 8), st.booleans(), st.data())
+@given(st.lists(st.sampled_from(WITH_CALLS), max_size=14), st.integers(0, 8), st.booleans(), st.data())
 @settings(max_examples=examples(400))
 def test_what_is_taken_back_leaves_no_trace(pieces: list[str], budget: int, is_open: bool, data: st.DataObject) -> None:
-    kept = thought_of(PLAIN, request(), begun=is_open, budget=budget, loops=True)
-    plain = thought_of(PLAIN, request(), begun=is_open, budget=budget, loops=True)
-    words = [token for piece in PIECES for token in PLAIN.words.encode(piece)]
+    asked = request(tools=[WEATHER])
+    kept = thought_of(PLAIN, asked, begun=is_open, budget=budget, loops=True)
+    plain = thought_of(PLAIN, asked, begun=is_open, budget=budget, loops=True)
+    words = [token for piece in WITH_CALLS for token in PLAIN.words.encode(piece)]
     for token in PLAIN.words.encode("".join(pieces)):
         draft = data.draw(st.lists(st.sampled_from(words), max_size=9))
         for each in draft:

@@ -33,6 +33,7 @@ class AnswerReader:
         self._at_start = True  # of the reasoning
         self._unclosed = False  # the marker that ends calls was missing
         self._called = False  # a call has ended, and no content has come since
+        self.weighs = False  # calls are read within reasoning, which may be made
         self._opening: str | None = None  # of the calls that are being read, before the first; None: none are
         self._recording = list[str]()  # of them, up to the event that reports a call
 
@@ -150,7 +151,9 @@ class AnswerReader:
         elif thoughts and marker in thoughts.header[:1]:
             yield from self._skip_header(*thoughts.header)
         elif self._dialect and marker in self._dialect.openings:
+            self.weighs = self._reasons
             yield from self._weighed_calls(marker) if self._reasons else self._calls(marker)
+            self.weighs = False
         else:
             self._unclosed = False
 

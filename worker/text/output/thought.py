@@ -1,13 +1,17 @@
 """Follows an answer's thoughts token by token: counts their tokens, and closes them when their budget is out."""
 
+import codecs
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from worker.text.dialects.cursor import Cursor
+from worker.text.output.answer import AnswerReader
 from worker.text.output.loops import THOUGHT_LOOP, LoopDetector
 
 _HISTORY = 32  # tokens that can be taken back: 16 of an answer, and a draft after it
+_BLANKS = 64  # bytes of white space after a thought, in which a call in it may end the answer
 _CHARACTER = 4  # bytes of the longest in UTF-8
 
 
@@ -49,6 +53,33 @@ class _Place(NamedTuple):
     cycle: int  # tokens of the cycle that a thought repeated; 0: none did
     closings: int  # thoughts that were closed
     due: tuple[int, ...]  # tokens that must come next
+    weighed: bytes = b""  # the text from an opening on, as long as it may be a call, which is not cut
+    undecided: int = 0  # tokens of it
+
+
+class _Weighing:
+    """Reads what may be a call within a thought, as the output parser does."""
+
+    def __init__(self, new_reader: Callable[[Cursor], AnswerReader]) -> None:
+        self._new_reader = new_reader
+        self._begin()
+
+    def _begin(self) -> None:
+        self._read, self._cursor = b"", Cursor()
+        self._reader = self._new_reader(self._cursor)
+        self._events = self._reader.read()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def read(self, text: bytes) -> AnswerReader:
+        """Return the reader after the text from an opening on. Only what is new of it is read."""
+        if not text.startswith(self._read):  # some was taken back
+            self._begin()
+        self._cursor.add(self._decode(text[len(self._read) :]))
+        self._read = text
+        for event in self._events:
+            if event is None:
+                break
+        return self._reader
 
 
 class Thought:
@@ -61,13 +92,16 @@ class Thought:
     """
 
     def __init__(
-        self, form: ThoughtFormat, *, begun: bool, only_first: bool, budget: int | None = None, loops: bool = False
-    ) -> None:
+        self, form: ThoughtFormat, *, begun: bool, only_first: bool, budget: int | None = None, loops: bool = False,
+        new_reader: Callable[[Cursor], AnswerReader] | None = None,
+    ) -> None:  # fmt: skip
         """`begun`: the prompt ends within a thought. `only_first`: after other text, none begins. `budget`: most tokens
-        of thoughts; None: no limit. `loops`: close a thought that repeats itself."""
+        of thoughts; None: no limit. `loops`: close a thought that repeats itself. `new_reader`: of answers that go on
+        within a thought, which may hold calls; None: there are none."""
         self._form, self._budget = form, budget
         self._longest = max(form.longest - 1, _CHARACTER)
         self._loops = LoopDetector(THOUGHT_LOOP) if loops else None
+        self._weighing = _Weighing(new_reader) if new_reader else None
         self._history = deque[_Place](maxlen=_HISTORY)
         self._place = self._closed_if_due(_Place(begun, only_first, False, False, b"", 0, 0, 0, 0, ()))
 
@@ -113,11 +147,15 @@ class Thought:
                 self._loops.remove()
 
     def _inside(self, place: _Place, token: int) -> _Place:
-        _, ended, _, _, tail, spent, tokens, cycle, closings, due = place
+        _, ended, _, _, tail, spent, tokens, cycle, closings, due, weighed, _ = place
         form = self._form
         found = self._loops.append(token) if self._loops else 0
-        text = tail + form.bytes_of(token)
         due = due[1:] if due and token == due[0] else ()
+        text = tail + form.bytes_of(token)
+        if weighed or (self._weighing and any(stop in text for stop in form.stops)):
+            after_end = weighed[-_BLANKS:].rstrip().endswith(form.ends)
+            place = place._replace(cycle=cycle or found, due=due, undecided=place.undecided + (not after_end))
+            return self._weigh(place, weighed + form.bytes_of(token) if weighed else text)
         if form.ends in text:
             rest = text.partition(form.ends)[2]
             return _Place(False, True, False, False, rest, spent, tokens + 1, cycle, closings, due)
@@ -125,6 +163,20 @@ class Thought:
         tail = text[-self._longest :]
         after = _Place(not over, ended, over, False, tail, spent + 1, tokens + 1, cycle or found, closings, due)
         return after if over or due else self._closed_if_due(after)
+
+    def _weigh(self, place: _Place, text: bytes) -> _Place:
+        """Return the place after text with an opening in a thought. While it may be a call, it is not cut."""
+        assert self._weighing
+        reader = self._weighing.read(text)
+        if reader.weighs and not place.due:
+            return place._replace(weighed=text)
+        spent, tokens = place.spent + place.undecided, place.tokens + place.undecided
+        place = place._replace(spent=spent, tokens=tokens, weighed=b"", undecided=0)
+        if reader.reasons:
+            after = place._replace(tail=text[-self._longest :])
+            return after if place.due else self._closed_if_due(after)
+        rest = text.rpartition(self._form.ends)[2]
+        return place._replace(inside=False, ended=True, begun=False, tail=rest, spent=spent - 1)  # its marker
 
     def _outside(self, place: _Place, token: int) -> _Place:
         form = self._form
