@@ -480,3 +480,14 @@ def test_lists_of_calls_without_a_marker_may_follow_one_another(name: str) -> No
     text = DEVIATIONS["a list of objects"][1] if name == "llama3" else WRITTEN[name]
     for pieces in (text * 2, list(text * 2), [text, text]):
         assert read(name, pieces).calls == [OSLO, NOW, OSLO, NOW]
+
+
+@pytest.mark.parametrize("places", [range(0), range(200)])
+def test_calls_of_mistral_follow_each_other_without_an_opening(places: range) -> None:
+    first = '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}'
+    two = [("weather", {"city": "Oslo"}), ("now", {})]
+    for between in ("", "\n", "[TOOL_CALLS]"):
+        assert read("mistral", cut(f"{first}{between}now[ARGS]{{}}", places)).calls == two
+    for text in ("rain[ARGS]{}", "now{}", "Now I wait.", "now", "now[AR"):
+        answer = read("mistral", cut(f"{first}{text}", places))
+        assert (answer.calls, answer.content) == (two[:1], text)

@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from worker.text.dialects.cursor import Cursor, Markers, NotACall
+from worker.text.dialects.cursor import Cursor, Markers, NotACall, Waiting
 from worker.text.dialects.dialect import (
     CallBegan,
     CallEnded,
@@ -38,6 +38,7 @@ class HeaderCalls:
     more_forms: tuple[str, ...] = ()  # what models write instead, with {id} in it
     as_list: JsonCalls | None = None  # the other form of the dialect: a list of objects after the same opening
     only_objects: bool = False  # an opening stands in prose too: without an object, only an offered function is called
+    unmarked: bool = False  # calls of offered functions may follow each other without another opening
     bare: str = ""
 
     @property
@@ -61,12 +62,25 @@ class HeaderCalls:
         each, closing = Markers((self.each,)), Markers((self.closing,))
         if not self.each or opening == self.each:
             yield from self._call(cursor, functions)
+            while self.unmarked and (yield from self._follows(cursor, functions)):
+                yield from self._call(cursor, functions)
         elif not (yield from cursor.starts(each, after_blank=True)):
             raise NotACall
         while self.each and (yield from cursor.accept(each, after_blank=True)):
             yield from self._call(cursor, functions)
         if self.closing and not (yield from cursor.accept(closing, after_blank=True)):
             yield Repaired(Repair.CLOSING)
+
+    def _follows(self, cursor: Cursor, functions: Functions) -> Waiting[bool]:
+        """Return True if a call of an offered function comes next, without its opening. Reads nothing."""
+        recording, ends = cursor.record(), Markers((self.separator, *self.openings))
+        try:
+            header, marker = yield from cursor.until(ends, _LONGEST_HEADER)
+            found = re.fullmatch(self.header, header.strip()) if marker == self.separator else None
+        except NotACall:
+            found = None
+        cursor.put_back(cursor.recorded(recording))
+        return found is not None and found["name"] in functions
 
     def _call(self, cursor: Cursor, functions: Functions) -> Calls:
         header, marker = yield from cursor.until(Markers((self.separator, "{")), _LONGEST_HEADER)

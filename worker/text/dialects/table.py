@@ -129,6 +129,7 @@ DIALECTS: tuple[Dialect, ...] = (
         form="[TOOL_CALLS]{name}[ARGS]{arguments}",
         more_forms=("[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]{arguments}",),
         as_list=JsonCalls("mistral_list", ("[TOOL_CALLS]",), ids=("", "id"), is_list=True),
+        unmarked=True,
     ),
     HeaderCalls(
         "kimi_k2",

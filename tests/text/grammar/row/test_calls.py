@@ -251,3 +251,17 @@ def test_a_call_that_begins_before_its_grammar_is_there_is_free_whenever_it_is_r
     assert guide.bitmask() is None
     _feed(guide, spelled("{"))
     assert guide.bitmask() is not None
+
+
+def test_a_further_call_of_mistral_without_its_opening_is_held() -> None:
+    spoken = model("mistral")
+    asked = request(tools=[WEATHER, CLOCK])
+    guide = spoken.calls_guide(asked)
+    tokens = spoken.tokenizer.encode("[TOOL_CALLS]clock[ARGS]{}weather[ARGS]")
+    _feed(guide, tokens)
+    assert guide.bitmask() is not None
+    said = _walk(guide, spoken.count, Random(1), [spoken.tokenizer.encode('{"city": "Oslo"}')])
+    output, _ = spoken.said(asked, tokens + said)
+    assert [call["function"]["name"] for call in output.tool_calls] == ["clock", "weather"]
+    assert output.content == ""
+    Draft202012Validator(CITY).validate(json.loads(output.tool_calls[1]["function"]["arguments"]))

@@ -17,6 +17,7 @@ from llguidance import LLMatcher
 from worker.schedule.request import GrammarAhead, GrammarError
 from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.dialect import CallBegan, CallEnded, Functions
+from worker.text.dialects.header_calls import HeaderCalls
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import unquoted
@@ -39,6 +40,8 @@ class Openings:
         dialect = model_format.dialect if not model_format.harmony else None
         # Calls may follow others without an opening too.
         self.bare = dialect is not None and (bool(dialect.bare) or not dialect.closing)
+        unmarked = isinstance(dialect, HeaderCalls) and dialect.unmarked
+        self.left_out = model_format.openings[0] if unmarked else ""  # what models leave out before further calls
         # What ends calls opens some too, but text may follow it as well.
         sure = [each for each in model_format.openings if not (dialect and each == dialect.closing)]
         self.texts = re.compile("|".join(map(re.escape, sorted(sure, key=len, reverse=True))))
@@ -95,6 +98,8 @@ class CallSearch:
             if isinstance(event, CallBegan | CallEnded):
                 self.in_call = isinstance(event, CallBegan)
                 found = self._beginning if self.in_call else None
+        if found and not self._openings.texts.match(found):
+            found = self._openings.left_out + found
         found = found or self._opened()
         return found if found and not self._decoder.getstate()[0] else None
 
