@@ -27,7 +27,19 @@ from sluice.errors import (
     UnknownJob,
 )
 from sluice.transport.refusals import reason_of
-from sluice.wire import MODEL_NAME, Cancelled, Delta, Event, Failed, Finished, Progress, Restarted, Started, Usage
+from sluice.wire import (
+    MODEL_NAME,
+    Cancelled,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    JobError,
+    Progress,
+    Restarted,
+    Started,
+    Usage,
+)
 from sluice.wording import cancelled_sentence, full_sentence
 
 Chunk = dict[str, Any]  # a `chat.completion.chunk`
@@ -35,11 +47,13 @@ Chunk = dict[str, Any]  # a `chat.completion.chunk`
 _STATUS = {
     "invalid_request": 400,
     "unsupported": 400,
-    "too_large": 400,  # OpenAI's status for a prompt longer than the context
+    "too_large": 400,
     "overloaded": 503,
     "deadline": 504,
     "internal": 500,
 }
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code, after which clients compact their conversation
+_IMAGE = ".image_url"  # the end of an image's place
 _MODEL = "default"  # for a request without a model
 _CANCELLED = 499  # the status that proxies log for a disconnected client; OpenAI clients do not retry it
 
@@ -146,6 +160,9 @@ def error_reply(error: SluiceError) -> ErrorReply:
             return _reply(503, "overloaded", full_sentence(str(error)), retryable=True)  # the workers may be restarting
         case NoWorker():
             return _reply(404, "model_not_found", full_sentence(str(error)), retryable=False, param="model")
+        case JobFailed(error=failed) if exceeds_context(failed):
+            place = failed.param or "messages"
+            return _reply(400, CONTEXT_EXCEEDED, failed.message, retryable=False, param=place)
         case JobFailed(error=failed):
             status = _STATUS.get(failed.type, 500)
             return _reply(status, failed.type, failed.message, retryable=failed.retryable, param=failed.param)
@@ -160,6 +177,14 @@ def error_reply(error: SluiceError) -> ErrorReply:
         case ServerUnreachable():
             return _reply(503, "overloaded", _queue_sentence(error), retryable=True)
     return _reply(500, "internal", str(error), retryable=True)
+
+
+def exceeds_context(error: JobError) -> bool:
+    """Return True if the text of the prompt is too long, so that a shorter conversation would be answered. That is not
+    so for an option or an image, which is sent with the request that compacts, too. A worker names no field if the
+    whole request does not fit."""
+    place = error.param or "messages"
+    return error.type == "too_large" and place.startswith("messages") and not place.endswith(_IMAGE)
 
 
 def _queue_sentence(error: ServerFull | ServerUnreachable) -> str:

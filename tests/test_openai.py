@@ -276,7 +276,7 @@ def failed(type: str, *, retryable: bool) -> JobFailed:
 REPLIES: list[tuple[SluiceError, int, str, str, str]] = [
     (failed("invalid_request", retryable=False), 400, "invalid_request_error", "invalid_request", "false"),
     (failed("unsupported", retryable=False), 400, "invalid_request_error", "unsupported", "false"),
-    (failed("too_large", retryable=False), 400, "invalid_request_error", "too_large", "false"),
+    (failed("too_large", retryable=False), 400, "invalid_request_error", "context_length_exceeded", "false"),
     (failed("overloaded", retryable=True), 503, "server_error", "overloaded", "true"),
     (failed("deadline", retryable=True), 504, "server_error", "deadline", "true"),
     (failed("internal", retryable=False), 500, "server_error", "internal", "false"),

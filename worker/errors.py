@@ -28,12 +28,20 @@ class JobFailure(Exception):
 
 
 def prompt_too_large(tokens: int, context: int, *, exact: bool = True) -> JobFailure:
-    """Return the failure of a prompt that fills the context. `exact`: if False, `tokens` is a lower bound."""
-    has = f"{tokens:,} tokens" if exact else f"at least {tokens:,} tokens"
+    """Return the failure of a prompt that fills the context. `exact`: if False, `tokens` is a lower bound.
+
+    Clients compact their conversation after these sentences, which are OpenAI's, so digits have no commas. Some look
+    for the words at the end alone: "prompt is too long" (LangChain) and "exceeds the context window" (its streams).
+    """
+    return context_exceeded(context, f"{'' if exact else 'at least '}{tokens} tokens")
+
+
+def context_exceeded(context: int, size: str) -> JobFailure:
+    """Return the failure of a prompt that is too long for a context of so many tokens."""
     return JobFailure(
         "too_large",
-        f"The prompt has {has} and the context is {context:,}, the answer included: "
-        f"shorten it by at least {tokens - context + 1:,}.",
+        f"This model's maximum context length is {context} tokens. However, your messages resulted in {size}. "
+        "Please reduce the length of the messages: the prompt is too long and exceeds the context window.",
         param="messages",
     )
 

@@ -115,7 +115,7 @@ CASES = {
     "too long": (
         arq({"messages": [{"role": "user", "content": "key " * 40_000}]}),
         "too_large",
-        "the context is 32,768",
+        "maximum context length is 32768 tokens",
     ),
     "deep": (arq({"messages": HELLO, "metadata": json.loads("[" * 900 + "]" * 900)}), "invalid_request", "metadata"),
     "deeper": (b'{"f":"chat","a":[' + b"[" * 50_000 + b"]" * 50_000 + b"]}", "invalid_request", "too deeply"),

@@ -56,8 +56,8 @@ def _refuse_too_many(parts: int, limit: int) -> None:
     if parts > limit:
         raise JobFailure(
             "too_large",
-            f"messages: {parts:,} texts, images and tool calls are {parts - limit:,} more than this worker allows; "
-            f"send at most {limit:,}.",
+            f"messages: {parts:,} texts, images and tool calls are {parts - limit:,} more than this worker allows. "
+            f"Please reduce the length of the messages to {limit:,}.",
             param="messages",
         )
 

@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from sluice.gateway import errors
 from sluice.gateway.errors import ApiError, Handler
+from sluice.openai import CONTEXT_EXCEEDED
 
 ID_PREFIX = "msg_"
 _OVERLOADED = 529  # Anthropic's status; its SDK retries it
@@ -22,10 +23,7 @@ _KINDS = {
     504: "timeout_error",
     _OVERLOADED: "overloaded_error",
 }
-# Claude Code compacts its conversation after a 400 whose message begins so. That helps if the text is too long, and not
-# if an option or the images are: they are sent with the request that compacts, too.
-_TOO_LONG = "prompt is too long: "
-_IMAGE = ".image_url"  # the end of an image's place
+_TOO_LONG = "prompt is too long: "  # Claude Code compacts its conversation after a 400 whose message begins so
 
 
 def status_of(error: ApiError) -> int:
@@ -37,14 +35,8 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Return the body of an error, which is also the data of an `error` event."""
     status = status_of(error)
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    message = f"{_TOO_LONG}{error.message}" if status == 400 and _is_too_long(error) else error.message
+    message = f"{_TOO_LONG}{error.message}" if error.code == CONTEXT_EXCEEDED else error.message
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-
-
-def _is_too_long(error: ApiError) -> bool:
-    """Return True if the text of the prompt is too long. A worker names no field if the whole request does not fit."""
-    place = error.param or "messages"
-    return error.code == "too_large" and place.startswith("messages") and not place.endswith(_IMAGE)
 
 
 def error_response(error: ApiError, request_id: str) -> Response:

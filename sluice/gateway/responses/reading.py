@@ -3,19 +3,19 @@
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard
 
 from sluice import wire
 from sluice.errors import JobFailed
 from sluice.gateway import sse
-from sluice.gateway.errors import ApiError, openai_body
+from sluice.gateway.errors import ApiError, from_client, openai_body
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.monitoring.answers import AnswerTimer
 from sluice.gateway.responses.events.head import Head, Response
 from sluice.gateway.responses.events.stream import ResponseState
 from sluice.gateway.responses.store import Store
+from sluice.openai import exceeds_context
 from sluice.sse import take
 from sluice.streaming.streams import ReadAhead
 
@@ -52,7 +52,7 @@ class Reading:
         self._last_number = 0  # of the last event that was framed
 
     async def whole(self) -> Response:
-        """Return the response after the job's end, and store it if the request said so. Raises `JobFailed`."""
+        """Return the response after the job's end, and store it if the request said so. Raises `ApiError`."""
         with self._abandoning():
             try:
                 while events := await self._source.take():
@@ -68,12 +68,13 @@ class Reading:
         """Yield the stream's events after number `after`, as server-sent events.
 
         The stream ends with the response, or with the event `error` if the job starts over. With `refuses`, raises
-        `JobFailed` if that is the job's first event, before the first frame.
+        `ApiError` if that is the job's first event, before the first frame. A prompt that is too long fails in the
+        stream all the same: Codex compacts its conversation only after `response.failed`.
         """
         with self._abandoning():
             try:
                 events = await take(self._source, _FIRST_EVENT_S)
-                if refuses and events:
+                if refuses and events and not _is_overflow(events[0]):
                     await self._check(events[0])
                 made = self._state.opening()
                 while events != []:
@@ -114,14 +115,20 @@ class Reading:
             await self._store.store_final(self._state.response)
 
     async def _check(self, event: wire.Event) -> None:
-        """Raise `JobFailed` for a failure. Nothing is kept of such a response."""
+        """Raise `ApiError` for a failure. Nothing is kept of such a response."""
         if isinstance(event, wire.Failed):
             await self._store.delete(self._head.id)
-            raise JobFailed(replace(event.error, param=own_name(event.error.param)))
+            failure = from_client(JobFailed(event.error))
+            failure.param = own_name(failure.param)
+            raise failure
 
 
 def _is_wait(event: wire.Event) -> TypeGuard[wire.Progress]:
     return isinstance(event, wire.Progress) and not event.stored
+
+
+def _is_overflow(event: wire.Event) -> bool:
+    return isinstance(event, wire.Failed) and exceeds_context(event.error)
 
 
 def own_name(param: str | None) -> str | None:

@@ -201,7 +201,7 @@ async def test_a_long_conversation_is_stored_and_continued(http: httpx.AsyncClie
     assert len(answer.json()["data"][0]["content"][0]["text"]) == 100_000
     body = {"input": COUNT, "previous_response_id": first["id"]}
     refused = await http.post("/responses", json=body)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_large")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 async def test_a_retry_after_the_events_have_expired_gets_the_stored_response_or_a_clear_refusal(

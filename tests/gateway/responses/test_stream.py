@@ -138,7 +138,7 @@ def test_a_call_with_half_an_object_is_incomplete_whatever_follows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "code"), [("internal", "server_error"), ("too_large", "invalid_prompt"), ("deadline", "server_error")]
+    ("kind", "code"), [("internal", "server_error"), ("unsupported", "invalid_prompt"), ("deadline", "server_error")]
 )
 def test_a_failure_is_the_last_event_and_closes_no_item(kind: str, code: str) -> None:
     made = events(head(tools=TOOLS), started(), call(0, "get_weather", "{}"), failed(kind))

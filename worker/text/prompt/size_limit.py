@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from schemas.messages import ImagePart
-from worker.errors import JobFailure, prompt_too_large
+from worker.errors import context_exceeded, prompt_too_large
 from worker.text.threads import Check
 from worker.text.tokenizer import Conversation
 
@@ -57,11 +57,7 @@ class PromptLimit:
             self._refuse([text], check)
         limit = max(_WHOLE, _WHOLE_PER_TOKEN * self._context)
         if len(text) > limit:
-            raise JobFailure(
-                "too_large",
-                f"The prompt has {len(text):,} characters and this worker tokenizes at most {limit:,}; shorten it.",
-                param="messages",
-            )
+            raise context_exceeded(self._context, f"{len(text)} characters, of which at most {limit} are tokenized")
 
     def _certain_texts(self, message: dict[str, Any]) -> Iterator[str]:
         """Yield the texts that every template writes: long arguments, and contents without the space around them.

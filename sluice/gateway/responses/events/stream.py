@@ -19,8 +19,9 @@ from sluice.gateway.responses.events.output import (
     ReasoningItem,
 )
 from sluice.gateway.responses.events.usage import as_usage
+from sluice.openai import CONTEXT_EXCEEDED, exceeds_context
 
-# The only codes for what a request causes in OpenAI's list, and for all else.
+# OpenAI's codes for what a request causes, and for all else.
 _CODES = {"invalid_request": "invalid_prompt", "unsupported": "invalid_prompt", "too_large": "invalid_prompt"}
 _OUR_FAULT = "server_error"
 _RESTARTED = (
@@ -76,8 +77,7 @@ class ResponseState:
             case wire.Finished():
                 return self._numbered(self._finish(event))
             case wire.Failed(error=error, usage=usage):
-                reason = {"code": _CODES.get(error.type, _OUR_FAULT), "message": error.message}
-                return self._numbered(self._break_off("failed", "response.failed", usage, error=reason))
+                return self._numbered(self._fail(error, usage))
             case wire.Cancelled(usage=usage):
                 return self._numbered(self._break_off("cancelled", "response.incomplete", usage))
         return []
@@ -149,6 +149,16 @@ class ResponseState:
         ended_at = {} if is_cut else {"completed_at": int(event.ts)}
         self._ending = {**ended_at, **details, "usage": as_usage(event.usage)}
         yield {"type": f"response.{self._status}", "response": self.response}
+
+    def _fail(self, error: wire.JobError, usage: wire.Usage) -> Iterator[Event]:
+        """End with the failure. Before one of a prompt that is too long, OpenAI's API sends the event `error`, by which
+        its libraries know it; Codex knows it by the final event."""
+        code = _CODES.get(error.type, _OUR_FAULT)
+        if exceeds_context(error):
+            code = CONTEXT_EXCEEDED
+            reason = {"code": code, "message": error.message, "param": "input"}
+            yield {"type": "error", **reason, "error": {**reason, "type": "invalid_request_error"}}
+        yield from self._break_off("failed", "response.failed", usage, error={"code": code, "message": error.message})
 
     def _break_off(self, status: str, kind: str, usage: wire.Usage, **ending: Any) -> Iterator[Event]:
         """End without closing the open item: clients must not act upon half a call."""
