@@ -27,6 +27,8 @@ _SLICE = 65_536
 _PART = 1_048_576  # bytes that are decoded at once in a thread, which takes about a millisecond
 _MAX_WINDOW_LOG = 23  # 8 MiB, the window that RFC 9659 allows for the encoding of contents
 _STRING = re.compile(rb'"[^"]*"?')
+# Makes the request of an interface of a JSON object, and returns it with the names of what it has left out.
+Interface = Callable[[dict[str, Any]], tuple[dict[str, Any], list[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Body:
     content: dict[str, Any]
     length: int
     digest: str
+    ignored: tuple[str, ...] = ()  # what was left out of the object, by its names
 
 
 async def read_body(request: Request, max_bytes: int, held: HeldBytes) -> Body:

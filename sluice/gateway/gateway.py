@@ -1,12 +1,13 @@
 """The parts that the routes of all interfaces share: authentication, workers, jobs, limits and metrics."""
 
+import logging
 from dataclasses import replace
 
 from redis.asyncio import Redis
 from starlette.requests import Request
 
 from sluice.client import Client
-from sluice.gateway.body import Body, read_body
+from sluice.gateway.body import Body, Interface, read_body
 from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.idempotency import IdempotencyKeys
 from sluice.gateway.jobs.jobs import Jobs
@@ -19,9 +20,12 @@ from sluice.gateway.monitoring.answers import AnswerTimer
 from sluice.gateway.monitoring.metrics import Metrics
 from sluice.gateway.protection.memory import Memory
 from sluice.gateway.settings import ServeSettings
+from sluice.gateway.threads import in_thread_if_long
 from sluice.gateway.workers import Workers
 from sluice.presence import mapped_name
 from sluice.transport.retries import Retries
+
+logger = logging.getLogger("sluice.gateway")
 
 _OUTAGE_S = 5.0  # that a command of the gateway's own waits out
 
@@ -64,9 +68,16 @@ class Gateway:
         held = request.scope.setdefault("state", {}).setdefault("held", self._memory.hold(caller.key_id))
         return replace(caller, held=held)
 
-    async def read_body(self, request: Request, caller: Caller) -> Body:
-        """Return the body of a request. The caller holds its bytes until it releases them. Raises `ApiError`."""
-        return await read_body(request, self.settings.max_body_bytes, caller.held)
+    async def read_body(self, request: Request, caller: Caller, interface: Interface) -> Body:
+        """Return the body of a request, as its interface reads it. The caller holds its bytes until it releases them.
+        Raises `ApiError`."""
+        body = await read_body(request, self.settings.max_body_bytes, caller.held)
+        if self.settings.strict:
+            return body
+        content, ignored = await in_thread_if_long(body.length, interface, body.content)
+        if ignored:
+            logger.info("left out of a request: %s", ascii(", ".join(ignored)))
+        return replace(body, content=content, ignored=tuple(ignored))
 
     def timer(self, model: str, started: float, *, stream: bool) -> AnswerTimer:
         """Return the timer of the answer to a request that was accepted. `model`: as the request names it; `started`:

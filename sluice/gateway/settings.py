@@ -84,6 +84,11 @@ class ServeSettings(BaseSettings):
         ge=60,
         description="Seconds that /v1/responses keeps a response after its last use, for previous_response_id.",
     )
+    strict: bool = Field(
+        False,
+        description="Refuse every field and part of a request that is not supported, also in the history and where it "
+        "only describes. Default: such ones are left out, or replaced by a text.",
+    )
     keys: Path | None = Field(
         None,
         description="File of the API keys; `sluice keys` edits it. Default: every request is accepted, and the gateway "

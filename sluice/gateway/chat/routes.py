@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sluice.gateway import idempotency, sse
+from sluice.gateway import committed, idempotency, sse
 from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.chat.answer import completion_of, outcome_of
@@ -63,6 +63,7 @@ class _Accepted:
     model: str  # as the request names it
     stream: bool
     include_usage: bool
+    ignored: tuple[str, ...] = ()
 
 
 class _Chat:
@@ -82,12 +83,12 @@ class _Chat:
             frames = self._frames(jobs, [-1] * len(jobs.ids), timer, include_usage=accepted.include_usage)
             return await self._stream(request, frames)
         completion = await unless_disconnected(request, self._completion(jobs, timer))
-        return await json_response(completion)
+        return await json_response(committed.told(completion, accepted.ignored))
 
     async def _accept(self, request: Request) -> _Accepted:
         """Read a request, and queue its jobs or find those of its `Idempotency-Key`."""
         caller = await self._gateway.authenticate(request)
-        body = await self._gateway.read_body(request, caller)
+        body = await self._gateway.read_body(request, caller, committed.chat)
         chat = read_request(body.content, body.length, self._gateway.settings.max_body_bytes)
         caller.count_choices(chat.choices)
         caller.held.add((chat.choices - 1) * body.length)  # each job has the whole body
@@ -98,7 +99,7 @@ class _Chat:
             base = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
             jobs = _Jobs(job_ids(base, chat.choices), True)
             await unless_disconnected(request, self._submit_once(caller, chat, jobs, base, body.digest))
-        return _Accepted(jobs, requested_model(chat.body), chat.stream, chat.include_usage)
+        return _Accepted(jobs, requested_model(chat.body), chat.stream, chat.include_usage, body.ignored)
 
     async def _submit_or_return(self, caller: Caller, chat: ChatRequest, body: Body) -> _Jobs:
         """Queue the jobs of a request without a key, or return to those that it has queued before its client left."""

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sluice.gateway import idempotency, sse
+from sluice.gateway import committed, idempotency, sse
 from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import unless_disconnected
@@ -53,6 +53,7 @@ class _Accepted:
     stream: bool
     omit_thinking: bool
     retry_key: str | None
+    ignored: tuple[str, ...] = ()
 
 
 class _Messages:
@@ -73,7 +74,7 @@ class _Messages:
         reading = self._whole(events, omit_thinking=omits)
         detached, retry_key = accepted.retry_key is None, accepted.retry_key
         whole = await self._unless_disconnected(request, reading, detached=detached, retry_key=retry_key)
-        return await json_response(whole, id_headers(job_id))
+        return await json_response(committed.told(whole, accepted.ignored), id_headers(job_id))
 
     async def _accept(self, request: Request) -> _Accepted:
         """Read a request, and queue its job or find that of its `Idempotency-Key`."""
@@ -89,7 +90,8 @@ class _Messages:
             assert key is not None
             request.state.request_id = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
             await unless_disconnected(request, self._submit_once(caller, request.state.request_id, chat, body.digest))
-        return _Accepted(request.state.request_id, wanted.model, bool(wanted.stream), omits, retry_key)
+        job_id: str = request.state.request_id
+        return _Accepted(job_id, wanted.model, bool(wanted.stream), omits, retry_key, body.ignored)
 
     async def _submit_or_return(self, caller: Caller, job_id: str, chat: dict[str, Any], retry_key: str) -> str:
         """Queue the job of a request without a key, or return to the one that it has queued before its client left.
@@ -136,7 +138,7 @@ class _Messages:
         if not re.fullmatch(r"\d{4}-\d\d-\d\d", version) or version < _FIRST_VERSION:
             message = f"anthropic-version: {version[:40]!r} is not supported; send {_FIRST_VERSION} or a later one."
             raise ApiError(400, message, code="invalid_request")
-        return caller, await self._gateway.read_body(request, caller)
+        return caller, await self._gateway.read_body(request, caller, committed.messages)
 
     async def _unless_disconnected(
         self, request: Request, work: Coroutine[Any, Any, T], *, detached: bool, retry_key: str | None = None

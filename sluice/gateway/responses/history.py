@@ -1,6 +1,7 @@
 """Stored responses as callers find them: retrieved, and continued by further responses."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.responses.events.head import Head, Response, skeleton
+from sluice.gateway.responses.events.head import PREFIX, Head, Response, skeleton
 from sluice.gateway.responses.events.stream import ResponseState
 from sluice.gateway.responses.record import MAX_BYTES, Record, from_completion, parse_record
 from sluice.gateway.responses.request.fields import refusal
@@ -22,6 +23,7 @@ _MAX_RESPONSES = 1000  # in one conversation
 _RESULT_S = 1.0  # for a result that is stored, or has expired
 _CALLS = ("function_call", "custom_tool_call")
 _PREVIOUS = "previous_response_id"
+_ITEM_ID = re.compile(r"[a-z]+_(\w+)_(?:in)?\d+")  # of an item, with the end of its response's id
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,22 @@ class History:
         """Return the items that a response was made from."""
         return (*await self._items(caller, record.previous), *record.items)
 
+    async def resolved(self, caller: Caller, items: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the items of an input with those of stored responses in place of references to them. Raises
+        `ApiError` for one that is not stored."""
+        known = dict[str, dict[str, Any]]()
+        for place, item in enumerate(items):
+            if not _is_reference(item) or item["id"] in known:
+                continue
+            param = f"input[{place}].id"
+            named = _ITEM_ID.fullmatch(item["id"])
+            record = await self.find(caller, f"{PREFIX}{named[1]}" if named else item["id"], param)
+            stored = (*record.items, *(await self.current(record))["output"])
+            known |= {each["id"]: each for each in stored}
+            if item["id"] not in known:
+                raise not_found(item["id"], param)
+        return tuple(known[item["id"]] if _is_reference(item) else item for item in items)
+
     async def _items(
         self, caller: Caller, ids: tuple[str, ...], last: Sequence[str] = ()
     ) -> tuple[dict[str, Any], ...]:
@@ -134,6 +152,10 @@ def _joined(ids: Sequence[str], found: Sequence[tuple[bytes | None, bytes | None
             raise not_found(response_id, _PREVIOUS)
         items += [*parsed.items, *_completed_output(json.loads(final))]
     return tuple(items)
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "item_reference" and isinstance(item.get("id"), str)
 
 
 def is_job_id(response_id: str) -> bool:

@@ -15,7 +15,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from sluice.errors import SluiceError, UnknownJob
-from sluice.gateway import idempotency, sse
+from sluice.gateway import committed, idempotency, sse
 from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import unless_disconnected
@@ -64,6 +64,7 @@ class _Accepted:
     detached: bool
     response: Response | None = None
     retry_key: str | None = None
+    ignored: tuple[str, ...] = ()
 
 
 class _Responses:
@@ -81,18 +82,20 @@ class _Responses:
         head = accepted.head
         identify(http, head.id)
         if accepted.response is not None:
-            return await json_response(accepted.response)
+            return await json_response(committed.told(accepted.response, accepted.ignored))
         timer = self._gateway.timer(head.echo["model"], started, stream=accepted.stream)
         detached, retry_key = accepted.detached, accepted.retry_key
         reading = Reading(self._gateway, self._store, head, detached=detached, retry_key=retry_key, timer=timer)
         if accepted.stream:
             return await self._stream(http, reading, reading.frames(refuses=True))
-        return await json_response(await unless_disconnected(http, reading.whole()))
+        whole = await unless_disconnected(http, reading.whole())
+        return await json_response(committed.told(whole, accepted.ignored))
 
     async def _read(self, http: Request) -> _Accepted:
         caller = await self._gateway.authenticate(http)
-        body = await self._gateway.read_body(http, caller)
-        return await unless_disconnected(http, self._accept(caller, body, idempotency.key_of(http)))
+        body = await self._gateway.read_body(http, caller, committed.responses)
+        accepted = await unless_disconnected(http, self._accept(caller, body, idempotency.key_of(http)))
+        return replace(accepted, ignored=body.ignored)
 
     async def _accept(self, caller: Caller, body: Body, key: str | None) -> _Accepted:
         """Queue the job of a request, or find that of its `Idempotency-Key`."""
@@ -114,6 +117,7 @@ class _Responses:
 
     async def _new(self, caller: Caller, request: ResponseRequest, body: Body, response_id: str) -> NewResponse:
         before = Conversation()
+        request = replace(request, items=await self._history.resolved(caller, request.items))
         if request.previous is not None:
             before = await self._history.conversation(caller, request.previous)
         make = partial(new_response, request, before, response_id, caller.tenant)

@@ -1,0 +1,237 @@
+"""Makes a request of what a client sends: liberal with what it has already committed to.
+
+A client sends its whole history with each request, and cannot change it: one item that is refused ends its session. So,
+for all three interfaces: what only describes (hints, marks of caches, other providers' fields, nulls) is left out; what
+would change the answer stays, to be refused by name, in the messages after the last turn of the assistant and in the
+options; before that, and in the results of tools, a text says what stood there. `SLUICE_SERVE_STRICT` switches it off.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from sluice.gateway.responses.request.conversation import HOSTED_CALLS
+
+Body = dict[str, Any]
+
+
+def told(answer: Mapping[str, Any], ignored: Collection[str]) -> Mapping[str, Any]:
+    """Return an answer that names what was left out of its request, in `sluice.ignored`."""
+    if not ignored:
+        return answer
+    return {**answer, "sluice": {**answer.get("sluice", {}), "ignored": list(ignored)}}
+
+
+_HINTS = ("cache_control", "prompt_cache_retention", "prompt_cache_options", "provider_specific_fields")
+_CHAT_PARTS = ("text", "image_url")
+_CHAT_FIELDS = {
+    "assistant": (
+        "tool_calls", "reasoning", "reasoning_content", "refusal", "name", "annotations", "audio", "function_call",
+    ),
+    "tool": ("tool_call_id", "name"),
+}  # fmt: skip
+_BLOCKS = {
+    "user": ("text", "image", "document", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+_BLOCK_FIELDS = {
+    "text": ("text", "citations"),
+    "image": ("source",),
+    "document": ("source", "title", "context", "citations"),
+    "tool_result": ("tool_use_id", "content", "is_error", "toolset_name"),
+    "thinking": ("thinking", "signature"),
+    "redacted_thinking": ("data",),
+    "tool_use": ("id", "name", "input", "caller", "toolset_name"),
+}
+
+
+def chat(body: Body) -> tuple[Body, list[str]]:
+    """Read the body of a chat completion."""
+    ignored = _Ignored()
+    read = ignored.without(body, _HINTS)
+    for name in ("max_tokens", "max_completion_tokens", "top_k"):
+        if read.get(name) == -1:  # "no limit" of llama.cpp, vLLM and their clients
+            read = ignored.without(read, (name,))
+    if _is_number(read.get("top_p")) and read["top_p"] == 0:  # the likeliest token alone
+        read = {**ignored.without(read, ("top_p",)), "temperature": 0}
+    if isinstance(read.get("tools"), list):
+        read["tools"] = [ignored.without(tool, _HINTS, "tools") for tool in read["tools"]]
+    messages = read.get("messages")
+    if isinstance(messages, list):
+        newest = _newest(messages)
+        read["messages"] = [
+            each for at, message in enumerate(messages) for each in _chat_messages(message, at < newest, ignored)
+        ]
+    return read, ignored.names
+
+
+def _chat_messages(message: Any, is_past: bool, ignored: "_Ignored") -> list[Any]:
+    """Return a message, and the images of a tool's message in one of the user."""
+    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+        return [message]
+    known = ("role", "content", *_CHAT_FIELDS.get(role, ("name",)))
+    read = ignored.only(message, known, "messages") if is_past or role in _CHAT_FIELDS else message
+    read = ignored.without(read, (*_HINTS, "thinking_blocks", "usage"), "messages")
+    if role == "tool" and read.get("content") is None:
+        read = {**read, "content": ""}
+    if not isinstance(read.get("content"), list):
+        return [read]
+    parts = [_chat_part(part, is_past or role in _CHAT_FIELDS, ignored) for part in read["content"]]
+    images = [part for part in parts if isinstance(part, dict) and part.get("type") == "image_url"]
+    if role == "user" or not images:
+        return [{**read, "content": parts}]
+    own = {**read, "content": [part for part in parts if part not in images]}
+    if role != "tool":
+        return [{**read, "content": [*own["content"], *(_said("image_url", ignored) for _ in images)]}]
+    label = {"type": "text", "text": f"The images of the result {read.get('tool_call_id')}:"}
+    return [own, {"role": "user", "content": [label, *images]}]
+
+
+def _chat_part(part: Any, is_past: bool, ignored: "_Ignored") -> Any:
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
+        return {"type": "text", "text": part["refusal"]}
+    if is_past and part.get("type") not in _CHAT_PARTS:
+        return _said(part.get("type"), ignored)
+    known = ("type", "text", "image_url")
+    return ignored.only(part, known, "content") if is_past else ignored.without(part, _HINTS, "content")
+
+
+def messages(body: Body) -> tuple[Body, list[str]]:
+    """Read the body of Anthropic's Messages."""
+    ignored = _Ignored()
+    read = ignored.without(body, ("container",)) if body.get("container", "") is None else dict(body)
+    if isinstance(read.get("tools"), list):
+        read["tools"] = [ignored.without(tool, ("input_examples",), "tools") for tool in read["tools"]]
+    given = read.get("messages")
+    if isinstance(given, list):
+        newest = _newest(given)
+        read["messages"] = [_message(message, at < newest, ignored) for at, message in enumerate(given)]
+    return read, ignored.names
+
+
+def _message(message: Any, is_past: bool, ignored: "_Ignored") -> Any:
+    if not isinstance(message, dict):
+        return message
+    read = ignored.only(message, ("role", "content"), "messages") if is_past else ignored.without(
+        message, ("output_config",), "messages"
+    )  # fmt: skip
+    known = _BLOCKS.get(str(read.get("role")))
+    if known is None or not isinstance(read.get("content"), list):
+        return read
+    return {**read, "content": [_block(block, known, is_past, ignored) for block in read["content"]]}
+
+
+def _block(block: Any, known: Collection[str], is_past: bool, ignored: "_Ignored") -> Any:
+    if not isinstance(block, dict):
+        return block
+    kind = block.get("type")
+    if kind == "tool_result" and isinstance(block.get("content"), list):
+        inner = [_block(each, ("text", "image", "document"), True, ignored) for each in block["content"]]
+        block = {**block, "content": inner}
+    if kind == "search_result":
+        return _search_result(block, ignored)
+    if not is_past:
+        return block
+    if kind not in known or (kind == "document" and not _is_plain(block)):
+        return _said(kind, ignored)
+    return ignored.only(block, ("type", "cache_control", *_BLOCK_FIELDS[str(kind)]), "content")
+
+
+def _is_plain(document: Mapping[str, Any]) -> bool:
+    source = document.get("source")
+    return isinstance(source, dict) and source.get("type") == "text"
+
+
+def _search_result(block: Mapping[str, Any], ignored: "_Ignored") -> Body:
+    """Return the text of a search result that a client has found itself."""
+    parts = block.get("content")
+    found = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    texts = [text for text in (block.get("title"), block.get("source"), *found) if isinstance(text, str)]
+    return {"type": "text", "text": "\n".join(texts)} if texts else _said("search_result", ignored)
+
+
+_ITEMS = {
+    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+    "item_reference",
+}  # fmt: skip
+
+
+def responses(body: Body) -> tuple[Body, list[str]]:
+    """Read the body of a response. What hosted tools have left in its input is dropped later."""
+    ignored = _Ignored()
+    read = dict(body)
+    items = read.get("input")
+    if not isinstance(items, list):
+        return read, ignored.names
+    newest = 1 + max((at for at, item in enumerate(items) if _is_answer(item)), default=-1)
+    read["input"] = []
+    for at, item in enumerate(items):
+        kind = item.get("type") or "message" if isinstance(item, dict) else None
+        if kind == "additional_tools" and isinstance(item.get("tools"), list):  # Codex offers tools in its input
+            read["tools"] = [*_listed(read.get("tools")), *item["tools"]]
+        elif isinstance(kind, str) and kind not in _ITEMS and kind not in HOSTED_CALLS and at < newest:
+            said = _said(kind, ignored)
+            read["input"].append({"type": "message", "role": "developer", "content": said["text"]})
+        else:
+            read["input"].append(item)
+    return read, ignored.names
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _is_answer(item: Any) -> bool:
+    if not isinstance(item, dict):
+        return False
+    return item.get("role") == "assistant" or item.get("type") in ("reasoning", "function_call", "custom_tool_call")
+
+
+def _newest(messages: list[Any]) -> int:
+    """Return the index of the first message after the last turn of the assistant."""
+    answers = (at for at, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "assistant")
+    return 1 + max(answers, default=-1)
+
+
+def _said(kind: Any, ignored: "_Ignored") -> Body:
+    """Return the text that stands for a part which is not read here."""
+    name = kind[:40] if isinstance(kind, str) else "part"
+    ignored.add(name)
+    return {"type": "text", "text": f"[{name}: this model cannot read it]"}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class _Ignored:
+    """Collects what is left out: each name once, and at most so many, since clients choose them."""
+
+    _MOST = 32
+    _CHARACTERS = 80  # of a name
+
+    def __init__(self) -> None:
+        self.names = list[str]()
+
+    def add(self, name: str) -> None:
+        short = name[: self._CHARACTERS]
+        if len(self.names) < self._MOST and short not in self.names:
+            self.names.append(short)
+
+    def without(self, value: Any, names: Collection[str], place: str = "") -> Any:
+        """Return an object without some fields, as a copy; anything else as it is."""
+        if not isinstance(value, dict):
+            return value
+        return self._kept(value, lambda name: name not in names, place)
+
+    def only(self, value: Mapping[str, Any], names: Collection[str], place: str) -> Body:
+        """Return an object with these fields alone."""
+        return self._kept(value, lambda name: name in names, place)
+
+    def _kept(self, value: Mapping[str, Any], keeps: Callable[[str], bool], place: str) -> Body:
+        for name in value:
+            if not keeps(name):
+                self.add(f"{place}.{name}" if place else name)
+        return {name: each for name, each in value.items() if keeps(name)}
