@@ -22,6 +22,7 @@ from worker.text.prompt.boundaries import Boundaries
 from worker.text.prompt.droppable import DroppableRanges
 from worker.text.prompt.escaping import ControlTokenEscaping
 from worker.text.prompt.offsets import TokenOffsets
+from worker.text.prompt.parting import Parting, next_parting
 from worker.text.prompt.prompt import Prompt, Prompts, template_trial
 from worker.text.prompt.template_changes import write_as_json
 from worker.text.threads import Check, TextThreads
@@ -114,6 +115,11 @@ class TextCodec:
         await self._prompts.try_template()
         if self._vocab > _SMALL_VOCABULARY:
             await self._grammar_states()
+
+    async def next_parting(self, request: ChatRequest) -> Parting | None:
+        """Return where the next turn's prompt parts from the request's own; None if it begins with all of its messages.
+        Raises `JobFailure`."""
+        return await next_parting(self.prompt, self.text_of, request, self._format.think)
 
     async def prompt(self, request: ChatRequest, images: Sequence[str] = (), lane: Lane = "interactive") -> Prompt:
         """Render and tokenize the request's messages.

@@ -36,8 +36,10 @@ def prompt(
 ) -> None:
     """Print the prompt that a request becomes, as the model reads it.
 
-    The text goes to stdout; what was changed for the model's chat template, and why, to stderr. With --json: the text,
-    the tokens, the changes, and if the answer begins within reasoning. Images are not supported here.
+    The text goes to stdout; what was changed for the model's chat template, and why, to stderr, and from where the next
+    turn, after an answer and another question, has to be computed again because its prompt differs there. With --json:
+    the text, the tokens, the changes, the next turn's place (`next_turn`; null if nothing is computed again), and if
+    the answer begins within reasoning. Images are not supported here.
 
     \b
     Examples:
@@ -50,14 +52,19 @@ def prompt(
     if any(part.type == "image_url" for part in parts):
         raise CliError("messages: images are not supported here; leave out the image_url parts.")
     made = asyncio.run(_refusals(codec.prompt(request)))
+    parts_at = asyncio.run(_refusals(codec.next_parting(request)))
     text = codec.text_of(made.tokens)
     if as_json:
         facts = {"text": text, "tokens": list(made.tokens), "thinking": made.thinking, "adapted": list(made.adapted)}
-        print_json(facts)
+        next_turn = {"computed_from": parts_at.token, "why": parts_at.why} if parts_at else None
+        print_json({**facts, "next_turn": next_turn})
         return
     print(text)
     for why in made.adapted:
         print(f"The chat template {why}.", file=sys.stderr)
+    if parts_at:
+        where = f"from token {parts_at.token:,} of {len(made.tokens):,}"
+        print(f"The next turn will be computed again {where}: the chat template {parts_at.why}.", file=sys.stderr)
 
 
 def parse(

@@ -90,3 +90,10 @@ def test_a_template_does_not_take_it_there_if(template: str) -> None:
 def test_a_template_that_takes_it_is_left_alone() -> None:
     assert whys(EACH, SAID) == []
     assert Environment().from_string(EACH).render(messages=SAID) == "<user>a<assistant>b<system>c<user>d"
+
+
+async def test_ids_that_are_accepted_stay_when_a_later_one_is_not() -> None:
+    before = [user("a"), calling(call("a1b2c3d4e")), result("a1b2c3d4e", "b")]
+    text = await rendered("mistral", *before, calling(call("x")), result("x", "c"), tools=[LOOK])
+    assert "a1b2c3d4e" in text
+    assert "call00000" in text

@@ -20,7 +20,7 @@ from tests.text.conversations import Said, assistant, call, calling, conversatio
 from tests.text.templated import TEMPLATES, prompts, request, words
 from worker.errors import JobFailure
 from worker.text.codec import TextCodec
-from worker.text.prompt.boundaries import _common_prefix
+from worker.text.prompt.boundaries import common_prefix
 from worker.text.prompt.prompt import Prompt, Prompts
 from worker.text.vocabulary import Vocabulary
 
@@ -337,4 +337,4 @@ async def test_where_the_vocabulary_does_not_spell_the_text_the_best_boundaries_
 
 @given(one=st.text("ab", max_size=30), other=st.text("ab", max_size=30), start=st.text(max_size=30))
 def test_what_two_texts_begin_with_alike_is_found_by_halves(one: str, other: str, start: str) -> None:
-    assert _common_prefix(start + one, start + other) == common(start + one, start + other)
+    assert common_prefix(start + one, start + other) == common(start + one, start + other)

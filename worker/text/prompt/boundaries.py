@@ -67,7 +67,7 @@ class Boundaries:
             return [counts[place] for place in places]
         tokens = list(rendered.tokens)
         return [
-            _common_prefix(rendered.codec.encode(rendered.text[:place].rstrip()), tokens)
+            common_prefix(rendered.codec.encode(rendered.text[:place].rstrip()), tokens)
             for place in places[:_MAX_TOKENIZED]
         ]
 
@@ -107,7 +107,7 @@ def _compare(rendered: Rendered, mark: str, conversations: list[Conversation]) -
             pieces = rendered.render(conversation).split(mark)
         except TemplateFailed:
             continue
-        end = _common_prefix("".join(pieces), rendered.text)
+        end = common_prefix("".join(pieces), rendered.text)
         starts = list(accumulate(map(len, pieces[:-1])))
         within = [start for start in starts if start <= end]
         return _Comparison(end, within, within == starts)
@@ -163,7 +163,7 @@ def _before_the_last_word(rendered: Rendered, starts: list[int], end: int) -> in
     return max(len(text.rstrip().rsplit(None, 1)[0]), *starts[-1:])
 
 
-def _common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
+def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
     """Return the length of the common prefix. A binary search over slices, since a loop over a document is slow."""
     known, maximum = 0, min(len(one), len(other))
     while known < maximum:

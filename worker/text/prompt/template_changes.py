@@ -84,7 +84,8 @@ def _short_ids(conversation: Conversation) -> Conversation:
     short: dict[str, str] = {}
 
     def of(id: str) -> str:
-        return short.setdefault(id, f"call{len(short):05}")
+        # An id that is accepted stays: a later one that is not must change no earlier turn.
+        return id if _ACCEPTED_ID.fullmatch(id) else short.setdefault(id, f"call{len(short):05}")
 
     renamed = _each_call(conversation, lambda call: {**call, "id": of(call["id"])})
     return [{**each, "tool_call_id": of(each["tool_call_id"])} if each["role"] == "tool" else each for each in renamed]
@@ -263,7 +264,8 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-_IDS = Adaptation("accepts only tool call ids of nine letters and digits: calls are numbered", _short_ids)
+_ACCEPTED_ID = re.compile("[a-zA-Z0-9]{9}")
+_IDS = Adaptation("accepts only tool call ids of nine letters and digits: other calls are numbered", _short_ids)
 _THOUGHTS = Adaptation("accepts only text or reasoning before a call: both are sent as content", _thoughts_in_content)
 _ONE_CALL = Adaptation("accepts one tool call per turn: each call gets its own turn and result", _one_call_a_turn)
 _OBJECTS = Adaptation("accepts arguments only as objects: other arguments are wrapped in one", _arguments_as_objects)
