@@ -1,5 +1,6 @@
 """A conversation that goes on is not computed again, and says what it would have said."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,10 @@ import pytest
 
 from scripts.stack import WorkerProcess, free_port
 from sluice import Client, Finished
+from sluice.gateway.messages.body import MessagesBody
+from sluice.gateway.messages.request import chat_request
 from tests.end_to_end.test_exact import checkpoint
+from tests.engine.tiny import FAMILIES, write_checkpoint
 from tests.scrape import scrape
 
 RULES = {"role": "system", "content": "Always mention NWP58. Be kind and brief, and answer in one sentence, please."}
@@ -69,3 +73,44 @@ async def test_tenants_share_prefixes_by_default(client: Client) -> None:
     _, same = await say(client, messages, user="one")
     _, other = await say(client, messages, tenant="other")
     assert same.usage.cached_tokens == other.usage.cached_tokens > 0
+
+
+BASH = {
+    "name": "Bash", "description": "Runs a command.",
+    "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+}  # fmt: skip
+
+
+def agent_turns(number: int) -> Iterator[dict[str, Any]]:
+    """Yield bodies of the Messages interface as Claude Code sends them, each longer than the one before: a line of
+    attribution in front of the system prompt, and a system message after each user's turn."""
+    rules = " ".join(f"Rule {rule}: always mention NWP58." for rule in range(40))
+    said: list[dict[str, Any]] = [{"role": "user", "content": "Count to 12."}]
+    for turn in range(number):
+        said.append({"role": "system", "content": f"{turn + 1} of 20 turns are used."})
+        header = f"x-anthropic-billing-header: cc_version=2.1; cch={turn:05x};"
+        system = [{"type": "text", "text": header}, {"type": "text", "text": rules}]
+        yield {"model": "default", "max_tokens": 4, "system": system, "messages": [*said], "tools": [BASH]}
+        command = {"type": "tool_use", "id": f"toolu_{turn}", "name": "Bash", "input": {"command": f"ls {turn}"}}
+        result = {"type": "tool_result", "tool_use_id": f"toolu_{turn}", "content": f"file_{turn}.txt"}
+        said += [
+            {"role": "assistant", "content": [{"type": "text", "text": "Let me look."}, command]},
+            {"role": "user", "content": [result]},
+        ]
+
+
+@pytest.mark.parametrize("family", ["keys and values", "hybrid"])
+async def test_of_an_agent_s_turns_what_was_sent_before_is_found(
+    redis_url: str, client: Client, model: Path, tmp_path: Path, family: str
+) -> None:
+    if family == "keys and values":
+        model = write_checkpoint({**FAMILIES["qwen3"], "max_position_embeddings": 8_192}, tmp_path / "qwen3")
+    found, sent, before = 0, 0, 0
+    with WorkerProcess(redis_url, model=model):
+        for body in agent_turns(20):
+            job = await client.submit(chat_request(MessagesBody.model_validate(body)))
+            *_, end = [event async for event in client.stream(job.id)]
+            assert isinstance(end, Finished), end
+            found, sent = found + end.usage.cached_tokens, sent + before
+            before = end.usage.prompt_tokens
+    assert found >= 0.98 * sent, (found, sent)

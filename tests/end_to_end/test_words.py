@@ -57,6 +57,23 @@ def test_what_was_changed_for_the_template_is_told_on_stderr(tmp_path: Path) -> 
     assert "accepts no system role" in told
 
 
+def test_where_the_next_turn_is_computed_again_is_told_with_the_reason(tmp_path: Path) -> None:
+    last = "{% set ns = namespace() %}{% for m in messages if m.role == 'user' %}{% set ns.last = m %}{% endfor %}"
+    each = "{% for m in messages %}{{ tools if tools and m == ns.last }}{{ m.content }};{% endfor %}"
+    with_template(tmp_path, last + each)
+    args = ("prompt", "--model", str(tmp_path))
+    look = {"type": "function", "function": {"name": "look"}}
+    asked = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "tools": [look]})
+    code, _, told = run_here(*args, env=environment(), folder=ROOT, stdin=asked)
+    assert code == 0
+    assert "from token 0 of" in told
+    assert "in front of the last user message" in told
+    _, printed, _ = run_here(*args, "--json", env=environment(), folder=ROOT, stdin=asked)
+    assert json.loads(printed)["next_turn"]["computed_from"] == 0
+    _, printed, _ = words("prompt", "--json", stdin=json.dumps({"messages": [{"role": "user", "content": "Hi"}]}))
+    assert json.loads(printed)["next_turn"] is None
+
+
 def test_what_has_no_effect_on_the_prompt_is_told() -> None:
     hello = {"messages": [{"role": "user", "content": "Hi"}], "verbosity": "low"}
     code, _, told = words("prompt", stdin=json.dumps(hello))
