@@ -1,6 +1,7 @@
 """Errors as interfaces: the conditions by which real clients decide, applied to the errors of each interface.
 
-The conditions are facts of the clients' own sources, named with the version in which they were read.
+The conditions of pi, LiteLLM, LangChain and Codex were read in their sources, in the versions named here. That of
+Claude Code is the one that the gateway has followed before; its source was not read.
 """
 
 import re
@@ -35,8 +36,8 @@ def any_of(*patterns: str) -> Callable[[str], bool]:
     return lambda said: any(re.search(pattern, said, re.IGNORECASE) for pattern in patterns)
 
 
-# opencode (packages/opencode/src/provider/error.ts) has the patterns of pi (@mariozechner/pi-ai 0.73.1,
-# dist/utils/overflow.js), here those of OpenAI's and Anthropic's APIs.
+# @mariozechner/pi-ai 0.73.1, dist/utils/overflow.js, those for OpenAI's and Anthropic's APIs. opencode's are said to be
+# adapted from them.
 pi = any_of(
     "prompt is too long", "request_too_large", "exceeds the context window", "reduce the length of the messages",
     r"maximum context length is \d+ tokens", "context[_ ]length[_ ]exceeded",
@@ -62,7 +63,7 @@ def codex(event: Body) -> bool:
 
 
 def claude_code(status: int, body: Body) -> bool:
-    """@anthropic-ai/claude-code: a 400 whose message begins so."""
+    """A 400 whose message begins so."""
     return status == 400 and body["error"]["message"].lower().startswith("prompt is too long")
 
 
