@@ -1,10 +1,11 @@
 """Translates a job's events to the events of Anthropic's stream, and folds those into a whole message.
 
-Thinking and text are emitted as they arrive. A tool call is emitted when it is complete, since a call that turns out
-to be invalid becomes text, and an emitted block cannot be taken back.
+Thinking and text are emitted as they arrive. A tool call is emitted when it is complete: what the model wrote that is no
+JSON is emitted in an object.
 """
 
 import hashlib
+import json
 from base64 import b64encode
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -125,21 +126,21 @@ class MessageStream:
         calls, self._calls = list(self._calls.values()), {}
         events = list[MessageEvent]()
         for call in calls:
-            if call.is_object(partial=cut_off and call is calls[-1]):
-                events += self._close()
-                events += self._call_block(call)
+            events += self._close()
+            events += self._call_block(call, partial=cut_off and call is calls[-1])
         return events
 
-    def _call_block(self, call: "_Call") -> list[MessageEvent]:
+    def _call_block(self, call: "_Call", *, partial: bool) -> list[MessageEvent]:
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
         begin = self._begin_block(block)
         written = call.arguments
+        if _input(written, partial=partial) is None:
+            # An input is an object here, and clients parse it: they then tell the model what is wrong with it.
+            written = json.dumps({"arguments": written}, ensure_ascii=False)
         delta = [self._block_delta({"type": "input_json_delta", "partial_json": written})] if written else []
         return [begin, *delta, self._end_block()]
 
     def _finish(self, event: Finished) -> list[MessageEvent]:
-        if event.finish_reason == "stop":  # a call that was announced and not made is in the text
-            self._calls.clear()
         events = self._emit_calls(cut_off=event.finish_reason == "length")
         stopped = event.finish_reason == "stop" and event.stop_sequence is not None
         delta = {
@@ -173,10 +174,6 @@ class _Call:
     @property
     def arguments(self) -> str:
         return "".join(self._pieces)
-
-    def is_object(self, *, partial: bool) -> bool:
-        """Return True if the arguments are a JSON object, or nothing; with `partial`, also the beginning of one."""
-        return _input(self.arguments, partial=partial) is not None
 
 
 def _input(arguments: str, *, partial: bool = True) -> dict[str, Any] | None:

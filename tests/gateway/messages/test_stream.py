@@ -160,12 +160,14 @@ def test_a_call_is_emitted_when_the_next_one_begins_or_the_answer_ends() -> None
     ]
 
 
-def test_a_call_that_was_announced_and_not_made_is_text_alone() -> None:
-    said = [delta(tool_calls=[call(0, "{no", name="f")]), delta(content="<tool_call>{no</tool_call>")]
-    for reason in ("stop", "tool_calls"):
-        assert content(streamed(STARTED, *said, finished(reason))) == [
-            {"type": "text", "text": "<tool_call>{no</tool_call>"}
-        ]
+@pytest.mark.parametrize("reason", ["stop", "tool_calls"])
+@pytest.mark.parametrize("written", ["{no", "[1]", "no JSON"])
+def test_a_call_whose_arguments_are_no_object_is_a_call_with_what_was_written(reason: str, written: str) -> None:
+    """Claude Code tells the model then what its tool expects."""
+    said = [delta(tool_calls=[call(0, written, name="f")]), delta(tool_calls=[call(1, "{}", name="g")])]
+    first, second = content(streamed(STARTED, *said, finished(reason)))
+    assert (first["name"], first["input"]) == ("f", {"arguments": written})
+    assert (second["name"], second["input"]) == ("g", {})
 
 
 def test_a_call_that_the_limit_cut_off_has_the_input_so_far() -> None:

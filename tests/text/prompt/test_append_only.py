@@ -12,6 +12,9 @@ from tests.text.conversations import Said, assistant, call, calling, developer, 
 from tests.text.prompt.appended import LOOK, ours, partings, turns
 from tests.text.prompt.test_template_compat import TAKE_TOOLS, whys
 from tests.text.templated import TEMPLATES, rendered
+from worker.text.prompt.template_compat import NeedsAdaptation, TemplateAdapter
+from worker.text.prompt.template_inputs import TemplateFailed
+from worker.text.tokenizer import Conversation
 
 WHY = "accepts system messages only at the front: later ones are marked in user turns or results"
 
@@ -97,3 +100,29 @@ async def test_ids_that_are_accepted_stay_when_a_later_one_is_not() -> None:
     text = await rendered("mistral", *before, calling(call("x")), result("x", "c"), tools=[LOOK])
     assert "a1b2c3d4e" in text
     assert "call00000" in text
+
+
+def test_a_request_that_the_template_refuses_says_nothing_about_the_next() -> None:
+    adapter, refuses = TemplateAdapter(), [True]
+
+    def render(said: Conversation, tools: list[Said]) -> str:
+        if refuses[0]:
+            raise TemplateFailed
+        return Environment().from_string(EACH).render(messages=said)
+
+    with pytest.raises(TemplateFailed):
+        adapter.adapt(SAID, [], render)
+    refuses[0] = False
+    assert adapter.adapt(SAID, [], render) == ("<user>a<assistant>b<system>c<user>d", [])
+
+
+def test_a_template_is_tried_on_a_thread_and_not_on_the_event_loop() -> None:
+    adapter = TemplateAdapter()
+
+    def render(said: Conversation, tools: list[Said]) -> str:
+        return Environment().from_string(EACH).render(messages=said)
+
+    with pytest.raises(NeedsAdaptation):
+        adapter.render_unchanged(SAID, [], render)
+    adapter.adapt(SAID, [], render)
+    assert adapter.render_unchanged(SAID, [], render)[1] == []

@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -67,6 +68,8 @@ class TemplateAdapter:
     def render_unchanged(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
         """Return what `adapt` returns for a conversation in which at most system messages were changed, with one trial.
         Raises `NeedsAdaptation`."""
+        if _has_later_systems(conversation) and self._takes_later_systems is None:
+            raise NeedsAdaptation
         conversation, changes = self._with_systems_taken(conversation, tools, render)
         trials = _Trials(tools, render, self._think)
         text = trials.complete_text(conversation)
@@ -100,10 +103,11 @@ class TemplateAdapter:
 
         The template decides, and no single conversation: else a turn that follows could change what is before it.
         """
-        if all(message["role"] != "system" for message in conversation[1:]):
+        if not _has_later_systems(conversation):
             return conversation, []
         if self._takes_later_systems is None:
-            self._takes_later_systems = _takes_later_systems(lambda said: render(said, tools))
+            with suppress(TemplateFailed):  # the tools or variables of this request, which the next may not have
+                self._takes_later_systems = _takes_later_systems(lambda said: render(said, tools))
         if self._takes_later_systems:
             return conversation, []
         return LATER_SYSTEMS.change(conversation), [LATER_SYSTEMS]
@@ -246,9 +250,13 @@ class _Trials:
             return False
 
 
+def _has_later_systems(conversation: Conversation) -> bool:
+    return any(message["role"] == "system" for message in conversation[1:])
+
+
 def _takes_later_systems(render: Callable[[Conversation], str]) -> bool:
-    """True if the template writes each system message where it stands, in nobody else's name, and leaves what is before
-    it as it was."""
+    """Return True if the template writes each system message where it stands, in nobody else's name, and leaves what is
+    before it as it was. Raises `TemplateFailed` if it fails without system messages."""
     words = [f"later{number}x" for number in range(10)]
 
     def said(*roles: str, by: str = "system") -> Conversation:
@@ -257,6 +265,7 @@ def _takes_later_systems(render: Callable[[Conversation], str]) -> bool:
         ]
 
     question, rest = ("user", "assistant", "user"), ("assistant", "system", "user", "system", "assistant", "user")
+    render(said(*question))
     for first in (question, ("system", *question)):
         roles = (*first, *rest)
         try:
