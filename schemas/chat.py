@@ -153,7 +153,8 @@ class ChatRequest(Strict):
     )
 
     max_tokens: Count | None = Field(
-        default=None, description="Reduced to the space that the context leaves. Absent: the worker's default, 1024."
+        default=None,
+        description="Reduced to the space that the context leaves. Absent: all of it, unless the worker has a default.",
     )
     max_completion_tokens: Count | None = Field(default=None, description="The same as max_tokens.")
     max_reasoning_tokens: ReasoningTokens | None = Field(

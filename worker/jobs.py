@@ -19,6 +19,7 @@ from worker.errors import JobFailure
 from worker.queue.job.job import Job, JobResult
 from worker.queue.job.resume_state import ResumeState
 from worker.schedule.outcomes import (
+    CutShort,
     Encoded,
     Loaded,
     Outcome,
@@ -161,6 +162,7 @@ class Chat:
             boundaries=prompt.boundaries,
             specprefill=specprefill,
             images=images,
+            grows=request.output_limit is None and context.settings.default_max_tokens is None,
         )
 
     def _finish_resumed(self, generation_request: GenerationRequest) -> None:
@@ -195,6 +197,8 @@ class Chat:
                 self._recorder.speculated(outcome)
             case SpecPrefillApplied() | SpecPrefillSkipped():
                 self._recorder.record_specprefill(outcome)
+            case CutShort():
+                self._recorder.cut_short()
             case Refused(message=message):
                 self._done.set_exception(JobFailure("too_large", message))
             case RowFailed():

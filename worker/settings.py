@@ -195,8 +195,11 @@ class Settings(BaseSettings):
         description="Maximum length of prompt and answer together, in tokens, if less than the model's context. "
         "Default: the model's context.",
     )
-    default_max_tokens: int = Field(
-        1024, ge=1, description="Maximum length of an answer, in tokens, if the request has no max_tokens."
+    default_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum length of an answer, in tokens, if the request has no max_tokens. Without one, memory is "
+        "reserved as the answer grows. Default: what the context leaves.",
     )
     max_output_tokens: int | None = Field(
         None,

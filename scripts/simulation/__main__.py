@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from scripts.simulation import memory
 from scripts.simulation.arrivals import Arrival, burst, from_trace, means, poisson
 from scripts.simulation.bound import Bound
 from scripts.simulation.costs import MODELS, Costs
@@ -64,6 +65,9 @@ def capacity(costs: Costs) -> float:
 def main() -> int:
     """Simulate all scenarios, and print a table for each model."""
     options = _parser().parse_args()
+    if options.memory:
+        Console(width=140).print(memory.table(options.runs))
+        return 0
     console, results = Console(width=130), dict[str, dict[str, dict[str, dict[str, float]]]]()
     for model in options.models:
         costs = MODELS[model].slower(options.slower)
@@ -147,6 +151,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--trace", type=Path, metavar="PATH", help="replay this instead: JSON lines of at_s, prompt, answer"
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="compare ways of reserving memory for answers without a limit instead"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures to this file")
     return parser

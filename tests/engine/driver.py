@@ -13,6 +13,7 @@ from worker.engine.upstream.mlx_lm import generation_stream
 from worker.schedule.grouping import MeasuredCost, StepCost
 from worker.schedule.memory import MAX_ROWS
 from worker.schedule.outcomes import (
+    CutShort,
     Encoded,
     Outcome,
     Prefilled,
@@ -103,6 +104,7 @@ class Run:
         self.chunks = Counter[str]()  # number of each prompt's chunks
         self.ended: dict[str, str] = {}
         self.refused: dict[str, str] = {}
+        self.cut: list[str] = []  # requests whose answers memory has ended
         self.steps = 0
 
     def add(
@@ -120,6 +122,7 @@ class Run:
         boundaries: Sequence[int] = (),
         kept_ranges: tuple[Range, ...] | None = None,
         specprefill: SpecPrefillParams | None = None,
+        grows: bool = False,
     ) -> None:
         self.submit(
             GenerationRequest(
@@ -135,6 +138,7 @@ class Run:
                 tuple(boundaries),
                 specprefill,
                 kept_ranges,
+                grows=grows,
             )
         )
 
@@ -159,6 +163,8 @@ class Run:
                     self.ended[id] = finish_reason
             case RowFailed(id):
                 self.ended[id] = "faulted"
+            case CutShort(id):
+                self.cut.append(id)
             case Refused(id, message):
                 self.ended[id], self.refused[id] = "refused", message
             case SpecPrefillApplied(id, kept_ranges):

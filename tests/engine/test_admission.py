@@ -42,7 +42,7 @@ def preempted(id: str, tokens: int, held: int = 100) -> WaitingRequest:
 
 def plan(admission: AdmissionController, *running: GenerationRequest) -> AdmissionPlan:
     """Return the plan for these active requests."""
-    return admission.decide([admission.estimate(each, 0) for each in running], Decoding(StepCost()))
+    return admission.decide([admission.estimate(Row.of(each), 0) for each in running], Decoding(StepCost()))
 
 
 def decided(admission: AdmissionController, *running: GenerationRequest) -> dict[str, Decision]:
@@ -184,7 +184,9 @@ def test_buffers_are_tightened_only_if_other_rows_need_the_memory() -> None:
     for spare, must_tighten in ((1000, True), (10**9, False)):
         admission = AdmissionController(KILO, limit=needed + spare)
         buffers = [KILO.rectangle_bytes([200]) + 2000]
-        planned = admission.decide([admission.estimate(active, 0)], Decoding(StepCost(), [[100]], [[200]], buffers))
+        planned = admission.decide(
+            [admission.estimate(Row.of(active), 0)], Decoding(StepCost(), [[100]], [[200]], buffers)
+        )
         assert planned.reservation.must_tighten == must_tighten
 
 
@@ -200,7 +202,7 @@ def test_rows_beyond_the_tried_ones_count_in_the_rate_of_classes_in_turn() -> No
 
 def test_row_in_prefill_is_counted_in_the_group_of_its_class() -> None:
     admission = AdmissionController(KILO, limit=10**9)
-    rows = [admission.estimate(sized("long", 2000), 0), admission.estimate(sized("short", 200), None)]
+    rows = [admission.estimate(Row.of(sized("long", 2000)), 0), admission.estimate(Row.of(sized("short", 200)), None)]
     decoding = Decoding(StepCost(), [[900]], [[2000]])
     planned = plan_admission([], rows, decoding, (200,), Limits(KILO, 10**9, 100))
     assert planned.reservation.peak_bytes == KILO.peak_bytes([[2000], [200]])

@@ -29,6 +29,7 @@ logger = logging.getLogger("sluice.jobs")
 Entry = dict[str, Any]  # logprobs of a token, in OpenAI's form
 
 _NOTHING = OutputDelta()
+_CUT_SHORT = "max_tokens: the answer was ended, since this worker's memory holds no longer one after this prompt."
 _PROGRESS_EVERY_S = 0.25
 _GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are merged, so that a batch does not fill Redis
 
@@ -73,6 +74,7 @@ class JobRecorder:
         self._pace = Pace()
         self._specprefill = SpecPrefillReport(kept=None)
         self._speculation = SpeculationReceipt()
+        self._cut_short = False  # the worker's memory has ended the answer
         self._state = ResumeState()  # what this attempt leaves for the next one
 
     def consider_specprefill(self, report: SpecPrefillReport) -> None:
@@ -84,6 +86,10 @@ class JobRecorder:
         self._speculation.why_no_drafts = why_no_drafts(request, self._context.settings)
         if request.prediction is not None:
             self._job.usage.accepted_prediction_tokens = self._job.usage.rejected_prediction_tokens = 0
+
+    def cut_short(self) -> None:
+        """Record that the worker's memory holds no longer answer."""
+        self._cut_short = True
 
     def speculated(self, verified: Speculated) -> None:
         """Record a draft that was verified."""
@@ -207,7 +213,7 @@ class JobRecorder:
             began_at=self._began_at,
             timings=timings,
             stop_sequence=output.stop_sequence,
-            warnings=output.warnings,
+            warnings=[*output.warnings, *([_CUT_SHORT] if self._cut_short and finish_reason == "length" else [])],
             specprefill=as_result(self._specprefill, self._job.usage.prompt_tokens, timings["prefill_s"]),
             speculation=self._speculation.as_result(),
             rows_mean=round(self._rows / max(self._steps, 1), 2),

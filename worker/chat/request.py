@@ -82,11 +82,13 @@ def _refuse_large_arguments(messages: list[Message]) -> None:
             raise JobFailure("too_large", message, param=where)
 
 
-def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: int, limit: int | None = None) -> int:
+def output_tokens(
+    request: ChatRequest, *, prompt: int, context: int, default: int | None, limit: int | None = None
+) -> int:
     """Return the maximum length of the answer. All lengths are in tokens.
 
-    `limit`: this worker's own limit. Raises `JobFailure` if the prompt leaves no space for an answer, or if the request
-    asks for more than `limit`.
+    `default`: of a request that states none; None: what the context leaves. `limit`: this worker's own limit. Raises
+    `JobFailure` if the prompt leaves no space for an answer, or if the request asks for more than `limit`.
     """
     room = context - prompt
     if room < 1:
@@ -98,7 +100,7 @@ def output_tokens(request: ChatRequest, *, prompt: int, context: int, default: i
             f"max_tokens: {asked:,} is {asked - limit:,} more than this worker allows; send at most {limit:,}.",
             param="max_tokens" if request.max_tokens else "max_completion_tokens",
         )
-    return min(asked or default, limit or room, room)
+    return min(asked or default or room, limit or room, room)
 
 
 def sampling_of(

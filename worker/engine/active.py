@@ -19,8 +19,9 @@ class EngineBroken(Exception):
 
 
 class ActiveRows:
-    """Owner of the active rows, in the order of admission. Each is in prefill or decodes, or has lost its cache by a
-    failure and is recomputed from its tokens, so no delivered token is lost. For the engine's thread."""
+    """Owner of the active rows, in the order in which their requests have arrived. Each is in prefill or decodes, or
+    has lost its cache by a failure and is recomputed from its tokens, so no delivered token is lost. For the engine's
+    thread."""
 
     def __init__(self, prefills: PrefillQueue, running: Groups, on_release: Callable[[], None]) -> None:
         """`prefills` and `running` hold the rows' caches. `on_release` is called when rows may have freed memory."""
@@ -41,19 +42,45 @@ class ActiveRows:
         """Yield the rows, the oldest first."""
         return iter(self._rows.values())
 
-    def begin(self, request: GenerationRequest, *, recomputed: bool = False) -> Iterator[Outcome]:
-        """Start the prefill of a request. If that fails, the request fails, and no other is affected."""
+    def begin(
+        self, request: GenerationRequest, reserved: int, age: int, *, recomputed: bool = False
+    ) -> Iterator[Outcome]:
+        """Start the prefill of a request. If that fails, the request fails, and no other is affected. For `reserved`
+        and `age` see `Row`."""
         with isolate(f"{request.id}: starting its prefill") as attempt:
-            row = Row.of(request, recomputed=recomputed)
+            row = Row.of(request, reserved=reserved, recomputed=recomputed)
+            row.age = age
             self._prefills.add(row)
-            self._rows[row.id] = row
+            self._insert(row)
         if attempt.failed:
             yield self.fail(request.id)
 
-    def restore(self, preempted: PreemptedRow) -> None:
-        """Let a preempted row continue to decode. Blocks."""
-        self._rows[preempted.row.id] = preempted.row
+    def restore(self, preempted: PreemptedRow, reserved: int) -> None:
+        """Let a preempted row continue to decode. `reserved`: see `Row`. Blocks."""
+        preempted.row.reserve(reserved)
+        self._insert(preempted.row)
         self._running.restore(preempted)
+
+    def _insert(self, row: Row) -> None:
+        """Add a row in its place by age."""
+        self._rows = dict(sorted((self._rows | {row.id: row}).items(), key=lambda item: item[1].age))
+
+    def must_grow(self, ahead: int) -> bool:
+        """Return True if a row may outgrow its reservation with this number of tokens."""
+        return any(row.must_grow(ahead) for row in self._rows.values())
+
+    def reserve(self, id: str, tokens: int) -> None:
+        """Record that more memory is reserved for a row: see `Row.reserve`."""
+        self._rows[id].reserve(tokens)
+
+    def cut(self, id: str, tokens: int) -> None:
+        """Let the answer of a row end after this number of tokens."""
+        self._rows[id].cut(tokens)
+
+    def move(self, id: str) -> None:
+        """Move a decoding row to a group that has room for what is reserved for it. Blocks."""
+        if id in self._rows:
+            self._running.move(self._rows[id])
 
     def preempt(self, id: str) -> WaitingRequest:
         """Remove a row, and return its request, with its cache if it was decoding. What the prefill has computed is
@@ -63,7 +90,7 @@ class ActiveRows:
         saved_row = self._running.preempt(row) if decodes else None
         self._prefills.spill(id)
         self.remove(id)
-        return WaitingRequest(row.resumable_request(), saved_row, preempted=True)
+        return WaitingRequest(row.resumable_request(), saved_row, preempted=True, age=row.age)
 
     def remove(self, id: str) -> Row | None:
         """Remove and return a row; None for an unknown id. If it decodes, `sweep` frees its memory."""
@@ -105,7 +132,7 @@ class ActiveRows:
         rows = [row for row in self if row in lost]
         self._failures += bool(rows)
         for row in rows:
-            yield from self.begin(row.resumable_request(), recomputed=True)
+            yield from self.begin(row.resumable_request(), row.reserved, row.age, recomputed=True)
 
     def reset_failures(self) -> None:
         """Record that a token was decoded."""

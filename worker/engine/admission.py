@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from worker.engine.batch.decode_batch import PreemptedRow
+from worker.engine.batch.row import Row
 from worker.engine.correction import Calibration
 from worker.schedule.admission import Limits, RowEstimate, group_lengths, image_demand
 from worker.schedule.admission_plan import (
@@ -18,7 +19,8 @@ from worker.schedule.admission_plan import (
     plan_admission,
 )
 from worker.schedule.classes import Bounds, Decoding
-from worker.schedule.memory import MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel
+from worker.schedule.growth import AnswerLengths
+from worker.schedule.memory import BUFFER_TOKENS, MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel
 from worker.schedule.request import GenerationRequest
 
 # Choosing bounds takes several times as long as a plan. So they are chosen only for one plan in this many, and if no
@@ -34,6 +36,7 @@ class WaitingRequest:
     saved_row: PreemptedRow | None = None  # its row and cache, if it was preempted while it decoded
     overtaken: int = 0  # rows admitted before it although they were behind it
     preempted: bool = False  # it was active before
+    age: int = 0  # number of requests that have arrived before it
     estimate: RowEstimate | None = None  # cached until the request, its cache or `overtaken` changes
 
     def drop_cache(self) -> list[PreemptedRow]:
@@ -45,13 +48,27 @@ class WaitingRequest:
             self.estimate = None
         return dropped
 
-    def estimated(self, costs: MemoryModel) -> RowEstimate:
-        """Return its estimate, as `row_estimate` does; computed again only after a change."""
-        if self.estimate is None:
-            row = row_estimate(costs, self.request, None, _image_demand(self.request), self.overtaken)
+    def estimated(self, costs: MemoryModel, lengths: AnswerLengths) -> RowEstimate:
+        """Return its estimate, as `row_estimate` does; computed again only after a change. `lengths`: of recent
+        answers."""
+        request, drawn = self.request, self._drawn
+        tokens = min(request.max_tokens, lengths.likely(request.lane, drawn)) if request.grows else request.max_tokens
+        if self.estimate is None or self.estimate.max_tokens != tokens:
+            row = row_estimate(costs, request, None, _image_demand(request), self.overtaken)
             held_bytes = self.saved_row.snapshot.nbytes if self.saved_row else 0
-            self.estimate = replace(row, preempted=self.preempted, held_bytes=held_bytes)
+            self.estimate = replace(
+                row,
+                max_tokens=tokens,
+                preempted=self.preempted,
+                held_bytes=held_bytes,
+                least=min(drawn + 1, request.max_tokens),
+                likely=tokens,
+            )
         return self.estimate
+
+    @property
+    def _drawn(self) -> int:
+        return len(self.saved_row.row.answer if self.saved_row else self.request.resume_tokens)
 
     def set_overtaken(self, rows: int) -> None:
         """Set the number of rows that have overtaken it."""
@@ -75,6 +92,11 @@ class AdmissionController:
         self._bounds: Bounds = ()  # of the length classes that rows decode in
         self._reservation = Reservation(peak_bytes=costs.resident_bytes)
         self._shares = MemoryShares(free_bytes=limit - costs.resident_bytes)
+        self._lengths = AnswerLengths()
+        self._arrived = 0  # requests
+        # A step may deliver a token that is drawn, a draft and the token after it. If no more can be reserved then, one
+        # more token may be drawn already, and another one can follow as the last.
+        self.tokens_ahead = 4 + costs.max_draft
         mx.reset_peak_memory()
 
     def __len__(self) -> int:
@@ -88,18 +110,31 @@ class AdmissionController:
 
     def add(self, request: GenerationRequest) -> None:
         """Append a request to the waiting ones."""
-        self._waiting[request.id] = WaitingRequest(request)
+        self._waiting[request.id] = WaitingRequest(request, age=self._arrived)
+        self._arrived += 1
         self.mark_dirty()
 
+    def observe_answer(self, request: GenerationRequest, tokens: int) -> None:
+        """Record the length of an answer that has ended, as what later ones are likely to need."""
+        if request.grows:
+            self._lengths.observe(request.lane, tokens)
+
     def requeue(self, candidate: WaitingRequest) -> list[PreemptedRow]:
-        """Put a preempted row first in its lane. Drops saved caches if memory is short, the youngest row's first, and
-        returns their rows."""
-        self._waiting = {candidate.request.id: candidate, **self._waiting}
+        """Put a preempted row first in its lane, after older ones that were preempted too. Drops saved caches if memory
+        is short, the youngest row's first, and returns their rows."""
+        preempted = sorted((candidate, *(each for each in self._waiting.values() if each.preempted)), key=_age)
+        self._waiting = {each.request.id: each for each in preempted} | self._waiting
+        dropped = self._drop_excess()
+        self._shares = self._reservation.shares(self._corrected(), self._held_bytes())
+        return dropped
+
+    def _drop_excess(self) -> list[PreemptedRow]:
+        """Drop saved caches for which the active rows leave no memory, the youngest row's first, and return their
+        rows."""
         with_caches, (reserved, available) = self._requests_with_caches(), self.reserved_bytes
         dropped = list[PreemptedRow]()
         while with_caches and reserved + self._held_bytes() > available:
             dropped += with_caches.pop().drop_cache()
-        self._shares = self._reservation.shares(self._corrected(), self._held_bytes())
         return dropped
 
     def requests(self, ids: Iterable[str]) -> list[GenerationRequest]:
@@ -138,7 +173,7 @@ class AdmissionController:
     def decide(self, active: Sequence[RowEstimate], decoding: Decoding) -> AdmissionPlan:
         """Return the requests to admit or to refuse, and everything that follows; see `apply`. Changes nothing.
         `active`: rows in prefill and decoding rows, the oldest first."""
-        waiting = [each.estimated(self._limits.costs) for each in self._waiting.values()]
+        waiting = [each.estimated(self._limits.costs, self._lengths) for each in self._waiting.values()]
         bounds, limits = self._bounds, self._corrected()
         if not active or self._num_plans % _CHOOSE_BOUNDS_EVERY == 0:
             bounds = best_bounds(waiting, active, decoding, bounds, limits)
@@ -155,6 +190,11 @@ class AdmissionController:
         self._bounds = plan.bounds
         self._reservation = plan.reservation
         self._shares = plan.shares
+        if plan.growth.reserve and (excess := self._drop_excess()):
+            dropped += excess
+            self._shares = plan.reservation.shares(self._corrected(), self._held_bytes())
+        if plan.growth.preempt:  # it admits no row
+            self.mark_dirty()
         return dropped
 
     def skip_calibration(self, prefix_bytes: int) -> bool:
@@ -204,22 +244,34 @@ class AdmissionController:
         peak_bytes = limits.costs.peak_bytes(group_lengths(rows), images=image_demand(rows))
         return limits.max_bytes - self._held_bytes() - peak_bytes
 
-    def estimate(self, request: GenerationRequest, group: int | None, images: ImageDemand = NO_IMAGES) -> RowEstimate:
-        """Return the estimate of an active request; see `row_estimate`."""
-        return row_estimate(self._limits.costs, request, group, images)
+    def estimate(self, row: Row, group: int | None, images: ImageDemand = NO_IMAGES) -> RowEstimate:
+        """Return the estimate of an active row; see `row_estimate`."""
+        estimate = row_estimate(self._limits.costs, row.request, group, images)
+        if not row.request.grows:
+            return estimate
+        drawn, most = len(row.answer), row.request.max_tokens
+        return replace(
+            estimate,
+            max_tokens=row.reserved,
+            least=min(most, drawn + BUFFER_TOKENS) if row.must_grow(self.tokens_ahead) else 0,
+            likely=min(most, self._lengths.likely(row.request.lane, drawn)),
+        )
 
     def _corrected(self) -> Limits:
         """Return the limits with costs that are corrected by measurements."""
         return replace(self._limits, costs=replace(self._limits.costs, factor=self.calibration.factor))
 
     def _requests_with_caches(self) -> list[WaitingRequest]:
-        """Return the waiting requests with saved caches, the youngest last: rows are preempted youngest first, and each
-        one is requeued before the others."""
+        """Return the waiting requests with saved caches, the youngest last: see `requeue`."""
         return [each for each in self._waiting.values() if each.saved_row]
 
     def _held_bytes(self) -> int:
         """Return the bytes of all saved caches."""
         return sum(each.saved_row.snapshot.nbytes for each in self._waiting.values() if each.saved_row)
+
+
+def _age(candidate: WaitingRequest) -> int:
+    return candidate.age
 
 
 def _image_demand(request: GenerationRequest) -> ImageDemand:
@@ -261,4 +313,5 @@ def row_estimate(
         overtaken,
         images=_with_prepared(images, request),
         extra_tokens=scored - request.num_dropped,
+        grows=request.grows,
     )

@@ -28,7 +28,7 @@ from worker.schedule.admission import RowEstimate
 from worker.schedule.admission_plan import AdmissionPlan
 from worker.schedule.cache.disk import NotStored, StoreResult
 from worker.schedule.memory import MAX_ROWS, NO_IMAGES
-from worker.schedule.outcomes import Outcome, Refused, RowFailed, Sampled, frees_memory
+from worker.schedule.outcomes import CutShort, Outcome, Refused, RowFailed, Sampled, frees_memory
 from worker.schedule.report import DraftUse, PrefixUse, StepReport
 from worker.schedule.request import GenerationRequest
 from worker.schedule.step.forward import Chunk, Forward
@@ -170,7 +170,10 @@ class Engine:
 
     @step_part
     def _admit(self) -> Iterator[Outcome]:
-        """Admit waiting requests as far as memory allows, and refuse those that never fit."""
+        """Admit waiting requests as far as memory allows, and refuse those that never fit. Rows that outgrow what is
+        reserved for them come first."""
+        if self._active.must_grow(self._admission.tokens_ahead):
+            self._admission.mark_dirty()
         if self._admission.needs_decision:
             groups = {row.id: number for number, row in self._running}
             plan = self._admission.decide([*self._active_estimates(groups)], self._running.decoding())
@@ -180,28 +183,46 @@ class Engine:
         prefix_bytes = self._caches.nbytes
         self._prefills.spill_rows(self._admission.apply(plan))
         self._running.set_bounds(plan.bounds)
+        for id, tokens in plan.growth.cut.items():
+            self._active.cut(id, tokens)
+            logger.warning("%s: memory holds no longer row; the answer ends after %d tokens", id, tokens)
+            yield CutShort(id)
+        for id, tokens in plan.growth.reserve.items():
+            self._active.reserve(id, tokens)
         for id in plan.preempt:
             yield from self._preempt(id)
+        for id in plan.growth.move:
+            self._active.move(id)
         self._admission.count_prefix(self._caches.nbytes - prefix_bytes)
         if plan.reservation.must_tighten:
             self._running.tighten()
         self._caches.touch(self._admission.requests(plan.admit))
         self._caches.set_limit(self._admission.free_bytes)  # rows have priority over prefixes
         for id, message in plan.refuse.items():
-            self._admission.pop(id)
-            self._prefills.remove(id)
-            yield Refused(id, message)
+            yield from self._refuse(id, message)
         for id in plan.admit:
             admitted = self._admission.pop(id)
             if admitted.saved_row:
-                self._active.restore(admitted.saved_row)
+                self._active.restore(admitted.saved_row, plan.reserve[id])
             else:
-                yield from self._active.begin(admitted.request)
+                yield from self._active.begin(admitted.request, plan.reserve[id], admitted.age)
+
+    def _refuse(self, id: str, message: str) -> Iterator[Outcome]:
+        """Refuse a request that does not fit alone. If it states no limit, and an earlier attempt on a larger worker
+        has begun its answer, the answer ends instead."""
+        request = self._admission.pop(id).request
+        self._prefills.remove(id)
+        if not (request.grows and request.resume_tokens):
+            yield Refused(id, message)
+            return
+        logger.warning("%s: memory holds no row as long; the answer ends where it was resumed", id)
+        yield CutShort(id)
+        yield Sampled(id, None, "length")
 
     def _active_estimates(self, groups: Mapping[str, int]) -> Iterator[RowEstimate]:
         """Yield the estimates of the active rows. `groups`: group number by row id; rows in prefill have none."""
         for row in self._active:
-            yield self._admission.estimate(row.request, groups.get(row.id), self._prefills.images(row.id))
+            yield self._admission.estimate(row, groups.get(row.id), self._prefills.images(row.id))
 
     def _preempt(self, id: str) -> Iterator[Outcome]:
         """Preempt an active row and requeue it, with its cache if it was decoding and memory allows. The tokens drawn
@@ -266,11 +287,13 @@ class Engine:
             yield RowFailed(row.id)
             self._caches.forget_non_finite(row)
         elif token in self._eos_ids:
+            self._admission.observe_answer(row.request, len(row.answer))
             self._active.end(row.id)
             yield Sampled(row.id, None, "stop", at=at)
             self._caches.insert(row, self._running.cache_of, token)
         else:
             row.deliver(token)
+            self._admission.observe_answer(row.request, len(row.answer))
             self._active.end(row.id)
             yield Sampled(row.id, token, "length", step_token.logprobs, at)
             self._caches.insert(row, self._running.cache_of)

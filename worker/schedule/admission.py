@@ -21,13 +21,16 @@ class RowEstimate:
     id: str
     lane: Lane
     prompt_tokens: int  # of the client's prompt
-    max_tokens: int  # of the answer
+    max_tokens: int  # of the answer that memory is reserved for
     group: int = 0  # number of the group that it decodes in, or will decode in
     overtaken: int = 0  # rows admitted before it although they were behind it; see `Wait`
     preempted: bool = False  # it was active before, so a later correction of the costs must not refuse it
     held_bytes: int = 0  # bytes of its saved cache while it waits
     images: ImageDemand = NO_IMAGES  # images still to be computed, and the pixel inputs of all
     extra_tokens: int = 0  # the draft's cache until SpecPrefill is decided; negative for tokens that it has dropped
+    grows: bool = False  # its request states no limit
+    least: int = 0  # if it grows: tokens of the answer to reserve at least, now that it waits or must grow
+    likely: int = 0  # likewise: tokens to reserve if there is room
 
     @property
     def tokens(self) -> int:
@@ -38,8 +41,16 @@ class RowEstimate:
         """Return the estimate for another group."""
         return RowEstimate(  # thousands are made for a decision, and `replace` takes three times as long
             self.id, self.lane, self.prompt_tokens, self.max_tokens, group, self.overtaken, self.preempted,
-            self.held_bytes, self.images, self.extra_tokens,
+            self.held_bytes, self.images, self.extra_tokens, self.grows, self.least, self.likely,
         )  # fmt: skip
+
+    def reserving(self, tokens: int) -> "RowEstimate":
+        """Return the estimate with this reservation for the answer."""
+        return replace(self, max_tokens=tokens)
+
+    def bounded(self, tokens: int) -> "RowEstimate":
+        """Return the estimate of a row that may grow to this number of tokens at most."""
+        return replace(self, least=min(self.least, tokens), likely=min(self.likely, tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +97,8 @@ def admit_in_turn(
     admission, closed = Admission(active, limits), False
     decided = list[tuple[RowEstimate, Decision]]()
     admission.set_held_bytes(sum(row.held_bytes for row in waiting))
-    for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
+    for each in sorted(waiting, key=lambda row: row.lane == "batch"):
+        candidate = admission.shortened(each)
         decision = admission.decide(candidate)
         if closed and isinstance(decision, Admit):
             decision = _WAIT
@@ -119,6 +131,12 @@ class Admission:
         if held_bytes < self._held_bytes:
             self._forget_failures()
         self._held_bytes = held_bytes
+
+    def shortened(self, candidate: RowEstimate) -> RowEstimate:
+        """Return the row; one without a stated limit with what it can have alone, if that is less than is likely."""
+        if not candidate.grows or self._fits_by_itself(candidate):
+            return candidate
+        return candidate.reserving(max(candidate.least, longest_answer(candidate, self._limits)))
 
     def decide(self, candidate: RowEstimate) -> Decision:
         """Return the decision for one row, whose saved cache is among those held. Changes nothing that another decision
@@ -196,6 +214,12 @@ class Admission:
         self._too_long_for_all.clear()
 
 
+def longest_answer(row: RowEstimate, limits: Limits) -> int:
+    """Return the tokens of the longest answer for which the row fits alone, at most what is likely; 0 if none does."""
+    alone = Occupancy(limits.costs)
+    return bisect(range(1, row.likely + 1), limits.max_bytes, key=lambda tokens: alone.peak_with(row.reserving(tokens)))
+
+
 def group_lengths(rows: Iterable[RowEstimate]) -> list[list[int]]:
     """Return the rows' lengths at their end in tokens, one list per group."""
     return list(by_group(rows).values())
@@ -257,7 +281,7 @@ def _shorten(candidate: RowEstimate, excess: int) -> str:
     prompt, with_draft = candidate.prompt_tokens, candidate.prompt_tokens + candidate.extra_tokens
     if prompt < with_draft and excess < with_draft:  # the draft's cache becomes smaller with the prompt
         return f"the prompt by about {_rounded_up(-(-excess * prompt // with_draft)):,}"
-    return f"the prompt or max_tokens by about {_rounded_up(excess):,}"
+    return f"the prompt{'' if candidate.grows else ' or max_tokens'} by about {_rounded_up(excess):,}"
 
 
 def _largest_scale(candidate: RowEstimate, limits: Limits) -> int:

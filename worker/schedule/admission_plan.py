@@ -17,6 +17,7 @@ from worker.schedule.admission import (
     image_demand,
 )
 from worker.schedule.classes import Bounds, Decoding, Trial, choose_bounds, class_of, rows_after, still_waiting
+from worker.schedule.growth import Growth, plan_growth
 from worker.schedule.memory import CHUNK, NO_IMAGES, ImageDemand
 from worker.schedule.step.cost import MAX_CHUNK
 
@@ -57,9 +58,11 @@ class AdmissionPlan:
     """One round of decisions. Rows are named by the ids of their requests."""
 
     admit: Mapping[str, tuple[str, ...]]  # for each admitted row, the rows to preempt for it
+    reserve: Mapping[str, int]  # for each admitted row, and each one that grows, the tokens of its answer to reserve
     refuse: Mapping[str, str]  # for each refused row, the message for the client
     overtaken: Mapping[str, int]  # for each row that keeps waiting, the value for its next `RowEstimate`
     drop_caches: tuple[str, ...]  # waiting rows whose saved caches keep other rows out
+    growth: Growth  # of active rows; a plan that preempts rows for it admits none
     bounds: Bounds  # of the length classes that rows decode in
     reservation: Reservation  # once the plan is applied
     shares: MemoryShares  # likewise
@@ -67,7 +70,7 @@ class AdmissionPlan:
     @property
     def preempt(self) -> list[str]:
         """The rows to preempt, in order."""
-        return [id for ids in self.admit.values() for id in ids]
+        return [*self.growth.preempt, *(id for ids in self.admit.values() for id in ids)]
 
 
 def plan_admission(
@@ -76,14 +79,19 @@ def plan_admission(
     """Return the plan for these rows. `waiting`: interactive and offline rows, in the order of the queue. `active`:
     rows in prefill and decoding rows, the oldest first. Rows without a group get the one of their length class."""
     waiting, active = in_groups(waiting, decoding, bounds), in_groups(active, decoding, bounds)
-    decided, dropped = _decide(waiting, active, limits)
+    growth = plan_growth(active, limits)
+    active = growth.rows
+    # Rows that are preempted now come before those that wait, in the next plan.
+    decided, dropped = ((), ()) if growth.preempt else _decide(waiting, active, limits)
     held_bytes = _held_bytes(row for row in waiting if row.id not in dropped)
     reservation = _reserve(rows_after(active, decided), decoding.buffers, limits, held_bytes)
     return AdmissionPlan(
         admit={row.id: decision.preempt for row, decision in decided if isinstance(decision, Admit)},
+        reserve={**growth.reserve} | {row.id: row.max_tokens for row, each in decided if isinstance(each, Admit)},
         refuse={row.id: decision.message for row, decision in decided if isinstance(decision, Refuse)},
         overtaken={row.id: decision.overtaken for row, decision in decided if isinstance(decision, Wait)},
         drop_caches=dropped,
+        growth=growth,
         bounds=bounds,
         reservation=reservation,
         shares=reservation.shares(limits, held_bytes),

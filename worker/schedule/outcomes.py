@@ -114,6 +114,14 @@ class Refused:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class CutShort:
+    """The row outgrows this worker's memory even alone, so its answer ends with the tokens that follow, if any: its
+    request states no limit."""
+
+    id: str
+
+
 Outcome = (
     Prefilled
     | Loaded
@@ -125,6 +133,7 @@ Outcome = (
     | Speculated
     | RowFailed
     | Refused
+    | CutShort
 )
 
 

@@ -153,6 +153,7 @@ class GenerationRequest:
     images: tuple[PromptImage, ...] = ()  # in the order of the prompt
     max_draft: int | None = None  # most tokens of a draft; 0: no speculation; None: the worker's limit
     prediction: tuple[int, ...] = ()  # a text that the answer may copy
+    grows: bool = False  # it states no limit: memory is reserved as the answer grows, see `worker.schedule.growth`
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 _CHARACTERS_PER_TOKEN = 4  # English; the usage corrects it for others
 _TOKENS_PER_MESSAGE = 4  # role and marks of a chat template
 _TOKENS_PER_IMAGE = 1_000  # a photo of a megapixel in most vision models
-_ANSWER_TOKENS = 1_024  # the default of SLUICE_DEFAULT_MAX_TOKENS
+_ANSWER_TOKENS = 1_024  # without a limit: what a worker reserves at first; the usage corrects it
 _IMAGES = {"image_url", "input_image", "image"}
 _TEXTS = {"messages", "tools", "functions", "response_format", "prediction"}
 

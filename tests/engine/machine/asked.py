@@ -44,6 +44,7 @@ class Asked:
     namespace: str = ""
     boundaries: tuple[int, ...] = ()
     top_logprobs: int | None = 0
+    grows: bool = False
 
 
 @cache

@@ -31,6 +31,7 @@ def form(data: st.DataObject, prompt: Prompt) -> Asked:
         data.draw(st.sampled_from(["", "", "", "another"]), "namespace"),
         boundaries(data, tokens),
         data.draw(st.sampled_from([0, 0, None, 2]), "logprobs"),
+        data.draw(st.booleans(), "grows"),
     )
 
 
@@ -44,7 +45,8 @@ def long(data: st.DataObject, family: Family, catalogue: Sequence[tuple[Part, ..
     keep = data.draw(st.sampled_from(KEEPS[:2]), "keep")
     params = SpecPrefillParams(keep, ((8, tokens - 20),), min_tokens=1, requested=True)
     sampling = data.draw(st.sampled_from(SAMPLINGS), "sampling")
-    return Asked(whole, sampling, None, LONGEST, params, boundaries=boundaries(data, tokens))
+    grows = data.draw(st.booleans(), "grows")
+    return Asked(whole, sampling, None, LONGEST, params, boundaries=boundaries(data, tokens), grows=grows)
 
 
 def specprefill(data: st.DataObject, tokens: int) -> SpecPrefillParams | None:

@@ -5,10 +5,12 @@ Prompts of text and of images, SpecPrefill, grammars, sampling and logprobs, dra
 and continued, cancelling, preemption, memory pressure, resuming on a new engine, and failures meet in one batch."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -22,6 +24,8 @@ from tests.engine.machine.faults import ONCE, Faults, Once
 from tests.engine.machine.grammars import Forbids, Forces, Raises
 from tests.engine.machine.reference import LONGEST, Answer
 from tests.engine.vision.cases import Prompt
+from worker.engine import admission
+from worker.schedule import growth
 from worker.schedule.grouping import StepCost
 from worker.schedule.memory import MAX_ROWS, ImageDemand
 from worker.schedule.request import Range
@@ -31,6 +35,17 @@ COSTS = [ONE_GROUP, EACH_ALONE, StepCost(group_s=2e-6, cell_s=1e-9)]
 MOVES: list[Once] = ["extend", "moved", "filter", "extract"]
 MOST_STEPS = 100  # to the first tokens of an answer
 MOST_DOOMED = 3  # more could fail one after another until the engine gives up, as it should
+
+
+@contextmanager
+def short_reservations() -> Iterator[None]:
+    """Reserve little for answers without a stated limit while the context is open."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(growth, "_FIRST", 3)
+        patch.setattr(growth, "_KNOWN", 1_000)
+        for module in growth, admission:
+            patch.setattr(module, "BUFFER_TOKENS", 1)
+        yield
 
 
 class Rules(RuleBasedStateMachine):
@@ -66,6 +81,8 @@ class Rules(RuleBasedStateMachine):
         images = sum([SPARE_IMAGES] * rows, ImageDemand()) if self.family.sees else ImageDemand()
         self.prefix_bytes = prefix_bytes
         memory = costs.peak_bytes([[longest] * rows], images=images)
+        self.memory_for_one = costs.peak_bytes([[longest]], images=SPARE_IMAGES if self.family.sees else ImageDemand())
+        self.memory = memory
         self.make_run = partial(
             Run,
             self.family.model,
@@ -119,6 +136,7 @@ class Rules(RuleBasedStateMachine):
                 boundaries=asked.boundaries,
                 specprefill=None if answered else asked.specprefill,
                 kept_ranges=kept,
+                grows=asked.grows,
             )
         )
 
@@ -253,11 +271,12 @@ class Rules(RuleBasedStateMachine):
 
     def step_once(self) -> None:
         before = {id: len(tokens) for id, tokens in self.run.generated.items()}
-        with self.drafts.active(), self.faults.active():
+        with self.drafts.active(), self.faults.active(), short_reservations():
             report = self.run.step()
         if sum(map(len, self.run.generated.values())) > sum(before.values()):
             self.failing = 0
         self.happened["preempted by the engine"] += report.num_preemptions
+        assert not self.run.cut
         assert report.prefix.nbytes <= self.prefix_bytes
         self.settle(before)
 
@@ -328,6 +347,15 @@ class Rules(RuleBasedStateMachine):
             self.run.preempt(id)
             if not wait:
                 self.run.readmit(keep_caches=keep)
+
+    @rule(spare=st.sampled_from([0, 0, 0.1, 1]))
+    def squeeze(self, spare: float) -> None:
+        """Let a part of the memory be used by something else: what rows have reserved remains, and a single row can
+        always go on. `spare`: share of the memory beyond that for one row."""
+        limit = self.memory_for_one + int(spare * (self.memory - self.memory_for_one))
+        controller = self.run.engine._admission
+        controller._limits = replace(controller._limits, max_bytes=limit)
+        controller.mark_dirty()
 
     @rule(keep=st.booleans())
     def readmit(self, keep: bool) -> None:

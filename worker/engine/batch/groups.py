@@ -268,6 +268,22 @@ class Groups:
         self._drop_empty()
         return preempted
 
+    def move(self, row: Row) -> None:
+        """Move a row, if it decodes beside others, to a group that has room for it, or to a new one. Blocks. If it
+        raises, the row is lost, and the groups must be cleared."""
+        source = next((group for group in self._groups if row in group.rows), None)
+        if source is None or len(source.rows) == 1:
+            return
+        self._stopwatch.invalidate()
+        self._balanced = False
+        with self._in_transit(row):
+            preempted = source.preempt(row)
+            self.verifications.leave(row)
+            self.tighten()  # the row left a place that is as long as the group's longest
+            group = self._group_for(row)
+            group.restore(preempted)
+        self._track(group)
+
     def remove(self, removed: Collection[Row]) -> None:
         """Remove rows; those that do not decode are ignored. If a group fails to remove its rows, all its rows are
         lost. Blocks."""

@@ -20,20 +20,24 @@ class Row:
     kind: Kind
     drawn: int  # number of draws: tokens of the answer from all attempts, the pending one included
     answer: list[int]  # tokens delivered so far, by all attempts
+    reserved: int  # tokens of the answer that memory is reserved for
     num_dropped: int = 0  # tokens of the prompt that are never computed
     recomputed: bool = False  # after a failure that lost its cache
+    age: int = 0  # number of requests that have arrived before it
     last_unfed: bool = True  # its next input is its last known token, which is not in its cache yet
 
     @classmethod
-    def of(cls, request: GenerationRequest, *, recomputed: bool = False) -> "Row":
+    def of(cls, request: GenerationRequest, *, reserved: int | None = None, recomputed: bool = False) -> "Row":
         """Return a new row for a request, also for one that resumes after `resume_tokens`. Its grammar starts anew and
-        accepts these. `recomputed`: an earlier row of this request has lost its cache by a failure."""
+        accepts these. `reserved`: tokens of the answer that memory is reserved for; None: `max_tokens`. `recomputed`:
+        an earlier row of this request has lost its cache by a failure."""
         if request.grammar:
             _replay(request.grammar, request.resume_tokens)
         ids = mx.array(sorted(set(request.prompt))) if needs_prompt(request.sampling) else None
         delivered = list(request.resume_tokens)
         kind, num_dropped = kind_of(request.sampling), request.num_dropped
-        return cls(request, ids, kind, len(delivered), delivered, num_dropped, recomputed)
+        reserved = request.max_tokens if reserved is None else reserved
+        return cls(request, ids, kind, len(delivered), delivered, reserved, num_dropped, recomputed)
 
     @property
     def id(self) -> str:
@@ -63,8 +67,20 @@ class Row:
 
     @property
     def end(self) -> int:
-        """`length` at the end of the answer, if that reaches `max_tokens`."""
-        return len(self.request.prompt) - self.num_dropped + self.request.max_tokens
+        """`length` at the end of the answer, if that is as long as memory is reserved for: that may become longer."""
+        return len(self.request.prompt) - self.num_dropped + self.reserved
+
+    def must_grow(self, ahead: int) -> bool:
+        """Return True if the answer may outgrow its reservation with this number of tokens."""
+        return self.reserved < min(self.request.max_tokens, len(self.answer) + ahead)
+
+    def reserve(self, tokens: int) -> None:
+        """Record the tokens of the answer that memory is reserved for."""
+        self.reserved = tokens
+
+    def cut(self, tokens: int) -> None:
+        """Let the answer end after this number of tokens."""
+        self.reserved, self.request = tokens, replace(self.request, max_tokens=tokens)
 
     def deliver(self, token: int) -> None:
         """Append a token to the answer."""

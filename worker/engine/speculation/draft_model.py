@@ -50,7 +50,7 @@ class DraftModelProposer(NetworkProposer):
         own = self._batches.setdefault(batch, DraftRows(self._draft, self._budget))
         drafted = [row for row in rows if self._gets_drafts(row)]
         tokens = {row.id: RowTokens(row.request.prompt, row.answer) for row in drafted}
-        ends = {row.id: len(row.request.prompt) + row.request.max_tokens for row in drafted}
+        ends = {row.id: len(row.request.prompt) + _least_end(row) for row in drafted}
         drafts = own.draft(tokens, self.depth if depth is None else min(depth, self.depth), ends, prefill_s)
         for row in rows:
             self._computed.pop(row.id, None)
@@ -85,3 +85,8 @@ class DraftModelProposer(NetworkProposer):
         """Free what is held for a row."""
         super().forget(row)
         self.leave(row.id)
+
+
+def _least_end(row: DraftedRow) -> int:
+    """Return the tokens of the answer up to which buffers are padded: memory is reserved for these."""
+    return len(row.answer) if row.request.grows else row.request.max_tokens
