@@ -93,6 +93,12 @@ def test_an_answer_of_no_stated_length_gets_the_default() -> None:
     assert limit(100) == 1024
 
 
+def test_an_answer_of_no_stated_length_on_a_worker_without_a_default_may_fill_the_context() -> None:
+    assert output_tokens(request(), prompt=100, context=4096, default=None) == 3996
+    assert output_tokens(request(), prompt=100, context=4096, default=None, limit=512) == 512
+    assert output_tokens(request(max_tokens=5), prompt=100, context=4096, default=None) == 5
+
+
 @pytest.mark.parametrize("asked", [{"max_tokens": 10**12}, {}])
 def test_an_answer_is_cut_to_what_the_context_leaves(asked: dict[str, int]) -> None:
     assert limit(4000, **asked) == 96

@@ -22,7 +22,7 @@ def test_text_counts_a_token_for_four_characters_and_the_answer_its_limit() -> N
     assert estimate({**user("x" * 400), "max_tokens": 7}) == 1 + 100 + 4 + 7  # role, text, marks, answer
 
 
-def test_an_answer_without_a_limit_counts_the_worker_s_default() -> None:
+def test_an_answer_without_a_limit_counts_what_a_worker_reserves_at_first() -> None:
     assert estimate(user("x" * 400)) - estimate({**user("x" * 400), "max_completion_tokens": 24}) == 1000
 
 
