@@ -75,11 +75,6 @@ def test_row_is_preempted_itself_if_only_older_rows_and_those_with_a_limit_are_b
     assert [each.id for each in growth.rows] == ["oldest", "stated"]
 
 
-def test_small_row_is_not_preempted_in_vain() -> None:
-    old, large, small = row("old", 3_000, must=True, group=2), row("large", 3_000, group=1), row("small", 10)
-    assert grown([old, large, small], room_for(old.reserving(old.least), small)).preempt == ["large"]
-
-
 def test_row_that_outgrows_memory_alone_ends_and_preempts_no_other() -> None:
     old, young = row("old", 9_000, must=True), row("young", group=1)
     growth = grown([old, young], room_for(old))

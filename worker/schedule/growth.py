@@ -99,17 +99,10 @@ def _make_room(
     """Return the row as it grows, and reduce `victims` to those that must be preempted for it; None if all of them are
     too few."""
     for count in range(len(victims) + 1):
-        needed = victims[:count]
-        if grows_to := _grown_beside(row, _without(rows, row.id, *needed), limits):
-            break
-    else:
-        return None
-    for id in needed[:-1]:  # a small row may have been in vain
-        rest = [other for other in needed if other != id]
-        if fewer := _grown_beside(row, _without(rows, row.id, *rest), limits):
-            needed, grows_to = rest, fewer
-    victims[:] = needed
-    return grows_to
+        if grows_to := _grown_beside(row, _without(rows, row.id, *victims[:count]), limits):
+            del victims[count:]
+            return grows_to
+    return None
 
 
 def _without(rows: Mapping[str, RowEstimate], *ids: str) -> list[RowEstimate]:
