@@ -1,7 +1,7 @@
 """Translates a job's events to the events of Anthropic's stream, and folds those into a whole message.
 
-Thinking and text are emitted as they arrive. A tool call is emitted when it is complete: what the model wrote that is no
-JSON is emitted in an object.
+Thinking and text are emitted as they arrive. A tool call is emitted when it is complete; arguments that are no JSON
+object are emitted in one.
 """
 
 import hashlib
