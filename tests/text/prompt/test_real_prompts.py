@@ -30,6 +30,15 @@ DIFFERS = {
         "llama-cpp-python: Kimi-K3",
         "results out of order",
     ): "the template sorts results: each call gets a turn",
+    # With a system message anywhere: so it would change the beginning of a conversation that had none.
+    **dict.fromkeys(
+        [
+            ("llama-cpp-python: muse-glimmer", "system later"),
+            ("llama-cpp-python: unsloth-Apriel-1.5", "system later"),
+            ("trl: muse_glimmer", "system later"),
+        ],
+        "the template leaves out its own system message",
+    ),
 }
 # Templates that render no conversation, or none of some kind, and why.
 REFUSE = {

@@ -264,20 +264,23 @@ def _takes_later_systems(render: Callable[[Conversation], str]) -> bool:
             {"role": by if role == "system" and at else role, "content": words[at]} for at, role in enumerate(roles)
         ]
 
+    def written(conversation: Conversation) -> str:
+        try:
+            return render(conversation)
+        except TemplateFailed:
+            return ""
+
     question, rest = ("user", "assistant", "user"), ("assistant", "system", "user", "system", "assistant", "user")
     render(said(*question))
     for first in (question, ("system", *question)):
         roles = (*first, *rest)
-        try:
-            # As far as the last question: templates drop thoughts, or their markers, before a later one.
-            before = render(said(*first)).partition(words[len(first) - 1])[0]
-            for count in range(len(first) + 2, len(roles) + 1):
-                text = render(said(*roles[:count]))
-                if not text.startswith(before) or not _in_order(words[:count], text):
-                    return False
-            if text in (render(said(*roles, by="assistant")), render(said(*roles, by="tool"))):
+        # As far as the last question: templates drop thoughts, or their markers, before a later one.
+        before = written(said(*first)).partition(words[len(first) - 1])[0]
+        for count in range(len(first) + 2, len(roles) + 1):
+            text = written(said(*roles[:count]))
+            if not text.startswith(before) or not _in_order(words[:count], text):
                 return False
-        except TemplateFailed:
+        if text in (written(said(*roles, by="assistant")), written(said(*roles, by="tool"))):
             return False
     return True
 
