@@ -4,9 +4,11 @@ not require those that may be null. Names alone, read from the description of No
 from collections.abc import Iterator
 
 _USAGE = "completion_tokens prompt_tokens total_tokens"
-_RESPONSE = (
+_RESPONSE = (  # and what Open Responses requires besides
     "created_at error id incomplete_details instructions metadata model object output parallel_tool_calls temperature "
-    "tool_choice tools top_p"
+    "tool_choice tools top_p completed_at status previous_response_id truncation text presence_penalty "
+    "frequency_penalty top_logprobs reasoning usage max_output_tokens max_tool_calls store background service_tier "
+    "safety_identifier prompt_cache_key"
 )
 _OF_ITEM = "item_id output_index sequence_number type"
 

@@ -25,6 +25,11 @@ UNCHANGED: MessageEvent = {
     "delta": {"stop_reason": None, "stop_sequence": None},
     "usage": {"output_tokens": 0},
 }
+# With the fields that Anthropic's description requires, like all objects here.
+_EMPTY: dict[str, dict[str, Any]] = {
+    "text": {"type": "text", "text": "", "citations": None},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -100,8 +105,7 @@ class MessageStream:
         events = self._close()
         self._open = kind
         self._thinking = hashlib.sha256()
-        empty = {"type": kind, "text": ""} if kind == "text" else {"type": kind, "thinking": "", "signature": ""}
-        return [*events, self._begin_block(empty)]
+        return [*events, self._begin_block(_EMPTY[kind])]
 
     def _close(self) -> list[MessageEvent]:
         """Close the open block. A signature is a digest of the thinking; it is not checked when it comes back."""
@@ -131,7 +135,7 @@ class MessageStream:
         return events
 
     def _call_block(self, call: "_Call", *, partial: bool) -> list[MessageEvent]:
-        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}, "caller": {"type": "direct"}}
         begin = self._begin_block(block)
         written = call.arguments
         if _input(written, partial=partial) is None:
@@ -146,6 +150,8 @@ class MessageStream:
         delta = {
             "stop_reason": "stop_sequence" if stopped else _STOP_REASONS[event.finish_reason],
             "stop_sequence": event.stop_sequence if stopped else None,
+            "stop_details": None,
+            "container": None,
         }
         last = {"type": "message_delta", "delta": delta, "usage": _usage(event.usage)}
         return [*events, *self._close(), last, {"type": "message_stop"}]
@@ -227,7 +233,13 @@ def _start(id: str, model: str) -> MessageEvent:
         "stop_reason": None,
         "stop_sequence": None,
         "stop_details": None,
-        "usage": {**_usage(Usage()), "service_tier": "standard"},
+        "container": None,
+        "usage": {
+            **_usage(Usage()),
+            "cache_creation": None,
+            "inference_geo": None,
+            "service_tier": "standard",
+        },
     }
     return {"type": "message_start", "message": message}
 
@@ -240,5 +252,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
-        **({} if thinking is None else {"output_tokens_details": {"thinking_tokens": thinking}}),
+        "output_tokens_details": None if thinking is None else {"thinking_tokens": thinking},
+        "server_tool_use": None,
     }

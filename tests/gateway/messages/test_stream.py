@@ -61,9 +61,10 @@ def by_sdk(events: Sequence[MessageEvent]) -> dict[str, Any]:
 
 
 def content(events: Sequence[MessageEvent]) -> list[dict[str, Any]]:
-    """Return the blocks without their signatures."""
+    """Return the blocks without their signatures, and without what no model writes."""
     blocks = whole_message(events)["content"]
-    return [{name: value for name, value in block.items() if name != "signature"} for block in blocks]
+    unwritten = ("signature", "citations", "caller")
+    return [{name: value for name, value in block.items() if name not in unwritten} for block in blocks]
 
 
 TEXT = st.text(max_size=5)
@@ -213,6 +214,34 @@ def test_an_answer_that_starts_over_is_broken_off_only_if_blocks_were_emitted() 
     assert content(events) == [{"type": "text", "text": "One"}]
     with pytest.raises(JobRestarted):
         streamed(STARTED, delta(content="One"), restarted)
+
+
+# What Anthropic's description of November 2026 requires, `null` included. The SDK's types do not.
+REQUIRED = {
+    "message": "id type role content model stop_reason stop_sequence stop_details usage container",
+    "usage": "cache_creation cache_creation_input_tokens cache_read_input_tokens inference_geo input_tokens "
+    "output_tokens output_tokens_details server_tool_use service_tier",
+    "text": "citations text type",
+    "thinking": "signature thinking type",
+    "tool_use": "caller id input name type",
+    "delta": "container stop_details stop_reason stop_sequence",
+}
+
+
+def test_every_object_has_the_fields_that_anthropic_s_has() -> None:
+    events = streamed(
+        STARTED, delta(reasoning="Hm"), delta(content="a"), delta(tool_calls=[call(0, "{}", name="f")]), finished()
+    )
+    whole = whole_message(events)
+    (last,) = (event for event in events if event["type"] == "message_delta")
+    objects = [
+        ("message", whole),
+        ("usage", whole["usage"]),
+        ("message", events[0]["message"]),
+        ("delta", last["delta"]),
+    ]
+    for kind, found in [*objects, *((block["type"], block) for block in whole["content"])]:
+        assert found.keys() >= set(REQUIRED[kind].split()), kind
 
 
 def test_failures_and_cancellations_are_raised() -> None:

@@ -71,6 +71,9 @@ def _echo(request: ResponseRequest, model: str) -> dict[str, Any]:
     body = request.body
     text = body.get("text") or {}
     reasoning = body.get("reasoning") or {}
+    verbosity = text.get("verbosity")
+    # Open Responses requires numbers. 1 stands for the model's own default, which no gateway knows.
+    sampling = {name: 1 if (given := body.get(name)) is None else given for name in ("temperature", "top_p")}
     return {
         "background": request.background,
         "instructions": request.instructions,
@@ -85,12 +88,12 @@ def _echo(request: ResponseRequest, model: str) -> dict[str, Any]:
         "safety_identifier": body.get("safety_identifier"),
         "service_tier": "flex" if body.get("service_tier") == "flex" else "default",
         "store": request.store,
-        "temperature": body.get("temperature"),
-        "text": {"format": text.get("format") or {"type": "text"}, "verbosity": text.get("verbosity")},
+        **sampling,
+        **{name: body.get(name) or 0 for name in ("presence_penalty", "frequency_penalty")},
+        "text": {"format": text.get("format") or {"type": "text"}, **({"verbosity": verbosity} if verbosity else {})},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": [_filled(tool) for tool in request.tools.offered],
         "top_logprobs": body.get("top_logprobs") or 0,
-        "top_p": body.get("top_p"),
         "truncation": "disabled",
         "user": body.get("user"),
     }
