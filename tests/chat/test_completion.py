@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from schemas import ChatRequest
-from worker.chat.completion import warnings_of
+from worker.chat.completion import faults_of_calls, warnings_of
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 
@@ -24,3 +24,34 @@ def test_a_result_warns_of_calls_that_are_not_read_or_left_out(
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], **fields})
     warnings = warnings_of(asked, parses_tools=parses_tools, left_out_calls=left_out_calls)
     assert [warning.partition(":")[0] for warning in warnings] == fields_named
+
+
+SEND = {"name": "send", "parameters": {"type": "object", "required": ["to", "text"], "properties": {}}}
+
+
+def call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([call("send", '{"to": "ann", "text": "Hi"}'), call("now", "{}"), call("now", "")], []),
+        ([call("sned", "{}")], ["tool_calls: the function 'sned' is not among the tools."]),
+        ([call("send", '{"to": "ann"}')], ["tool_calls: the call of 'send' has no 'text', which is required."]),
+        ([call("now", '{"a"')], ["tool_calls: the arguments of 'now' are no JSON object."]),
+        ([call("now", "[1]")] * 2, ["tool_calls: the arguments of 'now' are no JSON object."]),
+        ([call("now", "[" * 100_000)], ["tool_calls: the arguments of 'now' are no JSON object."]),
+    ],
+)
+def test_a_result_names_the_faults_of_calls(calls: list[dict[str, Any]], said: list[str]) -> None:
+    asked = ChatRequest.model_validate(
+        {"messages": [{"role": "user", "content": "Hi"}], "tools": [*TOOLS, {"type": "function", "function": SEND}]}
+    )
+    assert faults_of_calls(asked, calls, is_cut_off=False) == said
+    assert faults_of_calls(asked, [*calls, call("now", "{")], is_cut_off=True) == said
+
+
+def test_faults_of_many_calls_are_not_all_named() -> None:
+    asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS})
+    assert len(faults_of_calls(asked, [call(f"f{k}", "{}") for k in range(99)], is_cut_off=False)) == 8

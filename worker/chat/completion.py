@@ -1,5 +1,7 @@
 """Builds the stored result: OpenAI's `chat.completion`, with additional fields under `sluice`."""
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,8 @@ from worker.text.output.tool_calls import message_tool_calls
 
 _CALLS_NOT_READ = "tools: the form of this model's calls is not known, so a call would be in the content."
 _CALLS_LEFT_OUT = "tool_choice: the answer has tool calls, which were left out since it is none."
+_MOST_FAULTS = 8  # of calls, in the warnings
+_NAME_CHARACTERS = 80  # of a name that is quoted
 _ECHOED = {"tenant", "safety_identifier", "user", "prompt_cache_key", "metadata", "store"}
 
 
@@ -85,8 +89,10 @@ def _message(output: OutputDelta) -> dict[str, object]:
 
 
 def _extension(job: Job, request: ChatRequest, context: WorkerContext, answer: Answer) -> dict[str, object]:
+    is_cut_off = answer.finish_reason == "length"
     warnings = [
         *warnings_of(request, parses_tools=context.codec.parses_tools, left_out_calls=answer.left_out_calls),
+        *faults_of_calls(request, message_tool_calls(answer.output.tool_calls), is_cut_off=is_cut_off),
         *answer.warnings,
     ]
     return {
@@ -111,3 +117,35 @@ def warnings_of(request: ChatRequest, *, parses_tools: bool, left_out_calls: boo
     """Return what the model cannot do as the request asks, or has not done."""
     unread = [] if parses_tools or not request.offered_tools else [_CALLS_NOT_READ]
     return [*unread, *([_CALLS_LEFT_OUT] if left_out_calls else [])]
+
+
+def faults_of_calls(request: ChatRequest, calls: Sequence[dict[str, Any]], *, is_cut_off: bool) -> list[str]:
+    """Return what is wrong with calls, which are delivered as the model wrote them. Schemas are not evaluated, since a
+    client chooses what that costs. `is_cut_off`: the last call may be incomplete."""
+    required = {
+        tool.function.name: (tool.function.parameters or {}).get("required", []) for tool in request.offered_tools
+    }
+    complete = calls[:-1] if is_cut_off else calls
+    found = dict.fromkeys(
+        f"tool_calls: {fault}"
+        for call in complete
+        if (fault := _fault(call["function"]["name"], call["function"]["arguments"], required))
+    )
+    return [*found][:_MOST_FAULTS]
+
+
+def _fault(name: str, arguments: str, required: Mapping[str, Any]) -> str | None:
+    called = repr(name[:_NAME_CHARACTERS])
+    if name not in required:
+        return f"the function {called} is not among the tools."
+    try:
+        given = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        return f"the arguments of {called} are no JSON object."
+    asked = required[name] if isinstance(required[name], list) else []
+    missing = next((each for each in asked if isinstance(each, str) and each not in given), None)
+    return (
+        None if missing is None else f"the call of {called} has no {missing[:_NAME_CHARACTERS]!r}, which is required."
+    )
