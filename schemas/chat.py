@@ -22,7 +22,7 @@ from schemas.speculation import Prediction, Speculation
 
 
 class Function(Strict):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: Text | None = None
     parameters: JsonObject | None = Field(default=None, description="A JSON schema of the arguments.")
     strict: bool | None = None

@@ -341,7 +341,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a tool's bad name": (
         chat(tools=[{"type": "function", "function": {"name": "a b"}}]),
-        "tools[0].function.name: 'a b' does not match ^[A-Za-z0-9_.-]{1,64}$.",
+        "tools[0].function.name: 'a b' does not match ^[A-Za-z0-9_.-]{1,128}$.",
     ),
     "a choice of any": (
         chat(tools=[LOOK], tool_choice="any"),

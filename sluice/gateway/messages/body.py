@@ -13,7 +13,7 @@ _MAX_MESSAGE_CHARACTERS = 500
 class CustomTool(Strict):
     """A tool that the client runs."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
     description: Text | None = None

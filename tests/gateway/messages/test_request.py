@@ -147,6 +147,13 @@ def test_tools_and_their_choice_are_the_contract_s(choice: Any, fields: dict[str
     assert {name: request[name] for name in names if name in request} == fields
 
 
+@pytest.mark.parametrize("characters", [64, 65, 128])
+def test_a_name_may_be_as_long_as_mcp_allows(characters: int) -> None:
+    name = "mcp__" + "a" * (characters - 5)
+    request = translated(tools=[{**WEATHER, "name": name}])
+    assert request["tools"][0]["function"]["name"] == name
+
+
 def test_hosted_tools_that_are_offered_are_left_out_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "sluice.gateway"):
         request = translated(tools=[HOSTED, WEATHER, {"type": "bash_20250124", "name": "bash"}])

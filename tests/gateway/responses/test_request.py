@@ -171,9 +171,9 @@ def test_a_namespace_is_flattened_for_the_tools_and_for_earlier_calls() -> None:
 
 
 def test_the_names_of_namespaces_are_short_valid_and_unlike_other_names() -> None:
-    long = flattened("n" * 60, "read")
-    assert len(long) == 64
-    assert long != flattened("n" * 60, "road")
+    long = flattened("n" * 124, "read")
+    assert len(long) == 128
+    assert long != flattened("n" * 124, "road")
     assert flattened("mcp__disk__", "read") == "mcp__disk__read"
     tools = read_tools([{**WEATHER, "name": "files__read"}, FILES])
     assert len(tools.functions) == 2

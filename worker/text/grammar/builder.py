@@ -111,7 +111,7 @@ class Grammars:
         if not self._markup.header:
             return calls
         begins, ends = map(grammar.marker, self._markup.header)
-        return f"(/ ?/ {begins} /[A-Za-z0-9_.-]{{1,64}}/ {ends})? {calls}"
+        return f"(/ ?/ {begins} /[A-Za-z0-9_.-]{{1,128}}/ {ends})? {calls}"
 
 
 def _analysis(grammar: Grammar) -> str:

@@ -22,7 +22,7 @@ HOSTED = frozenset(
 )  # fmt: skip
 INPUT = "input"  # the argument of a custom tool's function
 MAX_TOOLS = 1_000  # of a request, those in namespaces included
-_NAME_CHARACTERS = 64
+_NAME_CHARACTERS = 128  # as MCP allows; OpenAI allows 64
 _FUNCTION_FIELDS = {
     "type", "name", "description", "parameters", "strict", "defer_loading", "allowed_callers", "async", "output_schema",
 }  # fmt: skip
@@ -89,7 +89,7 @@ def read_tools(value: object) -> Tools:
 
 
 def flattened(namespace: str | None, name: str) -> str:
-    """Return the name of the function for a tool in a namespace, of at most 64 characters."""
+    """Return the name of the function for a tool in a namespace, of at most 128 characters."""
     if namespace is None:
         return name
     joint = "" if namespace.endswith("_") or name.startswith("_") else "__"
@@ -148,8 +148,8 @@ class _Reader:
         if kind not in kinds:
             raise refusal(f"{param}.type", f"{kind[:40]!r} is not supported; use 'function' or 'custom'.")
         name = fields.text(tool.get("name"), f"{param}.name")
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
-            raise refusal(f"{param}.name", "it must have 1 to 64 letters, digits, '_', '-' or '.'.")
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", name):
+            raise refusal(f"{param}.name", "it must have 1 to 128 letters, digits, '_', '-' or '.'.")
         target = Target(name, namespace, kind == "custom")
         function = self._free_name(target, param)
         body = kinds[kind](tool, param, function)
