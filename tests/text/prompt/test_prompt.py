@@ -58,6 +58,31 @@ async def test_an_image_is_refused_by_name() -> None:
     )  # fmt: skip
 
 
+SHOWN = user([text("What is this?"), image("AA==")])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [SHOWN, assistant("A cat."), user("And its name?")],
+        [
+            user("Look."),
+            calling(call("call_1")),
+            result("call_1", "Here."),
+            SHOWN,
+        ],  # as the gateway puts what a tool shows
+    ],
+)
+async def test_an_image_that_its_client_cannot_take_back_is_a_text_for_a_model_without_vision(said: list[Said]) -> None:
+    written = await rendered("qwen", *said)
+    assert "What is this?\n[image: this model has no vision]" in written
+
+
+async def test_a_new_image_is_refused_behind_older_ones() -> None:
+    kind, message = await refusal("qwen", SHOWN, assistant("A cat."), SHOWN)
+    assert (kind, "does not support images" in message) == ("unsupported", True)
+
+
 async def test_whatever_characters_a_text_has_images_are_where_they_were_shown() -> None:
     private = "".join(map(chr, range(0x100000, 0x100010)))
     shown = [text(private), image("AA=="), text("and"), image("AA==")]

@@ -42,6 +42,7 @@ _QUICK_S = 0.02
 _TRIAL_S = 20.0  # for the first message of a worker, of one word; compiling the template is included
 # Private-use characters, which texts hardly ever contain.
 _FOR_IMAGES = range(0x100000, 0x10FFFE)
+_NO_VISION = {"type": "text", "text": "[image: this model has no vision]"}
 _LONGEST_REASON = 500  # characters; one of transformers' errors quotes the whole conversation
 
 
@@ -312,8 +313,11 @@ def _thinking(text: str, begun: str, think: Think) -> Thinking:
 def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conversation, dict[str, str]]:
     """Return the conversation with strings for contents, and the images' texts by the characters that mark them.
 
-    Many templates accept only strings. Raises `JobFailure` for images if the model is a text model.
+    Many templates accept only strings. Raises `JobFailure` for images in the newest messages if the model is a text
+    model.
     """
+    if not images:
+        conversation = _without_past_images(conversation)
     parts = [part for message in conversation if isinstance(message["content"], list) for part in message["content"]]
     num_images = sum(part["type"] != "text" for part in parts)
     if num_images > len(images):
@@ -323,6 +327,22 @@ def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conve
     unused = iter(marks)
     flat = [{**message, "content": _flat(message["content"], unused)} for message in conversation]
     return flat, dict(zip(marks, images, strict=True))
+
+
+def _without_past_images(conversation: Conversation) -> Conversation:
+    """Return the conversation with a text for each image that its client cannot take back: before the last turn of the
+    assistant, and beside a result of a tool. Refused, it would end the session."""
+    answers = [at for at, message in enumerate(conversation) if message["role"] == "assistant"]
+    newest = answers[-1] + 1 if answers else 0
+    if any(message["role"] == "tool" for message in conversation[newest:]):
+        newest = len(conversation)
+    past = [
+        {**message, "content": [part if part["type"] == "text" else _NO_VISION for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in conversation[:newest]
+    ]
+    return [*past, *conversation[newest:]]
 
 
 def _unused_characters(conversation: Conversation, count: int) -> list[str]:
