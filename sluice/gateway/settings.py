@@ -87,7 +87,7 @@ class ServeSettings(BaseSettings):
     strict: bool = Field(
         False,
         description="Refuse every field and part of a request that is not supported, also in the history and where it "
-        "only describes. Default: such ones are left out, or replaced by a text.",
+        "only describes. Without it such ones are left out, or replaced by a text.",
     )
     keys: Path | None = Field(
         None,

@@ -118,7 +118,7 @@ def tools(run: Run) -> None:
     """One call, then two at once: their results reach the model."""
     shell = _shell(run)
     secret, echo = _word(), _word()
-    (run.home.project / _NOTE).write_text(secret)
+    (run.home.project / _NOTE).write_text(secret, encoding="utf-8")
     read, done = shell(f"cat {_NOTE}"), Step(say="Done: {results}.")
     run.expect(run.turn(Step(think="I read it.", calls=(read,)), done), secret)
     run.expect(run.turn(Step(say="Two.", calls=(read, shell(f"echo {echo}"))), done), secret, echo)

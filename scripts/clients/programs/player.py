@@ -115,7 +115,7 @@ class PlayingThread(thread.EngineThread):
 
 def _write(noted: dict[str, Any]) -> None:
     if file := os.environ.get("PLAYER_LOG"):
-        with Path(file).open("a") as log:
+        with Path(file).open("a", encoding="utf-8") as log:
             log.write(json.dumps(noted) + "\n")
 
 

@@ -61,9 +61,9 @@ def try_to_leave_network() -> None:
 
 
 def _map_user(user: int, group: int) -> None:
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class Home:
         """Start a program in the project. It prints to files: children that outlive it must not hold it up."""
         number = len(list(self.folder.glob("output-*")))
         output, errors = self.folder / f"output-{number}", self.folder / f"errors-{number}"
-        with output.open("w") as out, errors.open("w") as err:
+        with output.open("w", encoding="utf-8") as out, errors.open("w", encoding="utf-8") as err:
             process = subprocess.Popen(
                 command, cwd=self.project, env=self._environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                 start_new_session=True,

@@ -102,7 +102,11 @@ class Stage:
         return [line["stopped"] for line in self._lines() if "stopped" in line]
 
     def _lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
+        return (
+            [json.loads(line) for line in self._log.read_text(encoding="utf-8").splitlines()]
+            if self._log.exists()
+            else []
+        )
 
     @property
     def recorder(self) -> Recorder:
@@ -134,7 +138,7 @@ def write_model(folder: Path) -> Path:
     shutil.copy(TINY_CHAT / "tokenizer.json", folder)
     named = {**_read(TINY_CHAT / "tokenizer_config.json"), "chat_template": _TEMPLATE}
     _write(folder / "tokenizer_config.json", {**named, "model_max_length": 2 * CONTEXT_TOKENS})
-    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
     return folder
 
 
@@ -144,4 +148,4 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(content), encoding="utf-8")

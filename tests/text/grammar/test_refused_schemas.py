@@ -150,7 +150,7 @@ def test_only_the_messages_that_the_answer_goes_on_after_are_normalized(monkeypa
 
     monkeypatch.setattr(guide, "normalize", noted)
     earlier = [{"role": role, "content": "So?"} for _ in range(50) for role in ("user", "assistant")]
-    last = [("user", "Where?"), ("assistant", '{"city":'), ("developer", "Be brief."), ("assistant", '"Os')]
+    last = [("user", "Where?"), ("assistant", '{"city":'), ("assistant", '"Os')]
     asked = request(messages=[*earlier, *({"role": role, "content": text} for role, text in last)])
     assert guide._continued_text(asked) == normalized(asked.messages)[-1]["content"]
     assert lengths == [2]

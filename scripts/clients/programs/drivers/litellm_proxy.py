@@ -51,7 +51,7 @@ def call(arguments: str) -> str:
 
 
 def main(how: str, image: str, message: str) -> None:
-    messages: list[Any] = json.loads(KEPT.read_text()) if how == "go on" else []
+    messages: list[Any] = json.loads(KEPT.read_text(encoding="utf-8")) if how == "go on" else []
     parts: list[Any] = [{"type": "text", "text": message}]
     if image:
         url = "data:image/png;base64," + base64.b64encode(Path(image).read_bytes()).decode()
@@ -72,7 +72,7 @@ def main(how: str, image: str, message: str) -> None:
                 for made in said.tool_calls:
                     done = call(made.function.arguments) if made.function.name == "shell" else "error: no such tool"
                     messages.append({"role": "tool", "tool_call_id": made.id, "content": done})
-        KEPT.write_text(json.dumps(messages))
+        KEPT.write_text(json.dumps(messages), encoding="utf-8")
     finally:
         process.terminate()
 

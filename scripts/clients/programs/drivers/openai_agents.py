@@ -19,7 +19,7 @@ def shell(command: str) -> str:
 
 async def main(api: str, how: str, image: str, message: str) -> None:
     set_default_openai_api("chat_completions" if api == "chat" else "responses")
-    history = json.loads(KEPT.read_text()) if how == "go on" else []
+    history = json.loads(KEPT.read_text(encoding="utf-8")) if how == "go on" else []
     parts = [{"type": "input_text", "text": message}]
     if image:
         url = "data:image/png;base64," + base64.b64encode(Path(image).read_bytes()).decode()
@@ -29,7 +29,7 @@ async def main(api: str, how: str, image: str, message: str) -> None:
     async for event in running.stream_events():
         if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
             print(event.data.delta, end="", flush=True)
-    KEPT.write_text(json.dumps(running.to_input_list()))
+    KEPT.write_text(json.dumps(running.to_input_list()), encoding="utf-8")
 
 
 if __name__ == "__main__":
