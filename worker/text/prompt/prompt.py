@@ -336,13 +336,15 @@ def _without_past_images(conversation: Conversation) -> Conversation:
     newest = answers[-1] + 1 if answers else 0
     if any(message["role"] == "tool" for message in conversation[newest:]):
         newest = len(conversation)
-    past = [
-        {**message, "content": [part if part["type"] == "text" else _NO_VISION for part in message["content"]]}
-        if isinstance(message["content"], list)
-        else message
-        for message in conversation[:newest]
-    ]
+    past = map(_with_images_told, conversation[:newest])
     return [*past, *conversation[newest:]]
+
+
+def _with_images_told(message: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(message["content"], list):
+        return message
+    told = [part if part["type"] == "text" else _NO_VISION for part in message["content"]]
+    return {**message, "content": told}
 
 
 def _unused_characters(conversation: Conversation, count: int) -> list[str]:
