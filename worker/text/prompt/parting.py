@@ -90,12 +90,10 @@ async def next_parting(
     """Return where the prompt of the next turn, after an answer and another question, parts from the request's own;
     None if it has all of its messages. Raises `JobFailure`."""
 
-    async def shared(shorter: ChatRequest, longer: ChatRequest) -> int:
-        return common_prefix((await render(shorter)).tokens, (await render(longer)).tokens)
-
     async def begins(shorter: ChatRequest, longer: ChatRequest) -> bool:
-        tokens = (await render(shorter)).tokens
-        return len(text_of(tokens[: await shared(shorter, longer)])) >= _end_of_messages(text_of(tokens), shorter)
+        before, after = (await render(shorter)).tokens, (await render(longer)).tokens
+        shared = text_of(before[: common_prefix(before, after)])
+        return len(shared) >= _end_of_messages(text_of(before), shorter)
 
     answer = AssistantMessage.model_validate({"role": "assistant", "content": "…"})
     question = UserMessage.model_validate({"role": "user", "content": "…"})
@@ -104,7 +102,7 @@ async def next_parting(
         return None
     tokens, others = (await render(request)).tokens, (await render(longer)).tokens
     why = await reason(begins, request, longer, (text_of(tokens), text_of(others)), think)
-    return Parting(await shared(request, longer), why)
+    return Parting(common_prefix(tokens, others), why)
 
 
 def _end_of_messages(text: str, request: ChatRequest) -> int:
