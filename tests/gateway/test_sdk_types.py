@@ -28,7 +28,7 @@ BEYOND = {
     "ChatCompletionMessage": {"reasoning"},
     "ChoiceDelta": {"reasoning"},
     "Model": {"max_model_len", "sluice"},
-    "Response": {"store"},
+    "Response": {"store", "presence_penalty", "frequency_penalty"},
     "ResponseCustomToolCall": {"status"},
     "ResponseFunctionCallArgumentsDoneEvent": {"name"},
     "Logprob": {"bytes"},
