@@ -108,7 +108,7 @@ async def _serve(
             await context.codec.prepare()
             worker = parts.queue_worker(server, engine, context, [batches.cron] if batches else [])
             health.set_checks({"event loop": worker.heartbeat, "engine": engine.heartbeat}, worker.readiness.parts())
-            ending.when(worker.shutdown.force_stop, _FORCED_STOP_S, EXIT_FORCED)
+            ending.when(worker.force_stop, _FORCED_STOP_S, EXIT_FORCED)
             resume_collections()
             if await worker.connect():
                 logger.info(
@@ -211,7 +211,7 @@ async def _loaded(
 
 async def _work(worker: "QueueWorker", batches: "BatchDirectory | None", ending: ExitTimer) -> None:
     """Run jobs, and the feeders of the batch folder, until both have ended."""
-    stopping, force_stop = worker.shutdown.stopping, worker.shutdown.force_stop
+    stopping, force_stop = worker.stopping, worker.force_stop
     async with collect_on_a_timer(), asyncio.TaskGroup() as group:
         if batches:
             group.create_task(batches.run(stopping, force_stop))

@@ -8,6 +8,7 @@ import redis.asyncio
 from scripts.scenarios.harness import Figure, chat_request, paced_worker, percentile, record
 from scripts.scenarios.pickup import queue_wait_s
 from sluice import Client
+from sluice.cancellation import Cancellation
 from sluice.submission import NewJob, Submission
 from sluice.transport.retries import Retries
 from worker.queue.job.claims import Claim, Claims
@@ -97,7 +98,7 @@ async def _mend(claims: Claims) -> int:
 async def _cost_us(db: redis.asyncio.Redis, claims: Claims, running: list[Claim], samples: int, prefix: str) -> float:
     """Return the median of the time that the server reports for such a claim."""
     costs = []
-    client = Submission(db, Retries(db, 60))
+    client, cancellation = Submission(db, Retries(db, 60)), Cancellation(db, Retries(db, 60))
     for i in range(samples):
         job = NewJob(f"{prefix}-{i:04}", chat_request(1, tenant="small"), "default", "interactive")
         await client.submit(job)
@@ -106,5 +107,5 @@ async def _cost_us(db: redis.asyncio.Redis, claims: Claims, running: list[Claim]
         assert taken.job_id == job.id, "the small tenant's job is claimed first"
         costs.append((await db.info("commandstats"))["cmdstat_evalsha"]["usec"])
         await claims.release(taken)
-        assert await claims.cancel_waiting(job.id)
+        assert await cancellation.cancel(job.id) == "cancelled"
     return percentile(costs, 0.5)

@@ -76,7 +76,7 @@ async def at_work(
     known = settings(url, **{"poll_s": 0.05, "batch_dir": str(folder), **given})
     batches = BatchDirectory(str(folder), known, command=feeder(folder.parent, code), search_s=search_s)
     async with working(known, FakeChat().chat, crons=[batches.cron], clock=clock) as worker:
-        running = asyncio.create_task(batches.run(worker.shutdown.stopping, worker.shutdown.force_stop))
+        running = asyncio.create_task(batches.run(worker.stopping, worker.force_stop))
         await until(lambda: batches.cron.next_run is not None)
         yield batches
         worker.stop()

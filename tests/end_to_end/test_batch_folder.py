@@ -84,7 +84,7 @@ async def test_a_file_for_openai_s_own_service_is_taken_in_at_its_time_and_answe
     known = settings(redis_url, model_name="nobody", poll_s=0.05, batch_models="*=default")
     batches, clock = BatchDirectory(str(tmp_path), known), Clock()
     async with working(known, FakeChat().chat, crons=[batches.cron], clock=clock) as keeper:
-        running = asyncio.create_task(batches.run(keeper.shutdown.stopping, keeper.shutdown.force_stop))
+        running = asyncio.create_task(batches.run(keeper.stopping, keeper.force_stop))
         await until(lambda: batches.cron.next_run is not None)
         clock.moment += MINUTE
         await until(lambda: "completed: 20 of 20 lines" in caplog.text, within_s=_WITHIN_S)
@@ -106,7 +106,7 @@ async def test_what_was_taken_in_is_answered_without_another_slot_though_the_fee
     known = settings(redis_url, model_name="nobody", poll_s=0.05, batch_models="*=default")
     batches, clock = BatchDirectory(str(tmp_path), known, search_s=0.5), Clock()
     async with working(known, FakeChat().chat, crons=[batches.cron], clock=clock) as keeper:
-        running = asyncio.create_task(batches.run(keeper.shutdown.stopping, keeper.shutdown.force_stop))
+        running = asyncio.create_task(batches.run(keeper.stopping, keeper.force_stop))
         await until(lambda: batches.cron.next_run is not None)
         clock.moment += MINUTE
         await until(lambda: any((tmp_path / "running").glob("*_a_*/output.jsonl")), within_s=_WITHIN_S)

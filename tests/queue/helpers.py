@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from arq.connections import ArqRedis
+from arq.connections import RedisSettings, create_pool
 from arq.worker import func
 from redis.asyncio import Redis
 
@@ -15,10 +15,12 @@ from schemas import keys
 from schemas.events import FINAL
 from schemas.keys import Lane
 from tests.waiting import until
+from worker.json_bytes import dumps
 from worker.monitoring.metrics import Metrics
 from worker.queue.cron import Cron
 from worker.queue.job.claims import Claim, lease_key
 from worker.queue.job.functions import JobFunctions
+from worker.queue.job.runner import JobRunner
 from worker.queue.presence import Abilities
 from worker.queue.scripts import script
 from worker.queue.server.clock import ServerClock
@@ -49,6 +51,13 @@ def settings(url: str, *, lease_s: float = 10.0, **given: Any) -> Settings:
 def envelope(*args: Any, function: str = "chat", **kwargs: Any) -> bytes:
     """Return a job in arq's form, as JSON."""
     return json.dumps({"t": None, "f": function, "a": args, "k": kwargs, "et": 1}).encode()
+
+
+async def enqueue(url: str, queue: str, job_id: str | None = None, request: Any = None) -> None:
+    """Queue a chat as plain arq does, with a JSON serializer."""
+    pool = await create_pool(RedisSettings.from_dsn(url), job_serializer=dumps)
+    await pool.enqueue_job("chat", request or {}, _job_id=job_id, _queue_name=queue)
+    await pool.aclose()
 
 
 def as_bytes(job_id: str | bytes) -> bytes:
@@ -134,7 +143,7 @@ def words(said: list[dict[str, Any]]) -> str:
 
 
 def queue_worker(
-    redis: ArqRedis,
+    redis: Redis,
     given: Settings,
     chat: Callable[..., Awaitable[Any]],
     *,
@@ -181,4 +190,5 @@ async def working(
 
 def _runs_a_job_of(worker: QueueWorker, task: asyncio.Task[Any]) -> bool:
     frame = getattr(task.get_coro(), "cr_frame", None)
-    return frame is not None and frame.f_code.co_name == "run_job" and frame.f_locals["self"] is worker
+    is_run = frame is not None and frame.f_code is JobRunner.run.__code__
+    return is_run and frame.f_locals["self"].stopping is worker.stopping

@@ -3,9 +3,7 @@
 import asyncio
 import inspect
 import json
-import os
 import pickle
-import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
@@ -15,23 +13,18 @@ from typing import Any
 import arq
 import pytest
 from arq import constants
-from arq.connections import ArqRedis
-from arq.cron import CronJob, cron
+from arq.connections import ArqRedis, RedisSettings, create_pool
 from arq.jobs import Job, JobStatus, serialize_job
-from arq.worker import Function, Worker, func
+from arq.worker import Function, func
 from redis.asyncio import Redis
 
 from schemas.events import FINAL
 from sluice import Client
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended
-from tests.queue.helpers import QUEUE, ended, envelope, put, queue_worker, settings, until, working
+from tests.queue.helpers import QUEUE, ended, envelope, put, settings, until, working
 from worker.json_bytes import dumps
-from worker.queue.cron import Cron
 from worker.queue.scripts import JOB_LIFE_MS
-from worker.queue.server.connection import connect
-from worker.queue.worker import QueueWorker
-from worker.schedule_times import Crontab
 
 REQUEST = {"say": ["Hello"]}
 
@@ -42,8 +35,10 @@ def parameters(of: Callable[..., Any]) -> list[str]:
 
 @pytest.fixture
 async def arq_redis(redis_url: str) -> AsyncIterator[ArqRedis]:
-    async with connect(settings(redis_url)) as redis:
-        yield redis
+    """As a producer creates it."""
+    pool = await create_pool(RedisSettings.from_dsn(redis_url), job_serializer=dumps, job_deserializer=json.loads)
+    yield pool
+    await pool.aclose()
 
 
 async def status(redis: ArqRedis, job_id: str) -> JobStatus:
@@ -54,85 +49,13 @@ def test_the_release_is_one_that_these_tests_were_written_against() -> None:
     assert version("arq").rsplit(".", 1)[0] == "0.28"
 
 
-def test_the_worker_takes_what_we_give_it() -> None:
-    given = {
-        "functions", "queue_name", "redis_pool", "ctx", "max_jobs", "poll_delay", "keep_result", "retry_jobs",
-        "allow_abort_jobs", "job_serializer",
-    }  # fmt: skip
-    assert given <= set(parameters(Worker.__init__))
-
-
-@pytest.mark.parametrize(
-    ("name", "takes"),
-    [
-        ("main", ["self"]),
-        ("_poll_iteration", ["self"]),
-        ("heart_beat", ["self"]),
-        ("run_job", ["self", "job_id", "score"]),
-        ("handle_sig", ["self", "signum"]),
-    ],
-)
-def test_what_we_override_is_still_there_in_the_same_form(name: str, takes: list[str]) -> None:
-    theirs, ours = vars(Worker)[name], vars(QueueWorker)[name]
-    assert parameters(theirs) == parameters(ours) == takes
-    assert inspect.iscoroutinefunction(theirs) == inspect.iscoroutinefunction(ours)
-
-
-def test_we_override_nothing_of_arq_by_accident() -> None:
-    ours = {name for name in vars(QueueWorker) if not name.startswith("__") and hasattr(Worker, name)}
-    assert ours == {"main", "_poll_iteration", "heart_beat", "run_job", "handle_sig"}
-
-
-async def night(ctx: dict[Any, Any]) -> None: ...
-
-
-def test_a_cron_job_is_arq_s_with_other_times() -> None:
-    ours, theirs = Cron("night", night, Crontab("* * * * *"), free=lambda: True), cron(night, name="night")
-    assert isinstance(ours, CronJob)
-    assert {name: vars(ours)[name] for name in vars(theirs)} == vars(theirs)
-    assert (theirs.name, theirs.coroutine, theirs.next_run) == ("night", night, None)
-    assert parameters(CronJob.calculate_next) == parameters(Cron.calculate_next) == ["self", "prev_run"]
-
-
-def test_arq_looks_at_its_cron_jobs_in_the_heart_beat_that_ends_an_iteration() -> None:
-    """We override both."""
-    assert inspect.getsource(Worker._poll_iteration).rstrip().endswith("await self.heart_beat()")
-    assert "await self.run_cron(" in inspect.getsource(Worker.heart_beat)
-
-
 async def chat(ctx: dict[Any, Any]) -> None: ...
 
 
-async def test_arq_s_worker_passes_both_signals_to_the_method_that_we_override(arq_redis: ArqRedis) -> None:
-    received: list[int] = []
-
-    class Receives(Worker):
-        def handle_sig(self, signum: signal.Signals) -> None:
-            received.append(signum)
-
-    worker = Receives([func(chat, name="chat")], redis_pool=arq_redis)
-    try:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            os.kill(os.getpid(), signum)
-        await until(lambda: received == [signal.SIGINT, signal.SIGTERM])
-    finally:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            worker.loop.remove_signal_handler(signum)
-
-
-async def test_no_attribute_of_ours_hides_one_of_arq_s(arq_redis: ArqRedis, redis_url: str) -> None:
-    theirs = Worker([func(chat, name="chat")], redis_pool=arq_redis)
-    ours = queue_worker(arq_redis, settings(redis_url), chat)
-    assert vars(ours).keys() - vars(theirs).keys() == {
-        "jobs", "shutdown", "readiness", "heartbeat", "_pickup", "_runner", "_crons", "_presence", "_leases",
-        "_services",
-    }  # fmt: skip
-
-
-async def test_arq_s_worker_has_our_queue_functions_and_context(arq_redis: ArqRedis, redis_url: str) -> None:
-    worker = queue_worker(arq_redis, settings(redis_url, max_rows=5), chat, context=1)
-    assert worker.functions == {"chat": Function("chat", chat, None, None, None, None)}
-    assert (worker.pool, worker.queue_name, worker.ctx, worker.max_jobs) == (arq_redis, QUEUE, {"context": 1}, 5)
+def test_a_function_has_the_name_and_the_coroutine_that_we_read() -> None:
+    function = func(chat, name="chat")
+    assert isinstance(function, Function)
+    assert (function.name, function.coroutine) == ("chat", chat)
 
 
 def test_the_prefixes_are_those_that_other_languages_were_told() -> None:

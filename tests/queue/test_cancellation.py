@@ -1,17 +1,25 @@
 """A client's cancellation, with and without a worker."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as ConnectionLost
 
 from schemas import keys
+from scripts.stack import free_port
 from sluice import CancelNotStored, Client, JobCancelled
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended, check_job_keys
-from tests.queue.helpers import ask, ended, listening, put, settings, types, until, working
+from tests.queue.held import HeldJobs, claim_of
+from tests.queue.helpers import BATCH, QUEUE, ask, ended, listening, put, settings, types, until, working
+from worker.errors import Cancelled
+from worker.queue.cancel_requests import _BATCH, _MAX_PENDING, CancelRequests
 from worker.queue.job.claims import lease_key
+from worker.queue.running import RunningJobs
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 
@@ -152,3 +160,124 @@ async def test_a_queue_is_purged_of_what_waits_and_nothing_else(db: Redis, clien
     assert await client.purge("default", "interactive") == 1
     for job_id in ("job-0000", "job-1099", "young"):
         assert await client.state(job_id) == "cancelled"
+
+
+# Of any worker's jobs, however many
+
+
+class CountedLookups(CancelRequests):
+    """Counts the look-ups, and loses the connection in those that it is told to."""
+
+    def __init__(self, redis: Redis, jobs: RunningJobs) -> None:
+        super().__init__(redis, settings("redis://unused"), jobs)
+        self.lookups: list[int] = []
+        self.lost = 0
+
+    async def find_waiting(self, job_ids: Collection[str]) -> list[str]:
+        self.lookups.append(len(job_ids))
+        if self.lost:
+            self.lost -= 1
+            raise ConnectionLost("closed by the test")
+        return await super().find_waiting(job_ids)
+
+
+@pytest.fixture
+async def counted(db: Redis) -> AsyncIterator[CountedLookups]:
+    """At work until the end of the test, while the job `runs` runs."""
+    held = HeldJobs(db)
+    await held.start(claim_of("runs"))
+    counted = CountedLookups(db, held.jobs)
+    task = asyncio.create_task(counted.run())
+    yield counted
+    task.cancel()
+    await held.release()
+
+
+async def is_empty(db: Redis) -> bool:
+    return not await db.exists(QUEUE, BATCH)
+
+
+async def test_thousands_of_ids_that_wait_nowhere_are_looked_up_in_a_few_calls(
+    db: Redis, counted: CountedLookups
+) -> None:
+    await put(db, "waits", b"")
+    for k in range(3 * _BATCH - 1):
+        counted.add(f"x{k}")
+    counted.add("waits")
+    await until(lambda: is_empty(db))
+    assert counted.lookups == [_BATCH] * 3
+    assert await db.hget(keys.job("waits"), "state") == b"cancelled"
+
+
+async def test_the_jobs_of_both_lanes_are_found(db: Redis, counted: CountedLookups) -> None:
+    await put(db, "a", b"")
+    await put(db, "b", b"", lane="batch")
+    counted.add("a")
+    counted.add("b")
+    await until(lambda: is_empty(db))
+    assert counted.lookups == [2]
+
+
+async def test_an_id_that_comes_again_is_looked_up_once(db: Redis, counted: CountedLookups) -> None:
+    await put(db, "a", b"")
+    for _ in range(1000):
+        counted.add("a")
+    await until(lambda: is_empty(db))
+    assert counted.lookups == [1]
+
+
+async def test_the_stored_ids_are_bounded(counted: CountedLookups) -> None:
+    for k in range(_MAX_PENDING + 1000):
+        counted.add(f"x{k}")
+    await until(lambda: sum(counted.lookups) >= _MAX_PENDING)
+    await asyncio.sleep(0.05)
+    assert sum(counted.lookups) == _MAX_PENDING
+
+
+@pytest.mark.parametrize("job_id", ["", "x" * 129, "a b", "\udcff", "runs"])
+async def test_what_is_no_id_or_runs_here_is_not_looked_up(counted: CountedLookups, job_id: str) -> None:
+    counted.add(job_id)
+    await asyncio.sleep(0.05)
+    assert counted.lookups == []
+
+
+async def test_a_lost_connection_loses_no_request(db: Redis, counted: CountedLookups) -> None:
+    await put(db, "a", b"")
+    counted.lost = 1
+    counted.add("a")
+    await until(lambda: is_empty(db))
+    assert counted.lookups == [1, 1]
+
+
+async def test_a_running_job_is_cancelled_although_its_message_is_lost(redis_url: str, db: Redis) -> None:
+    chat = FakeChat()
+    async with working(settings(redis_url), chat.chat):
+        await listening(db)
+        await ask(db, "a", {"then": "hang"})
+        await until(lambda: bool(chat.running))
+        await db.set(keys.cancel("a"), "1", ex=60)
+        assert types(await ended(db, "a")) == ["started", "cancelled"]
+
+
+# Cancel keys
+
+
+async def test_the_jobs_that_have_a_key_are_interrupted_and_no_others(db: Redis) -> None:
+    held = HeldJobs(db)
+    await held.start(*map(claim_of, ("a", "b", "c")))
+    for job_id in ("a", "c", "elsewhere"):
+        await db.set(keys.cancel(job_id), "1")
+    requests = CancelRequests(db, settings("redis://unused"), held.jobs)
+    await requests.check(["a", "b", "elsewhere"])
+    reasons = {job_id: held.jobs[job_id].interruption for job_id in ("a", "b", "c")}
+    assert isinstance(reasons.pop("a"), Cancelled)
+    assert reasons == {"b": None, "c": None}
+    await requests.check_running()
+    assert (held.jobs["b"].interruption, isinstance(held.jobs["c"].interruption, Cancelled)) == (None, True)
+    await held.release()
+
+
+async def test_redis_is_not_called_while_no_job_runs() -> None:
+    async with Redis(port=free_port()) as nothing_listens:
+        jobs = HeldJobs(nothing_listens).jobs
+        await CancelRequests(nothing_listens, settings("redis://unused"), jobs).check_running()

@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from redis.asyncio import Redis
 
@@ -32,13 +31,13 @@ class Keeper:
 
     def __init__(self, expression: str = "* * * * *", *, name: str = "night") -> None:
         self.ran, self.free = 0, True
-        self.cron = Cron(name, self._run, Crontab(expression), free=lambda: self.free)
+        self.cron = Cron(name, self._begin, Crontab(expression), free=lambda: self.free)
 
-    async def _run(self, ctx: dict[Any, Any]) -> None:
+    def _begin(self) -> None:
         self.ran += 1
 
     async def look(self, db: Redis, now: datetime, *, worker: str = "ada") -> int:
-        await self.cron.run_if_due(db, worker, now)
+        await self.cron.begin_if_due(db, worker, now)
         return self.ran
 
 

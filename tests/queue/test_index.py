@@ -18,6 +18,7 @@ from sluice import Client
 from sluice.cancellation import Cancellation
 from sluice.submission import NewJob, Submission
 from sluice.transport.retries import Retries
+from tests.queue.held import cancel_waiting
 from tests.queue.helpers import QUEUE, envelope, lapse, put, settings
 from tests.selection import examples
 from worker.queue.job.claims import Claim, Claims, lease_key
@@ -273,8 +274,8 @@ async def test_an_index_that_nobody_keeps_expires(db: Redis, claims: Claims) -> 
 async def test_an_empty_queue_has_no_index(db: Redis, client: Client, claims: Claims) -> None:
     await submit(db, "a", "b", tenant="acme", deadline_s=60)
     await mended(claims)
-    assert await claims.cancel_waiting("a")
-    assert await claims.cancel_waiting("b")
+    assert await cancel_waiting(db, "a")
+    assert await cancel_waiting(db, "b")
     assert await db.exists(QUEUE, *INDEX_KEYS) == 0
 
 
@@ -536,7 +537,7 @@ class FairnessMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         job = data.draw(st.sampled_from(sorted(self.waiting)))
-        assert self.runner.run(self.workers["ada"].cancel_waiting(job))
+        assert self.runner.run(cancel_waiting(self.redis, job))
         self._gone(job)
 
     @precondition(lambda self: self.waiting)

@@ -36,6 +36,9 @@ class Jobs:
     def rows(self) -> int:
         return self.number - self.counts
 
+    def per_s(self) -> float:
+        return 0.0
+
 
 NONE_RUNNING = Jobs()
 

@@ -15,8 +15,7 @@ from schemas import keys
 from schemas.keys import Lane
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, settings, until, working
-from worker.queue.job.claims import Claim
-from worker.queue.rows import MAX_COUNTS, free_rows, offline_rows
+from worker.queue.job.claims import MAX_COUNTS, Claim, free_rows, offline_rows
 from worker.queue.server.clock import ServerClock
 
 NOON = datetime(2026, 3, 13, 12, tzinfo=UTC)

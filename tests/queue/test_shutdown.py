@@ -2,38 +2,41 @@
 
 import asyncio
 import logging
+import os
 from signal import SIGINT, SIGTERM
 
 import pytest
-from redis.asyncio import Redis
 
-from tests.queue.held import HeldJobs, claim_of
+from tests.queue.held import claim_of, holding
+from tests.queue.helpers import until
 from worker.errors import Requeue
-from worker.queue import shutdown
-from worker.queue.shutdown import Shutdown
+from worker.queue import worker as queue_worker
+from worker.queue.worker import QueueWorker
 
 
-@pytest.fixture
-async def held(db: Redis) -> HeldJobs:
-    return HeldJobs(db)
-
-
-def states(of: Shutdown) -> tuple[bool, bool]:
+def states(of: QueueWorker) -> tuple[bool, bool]:
     return of.stopping.is_set(), of.force_stop.is_set()
 
 
 async def test_the_first_signal_stops_the_second_forces_and_a_third_changes_nothing(
-    held: HeldJobs, caplog: pytest.LogCaptureFixture
+    redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "sluice.queue")
-    stop = Shutdown(held.jobs, 30)
-    assert states(stop) == (False, False)
-    after = []
-    for signum in (SIGINT, SIGTERM, SIGTERM):
-        stop.signal(signum)
-        after.append(states(stop))
+    async with holding(redis_url, grace_s=30) as held:
+        assert states(held.worker) == (False, False)
+        after = []
+        for signum in (SIGINT, SIGTERM, SIGTERM):
+            held.worker.on_signal(signum)
+            after.append(states(held.worker))
     assert after == [(True, False), (True, True), (True, True)]
     assert [message.partition(":")[0] for message in caplog.messages] == ["SIGINT", "SIGTERM again"]
+
+
+async def test_the_process_s_signals_stop_the_worker(redis_url: str) -> None:
+    async with holding(redis_url) as held:
+        for signum, after in ((SIGINT, (True, False)), (SIGTERM, (True, True))):
+            os.kill(os.getpid(), signum)
+            await until(lambda after=after: states(held.worker) == after)
 
 
 @pytest.mark.parametrize(
@@ -46,49 +49,50 @@ async def test_the_first_signal_stops_the_second_forces_and_a_third_changes_noth
     ],
 )
 async def test_the_log_says_which_jobs_the_worker_waits_for(
-    held: HeldJobs, caplog: pytest.LogCaptureFixture, jobs: int, grace_s: float, plan: str
+    redis_url: str, caplog: pytest.LogCaptureFixture, jobs: int, grace_s: float, plan: str
 ) -> None:
     caplog.set_level(logging.INFO, "sluice.queue")
-    await held.start(*(claim_of(f"job-{k}") for k in range(jobs)))
-    Shutdown(held.jobs, grace_s).signal(SIGTERM)
-    assert caplog.messages == [f"SIGTERM: stopping; {plan}"]
-    await held.release()
+    async with holding(redis_url, grace_s=grace_s) as held:
+        await held.start(*(claim_of(f"job-{k}") for k in range(jobs)))
+        held.worker.stop()
+        assert caplog.messages == [f"SIGTERM: stopping; {plan}"]
 
 
-async def test_jobs_that_end_in_the_grace_period_are_not_interrupted(held: HeldJobs) -> None:
-    await held.start(claim_of("a"), claim_of("b"))
-    draining = asyncio.create_task(Shutdown(held.jobs, 60).drain())
-    await asyncio.sleep(0.05)
-    assert not draining.done()
-    await held.release()
-    await asyncio.wait_for(draining, 5)
-    assert held.ended == {"a": None, "b": None}
+async def test_jobs_that_end_in_the_grace_period_are_not_interrupted(redis_url: str) -> None:
+    async with holding(redis_url, grace_s=60) as held:
+        await held.start(claim_of("a"), claim_of("b"))
+        draining = asyncio.create_task(held.worker.drain())
+        await asyncio.sleep(0.05)
+        assert not draining.done()
+        await held.release()
+        await asyncio.wait_for(draining, 5)
+        assert held.ended == {"a": None, "b": None}
 
 
-async def test_jobs_that_outlast_the_grace_period_are_requeued(held: HeldJobs) -> None:
-    await held.start(claim_of("a"))
-    await asyncio.wait_for(Shutdown(held.jobs, 0.05).drain(), 5)
-    assert isinstance(held.ended["a"], Requeue)
+async def test_jobs_that_outlast_the_grace_period_are_requeued(redis_url: str) -> None:
+    async with holding(redis_url, grace_s=0.05) as held:
+        await held.start(claim_of("a"))
+        await asyncio.wait_for(held.worker.drain(), 5)
+        assert isinstance(held.ended["a"], Requeue)
 
 
-async def test_a_second_signal_ends_the_grace_period(held: HeldJobs) -> None:
-    stop = Shutdown(held.jobs, 60)
-    await held.start(claim_of("a"))
-    draining = asyncio.create_task(stop.drain())
-    stop.signal(SIGTERM)
-    await asyncio.sleep(0.05)
-    assert held.ended == {}
-    stop.signal(SIGTERM)
-    await asyncio.wait_for(draining, 5)
-    assert isinstance(held.ended["a"], Requeue)
+async def test_a_second_signal_ends_the_grace_period(redis_url: str) -> None:
+    async with holding(redis_url, grace_s=60) as held:
+        await held.start(claim_of("a"))
+        draining = asyncio.create_task(held.worker.drain())
+        held.worker.stop()
+        await asyncio.sleep(0.05)
+        assert held.ended == {}
+        held.worker.stop()
+        await asyncio.wait_for(draining, 5)
+        assert isinstance(held.ended["a"], Requeue)
 
 
 async def test_a_job_whose_last_write_does_not_arrive_does_not_keep_the_worker(
-    db: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shutdown, "_LAST_WRITES_S", 0.05)
-    held = HeldJobs(db, stubborn=True)
-    await held.start(claim_of("a"))
-    await asyncio.wait_for(Shutdown(held.jobs, 0).drain(), 5)
-    assert [(record.levelno, record.message[:6]) for record in caplog.records] == [(logging.ERROR, "1 jobs")]
-    await held.release()
+    monkeypatch.setattr(queue_worker, "_LAST_WRITES_S", 0.05)
+    async with holding(redis_url, stubborn=True, grace_s=0) as held:
+        await held.start(claim_of("a"))
+        await asyncio.wait_for(held.worker.drain(), 5)
+        assert [(record.levelno, record.message[:6]) for record in caplog.records] == [(logging.ERROR, "1 jobs")]

@@ -15,9 +15,8 @@ from sluice import Client
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended
 from tests.line import Line
-from tests.queue.helpers import QUEUE, ask, ended, envelope, listening, put, settings, until, working
+from tests.queue.helpers import QUEUE, ask, ended, enqueue, envelope, listening, put, settings, until, working
 from worker.queue.job.claims import Claims
-from worker.queue.server.connection import connect
 from worker.queue.wake import ControlListener, allow_keyspace_events
 
 
@@ -77,15 +76,15 @@ async def test_our_submit_wakes(db: Redis, client: Client) -> None:
 
 
 async def test_a_plain_arq_producer_wakes_through_keyspace_events(redis_url: str, db: Redis) -> None:
-    async with connect(settings(redis_url)) as producer, heard_by_a_listener(db) as heard:
+    async with heard_by_a_listener(db) as heard:
         for lane in keys.LANES:
-            await producer.enqueue_job("chat", {}, _queue_name=keys.queue("default", lane))
+            await enqueue(redis_url, keys.queue("default", lane))
         await until(lambda: heard.wakes == 2)
 
 
 async def test_work_for_another_model_wakes_nobody_here(redis_url: str, db: Redis) -> None:
-    async with connect(settings(redis_url)) as producer, heard_by_a_listener(db) as heard:
-        await producer.enqueue_job("chat", {}, _queue_name=keys.queue("other", "interactive"))
+    async with heard_by_a_listener(db) as heard:
+        await enqueue(redis_url, keys.queue("other", "interactive"))
         await db.publish(keys.wake("other"), "")
         await all_is_heard(db, heard)
         assert heard.wakes == 0

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from worker.batch_dir.feeder import feed
@@ -48,7 +47,7 @@ class BatchDirectory:
             name = _identity(self._folder)
         except OSError as error:
             raise CannotStart(f"SLUICE_BATCH_DIR={folder}: cannot create its inbox: {error.strerror}") from None
-        self.cron = Cron(name, self._on_slot, Crontab(settings.batch_schedule), free=self._is_free)
+        self.cron = Cron(name, self._slot.set, Crontab(settings.batch_schedule), free=self._is_free)
 
     async def run(self, stopping: asyncio.Event, force_stop: asyncio.Event) -> None:
         """Run until `stopping`. A running feeder then has `SLUICE_GRACE_S` to end, and is killed at `force_stop`."""
@@ -69,9 +68,6 @@ class BatchDirectory:
         well = await feed([*self._command, *more], env, stopping=stopping, force_stop=force_stop, grace_s=grace_s)
         self.feeding = False
         return well
-
-    async def _on_slot(self, ctx: dict[Any, Any]) -> None:
-        self._slot.set()
 
     def _is_free(self) -> bool:
         return not self.feeding and not self._slot.is_set()

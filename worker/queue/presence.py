@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from schemas import keys
 from schemas.keys import LANES, Lane
 from worker import __version__
 from worker.errors import CannotStart
-from worker.queue.rows import offline_rows
+from worker.queue.job.claims import offline_rows
 from worker.queue.server.clock import ServerClock
 from worker.queue.services import wait_first
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
 
-_RATE_OVER_S = 60.0
 # Groups: valid until, in Unix seconds, and running jobs by lane. Any client can write a field, so digits are bounded:
 # int() refuses very long numbers.
 _REPORT = re.compile(rb"(?:[\d.]+|draining) [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})")
@@ -58,6 +56,9 @@ class Running(Protocol):
 
     def rows(self) -> int:
         """Return how many of them take a row."""
+
+    def per_s(self) -> float:
+        """Return how many end in a second."""
 
 
 async def until_name_is_free(redis: Redis, settings: Settings, stopping: asyncio.Event | None = None) -> None:
@@ -114,7 +115,6 @@ class Presence:
         self._model_key = keys.model(settings.model_name)
         self._queues = [keys.queue(settings.model_name, lane) for lane in LANES]
         self._lease_ms = int(settings.lease_s * 1000)
-        self._ended: deque[float] = deque()
         self._fields: dict[str, str | int | float] = {
             "name": settings.worker_name,
             "model": settings.model_name,
@@ -126,10 +126,6 @@ class Presence:
             "pid": os.getpid(),
             "started_at": round(time.time(), 3),
         }
-
-    def job_ended(self) -> None:
-        """Count an ended job for the reported rate."""
-        self._ended.append(time.monotonic())
 
     async def take_name(self, running: Running) -> None:
         """Wait until the worker's name is free, and publish its presence; once. Raises `CannotStart`, and RedisError,
@@ -180,7 +176,7 @@ class Presence:
                 await self._redis.delete(key)
 
     async def _publish(self, running: Running) -> dict[Lane, int]:
-        rate, now = round(self._jobs_per_s(), 3), self._clock.now()
+        rate, now = round(running.per_s(), 3), self._clock.now()
         jobs = running.by_lane()
         offline = offline_rows(self._settings, self._clock.utc())
         draining = self._stopping.is_set()
@@ -228,13 +224,6 @@ class Presence:
                 await pipe.execute()
         except (RedisError, OSError):
             logger.info("redis does not answer: the worker's presence expires with its lease")
-
-    def _jobs_per_s(self) -> float:
-        """Ended jobs per second over the last minute; clients estimate from it how long a full queue takes to drain."""
-        since = time.monotonic() - _RATE_OVER_S
-        while self._ended and self._ended[0] < since:
-            self._ended.popleft()
-        return len(self._ended) / _RATE_OVER_S
 
 
 def _waiting(due: Mapping[Lane, int], workers: Iterable[bytes], now: float) -> dict[Lane, int]:

@@ -1,8 +1,10 @@
 """The jobs that this worker runs, each from its claim to the end of its task."""
 
 import asyncio
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from schemas.keys import Lane
@@ -12,7 +14,7 @@ from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim
 from worker.queue.job.job import Interruption, Job
 
-RunJob = Callable[[str, int], Coroutine[Any, Any, None]]
+_RATE_OVER_S = 60.0
 
 
 class RunningJobs:
@@ -21,13 +23,21 @@ class RunningJobs:
     All methods are for the event loop's thread, except `claims` and `ownership_lost`.
     """
 
-    def __init__(self, publisher: Publisher, metrics: MetricsSink, *, run: RunJob, wake: Callable[[], None]) -> None:
-        """`run` is arq's `run_job`: it brings the job of an id to its ending, and does not raise. `wake` is called
-        when a job may be claimed in place of one that has ended or has left its probation."""
+    def __init__(
+        self,
+        publisher: Publisher,
+        metrics: MetricsSink,
+        *,
+        run: Callable[[Job], Coroutine[Any, Any, None]],
+        wake: Callable[[], None],
+    ) -> None:
+        """`run` brings a job to its ending, and does not raise. `wake` is called when a job may be claimed in place of
+        one that has ended or has left its probation."""
         self._publisher, self._metrics = publisher, metrics
         self._run, self._wake = run, wake
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[str, Job] = {}
+        self._ended_at = deque[float]()  # monotonic, of the last `_RATE_OVER_S`
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -48,15 +58,16 @@ class RunningJobs:
         self._metrics.claimed(
             claim.lane, queue_s=claim.age_s(log.clock.now()), lease_expirations=claim.lease_expirations
         )
-        task = self._loop.create_task(self._run(claim.job_id, int(claim.queued_at * 1000)))
         on_probation = claim.lease_expirations > 0
-        self._jobs[claim.job_id] = Job(claim, log, task, on_probation=on_probation, on_probation_end=self._wake)
-        task.add_done_callback(lambda task: self._ended(claim.job_id, task))
+        job = Job(claim, log, on_probation=on_probation, on_probation_end=self._wake)
+        self._jobs[claim.job_id] = job
+        job.start(self._loop, self._run(job)).add_done_callback(partial(self._ended, claim.job_id))
 
     def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
         job = self._jobs.pop(job_id)
         self._publisher.close(job.log)
         self._metrics.released(job.claim.lane)
+        self._ended_at.append(time.monotonic())
         self._wake()
         task.result()  # `run` does not raise; if it does, the loop's exception handler logs it
 
@@ -107,6 +118,14 @@ class RunningJobs:
     def suspects(self) -> int:
         """Return the number of running jobs that are on probation."""
         return sum(job.on_probation for job in self._jobs.values())
+
+    def per_s(self) -> float:
+        """Return the jobs that ended in a second, over the last minute; clients estimate from it how long a full queue
+        takes to drain."""
+        since = time.monotonic() - _RATE_OVER_S
+        while self._ended_at and self._ended_at[0] < since:
+            self._ended_at.popleft()
+        return len(self._ended_at) / _RATE_OVER_S
 
     async def all_ended(self) -> None:
         """Wait until no job runs."""

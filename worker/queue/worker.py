@@ -1,36 +1,44 @@
-"""The queue worker: arq's wire format, queue and functions, with claims, leases and endings of our own."""
+"""The queue worker: claims the jobs of one model while rows are free, and brings each to exactly one ending."""
 
+import asyncio
+import logging
+import math
 import signal
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from signal import Signals
 
-from arq.worker import Worker
+from redis.exceptions import RedisError
 
 from schemas import keys
-from worker.json_bytes import dumps
+from schemas.keys import Lane
+from worker.errors import OwnershipLost, Requeue
 from worker.monitoring.heartbeat import Heartbeat
 from worker.monitoring.sink import MetricsSink
-from worker.queue.cancel_backlog import CancelBacklog
-from worker.queue.cancel_keys import CancelKeys
-from worker.queue.cron import Cron, Crons
+from worker.queue.cancel_requests import CancelRequests
+from worker.queue.cron import Cron
 from worker.queue.job.channel import Publisher
-from worker.queue.job.claims import Claims
+from worker.queue.job.claims import MAX_COUNTS, Claim, Claims, Takeover, WorkerRows, worker_rows
 from worker.queue.job.endings import Endings
 from worker.queue.job.functions import JobFunctions
 from worker.queue.job.lease import LeaseKeeper
 from worker.queue.job.runner import JobRunner
-from worker.queue.pickup import Pickup
 from worker.queue.presence import Abilities, Presence
 from worker.queue.running import RunningJobs
 from worker.queue.server.outage import until_redis_answers
+from worker.queue.server.readiness import Readiness
 from worker.queue.server.redis_server import RedisServer
-from worker.queue.services import run_with_services
-from worker.queue.shutdown import Shutdown
+from worker.queue.services import run_with_services, wait_first
 from worker.queue.unclaimed import UnclaimedQueues
 from worker.queue.wake import ControlListener
 from worker.settings import Settings
+
+logger = logging.getLogger("sluice.queue")
+
+_LAST_WRITES_S = 5.0  # for the last writes of a stopping worker, if Redis does not answer at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +51,18 @@ class ServedModel:
     step_times: Callable[[], Sequence[float]] = tuple  # as `StepTimes.seconds` returns them
 
 
-class QueueWorker(Worker):
-    """Claims jobs of both lanes while rows are free, and brings each to exactly one ending.
+class QueueWorker:
+    """Reads the queues of plain arq producers and of `sluice.Client`, and owns the loop that claims from them.
 
-    arq's retries, timeout, results and health check are disabled, and its abort is a cancellation; a lease, an attempt
-    number that fences every write, and one final script replace them. The worker itself only connects its parts:
+    Of arq it has the format of jobs, and the functions that they name. In place of arq's retries, timeouts and results
+    stand a lease, an attempt number that fences every write, and one final script. Its parts:
 
-    - `Pickup` claims jobs, and wakes and polls for that
-    - `RunningJobs` owns the jobs that run here; `JobRunner` brings each to its ending
-    - `ControlListener`, `CancelBacklog` and `CancelKeys` receive wake-ups and cancellations
+    - `Claims` takes jobs from the queues; `RunningJobs` owns those that run here, `JobRunner` brings each to its ending
+    - `ControlListener` receives wake-ups, and cancellations for `CancelRequests`
     - `LeaseKeeper` renews the leases, `Presence` publishes that the worker is alive
-    - `Shutdown` drains the worker at a signal
+
+    `stopping` is set by the first signal: no more jobs are claimed. `force_stop` is set by the second one: the grace
+    period of the running jobs ends early. Only `on_signal` sets them.
     """
 
     def __init__(
@@ -66,56 +75,51 @@ class QueueWorker(Worker):
         model: ServedModel | None = None,
         crons: Sequence[Cron] = (),
     ) -> None:
-        """`crons` are not jobs: they take no row, and no client can enqueue one."""
-        super().__init__(
-            functions.all,
-            queue_name=keys.queue(settings.model_name, "interactive"),
-            redis_pool=server.client,
-            ctx=functions.ctx,
-            max_jobs=settings.max_rows,
-            poll_delay=settings.poll_s,
-            keep_result=0,
-            retry_jobs=False,
-            allow_abort_jobs=False,
-            job_serializer=dumps,
-        )
+        """Create it in the event loop's thread: from then on SIGINT and SIGTERM stop it. `crons` are not jobs: they
+        take no row, and no client can enqueue one."""
         model = model or ServedModel()
-        redis, claims = server.client, Claims(server.client, settings)
+        redis = server.client
+        self._server, self._settings = server, settings
+        self._crons, self._step_times = tuple(crons), model.step_times
+        self.stopping, self.force_stop = asyncio.Event(), asyncio.Event()
+        self._woken = asyncio.Event()
+        self._connected = False
+        # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
+        self._sweep_s = min(settings.poll_s, max(0.1, settings.lease_s / 20))
+        self._swept_at = 0.0  # monotonic
+        self._next_at = math.inf  # monotonic: of a poll that a claim asked for
+        self.readiness = Readiness(self._sweep_s)
+
+        self._claims, self._takeover = Claims(redis, settings), Takeover(settings.lease_s)
         publisher = Publisher(redis, server.clock, settings, model.set_paused)
-        self.jobs = RunningJobs(publisher, metrics, run=self.run_job, wake=self.wake)
-        self.shutdown = Shutdown(self.jobs, settings.grace_s)
-        endings = Endings(publisher, claims, settings.model_name, metrics)
-        self._runner = JobRunner(
-            redis, functions, claims, endings, max_bytes=settings.max_request_bytes, stopping=self.shutdown.stopping
+        endings = Endings(publisher, self._claims, settings.model_name, metrics)
+        runner = JobRunner(
+            redis, functions, self._claims, endings, max_bytes=settings.max_request_bytes, stopping=self.stopping
         )
-        cancel_keys, cancels = CancelKeys(redis, self.jobs), CancelBacklog(self.jobs.cancel, claims)
-        self._pickup = Pickup(
-            server, settings, claims, self.jobs, cancel_keys, cancels, self.shutdown.stopping, model.step_times
-        )
-        self.readiness = self._pickup.readiness
+        self.jobs = RunningJobs(publisher, metrics, run=runner.run, wake=self.wake)
+        self._cancels = CancelRequests(redis, settings, self.jobs)
         listener = ControlListener(
             redis,
             settings.model_name,
             keyspace_events=settings.keyspace_events,
             wake=self.wake,
-            cancel=cancels.add,
-            on_reconnect=cancel_keys.check_all,
+            cancel=self._cancels.add,
+            on_reconnect=self._cancels.check_running,
         )
-        self._crons = Crons(crons, server, settings.worker_name)
-        self._presence = Presence(redis, settings, server.clock, model.abilities, self.shutdown.stopping)
-        publish_presence = partial(self._presence.run, self.jobs, metrics.set_waiting)
+        self._presence = Presence(redis, settings, server.clock, model.abilities, self.stopping)
         self.heartbeat = Heartbeat("event loop")
         heartbeats = [self.heartbeat, *model.heartbeats]
         self._leases = LeaseKeeper(settings, self.jobs.claims, self.jobs.ownership_lost, heartbeats)
-        unclaimed = UnclaimedQueues(redis, settings.model_name).run
         self._services = (
             publisher.run,
             listener.run,
-            cancels.run,
-            publish_presence,
+            self._cancels.run,
+            partial(self._presence.run, self.jobs, metrics.set_waiting),
             self.heartbeat.keep_beating,
-            unclaimed,
+            UnclaimedQueues(redis, settings.model_name).run,
         )
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(signum, self.on_signal, signum)
 
     async def main(self) -> None:
         """Run until a signal, give running jobs `grace_s` seconds to end, requeue the rest. Raises `CannotStart`."""
@@ -128,41 +132,145 @@ class QueueWorker(Worker):
             self._leases.stop()
         await self._presence.remove()
 
-    async def _run_jobs(self) -> None:
-        """Claim and run jobs until the worker is stopped and its last job has ended."""
-        await self._pickup.run(self._poll_iteration)
-        await self._pickup.requeue_lost_claims()
-        await self.shutdown.drain()
-
     async def connect(self) -> bool:
-        """Wait for Redis and check it. Returns False if the worker is stopped first. Raises `CannotStart`."""
-        take_name = partial(self.readiness.watch, partial(self._presence.take_name, self.jobs))
-        return await self._pickup.connect() and await until_redis_answers(take_name, self.shutdown.stopping)
+        """Wait for Redis, check it, and take the worker's name. Returns False if the worker is stopped first. Raises
+        `CannotStart`."""
+        if not self._connected:
+            self._connected = await self._until_answered(self._check_server)
+        return self._connected and await self._until_answered(partial(self._presence.take_name, self.jobs))
 
-    def handle_sig(self, signum: Signals) -> None:
+    async def _check_server(self) -> None:
+        self._takeover.record_first_answer(await self._server.connect())
+        self.readiness.record_answer()
+
+    async def _until_answered(self, call: Callable[[], Awaitable[None]]) -> bool:
+        """Repeat a call of Redis until it answers. Returns False if the worker is stopped first."""
+        return await until_redis_answers(partial(self.readiness.watch, call), self.stopping)
+
+    async def _run_jobs(self) -> None:
+        await self.claim_jobs()
+        await self.requeue_lost_claims()
+        await self.drain()
+
+    async def claim_jobs(self) -> None:
+        """Poll when the worker is woken, when its last claims asked for it, and at least once per sweep, until the
+        worker is stopped."""
+        while not self.stopping.is_set():
+            self._woken.clear()
+            await self._until_answered(self.poll)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(self._sweep_s, self._next_at - time.monotonic())):
+                    await self._woken.wait()
+
+    async def poll(self) -> None:
+        """Claim a job for every free row, or this worker's share of fewer jobs.
+
+        Once per sweep it also claims jobs past their deadline, finds the cancel keys of running jobs and the jobs that
+        arq aborts, and begins the crons that are due. Raises RedisError, OSError."""
+        is_sweep = time.monotonic() - self._swept_at >= self._sweep_s
+        self._next_at = math.inf
+        for lane in keys.LANES:
+            await self._poll_lane(lane, is_sweep=is_sweep)
+        if is_sweep:
+            await self._cancels.check_running()
+            await self._cancels.add_aborted()
+            self._swept_at = time.monotonic()
+            for cron in self._crons:
+                await cron.begin_if_due(self._server.client, self._settings.worker_name, self._server.clock.utc())
+
+    async def _poll_lane(self, lane: Lane, *, is_sweep: bool) -> None:
+        if self.stopping.is_set():  # it may have been set since the poll began
+            return
+        rows = worker_rows(self.jobs.claims(), self._settings, self._server.clock.utc(), self._step_times())
+        limit = rows.free[lane]
+        if limit or is_sweep or self._claims.needs_reconcile(lane):
+            counts = MAX_COUNTS - sum(claim.is_count for claim in self.jobs.claims())
+            # A job that only this poll has found woke no worker that it may be left to.
+            claimed = await self._take(lane, limit, rows, counts=max(0, counts), wake=is_sweep)
+            self._next_at = min(self._next_at, self._claims.next_at(lane))
+            self._takeover.record_answer()
+            self.readiness.record_answer()
+            await self._start_all(claimed)
+            # A cancellation that arrived before the claim's reply found no job to interrupt.
+            await self._cancels.check([claim.job_id for claim in claimed])
+        if self._claims.needs_reconcile(lane):
+            self.wake()
+
+    async def _take(
+        self, lane: Lane, limit: int, rows: WorkerRows, *, counts: int = 0, wake: bool = False
+    ) -> list[Claim]:
+        return await self._claims.take(
+            lane,
+            limit,
+            counts=counts,
+            running=self.jobs.claims(),
+            suspects=self.jobs.suspects(),
+            takeover=self._takeover.allowed(),
+            rows=rows,
+            wake=wake,
+        )
+
+    async def _start_all(self, claims: list[Claim]) -> None:
+        for claim in claims:
+            if claim.job_id in self.jobs:
+                # Our own job, claimed again after its lease had expired: the running attempt has lost it.
+                self.jobs.interrupt(claim.job_id, OwnershipLost())
+                await self._requeue(claim)
+            elif self.stopping.is_set() and not claim.expired:  # set while the claim was under way
+                await self._requeue(claim)
+            else:
+                self.jobs.start(claim)
+
+    async def _requeue(self, claim: Claim) -> None:
+        with suppress(RedisError, OSError):  # then its lease expires
+            await self._claims.release(claim)
+
+    def wake(self) -> None:
+        """Claim jobs at once instead of at the next poll."""
+        self._woken.set()
+
+    def on_signal(self, signum: Signals) -> None:
         """Start the drain at the first signal; end its grace period at the second."""
-        self.shutdown.signal(signum)
+        name, running = Signals(signum).name, len(self.jobs)
+        if not self.stopping.is_set():
+            logger.info("%s: stopping; %s", name, _plan(running, self._settings.grace_s))
+        elif not self.force_stop.is_set():
+            logger.info("%s again: requeueing %s", name, _jobs(running))
+            self.force_stop.set()
+        self.stopping.set()
         self.readiness.drain()
         self.wake()
 
     def stop(self) -> None:
         """Start the drain, as at SIGTERM."""
-        self.handle_sig(signal.SIGTERM)
+        self.on_signal(signal.SIGTERM)
 
-    def wake(self) -> None:
-        """Claim jobs at once instead of at the next poll."""
-        self._pickup.wake()
+    async def requeue_lost_claims(self) -> None:
+        """Requeue claims whose reply was lost; their jobs would wait for their leases, and then count as suspects. And
+        tell the other workers to leave no more jobs to this one."""
+        no_rows = WorkerRows(len(self.jobs), self._settings.max_rows, dict.fromkeys(keys.LANES, 0))
+        with suppress(RedisError, OSError):  # then the leases expire
+            for lane in keys.LANES:
+                # A claim for no row requeues them, and returns only jobs past their deadline.
+                await self._start_all(await self._take(lane, 0, no_rows))
 
-    async def run_job(self, job_id: str, score: int) -> None:
-        """Run a claimed job to its one ending. Does not raise."""
-        await self._runner.run(self.jobs[job_id])
-        self._presence.job_ended()
+    async def drain(self) -> None:
+        """Wait for the running jobs until the grace period ends, requeue the rest, and wait for the last writes."""
+        await wait_first(self.jobs.all_ended(), self.force_stop.wait(), timeout_s=self._settings.grace_s)
+        self.jobs.interrupt_all(Requeue)
+        await wait_first(self.jobs.all_ended(), timeout_s=_LAST_WRITES_S)
+        if left := len(self.jobs):
+            logger.error("%d jobs could not be requeued: other workers take them over when their leases expire", left)
 
-    async def _poll_iteration(self) -> None:
-        """Claim a job for every free row, and at each sweep run the crons that are due."""
-        if await self._pickup.poll():
-            await self.heart_beat()
 
-    async def heart_beat(self) -> None:
-        """Run the crons that are due. Overrides arq's method, which would enqueue a job for each slot."""
-        await self._crons.run_due()
+def _plan(running: int, grace_s: float) -> str:
+    """Return the log text for the first signal: which jobs the worker waits for, and the effect of a second signal."""
+    if not running:
+        return "no job is running"
+    if not grace_s:
+        return f"requeueing {_jobs(running)}"
+    return f"waiting up to {grace_s:g} s for {_jobs(running)}; a second signal requeues them at once"
+
+
+def _jobs(count: int) -> str:
+    return "1 job" if count == 1 else f"{count} jobs"

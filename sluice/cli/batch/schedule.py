@@ -85,7 +85,7 @@ def _slots(settings: "Settings", now: datetime, count: int) -> list[datetime]:
 
 
 def _hours(settings: "Settings", now: datetime) -> str:
-    from worker.queue.rows import offline_rows
+    from worker.queue.job.claims import offline_rows
     from worker.schedule_times import Hours
 
     rows = f"Offline jobs may take {offline_rows(settings, now)} of a worker's {settings.max_rows} rows now"

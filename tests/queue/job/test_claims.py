@@ -16,6 +16,7 @@ from schemas import keys
 from schemas.keys import Lane
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line
+from tests.queue.held import cancel_waiting
 from tests.queue.helpers import BATCH, QUEUE, envelope, field, lapse, put, renew, settings
 from tests.selection import examples
 from worker.bounded_json.strict import loads
@@ -338,10 +339,10 @@ async def test_only_a_job_that_waits_is_cancelled_in_its_queue(db: Redis, claims
     await put(db, "runs", BODY)
     assert ids(await claims.take("interactive", 1)) == ["runs"]
     await put(db, "deferred", BODY, at_ms=(seconds + 3600) * 1000)
-    assert not await claims.cancel_waiting("runs")
-    assert not await claims.cancel_waiting("nobody")
-    assert await claims.cancel_waiting("deferred")
-    assert not await claims.cancel_waiting("deferred"), "it has ended"
+    assert not await cancel_waiting(db, "runs")
+    assert not await cancel_waiting(db, "nobody")
+    assert await cancel_waiting(db, "deferred")
+    assert not await cancel_waiting(db, "deferred"), "it has ended"
     await check_job_keys(db, "deferred")
     (event,) = [loads(raw) for raw in await db.lrange("sluice:log:deferred", 0, -1)]
     assert (event["type"], event["seq"], event["attempt"]) == ("cancelled", 0, 1)
@@ -352,14 +353,14 @@ async def test_only_a_job_that_waits_is_cancelled_in_its_queue(db: Redis, claims
 @pytest.mark.parametrize("lane", keys.LANES)
 async def test_a_job_is_cancelled_in_whichever_lane_it_waits(db: Redis, claims: Claims, lane: Lane) -> None:
     await put(db, "a", BODY, lane=lane)
-    assert await claims.cancel_waiting("a")
+    assert await cancel_waiting(db, "a")
     await check_all_ended(db)
 
 
 async def test_a_job_that_has_ended_is_not_cancelled_because_it_was_queued_again(db: Redis, claims: Claims) -> None:
     await end(db, "a")
     await put(db, "a", BODY)
-    assert not await claims.cancel_waiting("a")
+    assert not await cancel_waiting(db, "a")
     assert await field(db, "a", "state") == "finished"
 
 
@@ -387,7 +388,7 @@ async def test_the_worker_that_ran_a_cancelled_job_before_is_fenced(db: Redis, c
     await put(db, "job", BODY)
     (claim,) = await claims.take("interactive", 1)
     await claims.release(claim)
-    assert await claims.cancel_waiting("job")
+    assert await cancel_waiting(db, "job")
     assert int(await db.hget("sluice:job:job", "attempt") or 0) > claim.attempt
     await claims.release(claim)
     assert await db.hget("sluice:job:job", "state") == b"cancelled"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from worker.queue.job import takeover
-from worker.queue.job.takeover import Takeover
+from worker.queue.job import claims
+from worker.queue.job.claims import Takeover
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(takeover, "time", clock)
+    monkeypatch.setattr(claims, "time", clock)
     return clock
 
 

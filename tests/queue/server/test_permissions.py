@@ -141,7 +141,7 @@ async def test_the_rules_are_enough_for_all_that_a_worker_does(server: Server, a
     await admin.execute_command("ACL", "LOG", "RESET")
     chat = FakeChat()
     given = settings(server.url.replace("//", "//bob:pw@"), lease_s=1, disconnect_grace_s=0.1)
-    async with working(given, chat.chat) as worker:
+    async with working(given, chat.chat):
         await ask(admin, "good", {"say": ["Hello"]})
         await ended(admin, "good")
         await listening(admin)
@@ -160,19 +160,16 @@ async def test_the_rules_are_enough_for_all_that_a_worker_does(server: Server, a
             await ask(admin, f"lapsed-{lapses}", {"say": ["a"]})
             await ended(admin, f"lapsed-{lapses}")
         assert await admin.hlen(keys.DEAD) == 1
-        night = Cron("night", nothing, Crontab("* * * * *"), free=lambda: True)
-        for minute in (0, 5):
-            await night.run_if_due(worker.pool, "ada", datetime(2026, 3, 13, 12, minute, tzinfo=UTC))
+        night = Cron("night", lambda: None, Crontab("* * * * *"), free=lambda: True)
+        async with connect(given) as redis:
+            for minute in (0, 5):
+                await night.begin_if_due(redis, "ada", datetime(2026, 3, 13, 12, minute, tzinfo=UTC))
         await ask(admin, "left", {"then": "hang"})
         await until(lambda: bool(chat.running))
     assert await admin.hget(keys.job("left"), "state") == b"queued"
     assert await admin.zcard(QUEUE) == 1
     refused = {entry[b"object"].decode() for entry in map(pairs, await admin.execute_command("ACL", "LOG"))}
     assert not {name for name in refused if not name.startswith(_OPTIONAL)}
-
-
-async def nothing(ctx: object) -> None:
-    """Runs in a slot."""
 
 
 def pairs(flat: list[bytes]) -> dict[bytes, bytes]:

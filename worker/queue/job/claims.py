@@ -1,12 +1,13 @@
-"""Claims jobs under a lease, and releases them."""
+"""Claims jobs under a lease for the rows that are free, and releases them."""
 
 import asyncio
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from arq.constants import in_progress_key_prefix, job_key_prefix, retry_key_prefix
@@ -17,9 +18,12 @@ from schemas import keys
 from schemas.keys import Lane
 from worker.queue.job.resume_state import ResumeState
 from worker.queue.scripts import JOB_LIFE_MS, arguments, named, script
+from worker.schedule_times import Hours
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
+
+MAX_COUNTS = 8  # token counts at once that take no row: they share the text threads with the prompts of chats
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,44 @@ class WorkerRows:
         return [self.in_use, self.max_rows, *free, *(round(seconds * 1e6) for seconds in self.step_times)]
 
 
+def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: datetime) -> int:
+    """Return the number of rows that the lane may still take; negative if it has more than it may have.
+
+    Interactive jobs ignore offline rows: if rows are short, offline rows are preempted, see
+    `worker.schedule.admission`. Offline jobs leave `reserved_rows` free, so that the first interactive jobs need no
+    preemption, and outside of `batch_hours` they take at most `batch_off_hours_rows`. `MAX_COUNTS` token counts take
+    no row; further ones count as rows, so that a worker claims no more of them than of chats.
+    """
+    taken = _with_rows(running)
+    rows, offline = len(taken), sum(claim.lane == "batch" for claim in taken)
+    if lane == "interactive":
+        return settings.max_rows - (rows - offline)
+    free = settings.max_rows - rows
+    return min(free - settings.reserved_rows, offline_rows(settings, now) - offline)
+
+
+def worker_rows(
+    running: Collection[Claim], settings: Settings, now: datetime, step_times: Sequence[float]
+) -> WorkerRows:
+    """Return the rows of this worker, as other workers need them to share jobs. `step_times`: see `WorkerRows`."""
+    free = {lane: max(0, free_rows(lane, running, settings, now)) for lane in keys.LANES}
+    return WorkerRows(len(_with_rows(running)), settings.max_rows, free, tuple(step_times))
+
+
+def _with_rows(running: Collection[Claim]) -> list[Claim]:
+    """Return the claims that take a row."""
+    counts = [claim for claim in running if claim.is_count]
+    return [*(claim for claim in running if not claim.is_count), *counts[MAX_COUNTS:]]
+
+
+def offline_rows(settings: Settings, now: datetime) -> int:
+    """Return the number of rows that offline jobs may have at this time if there are no interactive jobs."""
+    hours = settings.batch_hours
+    inside = hours is None or now in Hours.read(hours)
+    unreserved = settings.max_rows - settings.reserved_rows
+    return unreserved if inside else min(unreserved, settings.batch_off_hours_rows)
+
+
 def lease_key(job_id: str) -> str:
     """Return arq's in-progress key of the job, so that arq's `Job.status()` is right about our jobs."""
     return in_progress_key_prefix + job_id
@@ -84,7 +126,7 @@ _RESUME_FIELDS = tuple(ResumeState.model_fields)
 
 
 class Claims:
-    """Claims, finds, cancels and releases jobs in the queues of one model."""
+    """Claims and releases jobs of the queues of one model."""
 
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._model, self._worker = settings.model_name, settings.worker_name
@@ -101,10 +143,6 @@ class Claims:
         self._wake_channel = keys.wake(self._model)
         self._claim = script(redis, "claim")
         self._release = script(redis, "release")
-        self._cancel = script(redis, "cancel")
-        self._waiting = script(redis, "waiting")
-        self._aborted = script(redis, "aborted")
-        self._log_ttl_ms, self._result_ttl_ms = settings.log_ttl_s * 1000, settings.result_ttl_s * 1000
 
     async def take(
         self,
@@ -206,27 +244,6 @@ class Claims:
             return b""
         return bytes(found or b"")
 
-    async def find_waiting(self, job_ids: Collection[str]) -> list[str]:
-        """Return the ids that are in one of the model's queues; their jobs may be running, here or on another worker.
-        Raises RedisError, OSError."""
-        found = await self._waiting(keys=self._queues, args=list(job_ids)) if job_ids else []
-        return [job_id.decode("utf-8", "surrogateescape") for job_id in found]
-
-    async def find_aborted(self) -> list[str]:
-        """Return the ids of jobs in the model's queues that arq's `Job.abort` asks to end; they may be running, here or
-        on another worker. Raises RedisError, OSError."""
-        found = await self._aborted(keys=self._queues)
-        return [job_id.decode("utf-8", "surrogateescape") for job_id in found]
-
-    async def cancel_waiting(self, job_id: str) -> bool:
-        """Cancel a job that waits in one of the model's queues. Returns False if it does not wait there. Raises
-        RedisError, OSError."""
-        (outcome,) = await self._cancel(
-            keys=self._queues,
-            args=[job_id, JOB_LIFE_MS, self._log_ttl_ms, self._result_ttl_ms, "", ""],
-        )
-        return bool(outcome == b"cancelled")
-
     async def release(self, claim: Claim) -> None:
         """Return the job to its queue and wake the workers. Does nothing if another attempt owns the job. Raises
         RedisError, OSError."""
@@ -234,6 +251,32 @@ class Claims:
             keys=[keys.job(claim.job_id), lease_key(claim.job_id), keys.queue(self._model, claim.lane)],
             args=[claim.attempt, self._wake_channel],
         )
+
+
+class Takeover:
+    """Forbids takeovers for one lease after an outage: no worker could renew its leases meanwhile, so those of live
+    workers expired too, and these must have time to renew them."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._answered_at = self._allowed_from = time.monotonic()
+
+    def record_first_answer(self, server_up_s: float) -> None:
+        """Record the first answer of the server. An uptime of less than a lease counts as an outage."""
+        self._answered_at = time.monotonic()
+        if server_up_s < self._lease_s:
+            self._allowed_from = self._answered_at + self._lease_s
+
+    def record_answer(self) -> None:
+        """Record an answer of the server."""
+        self._answered_at = time.monotonic()
+
+    def allowed(self) -> bool:
+        """True if takeovers are allowed. Call it before each claim: half a lease without an answer is an outage."""
+        now = time.monotonic()
+        if now - self._answered_at > self._lease_s / 2:
+            self._allowed_from = now + self._lease_s
+        return now >= self._allowed_from
 
 
 def _names(claims: Iterable[Claim]) -> list[str]:

@@ -17,9 +17,8 @@ class JobFunctions:
     """The functions of a worker, the context that they share, and the reader of the bodies that name them."""
 
     def __init__(self, functions: Sequence[Function], ctx: dict[Any, Any], reader: Reader | None = None) -> None:
-        """`ctx`: arq's context. Each call gets a copy, with the running `Job` as its "job"."""
-        self.all = tuple(functions)
-        self.ctx = ctx
+        """`ctx`: their first argument, as arq passes it. Each call gets a copy, with the running `Job` as its "job"."""
+        self._ctx = ctx
         self._by_name = {function.name: function for function in functions}
         self._reader = reader or Reader()
 
@@ -38,7 +37,7 @@ class JobFunctions:
         function = self._function(name)
 
         async def call(job: Job) -> JobResult:
-            answer = await function.coroutine({**self.ctx, "job": job}, request)
+            answer = await function.coroutine({**self._ctx, "job": job}, request)
             assert isinstance(answer, JobResult), f"{function.name} must return a JobResult"
             return answer
 

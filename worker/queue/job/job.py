@@ -1,8 +1,9 @@
 """A claimed job while it runs, and the ways it can be stopped."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from worker.errors import Cancelled, JobFailure, OwnershipLost, Requeue
 from worker.queue.job.channel import JobLog
@@ -63,6 +64,11 @@ class Job:
     on_probation_end: Callable[[], None] = lambda: None  # called when its probation is over
     on_probation: bool = False
     body: bytes = b""  # empty unless the job becomes a dead letter
+
+    def start(self, loop: asyncio.AbstractEventLoop, ending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start the task that brings the job to its ending, and return it."""
+        self.task = loop.create_task(ending)
+        return self.task
 
     def keep_body(self, body: bytes) -> None:
         """Keep the body for the job's dead letter."""

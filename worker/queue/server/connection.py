@@ -1,23 +1,20 @@
 """Creates the worker's Redis client. Errors about its URL never contain a part of a password."""
 
-from arq.connections import ArqRedis
-from redis.asyncio import BlockingConnectionPool, ConnectionPool
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.exceptions import RedisError
 
-from worker.bounded_json.strict import loads
 from worker.errors import CannotStart
-from worker.json_bytes import dumps
 from worker.redis_url import BAD_OPTION, UNREADABLE, redacted
 from worker.settings import Settings
 
 
-def connect(settings: Settings) -> ArqRedis:
+def connect(settings: Settings) -> Redis:
     """Return a client, which connects at its first command. Its key encoding preserves job ids of any bytes. Raises
     `CannotStart` if the URL is not valid."""
     pool = _pool(settings)
     if not _options_fit(pool):
         raise _bad_url(settings, BAD_OPTION)
-    return ArqRedis(pool_or_conn=pool, job_serializer=dumps, job_deserializer=loads)
+    return Redis(connection_pool=pool)
 
 
 def _pool(settings: Settings) -> BlockingConnectionPool:
