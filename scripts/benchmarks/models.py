@@ -1,6 +1,7 @@
 """Writes random models of a given size to disk, with the tiny model's tokenizer."""
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,6 +64,16 @@ def dense(hidden: int, layers: int) -> dict[str, Any]:
         "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64, "vocab_size": 1024,
         "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False,
     }  # fmt: skip
+
+
+def non_word_tokens() -> list[int]:
+    """Return the tokens that are not whole ASCII words. If a random model never samples them, all answers have the same
+    length, and equal texts have equal tokens."""
+    config = json.loads((TINY_CHAT / "tokenizer.json").read_text("utf-8"))
+    vocab: dict[str, int] = config["model"]["vocab"]
+    return [token for text, token in vocab.items() if not re.fullmatch("Ġ?[A-Za-z0-9]+", text)] + [
+        added["id"] for added in config["added_tokens"]
+    ]
 
 
 def _write_random(

@@ -1,5 +1,5 @@
 """Before its first claim a worker imports what `import mlx_lm` brings, and hardly anything else: imports are most of a
-start. `scripts/bench start` measures it."""
+start."""
 
 import subprocess
 import sys

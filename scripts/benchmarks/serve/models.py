@@ -5,8 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from scripts.benchmarks.batch import non_word_tokens
-from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
+from scripts.benchmarks.models import hybrid_checkpoint, non_word_tokens, random_checkpoint
 
 
 def dense(folder: Path) -> Path:

@@ -1,1 +1,0 @@
-"""`scripts/bench prefix --disk`: the prefix cache on disk."""
