@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("examples", "schemas", "scripts", "sluice", "worker")
+FOLDERS = ("examples", "models", "schemas", "scripts", "sluice", "worker")
 
 
 def nested_conditionals(tree: ast.AST) -> list[int]:

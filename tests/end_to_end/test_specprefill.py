@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from models.training.data import find_code
 from scripts.stack import WorkerProcess
-from scripts.tiny_chat.data import find_code
 from sluice import Cancelled, Client, Delta, Event, Failed, Finished, Progress, Started
 from tests.end_to_end.test_exact import checkpoint
 from tests.engine.tiny import CONFIGS, write_checkpoint

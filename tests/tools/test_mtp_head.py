@@ -8,10 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from models.training.curriculum import Lesson
+from models.training.mtp_head import CHECKPOINT, HEAD, HeadPlan, open_head_training, run_head_training
+from models.training.train import CannotTrain, Step
 from scripts.stack import ROOT, TINY_CHAT
-from scripts.tiny_chat.curriculum import Lesson
-from scripts.tiny_chat.mtp_head import CHECKPOINT, HEAD, HeadPlan, open_head_training, run_head_training
-from scripts.tiny_chat.train import CannotTrain, Step
 
 
 class ShortPlan(HeadPlan):
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_explains_itself() -> None:
-    command = [sys.executable, "-m", "scripts.tiny_chat", "mtp-head", "--help"]
+    command = [sys.executable, "-m", "models.training", "mtp-head", "--help"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "mtp.safetensors" in shown
     assert "--checkpoint-every" in shown

@@ -23,16 +23,16 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 
+from models.training import network
+from models.training.data import draw_chat, exchange, render
+from models.training.evaluate import SKILLS, Answerer
+from models.training.export import TOKENIZER, WEIGHTS
+from models.training.gated_delta import chunked_gated_delta
+from models.training.plan import Plan
+from models.training.progress import Progress
+from models.training.tokenizer import TURN_END, VOCABULARY, train_tokenizer
+from models.training.train import CHECKPOINT, CannotTrain, Step, open_training, run
 from scripts.stack import ROOT, TINY_CHAT
-from scripts.tiny_chat import network
-from scripts.tiny_chat.data import draw_chat, exchange, render
-from scripts.tiny_chat.evaluate import SKILLS, Answerer
-from scripts.tiny_chat.export import TOKENIZER, WEIGHTS
-from scripts.tiny_chat.gated_delta import chunked_gated_delta
-from scripts.tiny_chat.plan import Plan
-from scripts.tiny_chat.progress import Progress
-from scripts.tiny_chat.tokenizer import TURN_END, VOCABULARY, train_tokenizer
-from scripts.tiny_chat.train import CHECKPOINT, CannotTrain, Step, open_training, run
 from tests.selection import examples
 
 # The recurrence
@@ -205,7 +205,7 @@ def test_a_stopped_run_goes_on_at_its_checkpoint_and_ends_with_the_same_weights(
 def test_a_killed_process_leaves_a_checkpoint_to_go_on_from(tmp_path, tokenizer):
     tokenizer.save(str(tmp_path / TOKENIZER))
     options = ["--size", "small", "--steps", "5000", "--checkpoint-every", "2"]
-    command = [sys.executable, "-m", "scripts.tiny_chat", "train", "--out", str(tmp_path), *options]
+    command = [sys.executable, "-m", "models.training", "train", "--out", str(tmp_path), *options]
     with subprocess.Popen(command, cwd=ROOT) as process:
         try:
             wait_for(tmp_path / CHECKPOINT, process)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from scripts.tiny_chat.batches import CONTEXT_WEIGHT, draw_batch, encode
-from scripts.tiny_chat.curriculum import FULL
-from scripts.tiny_chat.data import CAPITALS, Chat, Message, draw_chat, exchange
-from scripts.tiny_chat.tokenizer import TURN_END, VOCABULARY, train_tokenizer
+from models.training.batches import CONTEXT_WEIGHT, draw_batch, encode
+from models.training.curriculum import FULL
+from models.training.data import CAPITALS, Chat, Message, draw_chat, exchange
+from models.training.tokenizer import TURN_END, VOCABULARY, train_tokenizer
 
 # The world
 

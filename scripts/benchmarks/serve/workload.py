@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from statistics import NormalDist
 
-from scripts.tiny_chat.data import ITEMS, PLACES
+from models.training.data import ITEMS, PLACES
 from sluice.wire import Lane
 
 _VOCABULARY = " ".join([*ITEMS, *PLACES]).split()

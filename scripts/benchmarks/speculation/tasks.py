@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from scripts.tiny_chat import data
-from scripts.tiny_chat.data import Chat
+from models.training import data
+from models.training.data import Chat
 
 Message = dict[str, Any]  # as in a request
 _EDITED_EVERY = 12  # words of a prediction, of which one is another than in the answer

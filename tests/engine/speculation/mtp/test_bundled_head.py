@@ -6,8 +6,8 @@ from random import Random
 import mlx.core as mx
 import pytest
 
+from models.training.data import draw_chat
 from scripts.stack import TINY_CHAT
-from scripts.tiny_chat.data import draw_chat
 from tests.engine.driver import Run
 from tests.engine.speculation.oracle import pause_nothing
 from tests.engine.tiny import model_of

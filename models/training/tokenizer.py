@@ -4,7 +4,7 @@ from random import Random
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from scripts.tiny_chat.data import draw_chat, render
+from models.training.data import draw_chat, render
 
 VOCABULARY = 1024
 # The index is the id. The vision tokens are never trained; they are there as in a real Qwen3.5.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal, get_args
 
-from scripts.tiny_chat.curriculum import FULL, SMALL, Lesson
+from models.training.curriculum import FULL, SMALL, Lesson
 
 Size = Literal["full", "small"]
 SIZES: tuple[Size, ...] = get_args(Size)

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from tokenizers import Tokenizer
 
-from scripts.tiny_chat.tokenizer import PADDING, SPECIAL_TOKENS, TURN_END
+from models.training.tokenizer import PADDING, SPECIAL_TOKENS, TURN_END
 
 WEIGHTS = "model.safetensors"
 TOKENIZER = "tokenizer.json"

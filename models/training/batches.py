@@ -6,9 +6,9 @@ from random import Random
 import mlx.core as mx
 from tokenizers import Tokenizer
 
-from scripts.tiny_chat.curriculum import Lesson
-from scripts.tiny_chat.data import Chat, draw_chat
-from scripts.tiny_chat.tokenizer import PADDING, TURN_END, TURN_START
+from models.training.curriculum import Lesson
+from models.training.data import Chat, draw_chat
+from models.training.tokenizer import PADDING, TURN_END, TURN_START
 
 CONTEXT_WEIGHT = 0.03  # loss weight of tokens that are not the assistant's; the assistant's have 1 more
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from scripts.tiny_chat.plan import Plan, Size
+from models.training.plan import Plan, Size
 
 Tree = dict[str, Any]  # of arrays
 _Loaded = tuple[dict[str, mx.array], dict[str, str]]

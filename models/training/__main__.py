@@ -1,24 +1,24 @@
-"""The command line: python -m scripts.tiny_chat --help"""
+"""The command line: python -m models.training --help"""
 
 import argparse
 import sys
 from pathlib import Path
 from typing import TypeAlias
 
-from scripts.tiny_chat import mtp_head
-from scripts.tiny_chat.evaluate import Score, evaluate
-from scripts.tiny_chat.plan import CURRICULA, SIZES, Plan
-from scripts.tiny_chat.progress import Progress
-from scripts.tiny_chat.tokenizer import train_tokenizer
-from scripts.tiny_chat.train import CannotTrain, open_training, run
+from models.training import mtp_head
+from models.training.evaluate import Score, evaluate
+from models.training.plan import CURRICULA, SIZES, Plan
+from models.training.progress import Progress
+from models.training.tokenizer import train_tokenizer
+from models.training.train import CannotTrain, open_training, run
 
 MAIN = """\
 Trains the bundled model of one million parameters from scratch, or evaluates such a model.
 
-  python -m scripts.tiny_chat train --out DIR --size small    a trial of some seconds; the model learns nothing
-  python -m scripts.tiny_chat train --out DIR                 the whole run: hours on two cores
-  python -m scripts.tiny_chat evaluate DIR                    score of each skill
-  python -m scripts.tiny_chat mtp-head MODEL --out DIR        train an MTP head for a trained model: minutes
+  python -m models.training train --out DIR --size small    a trial of some seconds; the model learns nothing
+  python -m models.training train --out DIR                 the whole run: hours on two cores
+  python -m models.training evaluate DIR                    score of each skill
+  python -m models.training mtp-head MODEL --out DIR        train an MTP head for a trained model: minutes
 """
 _AsWritten = argparse.RawDescriptionHelpFormatter
 TRAIN = """\
@@ -29,7 +29,7 @@ A shorter run (--steps, --steps-scale) passes through the same phases in fewer s
 shows that the loss falls and how long the whole run would take, but the model learns no answers.
 
 On Linux this computes on the CPU, eight times faster with OpenBLAS, for instance:
-  LD_PRELOAD=/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3 python -m scripts.tiny_chat train ...
+  LD_PRELOAD=/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3 python -m models.training train ...
 """
 MTP_HEAD = """\
 Trains a multi-token-prediction head for a trained model, and writes it as mtp.safetensors: copied into the model's
@@ -42,7 +42,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def main() -> int:
     """Run the command line, and return the exit code."""
-    program = "python -m scripts.tiny_chat"
+    program = "python -m models.training"
     parser = argparse.ArgumentParser(prog=program, description=MAIN, formatter_class=_AsWritten)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
@@ -125,7 +125,7 @@ def _train(arguments: argparse.Namespace) -> None:
     plan = _plan(arguments)
     training = open_training(arguments.out, plan)
     run(training, arguments.out, arguments.checkpoint_every, Progress(plan, training.done))
-    print(f"{arguments.out} holds the model: python -m scripts.tiny_chat evaluate {arguments.out}")
+    print(f"{arguments.out} holds the model: python -m models.training evaluate {arguments.out}")
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

@@ -10,12 +10,12 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from tokenizers import Tokenizer
 
-from scripts.tiny_chat import network
-from scripts.tiny_chat.batches import Batch, draw_batch
-from scripts.tiny_chat.checkpoint import Checkpoint, load, save
-from scripts.tiny_chat.export import TOKENIZER, WEIGHTS, export
-from scripts.tiny_chat.plan import Plan
-from scripts.tiny_chat.tokenizer import train_tokenizer
+from models.training import network
+from models.training.batches import Batch, draw_batch
+from models.training.checkpoint import Checkpoint, load, save
+from models.training.export import TOKENIZER, WEIGHTS, export
+from models.training.plan import Plan
+from models.training.tokenizer import train_tokenizer
 
 CHECKPOINT = "checkpoint.safetensors"
 CLIP = 1.0

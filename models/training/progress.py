@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-from scripts.tiny_chat.plan import Plan
-from scripts.tiny_chat.train import Step
+from models.training.plan import Plan
+from models.training.train import Step
 
 SHOWN_EVERY = 50  # steps, if the output is not a terminal
 

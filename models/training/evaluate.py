@@ -12,9 +12,9 @@ import mlx_lm
 from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from scripts.tiny_chat import data
-from scripts.tiny_chat.data import Chat, Message, Skill
-from scripts.tiny_chat.tokenizer import TURN_END
+from models.training import data
+from models.training.data import Chat, Message, Skill
+from models.training.tokenizer import TURN_END
 
 MAX_ANSWER = 160  # tokens; counting to 40 takes 110
 

@@ -12,13 +12,13 @@ import mlx_lm
 from mlx.utils import tree_flatten
 from tokenizers import Tokenizer
 
-from scripts.tiny_chat import network
-from scripts.tiny_chat.batches import Batch, draw_batch
-from scripts.tiny_chat.checkpoint import Checkpoint, load, save
-from scripts.tiny_chat.curriculum import Cosine, Lesson
-from scripts.tiny_chat.export import TOKENIZER, stored
-from scripts.tiny_chat.plan import Plan
-from scripts.tiny_chat.train import CLIP, CannotTrain, Step
+from models.training import network
+from models.training.batches import Batch, draw_batch
+from models.training.checkpoint import Checkpoint, load, save
+from models.training.curriculum import Cosine, Lesson
+from models.training.export import TOKENIZER, stored
+from models.training.plan import Plan
+from models.training.train import CLIP, CannotTrain, Step
 from worker.engine.speculation.mtp.head import MTPHead
 from worker.engine.speculation.mtp.trunk import Trunk
 from worker.engine.upstream.decoder_layers import Qwen35Args, Qwen35Layer

@@ -14,9 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import qwen3_5
 
-from scripts.tiny_chat.gated_delta import chunked_gated_delta
-from scripts.tiny_chat.plan import Size
-from scripts.tiny_chat.tokenizer import TURN_END, VOCABULARY
+from models.training.gated_delta import chunked_gated_delta
+from models.training.plan import Size
+from models.training.tokenizer import TURN_END, VOCABULARY
 
 _RECURRENCE = "gated_delta_update"
 _FULL: dict[str, Any] = {
