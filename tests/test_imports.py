@@ -297,5 +297,12 @@ def test_nothing_of_the_client_imports_the_front() -> None:
     assert [arrow for arrow in arrows if within(arrow[1], "sluice.gateway")] == []
 
 
+def test_scripts_and_models_import_nothing_of_the_tests() -> None:
+    files = [file for package in ("scripts", "models") for file in (ROOT / package).rglob("*.py")]
+    assert ROOT / "scripts" / "stack.py" in files
+    arrows = [(str(file), name) for file in files for name in imported(file.read_text(), "")]
+    assert [arrow for arrow in arrows if within(arrow[1], "tests")] == []
+
+
 def test_there_are_modules_to_look_at() -> None:
     assert {"schemas", "schemas.chat", "sluice.cli", "worker.jobs", "worker.engine.upstream.mlx_lm"} <= modules().keys()

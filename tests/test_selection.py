@@ -4,8 +4,8 @@ import pytest
 from hypothesis import settings
 from mlx_lm.models.cache import make_prompt_cache
 
+from models import tiny_vision
 from tests.engine import tiny
-from tests.engine.vision import checkpoints
 from tests.selection import ALIKE, Case, chosen, examples
 
 
@@ -66,7 +66,7 @@ def cache_classes(family: str) -> set[str]:
 
 @pytest.mark.parametrize("line", ALIKE, ids=lambda line: line[0])
 def test_families_of_a_line_have_the_same_cache_classes(line: tuple[str, ...]) -> None:
-    assert set(line) <= {*tiny.EVERY_FAMILY, *checkpoints.CONFIGS}
+    assert set(line) <= {*tiny.EVERY_FAMILY, *tiny_vision.CONFIGS}
     assert len({frozenset(cache_classes(family)) for family in line if family in tiny.EVERY_FAMILY}) <= 1
 
 

@@ -38,7 +38,7 @@ def front() -> Iterator[str]:
 @contextmanager
 def _seeing_model() -> Iterator[Path]:
     """Yield the folder of a tiny model with random weights that takes images."""
-    from tests.engine.vision.checkpoints import write_checkpoint  # loads mlx-vlm, which --help does not need
+    from models.tiny_vision import write_checkpoint  # loads mlx-vlm, which --help does not need
 
     with tempfile.TemporaryDirectory(prefix="sluice-seeing-") as folder:
         yield write_checkpoint(_FAMILY, Path(folder))

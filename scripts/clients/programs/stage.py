@@ -116,7 +116,7 @@ class Stage:
 
 def write_model(folder: Path) -> Path:
     """Write a tiny random model that takes images, with the tokenizer of models/tiny-chat. Returns `folder`."""
-    from tests.engine.vision.checkpoints import write_checkpoint  # loads mlx-vlm, which --help does not need
+    from models.tiny_vision import write_checkpoint  # loads mlx-vlm, which --help does not need
 
     sizes = {"vocab_size": _VOCAB, "max_position_embeddings": 2 * CONTEXT_TOKENS, "num_hidden_layers": 2}
     write_checkpoint("qwen3_vl", folder, text=sizes)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from models import tiny_vision
 from tests.engine import tiny
-from tests.engine.vision import cases, checkpoints
+from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from worker.engine.model.load import DraftModel, Model
 from worker.engine.model.profile import profile, weights_bytes
@@ -31,7 +32,7 @@ class Family:
     @property
     def end(self) -> int:
         """The end-of-sequence token."""
-        return checkpoints.EOS if self.sees else tiny.EOS
+        return tiny_vision.EOS if self.sees else tiny.EOS
 
     @property
     def unused(self) -> tuple[int, int, int]:
@@ -40,7 +41,7 @@ class Family:
 
     def is_text(self, tokens: Sequence[int]) -> bool:
         """Return True if no token marks an image or a part of one."""
-        return not self.sees or not {*tokens} & {*checkpoints.IDS.values()}
+        return not self.sees or not {*tokens} & {*tiny_vision.IDS.values()}
 
 
 @cache

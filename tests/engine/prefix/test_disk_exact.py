@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from models.tiny_vision import CONFIGS
 from tests.engine.driver import answer
 from tests.engine.driver import tokens as sampled
 from tests.engine.prefill.test_specprefill import WISH, drafted
@@ -20,7 +21,6 @@ from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, Worker, cached, raw,
 from tests.engine.tiny import FAMILIES, build, model, model_of, prompt
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
-from tests.engine.vision.checkpoints import CONFIGS
 from worker.engine.model.load import Model
 from worker.engine.prefix.cache import PrefixCache
 from worker.prefix_store.index import Chain

@@ -11,9 +11,9 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import qwen3_5
 
+from models.tiny_vision import CONFIGS
 from tests.engine.tiny import network, prompt
 from tests.engine.vision import cases
-from tests.engine.vision.checkpoints import CONFIGS
 from worker.engine.upstream.hooks import (
     HookInUse,
     UnsupportedRope,

@@ -14,7 +14,7 @@ import numpy as np
 from mlx_vlm.generate import generate_step
 from PIL import Image
 
-from tests.engine.vision.checkpoints import EOS, FILES, write_checkpoint
+from models.tiny_vision import EOS, FILES, write_checkpoint
 from worker.engine.model.load import Model, open_model
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.vision.processors import ImageProcessor

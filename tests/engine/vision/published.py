@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from tests.engine.vision.checkpoints import write_checkpoint
+from models.tiny_vision import write_checkpoint
 
 _QWEN = {"vision_tower.": "visual.", "language_model.lm_head.": "lm_head.", "language_model.model.": "model."}
 _QWEN_3 = {**_QWEN, "vision_tower.": "model.visual.", "language_model.model.": "model.language_model."}

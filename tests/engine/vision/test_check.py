@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from models.tiny_vision import CONFIGS, write_checkpoint
 from tests.engine.vision import cases
-from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
 from worker.engine.model import check as checking
 from worker.engine.model import load as opening
 from worker.engine.model.check import ModelReport

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.tiny_vision import CONFIGS, EOS
 from tests.engine.driver import Run
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt, image_request, prompt
-from tests.engine.vision.checkpoints import CONFIGS, EOS
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.prefill.caches import EngineCaches

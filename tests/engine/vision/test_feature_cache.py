@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from models.tiny_vision import CONFIGS
 from tests.engine.prefix.test_disk import Worker, settled, settled_writes
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
-from tests.engine.vision.checkpoints import CONFIGS
 from tests.engine.vision.test_encoder import counted
 from worker.engine.prefill.images import LoadImages
 from worker.engine.prefill.task import PromptTask

@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from models.tiny_vision import CONFIGS, write_checkpoint
 from tests.engine.driver import ONE_GROUP, Run
 from tests.engine.vision import cases
-from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
 from worker.engine.model.load import Model, open_model
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.vision.encoder import EncoderRun

@@ -10,9 +10,9 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+from models.tiny_vision import CONFIGS, write_checkpoint
 from tests.engine.driver import answer, tokens
 from tests.engine.vision import cases
-from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
 from worker.engine.model.load import fingerprint, open_model
 from worker.engine.upstream import mlx_vlm
 from worker.errors import CannotStart

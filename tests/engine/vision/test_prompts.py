@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from models.tiny_vision import CONFIGS, FILES
 from schemas import ChatRequest
 from tests.engine.vision import cases
-from tests.engine.vision.checkpoints import CONFIGS, FILES
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_vlm import load_processor
 from worker.errors import JobFailure

@@ -8,10 +8,10 @@ import mlx.core as mx
 import pytest
 from mlx_vlm.convert import convert
 
+from models.tiny_vision import CONFIGS, write_checkpoint
 from tests.engine.driver import answers, tokens
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt, prompt
-from tests.engine.vision.checkpoints import CONFIGS, write_checkpoint
 from tests.engine.vision.published import publish
 from worker.engine.model.load import Model, open_model
 

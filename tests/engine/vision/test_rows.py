@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from models.tiny_vision import CONFIGS, EOS, write_checkpoint
 from tests.engine.driver import Run, answers, tokens
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt, prompt
-from tests.engine.vision.checkpoints import CONFIGS, EOS, write_checkpoint
 from worker.engine.model.load import open_model
 from worker.engine.prefill import reuse as prefill_module
 from worker.schedule.cache import prefix as tree_module

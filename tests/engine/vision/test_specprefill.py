@@ -15,11 +15,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_vlm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from models.tiny_vision import CONFIGS, EOS, write_tokenizer
 from tests.engine import tiny
 from tests.engine.driver import Run
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt, prompt
-from tests.engine.vision.checkpoints import CONFIGS, EOS, write_tokenizer
 from tests.selection import examples
 from worker.engine.model.load import DraftModel, Model
 from worker.engine.prefill.draft import with_draft

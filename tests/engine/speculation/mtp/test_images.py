@@ -6,12 +6,12 @@ from functools import cache
 import mlx.core as mx
 import pytest
 
+from models.tiny_vision import CONFIGS
 from tests.engine.driver import Run
 from tests.engine.speculation.mtp.test_exact import Counting
 from tests.engine.speculation.oracle import verify_everything
 from tests.engine.speculation.scenarios import SAMPLINGS
 from tests.engine.vision import cases
-from tests.engine.vision.checkpoints import CONFIGS
 from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.verifications import Verifications
 from worker.engine.cache.recurrence import Replay
