@@ -23,13 +23,13 @@ _RANK = {family: (line[0], rank) for line in ALIKE for rank, family in enumerate
 # Percent of a test's examples. On CI the examples are the same in every run, so a change is judged by its own failures;
 # every other run draws new ones. A busy machine is slow, so no example has a deadline; the suite has its own limit.
 _DERANDOMIZE = bool(os.environ.get("CI"))
-settings.register_profile("default", deadline=None, derandomize=_DERANDOMIZE, max_examples=25)
+settings.register_profile("default", deadline=None, derandomize=_DERANDOMIZE, max_examples=10)
 settings.register_profile("all", deadline=None, derandomize=_DERANDOMIZE, max_examples=100)
 
 
 def examples(number: int, *, by_default: int | None = None) -> int:
-    """Return how many of a test's examples the loaded profile runs: `number` with `--all`, else a quarter of them, or
-    `by_default`, for examples that take long."""
+    """Return how many of a test's examples the loaded profile runs: `number` with `--all`, else a tenth of them, or
+    `by_default` if a tenth is too few or takes too long."""
     share = settings().max_examples
     if share < 100 and by_default is not None:
         return by_default

@@ -62,6 +62,7 @@ async def follow(client: Client, job_id: str) -> tuple[list[int], str, float]:
     return tokens, ending, time.monotonic()
 
 
+@pytest.mark.slow
 async def test_rows_preempt_each_other_and_all_end_as_alone_the_oldest_first(
     redis_url: str, client: Client, folder: Path
 ) -> None:
@@ -77,6 +78,7 @@ async def test_rows_preempt_each_other_and_all_end_as_alone_the_oldest_first(
     assert times[0] == min(times), "the oldest first"
 
 
+@pytest.mark.slow
 async def test_killed_workers_rows_go_on_as_alone_on_a_worker_that_cannot_start_them_all(
     redis_url: str, client: Client, folder: Path
 ) -> None:

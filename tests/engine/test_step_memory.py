@@ -175,7 +175,9 @@ def test_rows_are_admitted_as_if_every_step_were_compared(
     assert (run.engine._admission.calibration.factor > 1.1) == (kv < 1)
 
 
-@pytest.mark.parametrize("later", [0, 5, 11])
+@pytest.mark.parametrize(
+    "later", [pytest.param(0, marks=pytest.mark.slow), 5, pytest.param(11, marks=pytest.mark.slow)]
+)
 def test_buffers_that_grow_more_than_predicted_are_noticed_before_the_next_row_is_admitted(
     later: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

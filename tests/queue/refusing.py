@@ -57,4 +57,7 @@ async def disk_full(server: Server) -> AsyncIterator[Disk]:
         config = await admin.config_get("dir", "dbfilename")
         disk = Disk(admin, Path(config["dir"]) / config["dbfilename"])
         await disk.fill()
-        yield disk
+        try:
+            yield disk
+        finally:
+            await admin.config_set("save", "")  # or the server would not end before it is killed

@@ -69,6 +69,7 @@ def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
         train(tmp_path, ShortPlan("full", 5, 1))
 
 
+@pytest.mark.slow
 def test_the_command_explains_itself() -> None:
     command = [sys.executable, "-m", "models.training", "mtp-head", "--help"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout

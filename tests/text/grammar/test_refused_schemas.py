@@ -85,10 +85,13 @@ def links(count: int) -> Schema:
 @pytest.mark.parametrize(
     "asked",
     [
-        links(7_000),  # overflows the stack
-        {"prefixItems": [{"type": "integer", "multipleOf": 99_991 - i} for i in range(50)]},  # takes a minute, and 2 GB
+        pytest.param(links(7_000), id="deep"),  # overflows the stack
+        pytest.param(  # takes a minute, and 2 GB
+            {"prefixItems": [{"type": "integer", "multipleOf": 99_991 - i} for i in range(50)]},
+            id="slow",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["deep", "slow"],
 )
 async def test_a_schema_that_would_end_the_process_or_hold_it_up_is_refused(asked: Schema) -> None:
     refused = await refusal(**by({"type": "array", **asked}))
@@ -251,6 +254,7 @@ async def test_a_schema_that_does_not_compile_is_refused_with_the_place(asked: S
     assert refused.param == "response_format"
 
 
+@pytest.mark.slow
 async def test_the_search_for_the_wrong_tool_is_bounded(processes: list[Child]) -> None:
     dear = {"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 999_983 - i} for i in range(2)]}
     wrong = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}

@@ -103,7 +103,9 @@ def test_a_worker_runs_the_code_of_the_checkout_that_it_is_given(redis_url: str,
         process.stop()
 
 
-@pytest.mark.parametrize("make", MODELS.values())
+@pytest.mark.parametrize(
+    "make", [pytest.param(make, id=name, marks=[pytest.mark.slow] * (name == "large")) for name, make in MODELS.items()]
+)
 def test_the_models_of_the_bench_answer_as_long_as_they_may(make: Any, tmp_path: Path) -> None:
     network, tokenizer = mlx_lm.load(str(make(tmp_path)))[:2]
     said = list(mlx_lm.stream_generate(network, tokenizer, [10, 11, 12], max_tokens=8))
