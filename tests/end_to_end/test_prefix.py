@@ -99,7 +99,7 @@ def agent_turns(number: int) -> Iterator[dict[str, Any]]:
         ]
 
 
-@pytest.mark.parametrize("family", ["keys and values", "hybrid"])
+@pytest.mark.parametrize("family", [pytest.param("keys and values", marks=pytest.mark.slow), "hybrid"])
 async def test_of_an_agent_s_turns_what_was_sent_before_is_found(
     redis_url: str, client: Client, model: Path, tmp_path: Path, family: str
 ) -> None:

@@ -157,6 +157,7 @@ async def test_a_killed_workers_thinned_answer_goes_on_with_the_same_tokens_left
     assert (usage(events).kept_tokens, usage(events).kept_tokens is not None) == (kept, True)
 
 
+@pytest.mark.slow  # as tests/engine/model/test_drafter.py, with a worker
 def test_a_draft_with_other_tokens_is_refused_at_start(
     redis_url: str, model: Path, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:

@@ -186,7 +186,7 @@ def test_prompts_of_different_tenants_that_come_together_share_nothing(family: s
     assert {tuple(generated) for generated in run.generated.values()} == {lonely(family, common + prompt(20, 73))}
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "mamba2"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_parting_that_is_used_again_outlives_one_that_is_not(family: str) -> None:
     run = opened(family)
     used, unused = prompt(90, 86), prompt(90, 87)
@@ -221,7 +221,7 @@ def test_what_two_prompts_share_is_found_by_the_third(family: str, growth: list[
         sent.append(tokens)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "falcon_h1"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", pytest.param("falcon_h1", marks=pytest.mark.slow)])
 def test_an_agents_session_finds_what_was_sent_before(family: str) -> None:
     """The shape of a coding agent's requests: turns that grow by tool results, and between them titles and several
     subagents with the same tools, but system prompts of their own. Each conversation continues what it has sent."""
