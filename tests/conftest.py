@@ -15,15 +15,10 @@ from sluice import Client
 from tests.selection import case_of, chosen
 
 SERVERS = {"server_url", "redis_url", "worker"}  # fixtures that start one
-LIVE = {
-    "batch",
-    "batch_dir",
-    "end_to_end",
-    "gateway",
-    "queue",
-    "tools",
-}  # where scripts/test looks for live tests
-MODELS = {"engine", "text", "tools"}  # folders whose files build models or tokenizers: a file's tests share a process
+# Where scripts/test looks for live tests.
+LIVE = {"batch", "batch_dir", "end_to_end", "gateway", "queue", "tools"}
+# Folders whose files build models or tokenizers: a file's tests share a process.
+MODELS = {"engine", "models", "text", "tools"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
