@@ -230,7 +230,7 @@ class Comings(RuleBasedStateMachine):
 
 
 TestComings = Comings.TestCase
-TestComings.settings = settings(max_examples=examples(8), stateful_step_count=16, deadline=None)
+TestComings.settings = settings(max_examples=examples(8, by_default=2), stateful_step_count=16, deadline=None)
 
 
 # Compare with upstream's batches which tokens a row attends to. Keys and values are the number of their token.

@@ -58,6 +58,9 @@ TestSeeingRecurrent = SeeingRecurrentMachine.TestCase
 TestSeeingWindow = SeeingWindowMachine.TestCase
 for case in TestPlain, TestWindow, TestRecurrent, TestTwofold, TestStepping, TestSeeingRecurrent, TestSeeingWindow:
     case.settings = settings(
-        max_examples=examples(8), stateful_step_count=STEPS, deadline=None, suppress_health_check=[*HealthCheck]
+        max_examples=examples(8, by_default=2),
+        stateful_step_count=STEPS,
+        deadline=None,
+        suppress_health_check=[*HealthCheck],
     )
 del case  # pytest would run it once more
