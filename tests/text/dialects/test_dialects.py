@@ -18,6 +18,7 @@ from worker.text.dialects.values import Parameters
 
 NAMES = sorted(BY_NAME)
 MARKED = [name for name in NAMES if name not in ("llama3", "llama4")]
+NS = "]<]minimax[>["  # before each tag of MiniMax M3
 PLACES = st.lists(st.integers(0, 400), max_size=30)
 
 
@@ -175,6 +176,20 @@ def test_an_answer_in_json_is_no_call_without_a_marker(name: str, text: str) -> 
         ("lfm2", "[weather(days=1_000)]", {"days": 1000}, []),
         ("lfm2", "[weather(days=[.5, 5., +5, -.5e3])]", {"days": [0.5, 5.0, 5, -500.0]}, []),
         ("lfm2", "[weather(city=Oslo)]", {"city": "Oslo"}, ["QUOTES"]),
+        ("lfm2", "[weather(city={'a', 'b'}, days={1})]", {"city": ["a", "b"], "days": [1]}, ["LIST"]),
+        ("lfm2", "[weather(city=(1, 'a', (2, 3),), days=())]", {"city": [1, "a", [2, 3]], "days": []}, ["LIST"]),
+        ("lfm2", "[weather(city=[(1, {'a': {}})])]", {"city": [[1, {"a": {}}]]}, ["LIST"]),
+        ("lfm2", "[weather(days=07, city=007)]", {"days": 7, "city": "007"}, ["QUOTES", "NUMBER"]),
+        ("lfm2", "[weather(days=-0012, other=05)]", {"days": -12, "other": 5}, ["NUMBER"]),
+        ("lfm2", "[weather(city='sed -n '1,2p' a.py')]", {"city": "sed -n '1,2p' a.py"}, ["QUOTES"]),
+        ("lfm2", "[weather(city='cut -d',' -f1', days=1)]", {"city": "cut -d',' -f1", "days": 1}, ["QUOTES"]),
+        ("lfm2", "[weather(city='a \"print('b'))\" c')]", {"city": "a \"print('b'))\" c"}, ["QUOTES"]),
+        ("lfm2", "[weather(city='print('b') or 1')]", {"city": "print('b') or 1"}, ["QUOTES"]),
+        ("lfm2", "[weather(city=['it's', {'k's': 'v'v'}])]", {"city": ["it's", {"k's": "v'v"}]}, ["QUOTES"]),
+        ("lfm2", '[weather(city="say "hi" now")]', {"city": 'say "hi" now'}, ["QUOTES"]),
+        ("olmo3", "weather(city='print('b')')\n", {"city": "print('b')"}, ["QUOTES"]),
+        ("minimax_m3", f'{NS}<invoke name="weather">{NS}<days>007{NS}</days>{NS}</invoke>', {"days": 7}, ["NUMBER"]),
+        ("minimax_m3", f'{NS}<invoke name="weather">{NS}<city>007{NS}</city>{NS}</invoke>', {"city": "007"}, []),
         ("hermes", '{"name": "weather", "arguments": {"days": +5, "city": .5}}', {"days": 5, "city": 0.5}, ["NUMBER"]),
         ("hermes", '{"name": "weather", "arguments": {"city": 007}}', {"city": "007"}, ["QUOTES"]),
         ("command", '[{"tool_call_id": "0", "tool_name": "weather"}]', {}, []),
@@ -271,6 +286,15 @@ def test_the_closing_marker_of_calls_without_an_opening_is_no_text() -> None:
         ("hermes", '<tool_call>{"name": "weather", "arguments": {"days": 1}}</tool_call></tool_call>', {"days": 1}, []),
         ("lfm2", "<|tool_call_start|>[weather(city='\\U0001F600 \\x1b \\0 a\\\nb')]<|tool_call_end|>",
          {"city": "\U0001f600 \x1b \0 ab"}, []),
+        *[
+            ("deepseek_v3.2", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter '
+             f'name="{word}" string="{is_string}">{{"days": 1}}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+             "</｜DSML｜function_calls>", {"days": 1}, ["WRAPPED"])
+            for word, is_string in [("arguments", "false"), ("parameters", "true"), ("input", "true")]
+        ],
+        ("lfm2", "<|tool_call_start|>[weather(days=1)]<|tool_call_end|>[weather(days=1)]<|tool_call_end|>",
+         {"days": 1}, ["TWICE"]),
+        ("gemma4", "<|tool_call>call:weather<tool_call|>", {}, ["BRACKETS"]),
         ("gemma4", "<|tool_call>call:weather{days:1,city:Oslo}<tool_call|>", {"days": 1, "city": "Oslo"}, ["QUOTES"]),
     ],
 )  # fmt: skip
@@ -280,6 +304,38 @@ def test_what_models_write_now_and_then_is_read(
     for pieces in ([text], text):
         answer = read(name, pieces)
         assert (answer.calls, answer.content, answer.repaired) == ([("weather", arguments)], "", repaired)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        # The function has no parameter of the name that stands within, or one of the name of the wrapper.
+        ("arguments", '{"place": 1}', {"arguments": {"place": 1}}),
+        ("arguments", "{}", {"arguments": {}}),
+        ("other", '{"days": 1}', {"other": {"days": 1}}),
+    ],
+)
+def test_an_object_that_is_not_the_arguments_stays_in_its_parameter(
+    name: str, text: str, arguments: dict[str, Any]
+) -> None:
+    written = BY_NAME["deepseek_v3.2"].write([("weather", {name: json.loads(text)})])
+    assert read("deepseek_v3.2", written).calls == [("weather", arguments)]
+    offered = {"weather": Parameters({"properties": {name: {"type": "object"}, "days": {}}})}
+    written = BY_NAME["deepseek_v3.2"].write([("weather", {name: {"days": 1}})])
+    assert read("deepseek_v3.2", written, functions=offered).calls == [("weather", {name: {"days": 1}})]
+
+
+def test_what_follows_calls_and_is_not_their_text_once_more_stays() -> None:
+    call = "<|tool_call_start|>[weather(days=1)]<|tool_call_end|>"
+    for after in ("[weather(days=2)]", "[weather(days=1)", "[weath"):
+        for pieces in ([call + after], call + after):
+            answer = read("lfm2", pieces)
+            assert (answer.calls, answer.content, answer.repaired) == ([("weather", {"days": 1})], after, [])
+
+
+@pytest.mark.parametrize("text", ["<|tool_call>: and <tool_call|>", "<|tool_call>call:` and `<tool_call|>"])
+def test_prose_about_the_marks_of_gemma_is_no_call(text: str) -> None:
+    assert read("gemma4", text).content == text
 
 
 def test_a_marker_within_a_longer_one_does_not_end_it() -> None:
@@ -313,7 +369,10 @@ def test_a_call_of_an_unknown_function_is_a_call(name: str) -> None:
         ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "a"b"}}</tool_call>', '{"city": "a"b"}}'),
         ("hermes", '<tool_call>{"name": "weather", "arguments": {"city" "Oslo"}}</tool_call>', '{"city" "Oslo"}}'),
         ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": ]', '{"city": ]'),
-        ("lfm2", "<|tool_call_start|>[weather(city={1, 2})]<|tool_call_end|>", '{"city": {1, 2})]'),
+        ("lfm2", "<|tool_call_start|>[weather(city={1: 2, 3})]<|tool_call_end|>", '{"city": {"1": 2, 3})]'),
+        ("lfm2", "<|tool_call_start|>[weather(city=(1))]<|tool_call_end|>", '{"city": (1))]'),
+        ("lfm2", "<|tool_call_start|>[weather(city=['a' 'b'])]<|tool_call_end|>", """{"city": ["a" 'b'])]"""),
+        ("gemma4", "<|tool_call>call:weather Oslo, please<tool_call|>", "Oslo, please"),
         ("gemma4", "<|tool_call>call:weather{a b}<tool_call|>", "{a b}"),
         ("gemma4", "<|tool_call>call:weather{city:ls -la}<tool_call|>", '{"city":ls -la}'),
         (
@@ -394,7 +453,6 @@ def test_a_parameter_whose_schema_leads_in_a_circle_is_read() -> None:
     assert read("qwen3_coder", written, functions=functions).calls == [("weather", {"city": "Oslo"})]
 
 
-NS = "]<]minimax[>["
 ORDER = {
     "type": "object",
     "properties": {

@@ -78,18 +78,16 @@ LLAMA_DIFFERS = {
 VLLM_DIFFERS = {
     "apertus": (1, "white space before a call is not kept"),
     "deepseekv31": (1, "text after a call is kept"),
-    "deepseekv32": (3, "a parameter named `arguments` or `input` is one; 5.0 is a number"),
+    "deepseekv32": (1, "5.0 is a number as it was written, and not 5"),
     "functiongemma": (1, "JSON is compared by its white space"),
-    "gemma4": (5, "a name without an object is no call; what is cut off is delivered as far as it was written"),
-    "hermes": (2, "white space is held back until more text follows"),
+    "gemma4": (4, "a name has no spaces: arguments begin there; a string without its end is delivered as it was written"),
     "hunyuan_a13b": (1, "text after a call is kept"),
-    "kimi_k2": (3, "text after a call, or in place of one, is kept; a call of any name is a call"),
-    "lfm2": (9, "quotes within a string of the same quotes; sets; 07 may be a code; prose in the form of a call"),
-    "llama3_json": (3, "JSON within prose is no call without a marker, and broken JSON behind a name is one"),
-    "minicpm5xml": (22, "marks of a tokenizer in the text; renamed functions; calls that break the schema are calls"),
+    "kimi_k2": (3, "text after a call, or before one, is kept; a call of any name is a call"),
+    "llama3_json": (3, "JSON within prose is no call without a marker, nor is prose left out; broken JSON behind a name is one"),
+    "minicpm5xml": (21, "marks of a tokenizer in the text; renamed functions; calls that break the schema are calls"),
     "minimax_m2": (1, "white space before a call is not kept"),
-    "minimax_m3": (2, "018956 is no integer in JSON, so it stays a text with its zero"),
-    "step3p5": (2, "text after a call is kept; a text for an integer beside an object stays one"),
+    "minimax_m3": (1, "white space before a call is not kept"),
+    "step3p5": (1, "text after a call is kept"),
 }
 
 
@@ -127,5 +125,8 @@ def test_vllms_suite_is_read_but_for_known_cases(cache: Path, tmp_path: Path) ->
         passed += outcome == "passed"
         if outcome == "failed":
             failed[re.sub(r".*/test_|_tool_parser\.py.*", "", name)] += 1
-    assert passed >= 430
+    assert passed >= 445
     assert failed == {family: count for family, (count, _) in VLLM_DIFFERS.items()}
+    others = {name: outcome for name, (outcome, _) in outcomes.items() if "minicpm5xml" not in name}
+    wanted = [outcome for outcome in others.values() if outcome in ("passed", "failed")]
+    assert wanted.count("failed") <= 0.05 * len(wanted)

@@ -162,10 +162,9 @@ class Parser:
 
 
 def _output(dialect: Any, tools: Any) -> Output:
-    offered = {
-        str(_of(_of(tool, "function"), "name")): _of(_of(tool, "function"), "parameters")
-        for tool in (tools if isinstance(tools, list) else [])
-    }
+    # A tool of the Responses API is the function itself.
+    functions = [_of(tool, "function") or tool for tool in (tools if isinstance(tools, list) else [])]
+    offered = {str(_of(each, "name")): _of(each, "parameters") for each in functions}
     return output(ModelFormat(False, dialect, "none", None), offered)
 
 
@@ -223,7 +222,8 @@ def _tokenizer(*given: Any, **named: Any) -> "Words":
 
 
 class Words:
-    """A tokenizer of words and marks, in the place of those that the suite would download."""
+    """A tokenizer of words, with the space before them, and marks, in the place of those that the suite would
+    download."""
 
     @classmethod
     def from_pretrained(cls, *given: Any, **named: Any) -> "Words":
@@ -236,7 +236,7 @@ class Words:
         return self._ids
 
     def tokenize(self, text: str) -> list[str]:
-        return re.findall(r"\w+|\s|[^\w\s]", text)
+        return re.findall(r" ?\w+|\s|[^\w\s]", text)
 
     def encode(self, text: str, **how: Any) -> list[int]:
         return [self._ids.setdefault(word, len(self._ids)) for word in self.tokenize(text)]

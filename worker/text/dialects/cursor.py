@@ -87,14 +87,31 @@ class Cursor:
 
     def put_back(self, text: str) -> None:
         """Put text back that was read last."""
-        self._text, self._at = text + self._text[self._at :], 0
+        if self._text.endswith(text, 0, self._at):
+            self._at -= len(text)
+        else:
+            self._text, self._at = text + self._text[self._at :], 0
         for recording in self._recordings:
-            recording[:] = ["".join(recording).removesuffix(text)]
+            count = len(text)
+            while count > 0 and recording:
+                last = recording.pop()
+                if len(last) > count:
+                    recording.append(last[:-count])
+                count -= len(last)
 
     @property
     def waiting(self) -> str:
         """The text that is there and has not been read."""
         return self._text[self._at :]
+
+    def skip(self, text: str) -> Waiting[bool]:
+        """Read this text if it comes next. Returns False if another does."""
+        while not self._text.startswith(text, self._at):
+            if self.ended or not text.startswith(self.waiting):
+                return False
+            yield None
+        self.take(len(text))
+        return True
 
     def match(self, pattern: re.Pattern[str]) -> str:
         """Read what the pattern matches of the text that is there."""

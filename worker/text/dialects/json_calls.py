@@ -23,7 +23,7 @@ from worker.text.dialects.dialect import (
 from worker.text.dialects.json_text import BrokenJson, JsonText, Repair, whole
 
 _NAMES = ("name", "tool_name", "function")
-_ARGUMENTS = ("arguments", "parameters")
+ARGUMENTS = ("arguments", "parameters", "input")  # that models call all of a call's arguments
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Object:
             self._name((yield from collected(self._json.value())))
             if self._held is not None:
                 yield from self._begin(self._held)
-        elif key in (*_ARGUMENTS, self._dialect.keys[1]) and not self.begun and self._held is None:
+        elif key in (*ARGUMENTS, self._dialect.keys[1]) and not self.begun and self._held is None:
             yield from self._arguments(char)
         elif self._is_name(key, char):
             self._function = function_name(key)
@@ -183,13 +183,13 @@ class _Object:
 
     def _arguments(self, char: str) -> Calls:
         if not self._function:
-            self._held = _object_of((yield from collected(self._json.value())), self._repairs)
+            self._held = object_of((yield from collected(self._json.value())), self._repairs)
         elif char and char in "{[":
             self.begun = True
             yield CallBegan(self._function, self._id)
             self._complete = yield from read_arguments(self._cursor, self._json, self._ends)
         else:
-            yield from self._begin(_object_of((yield from collected(self._json.value())), self._repairs))
+            yield from self._begin(object_of((yield from collected(self._json.value())), self._repairs))
 
     def _begin(self, arguments: str) -> Generator[CallEvent | None, None, None]:
         if not self._function:
@@ -199,7 +199,7 @@ class _Object:
         yield CallArguments(arguments)
 
 
-def _object_of(value: str, repairs: set[Repair]) -> str:
+def object_of(value: str, repairs: set[Repair]) -> str:
     """Return arguments that may be JSON within a string, or null, as the object that they mean."""
     if value == "null":
         return "{}"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from worker.text.dialects.cursor import Cursor, Markers, NotACall, Waiting
@@ -53,6 +54,15 @@ class PythonicCalls:
 
     def read(self, opening: str, cursor: Cursor, functions: Functions) -> Calls:
         """Read the calls. Arguments without a name have those of the function's parameters, in their order."""
+        recording = cursor.record()
+        try:
+            yield from self._calls(opening, cursor, functions)
+        finally:
+            written = cursor.recorded(recording)
+        if opening and self.closing and written.endswith(self.closing) and (yield from cursor.skip(written)):
+            yield Repaired(Repair.TWICE)
+
+    def _calls(self, opening: str, cursor: Cursor, functions: Functions) -> Calls:
         closing = Markers((self.closing,))
         is_list = found = False
         if (yield from cursor.skip_blank()) == "[":
@@ -73,7 +83,7 @@ class PythonicCalls:
             ):
                 break
             else:
-                yield from self._call(cursor, functions, known=not opening, is_line=found and not is_list)
+                yield from self._call(cursor, functions, known=not opening, is_list=is_list, is_first=not found)
                 found = True
         if not found:
             raise NotACall
@@ -83,20 +93,20 @@ class PythonicCalls:
         if opening and self.closing and not closed:
             yield Repaired(Repair.CLOSING)
 
-    def _call(self, cursor: Cursor, functions: Functions, *, known: bool, is_line: bool) -> Calls:
-        """Read one call. `known`: only of an offered function. `is_line`: it follows a call outside of a list, where
-        prose may follow too."""
+    def _call(self, cursor: Cursor, functions: Functions, *, known: bool, is_list: bool, is_first: bool) -> Calls:
+        """Read one call. `known`: only of an offered function. `is_list`: it stands in a list; else prose may follow
+        the first."""
         name, _ = yield from cursor.until(_PARENTHESIS, _LONGEST_NAME)
         function, repairs = function_name(name), set[Repair]()
-        if function not in functions and (known or (is_line and name[-1].isspace())):
+        if function not in functions and (known or (name[-1].isspace() and not (is_list or is_first))):
             raise NotACall
         yield CallBegan(function)
         ends = Markers((self.closing, *self.openings))
-        json_text = JsonText(cursor, repairs, stops=ends, python=True)
         yield CallArguments("{")
         complete = True
         try:
-            yield from self._arguments(cursor, json_text, functions.get(function) or Parameters({}), ends, repairs)
+            parameters = functions.get(function) or Parameters({})
+            yield from self._arguments(cursor, parameters, ends, repairs, is_list=is_list)
         except (BrokenJson, NotACall):
             complete = not cursor.cut_off
             repairs.add(Repair.BROKEN)
@@ -105,7 +115,7 @@ class PythonicCalls:
         yield CallEnded(complete)
 
     def _arguments(
-        self, cursor: Cursor, json_text: JsonText, parameters: Parameters, ends: Markers, repairs: set[Repair]
+        self, cursor: Cursor, parameters: Parameters, ends: Markers, repairs: set[Repair], *, is_list: bool
     ) -> Generator[CallEvent | None, None, None]:
         unnamed, given = iter(parameters.names), list[str]()
         has_names = after_comma = False
@@ -127,12 +137,41 @@ class PythonicCalls:
             if not name or name in given:
                 raise BrokenJson
             yield CallArguments(f"{', ' if given else ''}{json.dumps(name, ensure_ascii=False)}: ")
-            yield from pieces_of(json_text)
+            string_ends = partial(_string_ends, cursor, ends, is_list=is_list, has_names=has_names)
+            zeros = not parameters.is_string(name)
+            yield from pieces_of(
+                JsonText(cursor, repairs, stops=ends, python=True, zeros=zeros, string_ends=string_ends)
+            )
             given.append(name)
             after_comma = False
         else:
             cursor.take(1)
         yield CallArguments("}")
+
+
+def _string_ends(cursor: Cursor, ends: Markers, *, is_list: bool, has_names: bool) -> Waiting[bool]:
+    """Return True if an argument may end here, behind a quote: another argument follows, or the end of the call with
+    another call, the end of the list or the end of all calls behind it."""
+    char = yield from cursor.skip_blank()
+    if not char or (yield from cursor.starts(ends)):
+        return True
+    if char == ",":
+        cursor.take(1)
+        return not has_names or (yield from cursor.skip_blank()) == ")" or bool((yield from _keyword(cursor)))
+    if char != ")":
+        # Here a comma may be missing, or texts follow each other, which are one for Python: what is meant is not known.
+        return char in "\"'" or bool((yield from _keyword(cursor)))
+    cursor.take(1)
+    char = yield from cursor.skip_blank()
+    if not is_list:
+        return not (char and char in ")\"'")
+    if not char or char == "]" or (yield from cursor.starts(ends)):
+        return True
+    if char not in ",;":
+        return False
+    cursor.take(1)
+    # The whole name is not waited for: it would hold the end of this call back.
+    return (yield from cursor.skip_blank()).isidentifier()
 
 
 def _keyword(cursor: Cursor) -> Waiting[str]:
@@ -184,10 +223,20 @@ class GemmaCalls:
         return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else json.dumps(value)
 
     def read(self, opening: str, cursor: Cursor, functions: Functions) -> Calls:
-        """Read one call."""
-        if not (yield from cursor.accept(Markers(("call:", ":")), after_blank=True)):  # some leave the word out
+        """Read one call. What stands behind its name in place of an object is delivered as it was written."""
+        begins = yield from cursor.accept(Markers(("call:", ":")), after_blank=True)  # some leave the word out
+        if not begins:
             raise NotACall
-        name, bracket = yield from cursor.until(Markers(("{",)), _LONGEST_NAME)
+        name, bracket = yield from cursor.until(Markers(("{", self.closing)), _LONGEST_NAME, one_word=False)
+        if bracket == self.closing:
+            name, _, written = name.strip().partition(" ")
+            if "`" in written or (begins == ":" and name not in functions):  # prose about markers
+                raise NotACall
+            yield CallBegan(function_name(name))
+            yield CallArguments(written.strip() or "{}")
+            yield Repaired(Repair.BROKEN if written else Repair.BRACKETS)
+            yield CallEnded()
+            return
         cursor.put_back(bracket)
         yield CallBegan(function_name(name))
         ends, repairs = Markers((self.closing, *self.openings)), set[Repair]()

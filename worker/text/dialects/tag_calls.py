@@ -19,7 +19,7 @@ from worker.text.dialects.dialect import (
     function_name,
     repaired,
 )
-from worker.text.dialects.json_calls import JsonCalls
+from worker.text.dialects.json_calls import ARGUMENTS, JsonCalls, object_of
 from worker.text.dialects.json_text import BrokenJson, JsonText, Repair
 from worker.text.dialects.values import Parameters
 
@@ -157,7 +157,7 @@ class TagCalls:
             yield CallEnded(complete=False)
             return
         yield CallBegan(function)
-        yield CallArguments(as_json or _object(written))
+        yield CallArguments(as_json or _unwrapped(written, parameters, repairs) or _object(written))
         yield from repaired(repairs)
         yield CallEnded()
 
@@ -335,6 +335,19 @@ class TagCalls:
         if not (self.typed and attribute):
             return parameters.json_of(name, text, repairs, python=self.python)
         return parameters.typed_json_of(name, text, repairs, is_string=self.typed[0] in attribute)
+
+
+def _unwrapped(written: Mapping[str, str], parameters: Parameters, repairs: set[Repair]) -> str:
+    """Return the arguments that stand as an object within the only parameter, which the function does not have; nothing
+    if there are none: each must be one of the function's parameters."""
+    if len(written) != 1 or (name := next(iter(written))) not in ARGUMENTS or parameters.has(name):
+        return ""
+    value = object_of(written[name], repairs)
+    members = json.loads(value) if value.startswith("{") else {}
+    if not members or not all(map(parameters.has, members)):
+        return ""
+    repairs.add(Repair.WRAPPED)
+    return value
 
 
 def _object(members: Mapping[str, str]) -> str:

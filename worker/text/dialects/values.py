@@ -54,7 +54,7 @@ class Parameters:
         if constants and text in constants:
             return _dumps(text)
         found = set[Repair]()
-        written = whole(text.strip(), found, python=python) if meant else None
+        written = whole(text.strip(), found, python=python, zeros="string" not in types) if meant else None
         is_sure = "string" not in types or found <= _SURE
         if written is None or not is_sure or _type_of(written) not in meant or not _is_exact(written):
             return _dumps(text)
@@ -67,7 +67,7 @@ class Parameters:
         if is_string:
             return _dumps(text) if may_be_string else self.json_of(name, text, repairs)
         found = set[Repair]()
-        written = whole(text.strip(), found)
+        written = whole(text.strip(), found, zeros=not may_be_string)
         if written is None or (may_be_string and _type_of(written) not in _with_integers(self._types(name)[0])):
             return _dumps(text)
         repairs |= found
@@ -80,6 +80,10 @@ class Parameters:
     def may_be_string(self, name: str) -> bool:
         """True if strings are among the parameter's types."""
         return "string" in self._types(name)[0]
+
+    def is_string(self, name: str) -> bool:
+        """True if the schema says something about the parameter, and strings are among its types."""
+        return (name in self._properties or isinstance(self._others, dict)) and self.may_be_string(name)
 
     def _types(self, name: str) -> tuple[frozenset[str], set[str] | None]:
         """Return the types of a parameter, and the texts that are strings whatever else they may be."""
