@@ -162,3 +162,17 @@ def test_thoughts_in_a_text_may_be_left_out_and_no_other_words() -> None:
 def test_a_template_that_knows_no_roles_is_taken_as_it_is() -> None:
     said = [assistant("A"), user("Q")]
     assert adapted("{% for m in messages %}{{ m.content }}{% endfor %}", said)[0] == "AQ"
+
+
+def test_a_template_may_write_the_results_of_a_turn_in_the_order_of_its_calls() -> None:
+    ordered = (
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% if m.tool_calls %}{% set calls = m.tool_calls %}"
+    )
+    ordered += "{% for c in calls %}{% for r in messages if r.tool_call_id == c.id %}{{ r.content }}{% endfor %}"
+    ordered = ordered.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}") + "{% endfor %}{% endif %}"
+    said = [user("Q"), calling(call("1", {}), call("2", {}), content=""), result("2", "Sun"), result("1", "Rain")]
+    text, needed = adapted(ordered + "{% endfor %}", said)
+    assert (needed, text.endswith("RainSun")) == ([], True)
+    # Results of another order are another conversation's: this one gets turns of one call.
+    backwards = ordered.replace("in calls %}", "in calls | reverse %}") + "{% endfor %}"
+    assert adapted(backwards, [*said[:2], *reversed(said[2:])])[1] != []

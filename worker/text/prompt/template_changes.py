@@ -42,13 +42,18 @@ def _with_reasoning_in_content(turn: Message) -> Message:
 
 
 def _one_call_a_turn(conversation: Conversation) -> Conversation:
-    exchanges: list[tuple[Message, list[Message]]] = []  # a message, and the tool results after it
+    return [message for turn, results in _exchanges(conversation) for message in _call_by_call(turn, results)]
+
+
+def _exchanges(conversation: Conversation) -> list[tuple[Message, list[Message]]]:
+    """Return each message with the tool results after it."""
+    exchanges: list[tuple[Message, list[Message]]] = []
     for message in conversation:
         if message["role"] == "tool" and exchanges:
             exchanges[-1][1].append(message)
         else:
             exchanges.append((message, []))
-    return [message for turn, results in exchanges for message in _call_by_call(turn, results)]
+    return exchanges
 
 
 def _call_by_call(turn: Message, results: list[Message]) -> Conversation:
@@ -63,6 +68,16 @@ def _call_by_call(turn: Message, results: list[Message]) -> Conversation:
     for call in further:
         turns += [{**_turn("assistant"), "tool_calls": [call]}, *own.pop(call["id"], ())]
     return [*turns, *chain.from_iterable(own.values())]
+
+
+def results_by_call(conversation: Conversation) -> Conversation:
+    """Return the conversation with the results after a turn in the order of its calls, as some templates write them."""
+
+    def in_order(turn: Message, results: list[Message]) -> list[Message]:
+        places = {call["id"]: at for at, call in enumerate(_calls(turn))}
+        return sorted(results, key=lambda result: places.get(result["tool_call_id"], len(places)))
+
+    return [message for turn, results in _exchanges(conversation) for message in (turn, *in_order(turn, results))]
 
 
 def _arguments_as_objects(conversation: Conversation) -> Conversation:

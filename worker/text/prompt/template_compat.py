@@ -17,6 +17,7 @@ from worker.text.prompt.template_changes import (
     CallMarks,
     WriteCalls,
     ladders,
+    results_by_call,
     split_system,
     write_as_json,
 )
@@ -333,7 +334,7 @@ def _with_first_as_user(conversation: Conversation) -> Conversation:
 
 
 def _is_in(conversation: Conversation, text: str, think: Think) -> bool:
-    """True if the text holds each content, in order within its role.
+    """True if the text holds each content, in order within its role; results may be in the order of their calls.
 
     Some templates silently omit contents. That is accepted for reasoning, and for text that comes with a call.
     """
@@ -341,7 +342,13 @@ def _is_in(conversation: Conversation, text: str, think: Think) -> bool:
     for message in conversation:
         if "tool_calls" not in message:
             by_role.setdefault(message["role"], []).append(_expected_text(message, think))
-    return all(_in_order(texts, text) for texts in by_role.values())
+    results = by_role.pop("tool", [])
+    if not all(_in_order(texts, text) for texts in by_role.values()):
+        return False
+    if _in_order(results, text):
+        return True
+    by_call = [turn["content"] for turn in results_by_call(conversation) if turn["role"] == "tool"]
+    return by_call != results and _in_order(by_call, text)
 
 
 def _expected_text(message: dict[str, Any], think: Think) -> str:
