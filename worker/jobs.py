@@ -85,6 +85,7 @@ class Chat:
                 job.claim.lane,
                 drafts=generation_request.max_draft != 0,
                 resumes=bool(job.log.events),
+                warn=self._recorder.warn,
             )
             self._grammar = context.codec.limited(request, prompt, self._grammar, loop_guard=self._loop_guard(request))
             generation_request = await self._begin(request, prompt, replace(generation_request, grammar=self._grammar))

@@ -29,6 +29,7 @@ logger = logging.getLogger("sluice.jobs")
 Entry = dict[str, Any]  # logprobs of a token, in OpenAI's form
 
 _NOTHING = OutputDelta()
+_MOST_WARNINGS = 16  # before the answer: a client's schemas decide how many there are
 _CUT_SHORT = "max_tokens: the answer was ended, since this worker's memory holds no longer one after this prompt."
 _PROGRESS_EVERY_S = 0.25
 _GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are merged, so that a batch does not fill Redis
@@ -75,6 +76,7 @@ class JobRecorder:
         self._specprefill = SpecPrefillReport(kept=None)
         self._speculation = SpeculationReceipt()
         self._cut_short = False  # the worker's memory has ended the answer
+        self._warnings = list[str]()  # known before the answer began
         self._state = ResumeState()  # what this attempt leaves for the next one
 
     def consider_specprefill(self, report: SpecPrefillReport) -> None:
@@ -184,6 +186,11 @@ class JobRecorder:
             prompt_tokens=self._job.usage.prompt_tokens,
         )
 
+    def warn(self, line: str) -> None:
+        """Note what the client must know about the answer, for the result."""
+        if len(self._warnings) < _MOST_WARNINGS:
+            self._warnings.append(line)
+
     def flush(self) -> None:
         """Emit the gathered output as one delta event."""
         if self._ids or self._pending:
@@ -213,7 +220,11 @@ class JobRecorder:
             began_at=self._began_at,
             timings=timings,
             stop_sequence=output.stop_sequence,
-            warnings=[*output.warnings, *([_CUT_SHORT] if self._cut_short and finish_reason == "length" else [])],
+            warnings=[
+                *self._warnings,
+                *output.warnings,
+                *([_CUT_SHORT] if self._cut_short and finish_reason == "length" else []),
+            ],
             specprefill=as_result(self._specprefill, self._job.usage.prompt_tokens, timings["prefill_s"]),
             speculation=self._speculation.as_result(),
             rows_mean=round(self._rows / max(self._steps, 1), 2),

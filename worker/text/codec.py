@@ -145,16 +145,19 @@ class TextCodec:
         *,
         drafts: bool = False,
         resumes: bool = False,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> GrammarState | None:
         """Return the grammar of the answer, or None if the answer is free. `drafts`: the row may take drafts.
-        `resumes`: the answer goes on after an earlier attempt.
+        `resumes`: the answer goes on after an earlier attempt. `warn`: see `GrammarStates.create`.
 
         Raises `JobFailure` for a schema that cannot be enforced.
         """
         holds_calls = any(self._hold_calls or tool.function.strict for tool in request.offered_tools)
         if not request.constrains_answer and not (holds_calls and self.parses_tools):
             return None
-        return await (await self._grammar_states()).create(request, prompt, lane, drafts=drafts, resumes=resumes)
+        return await (await self._grammar_states()).create(
+            request, prompt, lane, drafts=drafts, resumes=resumes, warn=warn
+        )
 
     def limited(
         self, request: ChatRequest, prompt: Prompt, grammar: GrammarState | None, *, loop_guard: bool

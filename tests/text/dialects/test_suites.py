@@ -80,10 +80,16 @@ VLLM_DIFFERS = {
     "deepseekv31": (1, "text after a call is kept"),
     "deepseekv32": (1, "5.0 is a number as it was written, and not 5"),
     "functiongemma": (1, "JSON is compared by its white space"),
-    "gemma4": (4, "a name has no spaces: arguments begin there; a string without its end is delivered as it was written"),
+    "gemma4": (
+        4,
+        "a name has no spaces: arguments begin there; a string without its end is delivered as it was written",
+    ),
     "hunyuan_a13b": (1, "text after a call is kept"),
     "kimi_k2": (3, "text after a call, or before one, is kept; a call of any name is a call"),
-    "llama3_json": (3, "JSON within prose is no call without a marker, nor is prose left out; broken JSON behind a name is one"),
+    "llama3_json": (
+        3,
+        "JSON within prose is no call without a marker, nor is prose left out; broken JSON behind a name is one",
+    ),
     "minicpm5xml": (21, "marks of a tokenizer in the text; renamed functions; calls that break the schema are calls"),
     "minimax_m2": (1, "white space before a call is not kept"),
     "minimax_m3": (1, "white space before a call is not kept"),

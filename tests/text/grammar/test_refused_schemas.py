@@ -71,7 +71,8 @@ async def test_a_schema_that_cannot_be_held_to_is_refused_with_the_reason(asked:
 
 async def test_a_refusal_says_where_the_schema_stands() -> None:
     assert (await refusal(**by({"type": "nonsense"}))).message.startswith("response_format: ")
-    bad = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"type": "x"}}}}}
+    function = {"name": "bad", "parameters": {"properties": {"a": {"type": "x"}}}, "strict": True}
+    bad = {"type": "function", "function": function}
     for fields in ({"tool_choice": "required"}, by(CITY)):
         refused = await refusal(tools=[WEATHER, bad], **fields)
         assert refused.message.startswith("tools: bad: #/properties/a/type: x is not a type of JSON Schema; ")
@@ -208,8 +209,8 @@ async def test_a_schema_is_tried_once_however_many_rows_bring_it(processes: list
 NOTHING = {"type": "string", "pattern": "^a$", "minLength": 2}
 
 
-def tool(name: str, parameters: Schema) -> Schema:
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+def tool(name: str, parameters: Schema, *, strict: bool = True) -> Schema:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}}
 
 
 def held_to(pattern: str) -> Schema:
@@ -265,6 +266,17 @@ async def test_the_search_for_the_wrong_tool_is_bounded(processes: list[Child]) 
     assert refused.value.type == "invalid_request"
     assert len(processes) == 1
     assert cpu_of_children_s() - before_s < 20
+    # Functions that need not be held are free then.
+    asked = [tool(each["function"]["name"], each["function"]["parameters"], strict=False) for each in tools]
+    warnings = list[str]()
+    state = await fresh().create(
+        request(tools=asked, tool_choice="required"), Prompt((1,), "closed"), warn=warnings.append
+    )
+    assert state
+    assert not state.error
+    assert warnings
+    assert len(processes) <= 3
+    assert cpu_of_children_s() - before_s < 40
 
 
 def cpu_of_children_s() -> float:

@@ -35,8 +35,10 @@ from worker.text.dialects.dialect import Dialect
 from worker.text.dialects.pythonic import GemmaCalls
 from worker.text.dialects.tag_calls import TagCalls
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
+from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
 from worker.text.grammar.tool_grammars import Function
+from worker.text.prompt.prompt import Prompt
 
 
 @pytest.mark.parametrize("format", FORCED)
@@ -377,7 +379,7 @@ def test_a_parameter_between_tags_is_held_to_its_type(kind: str) -> None:
 )
 async def test_parameters_that_cannot_be_tags_are_written_in_json_or_refused(schema: Schema, words: str) -> None:
     asked = {
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}],
         "tool_choice": "required",
     }
     refused = await refusal("minicpm5", **asked)
@@ -391,7 +393,6 @@ async def test_parameters_that_cannot_be_tags_are_written_in_json_or_refused(sch
     ("schema", "words"),
     [
         ({"properties": {"a": {"type": "string", "not": {"const": "x"}}}}, "not is not supported"),
-        ({"properties": {"a": {"type": "string", "format": "binary"}}}, "binary is not supported"),
         ({"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}, "look-ahead is not supported"),
         ({"properties": {"a": {"type": "string", "pattern": "a^b"}}}, "^ and $ are supported only at the ends"),
         ({"properties": {"a": {"$ref": "#/properties/a"}}}, "it refers back to itself"),
@@ -403,11 +404,61 @@ async def test_parameters_that_cannot_be_tags_are_written_in_json_or_refused(sch
         ({"type": "string"}, "the parameters of f must be of type object"),
     ],
 )
-async def test_parameters_that_no_grammar_holds_are_refused(format: str, schema: Schema, words: str) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+async def test_parameters_that_no_grammar_holds_are_refused_of_a_strict_function(
+    format: str, schema: Schema, words: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
     refused = await refusal(format, tools=tools, tool_choice="required")
     assert refused.type == "invalid_request"
     assert words in refused.message
+
+
+# Schemas of one tool that cannot be held, and what is left of them: arguments that are taken, and that are not.
+ODD: dict[str, tuple[Schema, str, str]] = {
+    "format": ({"type": "string", "format": "binary"}, '"x"', "1"),
+    "pattern": ({"type": "string", "pattern": r"^(?!https?://)[\w.-]+$", "maxLength": 9}, '"a.org"', '"a.org/abcde"'),
+    "type": ({"type": "str"}, '"x"', ""),
+    "not": ({"type": "string", "not": {"const": "x"}}, '"x"', "1"),
+    "unique": ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]", '["a"]'),
+    "oneOf": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1", '"a"'),
+    "elsewhere": ({"$ref": "https://example.org/schema"}, "1", ""),
+    "circle": ({"$ref": "#/properties/odd"}, "1", ""),
+    "no schema": (5, "1", ""),  # type: ignore[dict-item]
+    "contrary": ({"type": "string", "enum": [1]}, "1", ""),
+    "slow": ({"type": "string", "pattern": r"\s.{1,60}\s"}, '"x"', ""),
+}
+
+
+@pytest.mark.parametrize("format", ["hermes", "qwen3_coder", "harmony", "lfm2", "gemma4", "minicpm5"])
+@pytest.mark.parametrize("odd", ODD)
+async def test_what_cannot_be_held_of_a_forced_call_is_left_out_and_named(format: str, odd: str) -> None:
+    schema, taken, refused = ODD[odd]
+    parameters = {"type": "object", "properties": {"odd": schema, "days": {"type": "integer"}}, "required": ["odd"]}
+    tools = [WEATHER, {"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    spoken, warnings = model(format), list[str]()
+    asked = request(tools=tools, tool_choice={"type": "function", "function": {"name": "f"}})
+    guide = await spoken.guides.create(asked, Prompt((1,), "closed"), warn=warnings.append)
+    assert isinstance(guide, RowGrammar)
+    assert [line.startswith("tools: f: ") for line in warnings] == [True], warnings
+    if format == "hermes":
+        for arguments, takes in ((taken, True), (refused, False)):
+            guide.reset()
+            call = f'<tool_call>\n{{"name": "f", "arguments": {{"odd": {arguments}}}}}\n</tool_call>'
+            assert not arguments or spoken.takes(guide, call) == takes
+        if odd not in ("contrary", "slow"):  # the rest is held
+            guide.reset()
+            call = f'<tool_call>\n{{"name": "f", "arguments": {{"odd": {taken}, "days": "x"}}}}\n</tool_call>'
+            assert not spoken.takes(guide, call)
+
+
+async def test_an_unknown_format_is_an_annotation_of_a_strict_function_too_and_not_of_an_answer() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "binary", "maxLength": 3}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
+    asked, warnings = request(tools=tools, tool_choice="required"), list[str]()
+    assert await model("hermes").guides.create(asked, Prompt((1,), "closed"), warn=warnings.append)
+    assert [line.partition("format: ")[0] for line in warnings] == ["tools: f: #/properties/a/"]
+    refused = await refusal(tools=tools, **by(schema))
+    assert (refused.param, "binary is not supported" in refused.message) == ("response_format", True)
 
 
 @pytest.mark.parametrize("format", ["hermes", "qwen3_coder", "kimi_k3", "lfm2", "gemma4"])
@@ -495,7 +546,8 @@ def test_a_functions_parameters_are_held_as_an_answers_schema_is(format: str) ->
 async def test_a_functions_parameters_are_refused_with_the_place() -> None:
     for format in FORCED:
         bound = {"items": {"type": "integer", "maximum": 2**53 + 1}, "type": "array"}
-        tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": bound}}}}]
+        function = {"name": "f", "parameters": {"properties": {"a": bound}}, "strict": True}
+        tools = [{"type": "function", "function": function}]
         refused = await refusal(format, tools=tools, tool_choice="required")
         assert refused.type == "invalid_request"
         place = "a: items: #/" if format == "qwen3_coder" else "#/properties/a/items/"

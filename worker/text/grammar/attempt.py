@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from itertools import chain
 
@@ -18,12 +19,13 @@ from worker.errors import ErrorType, JobFailure
 from worker.process.frames import LimitExceeded, Limits
 from worker.process.serve import Send, serve
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
-from worker.text.grammar.errors import grammar_error
+from worker.text.grammar.errors import TOO_EXPENSIVE, grammar_error
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.sandbox import Uncompilable, compile_grammar
 from worker.text.grammar.schema.references import References, members
-from worker.text.grammar.schema.unsupported import Schema
-from worker.text.grammar.tool_grammars import Function
+from worker.text.grammar.schema.relaxed import names_alone, relaxed
+from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword
+from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, Function
 from worker.text.grammar.trial import try_strings
 
 LIMITS = Limits(cpu_s=2, address_bytes=2 << 30, wall_s=60.0)  # real schemas take 0.2 s, process start included
@@ -34,10 +36,10 @@ _STABLE = 2  # version of marshal's format that writes equal values as equal byt
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """The grammar, which compiles. `left_free`: functions whose schemas it does not enforce, for the log."""
+    """The grammar, which compiles. `not_held`: what it does not enforce of functions' schemas, a line for each."""
 
     grammar: str
-    left_free: str = ""
+    not_held: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +92,16 @@ def _answer(question: bytes, send: Send) -> None:
     markup, (schema, functions, *more), reasoned = marshal.loads(question)
     constraint = OutputConstraint(schema, tuple(Function(*each) for each in functions), *more)
     grammars = Grammars(Markup(*markup))
-    verdicts, left_free = _verdicts(grammars, constraint, reasoned), list[str]()
+    verdicts, not_held = _verdicts(grammars, constraint, reasoned), list[str]()
     first = next(verdicts)
-    if constraint.optional and not isinstance(first, CompiledGrammar):
-        left_free = _not_compiling(grammars, constraint)
-        verdicts = _verdicts(grammars, constraint.without(left_free), reasoned)
-        first = next(verdicts)
+    if not isinstance(first, CompiledGrammar):
+        functions = tuple(_enforceable(grammars, constraint, function, not_held) for function in constraint.functions)
+        if functions != constraint.functions:
+            verdicts = _verdicts(grammars, replace(constraint, functions=functions), reasoned)
+            first = next(verdicts)
     for verdict in chain([first], verdicts):
         if isinstance(verdict, CompiledGrammar):
-            verdict = replace(verdict, left_free=", ".join(left_free))
+            verdict = replace(verdict, not_held="\n".join(not_held))
         send([type(verdict).__name__, *astuple(verdict)], b"")
 
 
@@ -117,15 +120,42 @@ def _verdicts(grammars: Grammars, constraint: OutputConstraint, reasoned: bool) 
         yield CompiledGrammar(grammar)
 
 
-def _not_compiling(grammars: Grammars, constraint: OutputConstraint) -> list[str]:
-    """Return the functions whose schemas need not be enforced, and cannot be."""
-    vocabulary, found = LLTokenizer("byte"), list[str]()
-    for function in constraint.optional:
-        try:
-            _compile(vocabulary, *grammars.grammar_as_text(replace(constraint, functions=(function,))))
-        except (JobFailure, Uncompilable):
-            found.append(function.name)
-    return found
+def _enforceable(grammars: Grammars, constraint: OutputConstraint, function: Function, not_held: list[str]) -> Function:
+    """Return the function with as much of its schema as can be enforced, and add what is left out to `not_held`. Of a
+    strict one that is unknown formats alone."""
+    if function.parameters in (None, ANY_ARGUMENTS) or (function.strict and _search_ended()):
+        return function
+    wrong = "" if function.strict else _wrong(grammars, constraint, function)
+    if not (wrong or function.strict):
+        return function
+    with suppress(UnsupportedKeyword):
+        schema, left_out = relaxed(function.parameters or {}, strict=function.strict)
+        looser = replace(function, parameters=schema)
+        if function.strict or not _wrong(grammars, constraint, looser):
+            not_held += [f"tools: {function.name}: {each}." for each in left_out]
+            return looser
+    if function.strict:
+        return function
+    not_held.append(f"{wrong} Its arguments are not held.")
+    looser = replace(function, parameters=names_alone(function.parameters or {}))
+    if constraint.in_text or _wrong(grammars, constraint, looser):
+        return replace(function, parameters=ANY_ARGUMENTS)
+    return looser
+
+
+def _wrong(grammars: Grammars, constraint: OutputConstraint, function: Function) -> str:
+    """Return why a function's schema cannot be enforced; empty if it can be. After the time for searches, none can."""
+    place = f"tools: {function.name}"
+    if _search_ended():
+        return f"{place}: {TOO_EXPENSIVE}"
+    alone = replace(constraint, schema=None, functions=(function,))
+    try:
+        _compile(LLTokenizer("byte"), *grammars.grammar_as_text(alone))
+    except JobFailure as refusal:
+        return refusal.message
+    except Uncompilable as error:
+        return f"{place}: this schema cannot be enforced: {grammar_error(str(error))}"
+    return ""
 
 
 def _compile(vocabulary: LLTokenizer, grammar: str, parts: Grammar) -> None:

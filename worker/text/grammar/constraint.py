@@ -28,7 +28,10 @@ def constraint_of(request: ChatRequest, *, hold_calls: bool = False) -> OutputCo
     Raises `JobFailure` for a `json_schema` without a schema.
     """
     many = request.parallel_tool_calls is not False
-    functions = tuple(Function(tool.function.name, tool.function.parameters) for tool in request.offered_tools)
+    functions = tuple(
+        Function(each.name, each.parameters, bool(each.strict))
+        for each in (tool.function for tool in request.offered_tools)
+    )
     match request.tool_choice:
         case NamedTool(function=named):
             return OutputConstraint(

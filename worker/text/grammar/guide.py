@@ -85,22 +85,31 @@ class GrammarStates:
         *,
         drafts: bool = False,
         resumes: bool = False,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> "RowGrammar | CallsGrammar | None":
         """Return the grammar of a request, or None if the answer is unconstrained. `drafts`: it may read drafts.
-        `resumes`: the answer goes on after an earlier attempt, so that calls may have begun. Raises `JobFailure` if the
-        constraint is not supported or cannot be satisfied."""
+        `resumes`: the answer goes on after an earlier attempt, so that calls may have begun. `warn`: is called with
+        each part of a schema that a forced call is not held to. Raises `JobFailure` if the constraint is not supported
+        or cannot be satisfied."""
         constraint = constraint_of(request, hold_calls=self._hold_calls)
         if constraint is None:
             return None
         if constraint.in_text:
             return await self._calls_in_text(constraint, request, prompt, lane, drafts=drafts, resumes=resumes)
         try:
-            return await self._create(constraint, request, prompt, lane, drafts=drafts)
+            return await self._create(constraint, request, prompt, lane, warn, drafts=drafts)
         except JobFailure as refusal:
             raise refusal.about(constraint.field) from refusal.__cause__
 
     async def _create(
-        self, constraint: OutputConstraint, request: ChatRequest, prompt: Prompt, lane: Lane, *, drafts: bool
+        self,
+        constraint: OutputConstraint,
+        request: ChatRequest,
+        prompt: Prompt,
+        lane: Lane,
+        warn: Callable[[str], None],
+        *,
+        drafts: bool,
     ) -> "RowGrammar":
         if self._tokenizer is None:
             raise JobFailure(
@@ -110,8 +119,19 @@ class GrammarStates:
         run = partial(self._compiler.run, lane, tenant)
         begun = await run(self._begun, self._tokenizer, request, prompt)
         reasoning = None if begun else self._reasoning_state(prompt)
-        reasoned = reasoning is not None
-        matcher, ahead = await self._matchers(self._tokenizer, constraint, reasoned, lane, tenant, drafts=drafts)
+        matchers = partial(
+            self._matchers, self._tokenizer, reasoned=reasoning is not None, lane=lane, tenant=tenant, drafts=drafts
+        )
+        try:
+            matcher, ahead = await matchers(constraint, warn=warn)
+        except JobFailure as refusal:
+            free = constraint.without([function.name for function in constraint.optional])
+            if free == constraint or refusal.retryable:
+                raise
+            # The process could not find out what takes too long: the arguments of all functions that need not be held
+            # are free.
+            matcher, ahead = await matchers(free)
+            warn(f"{refusal.message} The arguments of calls are not held.")
         new = self._new_grammar(constraint)
         state = await run(partial(new, matcher, reasoning=reasoning, begun=begun, drafts=ahead))
         if state.error:
@@ -166,7 +186,9 @@ class GrammarStates:
             if each is constraint is required:
                 continue
             try:
-                matcher, ahead = await self._matchers(vocabulary, each, False, lane, tenant, drafts=drafts)
+                matcher, ahead = await self._matchers(
+                    vocabulary, each, reasoned=False, lane=lane, tenant=tenant, drafts=drafts
+                )
             except JobFailure as failure:
                 if strict and last:
                     raise
@@ -216,14 +238,15 @@ class GrammarStates:
         self,
         vocabulary: LLTokenizer,
         constraint: OutputConstraint,
+        *,
         reasoned: bool,
         lane: Lane,
         tenant: str,
-        *,
         drafts: bool,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> tuple[LLMatcher, LLMatcher | None]:
         quick = is_quick(constraint)
-        compile_in_child = partial(self._compile_in_child, constraint, reasoned, lane, tenant)
+        compile_in_child = partial(self._compile_in_child, constraint, reasoned, lane, tenant, warn)
         written = partial(self._grammars.grammar, constraint, reasoned=reasoned)
         compiled = partial(self._compiler.compile, lane, tenant, vocabulary, drafts=drafts)
         if quick:
@@ -235,17 +258,20 @@ class GrammarStates:
         except Uncompilable as error:
             _refuse(constraint.field, str(error))
 
-    async def _compile_in_child(self, constraint: OutputConstraint, reasoned: bool, lane: Lane, tenant: str) -> str:
+    async def _compile_in_child(
+        self, constraint: OutputConstraint, reasoned: bool, lane: Lane, tenant: str, warn: Callable[[str], None]
+    ) -> str:
         """Return a grammar that a child process has compiled, so compiling it here is safe. Raises `JobFailure`."""
         question_bytes = await self._compiler.run(
             lane, tenant, partial(question, self._markup, constraint, reasoned=reasoned)
         )
         match await self._compiler.verdict(lane, tenant, question_bytes):
-            case CompiledGrammar(grammar, left_free):
-                if left_free:
-                    logger.info(
-                        "these functions' schemas cannot be enforced, so their arguments are free: %s", left_free
-                    )
+            case CompiledGrammar(grammar, not_held):
+                if lines := not_held.splitlines():
+                    named = [f.name for f in constraint.functions if any(f"tools: {f.name}:" in line for line in lines)]
+                    logger.info("these functions' schemas cannot be enforced completely: %s", ", ".join(named))
+                for line in lines:
+                    warn(line)
                 return grammar
             case RefusedConstraint(type, message, param):
                 raise JobFailure(type, message, param=param)
