@@ -84,8 +84,8 @@ class SluiceDetails(Sent):
     )
     warnings: list[str] | None = Field(
         default=None,
-        description="What the model may not do, or did not, as the request asks, and what was ended since it was a "
-        "loop. Absent if there is nothing to say.",
+        description="What the model may not do, or did not, as the request asks, what of a function's schema its "
+        "forced call was not held to, and what was ended since it was a loop. Absent if there is nothing to say.",
     )
     repaired: list[str] | None = Field(
         default=None, description="Mistakes in the answer's tool calls that were put right. Absent if there were none."
