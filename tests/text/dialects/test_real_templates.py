@@ -11,6 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tests.text.dialects.families import FOUND
 from tests.text.dialects.reading import BY_NAME
 from tests.text.dialects.real_templates import TemplateTokenizer, fetch, tokenizer
+from tests.text.real_tokenizers import fetch_tokenizers, opened
+from worker.engine.tokenizer import MLXTokenizer
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.tool_grammars import Function, tool_calls
 from worker.text.output.evidence import _rendered
@@ -28,6 +30,20 @@ def templates(pytestconfig: pytest.Config) -> dict[str, str]:
 
 def test_each_template_is_in_the_table(templates: dict[str, str]) -> None:
     assert {name for name in templates if "training" not in name} == set(FOUND)
+
+
+def test_the_tokens_of_a_marker_tell_nothing_about_what_was_meant(pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.cache is not None
+    folders = fetch_tokenizers(pytestconfig.cache.mkdir("tokenizers"))
+    alone = {"qwen3": "<tool_call>", "deepseek_v3": "<｜tool▁call▁begin｜>", "tekken": "[TOOL_CALLS]"}
+    spelled = {"qwen3": "<function=", "deepseek_v3": "</think>", "tekken": "[ARGS]", "gemma3": "<start_function_call>"}
+    for name, marker in alone.items():  # a text about the marker has its token
+        model = MLXTokenizer(opened(folders[name]))
+        assert model.added_tokens[marker] in model.encode(f"The tag {marker} starts a call.")
+    for name, marker in spelled.items():
+        model = MLXTokenizer(opened(folders[name]))
+        assert marker not in model.added_tokens
+        assert len(model.encode(marker)) > 1
 
 
 def test_the_dialect_of_each_template_is_found(templates: dict[str, str]) -> None:
