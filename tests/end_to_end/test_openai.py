@@ -205,6 +205,16 @@ async def test_a_named_tool_is_called_whatever_was_asked(openai: AsyncOpenAI) ->
     assert [call["function"]["name"] for call in message(answer)["tool_calls"]] == ["get_weather"]
 
 
+async def test_what_a_forced_call_is_not_held_to_is_named(openai: AsyncOpenAI) -> None:
+    city = {"type": "string", "format": "city-name"}
+    function = {**WEATHER, "parameters": {"type": "object", "properties": {"city": city}, "required": ["city"]}}
+    asked = {"messages": CALL["messages"], "tools": [{"type": "function", "function": function}]}
+    answer = await whole(openai, asked, tool_choice="required", max_tokens=100)
+    assert [call["function"]["name"] for call in message(answer)["tool_calls"]] == ["get_weather"]
+    (warning,) = answer.sluice["warnings"]
+    assert warning.startswith("tools: get_weather: #/properties/city/format: city-name is not supported; ")
+
+
 class Capital(BaseModel):
     country: str
     capital: str

@@ -26,7 +26,7 @@ class Function:
 
     name: str
     parameters: Schema | None = None
-    strict: bool = True  # its calls must satisfy the schema; else a schema that cannot be enforced is left out
+    strict: bool = True  # its calls must satisfy the schema; else what of it cannot be enforced is left out
 
 
 ANY_ARGUMENTS: Schema = {"type": "object", "additionalProperties": True}  # parameters of a function with free arguments

@@ -10,14 +10,13 @@ from worker.text.grammar.schema.references import DATA, NAMED
 from worker.text.grammar.schema.rewrite import REFUSED, rewrite
 from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword
 
-_MOST_LEFT_OUT = (
-    40  # keywords, each after another attempt to rewrite the schema; those without any support count as one
-)
+_MOST_LEFT_OUT = 40  # places, each of which takes another attempt to rewrite the schema
 _UNSUPPORTED = {*REFUSED, "uniqueItems"}
 
 
 def relaxed(schema: Schema, *, strict: bool) -> tuple[Schema, list[str]]:
-    """Return the schema without the keywords that cannot be enforced, and what was left out, with its place and reason.
+    """Return the schema without the keywords that cannot be enforced, and what was left out, with its place and reason:
+    of a keyword without any support, and of unknown formats, the first place alone.
 
     `strict`: only unknown formats are left out, which are annotations in JSON Schema. Raises `UnsupportedKeyword` if
     something else cannot be enforced, or too much of it.
