@@ -3,6 +3,7 @@
 import json
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -100,6 +101,56 @@ def test_a_row_that_is_preempted_loses_its_cache_or_resumes_closes_at_the_same_p
         run = Run(model(family))
         run.add("row", start, max_tokens=LENGTH, sampling=SEEDED, grammar=limit(7), resume_tokens=whole[:place])
         assert run.drain()["row"] == whole
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_each_choice_of_one_prompt_is_closed_as_it_is_alone(family: str) -> None:
+    start, run = prompt(40, 8), Run(model(family), prefix_bytes=10**9)
+    choices = {str(seed): replace(SEEDED, seed=seed) for seed in range(6)}
+    for id, sampling in choices.items():
+        run.add(id, start, max_tokens=LENGTH, sampling=sampling, grammar=limit(5), boundaries=[32])
+        if int(id) % 2:  # two begin together, and the next while they are within their thoughts
+            for _ in range(3):
+                run.step()
+    run.drain()
+    for id, sampling in choices.items():
+        alone_ = Run(model(family))
+        alone_.add(id, start, max_tokens=LENGTH, sampling=sampling, grammar=limit(5))
+        assert alone_.drain()[id] == run.generated[id]
+    assert len({*map(tuple, run.generated.values())}) == len(choices)
+    assert any(run.cached.values())  # what the first have computed of the prompt
+
+
+@pytest.mark.parametrize("how", ["whole", "preempted", "resumed", "drafted"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_turn_after_a_closed_thought_reads_it_from_the_prefix_cache(
+    family: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify_everything(monkeypatch)
+    start, budget = prompt(21, 9), 6
+    first = Run(model(family))
+    first.add("turn", start, max_tokens=LENGTH, sampling=SEEDED, grammar=limit(budget))
+    said = tuple(first.drain()["turn"])
+    again = (*start, *said, *prompt(9, 2))
+    first.add("next", again, max_tokens=LENGTH, sampling=SEEDED, grammar=limit(budget))
+    first.drain()
+
+    oracle = Oracle({"turn": said, "next": first.generated["next"]})
+    speculator = speculator_of(model(family), oracle) if how == "drafted" else None
+    run = Run(model(family), prefix_bytes=10**9, speculator=speculator)
+    resumed = said[: budget + 2] if how == "resumed" else ()  # within the tokens that close the thought
+    run.add("turn", start, max_tokens=LENGTH, sampling=SEEDED, grammar=limit(budget), resume_tokens=resumed)
+    if how == "preempted":
+        run.until(lambda: len(run.generated["turn"]) > budget)
+        run.preempt("turn")
+        run.spill()
+        run.readmit()
+    run.drain()
+    run.add("next", again, max_tokens=LENGTH, sampling=SEEDED, grammar=limit(budget))
+    run.drain()
+    assert run.generated == first.generated
+    assert run.cached["next"] > len(start) + budget + len(CLOSING.after)
+    assert oracle.accepted > 0 or how != "drafted"
 
 
 @cache

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from tests.engine.machine.asked import LONGEST_PROMPT, SAMPLINGS, Asked, base
 from tests.engine.machine.families import Family, Part
-from tests.engine.machine.grammars import Json, Picky
+from tests.engine.machine.grammars import Closes, Json, Picky, Plan
 from tests.engine.machine.reference import LONGEST
 from tests.engine.vision.cases import Prompt
 from worker.schedule.request import SpecPrefillParams
 
 KEEPS = [0.2, 0.5, 1.0]
+PLANS: list[Plan] = [Json(), Picky(), Closes(0), Closes(2), Closes(4), Closes(4, Picky())]
 LEAST_SCORED = 60  # tokens of a prompt
 
 
@@ -24,7 +25,7 @@ def form(data: st.DataObject, prompt: Prompt) -> Asked:
     return Asked(
         prompt,
         data.draw(st.sampled_from(SAMPLINGS), "sampling"),
-        data.draw(st.one_of(st.none(), st.sampled_from([Json(), Picky()])), "grammar"),
+        data.draw(st.one_of(st.none(), st.sampled_from(PLANS)), "grammar"),
         data.draw(st.integers(1, LONGEST), "most tokens"),
         specprefill(data, tokens),
         data.draw(st.sampled_from(["interactive", "interactive", "batch"]), "lane"),
@@ -45,8 +46,9 @@ def long(data: st.DataObject, family: Family, catalogue: Sequence[tuple[Part, ..
     keep = data.draw(st.sampled_from(KEEPS[:2]), "keep")
     params = SpecPrefillParams(keep, ((8, tokens - 20),), min_tokens=1, requested=True)
     sampling = data.draw(st.sampled_from(SAMPLINGS), "sampling")
+    plan = data.draw(st.sampled_from([None, Closes(3)]), "grammar")
     grows = data.draw(st.booleans(), "grows")
-    return Asked(whole, sampling, None, LONGEST, params, boundaries=boundaries(data, tokens), grows=grows)
+    return Asked(whole, sampling, plan, LONGEST, params, boundaries=boundaries(data, tokens), grows=grows)
 
 
 def specprefill(data: st.DataObject, tokens: int) -> SpecPrefillParams | None:

@@ -3,7 +3,7 @@ ones can be made for the engine and for the reference."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
 
 from tests.engine.machine.families import Family
@@ -15,7 +15,9 @@ from worker.text.grammar.lark import Grammar
 from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
 from worker.text.grammar.row.draft_time import _AT_ONCE_S
 from worker.text.grammar.row.grammar import RowGrammar
+from worker.text.grammar.row.thought_limit import ThoughtLimit
 from worker.text.grammar.sandbox import compile_grammar
+from worker.text.output.thought import Closing, Thought, ThoughtFormat
 from worker.text.vocabulary import Vocabulary
 
 SCHEMA = {
@@ -120,6 +122,14 @@ class Picky:
 
 
 @dataclass(frozen=True)
+class Closes:
+    """The thoughts with which an answer begins, and those after it, have a budget. `then`: of the answer itself."""
+
+    budget: int
+    then: Picky | None = None
+
+
+@dataclass(frozen=True)
 class Forces:
     token: int
     at: int
@@ -135,7 +145,17 @@ class Forbids:
     at: int
 
 
-Plan = Json | Picky | Forces | Raises | Forbids
+Plan = Json | Picky | Closes | Forces | Raises | Forbids
+
+
+def _text_of(token: int) -> bytes:
+    """Return a text for each token, so that answers of random models have thoughts of all lengths."""
+    if token % 11 == 0:
+        return b"</think>"
+    return b"<think>" if token % 7 == 0 else b"word "
+
+
+_THOUGHTS = ThoughtFormat(b"<think>", b"</think>", 1, _text_of, (Closing((20,), (22, 23)),), reopens=True)
 
 
 def make(family: Family, plan: Plan | None) -> GrammarState | None:
@@ -144,6 +164,9 @@ def make(family: Family, plan: Plan | None) -> GrammarState | None:
             return _json(family, count(0.0, 0.75 * _AT_ONCE_S).__next__ if slow else lambda: 0.0)
         case Picky():
             return _Picky(family)
+        case Closes(budget, then):
+            new_thought = partial(Thought, _THOUGHTS, begun=True, only_first=False, budget=budget)
+            return ThoughtLimit(new_thought, make(family, then), family.model.vocab)
         case Forces(token, at):
             return _Forcing(token, at)
         case Raises(at):

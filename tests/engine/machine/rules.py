@@ -1,8 +1,9 @@
 """Events in any order: each request answers what it answers alone, and a failure costs only the request that it
 belongs to.
 
-Prompts of text and of images, SpecPrefill, grammars, sampling and logprobs, drafts, prefixes that are reused, edited
-and continued, cancelling, preemption, memory pressure, resuming on a new engine, and failures meet in one batch."""
+Prompts of text and of images, SpecPrefill, grammars, budgets of thoughts, sampling and logprobs, drafts, prefixes that
+are reused, edited and continued, cancelling, preemption, memory pressure, resuming on a new engine, and failures meet
+in one batch."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
