@@ -1,9 +1,11 @@
 """Follows an answer's thoughts token by token: counts their tokens, and closes them when their budget is out."""
 
 import codecs
+import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from worker.text.dialects.cursor import Cursor
@@ -98,7 +100,8 @@ class Thought:
         """`begun`: the prompt ends within a thought. `only_first`: after other text, none begins. `budget`: most tokens
         of thoughts; None: no limit. `loops`: close a thought that repeats itself. `new_reader`: of answers that go on
         within a thought, which may hold calls; None: there are none."""
-        self._form, self._budget = form, budget
+        self._form, self._budget = form, inf if budget is None else budget
+        self._marks_inside, self._marks_outside = _any_of(form.ends, *form.stops), _any_of(form.begins, *form.stops)
         self._longest = max(form.longest - 1, _CHARACTER)
         self._loops = LoopDetector(THOUGHT_LOOP) if loops else None
         self._weighing = _Weighing(new_reader) if new_reader else None
@@ -147,22 +150,29 @@ class Thought:
                 self._loops.remove()
 
     def _inside(self, place: _Place, token: int) -> _Place:
-        _, ended, _, _, tail, spent, tokens, cycle, closings, due, weighed, _ = place
-        form = self._form
         found = self._loops.append(token) if self._loops else 0
-        due = due[1:] if due and token == due[0] else ()
-        text = tail + form.bytes_of(token)
+        due = place.due[1:] if place.due and token == place.due[0] else ()
+        text = place.tail + self._form.bytes_of(token)
+        if place.weighed or self._marks_inside.search(text):
+            return self._at_mark(place._replace(cycle=place.cycle or found, due=due), text, token)
+        # Most tokens come here, so the fields are given by their places.
+        tail, spent, cycle = text[-self._longest :], place.spent + 1, place.cycle or found
+        after = _Place(True, place.ended, False, False, tail, spent, place.tokens + 1, cycle, place.closings, due)
+        return self._closed_if_due(after) if (cycle or spent >= self._budget) and not due else after
+
+    def _at_mark(self, place: _Place, text: bytes, token: int) -> _Place:
+        """Return the place within a thought after text with a marker, or with what may be a call. `text`: what is
+        searched."""
+        form, weighed = self._form, place.weighed
         if weighed or (self._weighing and any(stop in text for stop in form.stops)):
             after_end = weighed[-_BLANKS:].rstrip().endswith(form.ends)
-            place = place._replace(cycle=cycle or found, due=due, undecided=place.undecided + (not after_end))
+            place = place._replace(undecided=place.undecided + (not after_end))
             return self._weigh(place, weighed + form.bytes_of(token) if weighed else text)
         if form.ends in text:
             rest = text.partition(form.ends)[2]
-            return _Place(False, True, False, False, rest, spent, tokens + 1, cycle, closings, due)
-        over = bool(form.stops) and any(stop in text for stop in form.stops)
-        tail = text[-self._longest :]
-        after = _Place(not over, ended, over, False, tail, spent + 1, tokens + 1, cycle or found, closings, due)
-        return after if over or due else self._closed_if_due(after)
+            return place._replace(inside=False, ended=True, over=False, tail=rest, tokens=place.tokens + 1)
+        tail, spent, tokens = text[-self._longest :], place.spent + 1, place.tokens + 1
+        return place._replace(inside=False, over=True, tail=tail, spent=spent, tokens=tokens)
 
     def _weigh(self, place: _Place, text: bytes) -> _Place:
         """Return the place after text with an opening in a thought. While it may be a call, it is not cut."""
@@ -181,6 +191,10 @@ class Thought:
     def _outside(self, place: _Place, token: int) -> _Place:
         form = self._form
         text = place.tail + form.bytes_of(token)
+        goes_on = place.begun and not place.due and (form.reopens or not place.ended)
+        if goes_on and not self._marks_outside.search(text):  # most tokens, as within a thought
+            tail, spent, tokens = text[-self._longest :], place.spent, place.tokens
+            return _Place(False, place.ended, False, True, tail, spent, tokens, place.cycle, place.closings, ())
         due = place.due[1:] if place.due[:1] == (token,) else ()
         while not place.begun and text.lstrip().startswith(form.ends):  # of a thought that was left out
             text = text.lstrip().removeprefix(form.ends)
@@ -199,13 +213,17 @@ class Thought:
 
     def _closed_if_due(self, place: _Place) -> _Place:
         """Return the place, with the tokens that close its thought if it has to end here."""
-        is_out = place.cycle or (self._budget is not None and place.spent >= self._budget)
+        is_out = place.cycle or place.spent >= self._budget
         closings = self._form.closings
         if not (is_out and place.inside and closings) or _is_cut(place.tail[-_CHARACTER:]):
             return place
         before, after = closings[min(place.closings, len(closings) - 1)]
         due = after if place.tail.endswith(b"\n") else before + after
         return place._replace(closings=place.closings + 1, due=due)
+
+
+def _any_of(*marks: bytes) -> re.Pattern[bytes]:
+    return re.compile(b"|".join(map(re.escape, marks)))
 
 
 def _is_cut(text: bytes) -> bool:
