@@ -41,9 +41,10 @@ class Answer:
 
 def completion(job: Job, request: ChatRequest, context: WorkerContext, answer: Answer) -> dict[str, object]:
     """Return the result; `logprobs` in it holds JSON items, so it is written by `json_bytes`."""
+    calls = message_tool_calls(answer.output.tool_calls)
     choice = {
         "index": 0,
-        "message": _message(answer.output),
+        "message": _message(answer.output, calls),
         "finish_reason": answer.finish_reason,
         "logprobs": {"content": Items(answer.logprobs), "refusal": None} if request.logprobs else None,
     }
@@ -63,7 +64,7 @@ def completion(job: Job, request: ChatRequest, context: WorkerContext, answer: A
             "prompt_tokens_details": {"cached_tokens": job.usage.cached_tokens, **images},
             **job.usage.completion_details,
         },
-        "sluice": _extension(job, request, context, answer),
+        "sluice": _extension(job, request, context, answer, calls),
     }
 
 
@@ -74,9 +75,8 @@ def _service_tier(asked: str | None, lane: Lane) -> str:
     return "flex" if asked == "flex" else "default"
 
 
-def _message(output: OutputDelta) -> dict[str, object]:
+def _message(output: OutputDelta, calls: Sequence[dict[str, Any]]) -> dict[str, object]:
     """Return the message. Its content is null if there are only tool calls, as in OpenAI's form."""
-    calls = message_tool_calls(output.tool_calls)
     message: dict[str, object] = {
         "role": "assistant",
         "content": None if calls and not output.content else output.content,
@@ -88,11 +88,13 @@ def _message(output: OutputDelta) -> dict[str, object]:
     return {**message, "refusal": None}
 
 
-def _extension(job: Job, request: ChatRequest, context: WorkerContext, answer: Answer) -> dict[str, object]:
+def _extension(
+    job: Job, request: ChatRequest, context: WorkerContext, answer: Answer, calls: Sequence[dict[str, Any]]
+) -> dict[str, object]:
     is_cut_off = answer.finish_reason == "length"
     warnings = [
         *warnings_of(request, parses_tools=context.codec.parses_tools, left_out_calls=answer.left_out_calls),
-        *faults_of_calls(request, message_tool_calls(answer.output.tool_calls), is_cut_off=is_cut_off),
+        *faults_of_calls(request, calls, is_cut_off=is_cut_off),
         *answer.warnings,
     ]
     return {
@@ -126,12 +128,13 @@ def faults_of_calls(request: ChatRequest, calls: Sequence[dict[str, Any]], *, is
         tool.function.name: (tool.function.parameters or {}).get("required", []) for tool in request.offered_tools
     }
     complete = calls[:-1] if is_cut_off else calls
-    found = dict.fromkeys(
-        f"tool_calls: {fault}"
-        for call in complete
-        if (fault := _fault(call["function"]["name"], call["function"]["arguments"], required))
-    )
-    return [*found][:_MOST_FAULTS]
+    found = dict[str, None]()
+    for call in complete:
+        if fault := _fault(call["function"]["name"], call["function"]["arguments"], required):
+            found[f"tool_calls: {fault}"] = None
+        if len(found) == _MOST_FAULTS:  # the arguments of the others are not read any more
+            break
+    return [*found]
 
 
 def _fault(name: str, arguments: str, required: Mapping[str, Any]) -> str | None:
