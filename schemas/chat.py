@@ -303,6 +303,11 @@ class ChatRequest(Strict):
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    def held_tools(self, *, every: bool) -> list[Tool]:
+        """Return the tools whose calls satisfy their schemas in an answer whose text is free: the strict ones, or
+        `every` one."""
+        return [tool for tool in self.offered_tools if every or tool.function.strict]
+
     @property
     def constrains_answer(self) -> bool:
         """True if the answer must follow a schema or be a tool call."""

@@ -152,8 +152,8 @@ class TextCodec:
 
         Raises `JobFailure` for a schema that cannot be enforced.
         """
-        holds_calls = any(self._hold_calls or tool.function.strict for tool in request.offered_tools)
-        if not request.constrains_answer and not (holds_calls and self.parses_tools):
+        holds_calls = self.parses_tools and request.held_tools(every=self._hold_calls)
+        if not (request.constrains_answer or holds_calls):
             return None
         return await (await self._grammar_states()).create(
             request, prompt, lane, drafts=drafts, resumes=resumes, warn=warn

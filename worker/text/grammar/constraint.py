@@ -52,13 +52,10 @@ def constraint_of(request: ChatRequest, *, hold_calls: bool = False) -> OutputCo
 
 def _in_text(request: ChatRequest, many: bool, *, hold_calls: bool) -> OutputConstraint | None:
     """Return the constraint on the calls in a free answer; None if there is none."""
-    strict = {tool.function.name for tool in request.offered_tools if tool.function.strict}
-    if not (strict or (hold_calls and request.offered_tools)):
+    if not (held := {tool.function.name for tool in request.held_tools(every=hold_calls)}):
         return None
     functions = tuple(
-        Function(
-            each.name, each.parameters if hold_calls or each.name in strict else ANY_ARGUMENTS, each.name in strict
-        )
+        Function(each.name, each.parameters if each.name in held else ANY_ARGUMENTS, bool(each.strict))
         for each in (tool.function for tool in request.offered_tools)
     )
     return OutputConstraint(None, functions, many, in_text=True)
