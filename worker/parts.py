@@ -67,7 +67,7 @@ def _needs_boundaries(model: Model) -> bool:
 
 def _abilities(context: WorkerContext) -> Abilities:
     codec = context.codec
-    return Abilities(context.context_tokens, context.images is not None, codec.parses_tools, codec.parses_reasoning)
+    return Abilities(context.context_tokens, context.images is not None, codec.parses_tools, codec.parses_thoughts)
 
 
 def queue_worker(

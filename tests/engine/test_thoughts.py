@@ -16,8 +16,8 @@ from worker.schedule.request import GrammarState, Sampling
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
 from worker.text.grammar.row.grammar import RowGrammar
-from worker.text.grammar.row.reasoning import ReasoningMask, ReasoningState
 from worker.text.grammar.row.thought_limit import ThoughtLimit
+from worker.text.grammar.row.thought_mask import ThoughtMask, ThoughtState
 from worker.text.grammar.sandbox import compile_grammar
 from worker.text.output.thought import Closing, Thought, ThoughtFormat
 from worker.text.vocabulary import Vocabulary
@@ -160,13 +160,13 @@ def guided() -> Callable[[], RowGrammar]:
     grammar = Grammar({})
     numbers = {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 0}, "maxItems": 5}
     text = grammar.starting_with(f"/[ \\n]{{0,4}}/ ({grammar.json(numbers, 'response_format')})")
-    mask = ReasoningMask(BYTES, VOCAB, begins=3, ends="</think>", banned=[EOS])
+    mask = ThoughtMask(BYTES, VOCAB, begins=3, ends="</think>", banned=[EOS])
 
     def new() -> RowGrammar:
         return RowGrammar(
             compile_grammar(words, text),
             frozenset([EOS]),
-            ReasoningState(mask, begun=True),
+            ThoughtState(mask, begun=True),
             drafts=compile_grammar(words, text),
         )
 

@@ -99,7 +99,7 @@ class Model:
     @cached_property
     def openings(self) -> Openings:
         ends = frozenset({EOS, OTHER_EOS})
-        return Openings(Vocabulary(self.tokenizer), self.count, self.dialect, ends)
+        return Openings(Vocabulary(self.tokenizer), self.dialect, ends)
 
     def calls_guide(
         self, asked: ChatRequest, thinking: Thinking = "none", *, hold: bool = True, strict: bool = False

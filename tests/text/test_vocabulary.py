@@ -2,7 +2,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 
@@ -126,3 +126,14 @@ def test_sentencepiece_says_a_code_point_when_its_last_byte_has_come(text: str) 
 @given(IDS)
 def test_the_bytes_of_all_tokens_are_the_bytes_of_the_text(ids: list[int]) -> None:
     assert b"".join(map(TINY.vocabulary.bytes_of, ids)).decode(errors="replace") == decoded(ids)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@given(
+    st.one_of(st.sampled_from(["<", ">", "think>", "</think>", " the", "\n\n"]).map(str.encode), st.binary(min_size=1))
+)
+def test_a_search_finds_the_tokens_that_hold_a_text_or_begin_with_it(first: bool, text: bytes) -> None:
+    assume(b"\xff" not in text)  # no UTF-8 has it
+    own = {token: TINY.vocabulary.bytes_of(token) for token in range(SIZE)}
+    expected = [token for token, each in own.items() if (each.startswith(text) if first else text in each)]
+    assert TINY.vocabulary.tokens_with(text, first=first) == expected

@@ -101,8 +101,8 @@ class TextCodec:
         return self._format.reads_calls
 
     @property
-    def parses_reasoning(self) -> bool:
-        """True if the model has markers around its reasoning."""
+    def parses_thoughts(self) -> bool:
+        """True if the model has markers around its thoughts."""
         return self._format.harmony or self._format.think is not None
 
     async def prepare(self) -> None:

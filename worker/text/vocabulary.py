@@ -2,10 +2,15 @@
 
 import codecs
 import re
+from array import array
+from bisect import bisect_right
+from functools import cached_property
+from itertools import accumulate
 
 from worker.text.tokenizer import Detokenizer, Tokenizer
 
 _NO_BYTE = 0xFFFF
+_BETWEEN = b"\xff"  # no text in UTF-8 holds this byte
 _HEX = re.compile(r"<0x((?:[0-9A-Fa-f]{2})+)>")
 
 
@@ -34,6 +39,26 @@ class Vocabulary:
     def bytes_of(self, token: int) -> bytes:
         """Return the token's bytes, which may be a part of a code point."""
         return self._bytes[token] if token < len(self._bytes) else b""
+
+    def tokens_with(self, text: str | bytes, *, first: bool = False) -> list[int]:
+        """Return the tokens that hold this text; with `first` those that begin with it."""
+        wanted = text.encode() if isinstance(text, str) else text
+        joined, begins = self._joined
+        sought, found, place = _BETWEEN * first + wanted, list[int](), 0
+        while (place := joined.find(sought, place)) >= 0:
+            token = bisect_right(begins, place) - 1
+            own = self._bytes[token]
+            if own.startswith(wanted) if first else wanted in own:
+                found.append(token)
+            place = begins[token] + 1 + len(own)
+        return found
+
+    @cached_property
+    def _joined(self) -> "tuple[bytes, array[int]]":
+        """The bytes of all tokens, with a byte before each, and its places: to search in them takes a millisecond, and
+        to go through a large vocabulary a tenth of a second."""
+        begins = array("Q", accumulate((len(each) + 1 for each in self._bytes[:-1]), initial=0))
+        return b"".join(_BETWEEN + each for each in self._bytes), begins
 
     def detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one answer.

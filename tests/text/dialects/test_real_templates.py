@@ -142,7 +142,7 @@ def _allows(dialect: str, text: str) -> bool:
 def _allows_all(dialect: str, given: bytes) -> bool:
     grammar, functions = Grammar({}), [Function("weather", SCHEMA), Function("now")]
     matcher = LLMatcher(
-        LLTokenizer("byte"), grammar.starting_with(tool_calls(dialect, grammar, functions, True)), log_level=0
+        LLTokenizer("byte"), grammar.starting_with(tool_calls(BY_NAME[dialect], grammar, functions, True)), log_level=0
     )
     taken = matcher.try_consume_tokens([*given])
     while taken and not matcher.is_accepting():

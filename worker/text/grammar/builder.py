@@ -8,8 +8,8 @@ from worker.errors import JobFailure
 from worker.text.grammar import tool_grammars
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.schema.unsupported import Schema
-from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, Function
-from worker.text.output.harmony import MARKERS
+from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, AnyDialect, Function
+from worker.text.output.harmony import MARKERS, HarmonyCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ class Markup:
     """Markers of a model's calls and answers."""
 
     markers: dict[str, int]  # tokens that occur in markers, by their text
-    calls_as: str | None  # the dialect's name, or "harmony"; None: the model writes no calls
+    dialect: (
+        str | None
+    )  # the name of its dialect, since a child process is asked about it, too; None: the model writes no calls
     header: tuple[str, ...] = ()  # around the recipient of a message, which may precede calls
     opened: str = ""  # the opening of a call, with which the prompt ends
     answer: str = ""  # what then precedes a text that is no call
@@ -64,8 +66,10 @@ class Grammars:
     """Grammars of one model's answers, in llguidance's format."""
 
     def __init__(self, markup: Markup) -> None:
-        self._markup, self._calls_as = markup, markup.calls_as
-        self._harmony = self._calls_as == "harmony"  # reasoning is a message like others, in the grammar too
+        self._markup, self._dialect = markup, tool_grammars.dialect_named(markup.dialect)
+        self._harmony = isinstance(
+            self._dialect, HarmonyCalls
+        )  # a thought is a message like others, in the grammar too
 
     def grammar(self, constraint: OutputConstraint, *, reasoned: bool, rewritten: Sequence[Schema] = ()) -> str:
         """Return the grammar. Raises `JobFailure` if it cannot be written.
@@ -81,14 +85,14 @@ class Grammars:
         return self._written(parts, constraint, reasoned=False), parts
 
     def _written(self, grammar: Grammar, constraint: OutputConstraint, reasoned: bool) -> str:
-        if constraint.in_text and self._calls_as:
+        if constraint.in_text and self._dialect:
             calls = tool_grammars.calls_in_text
-            return grammar.starting_with(calls(self._calls_as, grammar, constraint.functions, constraint.allows_many))
+            return grammar.starting_with(calls(self._dialect, grammar, constraint.functions, constraint.allows_many))
         ways = list[str]()
         if constraint.schema is not None:
             ways.append(self._answer(grammar, constraint.schema))
-        if constraint.functions and self._calls_as:
-            ways.append(self._calls(grammar, self._calls_as, constraint))
+        if constraint.functions and self._dialect:
+            ways.append(self._calls(grammar, self._dialect, constraint))
         if not ways:
             raise JobFailure("unsupported", "tool_choice: this model cannot call tools; leave it out.")
         return grammar.starting_with(f"{self._before(grammar, reasoned)} ({' | '.join(ways)})")
@@ -105,9 +109,9 @@ class Grammars:
         before = grammar.marker(self._markup.answer.removeprefix(self._markup.opened))
         return f"{before} {grammar.json(schema, 'response_format')}"
 
-    def _calls(self, grammar: Grammar, calls_as: str, constraint: OutputConstraint) -> str:
+    def _calls(self, grammar: Grammar, dialect: AnyDialect, constraint: OutputConstraint) -> str:
         opened = self._markup.opened
-        calls = tool_grammars.tool_calls(calls_as, grammar, constraint.functions, constraint.allows_many, opened)
+        calls = tool_grammars.tool_calls(dialect, grammar, constraint.functions, constraint.allows_many, opened)
         if not self._markup.header:
             return calls
         begins, ends = map(grammar.marker, self._markup.header)

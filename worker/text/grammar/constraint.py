@@ -7,7 +7,7 @@ from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat, NamedTool
 from worker.errors import JobFailure
 from worker.text.grammar.builder import Markup, OutputConstraint
-from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, Function, texts_of
+from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, HARMONY, Function, texts_of
 from worker.text.output.formats import ModelFormat
 from worker.text.prompt.size_limit import cost_in_characters
 from worker.text.tokenizer import Tokenizer
@@ -87,13 +87,12 @@ def _is_quick_schema(schema: Any) -> bool:
 
 def markup_of(tokenizer: Tokenizer, model_format: ModelFormat) -> Markup:
     """Collect the model's markers for grammars."""
-    dialect = model_format.dialect.name if model_format.dialect else None
-    calls_as = "harmony" if model_format.harmony else dialect
+    dialect = HARMONY if model_format.harmony else model_format.dialect
     header = model_format.thoughts.header if model_format.thoughts else ()
     opened = model_format.opened
     answers = model_format.thoughts.answer if model_format.thoughts and opened else ()
     answer = next((each for each in answers if each.startswith(opened)), "")
-    texts = (*texts_of(calls_as), *header)
+    texts = (*texts_of(dialect), *header)
     added = tokenizer.added_tokens.items()
     markers = {token: id for token, id in added if any(token in text for text in texts)}
-    return Markup(markers, calls_as, header, opened, answer)
+    return Markup(markers, dialect.name if dialect else None, header, opened, answer)

@@ -28,9 +28,9 @@ from worker.text.grammar.row.calls import CallMatchers, CallsGrammar, Openings
 from worker.text.grammar.row.draft_time import AllDraftsTime
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.row.numbers import FiniteNumbers
-from worker.text.grammar.row.reasoning import ReasoningMask, ReasoningState
+from worker.text.grammar.row.thought_mask import ThoughtMask, ThoughtState
 from worker.text.grammar.sandbox import Uncompilable
-from worker.text.grammar.tool_grammars import in_json
+from worker.text.grammar.tool_grammars import dialect_named, in_json
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import ANSWER_BEGINS
 from worker.text.prompt.normalize import normalize
@@ -66,15 +66,15 @@ class GrammarStates:
         self._grammars = Grammars(self._markup)
         longest_first = sorted(self._markup.markers, key=len, reverse=True)
         self._marks = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-        self._reasoning_mask = _reasoning_mask(tokenizer, vocabulary, model_format, self._count)
+        self._thought_mask = _thought_mask(tokenizer, vocabulary, model_format, self._count)
         self._drafts_time = AllDraftsTime()
         self._forced_text = ForcedText(self._tokenizer) if self._tokenizer else None
         self._numbers = FiniteNumbers(
-            vocabulary, self._count, self._markup.markers.values(), bare=not model_format.harmony
+            vocabulary, self._count, self._markup.markers.values(), begun=not model_format.harmony
         )
         self._hold_calls = hold_calls
         reads_calls = self._tokenizer and model_format.reads_calls
-        self._openings = Openings(vocabulary, self._count, model_format, self._ends) if reads_calls else None
+        self._openings = Openings(vocabulary, model_format, self._ends) if reads_calls else None
         self._compiling = set[asyncio.Task[CallMatchers | None]]()  # kept until they end: the loop does not
 
     async def create(
@@ -133,7 +133,7 @@ class GrammarStates:
             matcher, ahead = await matchers(free)
             warn(f"{refusal.message} The arguments of calls are not held.")
         new = self._new_grammar(constraint)
-        state = await run(partial(new, matcher, reasoning=reasoning, begun=begun, drafts=ahead))
+        state = await run(partial(new, matcher, thought=reasoning, begun=begun, drafts=ahead))
         if state.error:
             raise JobFailure(
                 "invalid_request",
@@ -202,7 +202,7 @@ class GrammarStates:
 
     def _new_grammar(self, constraint: OutputConstraint) -> Callable[..., RowGrammar]:
         """Return `RowGrammar` with what all rows of the constraint have in common."""
-        is_json = not constraint.functions or in_json(self._markup.calls_as)
+        is_json = not constraint.functions or in_json(dialect_named(self._markup.dialect))
         return partial(
             RowGrammar,
             ends=self._ends,
@@ -219,13 +219,13 @@ class GrammarStates:
             found += vocabulary.tokenize_str(part) if marker is None else [marker]
         return found
 
-    def _reasoning_state(self, prompt: Prompt) -> ReasoningState | None:
-        if self._reasoning_mask is None or prompt.thinking == "closed":
+    def _reasoning_state(self, prompt: Prompt) -> ThoughtState | None:
+        if self._thought_mask is None or prompt.thinking == "closed":
             return None
-        return ReasoningState(self._reasoning_mask, begun=prompt.thinking == "open")
+        return ThoughtState(self._thought_mask, begun=prompt.thinking == "open")
 
     def _begun(self, vocabulary: LLTokenizer, request: ChatRequest, prompt: Prompt) -> list[int]:
-        """Return the tokens of the answer, without reasoning, that the prompt already holds."""
+        """Return the tokens of the answer, without its thoughts, that the prompt already holds."""
         text, model_format = _continued_text(request), self._format
         if model_format.think:
             text = text.rpartition(model_format.think[1])[2].lstrip()
@@ -308,13 +308,13 @@ def _is_answer_text(message: Message) -> bool:
     return message.role == "assistant" and not message.tool_calls
 
 
-def _reasoning_mask(
+def _thought_mask(
     tokenizer: Tokenizer, vocabulary: Vocabulary, model_format: ModelFormat, count: int
-) -> ReasoningMask | None:
-    """Return the reasoning mask, or None if the model does not reason or does so within the grammar."""
+) -> ThoughtMask | None:
+    """Return the mask of thoughts, or None if the model has none or writes them within the grammar."""
     if model_format.harmony or not model_format.think:
         return None
     start, ends = model_format.think
     begins, *more = tokenizer.encode(start)
     banned = tokenizer.eos_token_ids
-    return ReasoningMask(vocabulary, count, begins=None if more else begins, ends=ends, banned=banned)
+    return ThoughtMask(vocabulary, count, begins=None if more else begins, ends=ends, banned=banned)

@@ -16,8 +16,7 @@ from worker.text.grammar.lark import Grammar, literal, spaced
 from worker.text.grammar.native_values import NativeValues, Unwritable, any_of
 from worker.text.grammar.schema.unsupported import Schema
 from worker.text.grammar.tag_values import TagParameters
-from worker.text.output.harmony import MARKERS as HARMONY
-from worker.text.output.harmony import RECIPIENT
+from worker.text.output.harmony import RECIPIENT, HarmonyCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,20 @@ _ANY_TEXT = "/(?s:.*)/"
 _TEXT_AFTER = r"/[^\])}>](?s:.*)/"
 
 
-def texts_of(calls_as: str | None) -> tuple[str, ...]:
+HARMONY = HarmonyCalls()
+
+AnyDialect = Dialect | HarmonyCalls
+
+
+def dialect_named(name: str | None) -> AnyDialect | None:
+    """Return the dialect of this name, harmony's included; None if there is none."""
+    return HARMONY if name == HARMONY.name else by_name(name)
+
+
+def texts_of(dialect: AnyDialect | None) -> tuple[str, ...]:
     """Return the texts that grammars of a dialect use, and in which tokens may occur."""
-    if calls_as == "harmony":
-        return (*HARMONY, "<|constrain|>")
-    dialect: Any = by_name(calls_as)
-    return tuple(_texts(astuple(dialect))) if dialect else ()
+    values: Any = dialect  # all are dataclasses, which a protocol cannot ask for
+    return tuple(_texts(astuple(values))) if dialect else ()
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -56,31 +63,29 @@ def _texts(value: Any) -> Iterator[str]:
         yield value
 
 
-def in_json(calls_as: str | None) -> bool:
-    """Return True if a dialect's calls are JSON between markers. `calls_as`: see `tool_calls`."""
-    return calls_as in (None, "harmony") or isinstance(by_name(calls_as), JsonCalls | HeaderCalls)
+def in_json(dialect: AnyDialect | None) -> bool:
+    """Return True if a dialect's calls are JSON between markers."""
+    return dialect is None or isinstance(dialect, JsonCalls | HeaderCalls | HarmonyCalls)
 
 
-def tool_calls(calls_as: str, grammar: Grammar, functions: Sequence[Function], many: bool, opened: str = "") -> str:
-    """Return the rule for a call of one of the functions, or for several calls if `many`. `calls_as`: the dialect's
-    name, or "harmony". `opened`: the opening of the first call, if the prompt has it. Raises `JobFailure`."""
-    if calls_as == "harmony":
+def tool_calls(
+    dialect: AnyDialect, grammar: Grammar, functions: Sequence[Function], many: bool, opened: str = ""
+) -> str:
+    """Return the rule for a call of one of the functions, or for several calls if `many`. `opened`: the opening of the
+    first call, if the prompt has it. Raises `JobFailure`."""
+    if isinstance(dialect, HarmonyCalls):
         return harmony(grammar, functions)
-    dialect = by_name(calls_as)
-    assert dialect is not None
     calls = _CallGrammar(grammar, functions, many, opened).of(dialect)
     return calls if opened else grammar.rule(f"{_GAP} {calls}")
 
 
-def calls_in_text(calls_as: str, grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
+def calls_in_text(dialect: AnyDialect, grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
     """Return the rule for a call from its opening to its end, within text that is free before and after: a section with
     several calls only if one opening begins it. What follows the name of a function with `ANY_ARGUMENTS` is free, too,
     unless it is JSON. Raises `JobFailure`."""
-    if calls_as == "harmony":
+    if isinstance(dialect, HarmonyCalls):
         rule = harmony_in_text(grammar, functions)
     else:
-        dialect = by_name(calls_as)
-        assert dialect is not None
         rule = _CallGrammar(grammar, functions, many, in_text=True).of(dialect)
     return grammar.rule(f"{rule} {grammar.terminal(_TEXT_AFTER)}?")
 
@@ -89,7 +94,13 @@ class _CallGrammar:
     """The grammar of the calls of one request."""
 
     def __init__(
-        self, grammar: Grammar, functions: Sequence[Function], many: bool, opened: str = "", *, in_text: bool = False
+        self,
+        grammar: Grammar,
+        functions: Sequence[Function],
+        many: bool,
+        opened: str = "",
+        *,
+        in_text: bool = False,
     ) -> None:
         """`in_text`: see `calls_in_text`."""
         self._grammar, self._functions = grammar, functions

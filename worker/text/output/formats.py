@@ -80,7 +80,7 @@ class ModelFormat:
     ) -> ThoughtFormat | None:
         """Return the markers around the thoughts of an answer, or None if the model has none."""
         calls = bool(request.offered_tools)
-        thoughts = harmony.THOUGHTS if self.harmony else self.thoughts
+        thoughts = harmony.ANALYSIS if self.harmony else self.thoughts
         if thoughts is None or not (thoughts.begin and thoughts.end):  # without an end nothing can close them
             return None
         before, after = thoughts.closing

@@ -9,6 +9,7 @@ The recipient may also come before the channel. The prompt ends with <|start|>as
 """
 
 import re
+from dataclasses import dataclass
 
 from worker.text.dialects.cursor import Cursor, Markers
 from worker.text.dialects.dialect import CallBegan, CallEnded, Functions, read_arguments, repaired
@@ -22,10 +23,10 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (*_HEADERS, _TEXT, *_ENDS)
 ANSWER_BEGINS = "<|channel|>final<|message|>"
 RECIPIENT = "to="  # begins the name of the function in the header of a call
-THOUGHTS = Thoughts("<|channel|>analysis<|message|>", "<|end|>")
+ANALYSIS = Thoughts("<|channel|>analysis<|message|>", "<|end|>")
 ANSWERS = ("<|channel|>final", "to=functions.")  # in headers of messages that are no thoughts
 
-_ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
+_ANALYSIS_HEADER = re.compile(r"<\|channel\|>\s*analysis")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ROLES = ("assistant", "user", "self", "system", "developer")  # recipients that are no functions
 _ROLE = re.compile(r"<\|start\|>\s*([\w.:/-]+)")
@@ -38,6 +39,14 @@ _ALL, _END = Markers(MARKERS), Markers(_ENDS)
 _AFTER_CALL = Markers((*_ENDS, *_HEADERS))
 
 Channel = type[Content | Reasoning]
+
+
+@dataclass(frozen=True)
+class HarmonyCalls:
+    """The dialect of harmony's calls, for grammars. `HarmonyReader` reads them, with the messages around them."""
+
+    name: str = "harmony"
+    markers: tuple[str, ...] = (*MARKERS, "<|constrain|>")
 
 
 def quoted(text: str) -> str:
@@ -160,7 +169,7 @@ class HarmonyReader:
         if recipient and self._offered:
             yield from self._call(recipient[1].removeprefix("functions."))
             return
-        is_thought = is_other or _ANALYSIS.search(header) is not None
+        is_thought = is_other or _ANALYSIS_HEADER.search(header) is not None
         self._channel = Reasoning if is_thought and not recipient else Content
         self._is_call = recipient is not None
         if self._is_call:

@@ -17,7 +17,7 @@ from worker.schedule.request import GrammarAhead
 from worker.text.grammar.builder import Grammars
 from worker.text.grammar.constraint import constraint_of, markup_of
 from worker.text.grammar.row.grammar import RowGrammar
-from worker.text.grammar.row.reasoning import ReasoningMask, ReasoningState
+from worker.text.grammar.row.thought_mask import ThoughtMask, ThoughtState
 from worker.text.grammar.sandbox import compile_grammar
 from worker.text.vocabulary import Vocabulary
 
@@ -29,14 +29,14 @@ REPORT: Schema = {
     "required": ["temperature_celsius", "is_raining_today"],
     "additionalProperties": False,
 }
-REASONING = {"closed": None, "none": False, "open": True}  # of a prompt; None: it has closed the reasoning
+REASONING = {"closed": None, "none": False, "open": True}  # of a prompt; None: it has closed the thought
 
 
 @cache
-def reasoning_mask() -> ReasoningMask:
+def thought_mask() -> ThoughtMask:
     tokenizer = model().tokenizer
     start, ends = tokenizer.think or ("", "")
-    return ReasoningMask(Vocabulary(tokenizer), 1024, begins=tokenizer.encode(start)[0], ends=ends, banned=ENDS)
+    return ThoughtMask(Vocabulary(tokenizer), 1024, begins=tokenizer.encode(start)[0], ends=ends, banned=ENDS)
 
 
 def grammar(format: str = "hermes", thinking: str = "closed", **fields: Any) -> RowGrammar:
@@ -45,9 +45,9 @@ def grammar(format: str = "hermes", thinking: str = "closed", **fields: Any) -> 
     assert constraint
     begun = REASONING[thinking]
     written = Grammars(markup_of(own.tokenizer, own.dialect)).grammar(constraint, reasoned=begun is not None)
-    reasoning = None if begun is None else ReasoningState(reasoning_mask(), begun=begun)
+    thought = None if begun is None else ThoughtState(thought_mask(), begun=begun)
     matcher, drafts = (compile_grammar(own.vocabulary, written) for _ in range(2))
-    return RowGrammar(matcher, frozenset(ENDS), reasoning, drafts=drafts, clock=lambda: 0.0)
+    return RowGrammar(matcher, frozenset(ENDS), thought, drafts=drafts, clock=lambda: 0.0)
 
 
 def limited(schema: Schema, **limits: int) -> RowGrammar:

@@ -31,8 +31,8 @@ class Tokens:
         return self._bytes[token] if token < len(self._bytes) else b""
 
 
-def guard(*more: bytes, bare: bool = True) -> FiniteNumbers:
-    return FiniteNumbers(Tokens(*more), 256 + len(more), [MARKER], bare=bare)  # type: ignore[arg-type]
+def guard(*more: bytes, begun: bool = True) -> FiniteNumbers:
+    return FiniteNumbers(Tokens(*more), 256 + len(more), [MARKER], begun=begun)  # type: ignore[arg-type]
 
 
 def barred(numbers: FiniteNumbers, text: bytes, count: int) -> set[bytes]:
@@ -78,7 +78,7 @@ def test_a_mask_of_nothing_else_stays() -> None:
 
 
 def test_what_precedes_the_json_is_free_and_a_marker_begins_anew() -> None:
-    numbers = guard(bare=False)
+    numbers = guard(begun=False)
     thought = numbers.begins.after(b'He said "1e30')
     assert numbers.allows(thought, ord("9"))
     assert not numbers.allows(thought.after(b' {"a": 1e30'), ord("9"))

@@ -20,7 +20,7 @@ class _Bytes:
         return bytes([token])
 
 
-_NUMBERS = FiniteNumbers(_Bytes(), 256, [], bare=True)
+_NUMBERS = FiniteNumbers(_Bytes(), 256, [], begun=True)
 _LIKELY = {ord(sign): 8 for sign in '"}]'} | {ord(","): 2} | dict.fromkeys(range(128, 256), 0.3)
 
 

@@ -1,1 +1,1 @@
-"""Grammar state of one row: its answer, the reasoning before it, and drafts after it."""
+"""Grammar state of one row: its answer, the thought before it, and drafts after it."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 
 from llguidance import LLMatcher
 
@@ -33,8 +34,8 @@ _ROLLBACK = 16  # tokens: see `GrammarState.rollback`
 class Openings:
     """Where calls may begin in the answers of one model; a worker has one."""
 
-    def __init__(self, vocabulary: Vocabulary, count: int, model_format: ModelFormat, ends: frozenset[int]) -> None:
-        """`count`: tokens in the model's logits. `ends`: tokens that end a sequence."""
+    def __init__(self, vocabulary: Vocabulary, model_format: ModelFormat, ends: frozenset[int]) -> None:
+        """`ends`: tokens that end a sequence."""
         self.bytes_of, self.ends = vocabulary.bytes_of, ends
         self.format = model_format
         dialect = model_format.dialect if not model_format.harmony else None
@@ -49,12 +50,9 @@ class Openings:
         thought_ends = (model_format.think[1],) if model_format.think and self.bare else ()
         self._marks = tuple(each.encode() for each in (*model_format.openings, *thought_ends))
         self.reach = max(map(len, self._marks))  # bytes of the longest mark, so the tokens that may spell it
-        rests = tuple(mark[at:] for mark in self._marks for at in range(1, len(mark)))
-        self.completing = frozenset(
-            token
-            for token in range(count)
-            if (text := self.bytes_of(token)).startswith(rests) or any(mark in text for mark in self._marks)
-        )
+        rests = {mark[at:] for mark in self._marks for at in range(1, len(mark))}
+        ending = [vocabulary.tokens_with(rest, first=True) for rest in rests]
+        self.completing = frozenset(chain(*ending, *map(vocabulary.tokens_with, self._marks)))
 
     def completed(self, tokens: Sequence[int]) -> bool:
         """True if the last of these tokens may have completed a mark."""

@@ -51,7 +51,7 @@ class DraftReader:
             if not self._follow():
                 return GrammarAhead()
             self._read(draft)
-            if self._reader.in_reasoning:
+            if self._reader.in_thought:
                 found = GrammarAhead()
             elif forced := self._reader.forced():
                 found = GrammarAhead(forced)

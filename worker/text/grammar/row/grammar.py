@@ -13,7 +13,7 @@ from worker.text.grammar.row.draft_reader import DraftReader
 from worker.text.grammar.row.draft_time import AllDraftsTime, DraftTime
 from worker.text.grammar.row.numbers import FiniteNumbers
 from worker.text.grammar.row.reader import GrammarReader
-from worker.text.grammar.row.reasoning import ReasoningState
+from worker.text.grammar.row.thought_mask import ThoughtState
 
 
 class RowGrammar:
@@ -24,7 +24,7 @@ class RowGrammar:
         self,
         matcher: LLMatcher,
         ends: frozenset[int],
-        reasoning: ReasoningState | None = None,
+        thought: ThoughtState | None = None,
         begun: Sequence[int] = (),
         *,
         drafts: LLMatcher | None = None,
@@ -41,11 +41,11 @@ class RowGrammar:
         reader = partial(
             GrammarReader, ends=ends, begun=begun, forced_text=forced_text, numbers=numbers, then_free=then_free
         )
-        self._answer = reader(matcher, reasoning=reasoning)
+        self._answer = reader(matcher, thought=thought)
         self._drafts: DraftReader | None = None
         if drafts:
             time_left = DraftTime(clock, drafts_time or AllDraftsTime())
-            self._drafts = DraftReader(reader(drafts, reasoning=reasoning), time_left)
+            self._drafts = DraftReader(reader(drafts, thought=thought), time_left)
         self._begun = begun
         self._current: bytes | None = None  # mask of the next token, once it is computed
         self.error: GrammarError | None = None  # after it the grammar constrains nothing any more
@@ -112,7 +112,7 @@ class RowGrammar:
 
     def ahead(self, draft: Sequence[int]) -> GrammarAhead:
         """Return the tokens that must come after a draft, as the tokenizer splits the text that the grammar leaves no
-        choice about, else the mask. Nothing within reasoning, or if the grammar exceeds its limits on the way."""
+        choice about, else the mask. Nothing within a thought, or if the grammar exceeds its limits on the way."""
         if self._drafts is None or not self.takes_drafts:
             return GrammarAhead()
         return self._drafts.ahead(draft, None if draft else self.bitmask())

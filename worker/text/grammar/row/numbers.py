@@ -63,11 +63,11 @@ _OPENINGS = b"[{"
 class FiniteNumbers:
     """The tokens of one vocabulary that continue numbers."""
 
-    def __init__(self, vocabulary: Spelling, count: int, markers: Iterable[int], *, bare: bool) -> None:
-        """`count`: tokens in a mask. `markers`: tokens after which other JSON begins. `bare`: the answer begins with
+    def __init__(self, vocabulary: Spelling, count: int, markers: Iterable[int], *, begun: bool) -> None:
+        """`count`: tokens in a mask. `markers`: tokens after which other JSON begins. `begun`: the answer begins with
         JSON; else other texts may precede its first bracket."""
         self._bytes_of, self._markers = vocabulary.bytes_of, frozenset(markers)
-        self.begins = Place(bare)
+        self.begins = Place(begun)
         self._continuing = defaultdict[bytes, list[int]](list)  # tokens by what they add to a number
         self._infinite = list[int]()  # tokens that hold a whole number beyond a double
         for token in range(count):

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 
 from worker.text.grammar.llg_tokenizer import ForcedText
 from worker.text.grammar.row.numbers import FiniteNumbers, Place
-from worker.text.grammar.row.reasoning import ReasoningState
+from worker.text.grammar.row.thought_mask import ThoughtState
 from worker.text.grammar.sandbox import error_of
 
 _ROLLBACK = 16  # tokens
@@ -17,13 +17,13 @@ _FORCED = 256  # tokens that are forced and known at once
 
 
 class GrammarReader:
-    """A matcher at a place of an answer, with the reasoning before it."""
+    """A matcher at a place of an answer, with the thought before it."""
 
     def __init__(
         self,
         matcher: LLMatcher,
         ends: frozenset[int],
-        reasoning: ReasoningState | None,
+        thought: ThoughtState | None,
         begun: Sequence[int],
         forced_text: ForcedText | None = None,
         numbers: FiniteNumbers | None = None,
@@ -39,13 +39,13 @@ class GrammarReader:
         self._place = numbers.begins if numbers else None
         self._ends = ends
         self._begun = begun
-        self._first_reasoning = self._reasoning_state = reasoning
+        self._first_thought = self._thought_state = thought
         self.accepted = 0  # tokens of the answer
         self._consumed = 0  # tokens that the matcher has read
         self._last: int | None = None  # the last of them
-        # By token that was accepted last: the reasoning before it, and the tokens consumed before it: their number, the
+        # By token that was accepted last: the thought before it, and the tokens consumed before it: their number, the
         # last, and the place after them.
-        self._history = deque[tuple[ReasoningState | None, int, int | None, Place | None]](maxlen=_ROLLBACK)
+        self._history = deque[tuple[ThoughtState | None, int, int | None, Place | None]](maxlen=_ROLLBACK)
 
     def reset(self) -> bool:
         """Return to the state before the first sampled token. Returns False if the grammar does not allow what the
@@ -55,7 +55,7 @@ class GrammarReader:
         self._last = None
         self._place = self._numbers.begins if self._numbers else None
         self._history.clear()
-        self._reasoning_state = copy.copy(self._first_reasoning)
+        self._thought_state = copy.copy(self._first_thought)
         return all(self._consume(token) for token in self._begun)
 
     def read(self, token: int) -> bool:
@@ -64,15 +64,15 @@ class GrammarReader:
         return not self._record(token) or self._consume(token)
 
     def _record(self, token: int) -> bool:
-        """Record a token, and advance the reasoning. Return True if the matcher has to consume the token."""
+        """Record a token, and advance the thought. Return True if the matcher has to consume the token."""
         self.accepted += 1
-        self._history.append((copy.copy(self._reasoning_state), self._consumed, self._last, self._place))
+        self._history.append((copy.copy(self._thought_state), self._consumed, self._last, self._place))
         if token in self._ends or self.over:  # a batch may compute one step more than a row needs
             return False
-        if self._reasoning_state and self._reasoning_state.take(token):
-            self._reasoning_state = None if self._reasoning_state.over else self._reasoning_state
+        if self._thought_state and self._thought_state.take(token):
+            self._thought_state = None if self._thought_state.over else self._thought_state
             return False
-        self._reasoning_state = None
+        self._thought_state = None
         return True
 
     def _consume(self, token: int) -> bool:
@@ -89,7 +89,7 @@ class GrammarReader:
         self.accepted -= count
         consumed = self._consumed
         for _ in range(count):
-            self._reasoning_state, consumed, self._last, self._place = self._history.pop()
+            self._thought_state, consumed, self._last, self._place = self._history.pop()
         if self._consumed > consumed:
             self._matcher.rollback(self._consumed - consumed)
             self._consumed = consumed
@@ -98,11 +98,11 @@ class GrammarReader:
         """Return the tokens that may come next: see `GrammarState.bitmask`."""
         if self.over:
             return None
-        reasoning = self._reasoning_state
-        if reasoning and reasoning.begun:
-            return reasoning.allowed()
+        thought = self._thought_state
+        if thought and thought.begun:
+            return thought.allowed()
         mask = self._answer_mask()
-        return mask if reasoning is None or reasoning.begins is None else _with_token(mask, reasoning.begins)
+        return mask if thought is None or thought.begins is None else _with_token(mask, thought.begins)
 
     def _answer_mask(self) -> bytes:
         if self._forced_text and (tokens := self._forced_text.tokens(self._matcher, self._last)):
@@ -111,8 +111,8 @@ class GrammarReader:
         return self._numbers.narrowed(mask, self._place) if self._numbers and self._place else mask
 
     def forced(self) -> tuple[int, ...]:
-        """Return tokens that must come next; none within reasoning."""
-        if self._reasoning_state or self.over:
+        """Return tokens that must come next; none within a thought."""
+        if self._thought_state or self.over:
             return ()
         tokens = self._forced_text.tokens(self._matcher, self._last) if self._forced_text else []
         tokens = tokens or self._matcher.compute_ff_tokens()[:_FORCED]
@@ -120,15 +120,15 @@ class GrammarReader:
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens may come next: see `GrammarState.valid_prefix`."""
-        reasoning = copy.copy(self._reasoning_state)
+        thought = copy.copy(self._thought_state)
         for place, token in enumerate(tokens):
-            if not reasoning or not (reasoning.begun or token == reasoning.begins):
+            if not thought or not (thought.begun or token == thought.begins):
                 answer = list(takewhile(lambda token: token not in self._ends, tokens[place:]))
                 return place + self._matcher.validate_tokens(self._of_finite_numbers(answer))
-            if token in self._ends or (reasoning.begun and not _allows(reasoning.allowed(), token)):
+            if token in self._ends or (thought.begun and not _allows(thought.allowed(), token)):
                 return place
-            reasoning.take(token)
-            reasoning = None if reasoning.over else reasoning
+            thought.take(token)
+            thought = None if thought.over else thought
         return len(tokens)
 
     def _of_finite_numbers(self, tokens: list[int]) -> list[int]:
@@ -143,9 +143,9 @@ class GrammarReader:
         return tokens
 
     @property
-    def in_reasoning(self) -> bool:
+    def in_thought(self) -> bool:
         """True if the answer proper has not begun."""
-        return self._reasoning_state is not None
+        return self._thought_state is not None
 
     @property
     def over(self) -> bool:

@@ -1,6 +1,6 @@
-"""Token masks for the reasoning before an answer that a grammar constrains.
+"""Token masks for the thoughts before an answer that a grammar constrains.
 
-Reasoning ends as in the output parser: at the text of its end marker, whichever tokens spell it.
+A thought ends as in the output parser: at the text of its end marker, whichever tokens spell it.
 """
 
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from worker.text.vocabulary import Vocabulary
 
 
-class ReasoningMask:
-    """Masks for one model's reasoning.
+class ThoughtMask:
+    """Masks for one model's thoughts.
 
     They prevent the end of the answer. The end marker must end together with a token, since the grammar cannot start
     within one.
@@ -18,10 +18,10 @@ class ReasoningMask:
     def __init__(
         self, vocabulary: Vocabulary, count: int, *, begins: int | None, ends: str, banned: Iterable[int]
     ) -> None:
-        """`count`: tokens in a mask. `begins`: the token that begins reasoning; None if it takes several: then a
+        """`count`: tokens in a mask. `begins`: the token that begins a thought; None if it takes several: then a
         constrained answer cannot begin it. `ends`: its end marker. `banned`: tokens that no mask allows."""
         self.begins, self.ends = begins, ends.encode()
-        self.bytes_of = vocabulary.bytes_of
+        self.bytes_of, self._tokens_with = vocabulary.bytes_of, vocabulary.tokens_with
         self._count, self.longest = count, len(self.ends)
         self._after = self._barred()
         always = (1 << count) - 1 & ~self._after.pop(b"")
@@ -44,16 +44,11 @@ class ReasoningMask:
 
         Under the empty prefix: tokens that hold the whole marker, unless they end with it.
         """
-        ends = self.ends
-        rests = [(ends[:at], ends[at:]) for at in range(1, len(ends))]
-        beginnings = tuple(rest for _, rest in rests)
-        texts = list(map(self.bytes_of, range(self._count)))
-        # Comprehensions: with a large vocabulary, anything more for each token would take a tenth of a second.
-        with_end = [token for token, text in enumerate(texts) if ends in text]
-        with_rest = [token for token, text in enumerate(texts) if text.startswith(beginnings)]
-        barred = {b"": [token for token in with_end if ends in texts[token][:-1]]}
-        for begun, rest in rests:
-            barred[begun] = [token for token in with_rest if texts[token].startswith(rest) and texts[token] != rest]
+        ends, bytes_of = self.ends, self.bytes_of
+        barred = {b"": [token for token in self._tokens_with(ends) if ends in bytes_of(token)[:-1]]}
+        for at in range(1, len(ends)):
+            rest = ends[at:]
+            barred[ends[:at]] = [token for token in self._tokens_with(rest, first=True) if bytes_of(token) != rest]
         return {begun: self._bits(tokens) for begun, tokens in barred.items()}
 
     def _bits(self, tokens: Iterable[int]) -> int:
@@ -66,27 +61,27 @@ class ReasoningMask:
         return tokens.to_bytes(-(-self._count // 32) * 4, "little")
 
 
-class ReasoningState:
-    """State of one row's reasoning."""
+class ThoughtState:
+    """State of one row's thoughts."""
 
-    def __init__(self, reasoning: ReasoningMask, *, begun: bool) -> None:
-        """`begun`: the prompt ends within reasoning; else it begins with its own token."""
-        self._reasoning, self._tail = reasoning, b""
+    def __init__(self, mask: ThoughtMask, *, begun: bool) -> None:
+        """`begun`: the prompt ends within a thought; else it begins with its own token."""
+        self._mask, self._tail = mask, b""
         self.begun, self.over = begun, False
 
     @property
     def begins(self) -> int | None:
-        """The token that begins reasoning; None if no single one does."""
-        return self._reasoning.begins
+        """The token that begins a thought; None if no single one does."""
+        return self._mask.begins
 
     def take(self, token: int) -> bool:
-        """Add a sampled token. Returns True if it belongs to the reasoning."""
+        """Add a sampled token. Returns True if it belongs to a thought."""
         self.begun = self.begun or token == self.begins
         if self.begun:
-            self._tail = (self._tail + self._reasoning.bytes_of(token))[-self._reasoning.longest :]
-            self.over = self._tail.endswith(self._reasoning.ends)
+            self._tail = (self._tail + self._mask.bytes_of(token))[-self._mask.longest :]
+            self.over = self._tail.endswith(self._mask.ends)
         return self.begun
 
     def allowed(self) -> bytes:
         """Return the mask for the next token."""
-        return self._reasoning.allowed(self._tail)
+        return self._mask.allowed(self._tail)
