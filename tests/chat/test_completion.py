@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from schemas import ChatRequest
-from worker.chat.completion import faults_of_calls, warnings_of
+from worker.chat.completion import faulty_calls, warnings_of
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 
@@ -26,6 +26,7 @@ def test_a_result_warns_of_calls_that_are_not_read_or_left_out(
     assert [warning.partition(":")[0] for warning in warnings] == fields_named
 
 
+NO_OBJECT = ("no_json_object", "tool_calls: the arguments of 'now' are no JSON object.")
 SEND = {"name": "send", "parameters": {"type": "object", "required": ["to", "text"], "properties": {}}}
 
 
@@ -37,21 +38,20 @@ def call(name: str, arguments: str) -> dict[str, Any]:
     ("calls", "said"),
     [
         ([call("send", '{"to": "ann", "text": "Hi"}'), call("now", "{}"), call("now", "")], []),
-        ([call("sned", "{}")], ["tool_calls: the function 'sned' is not among the tools."]),
-        ([call("send", '{"to": "ann"}')], ["tool_calls: the call of 'send' has no 'text', which is required."]),
-        ([call("now", '{"a"')], ["tool_calls: the arguments of 'now' are no JSON object."]),
-        ([call("now", "[1]")] * 2, ["tool_calls: the arguments of 'now' are no JSON object."]),
-        ([call("now", "[" * 100_000)], ["tool_calls: the arguments of 'now' are no JSON object."]),
+        ([call("sned", "{}")], [("unknown_function", "tool_calls: the function 'sned' is not among the tools.")]),
+        (
+            [call("send", '{"to": "ann"}')],
+            [("missing_argument", "tool_calls: the call of 'send' has no 'text', which is required.")],
+        ),
+        ([call("now", '{"a"')], [NO_OBJECT]),
+        ([call("now", "[1]")] * 2, [NO_OBJECT] * 2),
+        ([call("now", "[" * 100_000)], [NO_OBJECT]),
     ],
 )
-def test_a_result_names_the_faults_of_calls(calls: list[dict[str, Any]], said: list[str]) -> None:
+def test_a_result_names_the_faults_of_calls(calls: list[dict[str, Any]], said: list[tuple[str, str]]) -> None:
     asked = ChatRequest.model_validate(
         {"messages": [{"role": "user", "content": "Hi"}], "tools": [*TOOLS, {"type": "function", "function": SEND}]}
     )
-    assert faults_of_calls(asked, calls, is_cut_off=False) == said
-    assert faults_of_calls(asked, [*calls, call("now", "{")], is_cut_off=True) == said
-
-
-def test_faults_of_many_calls_are_not_all_named() -> None:
-    asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS})
-    assert len(faults_of_calls(asked, [call(f"f{k}", "{}") for k in range(99)], is_cut_off=False)) == 8
+    for given, is_cut_off in ((calls, False), ([*calls, call("now", "{")], True)):
+        found = faulty_calls(asked, given, is_cut_off=is_cut_off)
+        assert [(each.fault, each.message) for each in found] == said

@@ -104,6 +104,15 @@ def test_a_finished_job_is_told_by_its_reason_and_measured() -> None:
     assert read("vllm:request_generation_tokens_sum") == 28
 
 
+def test_faulty_calls_are_counted_by_their_fault() -> None:
+    metrics = Metrics("m")
+    metrics.faulty_calls("interactive", ["unknown_function", "missing_argument", "unknown_function"])
+    read = page(metrics)
+    faults = ("unknown_function", "no_json_object", "missing_argument")
+    counted = [read("sluice:faulty_tool_calls_total", lane="interactive", fault=fault) for fault in faults]
+    assert counted == [2, 0, 1]
+
+
 def test_a_job_that_did_not_finish_is_counted_and_not_measured() -> None:
     metrics = Metrics("m")
     metrics.failed("interactive", "internal")

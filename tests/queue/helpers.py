@@ -158,7 +158,7 @@ def queue_worker(
         JobFunctions(functions, ctx),
         server=RedisServer(redis, given, clock),
         settings=given,
-        metrics=Metrics(given.model_name),
+        metrics=ctx["context"].metrics if "context" in ctx else Metrics(given.model_name),
         crons=crons,
         model=ServedModel(abilities=abilities or Abilities()),
     )

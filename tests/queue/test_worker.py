@@ -321,6 +321,56 @@ async def test_the_real_chat_says_what_the_engine_says(redis_url: str, db: Redis
     await check_all_ended(db)
 
 
+CALLS = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% endfor %}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}<assistant>"""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "fault"),
+    [
+        ("now", '{"zone": 1}', None),
+        ("noww", '{"zone": 1}', "unknown_function"),
+        ("now", "{zone; 1}", "no_json_object"),
+        ("now", "{}", "missing_argument"),
+    ],
+)
+async def test_calls_that_a_model_wrote_wrong_are_counted_once_the_job_has_finished(
+    redis_url: str, db: Redis, name: str, arguments: str, fault: str | None
+) -> None:
+    written = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    counted, warnings = await faults_of(written, redis_url, db)
+    assert (counted, len(warnings)) == ({fault: 1} if fault else {}, 1 if fault else 0)
+
+
+async def test_of_many_faulty_calls_all_are_counted_and_eight_named(redis_url: str, db: Redis) -> None:
+    calls = [f'<tool_call>\n{{"name": "f{k}", "arguments": {{}}}}\n</tool_call>' for k in range(10)]
+    counted, warnings = await faults_of("\n".join(calls), redis_url, db)
+    assert (counted, len(warnings)) == ({"unknown_function": 10}, 8)
+
+
+async def faults_of(written: str, redis_url: str, db: Redis) -> tuple[dict[str, float], list[str]]:
+    """What the metrics have counted of the faults of an answer's calls, and its warnings."""
+    tokenizer, known = ByteTokenizer(template=CALLS), settings(redis_url)
+    engine = FakeEngine(lambda sequence: tokenizer.encode(written))
+    model = worker_context(known, engine, tokenizer)
+    function = {"name": "now", "parameters": {"type": "object", "properties": {"zone": {}}, "required": ["zone"]}}
+    async with engine, working(known, real_chat, context=model):
+        await ask(db, "a", {"messages": HELLO, "tools": [{"type": "function", "function": function}]})
+        assert (await ended(db, "a"))[-1]["finish_reason"] == "tool_calls"
+        await until(
+            lambda: counted(model.metrics, "vllm:request_success_total", "finished_reason") == {"tool_calls": 1}
+        )
+    result = json.loads(await db.get(keys.result("a")))
+    return counted(model.metrics, "sluice:faulty_tool_calls_total", "fault"), result["sluice"].get("warnings", [])
+
+
+def counted(metrics: Any, name: str, label: str) -> dict[str, float]:
+    """The series of a counter that are not zero, by a label."""
+    samples = (sample for family in metrics.registry.collect() for sample in family.samples if sample.name == name)
+    return {sample.labels[label]: sample.value for sample in samples if sample.value}
+
+
 async def test_a_deadline_that_passed_in_the_queue_is_the_end(redis_url: str, db: Redis) -> None:
     at_ms = await queued_ago(db, 60)
     async with chatting(redis_url) as engine:

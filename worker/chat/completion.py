@@ -9,9 +9,9 @@ from schemas import ChatRequest
 from schemas.keys import Lane
 from worker.chat.context import WorkerContext
 from worker.json_bytes import Items
+from worker.monitoring.sink import CallFault
 from worker.queue.job.job import Job
 from worker.text.output.output import OutputDelta
-from worker.text.output.tool_calls import message_tool_calls
 
 _CALLS_NOT_READ = "tools: the form of this model's calls is not known, so a call would be in the content."
 _CALLS_LEFT_OUT = "tool_choice: the answer has tool calls, which were left out since it is none."
@@ -39,9 +39,24 @@ class Answer:
     speculation: dict[str, Any] | None = None  # speculation's report
 
 
-def completion(job: Job, request: ChatRequest, context: WorkerContext, answer: Answer) -> dict[str, object]:
-    """Return the result; `logprobs` in it holds JSON items, so it is written by `json_bytes`."""
-    calls = message_tool_calls(answer.output.tool_calls)
+@dataclass(frozen=True, slots=True)
+class FaultyCall:
+    """A call that the model wrote wrong. It is delivered all the same: agents tell their model, which mends it."""
+
+    fault: CallFault
+    message: str
+
+
+def completion(
+    job: Job,
+    request: ChatRequest,
+    context: WorkerContext,
+    answer: Answer,
+    calls: Sequence[dict[str, Any]],
+    faulty: Sequence[FaultyCall],
+) -> dict[str, object]:
+    """Return the result; `logprobs` in it holds JSON items, so it is written by `json_bytes`. `calls`: of the answer, as
+    a message has them, and `faulty` those of them that are wrong."""
     choice = {
         "index": 0,
         "message": _message(answer.output, calls),
@@ -64,7 +79,7 @@ def completion(job: Job, request: ChatRequest, context: WorkerContext, answer: A
             "prompt_tokens_details": {"cached_tokens": job.usage.cached_tokens, **images},
             **job.usage.completion_details,
         },
-        "sluice": _extension(job, request, context, answer, calls),
+        "sluice": _extension(job, request, context, answer, faulty),
     }
 
 
@@ -89,12 +104,11 @@ def _message(output: OutputDelta, calls: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def _extension(
-    job: Job, request: ChatRequest, context: WorkerContext, answer: Answer, calls: Sequence[dict[str, Any]]
+    job: Job, request: ChatRequest, context: WorkerContext, answer: Answer, faulty: Sequence[FaultyCall]
 ) -> dict[str, object]:
-    is_cut_off = answer.finish_reason == "length"
     warnings = [
         *warnings_of(request, parses_tools=context.codec.parses_tools, left_out_calls=answer.left_out_calls),
-        *faults_of_calls(request, calls, is_cut_off=is_cut_off),
+        *list(dict.fromkeys(call.message for call in faulty))[:_MOST_FAULTS],
         *answer.warnings,
     ]
     return {
@@ -121,34 +135,30 @@ def warnings_of(request: ChatRequest, *, parses_tools: bool, left_out_calls: boo
     return [*unread, *([_CALLS_LEFT_OUT] if left_out_calls else [])]
 
 
-def faults_of_calls(request: ChatRequest, calls: Sequence[dict[str, Any]], *, is_cut_off: bool) -> list[str]:
-    """Return what is wrong with calls, which are delivered as the model wrote them. Schemas are not evaluated, since a
-    client chooses what that costs. `is_cut_off`: the last call may be incomplete."""
+def faulty_calls(request: ChatRequest, calls: Sequence[dict[str, Any]], *, is_cut_off: bool) -> list[FaultyCall]:
+    """Return the calls in which something is wrong. Schemas are not evaluated, since a client chooses what that costs.
+    `is_cut_off`: the last call may be incomplete."""
     required = {
         tool.function.name: (tool.function.parameters or {}).get("required", []) for tool in request.offered_tools
     }
     complete = calls[:-1] if is_cut_off else calls
-    found = dict[str, None]()
-    for call in complete:
-        if fault := _fault(call["function"]["name"], call["function"]["arguments"], required):
-            found[f"tool_calls: {fault}"] = None
-        if len(found) == _MOST_FAULTS:  # the arguments of the others are not read any more
-            break
-    return [*found]
+    judged = (_judged(call["function"]["name"], call["function"]["arguments"], required) for call in complete)
+    return [call for call in judged if call is not None]
 
 
-def _fault(name: str, arguments: str, required: Mapping[str, Any]) -> str | None:
+def _judged(name: str, arguments: str, required: Mapping[str, Any]) -> FaultyCall | None:
     called = repr(name[:_NAME_CHARACTERS])
     if name not in required:
-        return f"the function {called} is not among the tools."
+        return FaultyCall("unknown_function", f"tool_calls: the function {called} is not among the tools.")
     try:
         given = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        return f"the arguments of {called} are no JSON object."
+        return FaultyCall("no_json_object", f"tool_calls: the arguments of {called} are no JSON object.")
     asked = required[name] if isinstance(required[name], list) else []
     missing = next((each for each in asked if isinstance(each, str) and each not in given), None)
-    return (
-        None if missing is None else f"the call of {called} has no {missing[:_NAME_CHARACTERS]!r}, which is required."
-    )
+    if missing is None:
+        return None
+    absent = f"{missing[:_NAME_CHARACTERS]!r}, which is required."
+    return FaultyCall("missing_argument", f"tool_calls: the call of {called} has no {absent}")

@@ -5,7 +5,7 @@ import time
 from typing import Any, Literal
 
 from schemas import ChatRequest
-from worker.chat.completion import Answer, completion
+from worker.chat.completion import Answer, completion, faulty_calls
 from worker.chat.context import WorkerContext
 from worker.chat.resume import Delivered
 from worker.chat.specprefill import as_result, with_outcome
@@ -23,6 +23,7 @@ from worker.schedule.outcomes import (
     Speculated,
 )
 from worker.text.output.output import Output, OutputDelta, concat
+from worker.text.output.tool_calls import message_tool_calls
 
 logger = logging.getLogger("sluice.jobs")
 
@@ -229,8 +230,11 @@ class JobRecorder:
             speculation=self._speculation.as_result(),
             rows_mean=round(self._rows / max(self._steps, 1), 2),
         )
-        whole = completion(self._job, request, self._context, answered)
-        return JobResult(finish_reason, timings, whole, output.stop_sequence)
+        calls = message_tool_calls(answered.output.tool_calls)
+        faulty = faulty_calls(request, calls, is_cut_off=finish_reason == "length")
+        whole = completion(self._job, request, self._context, answered, calls, faulty)
+        faults = tuple(call.fault for call in faulty)
+        return JobResult(finish_reason, timings, whole, output.stop_sequence, faulty_calls=faults)
 
     def _timings(self) -> dict[str, float]:
         decode_s = self._last_at - self._first_at

@@ -4,7 +4,7 @@ Names and meanings are vLLM's if it has the metric; ours begin with `sluice:`. I
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar, get_args
 
@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from schemas.keys import LANES, Lane
 from worker.errors import ErrorType
-from worker.monitoring.sink import MetricsSink
+from worker.monitoring.sink import CallFault, MetricsSink
 from worker.schedule.report import DraftUse, StepReport
 from worker.schedule.speculation.offer import MAX_DRAFT
 
@@ -88,6 +88,13 @@ class Metrics(MetricsSink):
             _NOT_ADMITTED,
             "vllm:admission_rejections",
             "Jobs that failed because they do not fit into memory or context, by reason: too_large or overloaded.",
+        )
+        self._faulty_calls = make.by_lane_and(
+            "fault",
+            get_args(CallFault),
+            "sluice:faulty_tool_calls",
+            "Calls of finished jobs that the model wrote wrong, by fault: unknown_function, no_json_object or "
+            "missing_argument. They are delivered as calls, and named in the answer's warnings.",
         )
         self._taken_over = make.by_lane(Counter, "sluice:takeovers", "Jobs taken over from a worker that died.")
 
@@ -164,6 +171,10 @@ class Metrics(MetricsSink):
         self._decode_s[lane].observe(decode_s)
         self._prompts[lane].observe(prompt_tokens)
         self._answers[lane].observe(completion_tokens)
+
+    def faulty_calls(self, lane: Lane, faults: Sequence[CallFault]) -> None:
+        for fault in faults:
+            self._faulty_calls[lane, fault].inc()
 
     def failed(self, lane: Lane, error: ErrorType) -> None:
         self._ended[lane, "error"].inc()

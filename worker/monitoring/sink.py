@@ -1,8 +1,14 @@
 """The receiver of a worker's measurements."""
 
+from collections.abc import Sequence
+from typing import Literal
+
 from schemas.keys import Lane
 from worker.errors import ErrorType
 from worker.schedule.report import StepReport
+
+# What can be wrong with a call that a model writes. It is delivered all the same.
+CallFault = Literal["unknown_function", "no_json_object", "missing_argument"]
 
 
 class MetricsSink:
@@ -24,6 +30,9 @@ class MetricsSink:
         self, lane: Lane, reason: str, *, e2e_s: float, decode_s: float, prompt_tokens: int, completion_tokens: int
     ) -> None:
         """Count a finished job. `reason`: its finish reason. `e2e_s`: seconds since submission."""
+
+    def faulty_calls(self, lane: Lane, faults: Sequence[CallFault]) -> None:
+        """Count the calls of a finished job in which something is wrong, by the first such thing in each."""
 
     def failed(self, lane: Lane, error: ErrorType) -> None:
         """Count a failed job."""

@@ -55,6 +55,7 @@ class Endings:
                 prompt_tokens=job.usage.prompt_tokens,
                 completion_tokens=job.usage.completion_tokens,
             )
+            self._metrics.faulty_calls(job.claim.lane, answer.faulty_calls)
 
     async def end(self, job: Job, why: Interruption) -> None:
         """End a job that did not finish, by the reason: fail, cancel or requeue it, or log that it is lost."""

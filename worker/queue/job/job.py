@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from worker.errors import Cancelled, JobFailure, OwnershipLost, Requeue
+from worker.monitoring.sink import CallFault
 from worker.queue.job.channel import JobLog
 from worker.queue.job.claims import Claim
 
@@ -47,6 +48,7 @@ class JobResult:
     result: dict[str, object]
     stop_sequence: str | None = None  # the stop string that ended the answer
     is_answer: bool = True
+    faulty_calls: tuple[CallFault, ...] = ()  # what is wrong with its calls, for the metrics
 
 
 @dataclass(slots=True)
