@@ -259,43 +259,45 @@ class ChatRequest(Strict):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
-        if wrong := self._disagreement():
-            raise PydanticCustomError("disagreement", wrong)
+        if disagreement := self._disagreement():
+            field, problem = disagreement
+            raise PydanticCustomError("disagreement", f"{field} {problem}", {"field": field})
         return self
 
-    def _disagreement(self) -> str | None:
+    def _disagreement(self) -> tuple[str, str] | None:
+        """Return a field that does not fit to another, and what is wrong with it."""
         if self.top_logprobs and not self.logprobs:
-            return "top_logprobs needs logprobs: true"
+            return "top_logprobs", "needs logprobs: true"
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
-            return "max_tokens and max_completion_tokens differ; send one of them"
+            return "max_tokens", "and max_completion_tokens differ; send one of them"
         if len({self.max_reasoning_tokens, self.thinking_token_budget} - {None}) > 1:
-            return "max_reasoning_tokens and thinking_token_budget differ; send one of them"
+            return "max_reasoning_tokens", "and thinking_token_budget differ; send one of them"
         return self._tools_disagreement() or self._functions_disagreement() or self._template_disagreement()
 
-    def _tools_disagreement(self) -> str | None:
+    def _tools_disagreement(self) -> tuple[str, str] | None:
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            return "tool_choice needs tools"
+            return "tool_choice", "needs tools"
         names = {tool.function.name for tool in self.tools or ()}
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            return "tool_choice names a function that is not among the tools"
+            return "tool_choice", "names a function that is not among the tools"
         return None
 
-    def _functions_disagreement(self) -> str | None:
+    def _functions_disagreement(self) -> tuple[str, str] | None:
         if self.functions and self.tools:
-            return "functions is the older form of tools; send tools alone"
+            return "functions", "is the older form of tools; send tools alone"
         if isinstance(self.function_call, NamedFunction):
             if self.function_call.name not in {function.name for function in self.functions or ()}:
-                return "function_call names a function that is not among the functions"
+                return "function_call", "names a function that is not among the functions"
             if self.tool_choice is not None:
-                return "function_call is the older form of tool_choice; send tool_choice alone"
+                return "function_call", "is the older form of tool_choice; send tool_choice alone"
         return None
 
-    def _template_disagreement(self) -> str | None:
+    def _template_disagreement(self) -> tuple[str, str] | None:
         kwargs = self.chat_template_kwargs or {}
         for name in TEMPLATE_FIELDS:
             value = getattr(self, name)
             if value is not None and kwargs.get(name, value) != value:
-                return f"{name} and chat_template_kwargs.{name} differ; send one of them"
+                return name, f"and chat_template_kwargs.{name} differ; send one of them"
         return None
 
     @property

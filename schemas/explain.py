@@ -89,6 +89,8 @@ def _sentence(problem: ErrorDetails) -> str:
 
 def _where(problem: ErrorDetails) -> str:
     """Return the place of the problem; empty for the request itself."""
+    if problem["type"] == "disagreement":
+        return str(problem["ctx"]["field"])
     path = locate(_loc(problem)).path
     return f"{path}.{_tag(problem)}" if _lacks_tag(problem) else path
 

@@ -40,7 +40,7 @@ from sluice.wire import (
     Started,
     Usage,
 )
-from sluice.wording import cancelled_sentence, full_sentence
+from sluice.wording import cancelled_sentence, full_sentence, json_problem
 
 Chunk = dict[str, Any]  # a `chat.completion.chunk`
 
@@ -94,7 +94,7 @@ def read_object(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"The body is not JSON: {error}.") from None
+        raise BadRequest(f"The body is not JSON: {json_problem(error)}.") from None
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.")
     return body

@@ -1,4 +1,8 @@
-"""Parts of messages: numbers with nouns, and sentences."""
+"""Parts of messages: numbers with nouns, sentences, and what is wrong with a text that should be JSON."""
+
+from json import JSONDecodeError
+
+_QUOTED = 20  # characters on each side of a mistake: enough to find it, and too few to fill a message
 
 
 def counted(count: int, noun: str) -> str:
@@ -9,6 +13,19 @@ def counted(count: int, noun: str) -> str:
 def full_sentence(text: str) -> str:
     """Return the text with a capital first letter and an end mark."""
     return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith((".", "?", "!")) else ".")
+
+
+def json_problem(error: ValueError | RecursionError) -> str:
+    """Return the clause that says why a text is not JSON: for a mistake of syntax the place, and what stands there."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if not isinstance(error, JSONDecodeError):
+        return str(error)
+    before = error.doc[max(error.pos - _QUOTED, 0) : error.pos]
+    there = error.doc[error.pos : error.pos + _QUOTED]
+    place = f"line {error.lineno:,} column {error.colno:,}"
+    after = f", after {before!a}" if before else ""
+    return f"{error.msg.removesuffix(' at')} at {place}: {ascii(there) if there else 'the text ends'}{after}"
 
 
 _CANCELLED = {

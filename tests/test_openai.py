@@ -308,6 +308,24 @@ def test_a_body_without_a_model_is_for_the_default_one() -> None:
 
 
 @pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (b'{"messages": [}', "Expecting value at line 1 column 15: '}', after '{\"messages\": ['"),
+        (b'{"a":\n 1}}', "Extra data at line 2 column 4: '}', after '{\"a\":\\n 1}'"),
+        (b'["', "Unterminated string starting at line 1 column 2: '\"', after '['"),
+        (b"", "Expecting value at line 1 column 1: the text ends"),
+        (b"x" * 99, f"Expecting value at line 1 column 1: '{'x' * 20}'"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b"\xff", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    ],
+)
+def test_a_body_that_is_not_json_is_told_where_and_what_stands_there(raw: bytes, problem: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        read_body(raw)
+    assert str(refused.value) == f"The body is not JSON: {problem}."
+
+
+@pytest.mark.parametrize(
     ("options", "wanted"), [({"include_usage": True}, True), ({}, False), (None, False), ([], False)]
 )
 def test_usage_is_wanted_only_by_options_that_ask_for_it(options: Any, wanted: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from sluice import wire
 from sluice.presence import mapped_name
+from sluice.wording import json_problem
 
 Models = Mapping[str, str]  # from the model names in a file to served names, as `mapped_name` reads them
 
@@ -131,12 +132,8 @@ def _text(raw: bytes) -> str:
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise BadLine("invalid_json", f"not JSON: {error.msg} at character {error.pos + 1:,}.") from None
-    except RecursionError:
-        raise BadLine("invalid_json", "the JSON is nested too deeply.") from None
-    except ValueError as error:
-        raise BadLine("invalid_json", f"not JSON: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise BadLine("invalid_json", f"not JSON: {json_problem(error)}.") from None
     if not isinstance(value, dict):
         raise BadLine("invalid_json", f"a line must be a JSON object, not {_quoted(value)}.")
     _refuse_too_deep(value)

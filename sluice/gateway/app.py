@@ -101,11 +101,19 @@ def _protection(settings: ServeSettings) -> list[Middleware]:
 async def _refused(request: Request, error: Exception) -> Response:
     """Return Starlette's own refusals, such as of an unknown path."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 405 and request.method == "POST" and _ends_in_an_id(request):
+        error = HTTPException(404)  # the last name is no id but that of a route which we do not have: responses/compact
     meant = f"/v1{request.scope['path'].removeprefix(request.scope.get('root_path', ''))}"
     is_known = error.status_code == 404 and meant in [route.path for route in request.app.routes]
     hint = f" The path is {meant}: add /v1 to the base URL." if is_known else ""
     message = f"{request.method} {request.url.path[:200]}: {error.detail}.{hint}"
     return _response(request, ApiError(error.status_code, message, code=None))
+
+
+def _ends_in_an_id(request: Request) -> bool:
+    """Return True if the path is that of one stored object."""
+    path = request.scope["path"]
+    return any(path.endswith(f"/{value}") for value in request.path_params.values())
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -1,9 +1,10 @@
 """The names of models: those of requests, and those that workers serve."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from sluice.errors import describe_served
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import INVALID, ApiError
 from sluice.presence import mapped_name
@@ -30,6 +31,12 @@ def served_name(caller: Caller, requested: str, mapped: Mapping[str, str]) -> st
     if not is_allowed or not re.fullmatch(MODEL_NAME, served):
         raise model_not_found(requested)
     return served
+
+
+def model_missing(served: Collection[str]) -> ApiError:
+    """Return the error for a request without a model, if no worker has the name that it then stands for."""
+    problem = f"it is missing, and no model is called {DEFAULT!r}; {describe_served(served)}."
+    return ApiError(400, f"model: {problem}", INVALID, code="missing_required_parameter", param="model")
 
 
 def model_not_found(model: str) -> ApiError:

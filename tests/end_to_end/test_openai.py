@@ -276,7 +276,7 @@ async def test_a_stored_result_is_a_chat_completion(worker: WorkerProcess, clien
 @pytest.mark.parametrize(
     ("body", "said", "param"),
     [
-        (b"{", "The body is not JSON: ", None),
+        (b"{", "The body is not JSON: Expecting property name enclosed in double quotes at line 1 column 2: ", None),
         (b"\xff", "The body is not JSON: ", None),
         (b"[" * 100_000, "The body is not JSON: ", None),
         (b'{"messages": [], "seed": NaN}', "The body is not JSON: NaN", None),

@@ -52,6 +52,25 @@ async def test_a_path_without_v1_is_404_with_the_path(http: httpx.AsyncClient) -
     assert "base URL" not in (await http.get("/v1/nothing")).json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/responses/compact", 404),
+        ("POST", "/v1/responses/input_tokens", 404),
+        ("POST", "/v1/chat/completions/x", 404),
+        ("POST", "/v1/models/pull", 404),
+        ("PUT", "/v1/responses/resp_1", 405),
+        ("POST", "/v1/responses/resp_1/input_items", 405),
+        ("GET", "/v1/responses", 405),
+    ],
+)
+async def test_a_route_that_we_do_not_have_is_404_also_in_place_of_an_id(
+    http: httpx.AsyncClient, method: str, path: str, status: int
+) -> None:
+    refused = await http.request(method, path, json={})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (status, "invalid_request_error")
+
+
 @pytest.mark.usefixtures("fake_worker")
 async def test_a_mounted_gateway_reads_the_paths_below_its_own(redis_url: str) -> None:
     async with Client(redis_url) as client:

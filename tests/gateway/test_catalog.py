@@ -7,13 +7,14 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from schemas import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.catalog import models
 from sluice.gateway.messages.models import model_info
 from tests.fakes import FakeChat
 from tests.gateway.fronts import serving
-from tests.queue.helpers import settings, working
+from tests.queue.helpers import settings, until, working
 
 
 def worker(model: str, **fields: Any) -> dict[str, str]:
@@ -109,6 +110,28 @@ async def test_a_name_that_a_pattern_serves_is_answered_and_found_and_the_longes
             of_anthropic = await http.get("/v1/models/claude-haiku-4-5", headers={"anthropic-version": "2023-06-01"})
     assert (found.json()["id"], found.json()["sluice"]["model"]) == ("claude-haiku-4-5", "default")
     assert (of_anthropic.json()["type"], of_anthropic.json()["id"]) == ("model", "claude-haiku-4-5")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi."}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi."}], "stream": True, "n": 2}),
+        ("/v1/responses", {"input": "Hi."}),
+    ],
+)
+async def test_a_request_without_a_model_is_told_which_are_served_if_none_is_the_default(
+    http: httpx.AsyncClient, redis_url: str, db: Redis, chat: FakeChat, path: str, said: dict[str, Any]
+) -> None:
+    known = settings(redis_url, model_name="other")
+    async with working(known, chat.chat):
+        await until(lambda: db.exists(keys.worker(known.worker_name)))
+        answer = await http.post(path, json=said)
+        named = await http.post(path, json={**said, "model": "default"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", "model")
+    assert "other" in error["message"]
+    assert (named.status_code, named.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_a_model_that_is_awaited_does_not_exist_once_a_worker_of_another_has_started(

@@ -12,7 +12,7 @@ from schemas import ChatRequest, explain, field_of
 from schemas.base import MAX_CHARACTERS, MAX_VALUES
 from schemas.explain import _SENTENCES
 from schemas.location import locate, quoted
-from tests.schemas.bodies import FULL, HELLO, chat
+from tests.schemas.bodies import FULL, HELLO, LOOK, WEATHER, chat
 from tests.schemas.strategies import ANYTHING, JSON, NAMES, mutated
 from tests.selection import examples
 
@@ -246,6 +246,17 @@ def test_a_place_knows_the_fields_that_belong_there(loc: tuple[int | str, ...], 
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "nobody", "content": ""}]}, "messages[0].role"),
         ({"messages": HELLO, "response_format": {"type": "json"}}, "response_format.type"),
+        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": HELLO, "tools": [WEATHER], "tool_choice": LOOK}, "tool_choice"),
+        ({"messages": HELLO, "tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.type"),
+        ({"messages": HELLO, "tool_choice": "some"}, "tool_choice"),
+        ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"messages": HELLO, "functions": [], "function_call": {"name": "x"}}, "function_call"),
+        (
+            {"messages": HELLO, "verbosity": "low", "chat_template_kwargs": {"verbosity": "high"}},
+            "verbosity",
+        ),
         ([], None),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from sluice.cli.errors import CliError
+from sluice.wording import json_problem
 
 _MAX_BYTES = 256 * 1024 * 1024  # far more than the default of SLUICE_MAX_REQUEST_BYTES
 _IMAGE_LIMIT = "SLUICE_IMAGE_MAX_BYTES"  # the worker's setting: largest image file in bytes
@@ -64,7 +65,7 @@ def read_request(path: str) -> dict[str, Any]:
     try:
         body = json.loads(_text(path), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise CliError(f"{_name(path)} is not JSON: {error}.") from None
+        raise CliError(f"{_name(path)} is not JSON: {json_problem(error)}.") from None
     match body:
         case {"messages": _}:
             return dict(body)

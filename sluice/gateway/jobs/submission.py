@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +14,7 @@ from sluice.gateway.disconnect import error_of, until_ended
 from sluice.gateway.errors import ApiError, from_client, was_refused
 from sluice.gateway.jobs.jobs import Jobs
 from sluice.gateway.keys.estimate import estimate
-from sluice.gateway.models import model_not_found, requested_model, served_name
+from sluice.gateway.models import model_missing, model_not_found, requested_model, served_name
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.workers import POLL_S, Workers, no_worker
 from sluice.submission import ExtraKey, NewJob, Submitted, lane_of
@@ -52,7 +52,12 @@ class Submission:
         """
         body = next(iter(bodies.values()))
         requested = requested_model(body)
-        model = served_name(caller, requested, self._settings.model_map)
+        try:
+            model = served_name(caller, requested, self._settings.model_map)
+        except ApiError:
+            if body.get("model") is not None:
+                raise
+            raise model_missing(await self._usable(caller)) from None
         lane = lane_of(body)
         if lane not in caller.lanes:
             raise ApiError(403, f"service_tier: this key may not use the lane {lane}.", code="lane_not_allowed")
@@ -67,19 +72,19 @@ class Submission:
             sent = self._send(jobs, wait_worker_s=0.0)
             if not has_key and body.get("on_disconnect") != "continue":
                 stack.callback(self._abandon_queued, sent)
-            submitted = await self._complete(caller, requested, jobs, sent)
+            submitted = await self._complete(caller, body, jobs, sent)
             stack.pop_all()
         return submitted
 
     async def _complete(
-        self, caller: Caller, requested: str, jobs: Sequence[NewJob], sent: _Sent
+        self, caller: Caller, body: Mapping[str, Any], jobs: Sequence[NewJob], sent: _Sent
     ) -> Sequence[Submitted]:
         """Wait until the submissions have ended, also if the client leaves: only what is queued can be cancelled. Those
         without a worker are sent again when there is one. Returns the outcomes, or raises the first error."""
         try:
             await until_ended(sent.values())
             if unserved := [job for job in jobs if isinstance(error_of(sent[job.id]), NoWorker)]:
-                await self._wait_for_worker(caller, requested, unserved[0].model)
+                await self._wait_for_worker(caller, body, unserved[0].model)
                 sent.update(self._send(unserved))
                 await until_ended(sent.values())
         finally:
@@ -113,19 +118,27 @@ class Submission:
         if queued:
             self._jobs.abandon(queued)
 
-    async def _wait_for_worker(self, caller: Caller, requested: str, model: str) -> None:
+    async def _wait_for_worker(self, caller: Caller, body: Mapping[str, Any], model: str) -> None:
         """Wait until a worker serves the model. Raises `ApiError` if there is no such model, or no worker in time."""
         until = time.monotonic() + self._settings.no_worker_s
-        await self._check_exists(caller, requested, model)
+        await self._check_exists(caller, body, model)
         while not await self._workers.is_served(model):
             if time.monotonic() >= until:
-                raise no_worker(requested)
+                raise no_worker(requested_model(body))
             await asyncio.sleep(POLL_S)
-            await self._check_exists(caller, requested, model)  # a worker of another model may have started
+            await self._check_exists(caller, body, model)  # a worker of another model may have started
 
-    async def _check_exists(self, caller: Caller, requested: str, model: str) -> None:
+    async def _check_exists(self, caller: Caller, body: Mapping[str, Any], model: str) -> None:
         """Raise `ApiError` if other models are served and this one is not known."""
-        if not await self._workers.exists(model):
-            served = {worker.get("model", "") for worker in await self._workers.live()}
-            usable = served if caller.models is None else served & caller.models
-            raise from_client(NoWorker(requested, list(usable))) if usable else model_not_found(requested)
+        if await self._workers.exists(model):
+            return
+        usable = await self._usable(caller)
+        if body.get("model") is None:
+            raise model_missing(usable)
+        requested = requested_model(body)
+        raise from_client(NoWorker(requested, list(usable))) if usable else model_not_found(requested)
+
+    async def _usable(self, caller: Caller) -> Set[str]:
+        """Return the models with a live worker that the caller may use."""
+        served = {worker.get("model", "") for worker in await self._workers.live()}
+        return served if caller.models is None else served & caller.models

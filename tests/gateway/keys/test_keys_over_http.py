@@ -112,6 +112,8 @@ async def test_a_key_sets_the_tenant_of_its_jobs(
 
 async def test_a_model_and_a_lane_that_the_key_does_not_have_are_refused(guarded: httpx.AsyncClient) -> None:
     assert (await ask(guarded, "narrow-key", model="default")).json()["error"]["code"] == "model_not_found"
+    unnamed = (await ask(guarded, "narrow-key", model=None)).json()["error"]
+    assert (unnamed["code"], unnamed["param"]) == ("missing_required_parameter", "model")
     refused = await ask(guarded, "narrow-key", model="other", service_tier="flex")
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "lane_not_allowed")
 
