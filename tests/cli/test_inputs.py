@@ -1,5 +1,6 @@
 """Requests are read from files and pipes up to a limit, and from no devices."""
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -26,6 +27,30 @@ def test_a_file_of_more_than_the_most_bytes_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(inputs, "_MAX_BYTES", len(REQUEST) - 1)
     with pytest.raises(CliError, match="the limit of 15 bytes"):
         inputs.read_request(str(file))
+
+
+def test_what_is_no_request_is_refused_and_a_list_of_messages_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "request.json"
+    message = {"role": "user", "content": "Hello"}
+    file.write_text(json.dumps([message]))
+    assert inputs.read_request(str(file)) == {"messages": [message]}
+    for other in ("[1, 2]", "[]", "null", '"Hello"', "{}"):
+        file.write_text(other)
+        with pytest.raises(CliError, match="is not a request: .*list of such messages"):
+            inputs.read_request(str(file))
+    file.write_text("\n")
+    with pytest.raises(CliError, match="is empty"):
+        inputs.read_request(str(file))
+
+
+def test_broken_json_is_shown_where_it_breaks(tmp_path: Path) -> None:
+    file = tmp_path / "request.json"
+    long = "x" * 1000
+    file.write_text(f'{{"stop": "{long}",\n"user": "ann",}}\n{long}')
+    with pytest.raises(CliError) as refused:
+        inputs.read_request(str(file))
+    assert 'line 2, column 15 (▸): "user": "ann",▸}.' in str(refused.value)
+    assert "x" not in str(refused.value).partition("▸): ")[2]
 
 
 def test_a_pipe_is_read(tmp_path: Path) -> None:

@@ -124,5 +124,5 @@ def test_without_the_extra_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "sluice.gateway.keys.file", None)
-    with pytest.raises(CliError, match=re.escape("pip install './sluice[cli,serve]'")):
+    with pytest.raises(CliError, match=re.escape("run ./scripts/setup worker,server")):
         run(*command, "--file", "keys.json")

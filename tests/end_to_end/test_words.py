@@ -1,6 +1,9 @@
 """`sluice prompt` and `sluice parse`, without a server and without weights."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +119,31 @@ def test_an_answer_is_read_as_a_worker_reads_it(tmp_path: Path, with_request: bo
 def test_a_file_that_is_not_there_is_named() -> None:
     code, _, told = words("parse", "--file", "nowhere.txt")
     assert (code, "nowhere.txt" in told) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "command", [["prompt"], ["prompt", "--json"], ["parse", "--request", "-", "--file", os.devnull]]
+)
+@pytest.mark.parametrize("request_text", ["[1, 2]", '{"messages": "Hi"}'])
+def test_a_broken_request_is_refused_before_the_model_is_opened(command: list[str], request_text: str) -> None:
+    args = (*command, "--model", "/no/such/model")
+    code, text, told = run_here(*args, env=environment(), folder=ROOT, stdin=request_text)
+    assert (code, text) == (2, "")
+    assert "no/such/model" not in told
+
+
+def test_a_broken_request_is_refused_without_the_models_libraries(tmp_path: Path) -> None:
+    file = tmp_path / "request.json"
+    file.write_text('{"messages": "Hi"}')
+    code = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None; from sluice.cli import main; main()"
+    args = [sys.executable, "-c", code, "prompt", "--model", "tiny", "--file", str(file)]
+    run = subprocess.run(args, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (2, "sluice: messages must be a list, not a string.\n")
+
+
+def test_an_answer_that_cannot_be_read_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    code, _, told = words("parse", "--file", str(tmp_path / "missing"))
+    assert (code, told) == (2, f"sluice: cannot read {tmp_path / 'missing'}: No such file or directory.\n")
+    (tmp_path / "long").write_text("x" * 16_000_001)
+    code, _, told = words("parse", "--file", str(tmp_path / "long"))
+    assert (code, "larger than the limit of 16,000,000 bytes" in told) == (2, True)

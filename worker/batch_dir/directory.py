@@ -40,7 +40,7 @@ class BatchDirectory:
         if any(find_spec(name) is None for name in ("sluice", "typer", "rich")):
             raise CannotStart(
                 "SLUICE_BATCH_DIR: the command `sluice`, which reads its files, is not installed: in a checkout of "
-                "Sluice, pip install './sluice[cli]'"
+                "Sluice, run ./scripts/setup worker,server"
             )
         try:
             (self._folder / "inbox").mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sluice.cli import option_values
-from sluice.cli.errors import INSTALL_WORKER, CliError
+from sluice.cli.errors import CliError, needs_worker
 from sluice.cli.options import AsJson
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
@@ -63,11 +63,9 @@ def schedule(
 
 
 def _read(options: dict[str, str | None]) -> "Settings":
-    try:
+    with needs_worker():
         from worker.errors import CannotStart
         from worker.settings import read_settings
-    except ImportError as missing:
-        raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
     try:
         # The settings require a model, and none is loaded here.
         return read_settings(model="any", **{name: value for name, value in options.items() if value is not None})

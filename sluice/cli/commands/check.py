@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sluice.cli.errors import INSTALL_WORKER, CliError
+from sluice.cli.errors import CliError, needs_worker
 from sluice.cli.options import AsJson
 from sluice.cli.terminal.output import print_json, print_table
 
@@ -53,13 +53,11 @@ def check(
 
 
 def _inspect(model: str) -> Facts:
-    try:
+    with needs_worker():
         from worker.engine.device import memory_for_model
         from worker.engine.model.check import check
         from worker.errors import CannotStart
         from worker.settings import read_settings
-    except ImportError as missing:
-        raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
     try:
         settings = read_settings(model=model)
         memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sluice.cli.errors import INSTALL_WORKER, CliError
+from sluice.cli.errors import CliError, needs_worker
 from sluice.cli.options import AsJson
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.prefixes import facts, print_prefixes
@@ -204,13 +204,11 @@ def warm(
 
 
 def _warm(file: Path, given: dict[str, object]) -> "list[Warmed]":
-    try:
+    with needs_worker():
         from worker.app import warm as warm_prefixes
         from worker.chat.warm import BadWarmFile, read_conversations
         from worker.errors import CannotStart
         from worker.settings import read_settings
-    except ImportError as missing:
-        raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
     results = list["Warmed"]()
 
     def report(result: "Warmed") -> None:
@@ -242,12 +240,10 @@ def _warmed(result: "Warmed") -> str:
 
 
 def _listing(folder: Path | None) -> "Listing":
-    try:
+    with needs_worker():
         from worker.environment import read_unchecked
         from worker.prefix_store.listing import Listing
         from worker.settings import Settings
-    except ImportError as missing:
-        raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
     written = read_unchecked(Settings)
     if folder is None and "prefix_disk_dir" not in written:
         raise CliError(_NO_FOLDER)

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from sluice.cli.embedded_server import EmbeddedServer, default_folder
-from sluice.cli.errors import INSTALL_GATEWAY
+from sluice.cli.errors import INSTALL
 from sluice.cli.gateway_process import GatewayProcess
 from sluice.client import Client
 from sluice.errors import SluiceError
@@ -176,7 +176,7 @@ def _print_instructions(url: str, model: str, gateway: GatewayProcess) -> None:
 
 def _clients(gateway: GatewayProcess) -> str:
     if gateway.base_url is None:
-        return f"For OpenAI clients, install the HTTP gateway: {INSTALL_GATEWAY}"
+        return f"For OpenAI clients, install the HTTP gateway: {INSTALL}"
     if not gateway.serves:
         return "The HTTP gateway does not run; the lines above say why."
     key, about_key = ("KEY", ", with KEY one of SLUICE_SERVE_KEYS") if gateway.needs_key else ("none", "")

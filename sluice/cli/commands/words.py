@@ -2,14 +2,13 @@
 
 import asyncio
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sluice.cli.errors import INSTALL_WORKER, CliError
+from sluice.cli.errors import CliError, needs_worker
 from sluice.cli.options import AsJson
-from sluice.cli.terminal.inputs import read_request
+from sluice.cli.terminal.inputs import MAX_REQUEST_BYTES, read_request, read_text
 from sluice.cli.terminal.output import print_json
 
 if TYPE_CHECKING:
@@ -46,11 +45,11 @@ def prompt(
       sluice prompt --model models/tiny-chat --file request.json
       sluice prompt --model mlx-community/Qwen3-4B-4bit --file request.json --json | jq '.tokens | length'
     """
-    _, codec = _open(model)
-    request = _request(read_request(file))
+    request = _request(read_request(file, MAX_REQUEST_BYTES))
     parts = [part for message in request.messages if isinstance(message.content, list) for part in message.content]
     if any(part.type == "image_url" for part in parts):
         raise CliError("messages: images are not supported here; leave out the image_url parts.")
+    _, codec = _open(model)
     made = asyncio.run(_refusals(codec.prompt(request)))
     parts_at = asyncio.run(_refusals(codec.next_parting(request)))
     text = codec.text_of(made.tokens)
@@ -84,12 +83,13 @@ def parse(
       sluice parse --model models/tiny-chat --file answer.txt
       sluice parse --model models/tiny-chat --file answer.txt --request request.json | jq .tool_calls
     """
+    answer = read_text(file, MAX_REQUEST_BYTES)
+    asked = _request(read_request(request, MAX_REQUEST_BYTES) if request else {**_EXAMPLE, "tools": [_ANY_TOOL]})
     tokenizer, codec = _open(model)
-    asked = _request(read_request(request) if request else {**_EXAMPLE, "tools": [_ANY_TOOL]})
     # Without a request no template renders anything: it may refuse the tool that stands for any.
     made = asyncio.run(_refusals(codec.prompt(asked))) if request else _empty_prompt()
     output = codec.output(asked, made, "parse")
-    deltas = [output.feed(token) for token in tokenizer.encode(_text(file))]
+    deltas = [output.feed(token) for token in tokenizer.encode(answer)]
     print_json({"dialect": codec.dialect, **_read([*deltas, output.flush()], output)})
 
 
@@ -117,12 +117,10 @@ def _read(deltas: list[Any], output: Any) -> dict[str, Any]:
 
 
 def _open(model: str) -> "tuple[MLXTokenizer, TextCodec]":
-    try:
+    with needs_worker():
         from worker.engine.model.check import open_tokenizer
         from worker.errors import CannotStart
         from worker.text.codec import TextCodec
-    except ImportError as missing:
-        raise CliError(f"the worker is not installed here ({missing}): {INSTALL_WORKER}") from None
     try:
         tokenizer = open_tokenizer(model)
     except CannotStart as error:
@@ -131,9 +129,9 @@ def _open(model: str) -> "tuple[MLXTokenizer, TextCodec]":
 
 
 def _request(body: dict[str, Any]) -> "ChatRequest":
-    from worker.chat.request import read_request as validated
-    from worker.errors import JobFailure
-
+    with needs_worker():
+        from worker.chat.request import read_request as validated
+        from worker.errors import JobFailure
     try:
         return validated({**body, "model": None}, "", max_parts=1_000, has_draft_model=True)
     except JobFailure as refusal:
@@ -147,10 +145,3 @@ async def _refusals(rendering: Any) -> Any:
         return await rendering
     except JobFailure as refusal:
         raise CliError(refusal.message) from None
-
-
-def _text(path: str) -> str:
-    try:
-        return typer.get_text_stream("stdin").read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CliError(f"--file: {path} cannot be read: {error}") from None

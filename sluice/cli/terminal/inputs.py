@@ -6,19 +6,21 @@ import mimetypes
 import os
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from sluice.cli.errors import CliError
 from sluice.wording import json_problem
 
-_MAX_BYTES = 256 * 1024 * 1024  # far more than the default of SLUICE_MAX_REQUEST_BYTES
+MAX_REQUEST_BYTES = 16_000_000  # the default of the workers' SLUICE_MAX_REQUEST_BYTES
+_MAX_BYTES = 256 * 1024 * 1024  # to queue: workers may have a higher limit
+_EXCERPT = 30  # characters on each side of an error: with the rest of the sentence one or two lines of a terminal
 _IMAGE_LIMIT = "SLUICE_IMAGE_MAX_BYTES"  # the worker's setting: largest image file in bytes
 _MAX_IMAGE_BYTES = 20_000_000  # its default
 
 
 def read_message(argument: str) -> str:
     """Return the message; `-` reads stdin. Raises `CliError`."""
-    message = _text("-").rstrip("\n") if argument == "-" else argument
+    message = read_text("-").rstrip("\n") if argument == "-" else argument
     if not message.strip():
         raise CliError("the message is empty: give a text.")
     return message
@@ -60,27 +62,43 @@ def _max_image_bytes() -> int:
     return int(limit)
 
 
-def read_request(path: str) -> dict[str, Any]:
+def read_request(path: str, max_bytes: int | None = None) -> dict[str, Any]:
     """Return the body of a chat completion; the file may hold its messages only. `-` reads stdin. Raises `CliError`."""
+    text = read_text(path, max_bytes)
+    if not text.strip():
+        raise CliError(f"{_name(path)} is empty: give a request as JSON.")
     try:
-        body = json.loads(_text(path), parse_constant=_refuse_constant)
+        body = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno} (▸): {_excerpt(text, error.pos)}"
+        raise CliError(f"{_name(path)} is not JSON: {error.msg} at {where}.") from None
     except (ValueError, RecursionError) as error:
         raise CliError(f"{_name(path)} is not JSON: {json_problem(error)}.") from None
     match body:
         case {"messages": _}:
             return dict(body)
-        case [*messages]:
-            return {"messages": messages}
+        case [{"role": _}, *_]:
+            return {"messages": body}
     raise CliError(
-        f'{_name(path)} is not a request: it must look like {{"messages": [{{"role": "user", "content": "Hello!"}}]}}.'
+        f"{_name(path)} is not a request: it must look like "
+        '{"messages": [{"role": "user", "content": "Hello!"}]}, or be a list of such messages.'
     )
 
 
-def _text(path: str) -> str:
+def _excerpt(text: str, position: int) -> str:
+    """Return what stands around a position in its line, with ▸ at it."""
+    before = text[max(0, position - _EXCERPT) : position].rpartition("\n")[2]
+    after = text[position : position + _EXCERPT].partition("\n")[0]
+    return f"{before}▸{after}"
+
+
+def read_text(path: str, max_bytes: int | None = None) -> str:
+    """Return the text of a file; `-` reads stdin. Raises `CliError`, also beyond `max_bytes`."""
+    limit = _MAX_BYTES if max_bytes is None else max_bytes
     try:
-        raw = _read_bounded(sys.stdin.buffer) if path == "-" else _read_file(path)
-        if len(raw) > _MAX_BYTES:
-            raise CliError(f"{_name(path)} is larger than the limit of {_MAX_BYTES:,} bytes.")
+        raw = sys.stdin.buffer.read(limit + 1) if path == "-" else _read_file(path, limit)
+        if len(raw) > limit:
+            raise CliError(f"{_name(path)} is larger than the limit of {limit:,} bytes.")
         return raw.decode("utf-8-sig")
     except OSError as error:
         raise CliError(f"cannot read {_name(path)}: {error.strerror}.") from None
@@ -88,16 +106,13 @@ def _text(path: str) -> str:
         raise CliError(f"{_name(path)} is not UTF-8: {error.reason} at byte {error.start}.") from None
 
 
-def _read_file(path: str) -> bytes:
-    """Read a file or a pipe, but no device: /dev/zero has no end. Raises `CliError` or OSError."""
+def _read_file(path: str, limit: int) -> bytes:
+    """Read up to `limit` + 1 bytes of a file or a pipe, but no device: /dev/zero has no end. Raises `CliError` or
+    OSError."""
     if not Path(path).is_dir() and Path(path).exists() and not (Path(path).is_file() or Path(path).is_fifo()):
         raise CliError(f"{path} is neither a file nor a pipe: give one, or `-` to read stdin.")
     with Path(path).open("rb") as file:
-        return _read_bounded(file)
-
-
-def _read_bounded(file: BinaryIO) -> bytes:
-    return file.read(_MAX_BYTES + 1)
+        return file.read(limit + 1)
 
 
 def _name(path: str) -> str:
