@@ -13,5 +13,7 @@ COPY sluice sluice
 COPY worker worker
 RUN pip install --no-cache-dir --constraint constraints.txt "./sluice[cli,serve]" ".[$EXTRA]" && useradd --create-home sluice
 USER sluice
+# A volume that is mounted here gets its owner from this folder; without it root owns the volume, and no model is fetched.
+RUN mkdir -p /home/sluice/.cache/huggingface
 STOPSIGNAL SIGTERM
 CMD ["python", "-m", "worker"]
