@@ -55,8 +55,8 @@ def completion(
     calls: Sequence[dict[str, Any]],
     faulty: Sequence[FaultyCall],
 ) -> dict[str, object]:
-    """Return the result; `logprobs` in it holds JSON items, so it is written by `json_bytes`. `calls`: of the answer, as
-    a message has them, and `faulty` those of them that are wrong."""
+    """Return the result; `logprobs` in it holds JSON items, so it is written by `json_bytes`. `calls`: of the answer,
+    as a message has them, and `faulty` those of them that are wrong."""
     choice = {
         "index": 0,
         "message": _message(answer.output, calls),

@@ -54,7 +54,7 @@ class Bare:
 
     def answers_s(self, answers: Iterable[Answer], rows: int) -> float:
         """Return the seconds of all computed prompt tokens and all tokens after each answer's first."""
-        work = [(answer.prompt_tokens - answer.cached_tokens, max(0, answer.tokens - 1)) for answer in answers]
+        work = [(answer.prompt_tokens - (answer.cached_tokens or 0), max(0, answer.tokens - 1)) for answer in answers]
         if rows == 1:
             return sum(self.work_s(prompt, tokens, 1) for prompt, tokens in work)
         return self.work_s(sum(prompt for prompt, _ in work), sum(tokens for _, tokens in work), rows)

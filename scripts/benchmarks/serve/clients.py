@@ -39,7 +39,7 @@ class _Pieces:
             "".join(self.texts),
             usage.get("completion_tokens", len(self.arrivals)),
             usage.get("prompt_tokens", 0),
-            (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+            (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             server_first_s,
         )
 

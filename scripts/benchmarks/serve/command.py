@@ -108,7 +108,7 @@ class Session:
                 self._given.timeout,
                 before=lambda text: progress.update(task, description=text),
             )
-            progress.update(task, total=runner.count() * len(self._contenders) * self._given.runs)
+            progress.update(task, total=self._given.runs * sum(map(runner.count, self._contenders)))
             outcomes = list[Outcome]()
             try:
                 async for outcome in runner.run(self._contenders, self._given.runs):

@@ -19,10 +19,12 @@ class Request:
     max_tokens: int
     tenant: str | None
     lane: Lane
+    tools: Sequence[dict[str, Any]] = ()
 
     def body(self) -> dict[str, Any]:
         """Return the body of a greedy chat completion."""
-        body = {"messages": self.messages, "max_tokens": self.max_tokens, "temperature": 0}
+        body: dict[str, Any] = {"messages": self.messages, "max_tokens": self.max_tokens, "temperature": 0}
+        body |= {"tools": [*self.tools]} if self.tools else {}
         return body | ({"user": self.tenant} if self.tenant else {})
 
 
@@ -34,7 +36,7 @@ class Reply:
     text: str
     tokens: int
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not report them
     server_first_s: float | None = None  # seconds from submission to the first token, by the server's clock
 
 
@@ -92,14 +94,17 @@ async def _keep_sending(
 
 async def _chat(send: Send, chat: Chat, began: float, timeout_s: float, *, now: bool = False) -> list[Answer]:
     """Send the turns of a chat; those after a turn that failed are not sent, and counted as failed."""
-    answers, messages = list[Answer](), list[dict[str, str]]()
+    answers = list[Answer]()
+    messages = [{"role": "system", "content": chat.system}] if chat.system else []
     ended = time.perf_counter() if now else began
     for number, turn in enumerate(chat.turns):
         due = ended if now else max(began + turn.at_s, ended + turn.think_s)
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         sent = time.perf_counter()
         messages.append({"role": "user", "content": turn.text})
-        request = Request([*messages], turn.max_tokens, chat.tenant, chat.lane)
+        if turn.reminder:
+            messages.append({"role": "system", "content": turn.reminder})
+        request = Request([*messages], turn.max_tokens, chat.tenant, chat.lane, chat.tools)
         try:
             async with asyncio.timeout(timeout_s):
                 reply = await send(request)
@@ -108,13 +113,14 @@ async def _chat(send: Send, chat: Chat, began: float, timeout_s: float, *, now: 
             missed = (Answer(due - began, 0.0, (), t.max_tokens, 0, tenant=chat.tenant, error=reason)
                       for t in chat.turns[number:])  # fmt: skip
             return [*answers, *missed]
-        answers.append(_answer(reply, request, due, sent, began))
+        before = answers[-1].prompt_tokens if answers else None
+        answers.append(_answer(reply, request, due, sent, began, before))
         messages.append({"role": "assistant", "content": reply.text})
         ended = time.perf_counter()
     return answers
 
 
-def _answer(reply: Reply, request: Request, due: float, sent: float, began: float) -> Answer:
+def _answer(reply: Reply, request: Request, due: float, sent: float, began: float, before: int | None) -> Answer:
     first = None if reply.server_first_s is None else reply.server_first_s + sent - due
     return Answer(
         due_s=due - began,
@@ -124,6 +130,7 @@ def _answer(reply: Reply, request: Request, due: float, sent: float, began: floa
         tokens=reply.tokens,
         prompt_tokens=reply.prompt_tokens,
         cached_tokens=reply.cached_tokens,
+        tokens_before=before,
         tenant=request.tenant,
         server_first_s=first,
     )

@@ -22,7 +22,8 @@ class Answer:
     max_tokens: int
     tokens: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not report them
+    tokens_before: int | None = None  # of the prompt of the turn before; None: it is the first
     tenant: str | None = None
     server_first_s: float | None = None  # seconds to the first token as the server reports it
     error: str | None = None
@@ -91,6 +92,8 @@ class Figures:
     cached_tokens: float
     of_bare: float  # seconds that bare forwards would take, divided by `seconds`
     first: Quantiles
+    later_first: Quantiles  # of all turns of a conversation but its first
+    found: float  # share of the tokens of the prompt before, in later turns, that were found in a cache
     gap: Quantiles  # of all gaps
     longest_gap: Quantiles  # of each answer's longest gap
     end: Quantiles
@@ -126,9 +129,11 @@ class Figures:
             tokens=tokens,
             tokens_per_s=tokens / seconds,
             prompt_tokens=sum(answer.prompt_tokens for answer in done),
-            cached_tokens=sum(answer.cached_tokens for answer in done),
+            cached_tokens=sum(answer.cached_tokens or 0 for answer in done),
             of_bare=bare_s / seconds,
             first=Quantiles.of(answer.first_s for answer in done),
+            later_first=Quantiles.of(answer.first_s for answer in done if answer.tokens_before is not None),
+            found=_found(done),
             gap=Quantiles.of(gap for answer in done for gap in answer.gaps),
             longest_gap=Quantiles.of(max(answer.gaps) for answer in done if answer.gaps),
             end=Quantiles.of(answer.end_s for answer in done),
@@ -153,6 +158,12 @@ def _worst_tenant(answers: Iterable[Answer]) -> float:
     for answer in answers:
         by_tenant.setdefault(answer.tenant, []).append(answer.good)
     return min(sum(each) / len(each) for each in by_tenant.values())
+
+
+def _found(answers: Iterable[Answer]) -> float:
+    later = [(each.cached_tokens, each.tokens_before) for each in answers if each.tokens_before]
+    reported = [(min(cached, before), before) for cached, before in later if cached is not None and before]
+    return sum(cached for cached, _ in reported) / sum(before for _, before in reported) if reported else math.nan
 
 
 def _extra(answers: Iterable[Answer]) -> list[float]:

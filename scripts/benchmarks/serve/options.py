@@ -25,6 +25,8 @@ examples:
       the effect of a change, against another checkout
   scripts/bench serve --against-command "vllm-mlx=/venv/bin/vllm-mlx serve {model} --port {port} --continuous-batching"
       a server of another environment, started for each run
+  scripts/bench serve --scenario agents --runs 2 --against mlx_lm.server
+      conversations of agents over HTTP, our worker through its gateway
 
 Every server runs alone, one after the other, with one BLAS thread; our worker with SLUICE_MAX_ROWS=32 and defaults.
 Load 1 is the rate at which the bare forwards of mlx-lm's model (prompts packed, 32 rows decoding) need all the time.
@@ -53,6 +55,8 @@ def _add_what(group: Any) -> None:
                        help="chats of a burst; default: 32 8 4")  # fmt: skip
     group.add_argument("--tokens", type=positive, default=defaults.tokens, metavar="N",
                        help="tokens of each answer of a burst; default: %(default)s")  # fmt: skip
+    group.add_argument("--agents", type=positive, nargs="+", default=[*defaults.agents], metavar="N",
+                       help="conversations of agents at once; default: 4 8")  # fmt: skip
     group.add_argument("--runs", type=positive, default=3, metavar="N", help="default: 3; figures are their medians")
     group.add_argument("--seed", default="0", metavar="TEXT", help="the same seed gives the same chats; default: 0")
     group.add_argument("--timeout", type=above_0, default=600.0, metavar="S",
@@ -161,6 +165,7 @@ def options_of(given: argparse.Namespace) -> Options:
     mix = Mix(tenants=given.tenants, returning=_RETURNING if given.prompts == "returning" else 0)
     options = Options(
         chats=tuple(given.chats),
+        agents=tuple(given.agents),
         tokens=given.tokens,
         loads=tuple(given.loads),
         rates=tuple(given.rates),

@@ -41,6 +41,12 @@ _END: Columns = {"end p50": lambda f: seconds(f.end.p50), "end p95": lambda f: s
 _SLOWDOWN: Columns = {"slowdown p95": lambda f: "–" if math.isnan(f.slowdown.p95) else f"{f.slowdown.p95:.1f}"}
 _TENANT: Columns = {"worst tenant": lambda f: _share(f.worst_tenant_good)}
 _OFFLINE: Columns = {"offline tokens/s": lambda f: f"{f.offline_tokens_per_s:.1f}"}
+_AGENTS: Columns = {
+    "seconds": lambda f: f"{f.seconds:.2f}",
+    "later first p50": lambda f: seconds(f.later_first.p50),
+    "p95": lambda f: seconds(f.later_first.p95),
+    "found": lambda f: _share(f.found),
+}
 _AT_ONCE = _THROUGHPUT | _FIRST | _GAPS | _END
 
 
@@ -53,6 +59,8 @@ def columns(scenario: str, *, tenants: bool = False, offline: bool = False) -> C
             "of bare": _THROUGHPUT["of bare"],
         }
         return speed | _FIRST
+    if scenario == "agents":
+        return _AGENTS | _THROUGHPUT | _GAPS
     if scenario in ("burst", "alone"):
         return _AT_ONCE
     more = (_TENANT if tenants else {}) | (_OFFLINE if offline else {})

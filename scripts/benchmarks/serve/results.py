@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from scripts.benchmarks.serve.figures import Figures
-from scripts.benchmarks.serve.scenarios import MIXED_LOAD
+from scripts.benchmarks.serve.scenarios import MIXED_LOAD, REMINDED
 from scripts.benchmarks.serve.servers import BASELINE, OURS
 
 
@@ -121,6 +121,12 @@ _BURST: dict[str, tuple[tuple[str, Value, float], ...]] = {
     ),
     "4 at once": (("tokens/s", tokens_per_s, 1.05),),
 }
+_AGENTS: tuple[tuple[str, Value, float], ...] = (
+    ("time", attrgetter("seconds"), 0.85),
+    ("first token of later turns p50", attrgetter("later_first.p50"), 1.0),
+    ("first token of later turns p95", attrgetter("later_first.p95"), 1.0),
+)
+_REMINDED = 1.05  # time with a system message in each turn, relative to that without
 _ALONE = ("tokens/s", tokens_per_s, 1.0), ("first token p50", first_p50, 0.95)
 _GOOD = ((0.5, 0.97), (0.75, 0.9))  # load, share of good answers
 _SATURATED = (1.0, 1.5, 2.0)  # loads
@@ -137,6 +143,7 @@ def judge(results: Sequence[Result], *, plain: bool = True) -> list[Verdict]:
     return [
         *(verdict for result in ours for verdict in _against_best(result, _same(result, peers), plain)),
         *(verdict for result in ours for verdict in _by_itself(result)),
+        *(verdict for result in ours for verdict in _reminded(result, ours)),
         *_steady([result for result in ours if result.scenario == "open"]),
         *(verdict for result in ours for verdict in _against_baseline(result, _same(result, baseline))),
     ]
@@ -154,6 +161,8 @@ def _against_best(result: Result, peers: Sequence[Result], plain: bool) -> list[
             return [_relative(result, peers, *bar) for bar in _BURST.get(result.case, ())]
         case "alone":
             return [_relative(result, peers, *bar) for bar in _ALONE]
+        case "agents":
+            return [_relative(result, peers, *bar) for bar in _AGENTS]
         case "prompts":
             return [_relative(result, peers, "time", attrgetter("seconds"), 0.85)]
         case "open" if _at(result, *_SATURATED):
@@ -185,6 +194,14 @@ def _by_itself(result: Result) -> list[Verdict]:
         for load, share in _GOOD
         if _at(result, load)
     ]
+
+
+def _reminded(result: Result, ours: Iterable[Result]) -> list[Verdict]:
+    """Compare the time with a system message in each turn with that of the same case without."""
+    case = result.case.removesuffix(REMINDED)
+    without = [each for each in ours if (each.scenario, each.case) == (result.scenario, case) and each is not result]
+    name = f"{result.scenario}, {result.case}: time × without"
+    return [Verdict.at_most(name, _REMINDED, result.figures.seconds / each.figures.seconds) for each in without]
 
 
 def _steady(results: Sequence[Result]) -> list[Verdict]:

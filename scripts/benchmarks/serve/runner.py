@@ -31,9 +31,13 @@ class Runner:
     before: Callable[[str], None]  # is called with a description of what is measured next
     settle_s: float = 0.5  # pause before each case: a server may still tidy up
 
-    def count(self) -> int:
-        """Return the number of outcomes of one run with one server."""
-        return sum(max(1, len(scenarios.cases(each, self.options, self.bare))) for each in self.scenarios)
+    def count(self, contender: Contender) -> int:
+        """Return the number of outcomes of one run with this server."""
+        return sum(1 if each == HIGHEST else len(self._cases(contender, each)) for each in self.scenarios)
+
+    def _cases(self, contender: Contender, scenario: str) -> list[Case]:
+        cases = scenarios.cases(scenario, self.options, self.bare)
+        return [case for case in cases if contender.ours or not case.ours]
 
     async def run(self, contenders: Sequence[Contender], runs: int) -> AsyncIterator[Outcome]:
         """Yield the outcomes. Each run starts each server anew, alone; every other run in the opposite order.
@@ -45,23 +49,23 @@ class Runner:
                 self.before(f"run {number + 1}: {contender.name} starts")
                 # Starting and stopping block the loop, which has nothing else to do then.
                 with contender.serve(self.checkpoint) as connect:
-                    async with connect() as send:
-                        await self._warm_up(contender.name, send, number)
-                        async for outcome in self._scenarios(contender.name, send, number):
-                            yield outcome
+                    for scenario in self.scenarios:
+                        async with connect(scenario in scenarios.OVER_HTTP) as send:
+                            await self._warm_up(contender.name, send, number, scenario)
+                            async for outcome in self._scenario(contender, send, number, scenario):
+                                yield outcome
 
-    async def _warm_up(self, name: str, send: Send, run: int) -> None:
-        chats = workload.burst(*_WARM_UP, self._dice(run, "warm-up"))
+    async def _warm_up(self, name: str, send: Send, run: int, scenario: str) -> None:
+        chats = workload.burst(*_WARM_UP, self._dice(run, f"warm-up {scenario}"))
         answers = await drive(send, chats, timeout_s=self.timeout_s)
         if error := _error(answers):
             raise NotServing(f"{name}: refuses a first chat: {error}")
 
-    async def _scenarios(self, name: str, send: Send, run: int) -> AsyncIterator[Outcome]:
-        for scenario in self.scenarios:
-            if scenario == HIGHEST:
-                yield await self._highest(name, send, run)
-            for case in scenarios.cases(scenario, self.options, self.bare):
-                yield await self._case(name, send, run, case)
+    async def _scenario(self, contender: Contender, send: Send, run: int, scenario: str) -> AsyncIterator[Outcome]:
+        if scenario == HIGHEST:
+            yield await self._highest(contender.name, send, run)
+        for case in self._cases(contender, scenario):
+            yield await self._case(contender.name, send, run, case)
 
     async def _highest(self, name: str, send: Send, run: int) -> Outcome:
         """Search the highest rate; without one, return the outcome of the lowest tried, with a rate of 0."""

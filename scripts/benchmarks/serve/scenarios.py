@@ -20,9 +20,13 @@ SCENARIOS = {
     "mixed": "the same at load 0.8: the slowdown of first tokens by waiting",
     "highest": "searches the highest rate with 90 % good answers",
     "chats": "conversations of several turns with pauses, at several rates",
+    "agents": "conversations of an agent at once: one system prompt, tools, six turns that grow, over HTTP; with and "
+    "without a system message in each turn",
     "trace": "the arrivals of --trace FILE",
 }
 DEFAULT = ("burst", "alone", "prompts", "open")
+OVER_HTTP = frozenset({"agents"})  # our worker is measured through its gateway
+REMINDED = " with reminders"  # ends the names of cases with a system message in each turn
 MIXED_LOAD = 0.8
 LEAST_LOAD, MOST_LOAD = 0.03, 16.0  # of the search for the highest rate
 GOOD_SHARE = 0.9  # of the search for the highest rate
@@ -34,6 +38,7 @@ class Options:
     alone take all the time."""
 
     chats: tuple[int, ...] = (32, 8, 4)
+    agents: tuple[int, ...] = (4, 8)
     tokens: int = 96  # of each answer of a burst
     alone_words: tuple[int, ...] = (10, 50, 100, 200, 400)
     prompt_words: tuple[int, ...] = (30, 60)
@@ -59,6 +64,7 @@ class Case:
     one_by_one: bool = False
     offline: int = 0
     seen: tuple[str, ...] = ()  # prompts that the server gets before the measurement
+    ours: bool = False  # other servers refuse it
 
 
 def turn_s(mix: Mix, bare: Bare) -> float:
@@ -96,6 +102,8 @@ def cases(scenario: str, options: Options, bare: Bare) -> list[Case]:
             return [_open("mixed", options, bare, MIXED_LOAD)]
         case "chats":
             return [_conversations(options, bare, load) for load in loads(options, bare, _conversation_s)]
+        case "agents":
+            return [_agents(count, reminders) for reminders in (False, True) for count in options.agents]
         case "trace":
             return [_trace(options, bare)]
     return []
@@ -132,6 +140,13 @@ def best_load(good_by_load: Mapping[float, float]) -> float | None:
 def _burst(options: Options, count: int) -> Case:
     chats = partial(workload.burst, count, options.tokens)
     return Case("burst", f"{count} at once", chats, rows=min(ROWS, count))
+
+
+def _agents(count: int, reminders: bool) -> Case:
+    # The template of the models of the bench, as most, takes a system message at the beginning alone.
+    name = f"{count} at once{REMINDED if reminders else ''}"
+    chats = partial(workload.agents, count, reminders=reminders)
+    return Case("agents", name, chats, rows=min(ROWS, count), ours=reminders)
 
 
 def _alone(words: int) -> Case:

@@ -18,7 +18,7 @@ import httpx
 
 from scripts.benchmarks.serve import clients
 from scripts.benchmarks.serve.driver import Send
-from scripts.stack import ROOT, Server, WorkerProcess, free_port
+from scripts.stack import ROOT, FrontProcess, Server, WorkerProcess, free_port
 
 OURS = "sluice"
 BASELINE = "baseline"
@@ -27,7 +27,7 @@ ROWS = 32
 _MLX_COMMAND = f"{shlex.quote(sys.executable)} -m mlx_lm server --model {{model}} --port {{port}} --log-level ERROR"
 _LOG_CHARACTERS = 2000  # of a log that is quoted
 
-Connect = Callable[[], AbstractAsyncContextManager[Send]]
+Connect = Callable[[bool], AbstractAsyncContextManager[Send]]  # True: over HTTP, also to our worker
 
 
 class NotServing(RuntimeError):
@@ -40,11 +40,12 @@ class Contender:
 
     name: str
     serve: Callable[[Path], AbstractContextManager[Connect]]  # of the model's folder
+    ours: bool = False  # a worker of this project, or of another checkout of it
 
 
 def worker(name: str = OURS, root: Path = ROOT) -> Contender:
     """Return a worker with the code of the checkout at `root`: 32 rows, all other settings by default."""
-    return Contender(name, partial(_worker, root))
+    return Contender(name, partial(_worker, root), ours=True)
 
 
 def mlx_server() -> Contender:
@@ -78,12 +79,25 @@ def _worker(root: Path, model: Path) -> Iterator[Connect]:
             process.start()
         except RuntimeError as error:
             raise NotServing(f"{root}: {error}") from None
-        yield partial(clients.queue, server.url, "default")
+
+        def connect(over_http: bool) -> AbstractAsyncContextManager[Send]:
+            if not over_http:
+                return clients.queue(server.url, "default")
+            gateway = FrontProcess(server.url, root=root)
+            stack.callback(gateway.stop)
+            try:
+                gateway.start()
+            except RuntimeError as error:
+                raise NotServing(f"{root}: {error}") from None
+            return clients.openai(gateway.base_url, "default")
+
+        yield connect
 
 
 @contextmanager
 def _endpoint(url: str, model: str | None, key: str | None) -> Iterator[Connect]:
-    yield partial(clients.openai, url, model or _first_model(url, key), key)
+    served = model or _first_model(url, key)
+    yield lambda _: clients.openai(url, served, key)
 
 
 @contextmanager
@@ -100,7 +114,7 @@ def _command(name: str, arguments: list[str], start_s: float, model: Path) -> It
             url = f"http://127.0.0.1:{port}/v1"
             # mlx_lm.server lists the models of the hub's cache, and has another name for its own.
             served = None if name == MLX_SERVER else _first_model(url, None)
-            yield partial(clients.openai, url, served)
+            yield lambda _: clients.openai(url, served)
         finally:
             _kill(process)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import NormalDist
+from typing import Any
 
 from models.training.data import ITEMS, PLACES
 from sluice.wire import Lane
@@ -21,6 +22,7 @@ class Turn:
     max_tokens: int
     think_s: float = 0.0
     at_s: float = 0.0  # from the start of the run
+    reminder: str = ""  # the text of a system message behind the user's
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Chat:
     turns: tuple[Turn, ...]
     tenant: str | None = None
     lane: Lane = "interactive"
+    system: str = ""
+    tools: tuple[dict[str, Any], ...] = ()  # as OpenAI's chat completions have them
 
     @property
     def at_s(self) -> float:
@@ -72,6 +76,18 @@ ANSWER_TOKENS = LogNormal(27, 0.8, 8, 128)
 TURNS = LogNormal(3, 0.5, 1, 8)
 TURN_WORDS = LogNormal(16, 0.8, 4, 120)
 BURST_WORDS = 5, 60  # at least, at most
+# An agent's conversation: the system prompt and the tools have some 800 tokens, and a turn brings a question or what a
+# tool has returned.
+AGENT_TURNS = 6
+AGENT_SYSTEM_WORDS = 200
+AGENT_TURN_WORDS = 100, 300  # at least, at most
+AGENT_ANSWER_TOKENS = 32  # of a call, or of a sentence
+REMINDER_WORDS = 12
+_AGENT_TOOLS = {
+    "read_file": ("path", "offset", "limit"),
+    "run_command": ("command", "timeout"),
+    "search": ("pattern", "path"),
+}
 
 
 class Texts:
@@ -106,6 +122,33 @@ def burst(count: int, max_tokens: int, dice: Random) -> list[Chat]:
     """Return unseen chats of 5 to 60 words that are all sent at the start."""
     texts = Texts(dice)
     return at_once([texts.draw(dice.randint(*BURST_WORDS)) for _ in range(count)], max_tokens)
+
+
+def agents(count: int, dice: Random, *, reminders: bool = False) -> list[Chat]:
+    """Return conversations that begin together, with one system prompt and the same tools, which no server has seen.
+
+    With `reminders`, a system message follows the user's in each turn, whose words that message lacks then: the
+    prompts are as long."""
+    texts = Texts(dice)
+    # Templates write either of the two first.
+    system, tools = texts.draw(AGENT_SYSTEM_WORDS), tuple(_tool(name, texts) for name in _AGENT_TOOLS)
+    least, most = AGENT_TURN_WORDS
+    turns = count * AGENT_TURNS
+    lengths = [least + (most - least) * number // (turns - 1) for number in range(turns)]  # the same sum for all seeds
+    dice.shuffle(lengths)
+    made = [_agent_turn(texts.draw(words).split(), reminders) for words in lengths]
+    return [Chat(tuple(made[number::count]), system=system, tools=tools) for number in range(count)]
+
+
+def _agent_turn(words: list[str], reminders: bool) -> Turn:
+    own = len(words) - (REMINDER_WORDS if reminders else 0)
+    return Turn(" ".join(words[:own]), AGENT_ANSWER_TOKENS, reminder=" ".join(words[own:]))
+
+
+def _tool(name: str, texts: Texts) -> dict[str, Any]:
+    parameters = {each: {"type": "string", "description": texts.draw(5)} for each in _AGENT_TOOLS[name]}
+    schema = {"type": "object", "properties": parameters, "required": [*parameters][:1]}
+    return {"type": "function", "function": {"name": name, "description": texts.draw(15), "parameters": schema}}
 
 
 @dataclass(frozen=True, slots=True)

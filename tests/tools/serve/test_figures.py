@@ -78,6 +78,21 @@ def test_what_the_client_adds_to_the_servers_first_token_is_known() -> None:
     assert Figures.of([answer(1.0, server_first_s=0.75), answer(2.0)]).client_extra_s == 0.25
 
 
+def test_later_turns_of_conversations_have_figures_of_their_own() -> None:
+    answers = [
+        answer(5.0, prompt_tokens=100, cached_tokens=0),
+        answer(1.0, prompt_tokens=150, cached_tokens=120, tokens_before=100),
+        answer(2.0, prompt_tokens=180, cached_tokens=75, tokens_before=150),
+    ]
+    figures = Figures.of(answers)
+    assert (figures.later_first.p50, figures.later_first.max) == (1.5, 2.0)
+    assert figures.found == pytest.approx((100 + 75) / 250)
+
+
+def test_what_a_cache_holds_is_unknown_if_a_server_does_not_report_it() -> None:
+    assert math.isnan(Figures.of([answer(1.0), answer(1.0, tokens_before=9)]).found)
+
+
 def test_offline_answers_count_apart() -> None:
     figures = Figures.of([answer(1.0, 2.0)], offline=[answer(0.5, tokens=64)])
     assert (figures.tokens_per_s, figures.offline_tokens_per_s) == (1.0, 32.0)

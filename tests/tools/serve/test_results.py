@@ -81,6 +81,21 @@ def test_a_baseline_is_no_peer_but_has_a_bar_of_slowdown() -> None:
     assert verdicts(outcome(OURS), outcome(BASELINE)) == {}
 
 
+def test_agents_are_compared_with_the_best_other_server_and_with_themselves_without_reminders() -> None:
+    def timed(server: str, seconds: float, later_s: float, case: str = "4 at once") -> Outcome:
+        later = replace(figures().first, p50=later_s, p95=later_s)
+        return Outcome(server, "agents", case, replace(figures(), seconds=seconds, later_first=later))
+
+    ours, peer = timed(OURS, 8.5, 1.0), timed(PEER, 10.0, 0.9)
+    assert verdicts(ours, peer, timed(OURS, 8.9, 1.0, "4 at once with reminders")) == {
+        "agents, 4 at once: time × best": True,
+        "agents, 4 at once: first token of later turns p50 × best": False,
+        "agents, 4 at once: first token of later turns p95 × best": False,
+        "agents, 4 at once with reminders: time × without": True,
+    }
+    assert [*verdicts(ours, timed(OURS, 9.0, 1.0, "4 at once with reminders")).values()] == [False]
+
+
 def test_prompts_are_compared_with_the_packed_bare_forward() -> None:
     assert verdicts(outcome(OURS, "prompts", "x", of_bare=0.9)) == {
         "prompts, x: share of the packed bare forward": True

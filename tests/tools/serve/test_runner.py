@@ -25,15 +25,24 @@ TRACE = tuple(trace.parse([
     '{"at": 0.05, "prompt_tokens": 30, "max_tokens": 3}',
 ]))  # fmt: skip
 OPTIONS = Options(
-    chats=(4,), alone_words=(10,), loads=(0.5,), seconds=0.3, mix=SHORT, think_s=0.02, offline=1, trace=TRACE
+    chats=(4,),
+    agents=(2,),
+    alone_words=(10,),
+    loads=(0.5,),
+    seconds=0.3,
+    mix=SHORT,
+    think_s=0.02,
+    offline=1,
+    trace=TRACE,
 )
 
 
 class Instant:
     """A server that answers at once, up to a number of requests at a time; more are refused."""
 
-    def __init__(self, name: str, most: int = 1000) -> None:
-        self.contender = Contender(name, self._serve)
+    def __init__(self, name: str, most: int = 1000, *, ours: bool = False) -> None:
+        self.contender = Contender(name, self._serve, ours=ours)
+        self.over_http = list[bool]()
         self.starts = 0
         self.requests = list[Request]()
         self._most = most
@@ -45,7 +54,8 @@ class Instant:
         yield self._connect
 
     @asynccontextmanager
-    async def _connect(self) -> AsyncIterator[Send]:
+    async def _connect(self, over_http: bool) -> AsyncIterator[Send]:
+        self.over_http.append(over_http)
         yield self._send
 
     async def _send(self, request: Request) -> Reply:
@@ -102,6 +112,24 @@ async def test_a_conversation_is_sent_with_its_history() -> None:
     server = Instant("a")
     await measured(server, scenarios=["trace"])
     assert ["hi", "word", "and"] in [[each["content"] for each in request.messages] for request in server.requests]
+
+
+async def test_agents_are_measured_over_http_and_other_servers_without_reminders() -> None:
+    ours, peer = Instant("a", ours=True), Instant("b")
+    outcomes = await measured(ours, peer, scenarios=["burst", "agents"])
+    cases = {each.name: [it.case for it in outcomes if (it.server, it.scenario) == (each.name, "agents")]
+             for each in (ours.contender, peer.contender)}  # fmt: skip
+    assert cases == {"a": ["2 at once", "2 at once with reminders"], "b": ["2 at once"]}
+    assert ours.over_http == peer.over_http == [False, True]
+
+
+async def test_an_agents_turn_is_sent_with_its_tools_and_its_reminder_behind_the_users_message() -> None:
+    server = Instant("a", ours=True)
+    await measured(server, scenarios=["agents"])
+    longest = [request for request in server.requests if len(request.messages) == 18]
+    roles = ["system", *["user", "system", "assistant"] * 5, "user", "system"]
+    assert [[each["role"] for each in request.messages] for request in longest] == [roles] * 2
+    assert len(longest[0].body()["tools"]) == 3
 
 
 async def test_the_highest_rate_is_one_that_was_good() -> None:

@@ -56,7 +56,7 @@ def test_a_command_gets_the_model_and_a_port_and_is_stopped_in_the_end(tmp_path:
     )
     connect: Any
     with serving.serve(tmp_path) as connect:
-        url, model = connect.args
+        url, model = connect(True).args
         assert model == str(tmp_path)
     with pytest.raises(NotServing):
         servers._first_model(url, None)
@@ -73,7 +73,7 @@ async def test_a_url_is_used_with_or_without_its_version_and_with_its_first_mode
     with stub_server() as stub:
         contender = servers.endpoint(stub.url.removesuffix("/v1") + suffix, None, None)
         with contender.serve(Path()) as connect:
-            async with connect() as send:
+            async with connect(True) as send:
                 await drive(send, [Chat((Turn("text", 3),))], timeout_s=10)
     assert stub.bodies[0]["model"] == "the-model"
 

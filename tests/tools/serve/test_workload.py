@@ -69,6 +69,31 @@ def test_turns_of_a_conversation_follow_after_a_pause() -> None:
     assert median(turn.think_s for turn in later) == pytest.approx(3, rel=0.4)
 
 
+@pytest.mark.parametrize("count", [4, 8])
+def test_agents_share_a_system_prompt_and_tools_that_no_other_run_has(count: int) -> None:
+    chats, others = (workload.agents(count, Random(seed)) for seed in (0, 1))
+    assert len(chats) == count
+    assert {(chat.system, repr(chat.tools), len(chat.turns)) for chat in chats} == {
+        (chats[0].system, repr(chats[0].tools), 6)
+    }
+    assert chats[0].system.split()[0] != others[0].system.split()[0]
+    assert [tool["function"]["description"].split()[0] for tool in chats[0].tools] != [
+        tool["function"]["description"].split()[0] for tool in others[0].tools
+    ]
+    assert len({turn.text.split()[0] for chat in chats for turn in chat.turns}) == 6 * count
+
+
+def test_an_agents_turns_have_100_to_300_words_and_as_many_in_all_for_each_seed_and_with_reminders() -> None:
+    def words(chat: Chat) -> list[int]:
+        return [len(f"{turn.text} {turn.reminder}".split()) for turn in chat.turns]
+
+    runs = [workload.agents(4, Random(0)), workload.agents(4, Random(1)), workload.agents(4, Random(2), reminders=True)]
+    lengths = [sorted(number for chat in chats for number in words(chat)) for chats in runs]
+    assert lengths[0] == lengths[1] == lengths[2]
+    assert (lengths[0][0], lengths[0][-1]) == (100, 300)
+    assert all(len(turn.reminder.split()) == workload.REMINDER_WORDS for chat in runs[2] for turn in chat.turns)
+
+
 def test_the_first_tenant_sends_most() -> None:
     tenants = [chat.tenant for chat in Mix(tenants=3).open(20, 40, Random(0))]
     counts = [tenants.count(f"tenant-{number}") for number in (1, 2, 3)]
