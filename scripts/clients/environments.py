@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.clients.catalog import Client
@@ -53,10 +54,10 @@ def _node(client: Client, home: Path) -> list[str]:
     return [node, str(home / client.script)]
 
 
-def run_installer(command: list[str]) -> None:
-    """Run pip or npm. Raises `NotInstalled` with the end of its output."""
+def run_installer(command: list[str], env: Mapping[str, str] | None = None) -> None:
+    """Run pip or npm. `env`: by default this process's. Raises `NotInstalled` with the end of its output."""
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALL_S)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALL_S, env=env)
     except subprocess.CalledProcessError as error:
         written = f"{error.stdout}{error.stderr}".strip().splitlines()
         raise NotInstalled("\n".join(written[-_REASON_LINES:])) from None

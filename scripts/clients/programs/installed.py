@@ -1,6 +1,7 @@
 """Installs programs by name, each into a folder of its own, and finds how they are called there."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -71,7 +72,7 @@ def install(program: Program, folder: Path, console: Console) -> Installed:
                 pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
                 run_installer([*pip, *program.packages])
             else:
-                _npm(home, program.packages)
+                _npm(home, program.packages, node)
         (home / "installed").touch()
         console.print(f"[dim]{program.name}: installed in {home}[/]", highlight=False)
     return Installed(program, home, node, _version(program, home))
@@ -81,12 +82,18 @@ def _home(program: Program, folder: Path) -> Path:
     return folder / (program.page or program.name)
 
 
-def _npm(home: Path, packages: Sequence[str]) -> None:
+def _npm(home: Path, packages: Sequence[str], node: Path | None = None) -> None:
+    """Install packages with npm. `node`: the folder of the Node that runs it, since npm takes an older release of a
+    package whose newest one does not run on that Node."""
     npm = shutil.which("npm")
     if npm is None:
         raise NotInstalled("npm is not on PATH; install Node 20 or a later one")
     home.mkdir(parents=True, exist_ok=True)
-    run_installer([npm, "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(home), *packages])
+    path = os.environ["PATH"] if node is None else f"{node}{os.pathsep}{os.environ['PATH']}"
+    run_installer(
+        [npm, "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(home), *packages],
+        {**os.environ, "PATH": path},
+    )
 
 
 def _node(folder: Path, console: Console) -> Path:
