@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 
 from rich.console import Console
@@ -14,12 +15,14 @@ from scripts.clients.catalog import CLIENTS, Client
 from scripts.clients.environments import NotInstalled, environment, install
 from scripts.clients.front import front
 from scripts.clients.programs import table as cells
-from scripts.clients.programs.checks import CHECKS
+from scripts.clients.programs import tried
+from scripts.clients.programs.checks import CHECKS, Sizes
 from scripts.clients.programs.installed import FOLDER
+from scripts.clients.programs.pages import PAGES
 from scripts.clients.programs.programs import PROGRAMS, Program
 from scripts.clients.programs.run import drive
 from scripts.clients.programs.sandbox import NoSandbox
-from scripts.clients.programs.selection import TURNS, Unknown, select
+from scripts.clients.programs.selection import Unknown, select
 from scripts.clients.programs.stage import Stage
 from scripts.clients.results import Report, failures, read_report, table
 from scripts.stack import ROOT
@@ -37,7 +40,7 @@ checks:
   tools      one call, two at once                          cancel     the program is interrupted: its job ends
   mistakes   an unknown tool, broken arguments              worker     kill -9 of the worker in an answer
   images     a picture reaches the model                    gateway    kill -9 of the gateway in an answer
-  silence    a first token that takes 40 s
+  silence    a first token that takes a while
 
 Prints a table, and the reason of each failure; "client's own fault" names what no gateway can mend. The exit code is 1
 if a check fails otherwise, or if a program cannot be installed, and 2 if this machine gives no network namespace."""
@@ -47,6 +50,8 @@ examples:
   scripts/conformance --programs codex,opencode       all checks of these two
   scripts/conformance --programs all --turns 40       everything; about an hour
   scripts/conformance --programs codex --checks session --keep /tmp/kept    and keep what was sent and received
+  scripts/conformance --programs claude-code --checks silence --silence 320    longer than its limit of five minutes
+  scripts/conformance --programs all --write          and write docs/clients/README.md's table
   scripts/conformance --client openai --client ai-sdk      every call of these SDKs, without a sandbox
   scripts/conformance --client all                    all SDKs, llm-comply's suites, and schemathesis
 
@@ -82,7 +87,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--programs", metavar="NAMES", help="which, with commas between; `all`: each of them")
     parser.add_argument("--checks", metavar="NAMES", help=f"of {', '.join(CHECKS)}; default: all with --programs")
-    parser.add_argument("--turns", type=int, default=TURNS, help=f"of a session; default: {TURNS}")
+    parser.add_argument("--turns", type=int, default=Sizes().turns, help=f"of a session; default: {Sizes().turns}")
+    parser.add_argument(
+        "--silence",
+        type=float,
+        default=Sizes().silent_s,
+        metavar="SECONDS",
+        help=f"before the first token, of the check `silence`; default: {Sizes().silent_s:g}",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="the results into docs/clients: the table, and a line of each page"
+    )
     parser.add_argument("--keep", type=Path, help="a folder to write what the programs sent and received to")
     parser.add_argument("--folder", type=Path, help=f"where programs and clients are installed; default: {FOLDER}")
     parser.add_argument(
@@ -100,12 +115,14 @@ def _drive_programs(
 ) -> int:
     folder = (options.folder or FOLDER).resolve()
     try:
-        rows = drive(chosen, checks, folder, options.turns, console, options.keep)
+        rows = drive(chosen, checks, folder, Sizes(options.turns, options.silence), console, options.keep)
     except NoSandbox as error:
         console.print(f"scripts/conformance: {error}.", markup=False, highlight=False)
         return _NO_SANDBOX
     console.print(cells.table(rows))
     _print_lines(cells.reasons(rows), console)
+    if options.write:
+        tried.write(rows, PAGES, date.today())
     return 0 if all(row.passed for row in rows) else 1
 
 

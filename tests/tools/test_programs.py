@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import date
 from http.client import RemoteDisconnected
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from scripts.clients.programs import installed, tried
 from scripts.clients.programs.checks import CHECKS, QUICK, lost_prefixes
 from scripts.clients.programs.installed import Installed
 from scripts.clients.programs.pages import GATEWAY, PAGES, read_config
@@ -248,6 +250,41 @@ def test_the_table_tells_failures_from_the_faults_of_programs() -> None:
     assert not Row("absent", problem="not installed").passed
 
 
+README = f"# Clients\n\n{tried._BEGIN}{tried._END}\nThe end.\n"
+
+
+def test_what_was_tried_is_written_in_pieces_of_one_version_each() -> None:
+    fault = OwnFault(PROGRAMS["llm"].faults["gateway"].why)
+    first = Row("llm", "1.0", {"start": Passed(), "gateway": fault, "images": Missing(), "tools": Failure("no call")})
+    kept = tried.with_table(README, tried.merge({}, [first, Row("pi", problem="not installed")], date(2026, 1, 2)))
+    rows = tried.read_rows(kept)
+    assert rows == {"llm": Row("llm", "1.0", {**first.cells, "tools": Failure("")}, day=date(2026, 1, 2))}
+    assert kept.startswith("# Clients\n")
+    assert kept.endswith("\nThe end.\n")
+    assert f"llm, gateway: {fault.reason}" in kept
+    assert tried.with_table(kept, rows) == kept
+    more = tried.merge(rows, [Row("llm", "1.0", {"tools": Passed()})], date(2026, 1, 3))["llm"]
+    assert more.cells == {**first.cells, "tools": Passed()}
+    newer = tried.merge(rows, [Row("llm", "1.1", {"tools": Passed()})], date(2026, 1, 3))["llm"]
+    assert (newer.version, newer.cells) == ("1.1", {"tools": Passed()})
+
+
+def test_a_page_ends_with_what_was_tried() -> None:
+    row = Row("llm", "1.0", {"start": Passed(), "tools": Failure("no call")}, day=date(2026, 1, 2))
+    page = tried.with_paragraphs("# llm\n\nText\n", [row])
+    assert page == "# llm\n\nText\n\n**Tried** with 1.0 on 2026-01-02: start. What fails: tools.\n"
+    assert tried.with_paragraphs(page, [row]) == page
+
+
+def test_the_pages_have_what_the_table_has() -> None:
+    rows = tried.read_rows((PAGES / "README.md").read_text("utf-8"))
+    assert set(rows) == set(PROGRAMS)
+    for page in PAGES.glob("*.md"):
+        text = page.read_text("utf-8")
+        own = [row for row in rows.values() if tried.page_of(row.program) == page.stem]
+        assert tried.with_paragraphs(text, own) == text
+
+
 def test_only_the_known_failure_of_a_program_is_its_own_fault() -> None:
     known = Fault("ModelBehaviorError", "it raises")
     assert _failed("agents.ModelBehaviorError: no such tool", known) == OwnFault("it raises")
@@ -296,6 +333,27 @@ def test_the_recorder_closes_a_connection_while_there_is_no_gateway() -> None:
             urllib.request.urlopen(recorder.url, timeout=10)
 
 
+def test_the_text_of_an_answer_is_read_from_the_events_of_all_interfaces() -> None:
+    events = (
+        b'data: {"delta":{"content":"a\\n"}}\n\ndata: {"delta":"b"}\n\ndata: {"delta":{"type":"text_delta","text":"c"}}'
+    )
+    assert Connection(bytearray(), bytearray(events)).text() == "a\nbc"
+
+
+def test_npm_runs_on_the_node_that_programs_run_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\nnode > $6/ran\n")
+    for folder, version in (("old", "20"), ("new", "24")):
+        (tmp_path / folder).mkdir()
+        node = tmp_path / folder / "node"
+        node.write_text(f"#!/bin/sh\necho {version}\n")
+        node.chmod(0o755)
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{tmp_path / 'old'}:/usr/bin:/bin")
+    installed._npm(tmp_path / "home", ["a"], tmp_path / "new")
+    assert (tmp_path / "home" / "ran").read_text() == "24\n"
+
+
 def test_a_request_without_an_answer_has_no_status() -> None:
     assert Connection(bytearray(b"POST /v1/chat/completions HTTP/1.1\r\n\r\n")).exchanges() == [
         ("POST /v1/chat/completions", 0)
@@ -339,10 +397,8 @@ except OSError:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs run on Linux alone")
 def test_what_a_program_leaves_behind_in_a_session_of_its_own_ends_with_the_home() -> None:
     with Home("/usr/bin:/bin", {}) as home:
-        left = int(home.run(["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"], 20).output)
-        deadline = time.monotonic() + 10
-        while "sleep" not in Path(f"/proc/{left}/cmdline").read_text() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        waits = 'until grep -q "^sleep" /proc/$!/cmdline; do :; done'  # it has left the program's session then
+        left = int(home.run(["sh", "-c", f"setsid sleep 60 >/dev/null 2>&1 & {waits}; echo $!"], 20).output)
     deadline = time.monotonic() + 10
     with suppress(FileNotFoundError, ProcessLookupError):
         while Path(f"/proc/{left}/stat").read_text().split()[2] != "Z":

@@ -161,7 +161,16 @@ _ALL = (
             "mistakes": Fault("after broken arguments", "it ends at arguments that are no JSON"),
         },
     ),
-    Program("pi", ("@mariozechner/pi-coding-agent",), _pi, _named("bash"), quiet={"PI_OFFLINE": "1"}),
+    Program(
+        "pi",
+        ("@mariozechner/pi-coding-agent",),
+        _pi,
+        _named("bash"),
+        quiet={"PI_OFFLINE": "1"},
+        # dist/core/agent-session.js, _runAutoCompaction: the retry starts after 100 ms, which dist/modes/print-mode.js
+        # does not wait for. In the terminal, and with --mode rpc, the answer is shown.
+        faults={"overflow": Fault("not printed", "`pi -p` compacts and asks again, but prints what it has before")},
+    ),
     Program(
         "qwen-code",
         ("@qwen-code/qwen-code",),

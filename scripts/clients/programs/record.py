@@ -1,6 +1,7 @@
 """Passes connections on to the gateway, and keeps the bytes of both directions."""
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Self
 _CHUNK = 65_536  # bytes
 _LETTERS = 300  # of an error
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
+_TEXT = re.compile(rb'"(?:content|delta|text)":("(?:[^"\\]|\\.)*")')
 _REQUEST = re.compile(rb"((?:GET|POST|HEAD|DELETE|PUT|PATCH|OPTIONS) \S+) HTTP/1\.1\r\n")
 
 
@@ -25,6 +27,11 @@ class Connection:
         asked = [found.decode() for found in _REQUEST.findall(self.sent)]
         statuses = [int(found) for found in _STATUS.findall(self.received) if found != b"100"]
         return [(line, statuses[at] if at < len(statuses) else 0) for at, line in enumerate(asked)]
+
+    def text(self) -> str:
+        """Return the pieces of text that answers streamed, of all three interfaces, one after the other."""
+        pieces = _TEXT.findall(self.received)
+        return "".join(json.loads(piece) for piece in pieces)
 
     def refusals(self) -> list[str]:
         """Return the requests that got a status of 400 or more, with it and the first letters of the answer's body."""

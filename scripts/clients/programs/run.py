@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from scripts.clients.environments import NotInstalled
-from scripts.clients.programs.checks import CHECKS, Failed, NotApplicable, Run
+from scripts.clients.programs.checks import CHECKS, Failed, NotApplicable, Run, Sizes
 from scripts.clients.programs.installed import Installed, install
 from scripts.clients.programs.programs import Fault, Program
 from scripts.clients.programs.sandbox import leave_network, try_to_leave_network
@@ -16,10 +16,10 @@ from scripts.clients.programs.table import Cell, Failure, Missing, OwnFault, Pas
 
 
 def drive(
-    programs: Sequence[Program], checks: Sequence[str], folder: Path, turns: int, console: Console, kept: Path | None
+    programs: Sequence[Program], checks: Sequence[str], folder: Path, sizes: Sizes, console: Console, kept: Path | None
 ) -> list[Row]:
-    """Install the programs, leave the network, and return the rows of the table. `turns`: of a long session.
-    `kept`: a folder for what was sent and received. Raises `NoSandbox`."""
+    """Install the programs, leave the network, and return the rows of the table. `kept`: a folder for what was sent and
+    received. Raises `NoSandbox`."""
     try_to_leave_network()  # before minutes of installing
     rows = {program.name: Row(program.name) for program in programs}
     installed = list[Installed]()
@@ -35,17 +35,17 @@ def drive(
             row.version = found.version
             for name in checks:
                 with console.status(f"{row.program}: {name} ..."):
-                    row.cells[name] = _cell(found, name, stage, turns, kept)
+                    row.cells[name] = _cell(found, name, stage, sizes, kept)
                 console.print(
                     f"[dim]{row.program} {name}: {type(row.cells[name]).__name__.lower()}[/]", highlight=False
                 )
     return list(rows.values())
 
 
-def _cell(found: Installed, name: str, stage: Stage, turns: int, kept: Path | None) -> Cell:
+def _cell(found: Installed, name: str, stage: Stage, sizes: Sizes, kept: Path | None) -> Cell:
     stage.recorder.take()
     with found.home(stage.url) as home:
-        run = Run(found, stage, home, turns, read=len(stage.played()))
+        run = Run(found, stage, home, sizes, read=len(stage.played()))
         try:
             CHECKS[name](run)
             return Passed()

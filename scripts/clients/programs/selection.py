@@ -5,7 +5,6 @@ import shutil
 from scripts.clients.programs.checks import CHECKS, QUICK
 from scripts.clients.programs.programs import PROGRAMS
 
-TURNS = 12  # of a session: enough for a reminder that a program adds after ten
 _ALL = "all"
 _USUAL = ("codex", "claude-code", "opencode", "ai-sdk", "aider", "llm")  # of a run without arguments
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date
 
 from rich import box
 from rich.table import Table
@@ -38,12 +39,13 @@ Cell = Passed | Missing | Failure | OwnFault
 
 @dataclass(slots=True)
 class Row:
-    """The cells of a program. `problem`: why it could not be driven."""
+    """The cells of a program. `problem`: why it could not be driven. `day`: of the run, in a table of the documents."""
 
     program: str
     version: str = "-"
     cells: dict[str, Cell] = field(default_factory=dict)
     problem: str | None = None
+    day: date | None = None
 
     @property
     def passed(self) -> bool:
