@@ -54,6 +54,10 @@ def chat(body: Body) -> tuple[Body, list[str]]:
             read = ignored.without(read, (name,))
     if _is_number(read.get("top_p")) and read["top_p"] == 0:  # the likeliest token alone
         read = {**ignored.without(read, ("top_p",)), "temperature": 0}
+    if isinstance(usage := read.get("usage"), dict):  # by which OpenRouter's clients ask for it
+        read = ignored.without(read, ("usage",))
+        if usage.get("include") is True and read.get("stream") is True and read.get("stream_options") is None:
+            read["stream_options"] = {"include_usage": True}
     if isinstance(read.get("tools"), list):
         read["tools"] = [ignored.without(tool, _HINTS, "tools") for tool in read["tools"]]
     messages = read.get("messages")

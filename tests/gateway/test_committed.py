@@ -69,6 +69,14 @@ def test_other_spellings_of_options_are_read(given: Body, read: Body) -> None:
     assert chat(USER, **given) == ({"messages": [USER], **read}, list(given))
 
 
+def test_usage_that_is_asked_for_as_openrouter_has_it_is_sent_at_the_end_of_a_stream() -> None:
+    included = {"usage": {"include": True}}
+    streamed = {"messages": [USER], "stream": True, "stream_options": {"include_usage": True}}
+    assert chat(USER, stream=True, **included) == (streamed, ["usage"])
+    assert chat(USER, **included) == ({"messages": [USER]}, ["usage"])
+    assert chat(USER, stream=True, usage={}) == ({"messages": [USER], "stream": True}, ["usage"])
+
+
 def test_a_tool_may_answer_with_an_image_or_with_nothing() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}

@@ -1,5 +1,6 @@
 """LiteLLM, over all three interfaces of the gateway."""
 
+import functools
 import json
 from typing import Any
 
@@ -29,6 +30,13 @@ OPENAI: Any = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "
 ANTHROPIC: Any = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": "none", "max_tokens": 200}
 # Without it the client would request whole responses of a model that it does not know, and only seem to stream them.
 litellm.register_model({OPENAI["model"]: {"litellm_provider": "openai", "supports_native_streaming": True}})
+# Names by which it speaks to servers of one of these interfaces. `perplexity` and `sambanova` are left out, since it
+# sends no tools for their unknown models; so is `fireworks_ai`, for which it renames the model.
+PROVIDERS = (
+    "anthropic", "azure_ai", "cerebras", "custom_openai", "dashscope", "deepinfra", "deepseek", "docker_model_runner",
+    "groq", "hosted_vllm", "lemonade", "litellm_proxy", "llamafile", "lm_studio", "mistral", "moonshot", "novita",
+    "nvidia_nim", "openai", "openrouter", "together_ai", "vercel_ai_gateway", "xai", "zai",
+)  # fmt: skip
 
 
 def chat(messages: Any = None, **fields: Any) -> Any:
@@ -211,6 +219,24 @@ def cancels_a_message() -> None:
     job_id = job_of(stream)
     stream.completion_stream.response_iterator.close()
     await_cancelled(job_id)
+
+
+def agrees(provider: str) -> None:
+    """Have a turn with a tool, whole and streamed."""
+    fields = {**(ANTHROPIC if provider == "anthropic" else OPENAI), "model": f"{provider}/{MODEL}"}
+    said = chat(**fields).choices[0].message
+    equal(said.content, SAID["counted"])
+    equal(text_of(chat(stream=True, **fields)), SAID["counted"])
+    asked = [*user(), said, *user(SAID["call"])]
+    message = chat(asked, tools=[TOOL], **fields).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Snow."}
+    assert chat([*asked, message, result], tools=[TOOL], **fields).usage.completion_tokens > 0
+    built = litellm.stream_chunk_builder(list(chat(user(SAID["call"]), tools=[TOOL], stream=True, **fields)))
+    equal(json.loads(built.choices[0].message.tool_calls[0].function.arguments), {"city": "Oslo"})
+
+
+for name in PROVIDERS:
+    check(f"{name}: turn, tool, stream")(functools.partial(agrees, name))
 
 
 if __name__ == "__main__":
