@@ -11,7 +11,7 @@ from scripts.clients.catalog import Client
 from scripts.stack import ROOT
 
 CHECKS = Path(__file__).parent / "checks"
-_INSTALL_S = 600.0
+_INSTALL_S = 1_800.0  # Open WebUI brings PyTorch
 _REASON_LINES = 5  # of the output of pip or npm
 
 

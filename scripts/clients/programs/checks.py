@@ -103,7 +103,10 @@ def _word() -> str:
 def start(run: Run) -> None:
     """A turn with a short answer, without a request that is refused."""
     word = _word()
-    run.expect(run.turn(Step(say=f"All is well, {word}.")), word)
+    ran = run.turn(Step(say=f"All is well, {word}."))
+    run.expect(ran, word)
+    if ran.code != 0:
+        raise Failed(f"answered, but ended with {ran.code}; it printed: {ran.last_words}")
     if refused := [line for line in run.refusals() if not _TOLERATED.match(line)]:
         raise Failed(f"answered, but: {'; '.join(refused[:2])}")
 

@@ -201,6 +201,21 @@ _ALL = (
         python=True,
         faults={"gateway": _STREAM},
     ),
+    Program(
+        "open-webui",
+        ("open-webui",),
+        _driver("open_webui.py"),
+        python=True,
+        quiet={
+            "WEBUI_AUTH": "False",  # one user, who needs no password
+            "OFFLINE_MODE": "True",
+            "HF_HUB_OFFLINE": "1",
+            "RAG_EMBEDDING_ENGINE": "openai",  # else it loads a model of sentence-transformers
+            "SCARF_NO_ANALYTICS": "true",
+            "ANONYMIZED_TELEMETRY": "False",
+        },
+        faults={"gateway": _STREAM},
+    ),
     Program("continue", ("@continuedev/cli",), _continue, _named("Bash"), takes_images=False),
     Program("cline", ("cline",), _cline, _cline_call, takes_images=False, goes_on=False, faults={"gateway": _STREAM}),
 )

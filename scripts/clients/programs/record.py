@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -97,7 +98,8 @@ class Recorder:
             asyncio.ensure_future(_pass_on(reader, back, kept.sent)),
             asyncio.ensure_future(_pass_on(there, writer, kept.received)),
         ]
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        with suppress(asyncio.CancelledError):  # at the end; Python 3.11 prints a traceback of it
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         for end in (writer, back):
             end.close()
 
