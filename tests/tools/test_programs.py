@@ -64,6 +64,13 @@ def test_a_message_without_a_script_after_one_with_a_script_gets_another_answer(
     assert (answer.step, answer.turn) == (None, 0)
 
 
+def test_an_answer_that_broke_off_is_ended_if_the_last_message_asks_for_its_rest() -> None:
+    asked = ("user", message(Step(say="one two three")))
+    rest = ("user", "Go on after this:\n<previous_response_suffix>\none two\n</previous_response_suffix>")
+    answer = answer_to(prompt(asked, ("assistant", "one two"), rest))
+    assert (answer.text, answer.number, answer.turn) == (" three", 0, 1)
+
+
 def test_the_weather_is_asked_of_its_tool() -> None:
     asked = ("user", "What is the weather in San Francisco?")
     assert '"name": "get_weather"' in answer_to(prompt(("system", "Tools: get_weather"), asked)).text

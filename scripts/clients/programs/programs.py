@@ -114,6 +114,8 @@ def _named(name: str, argument: str = "command", **others: Any) -> Callable[[str
     return lambda line: (name, {argument: line, **others})
 
 
+# The AI SDK, OpenAI's SDK (openai/_streaming.py:177, APIConnectionError) and what is made with them ask again for a
+# request without an answer alone: the error of a stream that has begun is raised.
 _STREAM = Fault("ended with", "it does not ask again for a stream that breaks")
 _ALL = (
     Program("codex", ("@openai/codex",), _codex, _named("exec_command", "cmd")),
@@ -148,7 +150,10 @@ _ALL = (
         _aider,
         python=True,
         quiet={"AIDER_ANALYTICS_DISABLE": "true"},
-        faults={"session": Fault("lost their prefix", "it writes its list of files after the newest message")},
+        # aider/coders/chat_chunks.py:16 of 0.86.2: the order is system, files, `done`, `chat_files`, `cur`, `reminder`.
+        faults={
+            "session": Fault("lost their prefix", "its list of files is between the earlier messages and the newest")
+        },
     ),
     Program(
         "llm",
@@ -158,6 +163,7 @@ _ALL = (
         python=True,
         faults={
             "gateway": _STREAM,
+            # llm/default_plugins/openai_models.py:1480 of 0.36: json.loads, whose error ends the command.
             "mistakes": Fault("after broken arguments", "it ends at arguments that are no JSON"),
         },
     ),
@@ -176,7 +182,8 @@ _ALL = (
         ("@qwen-code/qwen-code",),
         _qwen,
         _named("run_shell_command", is_background=False),
-        faults={"gateway": _STREAM},
+        # chunks/chunk-DPEB6S2R.js:82697 of 0.24.4: a note for the first turn of each process, which is not kept.
+        faults={"session": Fault("lost their prefix", "with `--continue` it leaves out the note of the turn before")},
     ),
     *(
         Program(
@@ -188,6 +195,7 @@ _ALL = (
             python=True,
             faults={
                 "gateway": _STREAM,
+                # agents/run_internal/turn_resolution.py:3740 of 0.24.0.
                 "mistakes": Fault("ModelBehaviorError", "it raises an error at an unknown tool"),
             },
         )

@@ -55,12 +55,25 @@ def answer_to(prompt: str) -> Answer:
     asked = [at for at, (role, text) in enumerate(turns) if role == "user" and MARK in text]
     said = [at for at, (role, text) in enumerate(turns) if role == "user" and not _is_result(text)]
     if not asked or asked[-1] != said[-1]:
+        if asked and (rest := _rest(turns[asked[-1] : said[-1] + 1])):
+            return Answer(rest[0], rest[1], 0, len(asked))
         return Answer(_call(*_WEATHER) if _asks_weather(turns) else _OTHERS)
     steps = _steps(turns[asked[-1]][1])
     number = sum(role == "assistant" and bool(text) for role, text in turns[asked[-1] :])
     step = steps[min(number, len(steps) - 1)]
     results = [_result(text) for role, text in turns[asked[-1] :] if role == "user" and _is_result(text)]
     return Answer(_written(step, results), step, number, len(asked))
+
+
+def _rest(turns: Sequence[tuple[str, str]]) -> tuple[str, Step] | None:
+    """Return what is missing of a script's first answer that broke off, if the last message repeats what came of it, as
+    Qwen Code's does to have the rest."""
+    came = "".join(text for role, text in turns[1:] if role == "assistant")
+    step = _steps(turns[0][1])[0]
+    whole = _written(step, ())
+    if not came or came not in turns[-1][1] or not whole.startswith(came):
+        return None
+    return whole[len(came) :], step
 
 
 def _asks_weather(turns: Sequence[tuple[str, str]]) -> bool:

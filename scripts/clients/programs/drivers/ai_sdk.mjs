@@ -31,4 +31,4 @@ if (errors.length) {
   console.error(String(errors[0]?.message ?? errors[0]));
   process.exit(1);
 }
-writeFileSync(kept, JSON.stringify([...messages, ...(await answer.response).messages]));
+writeFileSync(kept, JSON.stringify([...messages, ...(await answer.responseMessages)]));
