@@ -116,7 +116,7 @@ def _named(name: str, argument: str = "command", **others: Any) -> Callable[[str
 
 # The AI SDK, OpenAI's SDK (openai/_streaming.py:177, APIConnectionError) and what is made with them ask again for a
 # request without an answer alone: the error of a stream that has begun is raised.
-_STREAM = Fault("ended with", "it does not ask again for a stream that breaks")
+_STREAM = Fault("did not ask again", "it does not ask again for a stream that breaks")
 _ALL = (
     Program("codex", ("@openai/codex",), _codex, _named("exec_command", "cmd")),
     Program(
