@@ -272,8 +272,9 @@ def test_what_was_tried_is_written_in_pieces_of_one_version_each() -> None:
     assert tried.with_table(kept, rows) == kept
     more = tried.merge(rows, [Row("llm", "1.0", {"tools": Passed()})], date(2026, 1, 3))["llm"]
     assert more.cells == {**first.cells, "tools": Passed()}
-    newer = tried.merge(rows, [Row("llm", "1.1", {"tools": Passed()})], date(2026, 1, 3))["llm"]
-    assert (newer.version, newer.cells) == ("1.1", {"tools": Passed()})
+    newer = tried.merge(rows, [Row("llm", "1.1", {"tools": Passed()})], date(2026, 1, 3))
+    assert tried.read_rows(tried.with_table(README, newer)) == newer
+    assert newer["llm"] == Row("llm", "1.1", {"tools": Passed()}, day=date(2026, 1, 3))
 
 
 def test_a_page_ends_with_what_was_tried() -> None:

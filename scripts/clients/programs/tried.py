@@ -38,7 +38,7 @@ def page_of(program: str) -> str:
 def read_rows(readme: str) -> dict[str, Row]:
     """Return the rows of the table, in the order of `PROGRAMS`. The reason of a failure is not kept."""
     lines = readme.partition(_BEGIN)[2].partition(_END)[0].splitlines()
-    table = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     rows = dict[str, Row]()
     for name, version, day, *signs in table[2:]:
         if name not in PROGRAMS:
