@@ -177,6 +177,12 @@ def test_a_prompt_that_does_not_begin_with_the_one_before_is_named() -> None:
     assert lost_prefixes([played(1, 100, 0), played(2, 150, 40)]) == ["turn 2, answer 0: 40 of 100 tokens"]
 
 
+def test_a_prompt_beside_the_conversation_loses_nothing() -> None:
+    title = played(1, 80, 3)
+    assert lost_prefixes([played(1, 100, 0), title, played(2, 150, 110)]) == []
+    assert lost_prefixes([played(1, 100, 0), title, played(2, 150, 40)]) == ["turn 2, answer 0: 40 of 100 tokens"]
+
+
 PAGE = """\
 Text with `~/other`.
 

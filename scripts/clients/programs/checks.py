@@ -238,10 +238,15 @@ def session(run: Run) -> None:
 
 
 def lost_prefixes(played: Sequence[Played]) -> list[str]:
-    """Return the prompts of a conversation that do not begin with the whole one before."""
+    """Return the prompts of a conversation that do not begin with the whole one before. Prompts beside it, as those for
+    its title, quote a message of it, and so have a turn that was before."""
+    conversation = list[Played]()
+    for each in played:
+        if not conversation or (each.turn, each.step) > (conversation[-1].turn, conversation[-1].step):
+            conversation.append(each)
     return [
         f"turn {after.turn}, answer {after.step}: {after.found_tokens} of {before.prompt_tokens} tokens"
-        for before, after in itertools.pairwise(played)
+        for before, after in itertools.pairwise(conversation)
         if after.found_tokens < before.prompt_tokens - _TAIL_TOKENS
     ]
 
