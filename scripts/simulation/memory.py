@@ -3,7 +3,7 @@
 import heapq
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 from rich.table import Table
@@ -178,7 +178,7 @@ class Machine:
             self.now_s += tokens / PREFILL_TOKENS_PER_S
             self._again += tokens if row.preempted else 0
         row.held = False
-        row.group = in_groups([replace(self._estimate(row), max_tokens=row.reserved)], self._decoding(), ())[0].group
+        row.group = in_groups([self._estimate(row).reserving(row.reserved)], self._decoding(), ())[0].group
         self._active = sorted((*self._active, row), key=lambda row: int(row.id))
 
     def _decode(self) -> None:

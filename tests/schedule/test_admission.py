@@ -83,14 +83,14 @@ def test_refusal_counts_the_tokens_of_the_prompt_without_the_draft_s_cache() -> 
     assert isinstance(refused, Refuse)
     assert " 40,000 prompt and 1,024 answer tokens" in refused.message
     assert refused.message.endswith("shorten the prompt by about 33,000 tokens.")
-    shorter = replace(long, prompt_tokens=7_000, extra_tokens=1_750)
+    shorter = long._replace(prompt_tokens=7_000, extra_tokens=1_750)
     assert admit(shorter, [], COSTS, 3_200_000_000) == Admit()
 
 
 def test_request_shortened_as_advised_is_not_refused() -> None:
     long = RowEstimate("new", "interactive", 40_000, 1_024)
     assert isinstance(admit(long, [], COSTS, 3_200_000_000), Refuse)
-    assert admit(replace(long, prompt_tokens=40_000 - 31_000), [], COSTS, 3_200_000_000) == Admit()
+    assert admit(long._replace(prompt_tokens=40_000 - 31_000), [], COSTS, 3_200_000_000) == Admit()
 
 
 def test_worker_without_memory_refuses_every_request() -> None:
@@ -126,7 +126,7 @@ def test_no_more_rows_are_admitted_than_the_limit(
 ) -> None:
     plenty = 10**12
     running = admitted(admit_in_turn(first, [], Limits(COSTS, plenty, max_rows)))
-    renamed = [replace(each, id=f"new {each.id}") for each in waiting]
+    renamed = [each._replace(id=f"new {each.id}") for each in waiting]
     decisions = admit_in_turn(renamed, running, Limits(COSTS, plenty, max_rows))
     parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.preempt}
     inside = [each for each in [*running, *admitted(decisions)] if each.id not in parked]
@@ -143,7 +143,7 @@ def test_no_row_is_preempted_if_that_does_not_suffice() -> None:
 @given(rows, rows, limits)
 def test_admitted_rows_stay_within_memory(waiting: list[RowEstimate], first: list[RowEstimate], limit: int) -> None:
     running = admitted(admit_in_turn(first, [], Limits(COSTS, limit)))
-    renamed = [replace(each, id=f"new {each.id}") for each in waiting]
+    renamed = [each._replace(id=f"new {each.id}") for each in waiting]
     decisions = admit_in_turn(renamed, running, Limits(COSTS, limit))
     parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.preempt}
     inside = [each for each in [*running, *admitted(decisions)] if each.id not in parked]
@@ -163,7 +163,7 @@ def test_only_interactive_rows_preempt_and_only_offline_rows_are_preempted(
     running: list[RowEstimate], waiting: list[RowEstimate], limit: int
 ) -> None:
     for candidate in waiting:
-        decision = admit(replace(candidate, id="new"), running, COSTS, limit)
+        decision = admit(candidate._replace(id="new"), running, COSTS, limit)
         if isinstance(decision, Admit) and decision.preempt:
             assert candidate.lane == "interactive"
             assert {each.lane for each in running if each.id in decision.preempt} == {"batch"}
@@ -173,26 +173,26 @@ def test_only_interactive_rows_preempt_and_only_offline_rows_are_preempted(
 def test_admitted_row_is_also_admitted_with_more_memory(
     running: list[RowEstimate], waiting: list[RowEstimate], limit: int, more: int
 ) -> None:
-    candidate = replace(waiting[0], id="new")
+    candidate = waiting[0]._replace(id="new")
     if admit(candidate, running, COSTS, limit) == Admit():
         assert admit(candidate, running, COSTS, limit + more) == Admit()
 
 
 def test_preempted_row_is_never_refused_and_is_admitted_alone() -> None:
-    never, limit = replace(row("never", 4000), preempted=True), 1_000_100_000
+    never, limit = row("never", 4000)._replace(preempted=True), 1_000_100_000
     assert admit(never, [row("here")], COSTS, limit) == Wait()
     assert admit(never, [], COSTS, limit, held_bytes=1) == Wait()
     assert admit(never, [], COSTS, limit) == Admit()
 
 
 def test_preempted_row_is_not_overtaken_forever() -> None:
-    never, small = replace(row("never", 4000, passed=MAX_OVERTAKES), preempted=True), row("small", 200)
+    never, small = row("never", 4000, passed=MAX_OVERTAKES)._replace(preempted=True), row("small", 200)
     decisions = admit_in_turn([never, small], [small], Limits(COSTS, room_for(small, small)))
     assert decisions == [(never, Wait(overtaken=MAX_OVERTAKES)), (small, Wait())]
 
 
 def test_saved_caches_of_waiting_rows_count_as_used() -> None:
-    new, rest = row("new"), replace(row("rest", 9000), preempted=True, held_bytes=500)
+    new, rest = row("new"), row("rest", 9000)._replace(preempted=True, held_bytes=500)
     limit = room_for(row("here"), new)  # far from enough for the other one
     assert admitted(admit_in_turn([new, rest], [row("here")], Limits(COSTS, limit + 499))) == []
     assert admitted(admit_in_turn([new, rest], [row("here")], Limits(COSTS, limit + 500))) == [new]
@@ -203,7 +203,7 @@ def test_saved_caches_cause_no_refusal() -> None:
 
 
 def test_own_saved_cache_does_not_delay_a_row() -> None:
-    rest = replace(row("rest"), held_bytes=10**9)
+    rest = row("rest")._replace(held_bytes=10**9)
     assert admitted(admit_in_turn([rest, row("new")], [], Limits(COSTS, room_for(rest, row("new"))))) == [
         rest,
         row("new"),
@@ -238,7 +238,7 @@ def test_large_row_is_admitted_despite_an_endless_stream_of_small_ones(lane: Lan
         waiting.append(row(f"small {turn}", 400, lane))
         decisions = admit_in_turn(waiting, running, Limits(COSTS, limit))
         running += admitted(decisions)
-        waiting = [replace(each, overtaken=d.overtaken) for each, d in decisions if isinstance(d, Wait)]
+        waiting = [each._replace(overtaken=d.overtaken) for each, d in decisions if isinstance(d, Wait)]
         if any(each.id == "big" for each in running):
             assert MAX_OVERTAKES <= turn < 4 * MAX_OVERTAKES
             return
@@ -272,14 +272,14 @@ def test_images_scaled_as_advised_are_not_refused(tokens: list[int], limit: int)
 
 def test_images_of_two_rows_are_encoded_one_after_the_other() -> None:
     one, other = looking("one", 3_000), looking("other", 3_000)
-    blind = [replace(each, images=NO_IMAGES) for each in (one, other)]
+    blind = [each._replace(images=NO_IMAGES) for each in (one, other)]
     both = SEEING.peak_bytes(group_lengths(blind)) + SEEING.encoder.bytes_for(ImageDemand(3_000, 2 * 3_000))
     assert admit(other, [one], SEEING, both) == Admit()
     assert admit(other, [one], SEEING, both - 1) == Wait()
 
 
 def test_refusal_of_a_long_text_with_a_small_image_advises_to_shorten_the_text() -> None:
-    long = replace(looking("long", 10), prompt_tokens=200_000)
+    long = looking("long", 10)._replace(prompt_tokens=200_000)
     refused = admit(long, [], SEEING, 12_000_000_000)
     assert isinstance(refused, Refuse)
     assert "shorten the prompt" in refused.message
@@ -308,11 +308,15 @@ estimates = st.builds(
     preempted=st.booleans(),
     held_bytes=st.sampled_from([0, 0, 0, 1, 2_000_000, 50_000_000]),
     images=st.one_of(st.just(NO_IMAGES), st.just(NO_IMAGES), demands),
+    extra_tokens=st.just(0),
+    grows=st.just(False),
+    least=st.just(0),
+    likely=st.just(0),
 )
 
 
 def named(given: list[RowEstimate], prefix: str) -> list[RowEstimate]:
-    return [replace(each, id=f"{prefix} {number}") for number, each in enumerate(given)]
+    return [each._replace(id=f"{prefix} {number}") for number, each in enumerate(given)]
 
 
 @given(

@@ -1,7 +1,5 @@
 """Plans of admission: complete, consistent, and computed from numbers alone."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,8 +53,8 @@ def test_saved_caches_keep_no_row_out_and_no_more_are_dropped_than_needed(
     waiting: list[RowEstimate], active: list[RowEstimate], limit: int
 ) -> None:
     def admitted(dropped: tuple[str, ...]) -> set[str]:
-        kept = [replace(each, group=0, held_bytes=0 if each.id in dropped else each.held_bytes) for each in waiting]
-        decided = admit_in_turn(kept, [replace(each, group=0) for each in active], Limits(COSTS, limit, 100))
+        kept = [each._replace(group=0, held_bytes=0 if each.id in dropped else each.held_bytes) for each in waiting]
+        decided = admit_in_turn(kept, [each._replace(group=0) for each in active], Limits(COSTS, limit, 100))
         return {each.id for each, decision in decided if isinstance(decision, Admit)}
 
     planned, holding = plan(waiting, active, limit), tuple(each.id for each in waiting if each.held_bytes)
@@ -77,5 +75,5 @@ def test_rows_are_preempted_in_the_order_of_their_admission_s_decisions() -> Non
 def test_buffers_must_be_tightened_if_the_rows_do_not_fit_beside_their_slack(spare: int, must_tighten: bool) -> None:
     decoding = Decoding(StepCost(), [[100]], [[200]], [COSTS.rectangle_bytes([200]) + 2000])
     limits = Limits(COSTS, COSTS.peak_bytes([[200]]) + spare, 100)
-    reservation = plan_admission([], [replace(row("here", 200), group=0)], decoding, (), limits).reservation
+    reservation = plan_admission([], [row("here", 200)._replace(group=0)], decoding, (), limits).reservation
     assert (reservation.must_tighten, reservation.slack_bytes) == (must_tighten, 0 if must_tighten else 2000)

@@ -1,7 +1,6 @@
 """Rows without a stated limit. A row of 1,000 tokens takes `cost(1000)` bytes, and nothing here computes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,8 +49,8 @@ def test_row_gets_the_least_before_another_is_preempted() -> None:
 def test_row_moves_to_a_group_of_its_own_before_another_is_preempted() -> None:
     """In a group every row takes as much as the longest."""
     long, short = row("long", 8_000, must=True), [row(str(i)) for i in range(5)]
-    alone = replace(long, max_tokens=long.least, group=1)
-    growth = grown([long, *(replace(each, max_tokens=8_000) for each in short[:1]), *short[1:]], 10**12)
+    alone = long._replace(max_tokens=long.least, group=1)
+    growth = grown([long, *(each._replace(max_tokens=8_000) for each in short[:1]), *short[1:]], 10**12)
     assert growth.move == []
     growth = grown([long, *short], room_for(alone, *short))
     assert (growth.reserve, growth.preempt, growth.move) == ({"long": long.least}, [], ["long"])

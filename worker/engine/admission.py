@@ -56,8 +56,7 @@ class WaitingRequest:
         if self.estimate is None or self.estimate.max_tokens != tokens:
             row = row_estimate(costs, request, None, _image_demand(request), self.overtaken)
             held_bytes = self.saved_row.snapshot.nbytes if self.saved_row else 0
-            self.estimate = replace(
-                row,
+            self.estimate = row._replace(
                 max_tokens=tokens,
                 preempted=self.preempted,
                 held_bytes=held_bytes,
@@ -250,8 +249,7 @@ class AdmissionController:
         if not row.request.grows:
             return estimate
         drawn, most = len(row.answer), row.request.max_tokens
-        return replace(
-            estimate,
+        return estimate._replace(
             max_tokens=row.reserved,
             least=min(most, drawn + BUFFER_TOKENS) if row.must_grow(self.tokens_ahead) else 0,
             likely=min(most, self._lengths.likely(row.request.lane, drawn)),

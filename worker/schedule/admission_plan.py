@@ -1,7 +1,7 @@
 """Plan of admission: the decisions on all waiting rows, and how memory is divided once they are applied."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from worker.schedule.admission import (
     Admit,
@@ -144,7 +144,7 @@ def _decide(
     the others, so the last in the queue is the youngest."""
 
     def decide(dropped: Sequence[str]) -> Decided:
-        rows = [replace(row, held_bytes=0) if row.id in dropped else row for row in waiting]
+        rows = [row._replace(held_bytes=0) if row.id in dropped else row for row in waiting]
         return admit_in_turn(rows, active, limits)
 
     dropped, decided = list[str](), decide(())
