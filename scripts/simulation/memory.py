@@ -9,12 +9,13 @@ from random import Random
 from rich.table import Table
 
 from scripts.benchmarks.serve.figures import percentile
-from worker.schedule.admission import Limits, RowEstimate
+from worker.schedule.admission import Limits, RowEstimate, group_lengths
 from worker.schedule.admission_plan import NO_GROUP, AdmissionPlan, in_groups, plan_admission
 from worker.schedule.classes import Decoding
 from worker.schedule.grouping import StepCost
 from worker.schedule.growth import QUANTILE, AnswerLengths
 from worker.schedule.memory import BUFFER_TOKENS, KVLayers, MemoryModel
+from worker.schedule.request import Lane
 
 CONTEXT = 32_768  # tokens
 FULL_ROWS = 2  # that fit into memory as long as the context: short memory shows what rules differ in
@@ -54,6 +55,8 @@ class Row:
     prompt: int
     answer: int  # in the end
     limit: int
+    lane: Lane = "interactive"
+    stated: bool = False  # its request states the limit, which is reserved for it
     reserved: int = 0
     drawn: int = 0
     group: int = NO_GROUP
@@ -79,51 +82,61 @@ class Figures:
 
 
 class Machine:
-    """Runs requests to their end under a rule."""
+    """Runs requests to their end under a rule. Their ids are numbers, in the order of arrival."""
 
-    def __init__(self, rows: Sequence[Row], rule: Rule) -> None:
+    def __init__(self, rows: Sequence[Row], rule: Rule, full_rows: float = FULL_ROWS, context: int = CONTEXT) -> None:
+        """`full_rows`: that fit into memory as long as `context`."""
         self._rule = rule
-        self._limits = Limits(COSTS, COSTS.peak_bytes([[CONTEXT] * FULL_ROWS]), MAX_ROWS)
+        one, two = (COSTS.peak_bytes([[context] * number]) for number in (1, 2))
+        self.limits = Limits(COSTS, one + round((full_rows - 1) * (two - one)), MAX_ROWS)
         self._lengths = AnswerLengths(rule.quantile or QUANTILE)
         self._arriving = [(row.at_s, int(row.id), row) for row in rows]
         heapq.heapify(self._arriving)
-        self._waiting: list[Row] = []
-        self._active: list[Row] = []
+        self.waiting: list[Row] = []
+        self.active: list[Row] = []  # the oldest first
         self._rows = rows
         self.now_s = self._row_s = 0.0
         self._preemptions = self._again = 0
 
     def run(self) -> Figures:
         """Run until all have ended."""
-        while self._arriving or self._waiting or self._active:
-            if not (self._waiting or self._active):
-                self.now_s = max(self.now_s, self._arriving[0][0])
-            while self._arriving and self._arriving[0][0] <= self.now_s:
-                self._waiting.append(heapq.heappop(self._arriving)[2])
-            self._apply(self._plan())
-            self._decode()
+        while self.plan():
+            self.decode()
         return self._figures()
+
+    def plan(self) -> AdmissionPlan | None:
+        """Plan what has arrived, apply the plan, and return it; None if all requests have ended."""
+        if not (self._arriving or self.waiting or self.active):
+            return None
+        if not (self.waiting or self.active):
+            self.now_s = max(self.now_s, self._arriving[0][0])
+        while self._arriving and self._arriving[0][0] <= self.now_s:
+            self.waiting.append(heapq.heappop(self._arriving)[2])
+        plan = self._plan()
+        self._apply(plan)
+        return plan
 
     def _plan(self) -> AdmissionPlan:
         return plan_admission(
-            [self._estimate(row) for row in self._waiting],
-            [self._estimate(row) for row in self._active],
+            [self.estimate(row) for row in self.waiting],
+            [self.estimate(row) for row in self.active],
             self._decoding(),
             (),
-            self._limits,
+            self.limits,
         )
 
     def _decoding(self) -> Decoding:
-        numbers = sorted({row.group for row in self._active})
-        for row in self._active:
+        numbers = sorted({row.group for row in self.active})
+        for row in self.active:
             row.group = numbers.index(row.group)
-        groups = [[row for row in self._active if row.group == number] for number in range(len(numbers))]
+        groups = [[row for row in self.active if row.group == number] for number in range(len(numbers))]
         lengths = [[row.prompt + row.drawn for row in group] for group in groups]
         return Decoding(STEP, lengths, [[row.prompt + row.reserved for row in group] for group in groups])
 
-    def _estimate(self, row: Row) -> RowEstimate:
-        waits, grows = row.group == NO_GROUP, self._rule.quantile is not None
-        likely = min(row.limit, self._lengths.likely("interactive", row.drawn))
+    def estimate(self, row: Row) -> RowEstimate:
+        """Return the estimate of a row that waits or is active."""
+        waits, grows = row.group == NO_GROUP, self._rule.quantile is not None and not row.stated
+        likely = min(row.limit, self._lengths.likely(row.lane, row.drawn))
         must_grow = row.reserved < min(row.limit, row.drawn + TICK)
         least = min(row.limit, row.drawn + BUFFER_TOKENS) if must_grow else 0
         reserved = row.reserved
@@ -132,12 +145,12 @@ class Machine:
             reserved = likely if grows else row.limit
         held = COSTS.row_bytes(row.prompt + row.drawn) if waits and row.held else 0
         return RowEstimate(
-            row.id, "interactive", row.prompt, reserved, row.group, row.overtaken, row.preempted, held,
-            grows=grows, least=least, likely=likely,
+            row.id, row.lane, row.prompt, reserved, row.group, row.overtaken, row.preempted, held,
+            grows=grows, least=least, likely=likely, age=int(row.id),
         )  # fmt: skip
 
     def _apply(self, plan: AdmissionPlan) -> None:
-        rows = {row.id: row for row in (*self._waiting, *self._active)}
+        rows = {row.id: row for row in (*self.waiting, *self.active)}
         for id in plan.drop_caches:
             rows[id].held = False
         for id, overtaken in plan.overtaken.items():
@@ -149,28 +162,28 @@ class Machine:
         for id, tokens in plan.reserve.items():
             rows[id].reserved = tokens
         for id in plan.growth.move:
-            rows[id].group = 1 + max(row.group for row in self._active)
+            rows[id].group = 1 + max(row.group for row in self.active)
             self.now_s += COSTS.row_bytes(rows[id].prompt + rows[id].drawn) / COPY_BYTES_PER_S
         for id in plan.admit:
             self._admit(rows[id])
 
     def _preempt(self, row: Row) -> None:
         self._preemptions += 1
-        self._active.remove(row)
+        self.active.remove(row)
         row.group, row.overtaken = NO_GROUP, 0
         row.preempted = row.held = True
-        waiting = sorted((row, *(each for each in self._waiting if each.preempted)), key=lambda row: int(row.id))
-        self._waiting = [*waiting, *(each for each in self._waiting if not each.preempted)]
-        reserved = COSTS.peak_bytes([[each.prompt + each.reserved] for each in self._active])
+        waiting = sorted((row, *(each for each in self.waiting if each.preempted)), key=lambda row: int(row.id))
+        self.waiting = [*waiting, *(each for each in self.waiting if not each.preempted)]
+        reserved = COSTS.peak_bytes([[each.prompt + each.reserved] for each in self.active])
         for each in reversed(waiting):
-            if self._held_bytes() + reserved > self._limits.max_bytes:
+            if self._held_bytes() + reserved > self.limits.max_bytes:
                 each.held = False
 
     def _held_bytes(self) -> int:
-        return sum(COSTS.row_bytes(row.prompt + row.drawn) for row in self._waiting if row.held)
+        return sum(COSTS.row_bytes(row.prompt + row.drawn) for row in self.waiting if row.held)
 
     def _admit(self, row: Row) -> None:
-        self._waiting.remove(row)
+        self.waiting.remove(row)
         tokens = row.prompt + row.drawn
         if row.held:
             self.now_s += COSTS.row_bytes(tokens) / COPY_BYTES_PER_S
@@ -178,23 +191,27 @@ class Machine:
             self.now_s += tokens / PREFILL_TOKENS_PER_S
             self._again += tokens if row.preempted else 0
         row.held = False
-        row.group = in_groups([self._estimate(row).reserving(row.reserved)], self._decoding(), ())[0].group
-        self._active = sorted((*self._active, row), key=lambda row: int(row.id))
+        (estimate,) = in_groups([self.estimate(row).reserving(row.reserved)], self._decoding(), ())
+        beside = [self.estimate(each) for each in self.active]
+        fits = COSTS.peak_bytes(group_lengths([*beside, estimate])) <= self.limits.max_bytes
+        row.group = estimate.group if fits else 1 + max(each.group for each in self.active)
+        self.active = sorted((*self.active, row), key=lambda row: int(row.id))
 
-    def _decode(self) -> None:
-        if not self._active:
+    def decode(self) -> None:
+        """Let each active row draw `TICK` tokens."""
+        if not self.active:
             return
         lengths = self._decoding().lengths
         seconds = TICK * STEP.step_s(lengths)
         self.now_s += seconds
-        self._row_s += seconds * len(self._active)
-        for row in [*self._active]:
+        self._row_s += seconds * len(self.active)
+        for row in [*self.active]:
             row.first_s = self.now_s if row.first_s is None else row.first_s
             row.drawn = min(row.answer, row.limit, row.drawn + TICK)
             if row.drawn == min(row.answer, row.limit):
                 row.ended_s = self.now_s
-                self._active.remove(row)
-                self._lengths.observe("interactive", row.drawn)
+                self.active.remove(row)
+                self._lengths.observe(row.lane, row.drawn)
 
     def _figures(self) -> Figures:
         rows, last_s = self._rows, self.now_s

@@ -20,13 +20,14 @@ def plainly_in_turn(
     """Return what `admit_in_turn` returns. A refusal has no message."""
     rows, decided, closed = list(running), list[tuple[RowEstimate, Decision]](), False
     held_bytes = sum(row.held_bytes for row in waiting)
-    for candidate in sorted(waiting, key=lambda row: row.lane == "batch"):
+    for each in sorted(waiting, key=lambda row: row.lane == "batch"):
+        candidate = shortened(each, costs, limit)
         decision = plainly(candidate, rows, costs, limit, held_bytes - candidate.held_bytes, max_rows)
         if closed and isinstance(decision, Admit):
             decision = Wait()
         match decision:
             case Admit(parked):
-                rows = [*(row for row in rows if row.id not in parked), candidate]
+                rows = sorted([*(row for row in rows if row.id not in parked), candidate], key=lambda row: row.age)
                 held_bytes -= candidate.held_bytes
             case Wait() if candidate.overtaken >= MAX_OVERTAKES:
                 closed = True
@@ -35,6 +36,14 @@ def plainly_in_turn(
         (row, Wait(row.overtaken + _admitted(decided[at:])) if isinstance(decision, Wait) else decision)
         for at, (row, decision) in enumerate(decided)
     ]
+
+
+def shortened(row: RowEstimate, costs: MemoryModel, limit: int) -> RowEstimate:
+    """Return a row without a stated limit with the longest answer that fits alone, if that is less than is likely."""
+    if not row.grows or fits([row], costs, limit):
+        return row
+    longest = [tokens for tokens in range(1, row.likely + 1) if fits([row._replace(max_tokens=tokens)], costs, limit)]
+    return row._replace(max_tokens=max([row.least, *longest]))
 
 
 def plainly(
@@ -52,11 +61,13 @@ def plainly(
         return Wait() if running or held_bytes else Admit()
     staying, parked = list(running), list[str]()
     while len(staying) >= max_rows or not fits([*staying, candidate], costs, limit - held_bytes):
-        batch = [row for row in staying if row.lane == "batch"]
-        if candidate.lane == "batch" or not batch:
+        offline = [row for row in staying if row.lane == "batch" and candidate.lane == "interactive"]
+        younger = [row for row in staying if row.age > candidate.age and row.grows and row.lane == candidate.lane]
+        leaving = offline or (younger if candidate.grows and candidate.preempted else [])
+        if not leaving:
             return Wait()
-        staying.remove(batch[-1])
-        parked.append(batch[-1].id)
+        staying.remove(leaving[-1])
+        parked.append(leaving[-1].id)
     return Admit(tuple(parked))
 
 

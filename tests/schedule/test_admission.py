@@ -309,9 +309,10 @@ estimates = st.builds(
     held_bytes=st.sampled_from([0, 0, 0, 1, 2_000_000, 50_000_000]),
     images=st.one_of(st.just(NO_IMAGES), st.just(NO_IMAGES), demands),
     extra_tokens=st.just(0),
-    grows=st.just(False),
-    least=st.just(0),
-    likely=st.just(0),
+    grows=st.booleans(),
+    least=st.just(1),
+    likely=st.just(20),
+    age=st.integers(0, 20),
 )
 
 
@@ -329,7 +330,7 @@ def named(given: list[RowEstimate], prefix: str) -> list[RowEstimate]:
 def test_each_decision_is_that_of_the_rules_written_plainly(
     waiting: list[RowEstimate], running: list[RowEstimate], share: float, max_rows: int, costs: MemoryModel
 ) -> None:
-    waiting, running = named(waiting, "new"), named(running, "here")
+    waiting, running = named(waiting, "new"), sorted(named(running, "here"), key=lambda row: row.age)
     everyone = [*waiting, *running]
     spare = costs.peak_bytes(group_lengths(everyone), images=sum((each.images for each in everyone), NO_IMAGES))
     limit = costs.resident_bytes + int(share * (spare - costs.resident_bytes))

@@ -1,11 +1,17 @@
 """Rows without a stated limit. A row of 1,000 tokens takes `cost(1000)` bytes, and nothing here computes."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.simulation.memory import COSTS as COSTS_OF_ROWS
+from scripts.simulation.memory import STEP, Machine, Row, Rule
 from worker.schedule.admission import Limits, RowEstimate, group_lengths
+from worker.schedule.admission_plan import AdmissionPlan, in_groups
+from worker.schedule.classes import Decoding
 from worker.schedule.growth import AnswerLengths, Growth, must_grow, plan_growth
 from worker.schedule.memory import BUFFER_TOKENS, KVLayers, MemoryModel
 from worker.schedule.request import Lane
@@ -32,7 +38,8 @@ def room_for(*rows: RowEstimate) -> int:
 
 
 def grown(active: Sequence[RowEstimate], max_bytes: int) -> Growth:
-    return plan_growth(active, Limits(COSTS, max_bytes))
+    """`active`: the oldest first."""
+    return plan_growth([each._replace(age=age) for age, each in enumerate(active)], Limits(COSTS, max_bytes))
 
 
 def test_row_that_must_grow_gets_what_is_likely_if_there_is_room() -> None:
@@ -129,50 +136,96 @@ def test_growth_keeps_its_promises_whatever_the_rows(active: list[RowEstimate], 
             )
 
 
-def run_to_the_end(answers: Sequence[tuple[int, int, bool]], limit: int) -> list[str]:
-    """Return the ids in the order in which rows end that decode a token in each turn. `answers`: tokens of each, tokens
-    reserved at first, and if its limit is stated."""
-    waiting = [str(i) for i in range(len(answers))]
-    drawn, reserved, ended = dict.fromkeys(waiting, 0), dict[str, int](), list[str]()
-    turns = 0
-    while waiting or reserved:
-        turns += 1
-        assert turns < 100_000, "no progress"
+# Runs to the end: the simulation applies plans, and rows draw tokens between two of them
 
-        def estimate(id: str) -> RowEstimate:
-            tokens, _, stated = answers[int(id)]
-            least = min(tokens, drawn[id] + BUFFER_TOKENS) if reserved[id] < min(tokens, drawn[id] + 100) else 0
-            likely = min(tokens, max(least, drawn[id] + 500))
-            return RowEstimate(id, "interactive", 500, reserved[id], grows=not stated, least=least, likely=likely)
-
-        growth = grown([estimate(id) for id in sorted(reserved, key=int)], limit)
-        assert not growth.cut
-        reserved.update(growth.reserve)
-        for id in growth.preempt:
-            del reserved[id]
-        waiting = sorted([*waiting, *growth.preempt], key=int)
-        while waiting and not growth.preempt:
-            id = waiting[0]
-            tokens, first, stated = answers[int(id)]
-            reserved[id] = tokens if stated else min(tokens, max(first, drawn[id] + BUFFER_TOKENS))
-            if COSTS.peak_bytes([[500 + each for each in reserved.values()]]) > limit:
-                del reserved[id]
-                break
-            waiting.pop(0)
-        for id in [*reserved]:
-            drawn[id] += 100
-            if drawn[id] >= answers[int(id)][0]:
-                ended.append(id)
-                del reserved[id]
-    return ended
+CONTEXT = 4_000  # tokens
+chats = st.builds(
+    Row,
+    id=st.just(""),
+    at_s=st.floats(0, 60),
+    prompt=st.integers(1, 600),
+    answer=st.one_of(st.integers(1, 300), st.integers(300, CONTEXT)),
+    limit=st.just(CONTEXT - 600),
+    lane=st.sampled_from(["interactive", "interactive", "interactive", "batch"]),
+    stated=st.sampled_from([False, False, True]),
+)
 
 
-@given(st.lists(st.tuples(st.integers(100, 9_000), st.integers(256, 2_000), st.booleans()), min_size=1, max_size=8))
-def test_all_rows_end_and_of_equal_ones_the_oldest_first(answers: list[tuple[int, int, bool]]) -> None:
-    limit = COSTS.peak_bytes([[500 + 9_000]])
-    assert sorted(run_to_the_end(answers, limit), key=int) == [str(i) for i in range(len(answers))]
-    equal = [(9_000, 256, False)] * len(answers)
-    assert run_to_the_end(equal, limit) == [str(i) for i in range(len(answers))]
+class Watched(Machine):
+    """A machine that checks after each plan what the rule promises."""
+
+    def __init__(self, rows: Sequence[Row], full_rows: float = 1.0) -> None:
+        in_order = sorted(rows, key=lambda row: row.at_s)
+        self.all = [replace(row, id=str(age)) for age, row in enumerate(in_order)]
+        super().__init__(self.all, Rule(quantile=0.8), full_rows, CONTEXT)
+        self.preemptions = Counter[str]()
+        self.ended = list[str]()
+
+    def run_to_the_end(self) -> None:
+        before = {row.id: self.estimate(row) for row in self.all}
+        while plan := self.plan():
+            self.check(plan, before)
+            left = [row for row in self.all if row.drawn < row.answer]
+            self.decode()
+            assert any(row in self.active or row.drawn for row in left), "no progress"
+            self.ended += [row.id for row in left if row not in (*self.active, *self.waiting) and row.drawn]
+            before = {row.id: self.estimate(row) for row in self.all}
+        for row in self.all:
+            assert row.drawn == min(row.answer, row.limit)
+            # A row that has outgrown what was reserved for it gets at least `BUFFER_TOKENS` more.
+            growths = sum(each.limit // BUFFER_TOKENS + 1 for each in self.all)
+            assert self.preemptions[row.id] <= growths, "rows that preempt each other in turn"
+
+    def check(self, plan: AdmissionPlan, before: Mapping[str, RowEstimate]) -> None:
+        """`before`: the rows before the plan."""
+        rows = {row.id: row for row in self.all}
+        active = {row.id for row in self.active}
+        self.preemptions.update(plan.preempt)
+        assert active, "no row decodes"
+        assert plan.reservation.peak_bytes <= self.limits.max_bytes
+        for id in plan.preempt:
+            row = rows[id]
+            assert row.lane == "batch" or not row.stated, "a stated limit is a promise"
+            if row.lane == "interactive" and not must_grow(before[id]):
+                assert all(each.lane == "interactive" for each in self.active), "offline rows first"
+                causes = [rows[each] for each in {*plan.growth.reserve, *plan.admit}]
+                assert any(int(each.id) < int(id) and not each.stated for each in causes), "no older row needs it"
+        if not plan.growth.preempt:  # a plan that preempts rows for growth admits none: that is for the next one
+            self.check_oldest()
+
+    def check_oldest(self) -> None:
+        """The oldest interactive row without a limit that has begun goes on, unless rows that stated theirs leave no
+        room for it."""
+        begun = [row for row in (*self.active, *self.waiting) if row.preempted or row in self.active]
+        growing = [row for row in begun if row.lane == "interactive" and not row.stated]
+        oldest = min(growing, key=lambda row: int(row.id), default=None)
+        if oldest and oldest not in self.active:
+            kept = [self.estimate(row) for row in self.active if row.lane == "interactive" and row.stated]
+            (alone,) = in_groups([self.estimate(oldest)], Decoding(STEP), ())
+            assert COSTS_OF_ROWS.peak_bytes(group_lengths([*kept, alone])) > self.limits.max_bytes
+
+
+@settings(deadline=None)
+@given(st.lists(chats, min_size=1, max_size=12), st.floats(1.0, 4.0))
+def test_rows_that_come_at_any_time_end_and_the_oldest_always_goes_on(rows: list[Row], full_rows: float) -> None:
+    Watched(rows, full_rows).run_to_the_end()
+
+
+def test_of_equal_rows_the_oldest_ends_first() -> None:
+    machine = Watched([Row("", 0.0, 500, 3_400, 3_400) for _ in range(8)])
+    machine.run_to_the_end()
+    assert machine.ended == [str(i) for i in range(8)]
+    assert machine.preemptions.total() > 0
+
+
+def test_row_that_has_preempted_itself_is_not_passed_by_younger_ones() -> None:
+    """It makes room for an older one, and a younger one takes what is left of it."""
+    given = [(0.0, 300, 3_400), (0.1, 550, 3_400), (21.0, 150, 1_200), (24.0, 20, 3_000)]
+    machine = Watched([Row("", at_s, prompt, answer, 3_400) for at_s, prompt, answer in given], full_rows=1.3)
+    machine.run_to_the_end()
+    assert machine.preemptions["1"] > 0
+    assert machine.preemptions["2"] > 0
+    assert machine.ended == ["0", "1", "2", "3"]
 
 
 def test_what_is_reserved_first_follows_recent_answers_of_the_lane() -> None:

@@ -54,7 +54,7 @@ class WaitingRequest:
         request, drawn = self.request, self._drawn
         tokens = min(request.max_tokens, lengths.likely(request.lane, drawn)) if request.grows else request.max_tokens
         if self.estimate is None or self.estimate.max_tokens != tokens:
-            row = row_estimate(costs, request, None, _image_demand(request), self.overtaken)
+            row = row_estimate(costs, request, None, _image_demand(request), self.overtaken, self.age)
             held_bytes = self.saved_row.snapshot.nbytes if self.saved_row else 0
             self.estimate = row._replace(
                 max_tokens=tokens,
@@ -245,7 +245,7 @@ class AdmissionController:
 
     def estimate(self, row: Row, group: int | None, images: ImageDemand = NO_IMAGES) -> RowEstimate:
         """Return the estimate of an active row; see `row_estimate`."""
-        estimate = row_estimate(self._limits.costs, row.request, group, images)
+        estimate = row_estimate(self._limits.costs, row.request, group, images, age=row.age)
         if not row.request.grows:
             return estimate
         drawn, most = len(row.answer), row.request.max_tokens
@@ -295,10 +295,12 @@ def row_estimate(
     group: int | None,
     images: ImageDemand = NO_IMAGES,
     overtaken: int = 0,
+    age: int = 0,
 ) -> RowEstimate:
     """Return the estimate of a request. `group`: number of the group that it decodes in, or None. Until SpecPrefill
     is decided, the prompt also takes a cache in the draft. `images`: those that are not computed yet; the pixel
-    inputs of all images are held, since the row may have to be recomputed. `overtaken`: see `RowEstimate`."""
+    inputs of all images are held, since the row may have to be recomputed. `overtaken`, `age`: see
+    `RowEstimate`."""
     undecided = request.specprefill and request.kept_ranges is None
     scored = costs.draft_tokens(len(request.prompt)) if undecided else 0
     group = NO_GROUP if group is None else group
@@ -312,4 +314,5 @@ def row_estimate(
         images=_with_prepared(images, request),
         extra_tokens=scored - request.num_dropped,
         grows=request.grows,
+        age=age,
     )

@@ -1,6 +1,6 @@
 """Admission by predicted memory: which waiting rows are admitted, keep waiting, or are refused."""
 
-from bisect import bisect
+from bisect import bisect, insort
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ class RowEstimate(NamedTuple):  # thousands are copied for a decision, and a dat
     grows: bool = False  # its request states no limit
     least: int = 0  # if it grows: tokens of the answer to reserve at least, now that it waits or must grow
     likely: int = 0  # likewise: tokens to reserve if there is room
+    age: int = 0  # number of requests that have arrived before it
 
     @property
     def tokens(self) -> int:
@@ -117,11 +118,16 @@ class Admission:
         self._held_bytes = 0
         self._nothing = Occupancy(limits.costs)
         self._fits_alone = 0  # tokens of the longest row without images that was found to fit alone
-        self._batch = [row for row in active if row.lane == "batch"]  # active offline rows, the oldest first
-        self._interactive = Occupancy(limits.costs, (row for row in active if row.lane != "batch"))
-        self._all = Occupancy(limits.costs, active) if self._batch else self._interactive.copy()
         # By group: tokens of the shortest row that was found not to fit, with the offline rows and without them.
         self._too_long, self._too_long_for_all = dict[int, int](), dict[int, int]()
+        self._set_active(active)
+
+    def _set_active(self, active: Sequence[RowEstimate]) -> None:
+        costs = self._limits.costs
+        self._active = [*active]  # the oldest first
+        self._batch = [row for row in active if row.lane == "batch"]  # likewise
+        self._interactive = Occupancy(costs, (row for row in active if row.lane != "batch"))
+        self._all = Occupancy(costs, active) if self._batch else self._interactive.copy()
 
     def set_held_bytes(self, held_bytes: int) -> None:
         """Set the bytes of all waiting rows' saved caches."""
@@ -145,37 +151,44 @@ class Admission:
             return _WAIT if len(self._all) or held_bytes else Admit()
         if self._fits(self._all, candidate, self._too_long):
             return Admit()
-        if candidate.lane == "batch" or not self._batch:
+        preempts_offline = candidate.lane != "batch" and bool(self._batch)
+        if preempts_offline and self._fits(self._interactive, candidate, self._too_long_for_all):
+            return Admit(self._fewest(candidate, self._batch[::-1], self._interactive))
+        return self._in_its_place(candidate) if candidate.preempted and candidate.grows else _WAIT
+
+    def _in_its_place(self, candidate: RowEstimate) -> Decision:
+        """Return the decision for a row without a limit that was preempted, and does not fit: it comes before younger
+        ones, as if it were active. Otherwise rows that it has made room for would grow while it waits."""
+        preempted = victims(candidate, self._active)
+        ids = {row.id for row in preempted}
+        staying = Occupancy(self._limits.costs, (row for row in self._active if row.id not in ids))
+        if not preempted or not self._has_room(staying, candidate, self._free_bytes(candidate)):
             return _WAIT
-        if not self._fits(self._interactive, candidate, self._too_long_for_all):
-            return _WAIT
-        staying = self._count_staying(candidate)
-        return Admit(tuple(row.id for row in reversed(self._batch[staying:])))
+        return Admit(self._fewest(candidate, preempted, staying))
 
     def apply(self, candidate: RowEstimate, decision: Admit) -> None:
         """Record that the row was admitted."""
         if decision.preempt:
-            del self._batch[-len(decision.preempt) :]
-            self._all = self._interactive.copy()
-            for row in self._batch:
-                self._all.add(row)
+            self._set_active([row for row in self._active if row.id not in decision.preempt])
             self._forget_failures()
         self._all.add(candidate)
+        insort(self._active, candidate, key=_age)
         if candidate.lane == "batch":
-            self._batch.append(candidate)
+            insort(self._batch, candidate, key=_age)
         else:
             self._interactive.add(candidate)
         self.set_held_bytes(self._held_bytes - candidate.held_bytes)
 
-    def _count_staying(self, candidate: RowEstimate) -> int:
-        """Return the largest number of offline rows, the oldest ones, with which the row still fits."""
-        rows = self._interactive.copy()
+    def _fewest(self, candidate: RowEstimate, preempted: Sequence[RowEstimate], staying: Occupancy) -> tuple[str, ...]:
+        """Return the ids of the fewest rows, of the first of `preempted`, without which the row fits. `staying`: the
+        other active rows, beside which it fits."""
+        rows = staying.copy()
         free = self._free_bytes(candidate)
-        for number, row in enumerate(self._batch):
-            rows.add(row)
+        for count in range(len(preempted), 0, -1):
+            rows.add(preempted[count - 1])
             if not self._has_room(rows, candidate, free):
-                return number
-        return len(self._batch)
+                return tuple(row.id for row in preempted[:count])
+        return ()
 
     def _fits(self, rows: Occupancy, candidate: RowEstimate, too_long: dict[int, int]) -> bool:
         known = candidate.held_bytes == 0  # else more memory is free for it than for others
@@ -211,10 +224,22 @@ class Admission:
         self._too_long_for_all.clear()
 
 
+def victims(row: RowEstimate, active: Sequence[RowEstimate]) -> list[RowEstimate]:
+    """Return the active rows that may be preempted for a row without a limit, in order: offline rows for an interactive
+    one, then those of its lane that are younger and state no limit either; the youngest first. `active`: the oldest
+    first."""
+    own = [other for other in reversed(active) if other.lane == row.lane and other.grows and other.age > row.age]
+    return own if row.lane == "batch" else [*(other for other in reversed(active) if other.lane == "batch"), *own]
+
+
 def longest_answer(row: RowEstimate, limits: Limits) -> int:
     """Return the tokens of the longest answer for which the row fits alone, at most what is likely; 0 if none does."""
     alone = Occupancy(limits.costs)
     return bisect(range(1, row.likely + 1), limits.max_bytes, key=lambda tokens: alone.peak_with(row.reserving(tokens)))
+
+
+def _age(row: RowEstimate) -> int:
+    return row.age
 
 
 def group_lengths(rows: Iterable[RowEstimate]) -> list[list[int]]:

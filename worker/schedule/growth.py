@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from worker.schedule.admission import Limits, RowEstimate, longest_answer
+from worker.schedule.admission import Limits, RowEstimate, longest_answer, victims
 from worker.schedule.memory import BUFFER_TOKENS
 from worker.schedule.occupancy import Occupancy
 from worker.schedule.request import Lane
@@ -68,10 +68,10 @@ def plan_growth(active: Sequence[RowEstimate], limits: Limits) -> Growth:
         if most <= row.max_tokens:  # the rows beside it are not to blame
             cut[row.id] = row.max_tokens
             continue
-        victims = _victims(row, [*rows.values()])
-        grows_to = _make_room(row.bounded(most), rows, victims, limits)
-        preempt += victims if grows_to else [row.id]
-        for id in victims if grows_to else [row.id]:
+        preempted = [other.id for other in victims(row, [*rows.values()])]
+        grows_to = _make_room(row.bounded(most), rows, preempted, limits)
+        preempt += preempted if grows_to else [row.id]
+        for id in preempted if grows_to else [row.id]:
             del rows[id]
         if grows_to:
             rows[row.id], reserve[row.id] = grows_to, grows_to.max_tokens
@@ -85,22 +85,14 @@ def must_grow(row: RowEstimate) -> bool:
     return row.grows and row.least > row.max_tokens
 
 
-def _victims(row: RowEstimate, active: Sequence[RowEstimate]) -> list[str]:
-    """Return the rows that may be preempted for a row that grows, in order: offline rows for an interactive one, then
-    those of its lane that are younger and state no limit either; the youngest first."""
-    younger = active[active.index(row) + 1 :]
-    own = [other.id for other in reversed(younger) if other.lane == row.lane and other.grows]
-    return own if row.lane == "batch" else [*(r.id for r in reversed(active) if r.lane == "batch"), *own]
-
-
 def _make_room(
-    row: RowEstimate, rows: Mapping[str, RowEstimate], victims: list[str], limits: Limits
+    row: RowEstimate, rows: Mapping[str, RowEstimate], preempted: list[str], limits: Limits
 ) -> RowEstimate | None:
-    """Return the row as it grows, and reduce `victims` to those that must be preempted for it; None if all of them are
-    too few."""
-    for count in range(len(victims) + 1):
-        if grows_to := _grown_beside(row, _without(rows, row.id, *victims[:count]), limits):
-            del victims[count:]
+    """Return the row as it grows, and reduce `preempted` to those that must be preempted for it; None if all of them
+    are too few."""
+    for count in range(len(preempted) + 1):
+        if grows_to := _grown_beside(row, _without(rows, row.id, *preempted[:count]), limits):
+            del preempted[count:]
             return grows_to
     return None
 
