@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import generate_step
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, FixedCost
 from tests.engine.tiny import network, prompt
@@ -22,9 +23,12 @@ from worker.schedule.speculation.copies import CopyProposer
 class DecodingRows:
     """Groups whose rows join and leave."""
 
-    def __init__(self, cost: StepCost, speculator: Speculator | None = None) -> None:
-        self._network = network("qwen3")
+    def __init__(self, cost: StepCost, speculator: Speculator | None = None, family: str = "qwen3") -> None:
+        self._network = network(family)
         self.groups = Groups(self._network, lambda groups: True, speculator)
+        self.cost(cost)
+
+    def cost(self, cost: StepCost) -> None:
         self.groups._cost = FixedCost(cost)  # type: ignore[assignment]
 
     def join(self, tokens: int, seed: int) -> Row:
@@ -34,6 +38,18 @@ class DecodingRows:
         row = Row.of(GenerationRequest(str(seed), (*computed, last), 100))
         self.groups.add([ComputedRow(row, cache, PendingTokens.known([last]))])
         return row
+
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            tokens, failed = self.groups.step()
+            assert not failed
+            for each in tokens:
+                each.row.deliver(each.token)
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The seeds of the rows by group."""
+        return [[row.id for row in group.rows] for group in self.groups._groups]
 
     def next_tokens(self) -> Iterator[mx.array]:
         for group in self.groups._groups:
@@ -46,6 +62,12 @@ def operations(array: mx.array) -> int:
     graph = io.StringIO()
     mx.export_to_dot(graph, array)
     return graph.getvalue().count("shape=rectangle")
+
+
+def alone_without_end(family: str, tokens: tuple[int, ...], answer: int) -> list[int]:
+    """Return as many tokens of mlx-lm's own, also after an end of the sequence."""
+    steps = generate_step(mx.array(tokens), network(family), max_tokens=answer)
+    return [int(token) for token, _ in steps]
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -106,6 +128,69 @@ def test_row_that_fails_on_its_way_is_lost(monkeypatch: pytest.MonkeyPatch, name
     assert decoding.groups.pop_lost() == [moved]
     decoding.groups.clear()
     assert stays in decoding.groups.pop_lost()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_5", "falcon_h1", "mamba2", "deepseek_v32"])
+def test_row_that_moves_to_a_group_of_its_own_and_back_draws_as_alone(family: str) -> None:
+    """Its length passes the window and a step of its buffers; it moves while a token that it has drawn is not known."""
+    decoding = DecodingRows(ONE_GROUP, family=family)
+    given = dict(enumerate((9, 251, 40)))
+    rows = {seed: decoding.join(tokens, seed) for seed, tokens in given.items()}
+    decoding.decode(4)
+    decoding.cost(EACH_ALONE)
+    decoding.groups.move(rows[1])
+    assert decoding.names == [["0", "2"], ["1"]]
+    decoding.decode(9)
+    decoding.cost(ONE_GROUP)
+    decoding.groups.rebalance()
+    assert [sorted(names) for names in decoding.names] == [["0", "1", "2"]]
+    decoding.decode(7)
+    for seed, tokens in given.items():
+        answer = rows[seed].answer
+        assert len(answer) == 19
+        assert answer == alone_without_end(family, prompt(tokens, seed), len(answer)), f"row {seed}"
+    assert decoding.groups.pop_lost() == []
+
+
+def test_row_that_is_alone_or_does_not_decode_does_not_move() -> None:
+    decoding = DecodingRows(EACH_ALONE)
+    row = decoding.join(9, 1)
+    decoding.groups.move(row)
+    decoding.groups.move(Row.of(GenerationRequest("waits", (10,), 100)))
+    assert decoding.names == [["1"]]
+
+
+def test_row_moves_to_a_new_group_if_memory_has_room_in_no_other() -> None:
+    decoding = DecodingRows(ONE_GROUP)
+    rows = [decoding.join(tokens, seed) for seed, tokens in enumerate((9, 12))]
+    decoding.decode(2)
+    decoding.groups._make_room = lambda groups: False
+    decoding.groups.move(rows[0])
+    assert decoding.names == [["1"], ["0"]]
+    assert len(decoding.groups.buffers) == 2
+
+
+@pytest.mark.parametrize("name", ["preempt", "restore"])
+def test_row_that_fails_while_it_moves_is_lost(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    decoding = DecodingRows(ONE_GROUP)
+    moved, _ = (decoding.join(tokens, seed) for seed, tokens in enumerate((9, 12)))
+    decoding.decode(2)
+    failing(monkeypatch, name)
+    with pytest.raises(RuntimeError):
+        decoding.groups.move(moved)
+    assert decoding.groups.pop_lost() == [moved]
+
+
+def test_rows_whose_buffers_cannot_be_tightened_for_a_move_are_lost_and_the_moved_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoding = DecodingRows(ONE_GROUP)
+    moved, stays = (decoding.join(tokens, seed) for seed, tokens in enumerate((9, 12)))
+    decoding.decode(2)
+    failing(monkeypatch, "tighten")
+    decoding.groups.move(moved)
+    assert decoding.names == [["0"]]
+    assert decoding.groups.pop_lost() == [stays]
 
 
 def test_first_join_copies_no_bytes() -> None:
