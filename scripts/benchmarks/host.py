@@ -255,7 +255,8 @@ class _Saying:
     def __init__(self, width: int, said: list[list[int]]) -> None:
         self._network = qwen3.Model(qwen3.ModelArgs.from_dict({**dense(256, 8), "model_type": "qwen3"}))
         mx.eval(self._network.parameters())
-        self._width, self._said, self._next = width, said, 0
+        self._width, self._said = width, said
+        self._next = 0
 
     def __call__(self, tokens: mx.array, cache: object) -> mx.array:
         """Return the logits (rows, 1, width)."""

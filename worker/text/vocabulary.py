@@ -44,7 +44,8 @@ class Vocabulary:
         """Return the tokens that hold this text; with `first` those that begin with it."""
         wanted = text.encode() if isinstance(text, str) else text
         joined, begins = self._joined
-        sought, found, place = _BETWEEN * first + wanted, list[int](), 0
+        sought, found = _BETWEEN * first + wanted, list[int]()
+        place = 0
         while (place := joined.find(sought, place)) >= 0:
             token = bisect_right(begins, place) - 1
             own = self._bytes[token]

@@ -61,7 +61,8 @@ class _Bracket(NamedTuple):
     json: str  # as JSON has it
 
 
-_LIST, _OBJECT, _SET, _TUPLE = _Bracket("]", "]"), _Bracket("}", "}"), _Bracket("}", "]"), _Bracket(")", "]")
+_LIST, _OBJECT = _Bracket("]", "]"), _Bracket("}", "}")
+_SET, _TUPLE = _Bracket("}", "]"), _Bracket(")", "]")
 
 
 class JsonText:

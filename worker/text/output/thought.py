@@ -156,7 +156,8 @@ class Thought:
         if place.weighed or self._marks_inside.search(text):
             return self._at_mark(place._replace(cycle=place.cycle or found, due=due), text, token)
         # Most tokens come here, so the fields are given by their places.
-        tail, spent, cycle = text[-self._longest :], place.spent + 1, place.cycle or found
+        tail, spent = text[-self._longest :], place.spent + 1
+        cycle = place.cycle or found
         after = _Place(True, place.ended, False, False, tail, spent, place.tokens + 1, cycle, place.closings, due)
         return self._closed_if_due(after) if (cycle or spent >= self._budget) and not due else after
 
@@ -171,7 +172,8 @@ class Thought:
         if form.ends in text:
             rest = text.partition(form.ends)[2]
             return place._replace(inside=False, ended=True, over=False, tail=rest, tokens=place.tokens + 1)
-        tail, spent, tokens = text[-self._longest :], place.spent + 1, place.tokens + 1
+        tail, spent = text[-self._longest :], place.spent + 1
+        tokens = place.tokens + 1
         return place._replace(inside=False, over=True, tail=tail, spent=spent, tokens=tokens)
 
     def _weigh(self, place: _Place, text: bytes) -> _Place:
@@ -193,7 +195,8 @@ class Thought:
         text = place.tail + form.bytes_of(token)
         goes_on = place.begun and not place.due and (form.reopens or not place.ended)
         if goes_on and not self._marks_outside.search(text):  # most tokens, as within a thought
-            tail, spent, tokens = text[-self._longest :], place.spent, place.tokens
+            tail, spent = text[-self._longest :], place.spent
+            tokens = place.tokens
             return _Place(False, place.ended, False, True, tail, spent, tokens, place.cycle, place.closings, ())
         due = place.due[1:] if place.due[:1] == (token,) else ()
         while not place.begun and text.lstrip().startswith(form.ends):  # of a thought that was left out

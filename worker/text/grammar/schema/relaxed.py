@@ -47,12 +47,15 @@ def names_alone(schema: Schema) -> Schema:
 def _drop(root: Schema, place: str) -> bool:
     """Leave out the keyword at a JSON pointer, everywhere if it has no support at all. A schema there becomes that of
     any value, and alternatives that may hold at once need not exclude each other. Returns False if nothing is found."""
-    found, holder, key, is_schema, rest = root, root, "", True, place.removeprefix("#").removeprefix("/")
+    found, holder = root, root
+    key, is_schema = "", True
+    rest = place.removeprefix("#").removeprefix("/")
     holds_schema = False
     while rest and (step := _step(found, rest)) is not None:
         holds_schema = is_schema
         is_schema = not (is_schema and step in NAMED) if isinstance(found, dict) else True
-        holder, key, found, rest = found, step, found[step], rest[len(str(step)) + 1 :]
+        holder, key = found, step
+        found, rest = found[step], rest[len(str(step)) + 1 :]
     if rest:  # in a case that was made of conditions
         made_of = [keyword for keyword in CONDITIONS if isinstance(found, dict) and keyword in found]
         for keyword in made_of:
