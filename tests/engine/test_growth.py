@@ -1,21 +1,29 @@
 """Rows without a stated limit: their memory grows with their answers, and none fails for it."""
 
 import gc
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cache
 
 import mlx.core as mx
 import pytest
 
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
+from tests.engine.machine.asked import Asked
+from tests.engine.machine.families import Family, request
+from tests.engine.machine.families import prompt as family_prompt
+from tests.engine.machine.grammars import Picky, make
+from tests.engine.machine.reference import alone as alone_as
 from tests.engine.speculation.oracle import WRONG, Oracle, any_width, pause_nothing, speculator_of
-from tests.engine.test_memory import DEAR_LENGTH, built
-from tests.engine.tiny import alone, prompt
+from tests.engine.test_memory import DEAR_LENGTH, WIDE, built
+from tests.engine.tiny import CONFIGS, alone, build, model_of, prompt
 from worker.engine import admission
+from worker.engine.model.calibration import calibrated
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
 from worker.schedule import growth
 from worker.schedule.grouping import StepCost
+from worker.schedule.request import Sampling
 from worker.schedule.speculation.offer import MAX_DRAFT
 
 PROMPT, FIRST = 60, 64  # tokens; `FIRST` are reserved for an answer at first
@@ -131,6 +139,29 @@ def test_stated_limits_are_kept_and_offline_rows_give_way_first(wide_model: Mode
     assert run.generated == {id: whole(SEEDS[seed], tokens) for id, (seed, tokens) in expected.items()}
 
 
+def test_row_that_grows_leaves_its_group_before_another_row_is_preempted(wide_model: Model) -> None:
+    """In a group every row takes as much memory as the longest."""
+    tokens, answer, short = prompt(300, 1), 500, 440
+    said = alone(wide_model.network, tokens, answer)
+    limit = wide_model.costs.peak_bytes([[len(tokens) + answer], [PROMPT + short] * 5])
+    assert wide_model.costs.peak_bytes([[len(tokens) + answer] * 6]) > limit
+    run = run_in(wide_model, limit)
+    run.add("long", tokens, max_tokens=answer, grows=True)
+    for i in range(5):
+        run.add(str(i), prompt(PROMPT, SEEDS[1]), max_tokens=short)
+    run.until(lambda: len(run.engine._running) == 6)
+    assert len(run.engine._running.lengths) == 1
+    groups, preemptions = set[tuple[int, ...]](), 0
+    while len(run.engine):
+        preemptions += run.step().num_preemptions
+        groups.add(tuple(map(len, run.engine._running.lengths)))
+        assert mx.get_peak_memory() <= limit
+    assert (5, 1) in groups
+    assert preemptions == 0
+    assert run.generated == {"long": said, **{str(i): whole(SEEDS[1], short) for i in range(5)}}
+    assert len(said) > short
+
+
 def test_rows_with_drafts_grow_within_memory_and_end_as_alone(
     wide_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,3 +197,88 @@ def test_what_is_reserved_follows_the_answers_that_have_ended(
     run.step()
     (row,) = run.engine._active
     assert row.reserved == 300
+
+
+# A crowd: many chats without a limit, in the memory of four that fill the context
+
+CROWD, CONTEXT = 16, 1_100
+ANSWERS = CONTEXT - PROMPT, 800, 300, 260  # tokens, in turn
+HYBRID_TEXT = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+WIDE_CONFIGS = {
+    "llama": WIDE,
+    "qwen3_5": {**CONFIGS["qwen3_5"], "text_config": {**CONFIGS["qwen3_5"]["text_config"], **HYBRID_TEXT}},
+}
+
+
+@cache
+def wide(name: str) -> Model:
+    network = build(WIDE_CONFIGS[name])
+    guessed = model_of(network, WIDE_CONFIGS[name])
+    return replace(guessed, costs=calibrated(guessed.costs, network, guessed.context))
+
+
+@dataclass(frozen=True)
+class WideFamily(Family):
+    @property
+    def model(self) -> Model:
+        return wide(self.name)
+
+
+def chat_of(family: WideFamily, number: int) -> Asked:
+    """Return one of the crowd: the even ones are greedy, and each third has a grammar. None draws an end."""
+    no_end = ((family.end, -100.0),)
+    warm = Sampling(temperature=0.9, top_p=0.95, seed=number, logit_bias=no_end)
+    sampling = Sampling(logit_bias=no_end) if number % 2 == 0 else warm
+    grammar = Picky() if number % 3 == 2 else None
+    return Asked(family_prompt(family, PROMPT, seed=number), sampling, grammar, ANSWERS[number % len(ANSWERS)])
+
+
+@pytest.mark.parametrize("name", [*WIDE_CONFIGS])
+def test_crowd_without_limits_runs_at_once_in_the_memory_of_four_and_each_ends_as_alone(
+    wide_model: Model, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(speculator, "choose_width", any_width())
+    pause_nothing(monkeypatch)
+    family = WideFamily(name)
+    costs = replace(wide(name).costs, max_draft=MAX_DRAFT)
+    chats = {str(number): chat_of(family, number) for number in range(CROWD)}
+    expected = {
+        id: [token for token, _ in alone_as(family, chat.prompt, chat.sampling, chat.grammar, None, chat.max_tokens)]
+        for id, chat in chats.items()
+    }
+    assert [len(answer) for answer in expected.values()] == [chat.max_tokens for chat in chats.values()]
+    gc.collect()
+    model = replace(wide(name), costs=replace(costs, weights_bytes=mx.get_active_memory()))
+    limit = model.costs.peak_bytes([[CONTEXT] * 4])
+    assert model.costs.peak_bytes([[CONTEXT] * 5]) > limit
+    drafted = {id: answer for id, answer in expected.items() if int(id) % 4 == 1}
+    oracle = Oracle(drafted, seed=1, wrong=WRONG[:20])
+    run = Run(model, step_s=1.0, memory=limit, speculator=speculator_of(model, oracle))
+    for id, chat in chats.items():
+        run.submit(
+            request(
+                family,
+                id,
+                chat.prompt,
+                chat.max_tokens,
+                sampling=chat.sampling,
+                grammar=make(family, chat.grammar),
+                grows=True,
+            )
+        )
+    run.until(lambda: len(run.engine._running) == CROWD)
+    preempted, ended_at = Counter[str](), dict[str, int]()
+    while len(run.engine):
+        waiting = {*run.waiting}
+        run.step()
+        preempted.update({*run.waiting} - waiting)
+        ended_at |= {id: run.steps for id in run.ended if id not in ended_at}
+        assert mx.get_peak_memory() <= limit
+        assert run.steps < 20_000
+    assert run.generated == expected
+    assert {*run.ended.values()} == {"length"}
+    assert not run.cut
+    assert len(preempted) >= 3, f"memory was not short: {preempted}"
+    assert "0" not in preempted, "the oldest goes on"
+    assert oracle.accepted > 0
+    assert ended_at["0"] == min(ended_at[id] for id, chat in chats.items() if chat.max_tokens == ANSWERS[0])
