@@ -68,7 +68,11 @@ async def test_rows_preempt_each_other_and_all_end_as_alone_the_oldest_first(
 ) -> None:
     with worker_of(redis_url, folder) as worker:
         request = {"temperature": 0, **NO_END}
-        jobs = [await client.submit({"messages": messages(i), **request}) for i in range(ROWS)]
+        jobs = [await client.submit({"messages": messages(0), **request})]
+        async for event in client.stream(jobs[0].id):
+            if isinstance(event, Delta):  # from then on it is older than the others
+                break
+        jobs += [await client.submit({"messages": messages(i), **request}) for i in range(1, ROWS)]
         answers = await asyncio.wait_for(asyncio.gather(*(follow(client, job.id) for job in jobs)), 300)
         log = worker.log()
     assert log.count(": preempted") > 0
@@ -84,7 +88,11 @@ async def test_killed_workers_rows_go_on_as_alone_on_a_worker_that_cannot_start_
 ) -> None:
     request = {"temperature": 0, **NO_END}
     with worker_of(redis_url, folder, lease_s=1) as first:
-        jobs = [await client.submit({"messages": messages(i), **request}) for i in range(ROWS)]
+        jobs = [await client.submit({"messages": messages(0), **request})]
+        async for event in client.stream(jobs[0].id):
+            if isinstance(event, Delta):  # from then on it is older than the others
+                break
+        jobs += [await client.submit({"messages": messages(i), **request}) for i in range(1, ROWS)]
         streams = [asyncio.create_task(follow(client, job.id)) for job in jobs]
         await until_delivered(client, jobs[0].id, 1_300)
         first.kill()

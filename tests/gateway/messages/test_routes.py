@@ -183,7 +183,7 @@ async def test_a_count_of_a_client_that_leaves_is_cancelled(front: Front, db: Re
 @pytest.mark.parametrize("program", ["claude-cli/2.1.332 (external, cli)", "LiteLLM"])
 async def test_a_silent_stream_is_kept_open_by_what_its_client_counts(redis_url: str, db: Redis, program: str) -> None:
     limited: Said = {**HELLO, "max_tokens": 3}
-    async with answering(redis_url, db, step_s=0.1):
+    async with answering(redis_url, db, step_s=0.4):
         with serving(redis_url, ServeSettings(_env_file=None, heartbeat_s=0.02)) as front:
             async with httpx.AsyncClient(base_url=front.url) as http:
                 answer = await http.post(PATH, json={**limited, "stream": True}, headers={"user-agent": program})
@@ -199,7 +199,7 @@ async def test_a_silent_stream_is_kept_open_by_what_its_client_counts(redis_url:
     assert (UNCHANGED in events) == (program != "LiteLLM")
     assert {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": ""}} in events
     assert events[-1] == {"type": "message_stop"}
-    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": ANSWER[:3]}]
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": ANSWER[:3], "citations": None}]
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 3)
 
 
@@ -243,7 +243,7 @@ async def test_an_answer_that_starts_over_is_whole_or_breaks_its_stream_off(
     if stream:
         assert events_of(answer.text)[-1]["error"]["type"] == "api_error"
     else:
-        assert answer.json()["content"] == [{"type": "text", "text": "new"}]
+        assert answer.json()["content"] == [{"type": "text", "text": "new", "citations": None}]
 
 
 async def queued_job(db: Redis, model: str) -> str:
