@@ -21,7 +21,7 @@ def main() -> int:
     )
     names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
     names.add_parser("spine", help="cost of the path through Redis")
-    names.add_parser("engine", help="continuous batching against mlx-lm's")
+    engine.add_options(names.add_parser("engine", help="continuous batching against mlx-lm's, and its own limits"))
     serve_options.add_options(names.add_parser("serve", help=serve_options.SUMMARY))
     sampling.add_options(names.add_parser("sampling", help="cost of sampling, and of a step on the host"))
     speculation_options.add_options(names.add_parser("speculation", help=speculation_options.SUMMARY))
@@ -40,7 +40,7 @@ def _passed(given: argparse.Namespace, console: Console) -> bool:
         case "spine":
             return spine.main(console)
         case "engine":
-            return engine.main(console)
+            return engine.main(console, given.parts)
         case "sampling":
             return sampling.main(console, given)
         case "speculation":

@@ -1,9 +1,10 @@
 """The engine against mlx-lm: throughput, longest gap, adding rows, and rows of very different length."""
 
+import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -32,15 +33,21 @@ RUNS = 5
 Line = tuple[str, str, str, bool | None]  # label, limit, value, and if the value is within the limit
 
 
-def main(console: Console) -> bool:
-    """Run the benchmark, print its table, and return True if every value is within its limit."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `scripts/bench engine`."""
+    parser.add_argument("--parts", choices=PARTS, nargs="+", default=[*PARTS], metavar="NAME",
+        help=f"which of {', '.join(PARTS)}; default: all")  # fmt: skip
+
+
+def main(console: Console, parts: Sequence[str]) -> bool:
+    """Run these parts of the benchmark, print the table, and return True if every value is within its limit."""
     with tempfile.TemporaryDirectory() as folder:
         model = open_model(str(random_checkpoint(Path(folder), hidden=512, layers=8)))
     model.tokenizer.eos_token_ids = []  # a random model may end anywhere
     table = Table("measured", "bar", "came to", "holds", title="The engine", title_justify="left")
     holds = True
-    for part in (throughput, one_by_one, gaps, additions, mixed_lengths):
-        for label, limit, value, within in part(model):
+    for part in parts:
+        for label, limit, value, within in PARTS[part](model):
             table.add_row(label, limit, value, {True: "[green]yes", False: "[red]no", None: ""}[within])
             holds = holds and within is not False
     console.print(table)
@@ -114,6 +121,56 @@ def generate_s(model: Model, rows: int) -> float:
     for tokens in prompts:
         mlx_lm.generate(model.network, model.tokenizer, tokens, max_tokens=TOKENS)
     return time.perf_counter() - began
+
+
+# Answers without a stated limit, against a limit that is reserved in full
+
+CHATS = 16
+CONTEXT = 32_768  # tokens
+FULL_ROWS = 4  # rows as long as the context for which there is memory
+STATED = 1_024  # tokens
+LIMIT_RUNS = 4  # after a warm-up
+
+
+def limits(model: Model) -> Iterator[Line]:
+    """Compare the speed of the same answers with and without a stated limit, in the same memory."""
+    memory = model.costs.peak_bytes([[CONTEXT] * FULL_ROWS])
+    dice = Random(0)
+    tokens = [min(STATED, 1 + int(300 * dice.lognormvariate(0, 1.1))) for _ in range(CHATS - 1)] + [STATED]
+    ways = [Engine(model, step_s=10.0, memory=memory, prefix_bytes=0) for _ in range(2)]
+    cpu_s: list[list[float]] = [[], []]
+
+    def answer(way: int) -> float:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        answer_all(ways[way], tokens, grows=way == 0)
+        cpu_s[way].append(time.process_time() - cpu_began)
+        return time.perf_counter() - began
+
+    ours, fixed = alternate(partial(answer, 0), partial(answer, 1), runs=LIMIT_RUNS)  # the first round is a warm-up
+    speed, cpu = ratio(fixed, ours), ratio(cpu_s[1][1:], cpu_s[0][1:])
+    ratios = sorted(b / a for a, b in zip(ours, fixed, strict=True))
+    rate = sum(tokens) / statistics.median(ours)
+    yield (
+        f"tokens/s of {CHATS} answers without a limit, against {STATED:,} reserved for each",
+        "≥ 0.95",
+        f"{speed:.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f}; {rate:,.0f} tokens/s; of processor time {cpu:.3f})",
+        speed >= 0.95,
+    )
+
+
+def answer_all(engine: Engine, tokens: Sequence[int], *, grows: bool) -> None:
+    """Generate answers of these lengths, all at once. `grows`: their requests state no limit, and one answer in five is
+    longer than what is reserved for it at first, as soon as the engine has learned the lengths."""
+    for i, each in enumerate(tokens):
+        request = GenerationRequest(str(i), prompt(PROMPT, i), each if grows else STATED, grows=grows)
+        engine.add(request)
+    left = {str(i): each for i, each in enumerate(tokens)}
+    while len(engine):
+        for outcome in engine.step().outcomes:
+            if isinstance(outcome, Sampled):
+                left[outcome.id] -= 1
+                if left[outcome.id] == 0 and not outcome.finish_reason:
+                    engine.remove(outcome.id)
 
 
 # The longest gap of a row while other prompts arrive
@@ -273,3 +330,13 @@ def batch_of(model: Model, lengths: list[int]) -> Batch:
     for tokens in lengths:
         batch.add(tokens)
     return batch
+
+
+PARTS: dict[str, Callable[[Model], Iterator[Line]]] = {
+    "throughput": throughput,
+    "one-by-one": one_by_one,
+    "limits": limits,
+    "gaps": gaps,
+    "additions": additions,
+    "mixed-lengths": mixed_lengths,
+}
