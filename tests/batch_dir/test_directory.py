@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_is_no_start(tmp_path: Path, name: str) -> None:
 
 def test_without_the_command_s_extra_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(CannotStart, match=r"SLUICE_BATCH_DIR.*pip install './sluice\[cli\]'"):
+    with pytest.raises(CannotStart, match=r"SLUICE_BATCH_DIR.*run \./scripts/setup worker,server"):
         BatchDirectory(str(tmp_path), settings("redis://"))
 
 
