@@ -17,9 +17,10 @@ PYTHONS = Path("~/.pyenv/versions").expanduser()
 NOBODY = 65534
 # As root in a mount namespace: leaves of root's home only what other users need to run this Python.
 _OPEN_HOME = """\
-if [[ "$(readlink -f "$1")" == /root/* ]]; then
+home=~root
+if [[ "$(readlink -f "$1")" == "$home"/* ]]; then
     base=$(dirname "$(dirname "$(readlink -f "$1")")")
-    mount --bind "$base" /mnt && mount -t tmpfs -o mode=755 none /root
+    mount --bind "$base" /mnt && mount -t tmpfs -o mode=755 none "$home"
     mkdir -p "$base" && mount --move /mnt "$base"
 fi
 """

@@ -191,4 +191,4 @@ async def working(
 def _runs_a_job_of(worker: QueueWorker, task: asyncio.Task[Any]) -> bool:
     frame = getattr(task.get_coro(), "cr_frame", None)
     is_run = frame is not None and frame.f_code is JobRunner.run.__code__
-    return is_run and frame.f_locals["self"].stopping is worker.stopping
+    return is_run and frame.f_locals["self"]._stopping is worker.stopping

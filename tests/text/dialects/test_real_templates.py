@@ -32,7 +32,7 @@ def test_each_template_is_in_the_table(templates: dict[str, str]) -> None:
     assert {name for name in templates if "training" not in name} == set(FOUND)
 
 
-def test_the_tokens_of_a_marker_tell_nothing_about_what_was_meant(pytestconfig: pytest.Config) -> None:
+def test_a_dialect_has_markers_of_one_token_and_of_several(pytestconfig: pytest.Config) -> None:
     assert pytestconfig.cache is not None
     folders = fetch_tokenizers(pytestconfig.cache.mkdir("tokenizers"))
     alone = {"qwen3": "<tool_call>", "deepseek_v3": "<｜tool▁call▁begin｜>", "tekken": "[TOOL_CALLS]"}

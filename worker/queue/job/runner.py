@@ -34,7 +34,7 @@ class JobRunner:
         Redis does not answer is requeued."""
         self._redis, self._functions = redis, functions
         self._claims, self._endings = claims, endings
-        self._max_bytes, self.stopping = max_bytes, stopping
+        self._max_bytes, self._stopping = max_bytes, stopping
 
     async def run(self, job: Job) -> None:
         """Run a job to its one ending. Does not raise."""
@@ -59,7 +59,7 @@ class JobRunner:
             events: list[bytes] = await self._redis.lrange(keys.log(job.claim.job_id), 0, -1)  # type: ignore[misc]
             job.log.load(events)
 
-        if job.claim.events and not await until_redis_answers(read, self.stopping):
+        if job.claim.events and not await until_redis_answers(read, self._stopping):
             raise Requeue
 
     async def _call(self, job: Job) -> JobResult:
@@ -82,6 +82,6 @@ class JobRunner:
             nonlocal body
             body = await self._claims.body(claim)
 
-        if not body and claim.body_bytes and not await until_redis_answers(fetch, self.stopping):
+        if not body and claim.body_bytes and not await until_redis_answers(fetch, self._stopping):
             raise Requeue
         return body
