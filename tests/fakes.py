@@ -10,10 +10,9 @@ from jinja2 import Environment, TemplateError
 
 from worker.chat.context import WorkerContext
 from worker.monitoring.metrics import Metrics
+from worker.outcomes import Outcome, OutcomeListener, Prefilled, Sampled, StepReport
 from worker.queue.job.job import Job, JobResult
-from worker.schedule.outcomes import Outcome, OutcomeListener, Prefilled, Sampled
-from worker.schedule.report import StepReport
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 from worker.settings import Settings
 from worker.text.codec import TextCodec
 from worker.text.tokenizer import Conversation

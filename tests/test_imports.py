@@ -19,6 +19,11 @@ class May:
     standard: str | None = None  # modules of the standard library; None: all of it
 
 
+# What decides in the engine by numbers, and the words between its thread and the event loop.
+NUMBERS = "worker.engine.fitting worker.engine.memory worker.engine.step worker.outcomes worker.request"
+
+PURE = "array bisect collections dataclasses enum functools itertools math statistics typing"
+
 # The longest name that a module's own begins with is its row.
 TABLE = {
     "schemas": May(others="pydantic pydantic_core"),
@@ -54,66 +59,87 @@ TABLE = {
         "worker.setting_checks",
         "pydantic pydantic_core pydantic_settings",
     ),
-    "worker.monitoring": May("schemas worker.errors worker.schedule", "prometheus_client"),
+    "worker.monitoring": May("schemas worker.errors worker.outcomes worker.request", "prometheus_client"),
     # Decisions depend on their arguments alone: no clock, no I/O, no random numbers, no threads.
-    "worker.schedule": May(
-        standard="array bisect collections dataclasses enum functools itertools math statistics typing"
+    "worker.request": May(standard=PURE),
+    "worker.outcomes": May("worker.request", standard=PURE),
+    "worker.byte_lru": May(standard=PURE),
+    "worker.prefix_store.policy": May("worker.outcomes", standard=PURE),
+    "worker.engine.fitting": May(standard=PURE),
+    "worker.engine.memory": May(standard=PURE),
+    "worker.engine.prefix.tree": May(standard=PURE),
+    "worker.engine.step": May("worker.engine.fitting worker.outcomes worker.request", standard=PURE),
+    "worker.engine.admission": May(
+        "worker.engine.fitting worker.engine.memory worker.engine.step worker.request", standard=PURE
     ),
+    "worker.engine.speculation.offer": May("worker.outcomes worker.request", standard=PURE),
+    "worker.engine.speculation.copies": May("worker.engine.speculation.offer worker.outcomes", standard=PURE),
+    "worker.engine.speculation.forced": May(
+        "worker.engine.speculation.offer worker.outcomes worker.request", standard=PURE
+    ),
+    "worker.engine.speculation.width": May("worker.engine.speculation.offer", standard=PURE),
+    "worker.engine.speculation.losses": May(standard=PURE),
+    "worker.engine.speculation.draft_prefill": May("worker.engine.fitting", standard=PURE),
     # Files of cached prefixes: bytes on disk, without the engine.
-    "worker.prefix_store": May("worker.schedule.cache.disk"),
+    "worker.prefix_store": May("worker.outcomes"),
     "worker.prefix_store.files.encryption": May(others="cryptography"),
     # Text: words, in the order of their use.
-    "worker.text": May("schemas worker.errors worker.process worker.schedule worker.turns"),
+    "worker.text": May("schemas worker.errors worker.process worker.outcomes worker.request worker.turns"),
     "worker.text.prompt": May(
         "schemas worker.errors worker.text.threads worker.text.tokenizer worker.text.vocabulary", "jinja2 pydantic"
     ),
     "worker.text.dialects": May(""),
     "worker.text.output": May(
-        "schemas worker.errors worker.schedule worker.text.dialects worker.text.prompt worker.text.tokenizer "
-        "worker.text.vocabulary"
+        "schemas worker.errors worker.outcomes worker.request worker.text.dialects worker.text.prompt "
+        "worker.text.tokenizer worker.text.vocabulary"
     ),
     "worker.text.grammar": May(
-        "schemas worker.errors worker.process worker.schedule worker.text.dialects worker.text.output "
+        "schemas worker.errors worker.process worker.outcomes worker.request worker.text.dialects worker.text.output "
         "worker.text.prompt worker.text.threads worker.text.tokenizer worker.text.vocabulary worker.turns",
         "llguidance pydantic",
     ),
-    # The engine: upstream < cache < prefix < sampling < speculation < batch < admission < vision < model < prefill
-    # < engine < thread.
-    "worker.engine": May("worker.errors worker.monitoring.heartbeat worker.prefix_store worker.schedule", "mlx mlx_lm"),
+    # The engine: memory, step, admission < upstream < cache < prefix < sampling < speculation < batch
+    # < admission_controller < vision < model < prefill < engine < thread.
+    "worker.engine": May(f"worker.errors worker.monitoring.heartbeat worker.prefix_store {NUMBERS}", "mlx mlx_lm"),
     "worker.engine.upstream": May(others="mlx mlx_lm"),
     "worker.engine.upstream.transformers": May(others="jinja2 tokenizers transformers"),  # its templates' parser
     "worker.engine.upstream.mlx_vlm": May(others="mlx_vlm PIL"),
     "worker.engine.isolation": May(),
     "worker.engine.cache": May(
-        "worker.engine.isolation worker.engine.upstream worker.schedule",
+        f"worker.engine.isolation worker.engine.upstream {NUMBERS}",
         "mlx mlx_lm numpy",
     ),
     # Its disk tier hands arrays to the store, and takes buffers back.
     "worker.engine.prefix": May(
         "worker.engine.cache worker.engine.isolation worker.engine.upstream worker.errors worker.prefix_store "
-        "worker.schedule",
+        f"{NUMBERS}",
         "mlx",
     ),
-    "worker.engine.sampling": May("worker.schedule", "mlx"),
+    "worker.engine.sampling": May(NUMBERS, "mlx"),
     "worker.engine.speculation": May(
-        "worker.engine.cache worker.engine.sampling worker.engine.upstream worker.schedule", "mlx"
+        f"worker.engine.cache worker.engine.sampling worker.engine.upstream {NUMBERS}", "mlx"
     ),
     "worker.engine.batch": May(
-        "worker.engine.cache worker.engine.isolation worker.engine.sampling worker.engine.speculation "
-        "worker.engine.upstream worker.schedule",
+        "worker.engine.admission worker.engine.cache worker.engine.isolation worker.engine.sampling "
+        "worker.engine.speculation "
+        f"worker.engine.upstream {NUMBERS}",
         "mlx",
     ),
-    "worker.engine.correction": May(),
-    "worker.engine.admission": May("worker.engine.batch worker.engine.correction worker.schedule", "mlx"),
+    "worker.engine.admission_controller": May(
+        "worker.engine.admission worker.engine.batch worker.engine.memory worker.request", "mlx"
+    ),
     "worker.engine.vision": May(
-        "worker.engine.checkpoint worker.engine.isolation worker.engine.prefix worker.engine.upstream worker.errors "
-        "worker.prefix_store worker.schedule",
+        "worker.byte_lru worker.engine.checkpoint worker.engine.isolation worker.engine.prefix "
+        "worker.engine.upstream worker.errors "
+        f"worker.prefix_store {NUMBERS}",
         "mlx mlx_lm PIL",
     ),
     # MTP heads: trunk < head < prompt < drafts < proposer, and head < layouts < load. A head belongs to a model, its
     # drafts to a batch.
     "worker.engine.speculation.mtp": May(
-        "worker.engine.cache worker.engine.speculation.network_proposer worker.engine.upstream worker.schedule", "mlx"
+        "worker.engine.cache worker.engine.speculation.network_proposer worker.engine.speculation.offer "
+        f"worker.engine.upstream {NUMBERS}",
+        "mlx",
     ),
     "worker.engine.speculation.mtp.trunk": May(others="mlx"),
     "worker.engine.speculation.mtp.head": May("worker.engine.speculation.mtp.trunk worker.engine.upstream", "mlx"),
@@ -125,14 +151,14 @@ TABLE = {
     ),
     "worker.engine.model": May(
         "worker.engine.cache worker.engine.checkpoint worker.engine.device worker.engine.speculation "
-        "worker.engine.tokenizer worker.engine.upstream worker.engine.vision worker.errors worker.schedule",
+        f"worker.engine.tokenizer worker.engine.upstream worker.engine.vision worker.errors {NUMBERS}",
         "mlx mlx_lm",
     ),
     "worker.engine.prefill": May(
         "worker.engine.batch worker.engine.cache worker.engine.isolation worker.engine.model "
         "worker.engine.prefix worker.engine.speculation worker.engine.tokenizer worker.engine.upstream "
         "worker.engine.vision worker.errors "
-        "worker.prefix_store worker.schedule",
+        f"worker.prefix_store {NUMBERS}",
         "mlx mlx_lm",
     ),
     # HTTP and TLS are httpcore's; which addresses a fetcher connects to is decided here.
@@ -146,7 +172,7 @@ TABLE = {
     "worker.queue.server": May("worker.errors worker.redis_url worker.settings", "redis"),
     "worker.queue.job": May(
         "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.queue.scripts "
-        "worker.queue.server worker.schedule worker.schedule_times worker.settings",
+        "worker.queue.server worker.outcomes worker.request worker.schedule_times worker.settings",
         "arq pydantic pydantic_core redis",
     ),
     # Batch files: when to run them, and the process that does.
@@ -155,11 +181,12 @@ TABLE = {
     ),
     # One chat job: its parts, and then the job itself.
     "worker.chat": May(
-        "schemas worker.bounded_json worker.errors worker.images worker.json_bytes worker.monitoring worker.queue.job "
-        "worker.schedule worker.settings worker.text",
+        "schemas worker.byte_lru worker.bounded_json worker.errors worker.images worker.json_bytes "
+        "worker.monitoring worker.queue.job "
+        "worker.outcomes worker.request worker.settings worker.text",
         "pydantic",
     ),
-    "worker.jobs": May("schemas worker.chat worker.errors worker.queue.job worker.schedule worker.text"),
+    "worker.jobs": May("schemas worker.chat worker.errors worker.queue.job worker.outcomes worker.request worker.text"),
     # The two places where engine and queue meet: the parts, and their start.
     "worker.parts": May(
         "worker.chat worker.engine worker.jobs worker.monitoring worker.queue worker.settings worker.text", "arq"
@@ -239,21 +266,21 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
         *queue, "sluice", "sluice.cli", "sluice.cli.embedded_server", "sluice.gateway",
     }  # fmt: skip
     assert not [row for row, may in TABLE.items() if "worker.app" in may.ours and row != "worker.__main__"]
-    assert TABLE["sluice"].ours == TABLE["schemas"].ours == TABLE["worker.schedule"].ours == ""
-    assert TABLE["worker.schedule"].others == ""
+    assert TABLE["sluice"].ours == TABLE["schemas"].ours == ""
+    assert [row for row, may in TABLE.items() if may.standard == PURE and may.others] == []
 
 
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("worker.schedule.step.plan", "import mlx.core as mx", "mlx.core"),
-        ("worker.schedule.step.plan", "import time", "time"),
-        ("worker.schedule.step.plan", "from datetime import datetime", "datetime.datetime"),
-        ("worker.schedule.step.plan", "from random import shuffle", "random.shuffle"),
-        ("worker.schedule.step.plan", "def late():\n    import asyncio", "asyncio"),
-        ("worker.schedule.step.plan", "from pathlib import Path", "pathlib.Path"),
+        ("worker.engine.step.plan", "import mlx.core as mx", "mlx.core"),
+        ("worker.engine.step.plan", "import time", "time"),
+        ("worker.engine.step.plan", "from datetime import datetime", "datetime.datetime"),
+        ("worker.engine.step.plan", "from random import shuffle", "random.shuffle"),
+        ("worker.engine.step.plan", "def late():\n    import asyncio", "asyncio"),
+        ("worker.engine.step.plan", "from pathlib import Path", "pathlib.Path"),
         (
-            "worker.schedule.step.plan",
+            "worker.engine.step.plan",
             "from worker.text.output.stop import StopStrings",
             "worker.text.output.stop.StopStrings",
         ),
@@ -279,7 +306,7 @@ def test_an_arrow_the_wrong_way_is_named(module: str, source: str, complaint: st
     ("module", "source"),
     [
         ("worker.queue.presence", "from worker import __version__"),
-        ("worker.schedule.step.plan", "from collections.abc import Iterable\nfrom math import ceil"),
+        ("worker.engine.step.plan", "from collections.abc import Iterable\nfrom math import ceil"),
         ("worker.queue.lua", "from . import scripts"),
         ("worker.text.output.stop", "from . import tokenizer\nfrom .output import Output"),
         ("worker.jobs", "from schemas import ChatRequest\nimport asyncio, json"),

@@ -16,9 +16,7 @@ from worker.chat.resume import Attempt, Restart, Resume, Start, resume_plan
 from worker.chat.specprefill import specprefill_params
 from worker.chat.speculation import draft_limit
 from worker.errors import JobFailure
-from worker.queue.job.job import Job, JobResult
-from worker.queue.job.resume_state import ResumeState
-from worker.schedule.outcomes import (
+from worker.outcomes import (
     CutShort,
     Encoded,
     Loaded,
@@ -32,7 +30,9 @@ from worker.schedule.outcomes import (
     SpecPrefillSkipped,
     Speculated,
 )
-from worker.schedule.request import GenerationRequest, GrammarState, PromptImage
+from worker.queue.job.job import Job, JobResult
+from worker.queue.job.resume_state import ResumeState
+from worker.request import GenerationRequest, GrammarState, PromptImage
 from worker.text.output.output import Output, OutputDelta
 from worker.text.prompt.prompt import Prompt
 

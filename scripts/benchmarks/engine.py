@@ -24,10 +24,10 @@ from worker.engine.batch.pending import PendingTokens
 from worker.engine.batch.row import Row
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
+from worker.engine.step.budget import longest_gap_s
 from worker.engine.upstream.mlx_lm import generation_stream, make_prompt_cache
-from worker.schedule.outcomes import Sampled
-from worker.schedule.request import GenerationRequest
-from worker.schedule.step.gap import longest_gap_s
+from worker.outcomes import Sampled
+from worker.request import GenerationRequest
 
 RUNS = 5
 Line = tuple[str, str, str, bool | None]  # label, limit, value, and if the value is within the limit

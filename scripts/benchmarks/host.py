@@ -31,7 +31,7 @@ from worker.engine.engine import Engine
 from worker.engine.model.load import open_model
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.request import GenerationRequest, Sampling
 from worker.text.codec import TextCodec
 from worker.text.grammar.row.grammar import RowGrammar
 

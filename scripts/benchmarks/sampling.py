@@ -16,7 +16,7 @@ from scripts.benchmarks import host
 from worker.engine.batch.row import Row
 from worker.engine.sampling.logprobs import StepLogprobs
 from worker.engine.sampling.sampler import draw
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.request import GenerationRequest, Sampling
 
 VOCAB, RUNS = 152_064, 5
 PLAIN = Sampling(temperature=1.0)

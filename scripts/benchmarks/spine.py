@@ -14,11 +14,11 @@ from scripts.stack import Server, WorkerProcess
 from sluice import Client, Finished
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
+from worker.outcomes import Sampled
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim, Claims
 from worker.queue.server.clock import ServerClock
-from worker.schedule.outcomes import Sampled
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.request import GenerationRequest, Sampling
 from worker.settings import Settings
 
 ROWS = 8

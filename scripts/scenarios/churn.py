@@ -14,8 +14,8 @@ from scripts.scenarios.harness import Figure
 from scripts.stack import TINY_CHAT
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
-from worker.schedule.outcomes import Refused, RowFailed, Sampled
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.outcomes import Refused, RowFailed, Sampled
+from worker.request import GenerationRequest, Sampling
 
 _ROWS = 8
 _PREFIX_BYTES = 2_000_000  # small enough to be full before the first sample that counts

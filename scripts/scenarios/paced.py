@@ -14,17 +14,17 @@ from typing import Any, ClassVar
 from arq.worker import func
 
 from worker.chat.context import WorkerContext
+from worker.engine.step.cost import CLASSES
 from worker.jobs import chat
 from worker.monitoring.health import Health
 from worker.monitoring.serving import served_metrics
+from worker.outcomes import OutcomeListener, Sampled
 from worker.process.log_lines import set_up_logging
 from worker.queue.job.functions import JobFunctions
 from worker.queue.server.connection import connect
 from worker.queue.server.redis_server import RedisServer
 from worker.queue.worker import QueueWorker, ServedModel
-from worker.schedule.outcomes import OutcomeListener, Sampled
-from worker.schedule.request import GenerationRequest
-from worker.schedule.step.times import CLASSES
+from worker.request import GenerationRequest
 from worker.settings import Settings, read_settings
 from worker.text.codec import TextCodec
 from worker.text.tokenizer import Conversation

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from math import prod
 
-from worker.schedule.step.cost import MAX_CHUNK
+from worker.engine.step.cost import MAX_CHUNK
 
 Shape = tuple[int, int]  # (rows, tokens of each row)
 

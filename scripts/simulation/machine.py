@@ -9,7 +9,7 @@ from scripts.simulation.arrivals import Arrival
 from scripts.simulation.costs import Costs
 from scripts.simulation.policies import Planner
 from scripts.simulation.request import Request
-from worker.schedule.step.forward import Chunk, Forward
+from worker.engine.step.cost import Chunk, Forward
 
 MAX_ROWS = 32
 NOISE = 0.04  # standard deviation of the logarithm of a forward's seconds

@@ -6,13 +6,10 @@ from math import inf
 
 from scripts.simulation.costs import Costs
 from scripts.simulation.request import Request
-from worker.schedule.step.budget import Running
-from worker.schedule.step.cost import MAX_CHUNK, CostEstimate
-from worker.schedule.step.forward import Forward
-from worker.schedule.step.order import Order, in_order
-from worker.schedule.step.plan import StepLimits
-from worker.schedule.step.planner import StepPlanner
-from worker.schedule.step.prompt import PromptState
+from worker.engine.step.budget import Running
+from worker.engine.step.cost import MAX_CHUNK, CostEstimate, Forward
+from worker.engine.step.plan import Order, PromptState, StepLimits, in_order
+from worker.engine.step.planner import StepPlanner
 
 _WARM_UP = (16, 64, 128) * 3  # tokens of the prompts that a worker has computed before
 

@@ -13,10 +13,10 @@ import pytest
 from tests.images.pictures import data_url, patch, saved
 from tests.text import conversations
 from tests.text.conversations import Said, user
+from worker.byte_lru import ByteLRU
 from worker.chat.images import ImageInputs, PixelBudget
 from worker.errors import JobFailure
-from worker.schedule.cache.recent import ByteLRU
-from worker.schedule.request import Lane, ProcessedImage, PromptImage
+from worker.request import Lane, ProcessedImage, PromptImage
 from worker.settings import Settings
 
 

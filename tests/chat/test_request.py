@@ -6,7 +6,7 @@ import pytest
 from schemas import ChatRequest
 from worker.chat.request import output_tokens, read_request, sampling_of, seed_of
 from worker.errors import JobFailure
-from worker.schedule.request import Sampling
+from worker.request import Sampling
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PLAIN = Sampling(temperature=1.0, seed=7)

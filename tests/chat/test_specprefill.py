@@ -6,9 +6,9 @@ import pytest
 
 from schemas import ChatRequest
 from worker.chat.specprefill import as_result, specprefill_params, with_outcome
+from worker.outcomes import SpecPrefillApplied, SpecPrefillSkipped
 from worker.queue.job.resume_state import SpecPrefillReport
-from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
-from worker.schedule.request import SpecPrefillParams
+from worker.request import SpecPrefillParams
 from worker.settings import Settings
 from worker.text.prompt.prompt import Prompt
 

@@ -8,12 +8,11 @@ from schemas import ChatRequest
 from schemas.result import SpeculationReport
 from scripts.stack import ROOT
 from worker.chat.speculation import Counts, SpeculationReceipt, draft_limit, why_no_drafts
+from worker.engine.speculation.copies import COPY
 from worker.engine.speculation.draft_model import DRAFT
+from worker.engine.speculation.forced import GRAMMAR, GUESS
 from worker.engine.speculation.mtp.proposer import MTP
-from worker.schedule.outcomes import Sampled, Speculated
-from worker.schedule.report import DraftUse
-from worker.schedule.speculation.copies import COPY, PREDICTION
-from worker.schedule.speculation.forced import GRAMMAR, GUESS
+from worker.outcomes import PREDICTION, DraftUse, Sampled, Speculated
 from worker.settings import Settings
 
 WHY = "No source had a draft, or none was expected to save time."

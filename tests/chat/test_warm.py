@@ -11,8 +11,8 @@ import pytest
 from tests.fakes import ByteTokenizer, FakeEngine, worker_context
 from worker.chat.context import WorkerContext
 from worker.chat.warm import BadWarmFile, Warmed, read_conversations, warm, warm_and_log
-from worker.schedule.cache.disk import NotStored, StoreResult
-from worker.schedule.request import GenerationRequest
+from worker.outcomes import NotStored, StoreResult
+from worker.request import GenerationRequest
 from worker.settings import Settings
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -5,7 +5,7 @@ import sys
 
 from worker.__main__ import main
 from worker.engine.engine import Engine
-from worker.schedule.report import StepReport
+from worker.outcomes import StepReport
 
 ENDLESS_STEP = "the step does not end"
 _step = Engine.step

@@ -2,9 +2,8 @@
 loss."""
 
 from worker.__main__ import main
-from worker.schedule.speculation.drafting import DraftingCosts
-from worker.schedule.speculation.losses import LossAccount
-from worker.schedule.speculation.width import ForwardCosts
+from worker.engine.speculation.losses import LossAccount
+from worker.engine.speculation.width import DraftingCosts, ForwardCosts
 
 
 def run_worker() -> None:

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
 
+from worker.engine.admission.grouping import MeasuredCost, StepCost
 from worker.engine.engine import Engine
+from worker.engine.memory import MAX_ROWS
 from worker.engine.model.load import Model
 from worker.engine.prefix.disk import DiskTier
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.upstream.mlx_lm import generation_stream
-from worker.schedule.grouping import MeasuredCost, StepCost
-from worker.schedule.memory import MAX_ROWS
-from worker.schedule.outcomes import (
+from worker.outcomes import (
     CutShort,
     Encoded,
     Outcome,
@@ -23,9 +23,9 @@ from worker.schedule.outcomes import (
     Scored,
     SpecPrefillApplied,
     SpecPrefillSkipped,
+    StepReport,
 )
-from worker.schedule.report import StepReport
-from worker.schedule.request import GenerationRequest, GrammarState, Lane, Range, Sampling, SpecPrefillParams
+from worker.request import GenerationRequest, GrammarState, Lane, Range, Sampling, SpecPrefillParams
 
 
 def answers(model: Model, requests: Iterable[GenerationRequest], *, steps_apart: int = 0) -> dict[str, list[Sampled]]:

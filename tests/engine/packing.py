@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from worker.schedule.step import planner
-from worker.schedule.step.forward import Chunk, Forward
-from worker.schedule.step.plan import StepLimits
-from worker.schedule.step.prompt import PromptState
+from worker.engine.step import planner
+from worker.engine.step.cost import Chunk, Forward
+from worker.engine.step.plan import PromptState, StepLimits
 
 CHUNKS = (5, 16, 3, 30)  # tokens, by step
 

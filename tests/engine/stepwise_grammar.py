@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from worker.schedule.request import GrammarAhead
+from worker.request import GrammarAhead
 
 
 class StepwiseGrammar(ABC):

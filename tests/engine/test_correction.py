@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.correction import Calibration, Correction
+from worker.engine.admission_controller import Calibration, Correction
 
 GB = 10**9
 

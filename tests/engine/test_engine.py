@@ -11,7 +11,7 @@ from tests.engine.tiny import CONFIGS, FAMILIES, VOCAB, alone, greedy_with_logpr
 from tests.engine.tiny import model as family_model
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.engine.model.load import Model, open_model
-from worker.schedule.request import Sampling
+from worker.request import Sampling
 
 LENGTHS = (1, 2, 37, 5, 64, 16, 3, 90, 17, 8, 33, 150, 4, 48)
 

@@ -7,9 +7,9 @@ import pytest
 from tests.engine.driver import Run
 from tests.engine.tiny import alone, model, network, prompt
 from worker.engine.batch.decode_batch import DecodeBatch
-from worker.schedule.outcomes import Prefilled, Sampled
-from worker.schedule.request import Sampling
-from worker.schedule.step.waiting import FIRST_STEP_AT_MOST_S
+from worker.engine.step.budget import FIRST_STEP_AT_MOST_S
+from worker.outcomes import Prefilled, Sampled
+from worker.request import Sampling
 
 PENALTIES = Sampling(repetition_penalty=1.3, frequency_penalty=0.5)
 NO_TIME = 0.0  # target of a step: each computes one chunk of the least length

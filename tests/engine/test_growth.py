@@ -17,14 +17,14 @@ from tests.engine.machine.reference import alone as alone_as
 from tests.engine.speculation.oracle import WRONG, Oracle, any_width, pause_nothing, speculator_of
 from tests.engine.test_memory import DEAR_LENGTH, WIDE, built
 from tests.engine.tiny import CONFIGS, alone, build, model_of, prompt
-from worker.engine import admission
+from worker.engine import admission_controller as admission
+from worker.engine.admission import plan as growth
+from worker.engine.admission.grouping import StepCost
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
-from worker.schedule import growth
-from worker.schedule.grouping import StepCost
-from worker.schedule.request import Sampling
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT
+from worker.request import Sampling
 
 PROMPT, FIRST = 60, 64  # tokens; `FIRST` are reserved for an answer at first
 SEEDS = 0, 1, 2, 6  # of prompts whose answers have more than 1,000 tokens

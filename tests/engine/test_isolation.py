@@ -27,8 +27,8 @@ from worker.engine.model.load import open_model
 from worker.engine.prefill import spans as prefill_module
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.thread import EngineThread
-from worker.schedule.outcomes import Outcome, Sampled
-from worker.schedule.request import GenerationRequest
+from worker.outcomes import Outcome, Sampled
+from worker.request import GenerationRequest
 
 QWEN = "qwen3_5"
 NEIGHBOURS = {"a": 3, "b": 40, "c": 17, "d": 64, "e": 9}  # prompt tokens

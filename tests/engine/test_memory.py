@@ -13,10 +13,10 @@ from scripts.scenarios.churn import churn, growth
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import CONFIGS, alone, build, model, model_of, prompt
 from tests.selection import examples
+from worker.engine.admission.decision import MAX_OVERTAKES
+from worker.engine.admission.grouping import StepCost
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.load import Model
-from worker.schedule.admission import MAX_OVERTAKES
-from worker.schedule.grouping import StepCost
 
 # Its keys and values take far more than anything else.
 WIDE = {**CONFIGS["llama"], "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}

@@ -10,8 +10,8 @@ from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
 from worker.engine.model.load import Model, open_model
 from worker.engine.tokenizer import MLXTokenizer
-from worker.schedule.outcomes import Sampled
-from worker.schedule.request import GenerationRequest, GrammarState, Sampling
+from worker.outcomes import Sampled
+from worker.request import GenerationRequest, GrammarState, Sampling
 from worker.text.codec import TextCodec
 
 NO_END = ((EOS, -100.0),)

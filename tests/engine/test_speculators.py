@@ -10,7 +10,7 @@ from tests.engine.tiny import EVERY_FAMILY, alone, model, model_of, network, pro
 from worker.engine.cache.slot_arrays import SlotArraysCache, UnknownRecurrence
 from worker.engine.model.load import Model
 from worker.engine.speculators import speculator_of
-from worker.schedule.report import DraftUse
+from worker.outcomes import DraftUse
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_5", "rwkv7", "deepseek_v3"])

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from tests.engine.driver import ONE_GROUP, Run
 from tests.engine.tiny import CONFIGS, build, model_of, prompt
-from worker.engine.correction import Calibration
+from worker.engine.admission.classes import Decoding
+from worker.engine.admission.decision import RowEstimate
+from worker.engine.admission.plan import AdmissionPlan
+from worker.engine.admission_controller import Calibration
 from worker.engine.engine import Engine
+from worker.engine.memory import ImageDemand, KVLayers, MemoryModel
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.load import Model
 from worker.engine.step_memory import StepDemand, StepMemory
 from worker.engine.upstream.mlx_lm import generation_stream
-from worker.schedule.admission import RowEstimate
-from worker.schedule.admission_plan import AdmissionPlan
-from worker.schedule.classes import Decoding
-from worker.schedule.memory import ImageDemand, KVLayers, MemoryModel
 
 # Its keys and values take far more than anything else: 8 kB a token.
 WIDE = {**CONFIGS["llama"], "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}

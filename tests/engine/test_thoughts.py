@@ -12,7 +12,7 @@ from tests.engine.driver import Run
 from tests.engine.speculation.oracle import Oracle, speculator_of, verify_everything
 from tests.engine.tiny import CONFIGS, EOS, VOCAB, alone, model, network, prompt
 from worker.engine.tokenizer import MLXTokenizer
-from worker.schedule.request import GrammarState, Sampling
+from worker.request import GrammarState, Sampling
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
 from worker.text.grammar.row.grammar import RowGrammar

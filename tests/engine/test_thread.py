@@ -12,12 +12,11 @@ from scripts.stack import ROOT, TINY_CHAT
 from tests.engine.tiny import prompt
 from tests.selection import examples
 from worker.engine.model.load import Model, open_model
+from worker.engine.step.cost import CLASSES
 from worker.engine.thread import EngineThread
 from worker.errors import CannotStart
-from worker.schedule.outcomes import Outcome, Sampled
-from worker.schedule.report import StepReport
-from worker.schedule.request import GenerationRequest, Sampling
-from worker.schedule.step.times import CLASSES
+from worker.outcomes import Outcome, Sampled, StepReport
+from worker.request import GenerationRequest, Sampling
 
 
 @dataclass
@@ -160,7 +159,7 @@ from scripts.stack import TINY_CHAT
 from tests.engine.test_thread import Recorder, tiny_chat, unreached
 from tests.engine.tiny import prompt
 from worker.engine.thread import EngineThread
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 async def main():
     engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)

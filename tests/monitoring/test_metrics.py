@@ -12,7 +12,7 @@ from tests.scrape import Page, scrape
 from worker.monitoring.health import Health
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes
-from worker.schedule.report import DraftUse, PrefixUse, StepReport
+from worker.outcomes import DraftUse, PrefixUse, StepReport
 
 # As vLLM 0.32 documents them.
 VLLM = {

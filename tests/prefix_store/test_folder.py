@@ -14,12 +14,12 @@ from typing import BinaryIO
 import pytest
 
 from tests.prefix_store.segments import files, nbytes, segment
+from worker.outcomes import NotStored
 from worker.prefix_store.files.header import read_file_header
 from worker.prefix_store.files.names import WRITTEN, FileName
 from worker.prefix_store.folder import folder as folder_module
 from worker.prefix_store.folder.folder import Folder, Unwritable
 from worker.prefix_store.folder.scan import scan_folder
-from worker.schedule.cache.disk import NotStored
 
 QUOTA = 1_000_000
 BOOKKEEPING = 1_000  # bytes: the lock and the day's record

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from tests.prefix_store.segments import MODEL, assert_right, files, nbytes, read, segment, store, written
 from tests.selection import examples
+from worker.outcomes import NotStored
 from worker.prefix_store.files.names import LOCK, parse_name
 from worker.prefix_store.folder import folder as folder_module
 from worker.prefix_store.folder.folder import Unwritable
@@ -25,7 +26,6 @@ from worker.prefix_store.folder.scan import Scan
 from worker.prefix_store.records.models import ModelRecord
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment, WriteReport
-from worker.schedule.cache.disk import NotStored
 
 PATH = tuple(range(100))
 

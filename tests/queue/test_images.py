@@ -12,10 +12,9 @@ from tests.images.pictures import data_url, patch, saved
 from tests.queue.helpers import ask, ended, log, settings, types, until_it_has_said, words, working
 from worker.chat.images import ImageInputs
 from worker.jobs import chat
-from worker.schedule.outcomes import Encoded
-from worker.schedule.report import StepReport
-from worker.schedule.request import GenerationRequest as Asked
-from worker.schedule.request import ProcessedImage, PromptImage
+from worker.outcomes import Encoded, StepReport
+from worker.request import GenerationRequest as Asked
+from worker.request import ProcessedImage, PromptImage
 
 ANSWER = "I see them: a cat, a dog and a bird"
 SIGN = "<image>"

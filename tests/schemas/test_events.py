@@ -9,8 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from schemas import ChatCompletion, CountResult, Event, FinalEvent
 from schemas.events import FINAL, ErrorType, ProgressPhase
 from tests.schemas import page
-from worker import errors
-from worker.schedule import outcomes
+from worker import errors, outcomes
 
 EVENT: TypeAdapter[Any] = TypeAdapter(Event)
 FINAL_EVENT: TypeAdapter[Any] = TypeAdapter(FinalEvent)

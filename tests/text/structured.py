@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from worker.schedule.request import GrammarState
+from worker.request import GrammarState
 
 Schema = dict[str, Any]
 

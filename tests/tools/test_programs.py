@@ -34,8 +34,8 @@ from scripts.clients.programs.script import MODEL, Step, answer_to, message
 from scripts.clients.programs.selection import Unknown, select
 from scripts.clients.programs.stage import CONTEXT_TOKENS, Played
 from scripts.clients.programs.table import Failure, Missing, OwnFault, Passed, Row, reasons, table
-from worker.schedule.outcomes import Outcome, Sampled
-from worker.schedule.request import GenerationRequest
+from worker.outcomes import Outcome, Sampled
+from worker.request import GenerationRequest
 
 
 def prompt(*turns: tuple[str, str]) -> str:

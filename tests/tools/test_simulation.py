@@ -22,8 +22,8 @@ from scripts.simulation.costs import HYBRID, MODELS, PLAIN, Costs, interpolated
 from scripts.simulation.figures import Figures
 from scripts.simulation.machine import MAX_ROWS, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner
-from worker.schedule.growth import QUANTILE
-from worker.schedule.step.cost import MAX_CHUNK
+from worker.engine.admission.plan import QUANTILE
+from worker.engine.step.cost import MAX_CHUNK
 
 STEP_S = 0.1
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 from worker.bounded_json.reader import Reader
 from worker.chat.images import ImageInputs
 from worker.monitoring.sink import MetricsSink
-from worker.schedule.outcomes import OutcomeListener
-from worker.schedule.request import GenerationRequest
+from worker.outcomes import OutcomeListener
+from worker.request import GenerationRequest
 from worker.settings import Settings
 from worker.text.codec import TextCodec
 

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from schemas.keys import LANES
 from schemas.messages import Message
+from worker.byte_lru import ByteLRU
 from worker.errors import JobFailure
 from worker.images.conversation import REQUEST_FACTOR, ImageLoader
 from worker.images.image import Image
-from worker.schedule.cache.recent import ByteLRU
-from worker.schedule.request import Lane, ProcessedImage, PromptImage
+from worker.request import Lane, ProcessedImage, PromptImage
 from worker.settings import Settings
 
 _PIXEL_BYTES = 12  # of a preprocessed image: three channels in float32

@@ -14,7 +14,7 @@ from worker.chat.request import read_request
 from worker.chat.speculation import prediction_tokens
 from worker.errors import Cancelled, JobFailure
 from worker.queue.job.job import Job
-from worker.schedule.request import PromptImage
+from worker.request import PromptImage
 from worker.text.prompt.prompt import Prompt
 
 

@@ -11,9 +11,7 @@ from worker.chat.resume import Delivered
 from worker.chat.specprefill import as_result, with_outcome
 from worker.chat.speculation import SpeculationReceipt, why_no_drafts
 from worker.json_bytes import dumps
-from worker.queue.job.job import Job, JobResult
-from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
-from worker.schedule.outcomes import (
+from worker.outcomes import (
     Loaded,
     Phase,
     Prefilled,
@@ -22,6 +20,8 @@ from worker.schedule.outcomes import (
     SpecPrefillSkipped,
     Speculated,
 )
+from worker.queue.job.job import Job, JobResult
+from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
 from worker.text.output.output import Output, OutputDelta, concat
 from worker.text.output.tool_calls import message_tool_calls
 

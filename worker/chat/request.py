@@ -12,7 +12,7 @@ from schemas.messages import AssistantMessage, Message
 from worker.bounded_json.size import MAX_BODY_VALUES, count_values
 from worker.chat.functions import with_tools
 from worker.errors import JobFailure, prompt_too_large
-from worker.schedule.request import Sampling
+from worker.request import Sampling
 
 _NEVER = -100.0  # the bias that OpenAI describes as a ban
 

@@ -7,9 +7,9 @@ from typing import Any
 from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat
 from schemas.messages import TextPart
+from worker.outcomes import SpecPrefillApplied, SpecPrefillSkipped
 from worker.queue.job.resume_state import SpecPrefillReport
-from worker.schedule.outcomes import SpecPrefillApplied, SpecPrefillSkipped
-from worker.schedule.request import SpecPrefillParams
+from worker.request import SpecPrefillParams
 from worker.settings import Settings
 from worker.text.prompt.prompt import Prompt
 

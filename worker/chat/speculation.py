@@ -7,9 +7,8 @@ from typing import Any
 from schemas import ChatRequest
 from schemas.speculation import DraftLimit
 from worker.chat.context import WorkerContext
+from worker.outcomes import PREDICTION, Sampled, Speculated
 from worker.queue.job.claims import Claim
-from worker.schedule.outcomes import Sampled, Speculated
-from worker.schedule.speculation.copies import PREDICTION
 from worker.settings import Settings
 
 

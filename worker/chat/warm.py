@@ -17,9 +17,8 @@ from worker.chat.context import WorkerContext
 from worker.chat.prepare import cache_namespace
 from worker.chat.request import read_request
 from worker.errors import JobFailure, prompt_too_large
-from worker.schedule.cache.disk import NotStored, StoreResult
-from worker.schedule.outcomes import Outcome, Prefilled, Refused, RowFailed, Sampled
-from worker.schedule.request import GenerationRequest
+from worker.outcomes import NotStored, Outcome, Prefilled, Refused, RowFailed, Sampled, StoreResult
+from worker.request import GenerationRequest
 
 logger = logging.getLogger("sluice.warm")
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator
 
-from worker.engine.admission import WaitingRequest
+from worker.engine.admission_controller import WaitingRequest
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.isolation import isolate
 from worker.engine.prefill.queue import PrefillQueue
-from worker.schedule.outcomes import Outcome, RowFailed
-from worker.schedule.request import GenerationRequest
+from worker.outcomes import Outcome, RowFailed
+from worker.request import GenerationRequest
 
 _MAX_FAILURES = 10  # failures without a decoded token between them, after which the engine gives up
 

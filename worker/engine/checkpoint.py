@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from worker.engine.memory import format_bytes
 from worker.errors import CannotStart
-from worker.schedule.memory import format_bytes
 
 _CONFIG_FILES = "config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from worker.engine.memory import format_bytes
 from worker.errors import CannotStart
-from worker.schedule.memory import format_bytes
 
 
 def memory_limit() -> int:

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import mlx.core as mx
 
 from worker.engine.active import ActiveRows
-from worker.engine.admission import AdmissionController
+from worker.engine.admission.decision import RowEstimate
+from worker.engine.admission.plan import AdmissionPlan
+from worker.engine.admission_controller import AdmissionController
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.pending import StepToken
 from worker.engine.batch.row import Row
 from worker.engine.device import memory_limit, runs_ahead
 from worker.engine.isolation import isolate
 from worker.engine.joins import Joins
+from worker.engine.memory import MAX_ROWS, NO_IMAGES
 from worker.engine.model.load import Model
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
@@ -21,18 +24,25 @@ from worker.engine.prefill.task import ComputedPrompt
 from worker.engine.prefix.disk import DiskTier
 from worker.engine.prefix.durable import Storing
 from worker.engine.speculation.speculator import Speculator
+from worker.engine.step.budget import GapLimit
+from worker.engine.step.cost import Chunk, Forward
 from worker.engine.step_memory import StepMemory
 from worker.engine.step_part import step_part
 from worker.engine.upstream.mlx_lm import generation_stream
-from worker.schedule.admission import RowEstimate
-from worker.schedule.admission_plan import AdmissionPlan
-from worker.schedule.cache.disk import NotStored, StoreResult
-from worker.schedule.memory import MAX_ROWS, NO_IMAGES
-from worker.schedule.outcomes import CutShort, Outcome, Refused, RowFailed, Sampled, frees_memory
-from worker.schedule.report import DraftUse, PrefixUse, StepReport
-from worker.schedule.request import GenerationRequest
-from worker.schedule.step.forward import Chunk, Forward
-from worker.schedule.step.gap import GapLimit
+from worker.outcomes import (
+    CutShort,
+    DraftUse,
+    NotStored,
+    Outcome,
+    PrefixUse,
+    Refused,
+    RowFailed,
+    Sampled,
+    StepReport,
+    StoreResult,
+    frees_memory,
+)
+from worker.request import GenerationRequest
 
 logger = logging.getLogger("sluice.engine")
 

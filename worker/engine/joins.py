@@ -3,14 +3,14 @@
 import time
 from collections.abc import Sequence
 
-from worker.engine.admission import AdmissionController
+from worker.engine.admission_controller import AdmissionController
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.isolation import isolate
+from worker.engine.memory import MemoryModel
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.prefill.task import ComputedPrompt
-from worker.schedule.memory import MemoryModel
 
 
 class Joins:

@@ -1,11 +1,11 @@
 """The speculator of a model's rows."""
 
 from worker.engine.model.load import Model
+from worker.engine.speculation.copies import CopyProposer
 from worker.engine.speculation.draft_model import DraftModelProposer
+from worker.engine.speculation.forced import GrammarProposer
 from worker.engine.speculation.mtp.proposer import HeadProposer
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.speculation.copies import CopyProposer
-from worker.schedule.speculation.forced import GrammarProposer
 
 
 def speculator_of(model: Model) -> Speculator:

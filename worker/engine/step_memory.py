@@ -6,11 +6,11 @@ from operator import ge
 
 import mlx.core as mx
 
-from worker.engine.admission import AdmissionController
+from worker.engine.admission_controller import AdmissionController
 from worker.engine.batch.groups import Groups
+from worker.engine.memory import NO_IMAGES, ImageDemand, MemoryModel
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.schedule.memory import NO_IMAGES, ImageDemand, MemoryModel
 
 
 @dataclass(frozen=True, slots=True)

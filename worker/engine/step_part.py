@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from worker.engine.active import ActiveRows
 from worker.engine.isolation import isolate
-from worker.schedule.outcomes import Outcome
+from worker.outcomes import Outcome
 
 
 class HasActiveRows(Protocol):

@@ -14,19 +14,17 @@ from functools import partial
 from typing import TypeVar
 
 from worker.engine.engine import Engine
+from worker.engine.memory import MAX_ROWS
 from worker.engine.model.load import Model
 from worker.engine.prefix.disk import DiskTier
 from worker.engine.prefix.durable import Storing
 from worker.engine.speculators import speculator_of
+from worker.engine.step.cost import StepTimes
 from worker.engine.upstream.streams import clear_streams
 from worker.monitoring.heartbeat import Heartbeat
+from worker.outcomes import OutcomeListener, StepReport, StoreResult
 from worker.prefix_store.store import StoreOptions
-from worker.schedule.cache.disk import StoreResult
-from worker.schedule.memory import MAX_ROWS
-from worker.schedule.outcomes import OutcomeListener
-from worker.schedule.report import StepReport
-from worker.schedule.request import GenerationRequest
-from worker.schedule.step.times import StepTimes
+from worker.request import GenerationRequest
 
 logger = logging.getLogger("sluice.engine")
 

@@ -14,8 +14,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from schemas.keys import LANES, Lane
 from worker.errors import ErrorType
 from worker.monitoring.sink import CallFault, MetricsSink
-from worker.schedule.report import DraftUse, StepReport
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT, DraftUse, StepReport
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 

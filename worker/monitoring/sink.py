@@ -5,7 +5,7 @@ from typing import Literal
 
 from schemas.keys import Lane
 from worker.errors import ErrorType
-from worker.schedule.report import StepReport
+from worker.outcomes import StepReport
 
 # What can be wrong with a call that a model writes. It is delivered all the same.
 CallFault = Literal["unknown_function", "no_json_object", "missing_argument"]

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from worker.outcomes import NotStored
 from worker.prefix_store.background import Pace, lower_priority
 from worker.prefix_store.files.names import FileName, TokenDigest
 from worker.prefix_store.files.segment import StoredSegment
 from worker.prefix_store.folder.folder import Folder, Unwritable
 from worker.prefix_store.index import Index
-from worker.schedule.cache.disk import NotStored
 
 logger = logging.getLogger("sluice.prefix_store")
 

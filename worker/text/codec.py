@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from schemas import ChatRequest
 from schemas.keys import Lane
 from worker.errors import JobFailure
-from worker.schedule.outcomes import Logprobs
-from worker.schedule.request import GrammarState
+from worker.outcomes import Logprobs
+from worker.request import GrammarState
 from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.values import Parameters
 from worker.text.output.answer import AnswerReader

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from scripts.benchmarks.serve.results import Verdict
 from scripts.benchmarks.speculation.figures import Result
-from worker.schedule.step.gap import longest_gap_s
+from worker.engine.step.budget import longest_gap_s
 
 _NO_LOSS = 0.97  # of the speed without drafts
 _FREE_TEXT_ROWS = (8, 16)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from scripts.benchmarks.speculation.clocks import Clocks
-from worker.schedule.outcomes import Outcome, Prefilled, Refused, RowFailed, Sampled, Speculated
+from worker.outcomes import Outcome, Prefilled, Refused, RowFailed, Sampled, Speculated
 
 MIN_ANSWERS = 8  # of a run
 

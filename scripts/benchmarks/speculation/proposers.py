@@ -8,15 +8,16 @@ from unittest.mock import patch
 
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
+from worker.engine.speculation.copies import CopyProposer
 from worker.engine.speculation.draft_model import DraftModelProposer
+from worker.engine.speculation.forced import GrammarProposer
+from worker.engine.speculation.losses import LossAccount
 from worker.engine.speculation.mtp.proposer import DEPTH, HeadProposer
+from worker.engine.speculation.offer import DraftedRow, Offer
 from worker.engine.speculation.proposer import Proposer
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.speculators import speculator_of
-from worker.schedule.speculation.copies import PREDICTION, CopyProposer
-from worker.schedule.speculation.forced import GrammarProposer
-from worker.schedule.speculation.losses import LossAccount
-from worker.schedule.speculation.offer import DraftedRow, Offer
+from worker.outcomes import PREDICTION
 
 
 class PredictionProposer(CopyProposer):

@@ -8,7 +8,7 @@ from schemas import ChatRequest
 from scripts.benchmarks.speculation.tasks import TASKS, Task, chats, edited
 from worker.engine.model.load import Model
 from worker.engine.tokenizer import MLXTokenizer
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.request import GenerationRequest, Sampling
 from worker.text.codec import TextCodec
 
 MAX_TOKENS = 96  # of an answer

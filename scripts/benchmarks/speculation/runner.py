@@ -10,7 +10,7 @@ from scripts.benchmarks.speculation.tasks import TASKS
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 STEP_S = 0.1
 

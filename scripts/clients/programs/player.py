@@ -17,9 +17,9 @@ from scripts.clients.programs.script import Answer, answer_to
 from worker import __main__ as worker
 from worker.engine import thread
 from worker.engine.model.load import Model
-from worker.schedule.outcomes import FinishReason, OutcomeListener, Prefilled, Sampled
-from worker.schedule.request import GenerationRequest
-from worker.schedule.step.times import StepTimes
+from worker.engine.step.cost import StepTimes
+from worker.outcomes import FinishReason, OutcomeListener, Prefilled, Sampled
+from worker.request import GenerationRequest
 
 _REMEMBERED = 256  # conversations' prompts whose tokens are compared with the next one's
 _TOKENS_AT_ONCE = 20  # without a pause, so that a long answer leaves the event loop to others

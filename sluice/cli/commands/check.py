@@ -122,7 +122,7 @@ def _rows(report: "ModelReport") -> list[dict[str, int]]:
 
 
 def _print_model(facts: Facts) -> None:
-    from worker.schedule.memory import format_bytes
+    from worker.engine.memory import format_bytes
 
     weights = f"{facts['bits']} bits" if facts["bits"] else "not quantized"
     free = facts["limit_bytes"] - facts["weights_bytes"]
@@ -186,7 +186,7 @@ def _layers(layers: list[dict[str, Any]]) -> str:
 
 def _row(facts: Facts) -> str:
     """Return the memory of a row as text, such as `96 kB a token, 12 kB for each of the last 512`."""
-    from worker.schedule.memory import format_bytes
+    from worker.engine.memory import format_bytes
 
     bytes_by_window = Counter[int | None]()
     for layer in facts["layers"]:
@@ -206,7 +206,7 @@ def _marked(markers: tuple[str, str]) -> str:
 
 
 def _vision(facts: Facts) -> str:
-    from worker.schedule.memory import format_bytes
+    from worker.engine.memory import format_bytes
 
     if not facts["vision"]:
         return f"no. {facts['vision_unsupported_reason']}"
@@ -223,7 +223,7 @@ def _specprefill(attention_layers: int) -> str:
 
 
 def _print_rows(facts: Facts) -> None:
-    from worker.schedule.memory import MAX_ROWS
+    from worker.engine.memory import MAX_ROWS
 
     print_table(
         f"Rows that fit at once with speculation off (at most {MAX_ROWS})",

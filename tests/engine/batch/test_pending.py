@@ -7,7 +7,7 @@ import pytest
 
 from worker.engine.batch.pending import forward
 from worker.engine.batch.row import Row
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.request import GenerationRequest, Sampling
 
 BIASED = Sampling(logit_bias=((3, 100.0),))
 

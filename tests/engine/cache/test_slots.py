@@ -33,8 +33,8 @@ from worker.engine.cache.slots import (
     step_growth,
     tighten,
 )
+from worker.engine.memory import UNLIMITED_TOKENS
 from worker.engine.upstream.mlx_lm import make_prompt_cache
-from worker.schedule.memory import UNLIMITED_TOKENS
 
 LENGTHS = (1, 3, 9, 16, 17, 30, 45)  # around the tiny models' window of 16
 ANSWER = 24

@@ -18,7 +18,7 @@ from worker.engine.cache.slot_kv import SlotKVCache
 from worker.engine.cache.slot_rotating import SlotRotatingKVCache
 from worker.engine.cache.verification import verification
 from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT
 
 ANSWER = 30
 LENGTHS = (2, 5, 14, 17, 30, 45)  # around the tiny models' window of 16

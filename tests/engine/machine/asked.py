@@ -9,7 +9,7 @@ from tests.engine.machine.faults import NOT_FINITE, REFUSED, Faults
 from tests.engine.machine.grammars import Forbids, Forces, Plan, Raises
 from tests.engine.machine.reference import LONGEST, SHORT, Answer, alone
 from tests.engine.vision.cases import Prompt
-from worker.schedule.request import Lane, Range, Sampling, SpecPrefillParams
+from worker.request import Lane, Range, Sampling, SpecPrefillParams
 
 SYSTEM: tuple[Part, ...] = (20,)
 TEXTS: list[tuple[Part, ...]] = [(1,), (9,), (16,), (40,), (70,), (100,)]

@@ -9,7 +9,7 @@ from tests.engine.machine.families import Family
 from tests.engine.speculation.oracle import WRONG, Oracle, any_width, pause_nothing, speculator_of
 from worker.engine.speculation import speculator
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT
 
 
 class Drafts:

@@ -12,7 +12,7 @@ from tests.engine.machine.families import Family, Part
 from tests.engine.machine.grammars import Closes, Json, Picky, Plan
 from tests.engine.machine.reference import LONGEST
 from tests.engine.vision.cases import Prompt
-from worker.schedule.request import SpecPrefillParams
+from worker.request import SpecPrefillParams
 
 KEEPS = [0.2, 0.5, 1.0]
 PLANS: list[Plan] = [Json(), Picky(), Closes(0), Closes(2), Closes(4), Closes(4, Picky())]

@@ -12,7 +12,7 @@ from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from worker.engine.model.load import DraftModel, Model
 from worker.engine.model.profile import profile, weights_bytes
-from worker.schedule.request import GenerationRequest, PromptImage
+from worker.request import GenerationRequest, PromptImage
 
 Part = int | tuple[int, int, int]  # tokens of text, or an image by seed, width and height
 

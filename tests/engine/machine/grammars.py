@@ -10,7 +10,7 @@ from tests.engine.machine.families import Family
 from tests.engine.machine.faults import OnPurpose
 from tests.engine.stepwise_grammar import StepwiseGrammar
 from worker.engine.tokenizer import MLXTokenizer
-from worker.schedule.request import GrammarState
+from worker.request import GrammarState
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
 from worker.text.grammar.row.draft_time import _AT_ONCE_S

@@ -9,7 +9,7 @@ from tests.engine.machine.asked import Asked
 from tests.engine.machine.families import images_of, with_other_images
 from tests.engine.machine.remains import check_remains
 from tests.engine.machine.rules import Rules
-from worker.schedule.request import Sampling
+from worker.request import Sampling
 
 STEPS = 25  # events in a sequence
 ASKED_AT_END = 6

@@ -17,7 +17,7 @@ from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from tests.engine.vision.test_specprefill import kept_logits_with_images
 from worker.engine.sampling.sampler import draw, draw_key, kind_of
-from worker.schedule.request import GenerationRequest, Range, Sampling
+from worker.request import GenerationRequest, Range, Sampling
 
 SHORT, LONGEST = 3, 12  # tokens of an answer
 

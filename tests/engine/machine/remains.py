@@ -5,7 +5,7 @@ from typing import Any
 
 from worker.engine.cache.segments import is_finite
 from worker.engine.engine import Engine
-from worker.schedule.cache.prefix import Node, PrefixTree
+from worker.engine.prefix.tree import Node, PrefixTree
 
 
 def check_remains(engine: Engine, bad: set[int]) -> None:

@@ -25,11 +25,11 @@ from tests.engine.machine.faults import ONCE, Faults, Once
 from tests.engine.machine.grammars import Forbids, Forces, Raises
 from tests.engine.machine.reference import LONGEST, Answer
 from tests.engine.vision.cases import Prompt
-from worker.engine import admission
-from worker.schedule import growth
-from worker.schedule.grouping import StepCost
-from worker.schedule.memory import MAX_ROWS, ImageDemand
-from worker.schedule.request import Range
+from worker.engine import admission_controller as admission
+from worker.engine.admission import plan as growth
+from worker.engine.admission.grouping import StepCost
+from worker.engine.memory import MAX_ROWS, ImageDemand
+from worker.request import Range
 
 SPARE_IMAGES = ImageDemand(64, 128, 64, 100_000)
 COSTS = [ONE_GROUP, EACH_ALONE, StepCost(group_s=2e-6, cell_s=1e-9)]

@@ -10,9 +10,9 @@ import pytest
 
 from tests.engine.driver import Run
 from tests.engine.tiny import FAMILIES, build, model, model_of, prompt
+from worker.engine.memory import CHUNK, KVLayers, MemoryModel
 from worker.engine.model.calibration import _longest, calibrated
 from worker.engine.model.load import Model
-from worker.schedule.memory import CHUNK, KVLayers, MemoryModel
 
 # Both select the tokens to attend to by an indexer of their own.
 SEARCHING: dict[str, dict[str, Any]] = {

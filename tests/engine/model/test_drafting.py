@@ -10,7 +10,7 @@ from worker.engine.cache.recurrence import NoRecurrence, Replay, Stepping
 from worker.engine.model import drafting as module
 from worker.engine.model.drafting import Drafting, drafting
 from worker.engine.model.profile import profile
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT
 
 REPLAYED = "qwen3_5", "mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2"
 STEPPED = "jamba", "recurrent_gemma", "rwkv7", "mamba"

@@ -21,12 +21,12 @@ from worker.engine.batch.row import Row
 from worker.engine.cache.layers import layers
 from worker.engine.cache.slots import batch_of, bytes_of, join
 from worker.engine.device import fused_attention
+from worker.engine.memory import CHUNK, MemoryModel
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.profile import Layer, ModelProfile, profile, weights_bytes, why_not_batched
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.task import PromptTask
-from worker.schedule.memory import CHUNK, MemoryModel
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 _PLAIN = {key: CONFIGS["llama"][key] for key in CONFIGS["llama"] if key != "model_type"}
 MORE: dict[str, dict[str, Any]] = {

@@ -9,13 +9,13 @@ import mlx.nn as nn
 from tests.engine.speculation.mtp.test_drafts import head_of
 from tests.engine.tiny import prompt
 from worker.engine.batch.row import Row
+from worker.engine.memory import MemoryModel
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.task import PromptTask
 from worker.engine.prefill.together import SharedForwards
 from worker.engine.prefix.cache import PrefixCache
 from worker.engine.speculation.mtp.prompt import PromptEntries, PromptHead
-from worker.schedule.memory import MemoryModel
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 NAME = "qwen3_5"
 TOKENS = 40

@@ -5,17 +5,14 @@ from itertools import cycle
 
 import pytest
 
+from tests.engine.step.running import DECODE_S, Running
 from tests.engine.tiny import model, prompt
-from tests.schedule.step.running import DECODE_S, Running
 from worker.engine.batch.row import Row
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.schedule.request import GenerationRequest, Lane
-from worker.schedule.step.budget import StepBudget
-from worker.schedule.step.cost import CostEstimate
-from worker.schedule.step.forward import Chunk
-from worker.schedule.step.gap import longest_gap_s
-from worker.schedule.step.waiting import FIRST_STEP_WITHIN_S
+from worker.engine.step.budget import FIRST_STEP_WITHIN_S, StepBudget, longest_gap_s
+from worker.engine.step.cost import Chunk, CostEstimate
+from worker.request import GenerationRequest, Lane
 
 STEP_S, TOKENS_PER_S = 0.1, 2000
 ROOM = 10**9

@@ -16,10 +16,10 @@ from worker.engine.batch.row import Row
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.stage import Ended, Phase, Stage
 from worker.engine.prefill.task import PromptTask
+from worker.engine.step.cost import Chunk
 from worker.engine.thread import EngineThread
-from worker.schedule.outcomes import Encoded, Outcome, Sampled
-from worker.schedule.request import GenerationRequest
-from worker.schedule.step.forward import Chunk
+from worker.outcomes import Encoded, Outcome, Sampled
+from worker.request import GenerationRequest
 
 PROMPT, ANSWER = prompt(30, 1), 8
 

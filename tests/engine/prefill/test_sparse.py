@@ -16,6 +16,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, FixedCost
 from tests.engine.tiny import FAMILIES, VOCAB, build, greedy_with_logprobs, network, prompt
 from tests.selection import examples
+from worker.engine.admission.grouping import StepCost
 from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
@@ -26,8 +27,7 @@ from worker.engine.prefill.task import PromptTask
 from worker.engine.prefix.cache import PrefixCache
 from worker.engine.upstream.hooks import UnsupportedRope, rope_at
 from worker.engine.upstream.mlx_lm import make_prompt_cache
-from worker.schedule.grouping import StepCost
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.request import GenerationRequest, Sampling
 
 LONG = 90
 KEPT = ((0, 9), (12, 13), (17, 29), (40, 47), (72, 90))  # with the tiny models' window of 16 at the end

@@ -9,7 +9,7 @@ from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.prefill.test_sparse import ANSWER, KEPT, LONG, OTHER, reference
 from tests.engine.tiny import EOS, alone, build, model, network, prompt
 from worker.engine.batch.row import Row
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.request import GenerationRequest, Sampling
 
 
 def expected(family: str, seed: int, kept: tuple[tuple[int, int], ...]) -> list[int]:

@@ -9,7 +9,7 @@ from tests.engine.driver import Run
 from tests.engine.tiny import FAMILIES, alone, model, network, prompt
 from worker.engine.model.load import DraftModel, Model
 from worker.engine.prefill.scoring import Draft
-from worker.schedule.request import Range, SpecPrefillParams
+from worker.request import Range, SpecPrefillParams
 
 LONG, ANSWER = 200, 10
 WISH = SpecPrefillParams(keep=0.3, droppable_ranges=((10, 180),), min_tokens=1, requested=True)

@@ -14,8 +14,8 @@ from worker.engine.prefill.specprefill import Score
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.prefill.task import PromptTask
 from worker.engine.prefix.cache import PrefixCache
-from worker.schedule.outcomes import Encoded, Outcome, Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
-from worker.schedule.request import GenerationRequest, SpecPrefillParams
+from worker.outcomes import Encoded, Outcome, Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
+from worker.request import GenerationRequest, SpecPrefillParams
 
 LONG = 200
 REQUEST = GenerationRequest("row", prompt(LONG, 1), 9)

@@ -16,7 +16,7 @@ from tests.engine.vision import cases
 from tests.engine.vision.test_rows import FAMILIES as IMAGE_FAMILIES
 from worker.engine.cache import slots
 from worker.engine.cache.pack import Pack
-from worker.schedule.step.forward import Forward
+from worker.engine.step.cost import Forward
 
 QWEN = "qwen3_5"
 BAD = 5  # a token that no prompt contains

@@ -17,16 +17,16 @@ from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.test_isolation import always, failing_once, once, raising
 from tests.engine.tiny import EOS, VOCAB, alone, greedy_with_logprobs, model, network, prompt
 from tests.selection import examples
-from worker.engine.admission import AdmissionController
+from worker.engine.admission_controller import AdmissionController
 from worker.engine.batch import decode_batch as rows_module
 from worker.engine.cache.layers import layers
+from worker.engine.memory import KVLayers, MemoryModel
 from worker.engine.model.load import Model
 from worker.engine.prefill import reuse as prefill_module
 from worker.engine.prefix import cache as prefix_module
-from worker.schedule.cache import prefix as tree_module
-from worker.schedule.cache.prefix import CLOSE_TOKENS, shared_length
-from worker.schedule.memory import KVLayers, MemoryModel
-from worker.schedule.request import Sampling
+from worker.engine.prefix import tree as tree_module
+from worker.engine.prefix.tree import CLOSE_TOKENS, shared_length
+from worker.request import Sampling
 
 Tokens = tuple[int, ...]
 

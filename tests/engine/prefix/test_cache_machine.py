@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import alone, model, network, prompt
 from tests.selection import examples
+from worker.engine.admission.grouping import StepCost
 from worker.engine.prefill import reuse
-from worker.schedule.cache import prefix
-from worker.schedule.grouping import StepCost
-from worker.schedule.request import Lane
+from worker.engine.prefix import tree as prefix
+from worker.request import Lane
 
 Tokens = tuple[int, ...]
 

@@ -20,21 +20,20 @@ from tests.engine.tiny import model, network, prompt
 from worker.engine.cache.layers import layers
 from worker.engine.model.load import Model
 from worker.engine.prefill import reuse
+from worker.engine.prefix import tree as tree_module
 from worker.engine.prefix.disk import DiskTier, _allocate
 from worker.engine.prefix.durable import Storing
 from worker.engine.thread import EngineThread
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
+from worker.outcomes import Loaded, NotStored, Outcome, Sampled, StoreResult
 from worker.prefix_store.files.header import read_file_header
 from worker.prefix_store.files.names import parse_name
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.reader import Reader
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import Writer
-from worker.schedule.cache import prefix as tree_module
-from worker.schedule.cache.disk import NotStored, StoreResult
-from worker.schedule.outcomes import Loaded, Outcome, Sampled
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 ANSWER = 6
 DOCUMENT = prompt(300, 9)

@@ -23,10 +23,10 @@ from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from worker.engine.model.load import Model
 from worker.engine.prefix.cache import PrefixCache
+from worker.outcomes import Logprobs, Outcome, Sampled
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import Reader, Reading
-from worker.schedule.outcomes import Logprobs, Outcome, Sampled
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 BOUNDARY = 40
 LONG_ANSWER = 12

@@ -14,11 +14,11 @@ from tests.engine.speculation.oracle import Oracle, any_width, recurrence_of
 from tests.selection import examples
 from worker.engine.model.load import Model, open_model
 from worker.engine.speculation import speculator
+from worker.engine.speculation.forced import GrammarProposer
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.tokenizer import MLXTokenizer
-from worker.schedule.request import GenerationRequest, Sampling
-from worker.schedule.speculation.forced import GrammarProposer
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT
+from worker.request import GenerationRequest, Sampling
 from worker.text.codec import TextCodec
 from worker.text.grammar.row.calls import CallsGrammar
 from worker.text.output.output import OutputDelta

@@ -22,8 +22,8 @@ from worker.engine.batch.row import Row
 from worker.engine.model.load import Model, open_model
 from worker.engine.sampling.grammar_processor import GrammarProcessor
 from worker.engine.tokenizer import MLXTokenizer
-from worker.schedule.outcomes import Sampled
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.outcomes import Sampled
+from worker.request import GenerationRequest, Sampling
 from worker.text.codec import TextCodec
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.row.grammar import RowGrammar

@@ -14,8 +14,8 @@ from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
 from tests.selection import examples
 from worker.engine.model.load import Model, open_model
 from worker.engine.sampling.logprobs import StepLogprobs
-from worker.schedule.outcomes import Logprobs
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.outcomes import Logprobs
+from worker.request import GenerationRequest, Sampling
 
 NO_END = ((EOS, -100.0),)
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

@@ -11,7 +11,7 @@ from tests.engine.machine.reference import processed
 from tests.selection import examples
 from worker.engine.batch.row import Row
 from worker.engine.sampling.processors import processors_for
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.request import GenerationRequest, Sampling
 
 VOCAB, STEPS = 12, 3
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

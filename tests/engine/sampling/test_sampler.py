@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
 from tests.selection import examples
+from worker.engine import memory
 from worker.engine.batch.row import Row
 from worker.engine.model.load import Model, open_model
 from worker.engine.sampling import sampler
 from worker.engine.sampling.sampler import Sampler, _RowsAlike, draw, draw_key, kind_of
-from worker.schedule import memory
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.request import GenerationRequest, Sampling
 
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 

@@ -8,11 +8,12 @@ import pytest
 from worker.engine.cache.recurrence import Recurrence, Replay
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
+from worker.engine.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget
+from worker.engine.speculation.losses import LossAccount
+from worker.engine.speculation.offer import DraftedRow, Offer
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget
-from worker.schedule.speculation.losses import LossAccount
-from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
-from worker.schedule.speculation.width import ForwardCosts
+from worker.engine.speculation.width import ForwardCosts
+from worker.outcomes import MAX_DRAFT
 
 WRONG = range(10, 250)  # tokens that take the place of right ones
 

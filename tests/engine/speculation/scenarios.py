@@ -11,7 +11,7 @@ from tests.engine.machine.families import Family
 from tests.engine.speculation.oracle import Oracle, speculator_of
 from tests.engine.tiny import EVERY_FAMILY, model, prompt
 from worker.engine.model.load import Model
-from worker.schedule.request import GrammarState, Sampling
+from worker.request import GrammarState, Sampling
 
 Drive = Callable[[Run], None]  # submits requests, and runs the engine until all have ended
 Answers = Mapping[str, Sequence[int]]  # by request

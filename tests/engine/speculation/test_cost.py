@@ -10,12 +10,12 @@ import pytest
 from tests.engine.driver import Run
 from tests.engine.speculation.oracle import pause_nothing, recurrence_of
 from tests.engine.tiny import model, prompt
+from worker.engine.speculation.losses import LONGEST_PAUSE, PAUSE_AFTER_JOIN
+from worker.engine.speculation.offer import DraftedRow, Offer
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.outcomes import Speculated
-from worker.schedule.request import GenerationRequest
-from worker.schedule.speculation.backoff import LONGEST_PAUSE, PAUSE_AFTER_JOIN
-from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
-from worker.schedule.step.gap import GapLimit
+from worker.engine.step.budget import GapLimit
+from worker.outcomes import MAX_DRAFT, Speculated
+from worker.request import GenerationRequest
 
 ANSWER = 100
 

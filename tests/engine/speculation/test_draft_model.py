@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from tests.engine.speculation.test_draft_rows import DEPTH, draft_of, expected
 from tests.engine.tiny import prompt
 from worker.engine.speculation.draft_model import DraftModelProposer
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 
 @dataclass

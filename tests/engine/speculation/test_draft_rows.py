@@ -11,9 +11,9 @@ from mlx_lm.generate import generate_step
 from tests.engine.speculation.oracle import recurrence_of
 from tests.engine.tiny import model, network, prompt
 from worker.engine.speculation import draft_rows
+from worker.engine.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget
 from worker.engine.speculation.draft_rows import DraftNetwork, DraftRows
 from worker.engine.upstream.mlx_lm import make_prompt_cache
-from worker.schedule.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget
 
 FAMILIES = ["qwen3", "qwen3_5", "gemma3", "falcon_h1", "jamba", "mamba2"]
 DEPTH = 4

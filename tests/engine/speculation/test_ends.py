@@ -6,7 +6,7 @@ from typing import Any
 
 from worker.engine.batch.verifications import Verifications
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 END, OTHER = 2, 30
 

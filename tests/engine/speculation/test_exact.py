@@ -24,7 +24,7 @@ from tests.engine.speculation.scenarios import (
     submit,
 )
 from tests.engine.tiny import EVERY_FAMILY, alone, model, network, prompt
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 
 @pytest.fixture(autouse=True)

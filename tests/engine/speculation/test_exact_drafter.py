@@ -12,9 +12,8 @@ from tests.engine.tiny import model, network, prompt
 from worker.engine.speculation.draft_model import DRAFT, DraftModelProposer
 from worker.engine.speculation.draft_rows import DraftNetwork
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.outcomes import Speculated
-from worker.schedule.request import GenerationRequest
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT, Speculated
+from worker.request import GenerationRequest
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from tests.engine.driver import ONE_GROUP, Run
 from tests.engine.speculation.oracle import Oracle, Unhurried, speculator_of, verify_everything
 from tests.engine.tiny import CONFIGS, FAMILIES, build, model_of, prompt
 from tests.engine.tiny import model as tiny_model
-from worker.engine.correction import Calibration
+from worker.engine.admission_controller import Calibration
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.drafter import added
 from worker.engine.model.head import with_head_costs
@@ -24,8 +24,8 @@ from worker.engine.speculation.mtp.layouts import layout_of
 from worker.engine.speculation.mtp.proposer import HeadProposer
 from worker.engine.speculation.mtp.trunk import RecordingTrunk
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.outcomes import Speculated
-from worker.schedule.request import Sampling
+from worker.outcomes import Speculated
+from worker.request import Sampling
 
 ROWS, PROMPT, ANSWER = 6, 60, 40
 _TEXT = CONFIGS["qwen3_5"]["text_config"]

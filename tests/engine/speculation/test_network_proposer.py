@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from worker.engine.speculation.network_proposer import NetworkProposer
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 PRIORS = (0.7, 0.6, 0.5)
 

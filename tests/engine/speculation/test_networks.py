@@ -10,9 +10,9 @@ from tests.engine.speculation.test_draft_rows import draft_of
 from tests.engine.tiny import prompt
 from worker.engine.speculation.draft_model import DRAFT, DraftModelProposer
 from worker.engine.speculation.networks import _TRIAL_EVERY
+from worker.engine.speculation.offer import DraftedRow, Offer
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.request import GenerationRequest
-from worker.schedule.speculation.offer import DraftedRow, Offer
+from worker.request import GenerationRequest
 
 DEPTH = 4
 

@@ -9,12 +9,11 @@ from tests.engine.machine import grammars
 from tests.engine.machine.families import Family
 from tests.engine.speculation.oracle import recurrence_of, verify_everything
 from tests.engine.tiny import model, prompt
+from worker.engine.speculation.copies import COPY, CopyProposer
+from worker.engine.speculation.forced import GRAMMAR, GrammarProposer
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.outcomes import Speculated
-from worker.schedule.request import GenerationRequest, Sampling
-from worker.schedule.speculation.copies import COPY, PREDICTION, CopyProposer
-from worker.schedule.speculation.forced import GRAMMAR, GrammarProposer
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT, PREDICTION, Speculated
+from worker.request import GenerationRequest, Sampling
 
 ANSWER = 24
 

@@ -7,9 +7,8 @@ import pytest
 from tests.engine.driver import Run
 from tests.engine.speculation.oracle import Oracle, speculator_of, verify_everything
 from tests.engine.tiny import model, prompt
-from worker.schedule.outcomes import Sampled, Speculated
-from worker.schedule.report import DraftUse, StepReport
-from worker.schedule.request import GenerationRequest
+from worker.outcomes import DraftUse, Sampled, Speculated, StepReport
+from worker.request import GenerationRequest
 
 FREE = GenerationRequest("free", prompt(9, 1), 24)
 LIMITED = GenerationRequest("limited", prompt(12, 2), 24, max_draft=2)

@@ -28,9 +28,8 @@ from tests.engine.vision.test_rows import OTHER_ROWS, mixed
 from worker.engine.model.load import DraftModel, Model
 from worker.engine.speculation import verify
 from worker.engine.speculation.verify import Accepted, DrawnToken
-from worker.schedule.outcomes import Speculated
-from worker.schedule.report import StepReport
-from worker.schedule.request import Sampling, SpecPrefillParams
+from worker.outcomes import Speculated, StepReport
+from worker.request import Sampling, SpecPrefillParams
 
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gemma3", "qwen3_5")]
 

@@ -7,11 +7,11 @@ from math import inf
 import pytest
 
 from worker.engine.speculation import spending
+from worker.engine.speculation.losses import FIRST, RESUMED
+from worker.engine.speculation.offer import DraftedRow, Offer
 from worker.engine.speculation.spending import Spending
-from worker.schedule.request import GenerationRequest
-from worker.schedule.speculation.losses import FIRST, RESUMED
-from worker.schedule.speculation.offer import DraftedRow, Offer
-from worker.schedule.speculation.width import ForwardCosts
+from worker.engine.speculation.width import ForwardCosts
+from worker.request import GenerationRequest
 
 ROW = GenerationRequest("a", (1, 2), 50)
 

@@ -11,11 +11,12 @@ import pytest
 from worker.engine.batch import verifications
 from worker.engine.batch.verifications import Verifications
 from worker.engine.speculation import networks, spending
+from worker.engine.speculation.losses import FIRST, SHARE
 from worker.engine.speculation.network_proposer import NetworkProposer
+from worker.engine.speculation.offer import DraftedRow, Offer
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.request import GenerationRequest
-from worker.schedule.speculation.losses import FIRST, SHARE
-from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
+from worker.outcomes import MAX_DRAFT
+from worker.request import GenerationRequest
 
 PLAIN_S, DRAFTED_S, WIDER_S = 3.0, (1.7, 2.3, 2.8), (3.9, 4.4, 4.8)  # of tiny-chat, by depth, in ms
 GOOD, BAD = (0.84, 0.88, 0.90), (0.3, 0.3, 0.3)

@@ -18,7 +18,7 @@ from models.tiny_vision import EOS, FILES, write_checkpoint
 from worker.engine.model.load import Model, open_model
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.vision.processors import ImageProcessor
-from worker.schedule.request import GenerationRequest, ProcessedImage
+from worker.request import GenerationRequest, ProcessedImage
 
 
 @cache

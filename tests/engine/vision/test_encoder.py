@@ -16,11 +16,11 @@ from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
+from worker.engine.step.cost import Chunk
 from worker.engine.vision.encoder import EncoderRun, Features
 from worker.engine.vision.feature_cache import FeatureCache
-from worker.schedule.outcomes import Encoded, Sampled
-from worker.schedule.request import PromptImage, Sampling
-from worker.schedule.step.forward import Chunk
+from worker.outcomes import Encoded, Sampled
+from worker.request import PromptImage, Sampling
 
 FAMILIES = [*CONFIGS]
 ANY_SIZE = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "pixtral", "mistral3"]  # their images can be large

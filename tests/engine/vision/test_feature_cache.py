@@ -18,10 +18,10 @@ from worker.engine.prefill.images import LoadImages
 from worker.engine.prefill.task import PromptTask
 from worker.engine.vision.encoder import Features
 from worker.engine.vision.feature_cache import FeatureCache
+from worker.outcomes import Loaded, Outcome
 from worker.prefix_store.files.names import IMAGE_FEATURES
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.reader import Reader, Reading
-from worker.schedule.outcomes import Loaded, Outcome
 
 ALL = pytest.mark.parametrize("family", [*CONFIGS])
 ANSWER = 8

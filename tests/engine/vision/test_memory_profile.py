@@ -13,14 +13,14 @@ import pytest
 from models.tiny_vision import CONFIGS, write_checkpoint
 from tests.engine.driver import ONE_GROUP, Run
 from tests.engine.vision import cases
+from worker.engine.memory import CHUNK, ImageDemand, MemoryModel
 from worker.engine.model.load import Model, open_model
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.vision.encoder import EncoderRun
 from worker.engine.vision.load import Vision, open_vision
 from worker.engine.vision.memory_profile import with_encoder_cost
 from worker.engine.vision.processors import ProcessedImage
-from worker.schedule.memory import CHUNK, ImageDemand, MemoryModel
-from worker.schedule.request import GenerationRequest, PromptImage
+from worker.request import GenerationRequest, PromptImage
 
 FAMILIES = [*CONFIGS]
 TINY = 200_000  # bytes: with small images, arrays of a fixed size count

@@ -16,7 +16,7 @@ from tests.engine.vision import cases
 from worker.engine.model.load import fingerprint, open_model
 from worker.engine.upstream import mlx_vlm
 from worker.errors import CannotStart
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 FAMILIES = [*CONFIGS]
 

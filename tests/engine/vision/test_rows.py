@@ -11,7 +11,7 @@ from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt, prompt
 from worker.engine.model.load import open_model
 from worker.engine.prefill import reuse as prefill_module
-from worker.schedule.cache import prefix as tree_module
+from worker.engine.prefix import tree as tree_module
 
 FAMILIES = [*CONFIGS]
 # Their experts do not matter for the cache of a row.

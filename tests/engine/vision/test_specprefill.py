@@ -27,7 +27,7 @@ from worker.engine.prefill.scoring import LOOKAHEAD
 from worker.engine.prefill.sparse import why_not_sparse
 from worker.engine.vision.encoder import Encode, EncoderRun
 from worker.errors import CannotStart
-from worker.schedule.request import GenerationRequest, PromptImage, Range, SpecPrefillParams, tokens_in
+from worker.request import GenerationRequest, PromptImage, Range, SpecPrefillParams, tokens_in
 
 FAMILIES = pytest.mark.parametrize("family", [*CONFIGS])
 ANSWER = 12

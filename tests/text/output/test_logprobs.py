@@ -5,7 +5,7 @@ import math
 
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
-from worker.schedule.outcomes import Logprobs
+from worker.outcomes import Logprobs
 from worker.text.output.logprobs import entry
 
 SPELLED = {1: b" yes", 2: "é".encode(), 3: "👍".encode()[:2], 4: b""}

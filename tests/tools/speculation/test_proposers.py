@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 
 from scripts.benchmarks.speculation.proposers import PROPOSERS, IdleProposer, PredictionProposer
 from worker.engine.speculation import speculator
+from worker.engine.speculation.copies import CopyProposer
 from worker.engine.speculation.mtp.proposer import DEPTH
-from worker.schedule.request import GenerationRequest
-from worker.schedule.speculation.copies import PREDICTION, CopyProposer
-from worker.schedule.speculation.offer import Offer
-from worker.schedule.speculation.width import ForwardCosts
+from worker.engine.speculation.offer import Offer
+from worker.engine.speculation.width import ForwardCosts
+from worker.outcomes import PREDICTION
+from worker.request import GenerationRequest
 
 REPEATING = (*range(10, 20), *range(10, 15))
 

@@ -7,6 +7,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from worker.engine.admission.classes import Bounds, Decoding, class_of
+from worker.engine.admission.grouping import MeasuredCost, place, regroup
 from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, PreemptedRow
 from worker.engine.batch.pending import StepToken
 from worker.engine.batch.regrouping import destinations
@@ -16,9 +18,7 @@ from worker.engine.batch.verifications import Verifications
 from worker.engine.isolation import Attempt, isolate
 from worker.engine.speculation.mtp.trunk import Network
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.classes import Bounds, Decoding, class_of
-from worker.schedule.grouping import MeasuredCost, place, regroup
-from worker.schedule.step.gap import GapLimit
+from worker.engine.step.budget import GapLimit
 
 _Collect = Callable[[DecodeBatch], list[StepToken]]
 _REBALANCE_EVERY = 32  # steps between two checks if other groups would be faster

@@ -14,7 +14,7 @@ from worker.engine.sampling.processors import processors_for
 from worker.engine.sampling.sampler import Sampler, draw
 from worker.engine.speculation.mtp.trunk import Network
 from worker.engine.speculation.positions import Position
-from worker.schedule.outcomes import Logprobs
+from worker.outcomes import Logprobs
 
 
 class RowLogprobs(NamedTuple):

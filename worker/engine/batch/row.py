@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from worker.engine.sampling.processors import needs_prompt
 from worker.engine.sampling.sampler import Kind, draw_key, kind_of
-from worker.schedule.request import GenerationRequest, GrammarState, Range
+from worker.request import GenerationRequest, GrammarState, Range
 
 
 @dataclass(slots=True, eq=False)

@@ -8,11 +8,10 @@ from weakref import WeakKeyDictionary
 from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch
 from worker.engine.batch.pending import StepToken
 from worker.engine.batch.row import Row
+from worker.engine.speculation.losses import Backoff, Baseline
 from worker.engine.speculation.speculator import Speculator
-from worker.schedule.outcomes import Speculated
-from worker.schedule.speculation.backoff import Backoff
-from worker.schedule.speculation.baseline import Baseline
-from worker.schedule.step.gap import GapLimit
+from worker.engine.step.budget import GapLimit
+from worker.outcomes import Speculated
 
 
 class Verifications:

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from worker.engine.cache.slot_rows import SlotRows
+from worker.engine.memory import UNLIMITED_TOKENS, padded_shape
 from worker.engine.upstream.mlx_lm import BatchKVCache, KVCache
-from worker.schedule.memory import UNLIMITED_TOKENS, padded_shape
 
 
 class SlotKVCache:

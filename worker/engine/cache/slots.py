@@ -20,6 +20,7 @@ from worker.engine.cache.slot_arrays import SlotArraysCache
 from worker.engine.cache.slot_kv import SlotKVCache
 from worker.engine.cache.slot_rotating import SlotRotatingKVCache
 from worker.engine.cache.slot_rows import share_rows
+from worker.engine.memory import UNLIMITED_TOKENS
 from worker.engine.upstream.mlx_lm import (
     ArraysCache,
     BatchKVCache,
@@ -28,7 +29,6 @@ from worker.engine.upstream.mlx_lm import (
     KVCache,
     RotatingKVCache,
 )
-from worker.schedule.memory import UNLIMITED_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import mlx.nn as nn
 
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
+from worker.engine.memory import BUFFER_TOKENS, CHUNK, MemoryModel
 from worker.engine.upstream.mlx_lm import KVCache, make_prompt_cache
-from worker.schedule.memory import BUFFER_TOKENS, CHUNK, MemoryModel
 
 _LONGEST = 8192  # tokens; DeepSeek-V3.2 and GLM pick 2,048
 _PROBE = 32  # tokens of a chunk after a long context: precise enough, in an eighth of the time of a whole chunk

@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from worker.engine import device
 from worker.engine.checkpoint import tensor_names
+from worker.engine.memory import MemoryModel
 from worker.engine.model.drafting import Drafting, drafting
 from worker.engine.model.load import (
     model_folder,
@@ -25,7 +26,6 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.engine.vision.load import Vision, open_vision, refuse_unready, vision_unsupported_reason
 from worker.errors import CannotStart
-from worker.schedule.memory import MemoryModel
 
 # The files to download from a hub: all that are read here, and no weights.
 _TEXTS = ["*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "tiktoken.model"]

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.checkpoint import read_json
+from worker.engine.memory import MemoryModel
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.drafting import Drafting, drafting
 from worker.engine.model.load import Model, context_of, model_folder, refuse_undraftable
@@ -17,8 +18,7 @@ from worker.engine.speculation.draft_rows import DraftNetwork
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_model, load_tokenizer
 from worker.errors import CannotStart
-from worker.schedule.memory import MemoryModel
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT
 
 
 def with_drafter(model: Model, path_or_hub_id: str, specprefill_path_or_hub_id: str | None) -> Model:

@@ -16,7 +16,7 @@ from worker.engine.device import fused_attention
 from worker.engine.model.profile import Layer
 from worker.engine.upstream.hooks import observed_attention
 from worker.engine.upstream.mlx_lm import ArraysCache, CacheList, make_prompt_cache
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT
 
 # Of recurrent states: "replay" and "stepping" are the classes of these names, "none" a model without states.
 States = Literal["none", "replay", "stepping"]

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.engine.checkpoint import read_json, tensor_names
+from worker.engine.memory import KVLayers, MemoryModel
 from worker.engine.model.load import Model, model_folder, refuse_undraftable
 from worker.engine.model.profile import weights_bytes
 from worker.engine.speculation.mtp.head import Head, entry_shape
@@ -16,7 +17,6 @@ from worker.engine.speculation.mtp.layouts import report_head
 from worker.engine.speculation.mtp.load import files_to_download, find_head, load_head, refuse_other_model, with_config
 from worker.engine.speculation.mtp.trunk import RecordingTrunk
 from worker.errors import CannotStart
-from worker.schedule.memory import KVLayers, MemoryModel
 
 logger = logging.getLogger("sluice.engine")
 

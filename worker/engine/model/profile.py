@@ -15,9 +15,9 @@ from mlx.utils import tree_flatten
 
 from worker.engine.cache.layers import cannot_batch, layers
 from worker.engine.device import fused_attention
+from worker.engine.memory import BUFFER_TOKENS, KVLayers, MemoryModel
 from worker.engine.upstream.hooks import observed_attention
 from worker.engine.upstream.mlx_lm import make_prompt_cache
-from worker.schedule.memory import BUFFER_TOKENS, KVLayers, MemoryModel
 
 Kind = Literal["kv", "rotating", "compressed", "recurrent", "chunked", "quantized", "unused"]
 

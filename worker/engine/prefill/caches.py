@@ -11,8 +11,8 @@ from worker.engine.prefix.cache import PrefixCache
 from worker.engine.prefix.disk import DiskTier
 from worker.engine.vision.feature_cache import FeatureCache, StoredFeatures
 from worker.prefix_store.ahead import ReadAhead
-from worker.schedule.cache.disk import LoadLimit
-from worker.schedule.request import GenerationRequest
+from worker.prefix_store.policy import LoadLimit
+from worker.request import GenerationRequest
 
 # Each takes 1 / share of all bytes.
 _DRAFT_SHARE = 4

@@ -2,15 +2,15 @@
 
 import time
 
+from worker.engine.memory import ImageDemand
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.vision.encoder import Encode, EncoderRun
 from worker.engine.vision.feature_cache import StoredFeatures, restored
 from worker.engine.vision.inputs import MultimodalInputs
+from worker.outcomes import Encoded, Loaded
+from worker.prefix_store.policy import LoadLimit
 from worker.prefix_store.reader import Reading
-from worker.schedule.cache.disk import LoadLimit
-from worker.schedule.memory import ImageDemand
-from worker.schedule.outcomes import Encoded, Loaded
-from worker.schedule.request import GenerationRequest, PromptImage
+from worker.request import GenerationRequest, PromptImage
 
 
 class LoadImages(Stage):

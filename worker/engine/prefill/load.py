@@ -4,9 +4,9 @@ import time
 
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.prefix.cache import PrefixCache, StartedLoad
-from worker.schedule.cache.disk import LoadLimit
-from worker.schedule.outcomes import Loaded
-from worker.schedule.request import GenerationRequest
+from worker.outcomes import Loaded
+from worker.prefix_store.policy import LoadLimit
+from worker.request import GenerationRequest
 
 
 class Load(Stage):

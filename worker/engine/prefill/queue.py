@@ -12,6 +12,7 @@ import mlx.nn as nn
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
 from worker.engine.isolation import isolate
+from worker.engine.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.engine.model.load import Model
 from worker.engine.model.profile import weights_bytes
 from worker.engine.prefill.caches import EngineCaches
@@ -23,17 +24,15 @@ from worker.engine.prefill.specprefill import Score
 from worker.engine.prefill.stage import Phase, Stage
 from worker.engine.prefill.task import Advanced, PromptTask
 from worker.engine.prefill.together import SharedForwards
+from worker.engine.prefix.tree import shared_length
+from worker.engine.step.cost import Chunk, CostEstimate, Forward, PromptCost
+from worker.engine.step.plan import PromptState
+from worker.engine.step.planner import RunningRows, StepPlanner
 from worker.engine.vision.inputs import MultimodalInputs
+from worker.outcomes import SpecPrefillSkipped
 from worker.prefix_store.ahead import ReadAhead
-from worker.schedule.cache.disk import LoadSize, load_limit_s
-from worker.schedule.cache.prefix import shared_length
-from worker.schedule.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
-from worker.schedule.outcomes import SpecPrefillSkipped
-from worker.schedule.request import GenerationRequest
-from worker.schedule.step.cost import CostEstimate, PromptCost
-from worker.schedule.step.forward import Chunk, Forward
-from worker.schedule.step.planner import RunningRows, StepPlanner
-from worker.schedule.step.prompt import PromptState
+from worker.prefix_store.policy import LoadSize, load_limit_s
+from worker.request import GenerationRequest
 
 _INSERT_TOKENS_PER_S = 1e6  # of what another thread has read, until it is measured
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from worker.engine.prefix.cache import PrefixCache
-from worker.schedule.cache.disk import LoadLimit
-from worker.schedule.cache.prefix import CLOSE_TOKENS, MAX_SEGMENT_TOKENS
-from worker.schedule.request import GenerationRequest
+from worker.engine.prefix.tree import CLOSE_TOKENS, MAX_SEGMENT_TOKENS
+from worker.prefix_store.policy import LoadLimit
+from worker.request import GenerationRequest
 
 # Two prompts that have at least this many uncached tokens in common do not compute them at the same time.
 _BEGINNING = 32

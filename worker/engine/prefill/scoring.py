@@ -25,7 +25,7 @@ from worker.engine.prefill.task import PromptTask
 from worker.engine.prefix.cache import PrefixCache
 from worker.engine.upstream.hooks import observed_attention
 from worker.engine.upstream.mlx_lm import make_prompt_cache
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 # Queries whose attention is recorded: the prompt's last token, and the first tokens of an answer. On the tiny model, 4
 # gave scores of little use, and 16 no better ones than 8.

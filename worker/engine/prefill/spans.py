@@ -20,8 +20,8 @@ from worker.engine.speculation.mtp.prompt import PromptEntries, PromptHead
 from worker.engine.upstream.hooks import rope_at
 from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
 from worker.engine.vision.inputs import MultimodalInputs
-from worker.schedule.outcomes import Prefilled, SpecPrefillSkipped
-from worker.schedule.request import GenerationRequest, Range
+from worker.outcomes import Prefilled, SpecPrefillSkipped
+from worker.request import GenerationRequest, Range
 
 Ranges = Sequence[Range]  # in order
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from worker.schedule.memory import NO_IMAGES, ImageDemand
-from worker.schedule.outcomes import Outcome, SpecPrefillApplied, SpecPrefillSkipped
-from worker.schedule.outcomes import Phase as Phase
+from worker.engine.memory import NO_IMAGES, ImageDemand
+from worker.outcomes import Outcome, SpecPrefillApplied, SpecPrefillSkipped
+from worker.outcomes import Phase as Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.row import Row
 from worker.engine.cache.pack import Pack
 from worker.engine.isolation import isolate
+from worker.engine.memory import NO_IMAGES, ImageDemand
 from worker.engine.prefill.reuse import Beginning, PrefixReuse
 from worker.engine.prefill.spans import ComputeSpans, PackRow
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.prefix.cache import PrefixCache
-from worker.schedule.cache.disk import LoadLimit
-from worker.schedule.memory import NO_IMAGES, ImageDemand
-from worker.schedule.outcomes import Outcome, SpecPrefillApplied, SpecPrefillSkipped
+from worker.outcomes import Outcome, SpecPrefillApplied, SpecPrefillSkipped
+from worker.prefix_store.policy import LoadLimit
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.cache.pack import Pack, packing_of
+from worker.engine.memory import MemoryModel
 from worker.engine.prefill.reuse import Beginning
 from worker.engine.prefill.spans import PackRow
 from worker.engine.prefill.task import PromptTask
 from worker.engine.speculation.mtp.head import Head
-from worker.schedule.memory import MemoryModel
-from worker.schedule.step.cost import MAX_CHUNK
+from worker.engine.step.cost import MAX_CHUNK
 
 
 @dataclass(frozen=True, slots=True)

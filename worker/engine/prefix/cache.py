@@ -23,15 +23,16 @@ from worker.engine.cache.segments import (
     token_bytes,
 )
 from worker.engine.isolation import isolate
+from worker.engine.memory import BUFFER_TOKENS
 from worker.engine.prefix.disk import DiskTier
 from worker.engine.prefix.durable import DurablePrefixes, Restored, Storing
+from worker.engine.prefix.tree import CLOSE_TOKENS, Found, PrefixTree, checkpoint_positions
 from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.outcomes import NotStored, StoreResult
 from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.index import Chain
+from worker.prefix_store.policy import LoadLimit, store_result
 from worker.prefix_store.reader import Reading
-from worker.schedule.cache.disk import LoadLimit, NotStored, StoreResult, store_result
-from worker.schedule.cache.prefix import CLOSE_TOKENS, Found, PrefixTree, checkpoint_positions
-from worker.schedule.memory import BUFFER_TOKENS
 
 GRID = 2048  # tokens between state snapshots that are not at a boundary
 

@@ -6,7 +6,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from worker.schedule.request import GrammarState
+from worker.request import GrammarState
 
 
 class GrammarProcessor:

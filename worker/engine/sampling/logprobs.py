@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from worker.engine.sampling.best import best_ids
 from worker.engine.sampling.sampler import normalized
-from worker.schedule.outcomes import Logprobs
+from worker.outcomes import Logprobs
 
 
 class StepLogprobs:

@@ -10,7 +10,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from worker.engine.sampling.grammar_processor import GrammarProcessor
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.request import GenerationRequest, Sampling
 
 # Takes the logits of a forward (rows, vocab), which it may overwrite, and the tokens that were fed to it (rows,).
 # Returns the processed logits, lazily.

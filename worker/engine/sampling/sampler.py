@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
+from worker.engine.memory import DRAWN_AT_ONCE
 from worker.engine.sampling.best import best_values
-from worker.schedule.memory import DRAWN_AT_ONCE
-from worker.schedule.request import GenerationRequest, Sampling
+from worker.request import GenerationRequest, Sampling
 
 _MASK = (1 << 64) - 1
 _LEAST = 1e-30  # the smallest temperature and top_p that float32 can divide by and compare with

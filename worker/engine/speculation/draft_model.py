@@ -5,11 +5,12 @@ from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from worker.engine.speculation.draft_prefill import DraftPrefillBudget
 from worker.engine.speculation.draft_rows import DraftNetwork, DraftRows
 from worker.engine.speculation.inputs import RowTokens
 from worker.engine.speculation.network_proposer import NetworkProposer
-from worker.schedule.speculation.draft_prefill import DraftPrefillBudget
-from worker.schedule.speculation.offer import MAX_DRAFT, DraftedRow, Offer
+from worker.engine.speculation.offer import DraftedRow, Offer
+from worker.outcomes import MAX_DRAFT
 
 DRAFT = "draft"
 DEPTH = 4  # tokens of a draft

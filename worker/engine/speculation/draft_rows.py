@@ -14,10 +14,10 @@ from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrence import Recurrence
 from worker.engine.cache.slot_arrays import SlotArraysCache
 from worker.engine.cache.verification import verification
+from worker.engine.memory import CHUNK, UNLIMITED_TOKENS
+from worker.engine.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget
 from worker.engine.upstream.mlx_lm import make_prompt_cache
-from worker.schedule.memory import CHUNK, UNLIMITED_TOKENS
-from worker.schedule.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT
 
 _WIDEST = 1 + MAX_DRAFT  # tokens of a row in one forward of the batch
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, overload
 
-from worker.schedule.request import GenerationRequest
+from worker.request import GenerationRequest
 
 
 class SpeculatingRow(Protocol):

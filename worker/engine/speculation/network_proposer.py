@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worker.schedule.speculation.acceptance import Kind, RowAcceptance, SharedAcceptance
-from worker.schedule.speculation.offer import DraftedRow, Offer
+from worker.engine.speculation.offer import DraftedRow, Kind, Offer, RowAcceptance, SharedAcceptance
 
 _KNOWN = 12  # drafts, if tokens of each depth were compared often enough
 _KNOWN_BY_DEPTH = 6  # tokens

@@ -10,10 +10,9 @@ from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.inputs import RowInput, undelivered, view
 from worker.engine.speculation.mtp.prompt import PromptEntries
 from worker.engine.speculation.mtp.proposer import FedTokens, HeadInput, HeadProposer
+from worker.engine.speculation.offer import DraftedRow, Offer
 from worker.engine.speculation.spending import Spending
-from worker.schedule.speculation.drafting import DraftedCosts, DraftingCosts
-from worker.schedule.speculation.offer import DraftedRow, Offer
-from worker.schedule.speculation.width import Costs, expected_tokens, likeliest
+from worker.engine.speculation.width import Costs, DraftedCosts, DraftingCosts, expected_tokens, likeliest
 
 Network = HeadProposer | DraftModelProposer
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from worker.engine.sampling.sampler import Kind, draw_key
-from worker.schedule.request import GenerationRequest, GrammarState
+from worker.request import GenerationRequest, GrammarState
 
 
 class SampledRow(Protocol):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from worker.schedule.speculation.offer import DraftedRow, Offer
+from worker.engine.speculation.offer import DraftedRow, Offer
 
 
 class Proposer(Protocol):

@@ -6,18 +6,18 @@ from math import inf
 from typing import Any
 
 from worker.engine.cache.recurrence import NoRecurrence, Recurrence
+from worker.engine.memory import CHUNK, MemoryModel
 from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.inputs import RowInput, SpeculatingRow, undelivered, view
 from worker.engine.speculation.mtp.prompt import PromptEntries
 from worker.engine.speculation.mtp.proposer import FedTokens, HeadProposer
 from worker.engine.speculation.networks import Ahead, Drafting, Networks
+from worker.engine.speculation.offer import DraftedRow, Offer
 from worker.engine.speculation.positions import allowed
 from worker.engine.speculation.proposer import Proposer, SteppedProposer
 from worker.engine.speculation.spending import Spending
-from worker.schedule.memory import CHUNK, MemoryModel
-from worker.schedule.outcomes import Speculated
-from worker.schedule.speculation.offer import DraftedRow, Offer
-from worker.schedule.speculation.width import Costs, ForwardCosts, choose_width, expected_tokens
+from worker.engine.speculation.width import Costs, ForwardCosts, choose_width, expected_tokens
+from worker.outcomes import Speculated
 
 
 @dataclass(frozen=True, slots=True)

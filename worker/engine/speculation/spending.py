@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
+from worker.engine.speculation.losses import LossAccount, VerifiedPart
+from worker.engine.speculation.offer import DraftedRow, Offer
 from worker.engine.speculation.proposer import Proposer, SteppedProposer
-from worker.schedule.speculation.losses import LossAccount, VerifiedPart
-from worker.schedule.speculation.offer import DraftedRow, Offer
-from worker.schedule.speculation.width import ForwardCosts, without_stall
+from worker.engine.speculation.width import ForwardCosts, without_stall
 
 _Source = TypeVar("_Source")
 

@@ -11,7 +11,7 @@ from worker.engine.sampling.logprobs import StepLogprobs
 from worker.engine.sampling.processors import processors_for
 from worker.engine.sampling.sampler import draw
 from worker.engine.speculation.positions import Position
-from worker.schedule.outcomes import Logprobs
+from worker.outcomes import Logprobs
 
 
 @dataclass(frozen=True, slots=True)

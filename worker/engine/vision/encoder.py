@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.schedule.request import PromptImage
+from worker.request import PromptImage
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from worker.engine.vision.attention import bidirectional
 from worker.engine.vision.cache_bridge import lent_to
 from worker.engine.vision.encoder import Features
 from worker.engine.vision.inputs import Family, ImageSpans
-from worker.schedule.request import PromptImage
+from worker.request import PromptImage
 
 Embed = Callable[[mx.array], mx.array]  # from tokens (1, tokens) to rows (1, tokens, hidden_size)
 MakeCache = Callable[[nn.Module], list[Any]]  # mlx-vlm's `make_prompt_cache`, for its own language models

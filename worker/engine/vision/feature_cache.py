@@ -5,16 +5,16 @@ So they share its quota, its index, its threads and its encryption with the pref
 
 from collections.abc import Iterable, Sequence
 
+from worker.byte_lru import ByteLRU, Evicted
 from worker.engine.isolation import isolate
 from worker.engine.prefix.disk import DiskTier
 from worker.engine.vision.encoder import Features
 from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.files.names import IMAGE_FEATURES
 from worker.prefix_store.index import Chain
+from worker.prefix_store.policy import LoadSize, writes_early
 from worker.prefix_store.reader import Reading
-from worker.schedule.cache.disk import LoadSize, writes_early
-from worker.schedule.cache.recent import ByteLRU, Evicted
-from worker.schedule.request import PromptImage
+from worker.request import PromptImage
 
 
 class StoredFeatures:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from worker.engine.vision.encoder import Features
 from worker.engine.vision.feature_cache import FeatureCache
-from worker.schedule.request import GenerationRequest, PromptImage
+from worker.request import GenerationRequest, PromptImage
 
 # Images among some tokens: the span of each as (start, end), counted from the first of these tokens, and its features.
 ImageSpans = Sequence[tuple[tuple[int, int], Features]]

@@ -26,7 +26,7 @@ from worker.engine.vision.processors import (
     QwenImageProcessor,
 )
 from worker.errors import CannotStart
-from worker.schedule.request import ProcessedImage
+from worker.request import ProcessedImage
 
 logger = logging.getLogger("sluice.engine")
 

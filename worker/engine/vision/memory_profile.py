@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from worker.engine.memory import EncoderCost, MemoryModel
 from worker.engine.vision.encoder import EncoderRun
 from worker.engine.vision.load import Vision
-from worker.schedule.memory import EncoderCost, MemoryModel
-from worker.schedule.request import ProcessedImage, PromptImage
+from worker.request import ProcessedImage, PromptImage
 
 # Pixels per side: some 250 and 1,000 patches, enough for attention scores to show and quick enough for a start. The
 # larger sizes are for processors that give the first two the same number of tokens.

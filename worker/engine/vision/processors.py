@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from worker.schedule.request import ProcessedImage, PromptImage
+from worker.request import ProcessedImage, PromptImage
 
 
 class ImageProcessor(ABC):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from worker.outcomes import NotStored
 from worker.prefix_store.files.content import write_segment
 from worker.prefix_store.files.encryption import Encryption
 from worker.prefix_store.files.header import encoded_size
@@ -22,10 +23,10 @@ from worker.prefix_store.files.segment import StoredSegment
 from worker.prefix_store.folder.lock import FolderLock
 from worker.prefix_store.folder.scan import Scan, scan_folder
 from worker.prefix_store.folder.unfinished import UnfinishedFile, is_abandoned
+from worker.prefix_store.policy import files_to_remove, fits_budget
 from worker.prefix_store.records.models import ModelRecord
 from worker.prefix_store.records.pins import copy_pin, write_pin
 from worker.prefix_store.records.usage import UsageRecord, write_record
-from worker.schedule.cache.disk import NotStored, files_to_remove, fits_budget
 
 _DAY_S = 86_400
 _SCAN_S = 5.0  # files of others are counted again after this time; those of other workers at each write

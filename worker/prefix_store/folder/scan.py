@@ -21,8 +21,8 @@ from worker.prefix_store.files.names import (
     pinned_name,
     recorded_model,
 )
+from worker.prefix_store.policy import StoredFile
 from worker.prefix_store.records.pins import files_of_pinned, pinned_ends
-from worker.schedule.cache.disk import StoredFile
 
 
 @dataclass(frozen=True, slots=True)

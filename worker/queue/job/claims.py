@@ -70,10 +70,10 @@ class WorkerRows:
 def free_rows(lane: Lane, running: Collection[Claim], settings: Settings, now: datetime) -> int:
     """Return the number of rows that the lane may still take; negative if it has more than it may have.
 
-    Interactive jobs ignore offline rows: if rows are short, offline rows are preempted, see
-    `worker.schedule.admission`. Offline jobs leave `reserved_rows` free, so that the first interactive jobs need no
-    preemption, and outside of `batch_hours` they take at most `batch_off_hours_rows`. `MAX_COUNTS` token counts take
-    no row; further ones count as rows, so that a worker claims no more of them than of chats.
+    Interactive jobs ignore offline rows: if rows are short, offline rows are preempted. Offline jobs leave
+    `reserved_rows` free, so that the first interactive jobs need no preemption, and outside of `batch_hours` they take
+    at most `batch_off_hours_rows`. `MAX_COUNTS` token counts take no row; further ones count as rows, so that a worker
+    claims no more of them than of chats.
     """
     taken = _with_rows(running)
     rows, offline = len(taken), sum(claim.lane == "batch" for claim in taken)

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from worker.schedule.request import Range, tokens_in
+from worker.request import Range, tokens_in
 
 
 class SpecPrefillReport(BaseModel):

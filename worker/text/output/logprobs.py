@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from worker.schedule.outcomes import Logprobs
+from worker.outcomes import Logprobs
 
 _LEAST = -9999.0  # OpenAI's value for an impossible token; JSON has no minus infinity
 

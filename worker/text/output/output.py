@@ -6,7 +6,7 @@ from typing import Literal
 
 from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat
-from worker.schedule.outcomes import FinishReason
+from worker.outcomes import FinishReason
 from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded, Repaired
 from worker.text.dialects.json_text import Repair

@@ -7,8 +7,8 @@ import pytest
 
 from tests.engine.speculation.mtp.test_drafts import DEPTH, Sequence, head_of, reference_of, sequence
 from worker.engine.speculation.mtp.proposer import MTP, FedTokens, HeadInput, HeadProposer
-from worker.schedule.request import GenerationRequest
-from worker.schedule.speculation.offer import Offer
+from worker.engine.speculation.offer import Offer
+from worker.request import GenerationRequest
 
 NAME = "qwen3_5"
 END = 70

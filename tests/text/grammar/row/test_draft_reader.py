@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLParserLimits
 from tests.selection import examples
 from tests.text.guided import ANY_OBJECT, CITY, CLOCK, EOS, FORCED, OTHER_EOS, WEATHER, by, model, request
 from tests.text.structured import Schema, allowed, schema
-from worker.schedule.request import GrammarAhead
+from worker.request import GrammarAhead
 from worker.text.grammar.builder import Grammars
 from worker.text.grammar.constraint import constraint_of, markup_of
 from worker.text.grammar.row.grammar import RowGrammar

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.schedule.speculation.rows import row
+from tests.engine.speculation.rows import row
 from tests.text.guided import by, model, request
 from tests.text.structured import Schema
-from worker.schedule.speculation.forced import GrammarProposer
+from worker.engine.speculation.forced import GrammarProposer
 from worker.text.grammar.row.draft_time import (
     _ALL_AT_ONCE_S,
     _AT_ONCE_S,

@@ -8,7 +8,7 @@ import mlx.core as mx
 from worker.engine.cache.slot_kv import SlotKVCache
 from worker.engine.speculation.mtp.head import Head, entry_shape
 from worker.engine.speculation.mtp.prompt import PromptEntries
-from worker.schedule.speculation.offer import MAX_DRAFT
+from worker.outcomes import MAX_DRAFT
 
 
 class _HeadCache(SlotKVCache):

@@ -12,7 +12,7 @@ from worker.engine.speculation.mtp.drafts import HeadDrafts
 from worker.engine.speculation.mtp.head import Head
 from worker.engine.speculation.mtp.prompt import PromptEntries
 from worker.engine.speculation.network_proposer import NetworkProposer
-from worker.schedule.speculation.offer import DraftedRow
+from worker.engine.speculation.offer import DraftedRow
 
 MTP = "mtp"
 DEPTH = 3  # tokens of a draft: the published heads are trained for one, and their later tokens are right less often

@@ -15,7 +15,7 @@ from itertools import chain
 
 from llguidance import LLMatcher
 
-from worker.schedule.request import GrammarAhead, GrammarError
+from worker.request import GrammarAhead, GrammarError
 from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.dialect import CallBegan, CallEnded, Functions
 from worker.text.dialects.header_calls import HeaderCalls

@@ -5,7 +5,7 @@ share it. So drafts must not use the matcher of the answer: their states would e
 
 from collections.abc import Iterator, Sequence
 
-from worker.schedule.request import GrammarAhead
+from worker.request import GrammarAhead
 from worker.text.grammar.row.draft_time import DraftTime
 from worker.text.grammar.row.reader import GrammarReader
 

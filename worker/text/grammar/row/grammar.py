@@ -6,7 +6,7 @@ from functools import partial
 
 from llguidance import LLMatcher
 
-from worker.schedule.request import GrammarAhead, GrammarError
+from worker.request import GrammarAhead, GrammarError
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.llg_tokenizer import ForcedText
 from worker.text.grammar.row.draft_reader import DraftReader

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from worker.schedule.request import GrammarAhead, GrammarError, GrammarState
+from worker.request import GrammarAhead, GrammarError, GrammarState
 from worker.text.output.thought import Thought
 
 

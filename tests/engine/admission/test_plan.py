@@ -1,0 +1,79 @@
+"""Plans of admission: complete, consistent, and computed from numbers alone."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.engine.admission.classes import Decoding
+from worker.engine.admission.decision import Admit, Limits, RowEstimate, admit_in_turn
+from worker.engine.admission.grouping import StepCost
+from worker.engine.admission.plan import NO_GROUP, AdmissionPlan, plan_admission
+from worker.engine.memory import KVLayers, MemoryModel
+from worker.request import Lane
+
+COSTS = MemoryModel(weights_bytes=10, kv_layers=(KVLayers(1000, 1000),))
+IDLE = Decoding(StepCost())
+
+lanes: list[Lane] = ["interactive", "batch"]
+
+
+def row(id: str, tokens: int, lane: Lane = "interactive", held_bytes: int = 0) -> RowEstimate:
+    return RowEstimate(id, lane, tokens - 40, 40, NO_GROUP, preempted=held_bytes > 0, held_bytes=held_bytes)
+
+
+def plan(waiting: list[RowEstimate], active: list[RowEstimate], limit: int, max_rows: int = 100) -> AdmissionPlan:
+    return plan_admission(waiting, active, IDLE, (), Limits(COSTS, limit, max_rows))
+
+
+def rows(prefix: str, held: st.SearchStrategy[int]) -> st.SearchStrategy[list[RowEstimate]]:
+    return st.lists(st.tuples(st.integers(50, 3000), st.sampled_from(lanes), held), max_size=6).map(
+        lambda drawn: [row(f"{prefix}{i}", *each) for i, each in enumerate(drawn)]
+    )
+
+
+@given(rows("w", st.sampled_from([0, 0, 200_000, 900_000])), rows("a", st.just(0)), st.integers(10**6, 2 * 10**7))
+def test_every_waiting_row_has_one_decision_and_the_reservation_is_that_of_the_rows_after_it(
+    waiting: list[RowEstimate], active: list[RowEstimate], limit: int
+) -> None:
+    planned = plan(waiting, active, limit)
+    assert sorted([*planned.admit, *planned.refuse, *planned.overtaken]) == sorted(each.id for each in waiting)
+    after = [each for each in active if each.id not in planned.preempt] + [
+        each for each in waiting if each.id in planned.admit
+    ]
+    held = sum(each.held_bytes for each in waiting if each.id not in planned.drop_caches)
+    lengths = [[each.tokens for each in after]] if after else []
+    assert planned.reservation.peak_bytes == COSTS.peak_bytes(lengths)
+    assert planned.shares == planned.reservation.shares(Limits(COSTS, limit, 100), held)
+    assert {*planned.drop_caches} <= {each.id for each in waiting if each.held_bytes}
+    assert {*planned.preempt} <= {each.id for each in active if each.lane == "batch"}
+
+
+@given(rows("w", st.sampled_from([0, 300_000, 900_000])), rows("a", st.just(0)), st.integers(10**6, 2 * 10**7))
+def test_saved_caches_keep_no_row_out_and_no_more_are_dropped_than_needed(
+    waiting: list[RowEstimate], active: list[RowEstimate], limit: int
+) -> None:
+    def admitted(dropped: tuple[str, ...]) -> set[str]:
+        kept = [each._replace(group=0, held_bytes=0 if each.id in dropped else each.held_bytes) for each in waiting]
+        decided = admit_in_turn(kept, [each._replace(group=0) for each in active], Limits(COSTS, limit, 100))
+        return {each.id for each, decision in decided if isinstance(decision, Admit)}
+
+    planned, holding = plan(waiting, active, limit), tuple(each.id for each in waiting if each.held_bytes)
+    assert {*planned.admit} == admitted(holding)
+    assert planned.drop_caches == holding[::-1][: len(planned.drop_caches)], "the youngest first"
+    if planned.drop_caches:
+        assert admitted(planned.drop_caches[:-1]) != admitted(holding)
+
+
+def test_rows_are_preempted_in_the_order_of_their_admission_s_decisions() -> None:
+    active = [row("old", 500, "batch"), row("young", 500, "batch")]
+    planned = plan([row("first", 500), row("second", 500)], active, COSTS.peak_bytes([[500, 500]]))
+    assert planned.admit == {"first": ("young",), "second": ("old",)}
+    assert planned.preempt == ["young", "old"]
+
+
+@pytest.mark.parametrize(("spare", "must_tighten"), [(1999, True), (2000, False)])
+def test_buffers_must_be_tightened_if_the_rows_do_not_fit_beside_their_slack(spare: int, must_tighten: bool) -> None:
+    decoding = Decoding(StepCost(), [[100]], [[200]], [COSTS.rectangle_bytes([200]) + 2000])
+    limits = Limits(COSTS, COSTS.peak_bytes([[200]]) + spare, 100)
+    reservation = plan_admission([], [row("here", 200)._replace(group=0)], decoding, (), limits).reservation
+    assert (reservation.must_tighten, reservation.slack_bytes) == (must_tighten, 0 if must_tighten else 2000)

@@ -1,0 +1,397 @@
+"""Memory reservations of the engine: admits waiting requests, and corrects predicted memory by the measured one."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from worker.engine.admission.classes import Bounds, Decoding
+from worker.engine.admission.decision import Limits, RowEstimate, group_lengths, image_demand
+from worker.engine.admission.plan import (
+    NO_GROUP,
+    AdmissionPlan,
+    AnswerLengths,
+    MemoryShares,
+    Reservation,
+    best_bounds,
+    in_groups,
+    plan_admission,
+)
+from worker.engine.batch.decode_batch import PreemptedRow
+from worker.engine.batch.row import Row
+from worker.engine.memory import BUFFER_TOKENS, MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel
+from worker.request import GenerationRequest
+
+_CALIBRATE_EVERY = 64  # steps between two comparisons of predicted and measured memory
+_RECORD_EVERY = 16  # one step in this many is recorded at least; divides `_CALIBRATE_EVERY`
+_NOISE_BYTES = 16_000_000  # below this, a measurement reflects mostly the allocator
+_UP, _DOWN = 0.5, 0.05  # weights of the newest measurement: running out of memory is worse than leaving some unused
+_LEAST, _MOST = 0.5, 4.0  # limits of the factor
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Ratio of measured to predicted memory, applied as `MemoryModel.factor`."""
+
+    factor: float = 1.0
+
+    def exceeded(self, predicted: int, measured: int) -> "Correction":
+        """Return the correction after one step's measurement: it rises at once to measured / predicted, and never
+        falls. `predicted`: bytes before correction."""
+        if predicted < _NOISE_BYTES:
+            return self
+        return Correction(max(self.factor, min(_MOST, measured / predicted)))
+
+    def observe(self, predicted: int, measured: int) -> "Correction":
+        """Return the correction moved towards measured / predicted, faster upwards than downwards. Both are peak bytes
+        in addition to the weights; `predicted` is `MemoryModel.working_bytes` of the rows that ran."""
+        if predicted < _NOISE_BYTES:
+            return self
+        ratio = min(_MOST, max(_LEAST, measured / predicted))
+        weight = _UP if ratio > self.factor else _DOWN
+        return Correction(self.factor + weight * (ratio - self.factor))
+
+
+class Calibration:
+    """The present correction, and the measurements since the last comparison. Bytes are those of
+    `MemoryModel.working_bytes`: without weights, and not corrected."""
+
+    def __init__(self) -> None:
+        self._correction = Correction()
+        self._steps = 0
+        self._last_predicted = 0  # for the step recorded last
+        self._max_predicted = self._max_measured = 0  # of a step since the last comparison
+
+    @property
+    def factor(self) -> float:
+        """The factor of predictions: see `MemoryModel.factor`."""
+        return self._correction.factor
+
+    def skip_step(self, measured: int) -> bool:
+        """Count a step without a prediction, if a prediction would not raise the correction. Returns False, and counts
+        nothing, if the step must be recorded. Its prediction must be at least that of the step recorded last."""
+        is_due = (self._steps + 1) % _RECORD_EVERY == 0
+        if is_due or measured > self.factor * max(self._last_predicted, _NOISE_BYTES):
+            return False
+        self._steps += 1
+        self._max_measured = max(self._max_measured, measured)
+        return True
+
+    def record_step(self, predicted: int, measured: int) -> bool:
+        """Record the predicted and measured bytes of a step. Returns True if predictions rise at once, because the step
+        took more than predicted for it and for the one recorded last: rows that have left are still in the peak."""
+        self._steps += 1
+        self._max_measured = max(self._max_measured, measured)
+        before = self.factor
+        self._correction = self._correction.exceeded(max(predicted, self._last_predicted), measured)
+        self._max_predicted = max(self._max_predicted, predicted)
+        self._last_predicted = predicted
+        return self.factor != before
+
+    def compare(self) -> tuple[int, int] | None:
+        """Return the largest predicted bytes, corrected, and the largest measured bytes of the last `_CALIBRATE_EVERY`
+        steps, and move predictions towards what was measured. Returns None in the steps between."""
+        predicted, measured = self._max_predicted, self._max_measured
+        if self._steps % _CALIBRATE_EVERY:
+            return None
+        self._max_predicted = self._max_measured = 0
+        if not predicted:
+            return None
+        corrected = round(self.factor * predicted)
+        self._correction = self._correction.observe(predicted, measured)
+        return corrected, measured
+
+
+# Choosing bounds takes several times as long as a plan. So they are chosen only for one plan in this many, and if no
+# row is active.
+_CHOOSE_BOUNDS_EVERY = 8
+
+
+@dataclass(slots=True)
+class WaitingRequest:
+    """A request that waits for admission."""
+
+    request: GenerationRequest
+    saved_row: PreemptedRow | None = None  # its row and cache, if it was preempted while it decoded
+    overtaken: int = 0  # rows admitted before it although they were behind it
+    preempted: bool = False  # it was active before
+    age: int = 0  # number of requests that have arrived before it
+    estimate: RowEstimate | None = None  # cached until the request, its cache or `overtaken` changes
+
+    def drop_cache(self) -> list[PreemptedRow]:
+        """Drop and return the saved row, if there is one: when the request is admitted again, it continues from its
+        tokens."""
+        dropped = [self.saved_row] if self.saved_row else []
+        if self.saved_row:
+            self.request, self.saved_row = self.saved_row.row.resumable_request(), None
+            self.estimate = None
+        return dropped
+
+    def estimated(self, costs: MemoryModel, lengths: AnswerLengths) -> RowEstimate:
+        """Return its estimate, as `row_estimate` does; computed again only after a change. `lengths`: of recent
+        answers."""
+        request, drawn = self.request, self._drawn
+        tokens = min(request.max_tokens, lengths.likely(request.lane, drawn)) if request.grows else request.max_tokens
+        if self.estimate is None or self.estimate.max_tokens != tokens:
+            row = row_estimate(costs, request, None, _image_demand(request), self.overtaken, self.age)
+            held_bytes = self.saved_row.snapshot.nbytes if self.saved_row else 0
+            self.estimate = row._replace(
+                max_tokens=tokens,
+                preempted=self.preempted,
+                held_bytes=held_bytes,
+                least=min(drawn + 1, request.max_tokens),
+                likely=tokens,
+            )
+        return self.estimate
+
+    @property
+    def _drawn(self) -> int:
+        return len(self.saved_row.row.answer if self.saved_row else self.request.resume_tokens)
+
+    def set_overtaken(self, rows: int) -> None:
+        """Set the number of rows that have overtaken it."""
+        if rows != self.overtaken:
+            self.overtaken, self.estimate = rows, None
+
+
+class AdmissionController:
+    """Owner of the waiting requests. Decides which are admitted, by the predicted memory of all rows, and corrects the
+    prediction by measurements. For the engine's thread."""
+
+    def __init__(self, costs: MemoryModel, limit: int, rows: int = MAX_ROWS) -> None:
+        """`costs`: predicts memory. `limit`: bytes that the model and all rows may take. `rows`: most rows that are
+        active at once. Resets MLX's peak memory."""
+        self._limits = Limits(costs, limit, rows)  # with costs before correction
+        self.calibration = Calibration()
+        self._waiting: dict[str, WaitingRequest] = {}
+        self.needs_decision = False  # True if a new plan may differ from the last one; set by `mark_dirty`
+        self._num_plans = 0  # that were applied
+        self._prefix_bytes = 0  # bytes of caches that outlive a request, at the end of the last step
+        self._bounds: Bounds = ()  # of the length classes that rows decode in
+        self._reservation = Reservation(peak_bytes=costs.resident_bytes)
+        self._shares = MemoryShares(free_bytes=limit - costs.resident_bytes)
+        self._lengths = AnswerLengths()
+        self._arrived = 0  # requests
+        # A step may deliver a token that is drawn, a draft and the token after it. If no more can be reserved then, one
+        # more token may be drawn already, and another one can follow as the last.
+        self.tokens_ahead = 4 + costs.max_draft
+        mx.reset_peak_memory()
+
+    def __len__(self) -> int:
+        """Return the number of waiting requests."""
+        return len(self._waiting)
+
+    @property
+    def num_preempted(self) -> int:
+        """Number of waiting requests that were active before."""
+        return sum(each.preempted for each in self._waiting.values())
+
+    def add(self, request: GenerationRequest) -> None:
+        """Append a request to the waiting ones."""
+        self._waiting[request.id] = WaitingRequest(request, age=self._arrived)
+        self._arrived += 1
+        self.mark_dirty()
+
+    def observe_answer(self, request: GenerationRequest, tokens: int) -> None:
+        """Record the length of an answer that has ended, as what later ones are likely to need."""
+        if request.grows:
+            self._lengths.observe(request.lane, tokens)
+
+    def requeue(self, candidate: WaitingRequest) -> list[PreemptedRow]:
+        """Put a preempted row first in its lane, after older ones that were preempted too. Drops saved caches if memory
+        is short, the youngest row's first, and returns their rows."""
+        preempted = sorted((candidate, *(each for each in self._waiting.values() if each.preempted)), key=_age)
+        self._waiting = {each.request.id: each for each in preempted} | self._waiting
+        dropped = self._drop_excess()
+        self._shares = self._reservation.shares(self._corrected(), self._held_bytes())
+        return dropped
+
+    def _drop_excess(self) -> list[PreemptedRow]:
+        """Drop saved caches for which the active rows leave no memory, the youngest row's first, and return their
+        rows."""
+        with_caches, (reserved, available) = self._requests_with_caches(), self.reserved_bytes
+        dropped = list[PreemptedRow]()
+        while with_caches and reserved + self._held_bytes() > available:
+            dropped += with_caches.pop().drop_cache()
+        return dropped
+
+    def requests(self, ids: Iterable[str]) -> list[GenerationRequest]:
+        """Return these waiting requests."""
+        return [self._waiting[id].request for id in ids]
+
+    def pop(self, id: str) -> WaitingRequest:
+        """Remove and return an admitted or refused request. Raises KeyError if it is not waiting."""
+        return self._waiting.pop(id)
+
+    def remove(self, id: str) -> None:
+        """Remove a request, waiting or active, and request a new decision. An unknown id is ignored."""
+        self._waiting.pop(id, None)
+        self.mark_dirty()
+
+    def mark_dirty(self) -> None:
+        """Request a new plan, since memory may have become free."""
+        self.needs_decision = True
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that neither active rows nor saved caches have reserved."""
+        return self._shares.free_bytes
+
+    @property
+    def longest_chunk(self) -> int:
+        """Most tokens of a forward of one or several prompts."""
+        return self._shares.longest_chunk
+
+    @property
+    def reserved_bytes(self) -> tuple[int, int]:
+        """Bytes besides the weights: reserved for active rows, and available."""
+        resident = self._limits.costs.resident_bytes
+        return self._reservation.peak_bytes - resident, max(1, self._limits.max_bytes - resident)
+
+    def decide(self, active: Sequence[RowEstimate], decoding: Decoding) -> AdmissionPlan:
+        """Return the requests to admit or to refuse, and everything that follows; see `apply`. Changes nothing.
+        `active`: rows in prefill and decoding rows, the oldest first."""
+        waiting = [each.estimated(self._limits.costs, self._lengths) for each in self._waiting.values()]
+        bounds, limits = self._bounds, self._corrected()
+        if not active or self._num_plans % _CHOOSE_BOUNDS_EVERY == 0:
+            bounds = best_bounds(waiting, active, decoding, bounds, limits)
+        return plan_admission(waiting, active, decoding, bounds, limits)
+
+    def apply(self, plan: AdmissionPlan) -> list[PreemptedRow]:
+        """Drop the saved caches, and take over the bounds and the reservation. The rows to admit or to refuse keep
+        waiting until `pop`. Returns the rows whose caches were dropped."""
+        self.needs_decision = False
+        self._num_plans += 1
+        dropped = [row for id in plan.drop_caches for row in self._waiting[id].drop_cache()]
+        for id, rows in plan.overtaken.items():
+            self._waiting[id].set_overtaken(rows)
+        self._bounds = plan.bounds
+        self._reservation = plan.reservation
+        self._shares = plan.shares
+        if plan.growth.reserve and (excess := self._drop_excess()):
+            dropped += excess
+            self._shares = plan.reservation.shares(self._corrected(), self._held_bytes())
+        if plan.growth.preempt:  # it admits no row
+            self.mark_dirty()
+        return dropped
+
+    def skip_calibration(self, prefix_bytes: int) -> bool:
+        """Count a step without predicting its memory, if that would not raise predictions. Returns False, and changes
+        nothing, if the step must be calibrated. Only for a step that is predicted to take at least what the step
+        calibrated last was. `prefix_bytes`: see `calibrate`."""
+        skipped = self.calibration.skip_step(self._used_bytes(prefix_bytes))
+        if skipped:
+            self._prefix_bytes = prefix_bytes
+        return skipped
+
+    def calibrate(
+        self,
+        lengths: list[list[int]],
+        chunk: int,
+        prefix_bytes: int,
+        images: ImageDemand = NO_IMAGES,
+        slack_bytes: int = 0,
+        drawn: int | None = None,
+    ) -> tuple[int, int] | None:
+        """Compare the predicted with the measured memory of a step, both without weights. If the step took more than
+        predicted, predictions rise at once, and a new plan is requested. Returns what `Calibration.compare` returns.
+
+        `lengths`: current lengths of the rows in tokens, by group. `chunk`: tokens of the step's longest chunk.
+        `prefix_bytes`: bytes of the caches that outlive a request, which are not counted. `images`: those encoded in
+        the step. `slack_bytes`, `drawn`: see `MemoryModel`. MLX's peak memory must have been reset before the step."""
+        used = self._used_bytes(prefix_bytes)
+        self._prefix_bytes = prefix_bytes
+        predicted = self._limits.costs.working_bytes(lengths, chunk, images, drawn) + self._held_bytes() + slack_bytes
+        if self.calibration.record_step(predicted, used):
+            self.mark_dirty()
+        return self.calibration.compare()
+
+    def _used_bytes(self, prefix_bytes: int) -> int:
+        """Return the measured memory of the step, without weights and `prefix_bytes`: see `calibrate`."""
+        return mx.get_peak_memory() - self._limits.costs.resident_bytes - min(prefix_bytes, self._prefix_bytes)
+
+    def count_prefix(self, added_bytes: int) -> None:
+        """Count bytes that caches that outlive a request have taken over from rows in this step: see `calibrate`."""
+        self._prefix_bytes += added_bytes
+
+    def headroom(self, rows: Iterable[RowEstimate], decoding: Decoding) -> int:
+        """Return the bytes left if exactly these rows are active, in the groups that they would decode in; negative if
+        they do not fit. Saved caches count as used."""
+        rows = in_groups(rows, decoding, self._bounds)
+        limits = self._corrected()
+        peak_bytes = limits.costs.peak_bytes(group_lengths(rows), images=image_demand(rows))
+        return limits.max_bytes - self._held_bytes() - peak_bytes
+
+    def estimate(self, row: Row, group: int | None, images: ImageDemand = NO_IMAGES) -> RowEstimate:
+        """Return the estimate of an active row; see `row_estimate`."""
+        estimate = row_estimate(self._limits.costs, row.request, group, images, age=row.age)
+        if not row.request.grows:
+            return estimate
+        drawn, most = len(row.answer), row.request.max_tokens
+        return estimate._replace(
+            max_tokens=row.reserved,
+            least=min(most, drawn + BUFFER_TOKENS) if row.must_grow(self.tokens_ahead) else 0,
+            likely=min(most, self._lengths.likely(row.request.lane, drawn)),
+        )
+
+    def _corrected(self) -> Limits:
+        """Return the limits with costs that are corrected by measurements."""
+        return replace(self._limits, costs=replace(self._limits.costs, factor=self.calibration.factor))
+
+    def _requests_with_caches(self) -> list[WaitingRequest]:
+        """Return the waiting requests with saved caches, the youngest last: see `requeue`."""
+        return [each for each in self._waiting.values() if each.saved_row]
+
+    def _held_bytes(self) -> int:
+        """Return the bytes of all saved caches."""
+        return sum(each.saved_row.snapshot.nbytes for each in self._waiting.values() if each.saved_row)
+
+
+def _age(candidate: WaitingRequest) -> int:
+    return candidate.age
+
+
+def _image_demand(request: GenerationRequest) -> ImageDemand:
+    """Return the demand of all images, also of those with cached features, since admitting the row may evict these."""
+    if not request.images:
+        return NO_IMAGES
+    tokens = {image.digest: image.tokens for image in request.images}.values()
+    longest = max(tokens, default=0)
+    return ImageDemand(longest, sum(tokens), longest)
+
+
+def _with_prepared(images: ImageDemand, request: GenerationRequest) -> ImageDemand:
+    """Return the demand with the pixel inputs added; an image that occurs twice counts once."""
+    if not request.images:
+        return images
+    each = {image.digest: image.nbytes for image in request.images}.values()
+    return images + ImageDemand(prepared_bytes=sum(each))
+
+
+def row_estimate(
+    costs: MemoryModel,
+    request: GenerationRequest,
+    group: int | None,
+    images: ImageDemand = NO_IMAGES,
+    overtaken: int = 0,
+    age: int = 0,
+) -> RowEstimate:
+    """Return the estimate of a request. `group`: number of the group that it decodes in, or None. Until SpecPrefill
+    is decided, the prompt also takes a cache in the draft. `images`: those that are not computed yet; the pixel
+    inputs of all images are held, since the row may have to be recomputed. `overtaken`, `age`: see
+    `RowEstimate`."""
+    undecided = request.specprefill and request.kept_ranges is None
+    scored = costs.draft_tokens(len(request.prompt)) if undecided else 0
+    group = NO_GROUP if group is None else group
+    return RowEstimate(
+        request.id,
+        request.lane,
+        len(request.prompt),
+        request.max_tokens,
+        group,
+        overtaken,
+        images=_with_prepared(images, request),
+        extra_tokens=scored - request.num_dropped,
+        grows=request.grows,
+        age=age,
+    )

@@ -1,0 +1,189 @@
+"""What a step computes besides decoding, and the measured seconds of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf, sqrt
+
+from worker.engine.fitting import LeastSquares
+
+MIN_CHUNK, MAX_CHUNK = 16, 2048  # tokens of a chunk; above `MAX_CHUNK` a larger chunk is hardly faster
+# A chunk is worth its pass over the weights if its tokens take at least this multiple of the time of that pass.
+MIN_TOKENS_TIME_PER_PASS = 1.0
+TOKENS_PER_S = 2000.0  # prefill speed assumed before any measurement
+_WEIGHT = 0.2  # of the newest measurement
+_TOKENS_UNIT = 1e3  # tokens are counted in this unit, so that all unknowns have similar magnitude
+_CHUNK_UNIT = 1e2  # and the tokens of a chunk in this one
+# Prior that length costs nothing: while all prompts have the same length, the cost is assigned to tokens and rows.
+_PRIOR = 0.0, 0.1
+_PASS_PRIOR = 1e-3, 1e-3  # weak: two chunks of different length tell what a pass costs
+_BYTES_UNIT = 1e8  # bytes are counted in this unit
+_COPIED_BYTES_PER_S = 2e9  # assumed before any measurement
+_GROWTH_PRIOR = 1e-3  # weak: buffers grow rarely, and one growth measures the cost well
+_GUESS = 0.1  # weight of the initial guess, relative to one measurement
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCost:
+    """Seconds that a prompt's chunk takes, and that its row takes to join the decoding rows, which copies its cache."""
+
+    forward_s: float = 0.0  # fixed cost of a chunk: a pass over the weights
+    token_s: float = 0.0  # for each token of the chunk
+    before_s: float = 0.0  # for each pair of a token of the chunk and one before it
+    join_s: float = 0.0  # fixed cost of a join
+    joined_s: float = 0.0  # for each token of the joining row
+    grown_s: float = 0.0  # for each byte of the batch's buffers that is copied to make room for the row
+
+    def chunk_s(self, tokens: int, done: int) -> float:
+        """Return the seconds that a chunk takes after `done` tokens of its prompt."""
+        return self.forward_s + tokens * (self.token_s + (done + tokens / 2) * self.before_s)
+
+    def rest_s(self, remaining: int, done: int) -> float:
+        """Return the seconds that the rest of a prompt takes in a forward of its own; 0 if only its join is left."""
+        return 0.0 if done and not remaining else self.chunk_s(remaining, done)
+
+    def joining_s(self, tokens: int, growth: int = 0) -> float:
+        """Return the seconds that a row of `tokens` tokens takes to join, if `growth` bytes of buffers are copied."""
+        return self.join_s + tokens * self.joined_s + growth * self.grown_s
+
+    @property
+    def worthwhile(self) -> int:
+        """Length in tokens of the shortest chunk that is worth its pass over the weights, between `MIN_CHUNK` and
+        `MAX_CHUNK`."""
+        return max(MIN_CHUNK, min(MAX_CHUNK, ceil(MIN_TOKENS_TIME_PER_PASS * self.forward_s / max(self.token_s, 1e-9))))
+
+    def longest_chunk(self, seconds: float, done: int) -> int:
+        """Return the length in tokens of the longest chunk that takes at most `seconds`, after `done` tokens of its
+        prompt. At most `MAX_CHUNK`; 0 if no chunk is that short."""
+        spare_s, first_s = seconds - self.forward_s, self.token_s + done * self.before_s
+        if spare_s <= 0:
+            return 0
+        # The solution of `chunk_s(tokens, done) == seconds`, written so that `before_s` may be 0.
+        mean_s = (first_s + sqrt(first_s**2 + 2 * self.before_s * spare_s)) / 2
+        return int(min(MAX_CHUNK, spare_s / max(mean_s, 1e-9)))
+
+
+class CostEstimate:
+    """Learns what the chunks of prompts in one phase cost, and the joins of their rows."""
+
+    def __init__(self, tokens_per_s: float = TOKENS_PER_S, *, least: int = MIN_CHUNK) -> None:
+        """`tokens_per_s`: speed assumed before any measurement. `least`: tokens of the shortest chunk that is measured;
+        shorter chunks mostly measure overhead."""
+        self._least = least
+        self._tokens, self._joins = LeastSquares(_PRIOR), LeastSquares((*_PRIOR, _GROWTH_PRIOR))
+        self._passes = LeastSquares(_PASS_PRIOR)  # seconds of chunks by their passes and tokens
+        # Current time of a token relative to its long-term average. It follows changes of the device quickly, while the
+        # cost of a token's position is measured only by long prompts, which are rare.
+        self._pace = 1.0
+        self._tokens.observe((_GUESS, 0.0), _GUESS / tokens_per_s)
+        self._joins.observe((_GUESS, 0.0, 0.0), 0.0)
+        self._joins.observe((0.0, 0.0, _GUESS), _GUESS * _BYTES_UNIT / _COPIED_BYTES_PER_S)
+        self._forward_s = 0.0  # seconds of a pass over the weights
+        self._most_forward_s = 0.0  # upper limit of that
+
+    @property
+    def now(self) -> PromptCost:
+        """The current estimate."""
+        token_s, before_s = (self._pace * cost for cost in self._tokens.costs())
+        join_s, joined_s, grown_s = self._joins.costs()
+        return PromptCost(
+            self._forward_s, token_s, before_s / _TOKENS_UNIT, join_s, joined_s / _TOKENS_UNIT, grown_s / _BYTES_UNIT
+        )
+
+    def observe_chunk(self, tokens: int, done: float, seconds: float, *, cuts: int = 0, rows: int = 1) -> None:
+        """Record the measured seconds of a chunk of `tokens`, after `done` tokens of its prompt. `cuts`: number of cuts
+        within the chunk, each of which took another pass over the weights. `rows`: number of prompts that computed such
+        a chunk in one forward; `done` is their mean then."""
+        if rows * tokens < self._least:
+            return
+        before = (done + tokens / 2) / _TOKENS_UNIT
+        self._observe_passes(1 + cuts, rows * tokens, before, seconds)
+        seconds -= cuts * self._forward_s
+        if seconds <= 0:
+            return
+        token_s = max(seconds - self._forward_s, seconds / 2) / (rows * tokens)
+        usual_s, before_s = self._tokens.costs()
+        pace = token_s / max(usual_s + before * before_s, 1e-9)
+        self._tokens.observe((1.0, before), token_s / self._pace)
+        pace = min(pace, 2 * self._pace)
+        self._pace += _WEIGHT * (pace - self._pace)
+
+    def _observe_passes(self, passes: int, tokens: int, before: float, seconds: float) -> None:
+        """Learn from a chunk what a pass over the weights costs. `before`: tokens before it, in `_TOKENS_UNIT`."""
+        _, before_s = self._tokens.costs()
+        self._passes.observe((passes, tokens / _CHUNK_UNIT), seconds / self._pace - tokens * before * before_s)
+        self._forward_s = min(self._most_forward_s, self._pace * self._passes.costs()[0])
+
+    def observe_forward(self, seconds: float) -> None:
+        """Record the estimated seconds of a decode step of one row: a pass over the weights takes at most as long.
+        Before the first record, as in phases that have none, a pass counts as free."""
+        self._most_forward_s = seconds
+        self._forward_s = min(seconds, self._forward_s or seconds)
+
+    def observe_join(self, tokens: int, growth: int, seconds: float) -> None:
+        """Record the measured seconds of a row's join. `tokens`: its length; `growth`: bytes of buffers copied."""
+        self._joins.observe((1.0, tokens / _TOKENS_UNIT, growth / _BYTES_UNIT), seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens that one prompt advances by in a step."""
+
+    id: str
+    tokens: int
+    joins: bool = False  # prefill is finished with this chunk, and the row joins the decoding rows
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Chunks that are computed together. Several chunks belong to prompts with the same `pack`, have at least one token
+    and, unless these are `padded`, the same number of tokens. None of them crosses a cut of its prompt, although it may
+    end at one."""
+
+    chunks: tuple[Chunk, ...]
+    seconds: float = 0.0  # expected, with the joins of its rows and the time that these add to the decode step
+
+
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What the time of a step depends on. Steps of one kind may be underestimated alike."""
+
+    joins: bool = False  # rows join the decoding ones
+    shared: bool = False  # several prompts share a forward
+
+
+PLAIN_STEP = StepKind()
+
+
+def step_kind(forwards: Sequence[Forward]) -> StepKind:
+    """Return the kind of a step that computes these forwards."""
+    joins = any(chunk.joins for forward in forwards for chunk in forward.chunks)
+    return StepKind(joins, shared=any(len(forward.chunks) > 1 for forward in forwards))
+
+
+# Rows by powers of two, so that steps are compared with steps of about as many rows: 1, 2 to 3, ..., 128 and more.
+CLASSES = 8
+_STEP_WEIGHT = 0.05  # of the newest step: an average of some 20
+_VALID_S = 60.0  # a machine may get other work, so older times say nothing; a chat takes less
+
+
+class StepTimes:
+    """Mean seconds of the latest decode steps, for each class of rows."""
+
+    def __init__(self) -> None:
+        self._seconds = [0.0] * CLASSES
+        self._valid_until = [-inf] * CLASSES
+
+    def observe(self, rows: int, seconds: float, now: float) -> None:
+        """Record the seconds of a decode step of `rows`, unless it has no rows, or unknown seconds: 0.
+        `now`: seconds of any clock that never goes back."""
+        if not rows or not seconds:
+            return
+        place = min(rows.bit_length(), CLASSES) - 1
+        weight = _STEP_WEIGHT if now < self._valid_until[place] else 1.0
+        self._seconds[place] += weight * (seconds - self._seconds[place])
+        self._valid_until[place] = now + _VALID_S
+
+    def seconds(self, now: float) -> tuple[float, ...]:
+        """Return the mean of each class; 0 if it has no step of the last minute."""
+        each = zip(self._seconds, self._valid_until, strict=True)
+        return tuple(seconds if now < valid_until else 0.0 for seconds, valid_until in each)

@@ -1,1 +1,0 @@
-"""Scheduling decisions as pure functions over numbers. Standard library only."""

@@ -1,1 +1,0 @@
-"""Decisions of the caches that outlive a request."""
