@@ -22,10 +22,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from scripts.stack import Server, WorkerProcess, embedded_binary
 from sluice import Client, Delta, Event, Failed, Finished, JobError, Progress, Started
 from sluice.cli.terminal.output import replace_unencodable
 from sluice.wire import Lane
+from tests.support.stack import Server, WorkerProcess, embedded_binary
 
 _PANEL_WIDTH, _PANEL_LINES = 38, 6
 _FRAME = 2  # lines or columns of a panel's border, and columns of its padding

@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args, get_origin
 from prometheus_client import CollectorRegistry
 from pydantic.fields import FieldInfo
 
-from scripts.stack import ROOT
 from sluice.gateway.monitoring.metrics import Metrics as FrontMetrics
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.settings import variable as front_variable
+from tests.support.stack import ROOT
 from worker.environment import variable
 from worker.monitoring.metrics import Metrics
 from worker.settings import Settings

@@ -10,9 +10,9 @@ import pytest
 import redis.asyncio
 from hypothesis import settings
 
-from scripts.stack import Server, WorkerProcess
 from sluice import Client
 from tests.selection import case_of, chosen
+from tests.support.stack import Server, WorkerProcess
 
 SERVERS = {"server_url", "redis_url", "worker"}  # fixtures that start one
 # Where scripts/test looks for live tests.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 from urllib.parse import urlsplit
 
-from scripts.stack import free_port
+from tests.support.stack import free_port
 
 
 @dataclass

@@ -324,11 +324,16 @@ def test_nothing_of_the_client_imports_the_front() -> None:
     assert [arrow for arrow in arrows if within(arrow[1], "sluice.gateway")] == []
 
 
-def test_scripts_and_models_import_nothing_of_the_tests() -> None:
-    files = [file for package in ("scripts", "models") for file in (ROOT / package).rglob("*.py")]
-    assert ROOT / "scripts" / "stack.py" in files
-    arrows = [(str(file), name) for file in files for name in imported(file.read_text(), "")]
-    assert [arrow for arrow in arrows if within(arrow[1], "tests")] == []
+def arrows(folder: str) -> set[tuple[str, str]]:
+    files = (ROOT / folder).rglob("*.py")
+    return {(str(file.relative_to(ROOT)), name) for file in files for name in imported(file.read_text(), "")}
+
+
+def test_scripts_use_the_tests_support_and_no_test() -> None:
+    assert ("scripts/demo.py", "tests.support.stack.Server") in arrows("scripts")
+    below = {*arrows("scripts"), *arrows("models"), *arrows("tests/support")}
+    assert [arrow for arrow in below if within(arrow[1], "tests") and not within(arrow[1], "tests.support")] == []
+    assert [arrow for arrow in arrows("models") if within(arrow[1], "tests")] == []
 
 
 def test_there_are_modules_to_look_at() -> None:

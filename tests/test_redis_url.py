@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.stack import ROOT, free_port
 from sluice import Client
 from sluice.cli.app import run
 from sluice.transport.redis_url import redacted, url_error
 from tests.fakes import FakeChat
 from tests.queue.helpers import settings, until, working
+from tests.support.stack import ROOT, free_port
 from worker.environment import variable
 from worker.errors import CannotStart
 from worker.queue.server.connection import connect

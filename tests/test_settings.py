@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.stack import ROOT
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.settings import variable as front_variable
+from tests.support.stack import ROOT
 from worker.environment import variable
 from worker.errors import CannotStart
 from worker.settings import Settings, read_settings

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from schemas import ChatRequest
 from scripts.benchmarks.models import dense
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from worker.engine.batch import decode_batch
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.engine.batch.pending import PendingTokens, StepToken

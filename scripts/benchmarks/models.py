@@ -13,7 +13,7 @@ import mlx_lm
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import qwen3, qwen3_5
 
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 
 
 def random_checkpoint(

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks.models import random_checkpoint
-from scripts.stack import Server, WorkerProcess
 from sluice import Client, Finished
+from tests.support.stack import Server, WorkerProcess
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
 from worker.outcomes import Sampled

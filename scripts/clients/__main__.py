@@ -25,7 +25,7 @@ from scripts.clients.programs.sandbox import NoSandbox
 from scripts.clients.programs.selection import Unknown, select
 from scripts.clients.programs.stage import Stage
 from scripts.clients.results import Report, failures, read_report, table
-from scripts.stack import ROOT
+from tests.support.stack import ROOT
 
 _ABOUT = f"""\
 Drive the HTTP gateway with the programs that people use, each with what its page in docs/clients has users paste, or

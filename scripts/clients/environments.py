@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.clients.catalog import Client
-from scripts.stack import ROOT
+from tests.support.stack import ROOT
 
 CHECKS = Path(__file__).parent / "checks"
 _INSTALL_S = 1_800.0  # Open WebUI brings PyTorch

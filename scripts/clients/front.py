@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.clients.environments import CHECKS
-from scripts.stack import ROOT, Server, WorkerProcess, embedded_binary, free_port
+from tests.support.stack import ROOT, Server, WorkerProcess, embedded_binary, free_port
 
 _SEEING = json.loads((CHECKS / "requests.json").read_text("utf-8"))["seeing"]  # the name of the second worker's model
 _FAMILY = "qwen3_vl"

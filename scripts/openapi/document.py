@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts.openapi.bodies import bodies
-from scripts.stack import ROOT
+from tests.support.stack import ROOT
 
 FILE = ROOT / "sluice" / "gateway" / "openapi" / "static" / "openapi.json"
 VERSION = "1"  # the contract's

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from scripts.scenarios import churn, crashes, fairness, front, fuzz, greedy, load, mixed, offline, outages, pickup
 from scripts.scenarios.harness import Figure
-from scripts.stack import Server
+from tests.support.stack import Server
 
 Scenario = Callable[[Server], Awaitable[list[Figure]]]
 

@@ -13,7 +13,7 @@ from typing import Any
 import redis.asyncio
 
 from scripts.scenarios.harness import FINAL, QUEUE
-from scripts.stack import WorkerProcess
+from tests.support.stack import WorkerProcess
 
 _ENDED_S = 180.0  # limit for all requests to end
 

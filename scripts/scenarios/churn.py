@@ -11,7 +11,7 @@ from os import getpid
 import mlx.core as mx
 
 from scripts.scenarios.harness import Figure
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
 from worker.outcomes import Refused, RowFailed, Sampled

@@ -13,7 +13,7 @@ import redis.asyncio
 from scripts.scenarios.front_clients import INTERFACES, Answer
 from scripts.scenarios.harness import Figure, at_each, count_running, leaks, paced_worker, running
 from scripts.scenarios.outages import DURABLE
-from scripts.stack import FrontProcess, Server, WorkerProcess
+from tests.support.stack import FrontProcess, Server, WorkerProcess
 
 _LEASE_S = 2.0
 _GRACE_S = 2.0  # after which a worker cancels a job without a reader; every answer takes longer

@@ -10,8 +10,8 @@ import redis.asyncio
 from scripts.scenarios.attacked import Memory, Phase, event_times, gaps, queue_bodies, server_now, wait_for_endings
 from scripts.scenarios.from_schema import bodies as make_bodies
 from scripts.scenarios.harness import FINAL, Figure, chat_request, until_decoding
-from scripts.stack import WorkerProcess
 from sluice import Client
+from tests.support.stack import WorkerProcess
 
 _AT_ONCE = 20
 _STREAM_TOKENS = 400

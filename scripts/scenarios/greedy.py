@@ -17,8 +17,8 @@ import redis.asyncio
 
 from scripts.scenarios.attacked import Memory, Phase, event_times, gaps, queue_bodies, server_now, wait_for_endings
 from scripts.scenarios.harness import Figure, chat_request, until_decoding
-from scripts.stack import WorkerProcess
 from sluice import Client
+from tests.support.stack import WorkerProcess
 
 _ORDINARY_CHARACTERS = 3_000
 _PICKED_UP_S = 180.0

@@ -11,9 +11,9 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from scripts.scenarios.paced import expected_text
-from scripts.stack import WorkerProcess
 from sluice import Client, Delta, Event
 from sluice.wire import Lane, queue_key
+from tests.support.stack import WorkerProcess
 
 QUEUE = queue_key("default", "interactive")
 FINAL = frozenset({"finished", "failed", "cancelled"})  # the types of final events

@@ -16,8 +16,8 @@ import redis.asyncio
 from scripts.batch_run import BatchRun
 from scripts.scenarios.harness import Figure, chat_request, percentile
 from scripts.scenarios.pickup import queue_wait_s
-from scripts.stack import WorkerProcess, free_port
 from sluice import Client, Delta
+from tests.support.stack import WorkerProcess, free_port
 
 _ROWS, _RESERVED = 16, 4
 _LINES = 5_000  # more than are processed in that time

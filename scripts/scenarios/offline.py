@@ -17,8 +17,8 @@ from scripts.batch_run import BatchRun, custom_id, number_of
 from scripts.benchmarks.models import tiny_chat_in_fp32
 from scripts.scenarios.harness import Figure, at_some, chat_request, count_leases, leaks, paced_worker
 from scripts.scenarios.outages import DURABLE
-from scripts.stack import Server, WorkerProcess
 from sluice import Client
+from tests.support.stack import Server, WorkerProcess
 
 Body = dict[str, object]
 

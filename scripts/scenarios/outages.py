@@ -23,8 +23,8 @@ from scripts.scenarios.harness import (
     submit_all,
     until_decoding,
 )
-from scripts.stack import Server
 from sluice import Client
+from tests.support.stack import Server
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 

@@ -21,9 +21,9 @@ from scripts.scenarios.harness import (
     submit_all,
     until_decoding,
 )
-from scripts.stack import WorkerProcess
 from sluice import Client
 from sluice.wire import Lane
+from tests.support.stack import WorkerProcess
 
 
 async def pickups(client: Client, db: redis.asyncio.Redis, samples: int, *, every_s: float, tokens: int) -> list[float]:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from schemas import BatchLine
-from scripts.stack import ROOT
 from sluice.batch import source
 from sluice.batch.lines import BadLine, read_line
 from sluice.batch.source import MAX_LINES, Source, sorted_for_reuse
 from sluice.errors import BatchRefused
 from tests.batch.helpers import ANY, HELLO, as_bytes, line, scan, write
 from tests.schemas.strategies import JSON, TEXT
+from tests.support.stack import ROOT
 
 GOOD = as_bytes([line("a"), line("b")])
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from scripts.stack import ROOT
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, ended, settings, until, working
+from tests.support.stack import ROOT
 from worker.batch_dir.directory import BatchDirectory
 from worker.errors import CannotStart
 from worker.queue.server.clock import ServerClock

@@ -6,7 +6,7 @@ import pytest
 
 from schemas import ChatRequest
 from schemas.result import SpeculationReport
-from scripts.stack import ROOT
+from tests.support.stack import ROOT
 from worker.chat.speculation import Counts, SpeculationReceipt, draft_limit, why_no_drafts
 from worker.engine.speculation.copies import COPY
 from worker.engine.speculation.draft_model import DRAFT

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.stack import free_port
 from sluice.cli.gateway_process import GatewayProcess
+from tests.support.stack import free_port
 
 
 def test_the_instructions_ask_for_a_key_and_the_address_is_a_url_for_ipv6_too(

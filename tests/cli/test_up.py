@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.stack import free_port
 from sluice.cli.commands.up import _clients
 from sluice.cli.gateway_process import GatewayProcess
+from tests.support.stack import free_port
 
 
 @pytest.mark.parametrize("has_keys", [True, False])

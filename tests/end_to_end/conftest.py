@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import redis
 
-from scripts.stack import TINY_CHAT, WorkerProcess
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.toolchains import TOOLCHAINS
+from tests.support.stack import TINY_CHAT, WorkerProcess
 from worker.app import serve
 from worker.errors import CannotStart
 from worker.process.exit_timer import ExitTimer

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.stack import ROOT, WorkerProcess
+from tests.support.stack import ROOT, WorkerProcess
 
 BACKEND = """
 import asyncio

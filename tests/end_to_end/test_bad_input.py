@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schemas.events import FINAL
-from scripts.stack import WorkerProcess
 from sluice import Client, JobFailed
 from tests.selection import examples
+from tests.support.stack import WorkerProcess
 
 QUEUE = "sluice:queue:default:interactive"
 WITHIN_S = 60

@@ -13,11 +13,11 @@ import pytest
 from openai.types import Batch
 from openai.types.chat import ChatCompletion
 
-from scripts.stack import ROOT, Server, WorkerProcess
 from sluice import Batch as BatchStatus
 from sluice import Client, wire
 from tests.batch.helpers import ids, line, read, write
 from tests.end_to_end.test_cli import Command
+from tests.support.stack import ROOT, Server, WorkerProcess
 
 _TIMEOUT_S = 60
 EXAMPLE = ROOT / "examples" / "batch.jsonl"

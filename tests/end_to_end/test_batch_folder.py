@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from scripts.stack import WorkerProcess
 from tests.batch_dir.test_directory import MINUTE, Clock
 from tests.fakes import FakeChat
 from tests.queue.helpers import settings, until, working
+from tests.support.stack import WorkerProcess
 from worker.batch_dir.directory import BatchDirectory
 
 pytestmark = pytest.mark.usefixtures("worker")

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.scenarios import crashes, front, fuzz, greedy, load, offline, outages, pickup
 from scripts.scenarios.harness import Figure
-from scripts.stack import Server
+from tests.support.stack import Server
 
 Scenario = Callable[[Server], Awaitable[list[Figure]]]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from models.tiny_vision import write_checkpoint as write_seeing
-from scripts.stack import ROOT, TINY_CHAT
 from tests.end_to_end.test_cli import run_here
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, FAMILIES, write_checkpoint
+from tests.support.stack import ROOT, TINY_CHAT
 from worker.engine.device import memory_for_model
 
 _WITHOUT_WORKER = "import sys; sys.modules['worker'] = None; from sluice.cli import main; main()"

@@ -21,8 +21,8 @@ import pytest
 import redis
 
 from scripts.scenarios.harness import paced_worker
-from scripts.stack import ROOT, TINY_CHAT, WorkerProcess, free_port
 from sluice.cli import main
+from tests.support.stack import ROOT, TINY_CHAT, WorkerProcess, free_port
 
 pytestmark = pytest.mark.usefixtures("worker")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from scripts.scenarios.harness import chat_request
-from scripts.stack import Server, WorkerProcess
 from tests.end_to_end.test_cli import Command, last_line
+from tests.support.stack import Server, WorkerProcess
 from worker import __version__
 
 HOUR_S = 3600

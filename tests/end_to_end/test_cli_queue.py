@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.stack import WorkerProcess
 from tests.end_to_end.test_cli import Command, Terminal
 from tests.end_to_end.test_cli_operators import table
+from tests.support.stack import WorkerProcess
 
 
 def queue_jobs(sluice: Command, model: str, count: int, lane: str = "interactive", *, prefix: str = "job") -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from scripts.stack import TINY_CHAT, Server, free_port
 from tests.end_to_end.test_cli import Command
 from tests.queue.refusing import disk_full
+from tests.support.stack import TINY_CHAT, Server, free_port
 
 
 @pytest.fixture(scope="module")

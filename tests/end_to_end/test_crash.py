@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from scripts.stack import WorkerProcess
 from sluice import Client, Delta, Event, Finished
 from tests.end_to_end.test_exact import checkpoint
 from tests.engine.tiny import CONFIGS, write_checkpoint
 from tests.keyspace import check_job_keys
+from tests.support.stack import WorkerProcess
 
 LEASE_S = 2.0
 KILLED = "tests.end_to_end.killed_in_answers"

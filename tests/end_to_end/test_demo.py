@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from scripts.demo import Chat, Grid, chats, closing_table, picture
-from scripts.stack import ROOT
+from tests.support.stack import ROOT
 
 DEMO = [sys.executable, "-m", "scripts.demo"]
 ENV = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}

@@ -9,9 +9,9 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from scripts.stack import TINY_CHAT, WorkerProcess
 from sluice import Cancelled, Client, Delta, Finished
 from tests.engine.tiny import CONFIGS, write_checkpoint
+from tests.support.stack import TINY_CHAT, WorkerProcess
 
 # The bundled model is a qwen3_5 with trained weights; tests/engine compares the others without Redis.
 OTHERS = "qwen3", "qwen3_5", "gpt_oss", "gemma3"

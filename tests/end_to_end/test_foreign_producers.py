@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import redis
 
-from scripts.stack import ROOT, WorkerProcess
 from tests.end_to_end.toolchains import TOOLCHAINS
+from tests.support.stack import ROOT, WorkerProcess
 
 COUNT = {"messages": [{"role": "user", "content": "Count to 12."}]}
 TWELVE = "1 2 3 4 5 6 7 8 9 10 11 12"

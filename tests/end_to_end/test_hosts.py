@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.stack import ROOT
+from tests.support.stack import ROOT
 
 DEMO = [sys.executable, "-m", "scripts.demo"]
 PYTHONS = Path("~/.pyenv/versions").expanduser()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.stack import WorkerProcess
+from tests.support.stack import WorkerProcess
 
 # All that a worker needs of other people's packages, besides the modules that `import mlx_lm` brings.
 NEEDED = {

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from scripts.stack import WorkerProcess
 from sluice import Client, Event, Failed, Started
+from tests.support.stack import WorkerProcess
 
 ORDINARY = {"messages": [{"role": "user", "content": "The quick brown fox. " * 150}], "max_tokens": 2}
 SCHEMA = {

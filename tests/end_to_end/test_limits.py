@@ -16,8 +16,8 @@ from scripts.scenarios.harness import (
     submit_all,
     until_decoding,
 )
-from scripts.stack import WorkerProcess
 from sluice import Client, JobCancelled, JobFailed, Progress, QueueFull
+from tests.support.stack import WorkerProcess
 from tests.waiting import until
 
 

@@ -19,9 +19,9 @@ from scripts.scenarios.harness import (
     submit_all,
     until_decoding,
 )
-from scripts.stack import ROOT, WorkerProcess, free_port
 from sluice import Cancelled, Client, Delta, Event, Failed, Finished
 from tests.scrape import Page, scrape
+from tests.support.stack import ROOT, WorkerProcess, free_port
 
 LANES = ("interactive", "batch")
 HELLO = [{"role": "user", "content": "Count to 12."}]

@@ -11,10 +11,10 @@ import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
 
-from scripts.stack import WorkerProcess
 from sluice import Client, Delta, Finished
 from tests.engine.test_memory import WIDE, built
 from tests.engine.tiny import write_checkpoint
+from tests.support.stack import WorkerProcess
 
 ROWS, CONTEXT = 4, 2_048  # tokens of a context; a row without a limit first gets memory for 1,024 of its answer
 NO_END = {"logit_bias": {"2": -100}, "loop_guard": False}

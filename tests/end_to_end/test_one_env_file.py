@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from scripts.stack import TINY_CHAT, free_port
 from tests.end_to_end.test_start import until
 from tests.end_to_end.test_up import ENV, START_S
+from tests.support.stack import TINY_CHAT, free_port
 
 
 class Command:

@@ -15,9 +15,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from redis.asyncio import Redis
 
-from scripts.stack import ROOT, WorkerProcess, free_port
 from sluice import Client
 from tests.end_to_end.test_pages import OPENAI_BACKEND
+from tests.support.stack import ROOT, WorkerProcess, free_port
 from tests.test_openai import surprises
 
 Said = dict[str, Any]

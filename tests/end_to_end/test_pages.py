@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from scripts.stack import ROOT, WorkerProcess
 from sluice import SyncClient, sse
 from tests.end_to_end.test_cli import run_here
+from tests.support.stack import ROOT, WorkerProcess
 
 SSE = "Server-sent events, and resuming"
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from scripts.stack import WorkerProcess, free_port
 from sluice import Client, Finished
 from sluice.gateway.messages.body import MessagesBody
 from sluice.gateway.messages.request import chat_request
 from tests.end_to_end.test_exact import checkpoint
 from tests.engine.tiny import FAMILIES, write_checkpoint
 from tests.scrape import scrape
+from tests.support.stack import WorkerProcess, free_port
 
 RULES = {"role": "system", "content": "Always mention NWP58. Be kind and brief, and answer in one sentence, please."}
 ASKED = ("Count to 12.", "My name is Petra.", "What is the capital of Ghana?", "What is my name?")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from scripts.stack import WorkerProcess
 from sluice import Client, Delta, Finished, Progress, Resumed
+from tests.support.stack import WorkerProcess
 
 LONG = " ".join(f"Line {number} says {number * 7 % 100}." for number in range(120))
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from scripts.stack import ROOT, TINY_CHAT, WorkerProcess
 from sluice import Client, Finished
+from tests.support.stack import ROOT, TINY_CHAT, WorkerProcess
 
 SYSTEM = "Answer each question in one word. " * 30
 

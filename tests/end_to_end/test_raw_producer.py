@@ -10,7 +10,7 @@ import redis.asyncio
 from arq import create_pool
 from arq.connections import ArqRedis, RedisSettings
 
-from scripts.stack import WorkerProcess
+from tests.support.stack import WorkerProcess
 
 QUEUE = "sluice:queue:default:interactive"
 COUNT = {"messages": [{"role": "user", "content": "Count to 12."}]}

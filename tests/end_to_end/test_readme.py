@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.stack import ROOT, WorkerProcess
 from tests.end_to_end.test_cli import run_here
+from tests.support.stack import ROOT, WorkerProcess
 
 README = (ROOT / "README.md").read_text()
 

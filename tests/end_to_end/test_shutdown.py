@@ -6,11 +6,11 @@ import signal
 import pytest
 import redis.asyncio
 
-from scripts.stack import Server, WorkerProcess
 from sluice import Client, Delta, Event
 from tests.end_to_end.endless_step import ENDLESS_STEP
 from tests.end_to_end.endless_tokenizer import ENDLESS
 from tests.keyspace import check_job_keys
+from tests.support.stack import Server, WorkerProcess
 from worker.process.exit_timer import EXIT_FAILED, EXIT_FORCED
 
 # Only a worker that hangs takes so long, however busy the machine is.

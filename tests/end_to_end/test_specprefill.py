@@ -12,10 +12,10 @@ import pytest
 import redis.asyncio
 
 from models.training.data import find_code
-from scripts.stack import WorkerProcess
 from sluice import Cancelled, Client, Delta, Event, Failed, Finished, Progress, Started
 from tests.end_to_end.test_exact import checkpoint
 from tests.engine.tiny import CONFIGS, write_checkpoint
+from tests.support.stack import WorkerProcess
 
 asked, right = find_code(Random(3), 100)
 LONG = [{"role": "user", "content": asked.text}]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from scripts.stack import TINY_CHAT, WorkerProcess
 from sluice import Client, Delta, Event
 from tests.end_to_end.test_exact import checkpoint
 from tests.engine.tiny import CONFIGS, write_checkpoint
+from tests.support.stack import TINY_CHAT, WorkerProcess
 
 LIST = "Repeat after me: red key lamp river market red key lamp river market red key lamp river market"
 SCHEMA = {

@@ -9,9 +9,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from scripts.stack import ROOT, TINY_CHAT, Server, WorkerProcess, free_port
 from tests.end_to_end.test_check import environment
 from tests.end_to_end.test_cli import run_here
+from tests.support.stack import ROOT, TINY_CHAT, Server, WorkerProcess, free_port
 
 
 def until(true: Callable[[], bool], *, within_s: float = 60) -> None:

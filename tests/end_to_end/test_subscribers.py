@@ -5,9 +5,9 @@ import random
 
 import redis.asyncio
 
-from scripts.stack import WorkerProcess
 from sluice import Client, Event
 from tests.keyspace import check_job_keys
+from tests.support.stack import WorkerProcess
 
 LONG = {
     "messages": [{"role": "user", "content": "Count to 40."}],

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from scripts.stack import TINY_CHAT, WorkerProcess
 from sluice import Client, Delta
+from tests.support.stack import TINY_CHAT, WorkerProcess
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.text.vocabulary import Vocabulary

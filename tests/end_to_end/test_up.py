@@ -15,9 +15,9 @@ import redis
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from scripts.stack import ROOT, TINY_CHAT, free_port
 from sluice import SyncClient
 from tests.end_to_end.test_cli import run_here
+from tests.support.stack import ROOT, TINY_CHAT, free_port
 
 ENV = {**{name: value for name, value in os.environ.items() if not name.startswith("SLUICE_")}, "PYTHONPATH": str(ROOT)}
 ENDLESS = {"messages": [{"role": "user", "content": "Count to 40."}], "max_tokens": 20_000, "logit_bias": {"2": -100}}

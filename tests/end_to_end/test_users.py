@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from scripts.stack import ROOT
 from sluice import Client, Finished, JobCancelled
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.test_cli_operators import park
+from tests.support.stack import ROOT
 
 ROLES = ("worker", "gateway", "backend", "feeder", "operator", "monitoring")
 HELLO = [{"role": "user", "content": "Count to 3."}]

@@ -17,9 +17,9 @@ from mlx_vlm import load
 from mlx_vlm.generate import generate_step
 
 from models.tiny_vision import EOS, write_checkpoint
-from scripts.stack import WorkerProcess
 from sluice import Client, Delta, Event, Failed, Finished, Progress
 from tests.images.pictures import data_url, patch, saved
+from tests.support.stack import WorkerProcess
 
 FAMILIES = "qwen3_5", "qwen3_vl", "gemma3"
 FIRST, *OTHERS = FAMILIES

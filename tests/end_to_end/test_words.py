@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from scripts.stack import ROOT, TINY_CHAT
 from tests.end_to_end.test_check import environment
 from tests.end_to_end.test_cli import run_here
+from tests.support.stack import ROOT, TINY_CHAT
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 REQUEST = {"messages": [{"role": "user", "content": "Weather?"}], "tools": [TOOL]}

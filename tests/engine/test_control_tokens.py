@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from worker.engine.control_tokens import ControlTokens, _pattern
 from worker.engine.upstream.mlx_lm import load_tokenizer
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from scripts.stack import ROOT, TINY_CHAT
 from tests.engine.tiny import prompt
 from tests.selection import examples
+from tests.support.stack import ROOT, TINY_CHAT
 from worker.engine.model.load import Model, open_model
 from worker.engine.step.cost import CLASSES
 from worker.engine.thread import EngineThread
@@ -155,7 +155,7 @@ async def test_engine_that_raises_reports_failure_to_end_the_process(monkeypatch
 
 EXITS = """
 import asyncio
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from tests.engine.test_thread import Recorder, tiny_chat, unreached
 from tests.engine.tiny import prompt
 from worker.engine.thread import EngineThread

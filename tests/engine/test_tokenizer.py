@@ -16,8 +16,8 @@ from llguidance import LLTokenizer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from scripts.stack import TINY_CHAT
 from tests.selection import examples
+from tests.support.stack import TINY_CHAT
 from tests.text.tokenizers import KINDS, tokenizer
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, load_tokenizer

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import _get_classes
 
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from worker.engine.cache.segments import needs_states
 from worker.engine.model.drafting import drafting
 from worker.engine.model.load import Model

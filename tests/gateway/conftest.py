@@ -6,11 +6,11 @@ import pytest
 from redis.asyncio import Redis
 
 from schemas import keys
-from scripts.stack import WorkerProcess
 from sluice.gateway import ServeSettings
 from tests.fakes import FakeChat
 from tests.gateway.fronts import Front, serving
 from tests.queue.helpers import listening, settings, until, working
+from tests.support.stack import WorkerProcess
 
 
 @pytest.fixture(autouse=True)

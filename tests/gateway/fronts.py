@@ -11,9 +11,9 @@ from typing import Any
 
 import uvicorn
 
-from scripts.stack import FrontProcess, free_port
 from sluice import Client
 from sluice.gateway import ServeSettings, app
+from tests.support.stack import FrontProcess, free_port
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from scripts.stack import ROOT
 from sluice import openai
+from tests.support.stack import ROOT
 
 Answer = tuple[int, str]
 

@@ -17,7 +17,6 @@ import pytest
 from redis.asyncio import Redis
 
 import worker.jobs
-from scripts.stack import ROOT, Server
 from sluice import Client
 from sluice.gateway import ServeSettings, app
 from sluice.gateway.gateway import Gateway
@@ -28,6 +27,7 @@ from tests.fakes import ByteTokenizer, FakeChat, FakeEngine, worker_context
 from tests.gateway.chat.test_routes import PATH, data_of, request, text_of, until_running
 from tests.gateway.fronts import front_process, serving
 from tests.queue.helpers import field, listening, settings, working
+from tests.support.stack import ROOT, Server
 from tests.waiting import until
 
 

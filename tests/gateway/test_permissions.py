@@ -11,10 +11,10 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from scripts.stack import ROOT
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
 from tests.gateway.fronts import serving
+from tests.support.stack import ROOT
 from tests.waiting import until
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

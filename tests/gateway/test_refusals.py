@@ -3,10 +3,10 @@
 import httpx
 import pytest
 
-from scripts.stack import Server
 from sluice.gateway import ServeSettings
 from tests.gateway.fronts import serving
 from tests.queue.refusing import disk_full
+from tests.support.stack import Server
 
 BODY = {"model": "default", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi."}], "input": "Hi."}
 ROUTES = {

@@ -16,9 +16,9 @@ from openai.types.responses.response_item_list import ResponseItemList
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel, TypeAdapter
 
-from scripts.stack import ROOT
 from tests.gateway.fronts import events
 from tests.gateway.openai_required import ERROR, lacking
+from tests.support.stack import ROOT
 
 Said = dict[str, Any]
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from scripts.stack import ROOT
 from tests.images.pictures import Picture, patch, png, read, saved
 from tests.selection import examples
+from tests.support.stack import ROOT
 from worker.errors import JobFailure
 from worker.images.decode import decode
 from worker.images.image import Image

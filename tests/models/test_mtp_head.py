@@ -11,7 +11,7 @@ import pytest
 from models.training.curriculum import Lesson
 from models.training.mtp_head import CHECKPOINT, HEAD, HeadPlan, open_head_training, run_head_training
 from models.training.train import CannotTrain, Step
-from scripts.stack import ROOT, TINY_CHAT
+from tests.support.stack import ROOT, TINY_CHAT
 
 
 class ShortPlan(HeadPlan):

@@ -32,8 +32,8 @@ from models.training.plan import Plan
 from models.training.progress import Progress
 from models.training.tokenizer import TURN_END, VOCABULARY, train_tokenizer
 from models.training.train import CHECKPOINT, CannotTrain, Step, open_training, run
-from scripts.stack import ROOT, TINY_CHAT
 from tests.selection import examples
+from tests.support.stack import ROOT, TINY_CHAT
 
 # The recurrence
 

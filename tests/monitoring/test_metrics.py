@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from scripts.stack import free_port
 from tests.scrape import Page, scrape
+from tests.support.stack import free_port
 from worker.monitoring.health import Health
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes

@@ -10,8 +10,8 @@ from http.client import HTTPConnection, HTTPResponse
 
 import pytest
 
-from scripts.stack import free_port
 from tests.scrape import scrape
+from tests.support.stack import free_port
 from worker.errors import CannotStart
 from worker.monitoring.health import Health, Part
 from worker.monitoring.heartbeat import Heartbeat

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.stack import ROOT
+from tests.support.stack import ROOT
 from worker.errors import JobFailure
 from worker.process.child import Child, ChildCrashed, ChildFailed
 from worker.process.frames import Frame, Kind, LimitExceeded, Limits

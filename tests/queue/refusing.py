@@ -8,7 +8,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from scripts.stack import Server
+from tests.support.stack import Server
 from tests.waiting import until
 
 

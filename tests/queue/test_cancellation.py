@@ -10,12 +10,12 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as ConnectionLost
 
 from schemas import keys
-from scripts.stack import free_port
 from sluice import CancelNotStored, Client, JobCancelled
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.queue.held import HeldJobs, claim_of
 from tests.queue.helpers import BATCH, QUEUE, ask, ended, listening, put, settings, types, until, working
+from tests.support.stack import free_port
 from worker.errors import Cancelled
 from worker.queue.cancel_requests import _BATCH, _MAX_PENDING, CancelRequests
 from worker.queue.job.claims import lease_key

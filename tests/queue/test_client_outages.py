@@ -17,7 +17,6 @@ from redis.exceptions import (
 )
 
 import sluice
-from scripts.stack import Server
 from sluice import Client, ServerUnreachable, Submitted, wire
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.status import Batch
@@ -25,6 +24,7 @@ from sluice.dead_letters import DeadLetter
 from sluice.transport.retries import Retries
 from tests.line import Line
 from tests.queue.streaming import HELLO, behind, event, say, seqs, subscribed
+from tests.support.stack import Server
 
 GAP_S = 5.0  # the most that a dead connection may cost
 OWN = pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow)])  # the caller's own redis-py

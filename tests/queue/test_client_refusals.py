@@ -20,13 +20,13 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from scripts.stack import Server
 from sluice import CancelNotStored, Client, ServerFull, ServerUnreachable, SluiceError, SyncClient, wire
 from sluice.batch.run import endless_retries
 from sluice.openai import error_reply
 from sluice.transport.retries import is_transient
 from tests.queue.refusing import disk_full
 from tests.queue.streaming import HELLO, event, say, seqs, subscribed
+from tests.support.stack import Server
 
 
 async def test_a_wrong_password_is_raised_at_once(redis_url: str) -> None:

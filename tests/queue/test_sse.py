@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from scripts.stack import free_port
 from sluice import Client, SyncClient, sse, wire
 from sluice.sse import seq_of
 from tests.queue.streaming import HELLO, event
+from tests.support.stack import free_port
 
 LOG = [event(0), event(1, content="ü\u2028\n"), event(2, "cancelled")]
 FRAMES = [b"id: 0\nevent: delta", b"id: 1\nevent: delta", b"id: 2\nevent: cancelled"]

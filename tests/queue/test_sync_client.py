@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from scripts.stack import ROOT, Server
 from sluice import Client, ServerUnreachable, Submitted, SyncClient, UnknownJob, wire
 from sluice.sync import blocking
 from tests.queue.streaming import HELLO, event
+from tests.support.stack import ROOT, Server
 
 FINAL = event(3, "cancelled")
 LOG = [event(0), event(1), event(2), FINAL]

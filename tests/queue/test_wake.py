@@ -10,12 +10,12 @@ import redis as sync_redis
 from redis.asyncio import Redis
 
 from schemas import keys
-from scripts.stack import Server
 from sluice import Client
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended
 from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, enqueue, envelope, listening, put, settings, until, working
+from tests.support.stack import Server
 from worker.queue.job.claims import Claims
 from worker.queue.wake import ControlListener, allow_keyspace_events
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from schemas import ChatRequest
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from tests.text.dialects.reading import BY_NAME
 from tests.text.structured import Schema, allowed
 from worker.engine.tokenizer import MLXTokenizer

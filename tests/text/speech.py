@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from schemas import ChatRequest
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from tests.text.dialects.reading import BY_NAME
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, load_tokenizer

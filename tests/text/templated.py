@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas import ChatRequest
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.text.output.formats import ModelFormat

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
 
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from tests.text.speech import model
 from worker.engine.tokenizer import Streaming
 from worker.engine.upstream.mlx_lm import load_tokenizer

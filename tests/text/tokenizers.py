@@ -5,7 +5,7 @@ from functools import cache
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 
 _WORDS = ["the", "quick", "model", "token", "ing", "ment", "über", "naïve", "日本語", "🙂", "def f(x):", "\n", "1234"]
 _SPECIAL = ["<unk>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]

@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from scripts.scenarios.harness import at_each, at_some, count_leases, count_running, until_taken_over
-from scripts.stack import ROOT
+from tests.support.stack import ROOT
 
 
 @pytest.mark.parametrize(

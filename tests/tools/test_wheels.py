@@ -11,7 +11,7 @@ import pytest
 
 import sluice
 import worker
-from scripts.stack import ROOT
+from tests.support.stack import ROOT
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import httpx
 
 from scripts.benchmarks.serve import clients
 from scripts.benchmarks.serve.driver import Send
-from scripts.stack import ROOT, FrontProcess, Server, WorkerProcess, free_port
+from tests.support.stack import ROOT, FrontProcess, Server, WorkerProcess, free_port
 
 OURS = "sluice"
 BASELINE = "baseline"

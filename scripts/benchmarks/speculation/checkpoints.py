@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 
 _SPACE = "Ġ"  # as byte-level tokenizers write it
 RANDOM: dict[str, Callable[..., Path]] = {

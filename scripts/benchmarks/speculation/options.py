@@ -8,7 +8,7 @@ from scripts.benchmarks.serve.options import new_file, positive
 from scripts.benchmarks.speculation.checkpoints import RANDOM
 from scripts.benchmarks.speculation.proposers import PROPOSERS
 from scripts.benchmarks.speculation.tasks import TASKS
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 
 SUMMARY = "speculation: tokens per forward and per second with drafts against none, and what a verify forward costs"
 ROWS = (1, 2, 4, 8, 16)

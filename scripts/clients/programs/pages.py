@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts.stack import ROOT
+from tests.support.stack import ROOT
 
 PAGES = ROOT / "docs" / "clients"
 GATEWAY = "http://127.0.0.1:8000"  # of the pages

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from scripts.stack import ROOT
+from tests.support.stack import ROOT
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x1000_0000, 0x4000_0000  # of <linux/sched.h>
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1  # of <linux/sockios.h> and <linux/if.h>

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from scripts.clients.programs.record import Recorder
 from scripts.clients.programs.script import MODEL
-from scripts.stack import TINY_CHAT, FrontProcess, Server, WorkerProcess, embedded_binary
+from tests.support.stack import TINY_CHAT, FrontProcess, Server, WorkerProcess, embedded_binary
 
 CONTEXT_TOKENS = 131_072  # of the model, on these pages too
 _VOCAB = 1024  # of models/tiny-chat, whose tokenizer has the tokens of images

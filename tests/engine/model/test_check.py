@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from scripts.stack import TINY_CHAT
 from tests.engine.model.test_profile import ALL
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
+from tests.support.stack import TINY_CHAT
 from worker.engine.model import check as checking
 from worker.engine.model import load as opening
 from worker.engine.model.check import ModelReport

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.stack import TINY_CHAT
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
+from tests.support.stack import TINY_CHAT
 from worker.engine.model.check import check
 from worker.engine.model.load import fingerprint, not_served, open_model
 from worker.errors import CannotStart

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
-from scripts.stack import TINY_CHAT
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
 from tests.selection import examples
+from tests.support.stack import TINY_CHAT
 from worker.engine.batch.row import Row
 from worker.engine.cache.layers import layers
 from worker.engine.cache.slots import batch_of, bytes_of, join

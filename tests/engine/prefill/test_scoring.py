@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.stack import TINY_CHAT
 from tests.engine.tiny import CANNOT_BATCH, FAMILIES, VOCAB, build, network, prompt
 from tests.selection import examples
+from tests.support.stack import TINY_CHAT
 from worker.engine.prefill.scoring import LOOKAHEAD, Draft, Scores, attention, probe_attention, why_not_draft
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_model, load_tokenizer, make_prompt_cache

@@ -8,10 +8,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from schemas import ChatRequest
-from scripts.stack import TINY_CHAT
 from tests.engine.driver import Run, answer, answers, tokens
 from tests.engine.speculation.oracle import Oracle, any_width, recurrence_of
 from tests.selection import examples
+from tests.support.stack import TINY_CHAT
 from worker.engine.model.load import Model, open_model
 from worker.engine.speculation import speculator
 from worker.engine.speculation.forced import GrammarProposer

@@ -12,11 +12,11 @@ from jsonschema import Draft202012Validator
 from llguidance import LLTokenizer
 
 from schemas import ChatRequest
-from scripts.stack import TINY_CHAT
 from tests.engine.driver import answer, answers, tokens
 from tests.engine.stepwise_grammar import StepwiseGrammar
 from tests.engine.tiny import CONFIGS, EOS, VOCAB, prompt, write_checkpoint
 from tests.selection import examples
+from tests.support.stack import TINY_CHAT
 from tests.text.structured import Schema, schema
 from worker.engine.batch.row import Row
 from worker.engine.model.load import Model, open_model

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.stack import ROOT
 from tests.engine.driver import Run
 from tests.engine.speculation.oracle import Oracle, speculator_of, verify_everything
 from tests.engine.speculation.scenarios import (

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from scripts.stack import TINY_CHAT
 from tests.engine.tiny import CONFIGS, prompt, write_checkpoint
+from tests.support.stack import TINY_CHAT
 from worker.engine.upstream import mlx_lm
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from worker.engine.control_tokens import _pattern
 from worker.engine.upstream import transformers as upstream
 from worker.engine.upstream.mlx_lm import load_tokenizer

@@ -7,10 +7,10 @@ import httpx
 import pytest
 from openai import APIConnectionError, APIError, AsyncOpenAI
 
-from scripts.stack import FrontProcess
 from tests.fakes import FakeChat
 from tests.gateway.chat.test_routes import data_of, request, text_of, until_running
 from tests.gateway.fronts import front_process
+from tests.support.stack import FrontProcess
 
 pytestmark = pytest.mark.usefixtures("fake_worker")
 

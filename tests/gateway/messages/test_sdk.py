@@ -9,10 +9,10 @@ from anthropic import AsyncAnthropic, BadRequestError
 from anthropic.types import Message, RawMessageStreamEvent, TextBlock, ThinkingBlock, ToolUseBlock
 from pydantic import TypeAdapter
 
-from scripts.stack import WorkerProcess
 from sluice.gateway import ServeSettings
 from tests.gateway.fronts import Front, serving
 from tests.gateway.messages.bodies import CLAUDE_CODE, WEATHER
+from tests.support.stack import WorkerProcess
 
 Said = dict[str, Any]
 

@@ -8,13 +8,13 @@ import pytest
 from redis.asyncio import Redis
 
 from schemas import keys
-from scripts.stack import free_port
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
 from tests.gateway.fronts import Front, front_process, serving
 from tests.gateway.page.asking import ENDED, WORDS, ObedientChat, ask, do
 from tests.gateway.page.browser import Browser
 from tests.queue.helpers import listening, settings, working
+from tests.support.stack import free_port
 from tests.waiting import until
 
 WATCH = """window.shown = []; new MutationObserver(() => window.shown.push(

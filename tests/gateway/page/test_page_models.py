@@ -9,13 +9,13 @@ import pytest
 from redis.asyncio import Redis
 
 from schemas import keys
-from scripts.stack import WorkerProcess
 from sluice.gateway import ServeSettings
 from tests.gateway.fronts import Front, serving
 from tests.gateway.page.asking import ENDED, ObedientChat, ask, do, send
 from tests.gateway.page.browser import Browser
 from tests.queue.helpers import listening, settings, types, working
 from tests.queue.helpers import log as log_of
+from tests.support.stack import WorkerProcess
 from tests.waiting import until
 from worker.queue.presence import Abilities
 

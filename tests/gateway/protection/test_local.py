@@ -10,10 +10,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from scripts.stack import FrontProcess
 from sluice.gateway.protection.local import LocalOnly, is_loopback
 from sluice.gateway.settings import CannotServe, read_settings
 from tests.gateway.fronts import front_process
+from tests.support.stack import FrontProcess
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.1", "::1", "[::1]", "app.localhost"])

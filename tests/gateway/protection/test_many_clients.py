@@ -11,9 +11,9 @@ import httpx
 import pytest
 import redis.asyncio
 
-from scripts.stack import FrontProcess
 from tests.fakes import FakeChat
 from tests.gateway.fronts import front_process
+from tests.support.stack import FrontProcess
 
 CLIENTS = 200
 IDLE = 1_000

@@ -13,9 +13,9 @@ import httpx
 import pytest
 import uvicorn
 
-from scripts.stack import FrontProcess
 from sluice.gateway.protection.protocol import MAX_HEADER_BYTES, protocol
 from tests.gateway.fronts import front_process
+from tests.support.stack import FrontProcess
 
 TIMEOUT_S = 1.0
 LENGTH = 2_000_000  # bytes of an answer in one piece

@@ -18,12 +18,12 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 
 from schemas import keys
-from scripts.stack import Server
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line
 from tests.queue.helpers import envelope, field, lapse, put, renew, settings
 from tests.queue.streaming import subscribed
 from tests.selection import examples
+from tests.support.stack import Server
 from worker.errors import OwnershipLost
 from worker.queue.job.channel import JobLog, Publisher
 from worker.queue.job.claims import Claim, Claims, lease_key

@@ -9,7 +9,6 @@ import redis as sync_redis
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from scripts.stack import Server, free_port
 from tests.fakes import FakeChat
 from tests.queue.helpers import (
     ask,
@@ -24,6 +23,7 @@ from tests.queue.helpers import (
     words,
     working,
 )
+from tests.support.stack import Server, free_port
 from worker.errors import CannotStart
 from worker.queue.server.connection import connect
 from worker.queue.server.redis_server import RedisServer, ServerInfo, refusal, warnings

@@ -5,7 +5,7 @@ import re
 import pytest
 from redis.asyncio import Redis
 
-from scripts.stack import Server, free_port
+from tests.support.stack import Server, free_port
 from tests.waiting import until
 from worker.queue.server.outage import until_redis_answers
 

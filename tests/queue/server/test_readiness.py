@@ -9,10 +9,10 @@ from urllib.request import urlopen
 import pytest
 from redis.asyncio import Redis
 
-from scripts.stack import free_port
 from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import ask, settings, until, working
+from tests.support.stack import free_port
 from worker.monitoring.health import Health
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes

@@ -7,8 +7,8 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from scripts.stack import free_port
 from tests.queue.helpers import settings
+from tests.support.stack import free_port
 from worker.errors import CannotStart
 from worker.queue.server.clock import ServerClock
 from worker.queue.server.connection import connect

@@ -5,10 +5,10 @@ import logging
 
 import pytest
 
-from scripts.stack import ROOT, Server
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, ended, settings, types, working
 from tests.queue.refusing import disk_full
+from tests.support.stack import ROOT, Server
 from tests.waiting import until
 
 

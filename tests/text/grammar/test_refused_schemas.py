@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import decoders
 
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from tests.text.guided import ANY_OBJECT, CITY, CLOCK, WEATHER, by, fresh, model, refusal, request
 from tests.text.structured import Schema, allowed
 from worker.engine.tokenizer import MLXTokenizer

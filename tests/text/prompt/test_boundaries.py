@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 
-from scripts.stack import TINY_CHAT
 from tests.fakes import ByteTokenizer
 from tests.selection import examples
+from tests.support.stack import TINY_CHAT
 from tests.text.conversations import Said, assistant, call, calling, conversations, developer, result, system, user
 from tests.text.templated import TEMPLATES, prompts, request, words
 from worker.errors import JobFailure

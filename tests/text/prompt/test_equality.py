@@ -3,7 +3,7 @@ models: `test_real_prompts.py`."""
 
 import pytest
 
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 from tests.text.prompt.equality import CONVERSATIONS, codec, compared, words
 from tests.text.templated import TEMPLATES
 

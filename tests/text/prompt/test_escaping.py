@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mlx_lm.chat_templates import deepseek_v32
 from tokenizers import AddedToken, Tokenizer
 
-from scripts.stack import TINY_CHAT
 from tests.selection import examples
+from tests.support.stack import TINY_CHAT
 from tests.text.conversations import Said, assistant, call, calling, conversations, result, system, user
 from tests.text.templated import TEMPLATES, request
 from worker.engine.tokenizer import MLXTokenizer

@@ -14,7 +14,7 @@ from scripts.benchmarks.serve.driver import drive
 from scripts.benchmarks.serve.models import MODELS
 from scripts.benchmarks.serve.servers import NotServing
 from scripts.benchmarks.serve.workload import Chat, Turn
-from scripts.stack import ROOT, WorkerProcess
+from tests.support.stack import ROOT, WorkerProcess
 from tests.tools.serve.stub import stub_server
 
 

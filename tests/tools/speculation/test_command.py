@@ -14,7 +14,7 @@ from scripts.benchmarks.speculation.checkpoints import RANDOM
 from scripts.benchmarks.speculation.figures import Pair, Result, TokensDiffer
 from scripts.benchmarks.speculation.options import add_options
 from scripts.benchmarks.speculation.runner import Comparison
-from scripts.stack import TINY_CHAT
+from tests.support.stack import TINY_CHAT
 
 
 def given(*arguments: str) -> argparse.Namespace:

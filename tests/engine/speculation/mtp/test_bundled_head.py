@@ -7,10 +7,10 @@ import mlx.core as mx
 import pytest
 
 from models.training.data import draw_chat
-from scripts.stack import TINY_CHAT
 from tests.engine.driver import Run
 from tests.engine.speculation.oracle import pause_nothing
 from tests.engine.tiny import model_of
+from tests.support.stack import TINY_CHAT
 from worker.engine.cache.recurrence import Replay
 from worker.engine.checkpoint import read_json
 from worker.engine.model.head import with_head

@@ -18,7 +18,7 @@ from typing import IO, Self
 
 import redis
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 TINY_CHAT = ROOT / "models" / "tiny-chat"
 _ports_given = set[int]()
 _DICE = random.SystemRandom()  # a seed that processes share would give them the same ports
