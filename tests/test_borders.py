@@ -59,7 +59,7 @@ def without_encoding(source: str) -> Iterator[int]:
 def test_no_text_file_has_the_encoding_of_the_locale() -> None:
     sources = {
         str(file.relative_to(ROOT)): file.read_text("utf-8")
-        for top in ("schemas", "scripts", "sluice", "tests/support", "worker")
+        for top in ("docs", "schemas", "scripts", "sluice", "tests/support", "worker")
         for file in (ROOT / top).rglob("*.py")
     }
     found = {name: list(without_encoding(source)) for name, source in sources.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("examples", "models", "schemas", "scripts", "sluice", "tests/support", "worker")
+FOLDERS = ("docs", "examples", "models", "schemas", "scripts", "sluice", "tests/support", "worker")
 
 
 def nested_conditionals(tree: ast.AST) -> list[int]:

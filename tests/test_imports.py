@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OURS = ("schemas", "sluice", "worker", "scripts", "models", "tests")
+OURS = ("docs", "schemas", "sluice", "worker", "scripts", "models", "tests")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """All settings. They are read from the environment and `.env`, only here.
 
-`python -m scripts.settings_page` writes `.env.example` and docs/settings.md from the fields: an optional setting's
+`python -m docs.settings_page` writes `.env.example` and docs/settings.md from the fields: an optional setting's
 description ends with its "Default: ..." in words, and `examples` holds a value to show in `.env.example`.
 """
 

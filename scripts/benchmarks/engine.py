@@ -17,7 +17,7 @@ from mlx_lm.generate import BatchGenerator
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks.models import random_checkpoint
+from models.random_checkpoints import random_checkpoint
 from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.pending import PendingTokens

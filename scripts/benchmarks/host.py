@@ -20,8 +20,8 @@ from mlx_lm.models import qwen3
 from rich.console import Console
 from rich.table import Table
 
+from models.random_checkpoints import dense
 from schemas import ChatRequest
-from scripts.benchmarks.models import dense
 from tests.support.stack import TINY_CHAT
 from worker.engine.batch import decode_batch
 from worker.engine.batch.decode_batch import DecodeBatch

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks.models import random_checkpoint
+from models.random_checkpoints import random_checkpoint
 from sluice import Client, Finished
 from tests.support.stack import Server, WorkerProcess
 from worker.engine.engine import Engine

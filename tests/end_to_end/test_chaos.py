@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.scenarios import crashes, front, fuzz, greedy, load, offline, outages, pickup
-from scripts.scenarios.harness import Figure
+from tests.support.chaos import crashes, front, fuzz, greedy, load, offline, outages, pickup
+from tests.support.chaos.harness import Figure
 from tests.support.stack import Server
 
 Scenario = Callable[[Server], Awaitable[list[Figure]]]

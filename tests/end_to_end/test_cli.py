@@ -20,8 +20,8 @@ from unittest.mock import patch
 import pytest
 import redis
 
-from scripts.scenarios.harness import paced_worker
 from sluice.cli import main
+from tests.support.chaos.harness import paced_worker
 from tests.support.stack import ROOT, TINY_CHAT, WorkerProcess, free_port
 
 pytestmark = pytest.mark.usefixtures("worker")

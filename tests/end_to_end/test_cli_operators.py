@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from scripts.scenarios.harness import chat_request
 from tests.end_to_end.test_cli import Command, last_line
+from tests.support.chaos.harness import chat_request
 from tests.support.stack import Server, WorkerProcess
 from worker import __version__
 
@@ -44,7 +44,7 @@ def paced(url: str, model_name: str, *, max_rows: int = 4, queue_limit: int = 10
     return WorkerProcess(
         url,
         model="paced",
-        module="scripts.scenarios.paced",
+        module="tests.support.chaos.paced",
         model_name=model_name,
         lease_s=1,
         max_rows=max_rows,

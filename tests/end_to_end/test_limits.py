@@ -6,7 +6,8 @@ import time
 import pytest
 import redis.asyncio
 
-from scripts.scenarios.harness import (
+from sluice import Client, JobCancelled, JobFailed, Progress, QueueFull
+from tests.support.chaos.harness import (
     chat_request,
     leaks,
     paced_worker,
@@ -16,7 +17,6 @@ from scripts.scenarios.harness import (
     submit_all,
     until_decoding,
 )
-from sluice import Client, JobCancelled, JobFailed, Progress, QueueFull
 from tests.support.stack import WorkerProcess
 from tests.waiting import until
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import pytest
 import redis
 
-from scripts.scenarios.harness import (
+from sluice import Cancelled, Client, Delta, Event, Failed, Finished
+from tests.scrape import Page, scrape
+from tests.support.chaos.harness import (
     chat_request,
     paced_worker,
     record,
@@ -19,8 +21,6 @@ from scripts.scenarios.harness import (
     submit_all,
     until_decoding,
 )
-from sluice import Cancelled, Client, Delta, Event, Failed, Finished
-from tests.scrape import Page, scrape
 from tests.support.stack import ROOT, WorkerProcess, free_port
 
 LANES = ("interactive", "batch")

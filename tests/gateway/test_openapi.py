@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
-from scripts.openapi.document import FILE, document, text
+from docs.openapi.document import FILE, document, text
 from sluice import Client
 from sluice.gateway import ServeSettings, app
 from sluice.gateway.responses.request.body import KNOWN
@@ -26,7 +26,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def test_the_file_is_what_the_models_make() -> None:
-    assert FILE.read_text() == text(), "run python -m scripts.openapi"
+    assert FILE.read_text() == text(), "run python -m docs.openapi"
 
 
 async def test_it_has_each_route_of_the_front_and_no_other(redis_url: str) -> None:

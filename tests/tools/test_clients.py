@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scripts.clients import __main__ as command
-from scripts.clients.catalog import CLIENTS, Client
-from scripts.clients.environments import CHECKS, NotInstalled, install
-from scripts.clients.results import Report, failures, read_report, table
+from tests.support.conformance import __main__ as command
+from tests.support.conformance.catalog import CLIENTS, Client
+from tests.support.conformance.environments import CHECKS, NotInstalled, install
+from tests.support.conformance.results import Report, failures, read_report, table
 
 PRINTED = ["version\t3.1", "a line of the client's own", "pass\tchat: answer", "fail\tchat: tools\tKeyError: 'id'"]
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from jsonschema import Draft202012Validator
 
 from schemas.generate import contract
-from scripts.scenarios.from_schema import REQUESTS, bodies
 from tests.selection import examples
+from tests.support.chaos.from_schema import REQUESTS, bodies
 
 CONTRACT = contract()
 REQUEST = Draft202012Validator({**CONTRACT, "$ref": "#/$defs/Request"})

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scripts.scenarios.front_clients import INTERFACES, Answer, Chat, Ending, Interface, Messages, Responses
+from tests.support.chaos.front_clients import INTERFACES, Answer, Chat, Ending, Interface, Messages, Responses
 
 URL = "http://front"
 

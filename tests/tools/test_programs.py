@@ -21,19 +21,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from scripts.clients.programs import installed, tried
-from scripts.clients.programs.checks import CHECKS, QUICK, lost_prefixes
-from scripts.clients.programs.installed import Installed
-from scripts.clients.programs.pages import GATEWAY, PAGES, read_config
-from scripts.clients.programs.player import Player
-from scripts.clients.programs.programs import DRIVERS, PROGRAMS, Fault, Program, Turn
-from scripts.clients.programs.record import Connection, Recorder
-from scripts.clients.programs.run import _failed
-from scripts.clients.programs.sandbox import Home, NoSandbox, try_to_leave_network
-from scripts.clients.programs.script import MODEL, Step, answer_to, message
-from scripts.clients.programs.selection import Unknown, select
-from scripts.clients.programs.stage import CONTEXT_TOKENS, Played
-from scripts.clients.programs.table import Failure, Missing, OwnFault, Passed, Row, reasons, table
+from tests.support.conformance.programs import installed, tried
+from tests.support.conformance.programs.checks import CHECKS, QUICK, lost_prefixes
+from tests.support.conformance.programs.installed import Installed
+from tests.support.conformance.programs.pages import GATEWAY, PAGES, read_config
+from tests.support.conformance.programs.player import Player
+from tests.support.conformance.programs.programs import DRIVERS, PROGRAMS, Fault, Program, Turn
+from tests.support.conformance.programs.record import Connection, Recorder
+from tests.support.conformance.programs.run import _failed
+from tests.support.conformance.programs.sandbox import Home, NoSandbox, try_to_leave_network
+from tests.support.conformance.programs.script import MODEL, Step, answer_to, message
+from tests.support.conformance.programs.selection import Unknown, select
+from tests.support.conformance.programs.stage import CONTEXT_TOKENS, Played
+from tests.support.conformance.programs.table import Failure, Missing, OwnFault, Passed, Row, reasons, table
 from worker.outcomes import Outcome, Sampled
 from worker.request import GenerationRequest
 
@@ -391,7 +391,7 @@ def test_what_still_runs_ends_with_the_home() -> None:
 
 _LEAVE = """
 import socket
-from scripts.clients.programs.sandbox import NoSandbox, leave_network
+from tests.support.conformance.programs.sandbox import NoSandbox, leave_network
 try:
     leave_network()
 except NoSandbox as error:

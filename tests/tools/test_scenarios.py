@@ -6,7 +6,7 @@ import sys
 import pytest
 from redis.asyncio import Redis
 
-from scripts.scenarios.harness import at_each, at_some, count_leases, count_running, until_taken_over
+from tests.support.chaos.harness import at_each, at_some, count_leases, count_running, until_taken_over
 from tests.support.stack import ROOT
 
 
@@ -51,6 +51,6 @@ async def test_a_job_is_taken_over_with_its_second_attempt_or_has_ended_before(d
 def test_the_paced_worker_starts_without_mlx() -> None:
     """Importing it takes most of the time in which a worker starts, and the scenarios start many."""
     code = (
-        "import sys, scripts.scenarios.paced; sys.exit(not {'mlx', 'mlx_lm', 'transformers'}.isdisjoint(sys.modules))"
+        "import sys, tests.support.chaos.paced; sys.exit(not {'mlx', 'mlx_lm', 'transformers'}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from scripts.benchmarks.models import hybrid_checkpoint, non_word_tokens, random_checkpoint
+from models.random_checkpoints import hybrid_checkpoint, non_word_tokens, random_checkpoint
 
 
 def dense(folder: Path) -> Path:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
+from models.random_checkpoints import hybrid_checkpoint, random_checkpoint
 from tests.support.stack import TINY_CHAT
 
 _SPACE = "Ġ"  # as byte-level tokenizers write it

@@ -1,4 +1,4 @@
-"""`/openapi.json`: the description of the gateway's routes for programs. `python -m scripts.openapi` writes it."""
+"""`/openapi.json`: the description of the gateway's routes for programs. `python -m docs.openapi` writes it."""
 
 import json
 from functools import lru_cache

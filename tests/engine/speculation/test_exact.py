@@ -23,6 +23,7 @@ from tests.engine.speculation.scenarios import (
     submit,
 )
 from tests.engine.tiny import EVERY_FAMILY, alone, model, network, prompt
+from tests.support.stack import ROOT
 from worker.request import GenerationRequest
 
 

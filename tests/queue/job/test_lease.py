@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import redis.asyncio
 
-from scripts.scenarios.harness import chat_request, paced_worker, running, until_decoding
 from sluice import Client
+from tests.support.chaos.harness import chat_request, paced_worker, running, until_decoding
 from tests.waiting import until
 from worker.monitoring.heartbeat import Heartbeat
 from worker.queue.job.claims import Claim, Claims

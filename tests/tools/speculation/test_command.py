@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.models import hybrid_checkpoint, random_checkpoint
+from models.random_checkpoints import hybrid_checkpoint, random_checkpoint
 from scripts.benchmarks.speculation import command
 from scripts.benchmarks.speculation.checkpoints import RANDOM
 from scripts.benchmarks.speculation.figures import Pair, Result, TokensDiffer

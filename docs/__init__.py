@@ -1,0 +1,1 @@
+"""What writes the pages and documents that are generated."""

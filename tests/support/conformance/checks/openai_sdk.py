@@ -1,0 +1,251 @@
+"""OpenAI's Python SDK: chat completions, responses and models."""
+
+import json
+import time
+from functools import partial
+from typing import Any
+
+from openai import BadRequestError, NotFoundError, OpenAI
+
+from tests.support.conformance.checks.checking import (
+    CALLED,
+    IMAGE_PARTS,
+    IMAGE_URL,
+    JSON_SCHEMA,
+    MODEL,
+    SAID,
+    SEEING,
+    TOOL,
+    URL,
+    WEATHER,
+    Checks,
+    await_cancelled,
+    equal,
+    refused_with,
+    took_tokens,
+    user,
+)
+from tests.support.conformance.checks.shapes import City
+
+check = Checks("openai")
+client: Any = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
+FUNCTION: Any = {"type": "function", **WEATHER, "strict": False}
+
+
+def chat(messages: Any = None, **fields: Any) -> Any:
+    given: Any = {"model": MODEL, "messages": messages or user(), "temperature": 0, **fields}
+    return client.chat.completions.create(**given)
+
+
+def respond(input: Any = SAID["count"], **fields: Any) -> Any:
+    return client.responses.create(**{"model": MODEL, "input": input, "temperature": 0, **fields})
+
+
+@check("chat: answer")
+def answers() -> None:
+    completion = chat()
+    equal(completion.choices[0].message.content, SAID["counted"])
+    equal(completion.choices[0].finish_reason, "stop")
+    equal(completion.usage.total_tokens, completion.usage.prompt_tokens + completion.usage.completion_tokens)
+
+
+@check("chat: stream")
+def streams() -> None:
+    chunks = list(chat(stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    equal(text, SAID["counted"])
+    assert chunks[-1].usage.completion_tokens > 0
+    with client.chat.completions.stream(model=MODEL, messages=user(), temperature=0) as stream:
+        equal(stream.get_final_completion().choices[0].message.content, SAID["counted"])
+
+
+@check("chat: tools")
+def calls_a_tool() -> None:
+    message = chat(user(SAID["call"]), tools=[TOOL]).choices[0].message
+    (call,) = message.tool_calls
+    equal((call.function.name, json.loads(call.function.arguments)), CALLED)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Snow."}
+    chat([*user(SAID["call"]), message.to_dict(), result], tools=[TOOL])
+    forced = chat(tools=[TOOL], tool_choice="required")
+    equal(forced.choices[0].message.tool_calls[0].function.name, "get_weather")
+    with client.chat.completions.stream(
+        model=MODEL, messages=user(SAID["call"]), temperature=0, tools=[TOOL]
+    ) as stream:
+        final = stream.get_final_completion()
+    equal(json.loads(final.choices[0].message.tool_calls[0].function.arguments), {"city": "Oslo"})
+
+
+@check("chat: JSON schema")
+def follows_a_schema() -> None:
+    completion = chat(user(SAID["capital"]), response_format=JSON_SCHEMA)
+    equal(json.loads(completion.choices[0].message.content), SAID["oslo"])
+    parsed = client.chat.completions.parse(
+        model=MODEL, messages=user(SAID["capital"]), temperature=0, response_format=City
+    )
+    equal(parsed.choices[0].message.parsed, City(**SAID["oslo"]))
+
+
+@check("chat: reasoning")
+def reasons() -> None:
+    message = chat(user(SAID["think"])).choices[0].message
+    equal((message.reasoning, message.content), (SAID["thought"], SAID["sum"]))
+
+
+@check("chat: n, stop, logprobs")
+def takes_sampling_fields() -> None:
+    completion = chat(n=2, stop=[" 4"], logprobs=True, top_logprobs=2, seed=7)
+    equal([choice.message.content for choice in completion.choices], ["1 2 3", "1 2 3"])
+    assert all(len(entry.top_logprobs) == 2 for entry in completion.choices[0].logprobs.content)
+
+
+@check("chat: image")
+def takes_an_image_if_the_model_sees() -> None:
+    seeing = partial(chat, model=SEEING, max_tokens=8)
+    shown, plain = seeing(user(IMAGE_PARTS)).usage, seeing(user(SAID["question"])).usage
+    took_tokens(shown.prompt_tokens, plain.prompt_tokens)
+    for stream in (False, True):
+        refused = refused_with(400, BadRequestError, partial(chat, user(IMAGE_PARTS), stream=stream))
+        equal(refused.code, "unsupported")
+
+
+@check("chat: errors")
+def raises_the_sdk_s_errors() -> None:
+    unknown = refused_with(404, NotFoundError, lambda: client.chat.completions.create(model="absent", messages=user()))
+    equal((unknown.code, unknown.param), ("model_not_found", "model"))
+    refused = refused_with(400, BadRequestError, lambda: chat(top_p=7, stream=True))
+    equal((refused.code, refused.type), ("invalid_request", "invalid_request_error"))
+
+
+@check("chat: cancel")
+def cancels_when_its_client_leaves() -> None:
+    stream = chat(stream=True, logit_bias=SAID["unending"], max_tokens=SAID["limit"])
+    job_id = next(iter(stream)).id
+    stream.close()
+    await_cancelled(job_id)
+
+
+@check("chat: retrieve")
+def retrieves_by_its_id() -> None:
+    completion = chat()
+    again = client.chat.completions.retrieve(completion.id)
+    equal(again.choices[0].message.content, SAID["counted"])
+
+
+@check("completions: refused")
+def names_the_route_that_it_lacks() -> None:
+    refused = refused_with(400, BadRequestError, lambda: client.completions.create(model=MODEL, prompt="1 2 3"))
+    equal(refused.code, "unsupported")
+
+
+@check("responses: answer")
+def responds() -> None:
+    response = respond(metadata={"a": "b"})
+    equal((response.output_text, response.status, response.metadata), (SAID["counted"], "completed", {"a": "b"}))
+    equal(client.responses.retrieve(response.id).output_text, SAID["counted"])
+
+
+@check("responses: stream")
+def streams_a_response() -> None:
+    with client.responses.stream(model=MODEL, input=SAID["count"], temperature=0) as stream:
+        numbers = [event.sequence_number for event in stream]
+        equal(stream.get_final_response().output_text, SAID["counted"])
+    equal(numbers, list(range(len(numbers))))
+
+
+@check("responses: tools")
+def calls_a_function() -> None:
+    first = respond(SAID["call"], tools=[FUNCTION])
+    (call,) = first.output
+    equal((call.name, json.loads(call.arguments)), CALLED)
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Snow."}
+    equal(respond([output], tools=[FUNCTION], previous_response_id=first.id).status, "completed")
+    custom: Any = {
+        "type": "custom",
+        "name": "say",
+        "format": {"type": "grammar", "syntax": "regex", "definition": "(yes|no)"},
+    }
+    (said,) = respond(tools=[custom], tool_choice={"type": "custom", "name": "say"}).output
+    assert said.input in ("yes", "no"), said
+
+
+@check("responses: JSON schema")
+def responds_with_a_schema() -> None:
+    parsed = client.responses.parse(model=MODEL, input=SAID["capital"], temperature=0, text_format=City)
+    equal(parsed.output_parsed, City(**SAID["oslo"]))
+
+
+@check("responses: reasoning")
+def reasons_in_an_item() -> None:
+    reasoning, message = respond(SAID["think"], include=["reasoning.encrypted_content"]).output
+    equal((reasoning.content[0].text, message.content[0].text), (SAID["thought"], SAID["sum"]))
+    items = [{"role": "user", "content": SAID["think"]}, reasoning.to_dict(), message.to_dict(), *user()]
+    equal(respond(items).output_text, SAID["counted"])
+
+
+@check("responses: image")
+def takes_an_input_image_if_the_model_sees() -> None:
+    parts = [{"type": "input_text", "text": SAID["question"]}, {"type": "input_image", "image_url": IMAGE_URL}]
+    seeing = partial(respond, model=SEEING, max_output_tokens=16)
+    shown, plain = seeing(user(parts)).usage, seeing(SAID["question"]).usage
+    took_tokens(shown.input_tokens, plain.input_tokens)
+    refused_with(400, BadRequestError, lambda: respond(user(parts)))
+
+
+@check("responses: errors")
+def raises_errors_of_responses() -> None:
+    refused = refused_with(400, BadRequestError, lambda: respond(truncation="auto"))
+    equal(refused.param, "truncation")
+    refused_with(404, NotFoundError, lambda: respond(previous_response_id="resp_absent"))
+    refused_with(404, NotFoundError, lambda: client.responses.retrieve("resp_absent"))
+    refused_with(400, BadRequestError, lambda: respond(top_p=7, stream=True))
+
+
+@check("responses: cancel")
+def cancels_a_response() -> None:
+    fields: Any = {"max_output_tokens": SAID["limit"], "extra_body": {"logit_bias": SAID["unending"]}}
+    stream = respond(stream=True, **fields)
+    job_id = next(iter(stream)).response.id
+    stream.close()
+    await_cancelled(job_id)
+    background = respond(background=True, **fields)
+    equal(client.responses.cancel(background.id).status, "cancelled")
+
+
+@check("responses: background")
+def works_in_the_background() -> None:
+    response = respond(background=True)
+    while response.status in ("queued", "in_progress"):
+        time.sleep(0.05)
+        response = client.responses.retrieve(response.id)
+    equal(response.output_text, SAID["counted"])
+    events = list(client.responses.retrieve(response.id, stream=True))
+    rest = list(client.responses.retrieve(response.id, stream=True, starting_after=3))
+    equal(rest, events[4:])
+
+
+@check("responses: conversation")
+def continues_a_conversation() -> None:
+    first = respond("My name is Ada.")
+    second = respond(SAID["count"], previous_response_id=first.id)
+    third = respond("What is my name?", previous_response_id=second.id)
+    assert "Ada" in third.output_text, third.output_text
+    items = list(client.responses.input_items.list(third.id, order="asc", limit=2))
+    equal(len(items), 5)
+
+
+@check("responses: delete")
+def deletes_a_response() -> None:
+    response = respond()
+    client.responses.delete(response.id)
+    refused_with(404, NotFoundError, lambda: client.responses.retrieve(response.id))
+
+
+@check("models: list")
+def lists_the_models() -> None:
+    assert MODEL in [model.id for model in client.models.list()]
+    equal(client.models.retrieve(MODEL).id, MODEL)
+    refused_with(404, NotFoundError, lambda: client.models.retrieve("absent"))
+
+
+if __name__ == "__main__":
+    check.run()
