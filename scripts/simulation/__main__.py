@@ -13,13 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.simulation import memory
 from scripts.simulation.arrivals import Arrival, burst, from_trace, means, poisson
 from scripts.simulation.bound import Bound
 from scripts.simulation.costs import MODELS, Costs
 from scripts.simulation.figures import Figures
 from scripts.simulation.machine import NONE, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner, Policy
+from tests.support import growing_memory
 
 DEFAULT_MODELS = ("plain", "hybrid")
 LOADS = (0.5, 0.75, 0.8, 1.0, 1.5, 2.0)
@@ -66,7 +66,7 @@ def main() -> int:
     """Simulate all scenarios, and print a table for each model."""
     options = _parser().parse_args()
     if options.memory:
-        Console(width=140).print(memory.table(options.runs))
+        Console(width=140).print(growing_memory.table(options.runs))
         return 0
     console, results = Console(width=130), dict[str, dict[str, dict[str, dict[str, float]]]]()
     for model in options.models:

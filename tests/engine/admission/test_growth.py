@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.simulation.memory import COSTS as COSTS_OF_ROWS
-from scripts.simulation.memory import STEP, Machine, Row, Rule
+from tests.support.growing_memory import COSTS as COSTS_OF_ROWS
+from tests.support.growing_memory import STEP, Machine, Row, Rule
 from worker.engine.admission.classes import Decoding
 from worker.engine.admission.decision import Limits, RowEstimate, group_lengths
 from worker.engine.admission.plan import AdmissionPlan, AnswerLengths, Growth, in_groups, must_grow, plan_growth

@@ -16,7 +16,7 @@ import jsonschema_rs
 import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from scripts.benchmarks.host import Tokens, read_tekken
+from tests.support.tekken import Tokens, read_tekken
 from tests.text.grammar.schema.answers import Schema
 from tests.text.grammar.schema.combined import compiled, of_2020_12, of_parts, takes, wrong_answer
 from tests.text.grammar.test_trial import stream

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from scripts.benchmarks.serve.figures import GOOD_FIRST_S
 from scripts.simulation import __main__ as command
-from scripts.simulation import memory
 from scripts.simulation.arrivals import Arrival, burst, from_trace, means, poisson
 from scripts.simulation.bound import Bound, most_in_time
 from scripts.simulation.costs import HYBRID, MODELS, PLAIN, Costs, interpolated
 from scripts.simulation.figures import Figures
 from scripts.simulation.machine import MAX_ROWS, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner
+from tests.support.growing_memory import RULES, requests
+from tests.support.growing_memory import Machine as MemoryMachine
 from worker.engine.admission.plan import QUANTILE
 from worker.engine.step.cost import MAX_CHUNK
 
@@ -242,9 +243,7 @@ def test_command_refuses_an_option_out_of_range(option: str, monkeypatch: pytest
 
 
 def test_memory_that_grows_starts_answers_sooner_than_memory_in_full_and_cuts_none() -> None:
-    runs = {
-        name: memory.Machine([*memory.requests(40, None, 1, rule)], rule).run() for name, rule in memory.RULES.items()
-    }
+    runs = {name: MemoryMachine([*requests(40, None, 1, rule)], rule).run() for name, rule in RULES.items()}
     grows = runs[f"{QUANTILE:.0%} of recent"]
     assert grows.first_p50_s < runs["in full"].first_p50_s / 2
     assert (grows.cut_percent, runs["in full"].cut_percent) == (0, 0)

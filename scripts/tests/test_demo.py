@@ -17,6 +17,8 @@ from scripts.demo import Chat, Grid, chats, closing_table, picture
 from tests.support.stack import ROOT
 
 DEMO = [sys.executable, "-m", "scripts.demo"]
+pytestmark = pytest.mark.live
+
 ENV = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
 
 

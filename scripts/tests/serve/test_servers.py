@@ -14,8 +14,8 @@ from scripts.benchmarks.serve.driver import drive
 from scripts.benchmarks.serve.models import MODELS
 from scripts.benchmarks.serve.servers import NotServing
 from scripts.benchmarks.serve.workload import Chat, Turn
+from scripts.tests.serve.stub import stub_server
 from tests.support.stack import ROOT, WorkerProcess
-from tests.tools.serve.stub import stub_server
 
 
 def started_by(code: str, *, start_s: float = 20.0) -> servers.Contender:

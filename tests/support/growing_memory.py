@@ -8,7 +8,6 @@ from random import Random
 
 from rich.table import Table
 
-from scripts.benchmarks.serve.figures import percentile
 from worker.engine.admission.classes import Decoding
 from worker.engine.admission.decision import Limits, RowEstimate, group_lengths
 from worker.engine.admission.grouping import StepCost
@@ -220,7 +219,7 @@ class Machine:
             drawn / last_s,
             self._row_s / last_s,
             statistics.median(firsts),
-            percentile(firsts, 0.95),
+            statistics.quantiles(firsts, n=20, method="inclusive")[-1],
             statistics.median(row.ended_s - row.at_s for row in rows),
             100 * self._preemptions / len(rows),
             100 * self._again / computed,

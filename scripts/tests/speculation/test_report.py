@@ -7,7 +7,7 @@ from rich.table import Table
 
 from scripts.benchmarks.speculation import report
 from scripts.benchmarks.speculation.cost import WIDTHS, Cost
-from tests.tools.speculation.results import result
+from scripts.tests.speculation.results import result
 
 
 def printed(table: Table) -> str:

@@ -15,10 +15,10 @@ from tests.selection import case_of, chosen
 from tests.support.stack import Server, WorkerProcess
 
 SERVERS = {"server_url", "redis_url", "worker"}  # fixtures that start one
-# Where scripts/test looks for live tests.
-LIVE = {"batch", "batch_dir", "end_to_end", "gateway", "queue", "tools"}
+# Folders in which scripts/test looks for live tests.
+LIVE = {"batch", "batch_dir", "end_to_end", "gateway", "queue", "scripts", "tools"}
 # Folders whose files build models or tokenizers: a file's tests share a process.
-MODELS = {"engine", "models", "text", "tools"}
+MODELS = {"engine", "models", "scripts", "text", "tools"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(item, pytest.Function) and (SERVERS & {*item.fixturenames} or "end_to_end" in folders):
             item.add_marker("live")
             if not LIVE & folders:
-                raise pytest.UsageError(f"{item.nodeid}: uses a server, so it belongs into one of tests/{sorted(LIVE)}")
+                raise pytest.UsageError(f"{item.nodeid}: uses a server, so it belongs into one of {sorted(LIVE)}")
         if MODELS & folders:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if not config.getoption("all") and not any("::" in arg for arg in config.args):

@@ -4,7 +4,7 @@ import pytest
 
 from scripts.benchmarks.speculation.bars import judge
 from scripts.benchmarks.speculation.figures import Result
-from tests.tools.speculation.results import result
+from scripts.tests.speculation.results import result
 
 STEP_S = 0.1
 

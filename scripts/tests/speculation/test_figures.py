@@ -7,7 +7,7 @@ import pytest
 
 from scripts.benchmarks.speculation.clocks import Clocks
 from scripts.benchmarks.speculation.figures import Case, Meter, NotAnswered, Pair, Result, Run, TokensDiffer
-from tests.tools.speculation.results import run
+from scripts.tests.speculation.results import run
 from worker.outcomes import Outcome, Prefilled, Refused, RowFailed, Sampled, Speculated
 
 CASE = Case("recall", 2, "copies")
