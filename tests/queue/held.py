@@ -2,25 +2,24 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-import pytest
 from redis.asyncio import Redis
 
 from schemas.keys import Lane
 from tests.queue.helpers import settings
+from worker.errors import OwnershipLost
 from worker.monitoring.metrics import Metrics
-from worker.queue import worker as queue_worker
 from worker.queue.cancel_requests import CancelRequests
 from worker.queue.cron import Cron
 from worker.queue.job.channel import Publisher
-from worker.queue.job.claims import Claim, Claims
+from worker.queue.job.claims import Claim
 from worker.queue.job.functions import JobFunctions
-from worker.queue.job.job import Interruption, Job
+from worker.queue.job.job import Interruption, Job, JobResult
 from worker.queue.running import RunningJobs
 from worker.queue.server.clock import ServerClock
 from worker.queue.server.connection import connect
@@ -43,38 +42,26 @@ def claim_of(job_id: str, lane: Lane = "interactive", *, lease_expirations: int 
     )
 
 
-class Held:
-    """Stands in for a `JobRunner`: jobs are held until `release`, or until they are interrupted: then `ended` has the
-    reason by id."""
+class HeldJobs(JobFunctions):
+    """Jobs that do nothing until `release`, or until they are interrupted: `ended` has the reason by id. Released ones
+    end as if another attempt had taken them, so that they write nothing.
+
+    A worker calls them as its functions, whatever a body says; `of_no_worker` runs them without one."""
+
+    jobs: RunningJobs
 
     def __init__(self, *, stubborn: bool = False) -> None:
         """`stubborn`: an interruption does not end a job."""
+        super().__init__([], {})
         self.ended: dict[str, Interruption | None] = {}
+        self.wakes = 0
         self._released, self._stubborn = asyncio.Event(), stubborn
 
-    async def run(self, job: Job) -> None:
-        job.begin()
-        try:
-            await self._released.wait()
-        except asyncio.CancelledError:
-            if self._stubborn:
-                await self._released.wait()
-        self.ended[job.claim.job_id] = job.interruption
-
-    async def release(self, jobs: RunningJobs) -> None:
-        """Let all jobs end, and wait until they have."""
-        self._released.set()
-        await jobs.all_ended()
-
-
-class HeldJobs:
-    """Running jobs that are held, of no worker."""
-
-    def __init__(self, redis: Redis) -> None:
-        publisher = Publisher(redis, ServerClock(), settings("redis://unused"))
-        self._held, self.wakes = Held(), 0
-        self.jobs = RunningJobs(publisher, Metrics("m"), run=self._held.run, wake=self._wake)
-        self.ended = self._held.ended
+    @classmethod
+    def of_no_worker(cls, redis: Redis) -> "HeldJobs":
+        held, publisher = cls(), Publisher(redis, ServerClock(), settings("redis://unused"))
+        held.jobs = RunningJobs(publisher, Metrics("m"), run=held._run, wake=held._wake)
+        return held
 
     async def start(self, *claims: Claim) -> None:
         """Start the jobs, and wait until each is at a point where it can be interrupted."""
@@ -84,7 +71,27 @@ class HeldJobs:
 
     async def release(self) -> None:
         """Let all jobs end, and wait until they have."""
-        await self._held.release(self.jobs)
+        self._released.set()
+        await self.jobs.all_ended()
+
+    async def open(self, claim: Claim, body: bytes, max_bytes: int) -> Callable[[Job], Awaitable[JobResult]]:
+        return self._hold
+
+    async def _hold(self, job: Job) -> JobResult:
+        try:
+            await self._released.wait()
+        except asyncio.CancelledError:
+            if not self._stubborn:
+                raise
+            await self._released.wait()
+        finally:
+            self.ended[job.claim.job_id] = job.interruption
+        raise OwnershipLost
+
+    async def _run(self, job: Job) -> None:
+        job.begin()
+        with suppress(asyncio.CancelledError, OwnershipLost):
+            await self._hold(job)
 
     def _wake(self) -> None:
         self.wakes += 1
@@ -92,7 +99,9 @@ class HeldJobs:
 
 async def cancel_waiting(redis: Redis, job_id: str) -> bool:
     """Cancel a job that waits, as a worker does."""
-    return await CancelRequests(redis, settings("redis://unused"), HeldJobs(redis).jobs).cancel_waiting(job_id)
+    return await CancelRequests(redis, settings("redis://unused"), HeldJobs.of_no_worker(redis).jobs).cancel_waiting(
+        job_id
+    )
 
 
 class Sweeps(Cron):
@@ -107,29 +116,12 @@ class Sweeps(Cron):
 
 @dataclass(frozen=True)
 class HoldingWorker:
-    """A worker that holds its jobs and has no services, and its parts."""
+    """A worker whose jobs are held. It claims when the test polls, and of its services only the publisher runs."""
 
+    redis: Redis
     worker: QueueWorker
-    claims: Claims
-    held: Held
+    held: HeldJobs
     sweeps: Sweeps
-
-    @property
-    def ended(self) -> dict[str, Interruption | None]:
-        return self.held.ended
-
-    def running(self) -> list[str]:
-        return self.worker.jobs.ids()
-
-    async def release(self) -> None:
-        """Let all jobs end, and wait until they have."""
-        await self.held.release(self.worker.jobs)
-
-    async def start(self, *claims: Claim) -> None:
-        """Start the jobs, and wait until each is at a point where it can be interrupted."""
-        for claim in claims:
-            self.worker.jobs.start(claim)
-        await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -139,18 +131,18 @@ async def holding(
     """A worker that holds its jobs until the end of the block."""
     known = settings(url, **{"max_rows": 3, "reserved_rows": 1, **given})
     async with connect(known) as redis:
-        held, claims, sweeps = Held(stubborn=stubborn), Claims(redis, known), Sweeps()
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(queue_worker, "JobRunner", lambda *parts, **options: held)
-            patched.setattr(queue_worker, "Claims", lambda *parts: claims)
-            worker = queue_worker.QueueWorker(
-                JobFunctions([], {}),
-                server=RedisServer(redis, known),
-                settings=known,
-                metrics=Metrics("m"),
-                model=ServedModel(step_times=lambda: steps_s),
-                crons=[sweeps],
-            )
-        holder = HoldingWorker(worker, claims, held, sweeps)
-        yield holder
-        await holder.release()
+        held, sweeps = HeldJobs(stubborn=stubborn), Sweeps()
+        worker = QueueWorker(
+            held,
+            server=RedisServer(redis, known),
+            settings=known,
+            metrics=Metrics("m"),
+            model=ServedModel(step_times=lambda: steps_s),
+            crons=[sweeps],
+        )
+        held.jobs = worker.jobs
+        publish, *_ = worker._services
+        publishing = asyncio.create_task(publish())
+        yield HoldingWorker(redis, worker, held, sweeps)
+        await held.release()
+        publishing.cancel()

@@ -184,7 +184,7 @@ class CountedLookups(CancelRequests):
 @pytest.fixture
 async def counted(db: Redis) -> AsyncIterator[CountedLookups]:
     """At work until the end of the test, while the job `runs` runs."""
-    held = HeldJobs(db)
+    held = HeldJobs.of_no_worker(db)
     await held.start(claim_of("runs"))
     counted = CountedLookups(db, held.jobs)
     task = asyncio.create_task(counted.run())
@@ -263,7 +263,7 @@ async def test_a_running_job_is_cancelled_although_its_message_is_lost(redis_url
 
 
 async def test_the_jobs_that_have_a_key_are_interrupted_and_no_others(db: Redis) -> None:
-    held = HeldJobs(db)
+    held = HeldJobs.of_no_worker(db)
     await held.start(*map(claim_of, ("a", "b", "c")))
     for job_id in ("a", "c", "elsewhere"):
         await db.set(keys.cancel(job_id), "1")
@@ -279,5 +279,5 @@ async def test_the_jobs_that_have_a_key_are_interrupted_and_no_others(db: Redis)
 
 async def test_redis_is_not_called_while_no_job_runs() -> None:
     async with Redis(port=free_port()) as nothing_listens:
-        jobs = HeldJobs(nothing_listens).jobs
+        jobs = HeldJobs.of_no_worker(nothing_listens).jobs
         await CancelRequests(nothing_listens, settings("redis://unused"), jobs).check_running()

@@ -1,7 +1,6 @@
 """Jobs are claimed when the worker is woken, and at each poll."""
 
 import asyncio
-from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -10,9 +9,9 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from schemas import keys
 from tests.line import Line
 from tests.queue.held import HoldingWorker, holding
-from tests.queue.helpers import envelope, field, lapse, put, until
+from tests.queue.helpers import ended, envelope, field, lapse, put, settings, types, until
 from worker.errors import Cancelled, OwnershipLost
-from worker.queue.job.claims import Claim, lease_key
+from worker.queue.job.claims import Claims, lease_key
 
 BODY = envelope({})
 SELDOM = {"poll_s": 60, "lease_s": 1200}
@@ -24,9 +23,9 @@ async def test_a_poll_takes_a_job_for_each_free_row_of_both_lanes(redis_url: str
     await put(db, "chat", BODY)
     async with holding(redis_url) as parts:
         await parts.worker.poll()
-        assert parts.running() == ["chat", "file-0"], "one row is reserved"
+        assert parts.held.jobs.ids() == ["chat", "file-0"], "one row is reserved"
         await parts.worker.poll()
-        assert len(parts.running()) == 2
+        assert len(parts.held.jobs.ids()) == 2
 
 
 async def test_polls_between_two_sweeps_are_no_sweeps(redis_url: str, db: Redis) -> None:
@@ -48,8 +47,8 @@ async def test_a_sweep_finds_the_cancel_keys_of_running_jobs(redis_url: str, db:
         await asyncio.sleep(0.02)
         await db.set(keys.cancel("a"), "1")
         await parts.worker.poll()
-        await until(lambda: not parts.running())
-        assert isinstance(parts.ended["a"], Cancelled)
+        await until(lambda: not parts.held.jobs.ids())
+        assert isinstance(parts.held.ended["a"], Cancelled)
 
 
 async def test_a_job_of_ours_that_is_claimed_again_is_interrupted_and_requeued(redis_url: str, db: Redis) -> None:
@@ -59,8 +58,8 @@ async def test_a_job_of_ours_that_is_claimed_again_is_interrupted_and_requeued(r
         await asyncio.sleep(0)
         await lapse(db, "a")
         await parts.worker.poll()
-        await until(lambda: not parts.running())
-        assert isinstance(parts.ended["a"], OwnershipLost)
+        await until(lambda: not parts.held.jobs.ids())
+        assert isinstance(parts.held.ended["a"], OwnershipLost)
         assert [await field(db, "a", name) for name in ("state", "attempt")] == ["queued", "2"]
         assert not await db.exists(lease_key("a"))
 
@@ -74,7 +73,7 @@ async def test_a_worker_that_is_woken_does_not_wait_for_the_next_poll(
         await until(lambda: len(polls) == 1)
         await put(db, "a", BODY)
         parts.worker.wake()
-        await until(lambda: parts.running() == ["a"])
+        await until(lambda: parts.held.jobs.ids() == ["a"])
         parts.worker.stopping.set()
         parts.worker.wake()
         await asyncio.wait_for(task, 5)
@@ -89,7 +88,7 @@ async def test_a_job_that_is_due_before_the_next_poll_is_claimed_when_it_is_due(
         await put(db, "later", BODY, lane=lane, at_ms=await server_ms(db) + 3_600_000)
         await put(db, "soon", BODY, lane=lane, at_ms=(due_ms := await server_ms(db) + 300))
         task = asyncio.create_task(parts.worker.claim_jobs())
-        await until(lambda: parts.running() == ["soon"])
+        await until(lambda: parts.held.jobs.ids() == ["soon"])
         assert await server_ms(db) >= due_ms
         parts.worker.stopping.set()
         parts.worker.wake()
@@ -104,7 +103,7 @@ async def test_a_job_that_becomes_due_while_no_row_is_free_causes_no_poll(
         await put(db, "soon", BODY, at_ms=await server_ms(db) + 20)
         polls = count_polls(parts, monkeypatch)
         task = asyncio.create_task(parts.worker.claim_jobs())
-        await until(lambda: parts.running() == ["now"])
+        await until(lambda: parts.held.jobs.ids() == ["now"])
         await asyncio.sleep(0.1)
         assert len(polls) == 1
         parts.worker.stopping.set()
@@ -151,7 +150,7 @@ async def test_jobs_that_only_a_sweep_finds_wake_the_workers_that_they_are_left_
             await asyncio.sleep(0.02)
             await parts.worker.poll()
             assert (await wakes.get_message(timeout=5))["type"] == "message"
-            assert len(parts.running()) == 2
+            assert len(parts.held.jobs.ids()) == 2
 
 
 async def test_a_job_left_to_a_worker_that_hangs_is_claimed_without_a_further_wake_up(
@@ -163,51 +162,42 @@ async def test_a_job_left_to_a_worker_that_hangs_is_claimed_without_a_further_wa
         for k in range(3):
             await put(db, f"chat-{k}", BODY)
         task = asyncio.create_task(parts.worker.claim_jobs())
-        await until(lambda: len(parts.running()) == 3)
+        await until(lambda: len(parts.held.jobs.ids()) == 3)
         parts.worker.stopping.set()
         parts.worker.wake()
         await asyncio.wait_for(task, 5)
 
 
-def stop_during_claims(parts: HoldingWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop the worker when the server has answered a claim and the answer has not arrived."""
-    take = parts.claims.take
-
-    async def stopped(*args: Any, **kwargs: Any) -> list[Claim]:
-        claims = await take(*args, **kwargs)
-        parts.worker.stopping.set()
-        return claims
-
-    monkeypatch.setattr(parts.claims, "take", stopped)
+def stops_during_claims(line: Line, parts: HoldingWorker) -> None:
+    """Stop the worker when the server has answered its first claim and the answer has not arrived."""
+    line.loses = lambda: bool(parts.worker.stopping.set())
 
 
 async def test_jobs_of_a_claim_that_was_under_way_when_the_worker_stopped_are_requeued(
-    redis_url: str, db: Redis, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, db: Redis
 ) -> None:
     await put(db, "a", BODY)
     await put(db, "file", BODY, lane="batch")
-    async with holding(redis_url) as parts:
-        stop_during_claims(parts, monkeypatch)
+    async with Line(redis_url) as line, holding(line.url) as parts:
+        stops_during_claims(line, parts)
         await parts.worker.poll()
-        assert parts.running() == []
+        assert parts.held.jobs.ids() == []
         names = ("state", "attempt", "crashes", "worker")
         assert [await field(db, "a", name) for name in names] == ["queued", "1", "0", ""]
         assert not await db.exists(lease_key("a"))
         assert await field(db, "file", "attempt") is None, "no claim was begun after the stop"
     async with holding(redis_url) as parts:
         await parts.worker.poll()
-        assert parts.running() == ["a", "file"], "the next worker waits for no lease"
+        assert parts.held.jobs.ids() == ["a", "file"], "the next worker waits for no lease"
 
 
-async def test_a_job_past_its_deadline_is_ended_by_a_worker_that_stops(
-    redis_url: str, db: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_past_its_deadline_is_ended_by_a_worker_that_stops(redis_url: str, db: Redis) -> None:
     await put(db, "late", BODY)
     await db.hset(keys.job("late"), "deadline", "1")
-    async with holding(redis_url) as parts:
-        stop_during_claims(parts, monkeypatch)
+    async with Line(redis_url) as line, holding(line.url) as parts:
+        stops_during_claims(line, parts)
         await parts.worker.poll()
-        assert parts.running() == ["late"]
+        assert types(await ended(db, "late")) == ["failed"]
 
 
 async def test_a_worker_that_is_stopped_begins_no_claim(redis_url: str, db: Redis) -> None:
@@ -215,21 +205,22 @@ async def test_a_worker_that_is_stopped_begins_no_claim(redis_url: str, db: Redi
     async with holding(redis_url) as parts:
         parts.worker.stopping.set()
         await parts.worker.poll()
-        assert (parts.running(), await field(db, "a", "attempt")) == ([], None)
+        assert (parts.held.jobs.ids(), await field(db, "a", "attempt")) == ([], None)
 
 
 @pytest.mark.parametrize("lane", keys.LANES)
 async def test_claims_whose_reply_was_lost_are_requeued(redis_url: str, db: Redis, lane: keys.Lane) -> None:
     await put(db, "a", BODY, lane=lane)
     async with Line(redis_url) as line, holding(line.url) as parts:
-        await parts.claims.take("batch", 0)  # the server has the scripts by now
+        claims = Claims(parts.redis, settings(line.url))
+        await claims.take("batch", 0)  # the server has the scripts by now
         line.loses = lambda: True
         with pytest.raises(ConnectionLost):
-            await parts.claims.take(lane, 1)
+            await claims.take(lane, 1)
         line.loses = lambda: False
         assert await db.exists(lease_key("a"))
         await parts.worker.requeue_lost_claims()
-        assert parts.running() == []
+        assert parts.held.jobs.ids() == []
     assert ([await field(db, "a", name) for name in ("state", "crashes")], await db.exists(lease_key("a"))) == (
         ["queued", "0"], 0,
     )  # fmt: skip
@@ -239,7 +230,7 @@ async def test_lost_claims_are_left_to_their_leases_during_an_outage(redis_url: 
     async with Line(redis_url) as line, holding(line.url) as parts:
         line.down()
         await parts.worker.requeue_lost_claims()
-        assert parts.running() == []
+        assert parts.held.jobs.ids() == []
 
 
 async def test_connecting_waits_for_redis_and_makes_the_worker_ready(redis_url: str) -> None:

@@ -14,7 +14,7 @@ from worker.errors import Cancelled, OwnershipLost, Requeue
 
 @pytest.fixture
 async def held(db: Redis) -> HeldJobs:
-    return HeldJobs(db)
+    return HeldJobs.of_no_worker(db)
 
 
 async def test_a_job_is_known_until_its_task_ends_which_wakes_the_worker(held: HeldJobs) -> None:
@@ -70,7 +70,7 @@ async def test_a_lost_claim_interrupts_its_own_attempt_only(held: HeldJobs) -> N
 
 def test_a_claim_lost_after_the_event_loop_has_closed_is_ignored() -> None:
     async def started() -> HeldJobs:
-        held = HeldJobs(Redis())
+        held = HeldJobs.of_no_worker(Redis())
         await held.start(claim_of("a"))
         await held.release()
         return held

@@ -22,21 +22,21 @@ async def test_the_first_signal_stops_the_second_forces_and_a_third_changes_noth
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "sluice.queue")
-    async with holding(redis_url, grace_s=30) as held:
-        assert states(held.worker) == (False, False)
+    async with holding(redis_url, grace_s=30) as parts:
+        assert states(parts.worker) == (False, False)
         after = []
         for signum in (SIGINT, SIGTERM, SIGTERM):
-            held.worker.on_signal(signum)
-            after.append(states(held.worker))
+            parts.worker.on_signal(signum)
+            after.append(states(parts.worker))
     assert after == [(True, False), (True, True), (True, True)]
     assert [message.partition(":")[0] for message in caplog.messages] == ["SIGINT", "SIGTERM again"]
 
 
 async def test_the_process_s_signals_stop_the_worker(redis_url: str) -> None:
-    async with holding(redis_url) as held:
+    async with holding(redis_url) as parts:
         for signum, after in ((SIGINT, (True, False)), (SIGTERM, (True, True))):
             os.kill(os.getpid(), signum)
-            await until(lambda after=after: states(held.worker) == after)
+            await until(lambda after=after: states(parts.worker) == after)
 
 
 @pytest.mark.parametrize(
@@ -52,47 +52,47 @@ async def test_the_log_says_which_jobs_the_worker_waits_for(
     redis_url: str, caplog: pytest.LogCaptureFixture, jobs: int, grace_s: float, plan: str
 ) -> None:
     caplog.set_level(logging.INFO, "sluice.queue")
-    async with holding(redis_url, grace_s=grace_s) as held:
-        await held.start(*(claim_of(f"job-{k}") for k in range(jobs)))
-        held.worker.stop()
+    async with holding(redis_url, grace_s=grace_s) as parts:
+        await parts.held.start(*(claim_of(f"job-{k}") for k in range(jobs)))
+        parts.worker.stop()
         assert caplog.messages == [f"SIGTERM: stopping; {plan}"]
 
 
 async def test_jobs_that_end_in_the_grace_period_are_not_interrupted(redis_url: str) -> None:
-    async with holding(redis_url, grace_s=60) as held:
-        await held.start(claim_of("a"), claim_of("b"))
-        draining = asyncio.create_task(held.worker.drain())
+    async with holding(redis_url, grace_s=60) as parts:
+        await parts.held.start(claim_of("a"), claim_of("b"))
+        draining = asyncio.create_task(parts.worker.drain())
         await asyncio.sleep(0.05)
         assert not draining.done()
-        await held.release()
+        await parts.held.release()
         await asyncio.wait_for(draining, 5)
-        assert held.ended == {"a": None, "b": None}
+        assert parts.held.ended == {"a": None, "b": None}
 
 
 async def test_jobs_that_outlast_the_grace_period_are_requeued(redis_url: str) -> None:
-    async with holding(redis_url, grace_s=0.05) as held:
-        await held.start(claim_of("a"))
-        await asyncio.wait_for(held.worker.drain(), 5)
-        assert isinstance(held.ended["a"], Requeue)
+    async with holding(redis_url, grace_s=0.05) as parts:
+        await parts.held.start(claim_of("a"))
+        await asyncio.wait_for(parts.worker.drain(), 5)
+        assert isinstance(parts.held.ended["a"], Requeue)
 
 
 async def test_a_second_signal_ends_the_grace_period(redis_url: str) -> None:
-    async with holding(redis_url, grace_s=60) as held:
-        await held.start(claim_of("a"))
-        draining = asyncio.create_task(held.worker.drain())
-        held.worker.stop()
+    async with holding(redis_url, grace_s=60) as parts:
+        await parts.held.start(claim_of("a"))
+        draining = asyncio.create_task(parts.worker.drain())
+        parts.worker.stop()
         await asyncio.sleep(0.05)
-        assert held.ended == {}
-        held.worker.stop()
+        assert parts.held.ended == {}
+        parts.worker.stop()
         await asyncio.wait_for(draining, 5)
-        assert isinstance(held.ended["a"], Requeue)
+        assert isinstance(parts.held.ended["a"], Requeue)
 
 
 async def test_a_job_whose_last_write_does_not_arrive_does_not_keep_the_worker(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(queue_worker, "_LAST_WRITES_S", 0.05)
-    async with holding(redis_url, stubborn=True, grace_s=0) as held:
-        await held.start(claim_of("a"))
-        await asyncio.wait_for(held.worker.drain(), 5)
+    async with holding(redis_url, stubborn=True, grace_s=0) as parts:
+        await parts.held.start(claim_of("a"))
+        await asyncio.wait_for(parts.worker.drain(), 5)
         assert [(record.levelno, record.message[:6]) for record in caplog.records] == [(logging.ERROR, "1 jobs")]
