@@ -7,7 +7,7 @@ from typing import Any
 
 from sluice.gateway.errors import ApiError
 from sluice.gateway.models import requested_model
-from sluice.gateway.responses.events.head import new_head
+from sluice.gateway.responses.head import new_head
 from sluice.gateway.responses.history import Conversation
 from sluice.gateway.responses.record import MAX_BYTES, Record, with_ids
 from sluice.gateway.responses.request.body import ResponseRequest

@@ -12,9 +12,9 @@ from sluice.gateway import sse
 from sluice.gateway.errors import ApiError, from_client, openai_body
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.monitoring.answers import AnswerTimer
-from sluice.gateway.responses.events.head import Head, Response
-from sluice.gateway.responses.events.stream import ResponseState
+from sluice.gateway.responses.head import Head, Response
 from sluice.gateway.responses.store import Store
+from sluice.gateway.responses.stream import ResponseState
 from sluice.openai import exceeds_context
 from sluice.sse import take
 from sluice.streaming.streams import ReadAhead

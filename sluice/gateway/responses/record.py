@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sluice import wire
-from sluice.gateway.responses.events.head import Head
-from sluice.gateway.responses.events.stream import ResponseState
+from sluice.gateway.responses.head import Head
+from sluice.gateway.responses.stream import ResponseState
 
 VERSION = 1  # of the format; gateways take a record of another version for absent
 MAX_BYTES = 16_000_000  # of a conversation, as stored; a job's body is not longer either

@@ -24,7 +24,7 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs.stored import Available
 from sluice.gateway.monitoring.access import identify
-from sluice.gateway.responses.events.head import PREFIX, Head, Response, skeleton
+from sluice.gateway.responses.head import PREFIX, Head, Response, skeleton
 from sluice.gateway.responses.history import Conversation, History
 from sluice.gateway.responses.listing import page
 from sluice.gateway.responses.new import NewResponse, new_response

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.errors import SluiceError
-from sluice.gateway.responses.events.head import Response
+from sluice.gateway.responses.head import Response
 from sluice.gateway.threads import in_thread_if_long, to_json
 from sluice.submission import ExtraKey
 from sluice.transport.retries import Retries

@@ -6,9 +6,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from sluice import wire
-from sluice.gateway.responses.events.head import Head, new_head
-from sluice.gateway.responses.events.stream import ResponseState
+from sluice.gateway.responses.head import Head, new_head
 from sluice.gateway.responses.request.body import read_request
+from sluice.gateway.responses.stream import ResponseState
 
 Said = dict[str, Any]
 ID = "resp_1"

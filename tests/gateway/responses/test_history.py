@@ -15,7 +15,7 @@ from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.errors import ApiError
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses import history as module
-from sluice.gateway.responses.events.head import skeleton
+from sluice.gateway.responses.head import skeleton
 from sluice.gateway.responses.history import Conversation, History
 from sluice.gateway.responses.new import NewResponse, new_response
 from sluice.gateway.responses.record import Record, parse_record

@@ -10,9 +10,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from sluice import wire
-from sluice.gateway.responses.events.head import Head
-from sluice.gateway.responses.events.stream import ResponseState
+from sluice.gateway.responses.head import Head
 from sluice.gateway.responses.record import from_completion
+from sluice.gateway.responses.stream import ResponseState
 from tests.gateway.openai_required import lacking
 from tests.gateway.responses.events import (
     CANCELLED,

@@ -6,8 +6,7 @@ from typing import Any
 
 from sluice.gateway.responses.request import fields
 from sluice.gateway.responses.request.fields import refusal
-from sluice.gateway.responses.request.tool_choice import read_tool_choice
-from sluice.gateway.responses.request.tools import Tools, read_tools
+from sluice.gateway.responses.request.tools import Tools, read_tool_choice, read_tools
 
 # Fields that a chat completion has under the same name: OpenAI's, and then the contract's own. A worker checks them.
 _SAME = (

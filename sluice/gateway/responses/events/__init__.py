@@ -1,1 +1,0 @@
-"""Turns the events of a job into those of a response."""
