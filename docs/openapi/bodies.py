@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 from schemas import ChatRequest
 from sluice.gateway.chat.request import MAX_CHOICES
 from sluice.gateway.messages.body import CountBody, MessagesBody
-from sluice.gateway.responses.request.body import KNOWN
+from sluice.gateway.responses.request import KNOWN
 
 Schema = dict[str, Any]
 

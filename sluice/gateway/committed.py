@@ -9,7 +9,7 @@ options; before that, and in the results of tools, a text says what stood there.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from sluice.gateway.responses.request.conversation import HOSTED_CALLS
+from sluice.gateway.responses.conversation import HOSTED_CALLS
 
 Body = dict[str, Any]
 

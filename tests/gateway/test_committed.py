@@ -8,8 +8,8 @@ import pytest
 from sluice.gateway import ServeSettings, committed
 from sluice.gateway.messages.body import MessagesBody, validate
 from sluice.gateway.messages.request import chat_request
-from sluice.gateway.responses.request.body import read_request
-from sluice.gateway.responses.request.conversation import read_conversation
+from sluice.gateway.responses.conversation import read_conversation
+from sluice.gateway.responses.request import read_request
 from tests.gateway.fronts import serving
 from worker.chat.request import read_request as read_by_worker
 

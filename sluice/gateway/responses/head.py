@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.gateway.responses.request.body import ResponseRequest
-from sluice.gateway.responses.request.tools import Tools, read_tools
+from sluice.gateway.responses.request import ResponseRequest
+from sluice.gateway.tools import Tools, read_tools
 
 PREFIX = "resp_"
 

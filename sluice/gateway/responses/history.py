@@ -11,10 +11,10 @@ from sluice import wire
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError
+from sluice.gateway.fields import refusal
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses.head import PREFIX, Head, Response, skeleton
 from sluice.gateway.responses.record import MAX_BYTES, Record, from_completion, parse_record
-from sluice.gateway.responses.request.fields import refusal
 from sluice.gateway.responses.store import Store
 from sluice.gateway.responses.stream import ResponseState
 from sluice.gateway.threads import in_thread_if_long

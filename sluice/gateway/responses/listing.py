@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sluice.gateway.responses.request.fields import one_of, refusal
+from sluice.gateway.fields import one_of, refusal
 
 _DEFAULT_LIMIT = 20
 _MOST = 100

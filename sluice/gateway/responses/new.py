@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from sluice.gateway.errors import ApiError
+from sluice.gateway.fields import refusal
 from sluice.gateway.models import requested_model
+from sluice.gateway.responses.conversation import dropped_types, read_conversation
 from sluice.gateway.responses.head import new_head
 from sluice.gateway.responses.history import Conversation
 from sluice.gateway.responses.record import MAX_BYTES, Record, with_ids
-from sluice.gateway.responses.request.body import ResponseRequest
-from sluice.gateway.responses.request.conversation import dropped_types, read_conversation
-from sluice.gateway.responses.request.fields import refusal
+from sluice.gateway.responses.request import ResponseRequest
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from sluice.gateway.responses.listing import page
 from sluice.gateway.responses.new import NewResponse, new_response
 from sluice.gateway.responses.reading import Reading
 from sluice.gateway.responses.record import Record, parse_record
-from sluice.gateway.responses.request.body import ResponseRequest, read_request
+from sluice.gateway.responses.request import ResponseRequest, read_request
 from sluice.gateway.responses.store import Store
 from sluice.gateway.threads import in_thread, in_thread_if_long, json_response
 

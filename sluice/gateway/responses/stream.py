@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from sluice import wire
+from sluice.gateway.responses.conversation import enclosed
 from sluice.gateway.responses.head import Head, Response, skeleton
-from sluice.gateway.responses.request.reasoning import enclosed
-from sluice.gateway.responses.request.tools import InputText, Target, whole_input
+from sluice.gateway.tools import InputText, Target, whole_input
 from sluice.openai import CONTEXT_EXCEEDED, exceeds_context
 
 Event = dict[str, Any]  # a stream event, not yet numbered

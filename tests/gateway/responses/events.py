@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sluice import wire
 from sluice.gateway.responses.head import Head, new_head
-from sluice.gateway.responses.request.body import read_request
+from sluice.gateway.responses.request import read_request
 from sluice.gateway.responses.stream import ResponseState
 
 Said = dict[str, Any]

@@ -1,13 +1,64 @@
 """Input items, and the items of earlier answers, as the messages of a chat completion."""
 
+import base64
+import binascii
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from sluice.gateway.responses.request import content, fields
-from sluice.gateway.responses.request.fields import refusal
-from sluice.gateway.responses.request.reasoning import read_reasoning
-from sluice.gateway.responses.request.tools import INPUT, Tools
+from sluice.gateway import fields
+from sluice.gateway.fields import refusal
+from sluice.gateway.tools import INPUT, Tools
+
+Part = dict[str, Any]
+
+_TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_DETAILS = {"auto": "auto", "low": "low", "high": "high", "original": "high"}
+
+
+def _read_parts(value: object, param: str, *, images: bool) -> list[Part]:
+    """Return the parts of a message's or an output's content, a string or a list. Raises `ApiError`."""
+    if isinstance(value, str):
+        return [_text(value)]
+    if value is not None and not isinstance(value, list):
+        raise refusal(param, "it must be a string or a list of parts.", code="invalid_type")
+    return [_read_part(fields.mapping(part, place), place, images) for place, part in fields.entries(value, param)]
+
+
+def _text_of(parts: list[Part]) -> str:
+    """Return the text of parts without images."""
+    return "".join(part["text"] for part in parts if part["type"] == "text")
+
+
+def _is_image(part: Part) -> bool:
+    """Return True for the part of an image."""
+    return bool(part["type"] == "image_url")
+
+
+def _text(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+def _read_part(part: dict[str, Any], param: str, images: bool) -> Part:
+    kind = fields.text(part.get("type"), f"{param}.type")
+    if kind in _TEXT_TYPES:
+        return _text(fields.text(part.get("text"), f"{param}.text"))
+    if kind == "refusal":
+        return _text(fields.text(part.get("refusal"), f"{param}.refusal"))
+    if kind == "input_image" and images:
+        return _read_image(part, param)
+    usable = "'input_text' or 'input_image'" if images else "text"
+    raise refusal(f"{param}.type", f"{kind[:40]!r} is not supported here; use {usable}.", code="unsupported_value")
+
+
+def _read_image(part: dict[str, Any], param: str) -> Part:
+    if part.get("file_id") is not None:
+        raise refusal(f"{param}.file_id", "no files are stored here; send the image as a data: URL in image_url.")
+    detail = part.get("detail")
+    url = fields.text(part.get("image_url"), f"{param}.image_url")
+    detail = "auto" if detail is None else fields.one_of(detail, _DETAILS, f"{param}.detail")
+    return {"type": "image_url", "image_url": {"url": url, "detail": _DETAILS[detail]}}
+
 
 Message = dict[str, Any]
 
@@ -44,7 +95,7 @@ class _Builder:
         self.messages = list[Message]()
         self._tools = tools
         self._turn: Message = {}  # the assistant's, not yet among the messages
-        self._images = list[content.Part]()  # from outputs of tools, which take text alone in a chat completion
+        self._images = list[Part]()  # from outputs of tools, which take text alone in a chat completion
 
     def add(self, item: dict[str, Any], param: str) -> None:
         """Add an item. Raises `ApiError`."""
@@ -76,17 +127,17 @@ class _Builder:
 
     def _add_message(self, item: dict[str, Any], param: str) -> None:
         role = fields.one_of(item.get("role"), _ROLES, f"{param}.role")
-        parts = content.read_parts(item.get("content"), f"{param}.content", images=role == "user")
+        parts = _read_parts(item.get("content"), f"{param}.content", images=role == "user")
         if role == "assistant":
             self._begin_unless_free("content", "tool_calls")
-            self._turn["content"] = content.text_of(parts)
+            self._turn["content"] = _text_of(parts)
         else:
             self.end_turn()
-            plain = not any(map(content.is_image, parts))
-            self.messages.append({"role": role, "content": content.text_of(parts) if plain else parts})
+            plain = not any(map(_is_image, parts))
+            self.messages.append({"role": role, "content": _text_of(parts) if plain else parts})
 
     def _add_reasoning(self, item: dict[str, Any], param: str) -> None:
-        if text := read_reasoning(item, param):
+        if text := _read_reasoning(item, param):
             self._begin_unless_free("content", "tool_calls")
             self._turn["reasoning"] = "\n\n".join(filter(None, [self._turn.get("reasoning"), text]))
 
@@ -105,9 +156,39 @@ class _Builder:
 
     def _add_output(self, item: dict[str, Any], param: str) -> None:
         call_id = fields.text(item.get("call_id"), f"{param}.call_id")
-        parts = content.read_parts(item.get("output"), f"{param}.output", images=True)
-        images = self._images + [part for part in parts if content.is_image(part)]
+        parts = _read_parts(item.get("output"), f"{param}.output", images=True)
+        images = self._images + [part for part in parts if _is_image(part)]
         self._images = []
         self.end_turn()
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content.text_of(parts)})
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": _text_of(parts)})
         self._images = images
+
+
+# Of `encrypted_content`. A client that keeps its conversation itself drops the text of reasoning and sends this back.
+# Workers hold no key, so it is the same text, in base64; nothing in it is secret from the client, which received it.
+_PREFIX = "sluice1:"
+
+
+def enclosed(text: str) -> str:
+    """Return the text as the `encrypted_content` of a reasoning item."""
+    return _PREFIX + base64.b64encode(text.encode(errors="replace")).decode()
+
+
+def _read_reasoning(item: dict[str, Any], param: str) -> str:
+    """Return the text of a reasoning item; empty if it has none, or only another server's `encrypted_content`. Raises
+    `ApiError`."""
+    for name, separator in (("content", ""), ("summary", "\n\n")):
+        if item.get(name):
+            parts = _read_parts(item[name], f"{param}.{name}", images=False)
+            return separator.join(part["text"] for part in parts)
+    return _opened(fields.optional_text(item.get("encrypted_content"), f"{param}.encrypted_content") or "", param)
+
+
+def _opened(sealed: str, param: str) -> str:
+    if not sealed.startswith(_PREFIX):
+        return ""
+    try:
+        return base64.b64decode(sealed.removeprefix(_PREFIX), validate=True).decode()
+    except (binascii.Error, ValueError):
+        problem = "it is not as this server wrote it; send it back unchanged, or leave it out."
+        raise fields.refusal(f"{param}.encrypted_content", problem) from None

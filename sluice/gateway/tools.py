@@ -9,9 +9,9 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
-from sluice.gateway.responses.request import fields
-from sluice.gateway.responses.request.fields import refusal
-from sluice.gateway.responses.request.lark import MAX_DEFINITION, lark_pattern
+from sluice.gateway import fields
+from sluice.gateway.fields import refusal
+from sluice.gateway.lark import MAX_DEFINITION, lark_pattern
 
 # Tools that run at OpenAI or need models of theirs. No worker can call them, so offers of them are dropped.
 HOSTED = frozenset(

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.gateway.responses.request import fields
-from sluice.gateway.responses.request.fields import refusal
-from sluice.gateway.responses.request.tools import Tools, read_tool_choice, read_tools
+from sluice.gateway import fields
+from sluice.gateway.fields import refusal
+from sluice.gateway.tools import Tools, read_tool_choice, read_tools
 
 # Fields that a chat completion has under the same name: OpenAI's, and then the contract's own. A worker checks them.
 _SAME = (

@@ -1,1 +1,0 @@
-"""Reads requests for responses, as chat completions of the contract."""
