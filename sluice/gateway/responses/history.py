@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from sluice import wire
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError
-from sluice.gateway.fields import refusal
+from sluice.gateway.fields import one_of, refusal
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.responses.head import PREFIX, Head, Response, skeleton
-from sluice.gateway.responses.record import MAX_BYTES, Record, from_completion, parse_record
+from sluice.gateway.models import requested_model
+from sluice.gateway.responses.conversation import dropped_types, read_conversation
+from sluice.gateway.responses.head import PREFIX, Head, Response, new_head, skeleton
+from sluice.gateway.responses.record import MAX_BYTES, Record, from_completion, parse_record, with_ids
+from sluice.gateway.responses.request import ResponseRequest
 from sluice.gateway.responses.store import Store
 from sluice.gateway.responses.stream import ResponseState
 from sluice.gateway.threads import in_thread_if_long
@@ -182,3 +186,67 @@ def _final(head: Head, kind: type[wire.Failed | wire.Cancelled], **more: Any) ->
 def _completed_output(response: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the output of a response without the calls that were cut off."""
     return [item for item in response["output"] if item["type"] not in _CALLS or item["status"] == "completed"]
+
+
+@dataclass(frozen=True)
+class NewResponse:
+    """A response that can be submitted."""
+
+    record: Record
+    written: bytes  # the record as JSON
+    chat: Mapping[str, Any]  # the request of the contract
+    dropped: tuple[str, ...]  # hosted tools and their items, which have no effect here
+
+
+def new_response(request: ResponseRequest, before: Conversation, id: str, tenant: str | None) -> NewResponse:
+    """Return a response that continues a conversation. Raises `ApiError`, which names the field."""
+    messages = read_conversation(request.items, request.tools)
+    if before.items:
+        messages = [*read_conversation(before.items, request.tools, "previous_response_id"), *messages]
+    if request.instructions:
+        messages = [{"role": "system", "content": request.instructions}, *messages]
+    if not messages:
+        raise refusal("input", "it is empty; send a message.")
+    head = new_head(request, id, int(time.time()), requested_model(request.body))
+    record = Record(head, tenant, with_ids(request.items, head.suffix), before.ids)
+    written = record.to_json()
+    if request.store and len(written) > MAX_BYTES:
+        raise ApiError(413, f"A stored response has at most {MAX_BYTES:,} bytes; send less.", code="too_large")
+    dropped = (*request.tools.dropped, *dropped_types(request.items))
+    return NewResponse(record, written, {**request.chat, "messages": messages}, dropped)
+
+
+_DEFAULT_LIMIT = 20
+_MOST = 100
+
+
+def page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the page of items that the query's `limit`, `order` and `after` select. Raises `ApiError`."""
+    order = one_of(query.get("order", "desc"), ("asc", "desc"), "order")
+    ordered = list(items if order == "asc" else reversed(items))
+    rest = ordered[_start(ordered, query.get("after")) :]
+    shown = rest[: _limit(query.get("limit"))]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(rest) > len(shown),
+    }
+
+
+def _limit(given: str | None) -> int:
+    if given is None:
+        return _DEFAULT_LIMIT
+    if not (given.isascii() and given.isdigit() and len(given) < 4 and 1 <= int(given) <= _MOST):
+        raise refusal("limit", f"it must be a whole number from 1 to {_MOST}.")
+    return int(given)
+
+
+def _start(ordered: Sequence[dict[str, Any]], after: str | None) -> int:
+    if after is None:
+        return 0
+    for index, item in enumerate(ordered, 1):
+        if item["id"] == after:
+            return index
+    raise refusal("after", "there is no item with this id among the response's.")

@@ -25,9 +25,7 @@ from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs.stored import Available
 from sluice.gateway.monitoring.access import identify
 from sluice.gateway.responses.head import PREFIX, Head, Response, skeleton
-from sluice.gateway.responses.history import Conversation, History
-from sluice.gateway.responses.listing import page
-from sluice.gateway.responses.new import NewResponse, new_response
+from sluice.gateway.responses.history import Conversation, History, NewResponse, new_response, page
 from sluice.gateway.responses.reading import Reading
 from sluice.gateway.responses.record import Record, parse_record
 from sluice.gateway.responses.request import ResponseRequest, read_request

@@ -16,8 +16,7 @@ from sluice.gateway.errors import ApiError
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses import history as module
 from sluice.gateway.responses.head import skeleton
-from sluice.gateway.responses.history import Conversation, History
-from sluice.gateway.responses.new import NewResponse, new_response
+from sluice.gateway.responses.history import Conversation, History, NewResponse, new_response
 from sluice.gateway.responses.record import Record, parse_record
 from sluice.gateway.responses.request import read_request
 from sluice.gateway.responses.store import Store, final_key, record_key

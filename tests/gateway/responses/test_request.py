@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from schemas.chat import ChatRequest
 from sluice.gateway.errors import ApiError
 from sluice.gateway.responses.conversation import enclosed
-from sluice.gateway.responses.history import Conversation
-from sluice.gateway.responses.new import NewResponse, new_response
+from sluice.gateway.responses.history import Conversation, NewResponse, new_response
 from sluice.gateway.responses.record import parse_record
 from sluice.gateway.responses.request import read_request
 from sluice.gateway.tools import Target, Tools, flattened, read_tools
