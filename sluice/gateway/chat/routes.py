@@ -16,9 +16,8 @@ from starlette.routing import Route
 from sluice.gateway import committed, idempotency, sse
 from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
-from sluice.gateway.chat.answer import completion_of, outcome_of
 from sluice.gateway.chat.request import ID_PREFIX, ChatRequest, job_ids, job_ids_of, read_request
-from sluice.gateway.chat.stream import error_frame, frames, seen_by
+from sluice.gateway.chat.stream import completion_of, error_frame, frames, outcome_of, seen_by
 from sluice.gateway.disconnect import unless_disconnected
 from sluice.gateway.errors import ApiError, endpoint
 from sluice.gateway.gateway import Gateway

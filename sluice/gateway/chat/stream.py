@@ -1,12 +1,13 @@
 """The events of an answer's jobs as server-sent events in OpenAI's form."""
 
+import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from typing import Any, TypeVar
 
+from sluice.cancellation import Outcome
 from sluice.gateway import sse
-from sluice.gateway.chat.answer import total_usage
-from sluice.gateway.chat.merging import merged
 from sluice.gateway.errors import ApiError, openai_body
 from sluice.openai import Answer, usage_of
 from sluice.streaming.streams import LAST_SEQ
@@ -67,3 +68,87 @@ def seen_by(last_event_id: str | None, jobs: int) -> list[int]:
 def error_frame(error: ApiError) -> bytes:
     """Return the last frame of a stream that failed; OpenAI clients raise it."""
     return sse.frame(openai_body(error))
+
+
+T = TypeVar("T")
+
+_MAX_AHEAD = 64  # items read ahead of a slow consumer
+
+
+async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """Yield the items of all sources as they come, each with the index of its source.
+
+    Raises the first error of a source. Closes all sources at the end.
+    """
+    if len(sources) == 1:
+        async with aclosing(sources[0]):
+            async for only in sources[0]:
+                yield 0, only
+        return
+    # A reader that has ended is itself the last item of its source.
+    items = asyncio.Queue[tuple[int, T] | asyncio.Task[None]]()
+    room = asyncio.Semaphore(_MAX_AHEAD)
+    readers = [asyncio.create_task(_read(index, source, items, room)) for index, source in enumerate(sources)]
+    for reader in readers:
+        reader.add_done_callback(items.put_nowait)
+    try:
+        running = len(readers)
+        while running:
+            item = await items.get()
+            if isinstance(item, asyncio.Task):
+                item.result()
+                running -= 1
+            else:
+                room.release()
+                yield item
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read(
+    index: int,
+    source: AsyncGenerator[T],
+    items: "asyncio.Queue[tuple[int, T] | asyncio.Task[None]]",
+    room: asyncio.Semaphore,
+) -> None:
+    async with aclosing(source):
+        async for item in source:
+            await room.acquire()
+            items.put_nowait((index, item))
+
+
+Usage = Mapping[str, Any]
+
+
+def completion_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one completion with a choice for each result; one result is returned unchanged."""
+    first = dict(results[0])
+    if len(results) == 1:
+        return first
+    choices = [{**result["choices"][0], "index": index} for index, result in enumerate(results)]
+    ours = {"choices": [result.get("sluice") for result in results]}
+    return {**first, "choices": choices, "usage": total_usage([result["usage"] for result in results]), "sluice": ours}
+
+
+def outcome_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the outcome of cancelling all choices: "requested" while one runs, "ended" if all had ended before."""
+    order: Sequence[Outcome] = ("requested", "cancelled", "ended")
+    return next(outcome for outcome in order if outcome in outcomes)
+
+
+def total_usage(usages: Sequence[Usage]) -> dict[str, Any]:
+    """Return the usage of all choices: the prompt's of the first, since it is the same, and the sum of the rest."""
+    first = dict(usages[0])
+    if len(usages) == 1:
+        return first
+    completion = sum(usage["completion_tokens"] for usage in usages)
+    details = _sums([usage.get("completion_tokens_details") or {} for usage in usages])
+    total = {"completion_tokens": completion, "total_tokens": first["prompt_tokens"] + completion}
+    return {**first, **total, **({"completion_tokens_details": details} if details else {})}
+
+
+def _sums(counts: Sequence[Usage]) -> dict[str, Any]:
+    names = dict.fromkeys(name for each in counts for name in each)
+    return {name: sum(each.get(name) or 0 for each in counts) for name in names}

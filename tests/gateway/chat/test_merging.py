@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from sluice.gateway.chat.merging import merged
+from sluice.gateway.chat.stream import merged
 
 
 class Source:

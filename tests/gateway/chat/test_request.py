@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from sluice.gateway.chat.answer import completion_of, total_usage
 from sluice.gateway.chat.request import ID_PREFIX, job_ids, job_ids_of, read_request
-from sluice.gateway.chat.stream import seen_by
+from sluice.gateway.chat.stream import completion_of, seen_by, total_usage
 from sluice.gateway.errors import ApiError
 
 BASE = f"{ID_PREFIX}{'0f' * 16}"
