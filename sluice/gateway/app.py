@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sluice.client import Client
 from sluice.gateway import catalog, chat, messages, openapi, page, responses
+from sluice.gateway.catalog import ANTHROPIC_HEADER
 from sluice.gateway.errors import SERVER, ApiError, openai_response
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.messages.errors import error_response, new_id
-from sluice.gateway.messages.models import HEADER as ANTHROPIC_HEADER
 from sluice.gateway.monitoring import health
 from sluice.gateway.monitoring.access import REQUEST_ID, AccessLog
 from sluice.gateway.protection.middleware import Protection

@@ -1,6 +1,7 @@
 """`/v1/models`: the models that live workers serve, and their abilities."""
 
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -10,7 +11,6 @@ from starlette.routing import Route
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import Handler, endpoint
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.messages import models as models_form
 from sluice.gateway.messages.errors import endpoint as anthropic_endpoint
 from sluice.gateway.models import model_not_found, served_name
 from sluice.gateway.workers import Worker
@@ -25,8 +25,8 @@ def routes(gateway: Gateway) -> list[Route]:
 
     async def listed(request: Request) -> Response:
         found = await _models(gateway, await gateway.authenticate(request))
-        if models_form.HEADER in request.headers:
-            return JSONResponse(models_form.model_page(list(found.values())))
+        if ANTHROPIC_HEADER in request.headers:
+            return JSONResponse(_model_page(list(found.values())))
         return JSONResponse({"object": "list", "data": list(found.values())})
 
     async def single(request: Request) -> Response:
@@ -36,7 +36,7 @@ def routes(gateway: Gateway) -> list[Route]:
         if not workers:
             raise model_not_found(name)
         found = _model(name, served_as, workers)
-        return JSONResponse(models_form.model_info(found) if models_form.HEADER in request.headers else found)
+        return JSONResponse(model_info(found) if ANTHROPIC_HEADER in request.headers else found)
 
     return [Route("/v1/models", _endpoint(listed)), Route("/v1/models/{id:path}", _endpoint(single))]
 
@@ -45,7 +45,7 @@ def _endpoint(handler: Handler) -> Handler:
     """Return the handler with its errors in the form of the client's interface."""
 
     async def chosen(request: Request) -> Response:
-        of_form = anthropic_endpoint if models_form.HEADER in request.headers else endpoint
+        of_form = anthropic_endpoint if ANTHROPIC_HEADER in request.headers else endpoint
         return await of_form(handler)(request)
 
     return chosen
@@ -100,3 +100,26 @@ def _number(text: str | None) -> float:
     except ValueError:
         return 0.0
     return number if 0 <= number <= _MAX_NUMBER else 0.0
+
+
+ANTHROPIC_HEADER = "anthropic-version"  # requests with this header get Anthropic's form
+
+
+def model_info(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model in Anthropic's form. `model` is in OpenAI's."""
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model["max_model_len"],
+        "max_tokens": model["max_model_len"],
+    }
+
+
+def _model_page(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the list of all models, which is one page."""
+    page = [model_info(model) for model in models]
+    ids = [info["id"] for info in page] or [None]
+    return {"data": page, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}

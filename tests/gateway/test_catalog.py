@@ -10,8 +10,7 @@ from redis.asyncio import Redis
 from schemas import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.caller import LOCAL, Caller
-from sluice.gateway.catalog import models
-from sluice.gateway.messages.models import model_info
+from sluice.gateway.catalog import model_info, models
 from tests.fakes import FakeChat
 from tests.gateway.fronts import serving
 from tests.queue.helpers import settings, until, working
