@@ -16,6 +16,7 @@ from sluice.gateway.models import model_not_found, served_name
 from sluice.gateway.workers import Worker
 from sluice.presence import mapped_name
 
+ANTHROPIC_HEADER = "anthropic-version"  # requests with this header get Anthropic's form
 _ABILITIES = ("images", "tools", "reasoning")
 _MAX_NUMBER = 253402300799  # the end of the year 9999 in Unix seconds: Python's datetime ends there
 
@@ -100,9 +101,6 @@ def _number(text: str | None) -> float:
     except ValueError:
         return 0.0
     return number if 0 <= number <= _MAX_NUMBER else 0.0
-
-
-ANTHROPIC_HEADER = "anthropic-version"  # requests with this header get Anthropic's form
 
 
 def model_info(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,11 @@ from starlette.requests import Request
 
 from sluice.client import Client
 from sluice.gateway.body import Body, Interface, read_body
-from sluice.gateway.caller import LOCAL, Caller
+from sluice.gateway.caller import LOCAL, Authentication, Caller
 from sluice.gateway.idempotency import IdempotencyKeys
 from sluice.gateway.jobs.jobs import Jobs
 from sluice.gateway.jobs.queue_watch import QueueWatch
 from sluice.gateway.jobs.submission import Submission
-from sluice.gateway.keys.authentication import Authentication
 from sluice.gateway.keys.limits import Limits
 from sluice.gateway.keys.store import KeyStore
 from sluice.gateway.monitoring.answers import AnswerTimer

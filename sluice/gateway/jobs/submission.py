@@ -13,7 +13,7 @@ from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import error_of, until_ended
 from sluice.gateway.errors import ApiError, from_client, was_refused
 from sluice.gateway.jobs.jobs import Jobs
-from sluice.gateway.keys.estimate import estimate
+from sluice.gateway.keys.limits import estimate
 from sluice.gateway.models import model_missing, model_not_found, requested_model, served_name
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.workers import POLL_S, Workers, no_worker

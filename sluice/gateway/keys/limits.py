@@ -6,10 +6,12 @@ its end; the excess of a job over its estimate is subtracted from what comes aft
 """
 
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from importlib.resources import files
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -146,3 +148,82 @@ def refusal(exceeded: Exceeded) -> ApiError:
 
 def _reset_s(limit: int | None, left: int) -> float:
     return 0.0 if limit is None else max(0.0, (limit - left) * 60 / limit)
+
+
+def openai_headers(balance: Balance) -> dict[str, str]:
+    """Return OpenAI's `x-ratelimit-*` headers for the limits that the key has."""
+    headers = dict[str, str]()
+    for name, limit, left, reset_s in _limits(balance):
+        headers[f"x-ratelimit-limit-{name}"] = str(limit)
+        headers[f"x-ratelimit-remaining-{name}"] = str(left)
+        headers[f"x-ratelimit-reset-{name}"] = _duration(reset_s)
+    return headers
+
+
+def anthropic_headers(balance: Balance, now: datetime) -> dict[str, str]:
+    """Return Anthropic's `anthropic-ratelimit-*` headers for the limits that the key has."""
+    headers = dict[str, str]()
+    for name, limit, left, reset_s in _limits(balance):
+        reset_at = (now + timedelta(seconds=reset_s)).astimezone(UTC)
+        headers[f"anthropic-ratelimit-{name}-limit"] = str(limit)
+        headers[f"anthropic-ratelimit-{name}-remaining"] = str(left)
+        headers[f"anthropic-ratelimit-{name}-reset"] = reset_at.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return headers
+
+
+def _limits(balance: Balance) -> list[tuple[str, int, int, float]]:
+    each = [
+        ("requests", balance.requests_per_minute, balance.requests_left, balance.requests_reset_s),
+        ("tokens", balance.tokens_per_minute, balance.tokens_left, balance.tokens_reset_s),
+    ]
+    return [(name, limit, left, reset_s) for name, limit, left, reset_s in each if limit is not None]
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration in OpenAI's form: `120ms`, `7.66s`, `1m0s`."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    return f"{minutes:.0f}m{rest:.0f}s" if minutes else f"{rest:.2f}".rstrip("0").rstrip(".") + "s"
+
+
+_CHARACTERS_PER_TOKEN = 4  # English; the usage corrects it for others
+_TOKENS_PER_MESSAGE = 4  # role and marks of a chat template
+_TOKENS_PER_IMAGE = 1_000  # a photo of a megapixel in most vision models
+_ANSWER_TOKENS = 1_024  # without a limit: what a worker reserves at first; the usage corrects it
+_IMAGES = {"image_url", "input_image", "image"}
+_TEXTS = {"messages", "tools", "functions", "response_format", "prediction"}
+
+
+def estimate(body: Mapping[str, Any]) -> int:
+    """Return the estimated tokens of a request of the contract, prompt and answer. Takes any JSON."""
+    prompt = sum(_tokens(value) for value in _values([body.get(name) for name in _TEXTS]))
+    messages = body.get("messages")
+    return prompt + _answer(body) + (_TOKENS_PER_MESSAGE * len(messages) if isinstance(messages, list) else 0)
+
+
+def _answer(body: Mapping[str, Any]) -> int:
+    for name in ("max_completion_tokens", "max_tokens"):
+        limit = body.get(name)
+        if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
+            return limit
+    return _ANSWER_TOKENS
+
+
+def _values(root: Any) -> Iterator[Any]:
+    """Yield the strings of a JSON value, and its images whole."""
+    pending = [root]
+    while pending:
+        match pending.pop():
+            case {"type": str(kind)} as part if kind in _IMAGES:
+                yield part
+            case dict(members):
+                pending.extend(members.values())
+            case list(items):
+                pending.extend(items)
+            case str(text):
+                yield text
+
+
+def _tokens(value: Any) -> int:
+    return -(-len(value) // _CHARACTERS_PER_TOKEN) if isinstance(value, str) else _TOKENS_PER_IMAGE

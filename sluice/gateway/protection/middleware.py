@@ -11,8 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sluice.errors import SluiceError
 from sluice.gateway.disconnect import CONNECTION, DISCONNECT_WATCH, DisconnectWatch
 from sluice.gateway.errors import ApiError
-from sluice.gateway.keys.headers import anthropic_headers, openai_headers
-from sluice.gateway.keys.limits import Balance
+from sluice.gateway.keys.limits import Balance, anthropic_headers, openai_headers
 from sluice.gateway.keys.meter import Meter
 from sluice.gateway.protection.memory import HeldBytes
 
