@@ -11,16 +11,14 @@ from sluice.gateway.body import Body, Interface, read_body
 from sluice.gateway.caller import LOCAL, Authentication, Caller
 from sluice.gateway.idempotency import IdempotencyKeys
 from sluice.gateway.jobs.jobs import Jobs
-from sluice.gateway.jobs.queue_watch import QueueWatch
 from sluice.gateway.jobs.submission import Submission
 from sluice.gateway.keys.limits import Limits
 from sluice.gateway.keys.store import KeyStore
-from sluice.gateway.monitoring.answers import AnswerTimer
-from sluice.gateway.monitoring.metrics import Metrics
+from sluice.gateway.monitoring.metrics import AnswerTimer, Metrics
 from sluice.gateway.protection.memory import Memory
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.threads import in_thread_if_long
-from sluice.gateway.workers import Workers
+from sluice.gateway.workers import QueueWatch, Workers
 from sluice.presence import mapped_name
 from sluice.transport.retries import Retries
 

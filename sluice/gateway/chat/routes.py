@@ -22,11 +22,10 @@ from sluice.gateway.disconnect import unless_disconnected
 from sluice.gateway.errors import ApiError, endpoint
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
-from sluice.gateway.jobs.jobs import unknown
-from sluice.gateway.jobs.stored import Available
+from sluice.gateway.jobs.jobs import Available, unknown
 from sluice.gateway.models import requested_model
 from sluice.gateway.monitoring.access import identify
-from sluice.gateway.monitoring.answers import AnswerTimer
+from sluice.gateway.monitoring.metrics import AnswerTimer
 from sluice.gateway.threads import json_response
 
 _PATH = "/v1/chat/completions"

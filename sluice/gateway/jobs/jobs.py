@@ -1,4 +1,4 @@
-"""Jobs that are queued: their events and results, their owners and their end."""
+"""Jobs that are queued: what is stored of them, their events and results, their owners and their end."""
 
 import asyncio
 import json
@@ -7,6 +7,8 @@ import re
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -19,10 +21,9 @@ from sluice.errors import JobCancelled, JobFailed, ServerUnreachable, SluiceErro
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import ClientDisconnected, error_of, until_ended
 from sluice.gateway.errors import ApiError
-from sluice.gateway.jobs.queue_watch import QueueWatch
-from sluice.gateway.jobs.stored import Available, StoredAnswer, read_stored
 from sluice.gateway.keys.limits import Limits, used_tokens
-from sluice.gateway.monitoring.answers import AnswerTimer
+from sluice.gateway.monitoring.metrics import AnswerTimer
+from sluice.gateway.workers import QueueWatch
 from sluice.transport.retries import Retries
 from sluice.wire import Event
 
@@ -35,6 +36,29 @@ _LEFT_LIFE_MS = (
 _MAX_LEFT = 1_000  # answers without a client that each process lets continue; further ones are cancelled at once
 _LEFT = asyncio.CancelledError, GeneratorExit, ClientDisconnected  # what ends the work for a client that has left
 _ENDED = b"finished", b"failed", b"cancelled"
+
+
+_SAMPLE = 8  # events, whose mean length is taken for that of all
+
+
+class Available(Enum):
+    """What the server still has of a job that was queued. A job with events may have a result, too."""
+
+    EVENTS = auto()
+    RESULT = auto()
+    NOTHING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """What the server has of an answer: `available` is that of its first job, the bytes are those of all jobs together.
+    Those of events are their number by the mean length of the last ones. `is_lost`: the first job has failed or was
+    cancelled."""
+
+    available: Available
+    result_bytes: int
+    event_bytes: int
+    is_lost: bool
 
 
 class Jobs:
@@ -226,8 +250,26 @@ class Jobs:
                 logger.warning("job %s: not cancelled, although its client has left: %s", job_id, error)
 
     async def stored(self, job_ids: Sequence[str]) -> StoredAnswer:
-        """Return what the server has of the answer that these jobs make."""
-        return await read_stored(self._client.redis, self._retries, job_ids)
+        """Return what the server has of the answer that these jobs make, in one round trip."""
+        first = job_ids[0]
+
+        async def read() -> list[Any]:
+            async with self._client.redis.pipeline(transaction=False) as pipe:
+                pipe.hget(wire.job_key(first), "state")
+                pipe.exists(wire.body_key(first))
+                for job_id in job_ids:
+                    pipe.strlen(wire.result_key(job_id))
+                    pipe.llen(wire.log_key(job_id))
+                    pipe.lrange(wire.log_key(job_id), -_SAMPLE, -1)
+                return await pipe.execute()
+
+        state, has_body, *sizes = await self._retries.run(read)
+        event_bytes = sum(map(_event_bytes, sizes[1::3], sizes[2::3]))
+        if sizes[1] or state in (b"queued", b"running") or (has_body and state is None):
+            available = Available.EVENTS
+        else:
+            available = Available.NOTHING if state is None else Available.RESULT
+        return StoredAnswer(available, sum(sizes[::3]), event_bytes, state in (b"failed", b"cancelled"))
 
     async def check_owner(self, caller: Caller, job_id: str) -> None:
         """Check that the job is the caller's. Raises `ApiError` 404 for another's, as for a job that does not exist."""
@@ -243,3 +285,7 @@ class Jobs:
 def unknown(job_id: str) -> ApiError:
     """Return the error for a job that does not exist, as far as the caller may know."""
     return ApiError(404, f"There is no job {json.dumps(job_id[:128])}, or it has expired.", code="unknown_job")
+
+
+def _event_bytes(number: int, last: Sequence[bytes]) -> int:
+    return number * sum(map(len, last)) // max(1, len(last))

@@ -18,7 +18,7 @@ from sluice.gateway.disconnect import unless_disconnected
 from sluice.gateway.errors import ApiError
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
-from sluice.gateway.jobs.stored import Available
+from sluice.gateway.jobs.jobs import Available
 from sluice.gateway.messages.body import CountBody, MessagesBody, validate
 from sluice.gateway.messages.errors import ID_PREFIX, endpoint, error_body, id_headers
 from sluice.gateway.messages.request import chat_request, prompt_fields

@@ -11,7 +11,7 @@ from sluice.errors import JobFailed
 from sluice.gateway import sse
 from sluice.gateway.errors import ApiError, from_client, openai_body
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.monitoring.answers import AnswerTimer
+from sluice.gateway.monitoring.metrics import AnswerTimer
 from sluice.gateway.responses.head import Head, Response
 from sluice.gateway.responses.store import Store
 from sluice.gateway.responses.stream import ResponseState

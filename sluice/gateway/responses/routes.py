@@ -22,7 +22,7 @@ from sluice.gateway.disconnect import unless_disconnected
 from sluice.gateway.errors import ApiError, endpoint
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
-from sluice.gateway.jobs.stored import Available
+from sluice.gateway.jobs.jobs import Available
 from sluice.gateway.monitoring.access import identify
 from sluice.gateway.responses.head import PREFIX, Head, Response, skeleton
 from sluice.gateway.responses.history import Conversation, History, NewResponse, new_response, page
