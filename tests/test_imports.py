@@ -86,16 +86,16 @@ TABLE = {
     # Text: words, in the order of their use.
     "worker.text": May("schemas worker.errors worker.process worker.outcomes worker.request worker.turns"),
     "worker.text.prompt": May(
-        "schemas worker.errors worker.text.threads worker.text.tokenizer worker.text.vocabulary", "jinja2 pydantic"
+        "schemas worker.errors worker.text.threads worker.text.tokenizer worker.text.tokenizer", "jinja2 pydantic"
     ),
     "worker.text.dialects": May(""),
     "worker.text.output": May(
         "schemas worker.errors worker.outcomes worker.request worker.text.dialects worker.text.prompt "
-        "worker.text.tokenizer worker.text.vocabulary"
+        "worker.text.tokenizer worker.text.tokenizer"
     ),
     "worker.text.grammar": May(
         "schemas worker.errors worker.process worker.outcomes worker.request worker.text.dialects worker.text.output "
-        "worker.text.prompt worker.text.threads worker.text.tokenizer worker.text.vocabulary worker.turns",
+        "worker.text.prompt worker.text.threads worker.text.tokenizer worker.text.tokenizer worker.turns",
         "llguidance pydantic",
     ),
     # The engine: memory, step, admission < upstream < cache < prefix < sampling < speculation < batch
@@ -281,12 +281,12 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
         ("worker.engine.step.plan", "from pathlib import Path", "pathlib.Path"),
         (
             "worker.engine.step.plan",
-            "from worker.text.output.stop import StopStrings",
-            "worker.text.output.stop.StopStrings",
+            "from worker.text.output.output import StopStrings",
+            "worker.text.output.output.StopStrings",
         ),
-        ("worker.text.output.stop", "def late():\n    import redis.asyncio", "redis.asyncio"),
-        ("worker.text.output.stop", "if TYPE_CHECKING:\n    from mlx_lm import load", "mlx_lm.load"),
-        ("worker.text.output.stop", "from ...queue.job import channel", "worker.queue.job.channel"),
+        ("worker.text.output.output", "def late():\n    import redis.asyncio", "redis.asyncio"),
+        ("worker.text.output.output", "if TYPE_CHECKING:\n    from mlx_lm import load", "mlx_lm.load"),
+        ("worker.text.output.output", "from ...queue.job import channel", "worker.queue.job.channel"),
         ("worker.queue.worker", "from worker import jobs", "worker.jobs"),
         ("worker.jobs", "from worker.app import serve", "worker.app.serve"),
         ("worker.jobs", "import worker.engine.engine", "worker.engine.engine"),
@@ -308,7 +308,7 @@ def test_an_arrow_the_wrong_way_is_named(module: str, source: str, complaint: st
         ("worker.queue.presence", "from worker import __version__"),
         ("worker.engine.step.plan", "from collections.abc import Iterable\nfrom math import ceil"),
         ("worker.queue.lua", "from . import scripts"),
-        ("worker.text.output.stop", "from . import tokenizer\nfrom .output import Output"),
+        ("worker.text.output.output", "from . import tokenizer\nfrom .output import Output"),
         ("worker.jobs", "from schemas import ChatRequest\nimport asyncio, json"),
         ("sluice.cli.app", "from sluice import wire\nimport typer"),
     ],

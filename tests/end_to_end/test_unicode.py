@@ -11,7 +11,7 @@ from sluice import Client, Delta
 from tests.support.stack import TINY_CHAT, WorkerProcess
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 REPEATED = {
     "emoji": "😀🚀 🌍🎉🔥 🐙",

@@ -16,11 +16,10 @@ from worker.request import GrammarState, Sampling
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
 from worker.text.grammar.row.grammar import RowGrammar
-from worker.text.grammar.row.thought_limit import ThoughtLimit
-from worker.text.grammar.row.thought_mask import ThoughtMask, ThoughtState
+from worker.text.grammar.row.thought import ThoughtLimit, ThoughtMask, ThoughtState
 from worker.text.grammar.sandbox import compile_grammar
 from worker.text.output.thought import Closing, Thought, ThoughtFormat
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 WORDS = MLXTokenizer(model("qwen3").tokenizer)
 BYTES = Vocabulary(WORDS)

@@ -24,7 +24,7 @@ from worker.engine.upstream.mlx_lm import TokenizerWrapper, load_tokenizer
 from worker.engine.upstream.transformers import TokenizersBackend
 from worker.errors import JobFailure
 from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

@@ -32,7 +32,7 @@ from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import MARKERS
 from worker.text.output.output import Output, OutputDelta
 from worker.text.prompt.prompt import Prompt, Thinking
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 EOS, OTHER_EOS = 2, 0
 

@@ -16,11 +16,11 @@ from tests.text.dialects.reading import BY_NAME
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, load_tokenizer
 from worker.text.dialects.table import THOUGHTS
+from worker.text.output.events import message_tool_calls
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import MARKERS
 from worker.text.output.output import Output, OutputDelta, concat
-from worker.text.output.tool_calls import message_tool_calls
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 TOOLS = [
     {

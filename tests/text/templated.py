@@ -10,11 +10,10 @@ from tests.support.stack import TINY_CHAT
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.text.output.formats import ModelFormat
-from worker.text.prompt.boundaries import Boundaries
+from worker.text.prompt.boundaries import Boundaries, TokenOffsets
 from worker.text.prompt.escaping import ControlTokenEscaping
-from worker.text.prompt.offsets import TokenOffsets
 from worker.text.prompt.prompt import Prompt, Prompts
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 TEMPLATES = {file.stem: file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("templates/*.jinja")}
 

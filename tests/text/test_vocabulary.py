@@ -10,7 +10,7 @@ from tests.support.stack import TINY_CHAT
 from tests.text.speech import model
 from worker.engine.tokenizer import Streaming
 from worker.engine.upstream.mlx_lm import load_tokenizer
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 TINY = model()
 WRAPPER = load_tokenizer(Path(TINY_CHAT))

@@ -22,8 +22,8 @@ from worker.outcomes import (
 )
 from worker.queue.job.job import Job, JobResult
 from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
+from worker.text.output.events import message_tool_calls
 from worker.text.output.output import Output, OutputDelta, concat
-from worker.text.output.tool_calls import message_tool_calls
 
 logger = logging.getLogger("sluice.jobs")
 

@@ -15,19 +15,33 @@ from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.values import Parameters
 from worker.text.output.answer import AnswerReader
 from worker.text.output.formats import ModelFormat
-from worker.text.output.logprobs import entry
 from worker.text.output.output import Output
 from worker.text.output.thought import Thought, ThoughtFormat
-from worker.text.prompt.boundaries import Boundaries
-from worker.text.prompt.droppable import DroppableRanges
+from worker.text.prompt.boundaries import Boundaries, DroppableRanges, TokenOffsets
 from worker.text.prompt.escaping import ControlTokenEscaping
-from worker.text.prompt.offsets import TokenOffsets
 from worker.text.prompt.parting import Parting, next_parting
 from worker.text.prompt.prompt import Prompt, Prompts, template_trial
 from worker.text.prompt.template_changes import write_as_json
 from worker.text.threads import Check, TextThreads
-from worker.text.tokenizer import Tokenizer
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Tokenizer, Vocabulary
+
+_LEAST = -9999.0  # OpenAI's value for an impossible token; JSON has no minus infinity
+
+
+def entry(token: int, logprobs: Logprobs, bytes_of: Callable[[int], bytes]) -> dict[str, Any]:
+    """Return one entry of a choice's `logprobs.content`.
+
+    A token may be a part of a character: then `bytes` is exact, and `token` has replacement characters.
+    """
+    return {
+        **_one(bytes_of(token), logprobs.token),
+        "top_logprobs": [_one(bytes_of(other), logprob) for other, logprob in logprobs.top],
+    }
+
+
+def _one(spelled: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": spelled.decode(errors="replace"), "logprob": max(logprob, _LEAST), "bytes": list(spelled)}
+
 
 if TYPE_CHECKING:
     from worker.text.grammar.guide import GrammarStates
@@ -180,7 +194,7 @@ class TextCodec:
             message = "max_reasoning_tokens: this model ends its reasoning as it ends its answer; leave it out."
             raise JobFailure("unsupported", message, param="max_reasoning_tokens")
         # Imported here: most of a worker's start is imports.
-        from worker.text.grammar.row.thought_limit import ThoughtLimit
+        from worker.text.grammar.row.thought import ThoughtLimit
 
         return ThoughtLimit(new_thought, grammar, max(self._vocab, len(self._tokenizer.tokens)))
 

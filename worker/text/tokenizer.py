@@ -1,6 +1,14 @@
-"""Protocols of a model's tokenizer. `worker.engine.tokenizer` implements them with mlx-lm's."""
+"""Protocols of a model's tokenizer, which `worker.engine.tokenizer` implements with mlx-lm's, and the pieces of its tokens.
 
+The pieces of an answer, joined, equal the decoding of all its tokens."""
+
+import codecs
+import re
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 Conversation = list[dict[str, Any]]
@@ -92,3 +100,104 @@ class Tokenizer(Protocol):
         texts that the model reads for images, by the characters that mark their positions in the contents. Raises
         what the template raises.
         """
+
+
+_NO_BYTE = 0xFFFF
+_BETWEEN = b"\xff"  # no text in UTF-8 holds this byte
+_HEX = re.compile(r"<0x((?:[0-9A-Fa-f]{2})+)>")
+
+
+def _alphabet() -> dict[int, int]:
+    """Return GPT-2's byte alphabet, by code point: printable bytes stand for themselves, and for the others characters
+    from 256 on. Characters that are not in it stand for none below 256."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [value for value in range(256) if value not in printable]
+    return dict.fromkeys(hidden, _NO_BYTE) | {256 + n: value for n, value in enumerate(hidden)}
+
+
+_BYTES = _alphabet()
+
+
+class Vocabulary:
+    """The bytes of each token.
+
+    The model's logits may be wider than the tokenizer's vocabulary: ids beyond it have no bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        read = _bytes_from_alphabet if tokenizer.byte_level else _bytes_from_text
+        self._bytes = [read(token) for token in tokenizer.tokens]
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the token's bytes, which may be a part of a code point."""
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def tokens_with(self, text: str | bytes, *, first: bool = False) -> list[int]:
+        """Return the tokens that hold this text; with `first` those that begin with it."""
+        wanted = text.encode() if isinstance(text, str) else text
+        joined, begins = self._joined
+        sought, found = _BETWEEN * first + wanted, list[int]()
+        place = 0
+        while (place := joined.find(sought, place)) >= 0:
+            token = bisect_right(begins, place) - 1
+            own = self._bytes[token]
+            if own.startswith(wanted) if first else wanted in own:
+                found.append(token)
+            place = begins[token] + 1 + len(own)
+        return found
+
+    @cached_property
+    def _joined(self) -> "tuple[bytes, array[int]]":
+        """The bytes of all tokens, with a byte before each, and its places: to search in them takes a millisecond, and
+        to go through a large vocabulary a tenth of a second."""
+        begins = array("Q", accumulate((len(each) + 1 for each in self._bytes[:-1]), initial=0))
+        return b"".join(_BETWEEN + each for each in self._bytes), begins
+
+    def detokenizer(self) -> Detokenizer:
+        """Return a detokenizer for one answer.
+
+        For byte-level vocabularies it is ours, since mlx-lm's drops an answer's leading space.
+        """
+        if self._tokenizer.byte_level:
+            return _ByteLevel(self._bytes)
+        return _WithinVocabulary(self._tokenizer.streaming(), len(self._bytes))
+
+
+class _ByteLevel:
+    def __init__(self, tokens: list[bytes]) -> None:
+        self._tokens = tokens
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def feed(self, token: int) -> str:
+        return self._decode(self._tokens[token]) if token < len(self._tokens) else ""
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class _WithinVocabulary:
+    """Ignores ids beyond the vocabulary, on which mlx-lm's detokenizers fail."""
+
+    def __init__(self, inner: Detokenizer, count: int) -> None:
+        self._inner = inner
+        self._count = count
+        self.flush = inner.flush
+
+    def feed(self, token: int) -> str:
+        return self._inner.feed(token) if token < self._count else ""
+
+
+def _bytes_from_alphabet(token: str) -> bytes:
+    """Decode a token in GPT-2's byte alphabet. One with other characters was added as plain text."""
+    try:
+        return token.translate(_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()
+
+
+def _bytes_from_text(token: str) -> bytes:
+    """Decode a token as SentencePiece writes it."""
+    if written := _HEX.fullmatch(token):
+        return bytes.fromhex(written[1])
+    return token.replace("▁", " ").encode()

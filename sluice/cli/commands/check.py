@@ -70,7 +70,7 @@ def _inspect(model: str) -> Facts:
 def _facts(report: "ModelReport") -> Facts:
     from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
     from worker.text.output.formats import ModelFormat
-    from worker.text.vocabulary import Vocabulary
+    from worker.text.tokenizer import Vocabulary
 
     profile, format = report.profile, ModelFormat.of(report.tokenizer)
     count = max(profile.vocab, len(report.tokenizer.tokens))

@@ -103,8 +103,8 @@ _ANY_TOOL = {"type": "function", "function": {"name": "any", "parameters": {"typ
 
 
 def _read(deltas: list[Any], output: Any) -> dict[str, Any]:
+    from worker.text.output.events import message_tool_calls
     from worker.text.output.output import concat
-    from worker.text.output.tool_calls import message_tool_calls
 
     whole = concat(deltas)
     return {

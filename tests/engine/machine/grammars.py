@@ -13,12 +13,11 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.request import GrammarState
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
-from worker.text.grammar.row.draft_time import _AT_ONCE_S
-from worker.text.grammar.row.grammar import RowGrammar
-from worker.text.grammar.row.thought_limit import ThoughtLimit
+from worker.text.grammar.row.grammar import _AT_ONCE_S, RowGrammar
+from worker.text.grammar.row.thought import ThoughtLimit
 from worker.text.grammar.sandbox import compile_grammar
 from worker.text.output.thought import Closing, Thought, ThoughtFormat
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 SCHEMA = {
     "type": "object",

@@ -15,8 +15,7 @@ from tests.text.real_tokenizers import fetch_tokenizers, opened
 from worker.engine.tokenizer import MLXTokenizer
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.tool_grammars import Function, tool_calls
-from worker.text.output.evidence import _rendered
-from worker.text.output.formats import ModelFormat
+from worker.text.output.formats import ModelFormat, _rendered
 from worker.text.prompt.template_inputs import TemplateInputs
 
 pytestmark = [pytest.mark.registry, pytest.mark.slow]

@@ -15,9 +15,8 @@ import pytest
 from tests.text.dialects.llama_suite import Case, Suite, as_tool
 from tests.text.dialects.reading import output
 from tests.text.dialects.real_templates import fetch, fetch_suite, tokenizer
-from worker.text.output.evidence import _rendered
-from worker.text.output.formats import ModelFormat
-from worker.text.output.tool_calls import message_tool_calls
+from worker.text.output.events import message_tool_calls
+from worker.text.output.formats import ModelFormat, _rendered
 from worker.text.prompt.prompt import _thinking
 
 pytestmark = [pytest.mark.registry, pytest.mark.slow]

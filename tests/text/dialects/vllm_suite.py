@@ -22,9 +22,9 @@ import transformers
 
 import tests
 from tests.text.dialects.reading import BY_NAME, output
+from worker.text.output.events import message_tool_calls
 from worker.text.output.formats import ModelFormat
 from worker.text.output.output import Output
-from worker.text.output.tool_calls import message_tool_calls
 
 # Our dialect by vLLM's name of a parser, without the words that all have. Others have no row in the table.
 DIALECTS = {

@@ -12,7 +12,7 @@ from worker.errors import JobFailure
 from worker.text.grammar.guide import GrammarStates
 from worker.text.grammar.row.calls import CallsGrammar
 from worker.text.prompt.prompt import Prompt
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 UNSUPPORTED = {"type": "object", "properties": {"a": {"not": {"pattern": "x"}}}}
 CONTRARY = {"type": "object", "properties": {"a": {"allOf": [{"const": 1}, {"const": 2}]}}, "required": ["a"]}

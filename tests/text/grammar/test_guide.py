@@ -28,7 +28,7 @@ from worker.text.grammar.errors import TOO_MANY_STATES
 from worker.text.grammar.guide import GrammarStates
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.prompt.prompt import Prompt, Thinking
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 
 @pytest.mark.parametrize("indent", [None, 1, 2, 4, "\t"])

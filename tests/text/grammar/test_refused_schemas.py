@@ -34,7 +34,7 @@ from worker.text.grammar.guide import GrammarStates
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.tool_grammars import Function
 from worker.text.prompt.prompt import Prompt
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 
 @pytest.mark.parametrize(

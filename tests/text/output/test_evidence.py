@@ -6,7 +6,7 @@ import pytest
 
 from tests.text.dialects.reading import BY_NAME
 from tests.text.dialects.real_templates import tokenizer
-from worker.text.output.evidence import evidence_of
+from worker.text.output.formats import evidence_of
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 HERMES = (

@@ -6,7 +6,7 @@ import math
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
 from worker.outcomes import Logprobs
-from worker.text.output.logprobs import entry
+from worker.text.codec import entry
 
 SPELLED = {1: b" yes", 2: "é".encode(), 3: "👍".encode()[:2], 4: b""}
 

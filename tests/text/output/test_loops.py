@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.selection import examples
 from tests.text.guided import WEATHER, model, request
-from worker.text.output.loops import ANSWER_LOOP, THOUGHT_LOOP, LoopDetector
 from worker.text.output.output import Output, OutputDelta
-from worker.text.vocabulary import Vocabulary
+from worker.text.output.thought import ANSWER_LOOP, THOUGHT_LOOP, LoopDetector
+from worker.text.tokenizer import Vocabulary
 
 WORDS = (
     "the a of to and in that it is was for on are as with his they at be this from have or by one had not but".split()

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.selection import examples
-from worker.text.output.stop import StopStrings
+from worker.text.output.output import StopStrings
 
 LETTERS = "ab🙂"  # few, so that stop strings overlap with the text and with each other
 TEXTS = st.text(LETTERS, max_size=12)

@@ -13,9 +13,8 @@ from tests.text.dialects.rows import WRITTEN
 from tests.text.speech import PLACES, TOOLS, Heard, Model, cut, gpt_oss, hear, heard, model, output
 from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded
 from worker.text.dialects.table import Thoughts
-from worker.text.output.events import ToolArguments, ToolCallBegan
+from worker.text.output.events import ToolArguments, ToolCallBegan, ToolCalls, as_deltas, message_tool_calls
 from worker.text.output.output import OutputDelta
-from worker.text.output.tool_calls import ToolCalls, as_deltas, message_tool_calls
 
 TINY = model()
 OSLO = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}

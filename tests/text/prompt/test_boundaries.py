@@ -22,7 +22,7 @@ from worker.errors import JobFailure
 from worker.text.codec import TextCodec
 from worker.text.prompt.boundaries import common_prefix
 from worker.text.prompt.prompt import Prompt, Prompts
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 OWN = json.loads((Path(TINY_CHAT) / "tokenizer_config.json").read_text())["chat_template"]
 ALL = {**TEMPLATES, "tiny_chat": OWN}

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from tests.text.templated import TEMPLATES, request, words
 from worker.text.output.formats import ModelFormat
-from worker.text.prompt.droppable import DroppableRanges
-from worker.text.prompt.offsets import TokenOffsets
+from worker.text.prompt.boundaries import DroppableRanges, TokenOffsets
 from worker.text.prompt.prompt import Prompt, Prompts
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 TEXT = " ".join(f"The river has {i} lamps." for i in range(200))
 OTHER = " ".join(f"The garden has {i} keys." for i in range(200))

@@ -23,7 +23,7 @@ from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.text.codec import TextCodec
 from worker.text.output.formats import ModelFormat
 from worker.text.prompt.prompt import Prompt
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 IN_PYTHON = "deepseek_v32"
 ALL = [*TEMPLATES, IN_PYTHON]

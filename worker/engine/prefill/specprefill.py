@@ -12,6 +12,8 @@ from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.outcomes import Scored, SpecPrefillApplied, SpecPrefillSkipped
 from worker.request import GenerationRequest, Range, SpecPrefillParams, tokens_in
 
+# The score of a chunk is that of its best token: relevant text is often shorter than a chunk, and a mean would dilute
+# it.
 # Tokens. On the tiny model 8 and 16 gave similar results, and 32 worse ones if little was kept.
 CHUNK = 16
 REGION = 1024  # tokens, a multiple of `CHUNK`; the best chunk of each region is always kept

@@ -19,24 +19,21 @@ from worker.errors import JobFailure
 from worker.text.dialects.values import Parameters
 from worker.text.grammar.attempt import CompiledGrammar, CompileError, RefusedConstraint, question
 from worker.text.grammar.builder import Grammars, OutputConstraint
-from worker.text.grammar.compiler import Compiler
-from worker.text.grammar.constraint import constraint_of, is_quick, markup_of
+from worker.text.grammar.constraint import Compiler, constraint_of, is_quick, markup_of
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.lark import param_of
 from worker.text.grammar.llg_tokenizer import ForcedText, llguidance_tokenizer
 from worker.text.grammar.row.calls import CallMatchers, CallsGrammar, Openings
-from worker.text.grammar.row.draft_time import AllDraftsTime
-from worker.text.grammar.row.grammar import RowGrammar
+from worker.text.grammar.row.grammar import AllDraftsTime, RowGrammar
 from worker.text.grammar.row.numbers import FiniteNumbers
-from worker.text.grammar.row.thought_mask import ThoughtMask, ThoughtState
+from worker.text.grammar.row.thought import ThoughtMask, ThoughtState
 from worker.text.grammar.sandbox import Uncompilable
 from worker.text.grammar.tool_grammars import dialect_named, in_json
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import ANSWER_BEGINS
 from worker.text.prompt.normalize import normalize
 from worker.text.prompt.prompt import Prompt
-from worker.text.tokenizer import Tokenizer
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Tokenizer, Vocabulary
 
 logger = logging.getLogger("sluice.text")
 

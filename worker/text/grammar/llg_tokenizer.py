@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from worker.text.tokenizer import Tokenizer
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Tokenizer, Vocabulary
 
 logger = logging.getLogger("sluice.text")
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from worker.text.grammar.lark import Grammar, literal, spaced
-from worker.text.grammar.schema import values
+from worker.text.grammar.schema import unsupported as values
 from worker.text.grammar.schema.formats import FORMATS, patterns
 from worker.text.grammar.schema.patterns import Pattern
 from worker.text.grammar.schema.references import References

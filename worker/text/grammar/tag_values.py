@@ -27,7 +27,7 @@ from worker.text.grammar.native_values import (
     listed_values,
     string_terminal,
 )
-from worker.text.grammar.schema import values
+from worker.text.grammar.schema import unsupported as values
 from worker.text.grammar.schema.references import References
 from worker.text.grammar.schema.rewrite import KEYWORDS
 from worker.text.grammar.schema.unsupported import Schema, quoted

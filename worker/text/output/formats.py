@@ -1,22 +1,201 @@
-"""How a model's answers are read."""
+"""How a model's answers are read: its dialect is chosen by what its own chat template writes, and proved by reading that
+back."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from typing import Any, Literal, Self
 
 from schemas import ChatRequest
 from worker.text.dialects.cursor import Cursor
-from worker.text.dialects.dialect import Dialect, Functions
-from worker.text.dialects.table import Thoughts
+from worker.text.dialects.dialect import CallArguments, CallBegan, Dialect, Functions
+from worker.text.dialects.table import DIALECTS, THOUGHTS, Thoughts
+from worker.text.dialects.values import Parameters
 from worker.text.output import harmony
 from worker.text.output.answer import AnswerReader
-from worker.text.output.evidence import Proof, evidence_of
 from worker.text.output.harmony import HarmonyReader
 from worker.text.output.thought import Closing, ThoughtFormat
 from worker.text.prompt.prompt import Thinking
-from worker.text.tokenizer import Tokenizer
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Conversation, Tokenizer, Vocabulary
+
+Proof = Literal["read back", "by its markers", "none"]
+
+_QUESTION, _RESULT = "Questionq7", "Resultq7"
+_THOUGHT, _ANSWER = "Thoughtq7", "Answerq7"
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "The city."},
+        "days": {"type": "integer", "description": "How many days."},
+    },
+    "required": ["city"],
+}
+_FUNCTION = {"name": "weather_of", "description": "Return the weather.", "parameters": _SCHEMA}
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
+_ARGUMENTS = {"city": 'Oslo "O" <b>', "days": 7}
+_IDS = (
+    "call_1",
+    "a1b2c3d4e",
+    "functions.weather_of:0",
+)  # what templates demand: anything, nine characters, Kimi's form
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a template shows about its model's answers."""
+
+    dialect: Dialect | None
+    proof: Proof  # how the dialect was found: its template's own call was read back, or only its markers were seen
+    thoughts: Thoughts | None
+    opened: str = ""  # the opening of a call with which the template begins each answer
+
+
+def evidence_of(tokenizer: Tokenizer) -> Evidence:
+    """Render a call, a thought and their markers with the model's template, and choose what reads them back."""
+    opening = _rendered(tokenizer, [{"role": "user", "content": _QUESTION}])
+    opening = opening.rpartition(_QUESTION)[2] if opening else ""
+    answers = list(_answers(tokenizer, opening))
+    thoughts = _with_closing(_thoughts(tokenizer, answers), tokenizer, answers)
+    for answer in answers:
+        for dialect in DIALECTS:
+            opened = _opened(dialect, opening)
+            if _reads_back(answer, dialect, thoughts, opened):
+                return Evidence(dialect, "read back", thoughts, opened)
+    named = _by_markers(tokenizer)
+    opened = _opened(named, opening) if named else ""
+    return Evidence(named, "by its markers" if named else "none", thoughts, opened)
+
+
+def _opened(dialect: Dialect, opening: str) -> str:
+    return dialect.openings[0] if opening.endswith(dialect.openings[0]) else ""
+
+
+def _answers(tokenizer: Tokenizer, opening: str) -> Iterator[str]:
+    """Yield what the template writes for an answer with a thought and a call, in each form that it accepts. `opening`:
+    what it writes before an answer."""
+    question = {"role": "user", "content": _QUESTION}
+    for id in _IDS:
+        for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
+            call = {"type": "function", "id": id, "function": {"name": _FUNCTION["name"], "arguments": arguments}}
+            result = {"role": "tool", "tool_call_id": id, "name": _FUNCTION["name"], "content": _RESULT}
+            for thought in ({"reasoning_content": _THOUGHT}, {}):
+                turn = {"role": "assistant", "content": "", **thought, "tool_calls": [call]}
+                text = _rendered(tokenizer, [question, turn, result])
+                if text and _QUESTION in text and _RESULT in text:
+                    answer = text.rpartition(_RESULT)[0].rpartition(_QUESTION)[2]
+                    yield answer[_common(answer, opening) :]
+
+
+def _rendered(
+    tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[str, Any]] = _TOOLS,
+    variables: dict[str, Any] | None = None,
+) -> str | None:  # fmt: skip
+    try:
+        return tokenizer.render(conversation, tools=tools, continues=False, variables=variables or {})
+    except Exception:  # a template may raise whatever Python does, and a trial that fails is no evidence
+        return None
+
+
+def _common(text: str, opening: str) -> int:
+    """Return the length of the beginning that a turn shares with the opening of an answer, which may hold the marker of
+    a thought besides: the common text ends behind a marker or white space."""
+    end = next((at for at, (a, b) in enumerate(zip(text, opening, strict=False)) if a != b), len(opening))
+    while 0 < end < len(opening) and not (text[end - 1] in ">]" or text[end - 1].isspace()):
+        end -= 1
+    return end
+
+
+def _reads_back(answer: str, dialect: Dialect, thoughts: Thoughts | None, opened: str) -> bool:
+    """True if the dialect reads exactly the call that the template wrote."""
+    bare = bool(dialect.bare) and answer.strip()[:1] in dialect.bare
+    if not (bare or opened) and dialect.openings[0] not in answer:
+        return False
+    cursor = Cursor()
+    cursor.add(answer)
+    cursor.end()
+    functions = {str(_FUNCTION["name"]): Parameters(_SCHEMA)}
+    reader = AnswerReader(
+        cursor, thoughts, dialect, functions, reasons=False, thought=False, only_before_content=False, opened=opened
+    )
+    names, arguments = list[str](), list[str]()
+    for event in reader.read():
+        if isinstance(event, CallBegan):
+            names.append(event.function)
+        elif isinstance(event, CallArguments):
+            arguments.append(event.text)
+    try:
+        return names == [_FUNCTION["name"]] and json.loads("".join(arguments)) == _ARGUMENTS
+    except ValueError:
+        return False
+
+
+def _by_markers(tokenizer: Tokenizer) -> Dialect | None:
+    """Return the dialect whose marker the template's instructions name, the vocabulary has, or mlx-lm knows."""
+    question = [{"role": "user", "content": _QUESTION}]
+    instructions = _rendered(tokenizer, question) or ""
+    if instructions == _rendered(tokenizer, question, []):
+        return None  # the template writes no tools
+    for text in (instructions, tokenizer.template):
+        shown = [dialect for dialect in DIALECTS if all(sign in text for sign in dialect.signs)]
+        if shown:
+            return max(shown, key=lambda dialect: sum(map(len, dialect.signs)))
+    tokens = frozenset(tokenizer.tokens)
+    opening = (tokenizer.tool or ("", ""))[0]
+    for found in (tokens.__contains__, opening.__eq__):
+        for dialect in DIALECTS:
+            if any(map(found, dialect.openings)):
+                return dialect
+    return None
+
+
+def _thoughts(tokenizer: Tokenizer, answers: list[str]) -> Thoughts | None:
+    """Return the markers between which the template writes a thought, or that the model's prompts or words have."""
+    tokens = frozenset(tokenizer.tokens)
+    source = tokenizer.template
+    for answer in answers:
+        _, written, after = answer.partition(_THOUGHT)
+        for each in THOUGHTS if written else ():
+            if each.end and after.lstrip().startswith(each.end.lstrip()):
+                return _with_answer_markers(each, source, tokens)
+    for each in THOUGHTS:
+        named = [*filter(None, (each.begin, each.end)), *(marker.strip() for marker in each.answer if not each.end)]
+        if (each.begin, each.end) == tokenizer.think or all(marker in source for marker in named):
+            return _with_answer_markers(each, source, tokens)
+    if tokenizer.think:
+        return Thoughts(*tokenizer.think)
+    known = next((each for each in THOUGHTS if each.end and tokens.issuperset((each.begin, each.end))), None)
+    return known and _with_answer_markers(known, source, tokens)
+
+
+def _with_answer_markers(thoughts: Thoughts, source: str, tokens: frozenset[str]) -> Thoughts:
+    """Return the thoughts with those markers of the answer that the model has."""
+    # Tags, unlike tokens, may stand for something else in a template, such as the result of a call.
+    has = [marker for marker in thoughts.answer if _has_tokens_of(marker, source, tokens)]
+    named = "".join(thoughts.answer) in source or not thoughts.end
+    return replace(thoughts, answer=thoughts.answer if named else tuple(has))
+
+
+def _has_tokens_of(marker: str, source: str, tokens: frozenset[str]) -> bool:
+    """True if the model has the tokens that a marker consists of, with words between them."""
+    parts = re.findall(r"<\|[^|]+\|>", marker) or [marker]
+    return all(part in tokens or (part in source and "|" in part) for part in parts)
+
+
+def _with_closing(thoughts: Thoughts | None, tokenizer: Tokenizer, answers: list[str]) -> Thoughts | None:
+    """Return the thoughts with the white space that the template writes around their end."""
+    if thoughts is None or not thoughts.end:
+        return thoughts
+    turn = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
+    text = _rendered(tokenizer, [{"role": "user", "content": _QUESTION}, turn], []) or ""
+    for written in (text, *answers):  # some templates write thoughts before calls alone
+        # Grammars allow up to four of these characters after a thought.
+        end = re.match(rf"(\s*){re.escape(thoughts.end.strip())}([ \n]{{0,4}})", written.partition(_THOUGHT)[2])
+        if end:
+            return replace(thoughts, closing=(end[1], end[2]))
+    # A template that writes no thoughts shows nothing. Models with tags write them on lines of their own.
+    return replace(thoughts, closing=("\n", "\n\n")) if thoughts.end.startswith("</") else thoughts
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,65 @@ Recurrent and rotating caches can be restored only at positions where a snapshot
 planned before prefill. A wrong prediction only costs a cache miss: tokens are compared before a snapshot is restored.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
+from unicodedata import normalize
 
-from worker.text.prompt.offsets import TokenOffsets
 from worker.text.prompt.template_inputs import TemplateFailed, Tools
-from worker.text.tokenizer import Conversation
+from worker.text.tokenizer import Conversation, Vocabulary
+
+Form = Callable[[str], str]
+
+_SPACE = b" \t\n\v\f\r"
+# Forms of the text that tokens may spell: unchanged, or in NFC as with Qwen's tokenizer.
+_FORMS: tuple[Form, ...] = (str, partial(normalize, "NFC"))
+
+
+class TokenOffsets:
+    """Maps character positions to token counts; a worker has one."""
+
+    def __init__(self, vocabulary: Vocabulary, tokens: int) -> None:
+        """`tokens`: the size of the tokenizer's vocabulary."""
+        self._spelled = [_without_space(vocabulary.bytes_of(token)) for token in range(tokens)]
+
+    def counts(
+        self, text: str, tokens: Sequence[int], places: Collection[int], plain: Form = str
+    ) -> dict[int, int] | None:
+        """Return, for each position in characters, the number of tokens that end at or before it.
+
+        Returns None if these tokens do not spell this text. `plain` removes the marks from a piece of the text.
+        Whitespace is ignored, since some tokenizers add or drop it. So whitespace tokens just before a position are not
+        counted; such tokens often merge with the text that follows.
+        """
+        spelled = [self._spelled[token] for token in tokens]
+        whole = b"".join(spelled)
+        order = sorted({*places, len(text)})
+        for form in _FORMS:
+            parts = (form(plain(text[a:b])) for a, b in pairwise([0, *order]))
+            pieces = [_without_space(piece.encode("utf-8", "surrogatepass")) for piece in parts]
+            if b"".join(pieces) == whole:
+                ends = _ends(spelled)
+                return {place: _count(ends, length) for place, length in zip(order, _ends(pieces), strict=True)}
+        # Another normalizer changed the text, or the vocabulary uses an unknown alphabet.
+        return None
+
+
+def _without_space(written: bytes) -> bytes:
+    return written.translate(None, _SPACE)
+
+
+def _ends(pieces: list[bytes]) -> list[int]:
+    return list(accumulate(map(len, pieces)))
+
+
+def _count(ends: list[int], length: int) -> int:
+    reached = bisect_left(ends, length)
+    return reached + 1 if ends[reached] == length else reached
+
 
 # Private-use characters: no template treats them specially, and texts hardly ever contain them.
 _MARKS = tuple(map(chr, range(0xE000, 0xE010)))
@@ -173,3 +224,64 @@ def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
         else:
             maximum = middle - 1
     return known
+
+
+# Plans the droppable ranges of a prompt, from which SpecPrefill may leave out tokens.
+#
+# They are the long texts of messages, between images. Never dropped are the template's own text, system prompt, tools,
+# images, short messages, and the last question, which is expected at an end of a text of the last user message.
+
+_MAX_PIECES = 256  # pieces: each is searched in the whole text, and a conversation may have ten thousand
+_SHORT = 400  # characters; also kept at both ends of each text in the last user message and after it
+
+
+class DroppableRanges:
+    """Plans droppable ranges; a worker has one."""
+
+    def __init__(self, offsets: TokenOffsets) -> None:
+        self._offsets = offsets
+
+    def plan(self, rendered: Rendered) -> tuple[tuple[int, int], ...]:
+        """Return ranges of tokens, end exclusive, in order."""
+        spans = list(_spans(rendered))
+        places = {place for span in spans for place in span}
+        counts = self._offsets.counts(rendered.text, rendered.tokens, places, rendered.codec.plain) if spans else None
+        if counts is None:
+            return ()
+        # A token that reaches over the beginning of a content may hold some of the template's own text.
+        ranges = ((counts[start] + 1, counts[end]) for start, end in spans)
+        return tuple((start, end) for start, end in ranges if start < end)
+
+
+def _spans(rendered: Rendered) -> Iterator[tuple[int, int]]:
+    """Yield ranges of characters.
+
+    Pieces that the template changed are skipped, and so are repeated pieces: the other occurrence may
+    be in the system prompt or in a tool.
+    """
+    text, long = rendered.text, list(_long_pieces(rendered))
+    longest_first = sorted(range(len(long)), key=lambda at: -len(long[at][0]))
+    for at in sorted(longest_first[:_MAX_PIECES]):
+        piece, ends = long[at]
+        if text.count(piece) == 1:
+            start = text.find(piece)
+            yield start + ends, start + len(piece) - ends
+
+
+def _long_pieces(rendered: Rendered) -> Iterator[tuple[str, int]]:
+    """Yield each long piece of a content, and the number of characters to keep at each end of it."""
+    conversation = rendered.conversation
+    asked = max((at for at, message in enumerate(conversation) if message["role"] == "user"), default=0)
+    for at, message in enumerate(conversation):
+        ends = _SHORT if at >= asked else 0
+        for piece in _pieces(message["content"], rendered.marks) if message["role"] != "system" else ():
+            if len(piece) > max(_SHORT, 2 * ends):
+                yield piece, ends
+
+
+def _pieces(content: str, marks: Collection[str]) -> list[str]:
+    """Split a content at its images."""
+    pieces = [content]
+    for mark in marks:
+        pieces = [part for piece in pieces for part in piece.split(mark)]
+    return [piece.strip() for piece in pieces]

@@ -15,8 +15,7 @@ from jinja2 import TemplateError
 from schemas import ChatRequest
 from schemas.keys import Lane
 from worker.errors import CannotStart, JobFailure
-from worker.text.prompt.boundaries import Boundaries, Codec, Rendered
-from worker.text.prompt.droppable import DroppableRanges
+from worker.text.prompt.boundaries import Boundaries, Codec, DroppableRanges, Rendered
 from worker.text.prompt.escaping import ControlTokenEscaping, Inputs
 from worker.text.prompt.normalize import normalize
 from worker.text.prompt.size_limit import PromptLimit, cost_in_characters

@@ -17,9 +17,9 @@ from worker.request import GrammarAhead
 from worker.text.grammar.builder import Grammars
 from worker.text.grammar.constraint import constraint_of, markup_of
 from worker.text.grammar.row.grammar import RowGrammar
-from worker.text.grammar.row.thought_mask import ThoughtMask, ThoughtState
+from worker.text.grammar.row.thought import ThoughtMask, ThoughtState
 from worker.text.grammar.sandbox import compile_grammar
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 ENDS = {EOS, OTHER_EOS}
 CALLS = {"tools": [WEATHER, CLOCK], "tool_choice": "required"}

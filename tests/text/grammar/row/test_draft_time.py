@@ -6,7 +6,7 @@ from tests.engine.speculation.rows import row
 from tests.text.guided import by, model, request
 from tests.text.structured import Schema
 from worker.engine.speculation.forced import GrammarProposer
-from worker.text.grammar.row.draft_time import (
+from worker.text.grammar.row.grammar import (
     _ALL_AT_ONCE_S,
     _AT_ONCE_S,
     _PER_TOKEN_S,

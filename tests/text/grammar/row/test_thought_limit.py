@@ -12,9 +12,9 @@ from tests.selection import examples
 from tests.text.guided import ANY_OBJECT, WEATHER, model
 from tests.text.output.test_thought import PLAIN, thought_of
 from tests.text.speech import request
-from worker.text.grammar.row.thought_limit import ThoughtLimit
+from worker.text.grammar.row.thought import ThoughtLimit
 from worker.text.output.thought import Thought
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 VOCAB = 1024
 CALL = {"tools": [WEATHER], "tool_choice": "required"}

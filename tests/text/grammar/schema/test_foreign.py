@@ -22,12 +22,11 @@ from tests.text.grammar.schema.combined import compiled, of_2020_12, of_parts, t
 from tests.text.grammar.test_trial import stream
 from worker.errors import JobFailure
 from worker.text.grammar import attempt
-from worker.text.grammar.attempt import CompiledGrammar, question
+from worker.text.grammar.attempt import CompiledGrammar, question, try_strings
 from worker.text.grammar.builder import Markup, OutputConstraint
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.sandbox import Uncompilable, compile_grammar
 from worker.text.grammar.tool_grammars import Function
-from worker.text.grammar.trial import try_strings
 
 pytestmark = [pytest.mark.slow, pytest.mark.registry]
 

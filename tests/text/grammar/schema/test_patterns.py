@@ -13,9 +13,8 @@ from tests.selection import examples
 from tests.text.grammar.schema.answers import answers, takes
 from worker.errors import JobFailure
 from worker.text.grammar.sandbox import Uncompilable
-from worker.text.grammar.schema.characters import named
 from worker.text.grammar.schema.patterns import Pattern, Steps
-from worker.text.grammar.schema.regex import UnsupportedPattern
+from worker.text.grammar.schema.regex import UnsupportedPattern, named
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from copy import deepcopy
 import pytest
 
 from tests.text.grammar.schema.answers import Schema
-from worker.text.grammar.schema.relaxed import names_alone, relaxed
-from worker.text.grammar.schema.rewrite import rewrite
+from worker.text.grammar.schema.rewrite import names_alone, relaxed, rewrite
 from worker.text.grammar.schema.unsupported import UnsupportedKeyword
 
 TEXT: Schema = {"type": "string", "maxLength": 5}

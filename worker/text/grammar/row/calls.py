@@ -23,7 +23,7 @@ from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import unquoted
 from worker.text.prompt.prompt import Thinking
-from worker.text.vocabulary import Vocabulary
+from worker.text.tokenizer import Vocabulary
 
 logger = logging.getLogger("sluice.text")
 

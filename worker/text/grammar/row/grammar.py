@@ -1,7 +1,7 @@
 """Grammar state of a constrained answer, one for each row."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from llguidance import LLMatcher
@@ -9,11 +9,172 @@ from llguidance import LLMatcher
 from worker.request import GrammarAhead, GrammarError
 from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.llg_tokenizer import ForcedText
-from worker.text.grammar.row.draft_reader import DraftReader
-from worker.text.grammar.row.draft_time import AllDraftsTime, DraftTime
 from worker.text.grammar.row.numbers import FiniteNumbers
 from worker.text.grammar.row.reader import GrammarReader
-from worker.text.grammar.row.thought_mask import ThoughtState
+from worker.text.grammar.row.thought import ThoughtState
+
+# Seconds that drafts may take for each token of the answer. A mask of 150,000 tokens mostly takes less than a tenth of
+# a millisecond.
+_PER_TOKEN_S = 0.000_25
+_AT_ONCE_S = 0.002  # that may be saved up
+# Share of all time that drafts of all rows may take together, and the seconds of it that may be saved up: many rows may
+# draft in the same step.
+_SHARE = 0.25
+_ALL_AT_ONCE_S = 0.01
+
+
+class AllDraftsTime:
+    """Time of the engine's thread that the drafts of all rows may take together: a share of the time that passes. For
+    the engine's thread."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """`now`: seconds that have passed."""
+        self._now = now
+        self._taken_at = now()
+        self._left_then_s = _ALL_AT_ONCE_S
+
+    @property
+    def left(self) -> bool:
+        """True if there is time for a draft."""
+        return self._left_s(self._now()) > 0
+
+    def _left_s(self, now: float) -> float:
+        return min(self._left_then_s + (now - self._taken_at) * _SHARE, _ALL_AT_ONCE_S)
+
+    def take(self, seconds: float) -> None:
+        """Record that a draft has taken so long."""
+        now = self._now()
+        self._left_then_s = self._left_s(now) - seconds
+        self._taken_at = now
+
+
+class DraftTime:
+    """Time of the engine's thread that one row may take for drafts: an amount for each token of its answer, since the
+    other rows of the batch wait for it. A context that measures some work. Work that takes longer is not interrupted;
+    the row then takes no drafts until its answer has made up for it. So drafts of a schema that is slow to read hardly
+    delay the others."""
+
+    def __init__(self, clock: Callable[[], float], every: AllDraftsTime) -> None:
+        """`clock`: seconds that the thread has computed. `every`: the time of all rows."""
+        self._clock, self._all = clock, every
+        self._left_s = _AT_ONCE_S
+        self._tokens = 0
+        self._began = 0.0
+
+    @property
+    def left(self) -> bool:
+        """True if there is time for a draft."""
+        return self._left_s > 0 and self._all.left
+
+    def __enter__(self) -> None:
+        self._began = self._clock()
+
+    def __exit__(self, *raised: object) -> None:
+        taken_s = self._clock() - self._began
+        self._left_s -= taken_s
+        self._all.take(taken_s)
+
+    def advance(self, tokens: int) -> None:
+        """Add the time for the tokens that the answer has gained. `tokens`: of the answer."""
+        gained = max(0, tokens - self._tokens)
+        self._tokens += gained
+        self._left_s = min(self._left_s + gained * _PER_TOKEN_S, _AT_ONCE_S)
+
+
+# Reads the drafts of a row, with a matcher of their own.
+#
+# A matcher's lexer keeps a state for each beginning of a word that it has tried, up to a limit, and copies of a
+# matcher share it. So drafts must not use the matcher of the answer: their states would end the answer sooner.
+
+_READ_AT_ONCE = 64  # tokens of an answer that are read at once before a draft
+
+
+class DraftReader:
+    """Reads the drafts of one row. Follows its answer."""
+
+    def __init__(self, reader: GrammarReader, time_left: DraftTime) -> None:
+        """`reader`: of a matcher that has nothing in common with the answer's. `time_left`: for its drafts."""
+        self._reader = reader
+        self._time = time_left
+        self._unread = list[int]()  # the last tokens of the answer
+        self._failed = not reader.reset()
+
+    def reset(self) -> None:
+        """Return to the state before the first sampled token."""
+        self._unread.clear()
+        self._failed = self._failed or not self._reader.reset()
+
+    def append(self, token: int) -> None:
+        """Append a token of the answer, which is read before the next draft."""
+        self._unread.append(token)
+        self._time.advance(self._reader.accepted + len(self._unread))
+
+    def remove(self, count: int) -> None:
+        """Take back the last `count` tokens of the answer."""
+        kept = max(0, len(self._unread) - count)
+        count -= len(self._unread) - kept
+        del self._unread[kept:]
+        if count and not self._failed:
+            self._reader.rollback(count)
+
+    @property
+    def ready(self) -> bool:
+        """True if there is time for drafts, and none has exceeded the limits of the grammar."""
+        return self._time.left and not self._failed
+
+    def ahead(self, draft: Sequence[int], mask: bytes | None) -> GrammarAhead:
+        """Return what may come after a draft: see `GrammarState.ahead`. `mask`: after the answer."""
+        with self._time:
+            if not self._follow():
+                return GrammarAhead()
+            self._read(draft)
+            if self._reader.in_thought:
+                found = GrammarAhead()
+            elif forced := self._reader.forced():
+                found = GrammarAhead(forced)
+            else:
+                found = GrammarAhead(mask=self._reader.mask() if draft else mask)
+            self._take_back(len(draft))
+        return GrammarAhead() if self._failed else found
+
+    def valid_prefix(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens the grammar allows: see `GrammarState.valid_prefix`."""
+        with self._time:
+            valid = self._reader.valid_prefix(tokens) if self._follow() else 0
+            self._failed = self._failed or self._reader.error is not None
+        return 0 if self._failed else valid
+
+    def masks(self, draft: Sequence[int]) -> Iterator[bytes | None]:
+        """Yield the masks after each token of a draft, which the grammar allows, until they take too much time, or the
+        grammar is over."""
+        walked = 0
+        for token in draft:
+            with self._time:
+                walked += 1
+                self._read([token])
+                mask = self._reader.mask()
+                self._failed = self._failed or self._reader.error is not None
+            if self._failed:
+                break
+            yield mask
+            if mask is None or not self._time.left:
+                break
+        self._take_back(walked)
+
+    def _read(self, tokens: Sequence[int]) -> None:
+        allowed = [self._reader.read(token) for token in tokens]
+        self._failed = self._failed or not all(allowed)
+
+    def _take_back(self, count: int) -> None:
+        self._failed = self._failed or self._reader.error is not None
+        if not self._failed:  # else nothing is read any more
+            self._reader.rollback(count)
+
+    def _follow(self) -> bool:
+        """Read the answer. Returns False if that has failed, or is not finished yet."""
+        reading, self._unread = self._unread[:_READ_AT_ONCE], self._unread[_READ_AT_ONCE:]
+        self._read(reading)
+        return not self._unread and not self._failed
 
 
 class RowGrammar:

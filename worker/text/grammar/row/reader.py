@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 
 from worker.text.grammar.llg_tokenizer import ForcedText
 from worker.text.grammar.row.numbers import FiniteNumbers, Place
-from worker.text.grammar.row.thought_mask import ThoughtState
+from worker.text.grammar.row.thought import ThoughtState
 from worker.text.grammar.sandbox import error_of
 
 _ROLLBACK = 16  # tokens

@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-from worker.text.grammar.schema import values
-from worker.text.grammar.schema.budget import Budget
-from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword
+from worker.text.grammar.schema import unsupported as values
+from worker.text.grammar.schema.unsupported import Budget, Schema, UnsupportedKeyword
 
 Resolve = Callable[[Any], Any]  # from a reference to its target
 _STEPS = 20_000  # of proofs; without a proof by then, schemas are taken as not disjoint

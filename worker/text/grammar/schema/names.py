@@ -7,10 +7,9 @@ other properties are allowed.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from worker.text.grammar.schema.characters import contains, union
 from worker.text.grammar.schema.disjoint import Disjointness, kinds
 from worker.text.grammar.schema.patterns import Pattern, Reading, Steps
-from worker.text.grammar.schema.regex import UnsupportedPattern
+from worker.text.grammar.schema.regex import UnsupportedPattern, contains, union
 from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword, quoted
 
 Rewrite = Callable[[Any, str], Any]

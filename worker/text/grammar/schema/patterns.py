@@ -11,8 +11,21 @@ from enum import Enum
 from functools import cached_property
 
 from worker.text.grammar.schema import regex
-from worker.text.grammar.schema.characters import WRITABLE, Ranges, contains, intersection, union, without
-from worker.text.grammar.schema.regex import Anchor, Chars, Either, Node, Repeated, Sequenced, UnsupportedPattern
+from worker.text.grammar.schema.regex import (
+    WRITABLE,
+    Anchor,
+    Chars,
+    Either,
+    Node,
+    Ranges,
+    Repeated,
+    Sequenced,
+    UnsupportedPattern,
+    contains,
+    intersection,
+    union,
+    without,
+)
 
 _MAX_BRANCHES = 64
 _MAX_CHARACTERS = 200_000  # characters, once the classes are written out

@@ -1,6 +1,8 @@
-"""A client's JSON Schema, and the error for one that cannot be enforced."""
+"""A client's JSON Schema: the error for one that cannot be enforced, the limit of the work on it, and equality of values
+as JSON has it: 1 equals 1.0, and neither equals true."""
 
 import json
+from collections.abc import Callable, Hashable
 from typing import Any
 
 Schema = dict[str, Any]
@@ -31,3 +33,64 @@ def quoted(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:200])
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
+
+
+MOST_STEPS = 300_000  # some 0.3 s
+
+
+class BudgetExceeded(Exception):
+    """The limit of a schema's steps is reached."""
+
+
+class Budget:
+    """Steps left for one schema. Every loop over a client's list takes one step for each member that it visits."""
+
+    def __init__(self, steps: int = MOST_STEPS) -> None:
+        self._left = steps
+
+    def take(self, count: int = 1) -> None:
+        """Subtract `count` steps. Raises `BudgetExceeded` if fewer are left."""
+        self._left -= count
+        if self._left < 0:
+            raise BudgetExceeded
+
+
+Take = Callable[[], None]
+
+# Integers from here on are compared by their digits: a client could choose many that have the same hash.
+_SPELLED = 2**53
+KINDS = frozenset({"null", "boolean", "number", "string", "array", "object"})
+
+
+def kind(value: Any) -> str:
+    """Return the value's JSON type, one of `KINDS`."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def is_integer(value: Any) -> bool:
+    """True for a number without a fraction, such as 2 or 2.0."""
+    return kind(value) == "number" and (isinstance(value, int) or value.is_integer())
+
+
+def key(value: Any, take: Take) -> Hashable:
+    """Return a hashable key that is equal for values that are equal in JSON. Calls `take` for each value within."""
+    take()
+    match value:
+        case list():
+            return "array", tuple(key(each, take) for each in value)
+        case dict():
+            return "object", frozenset((name, key(each, take)) for name, each in value.items())
+        case int() | float() if abs(value) >= _SPELLED and is_integer(value):
+            return "integer", str(int(value))
+    return kind(value), value
