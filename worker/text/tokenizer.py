@@ -1,4 +1,4 @@
-"""Protocols of a model's tokenizer, which `worker.engine.tokenizer` implements with mlx-lm's, and the pieces of its tokens.
+"""Protocols of a model's tokenizer, which `worker.engine.tokenizer` implements with mlx-lm's, and pieces of tokens.
 
 The pieces of an answer, joined, equal the decoding of all its tokens."""
 

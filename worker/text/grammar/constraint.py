@@ -1,4 +1,4 @@
-"""Reads the constraint of a request on its answer, and compiles it so that one client's schemas do not delay another's."""
+"""Reads the constraint of a request on its answer, and compiles it so that one client's schemas delay no other's."""
 
 import hashlib
 import json

@@ -1,5 +1,5 @@
-"""How a model's answers are read: its dialect is chosen by what its own chat template writes, and proved by reading that
-back."""
+"""How a model's answers are read: its dialect is chosen by what its own chat template writes, and proved by reading
+that back."""
 
 import json
 import re

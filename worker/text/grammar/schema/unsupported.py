@@ -1,5 +1,5 @@
-"""A client's JSON Schema: the error for one that cannot be enforced, the limit of the work on it, and equality of values
-as JSON has it: 1 equals 1.0, and neither equals true."""
+"""A client's JSON Schema: the error for one that cannot be enforced, the limit of the work on it, and equality of
+values as JSON has it: 1 equals 1.0, and neither equals true."""
 
 import json
 from collections.abc import Callable, Hashable
