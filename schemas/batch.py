@@ -1,15 +1,23 @@
-"""Offline batches in the forms of OpenAI's Batch API: input line, output line, and the object that reports a run."""
+"""Offline batches in the forms of OpenAI's Batch API: input line and output line; the object that reports a run is the
+contract's."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from schemas.base import AnyJsonObject, Sent, Strict
-from schemas.events import TokenCount
+from schemas.base import AnyJsonObject, Sent, Strict, describe
+from sluice.contract.batch import (
+    Batch,
+    BatchDetails,
+    BatchUsage,
+    InputTokens,
+    OutputTokens,
+    Problem,
+    Problems,
+    RequestCounts,
+)
 
-BatchState = Literal[
-    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
-]
+describe(Batch, RequestCounts, BatchUsage, InputTokens, OutputTokens, Problem, Problems, BatchDetails)
 
 
 class BatchLine(Strict):
@@ -44,81 +52,3 @@ class BatchOutput(Sent):
     custom_id: str
     response: BatchResponse | None
     error: BatchError | None
-
-
-class RequestCounts(Sent):
-    total: int
-    completed: int
-    failed: int
-
-
-class InputTokens(Sent):
-    cached_tokens: TokenCount = Field(description="Prompt tokens taken from the prefix cache.")
-
-
-class OutputTokens(Sent):
-    reasoning_tokens: TokenCount
-
-
-class BatchUsage(Sent):
-    """Sums over all answers."""
-
-    input_tokens: TokenCount
-    output_tokens: TokenCount
-    total_tokens: TokenCount
-    input_tokens_details: InputTokens
-    output_tokens_details: OutputTokens
-
-
-class Problem(Sent):
-    """An error for which an input file is refused."""
-
-    code: str = Field(description="The name of the rule.")
-    message: str
-    line: int | None = Field(default=None, description="Counted from 1; null if the error is in the file as a whole.")
-    param: str | None = Field(default=None, description="The field.")
-
-
-class Problems(Sent):
-    object: Literal["list"] = "list"
-    data: list[Problem]
-
-
-class BatchDetails(Sent):
-    """Fields that OpenAI's object does not have."""
-
-    host: str = Field(description="Host name of the machine that has the files.")
-    seconds: float = Field(description="Time since the first line was queued, pauses included.")
-    models: dict[str, int] = Field(description="Number of lines by served model.")
-    retried: int = Field(description="Lines that were queued more than once.")
-    failures: dict[str, int] = Field(description="Number of failed lines by their code in the error file.")
-    cut_off: int = Field(default=0, description="Answered lines whose answers reached their limit of tokens.")
-    paused_at: int | None = Field(default=None, description="Last report of its feeder; null while a feeder runs.")
-
-
-class Batch(Sent):
-    """State of a run. Times are Unix seconds, and files are paths on the machine that feeds the run."""
-
-    id: str
-    object: Literal["batch"] = "batch"
-    endpoint: Literal["/v1/chat/completions"] = "/v1/chat/completions"
-    model: str | None = Field(default=None, description="The served model, if it is the same for all lines.")
-    errors: Problems | None = None
-    input_file_id: str
-    completion_window: str = Field(description="A number with unit s, m, h or d.")
-    status: BatchState
-    output_file_id: str | None = None
-    error_file_id: str | None = Field(default=None, description="Set when a line has failed.")
-    created_at: int
-    in_progress_at: int | None = None
-    expires_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    request_counts: RequestCounts
-    usage: BatchUsage | None = None
-    metadata: dict[str, str] | None = None
-    sluice: BatchDetails | None = None

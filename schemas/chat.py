@@ -16,9 +16,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from schemas.base import JsonObject, Strict, Text
-from schemas.keys import CACHE_KEY_CHARACTERS, MODEL_NAME, TENANT_CHARACTERS
 from schemas.messages import Message, json_type
 from schemas.speculation import Prediction, Speculation
+from sluice.contract.keys import CACHE_KEY_CHARACTERS, MODEL_NAME, TENANT_CHARACTERS
 
 
 class Function(Strict):

@@ -41,6 +41,10 @@ class _Plain(GenerateJsonSchema):
         schema_json = super().str_schema(schema)
         return {name: value for name, value in schema_json.items() if (name, value) != ("minLength", 0)}
 
+    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
+        """Allow unknown fields, as `Sent` does: a later worker may send more."""
+        return {**super().dataclass_schema(schema), "additionalProperties": True}
+
     def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
         """Refuse names that do not match the pattern, as pydantic does."""
         schema_json = super().dict_schema(schema)

@@ -4,9 +4,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from schemas.base import Sent
-from schemas.events import FinishReason, Timings, TokenCount
-from schemas.keys import Lane
+from schemas.base import Sent, TokenCount
+from schemas.events import Timings
+from sluice.contract.events import FinishReason
+from sluice.contract.keys import Lane
 
 
 class CompletionUsage(Sent):

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from sluice import Client, Delta, Event, Failed, Finished, JobError, Progress, Started
 from sluice.cli.terminal.output import replace_unencodable
-from sluice.wire import Lane
+from sluice.contract.keys import Lane
 from tests.support.stack import Server, WorkerProcess, embedded_binary
 
 _PANEL_WIDTH, _PANEL_LINES = 38, 6

@@ -6,79 +6,24 @@ offline.
 Needs redis-py and nothing else; the daemon's packages `worker` and `schemas` are never imported.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
 
-from sluice import openai, sse
-from sluice.batch.status import Batch
-from sluice.client import Client
-from sluice.dead_letters import DeadLetter
-from sluice.errors import (
-    BatchRefused,
-    BatchTaken,
-    CancelNotStored,
-    JobCancelled,
-    JobFailed,
-    NoWorker,
-    QueueFull,
-    ServerFull,
-    ServerUnreachable,
-    SluiceError,
-    UnknownBatch,
-    UnknownJob,
-    UnreadableLog,
-)
-from sluice.queues import Queue
-from sluice.submission import ExtraKey, Submitted
-from sluice.sync import SyncClient
-from sluice.wire import (
-    Cancelled,
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    JobError,
-    Progress,
-    Restarted,
-    Resumed,
-    Started,
-    Timings,
-    Usage,
-)
+if TYPE_CHECKING:
+    from sluice.public import *  # noqa: F403
+    from sluice.public import __all__ as __all__
+else:
 
-__all__ = [
-    "Batch",
-    "BatchRefused",
-    "BatchTaken",
-    "CancelNotStored",
-    "Cancelled",
-    "Client",
-    "DeadLetter",
-    "Delta",
-    "Event",
-    "ExtraKey",
-    "Failed",
-    "Finished",
-    "JobCancelled",
-    "JobError",
-    "JobFailed",
-    "NoWorker",
-    "Progress",
-    "Queue",
-    "QueueFull",
-    "Restarted",
-    "Resumed",
-    "ServerFull",
-    "ServerUnreachable",
-    "SluiceError",
-    "Started",
-    "Submitted",
-    "SyncClient",
-    "Timings",
-    "UnknownBatch",
-    "UnknownJob",
-    "UnreadableLog",
-    "Usage",
-    "__version__",
-    "openai",
-    "sse",
-]
+    def __getattr__(name: str) -> object:
+        """Import the library at the first use of one of its names: a worker, which needs the contract alone, starts
+        sooner."""
+        if not name.startswith("__") or name == "__all__":
+            library = import_module("sluice.public")
+            if hasattr(library, name):
+                return getattr(library, name)
+        raise AttributeError(f"module 'sluice' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from redis.asyncio import Redis
 
-from sluice import wire
+from sluice.contract import keys
+from sluice.contract.refusals import is_full, reason_of
+from sluice.contract.scripts import source
 from sluice.errors import CancelNotStored
-from sluice.transport.refusals import is_full, reason_of
 from sluice.transport.retries import Retries
-from sluice.transport.scripts import source
 
 Outcome = Literal["cancelled", "requested", "ended"]
 
@@ -46,7 +46,7 @@ class Cancellation:
     async def _cancel_some(self, job_ids: Sequence[str]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                await self._script(keys=[], args=_args(job_id, keep_ms=wire.CANCEL_S * 1000), client=pipe)
+                await self._script(keys=[], args=_args(job_id, keep_ms=keys.CANCEL_S * 1000), client=pipe)
             for answer in await pipe.execute(raise_on_error=False):
                 if isinstance(answer, Exception) and not is_full(answer):
                     raise answer
@@ -67,7 +67,7 @@ class Cancellation:
         return sum(answer[0] == b"cancelled" for answer in answers)
 
     async def _search(self, job_id: str, error: Exception | None, call_id: str) -> tuple[bytes, Exception | None]:
-        for queues in _pages(sorted(await self._retries.scan(wire.QUEUES))):
+        for queues in _pages(sorted(await self._retries.scan(keys.QUEUES))):
             outcome, error = await self._cancel(job_id, queues, call_id)
             if outcome == b"ended":
                 break  # a worker has received the request in the meantime
@@ -76,7 +76,7 @@ class Cancellation:
         return b"requested", error
 
     async def _cancel(self, job_id: str, queues: Sequence[bytes], call_id: str) -> tuple[bytes, Exception | None]:
-        args = _args(job_id, wire.CANCEL_S * 1000, call_id)
+        args = _args(job_id, keys.CANCEL_S * 1000, call_id)
         outcome, *errors = await self._retries.run(lambda: self._script(keys=list(queues), args=args))
         return outcome, errors[0] if errors else None
 
@@ -87,7 +87,7 @@ def _new_call_id() -> str:
 
 
 def _args(job_id: str | bytes, keep_ms: int | str, call_id: str = "") -> list[Any]:
-    return [job_id, wire.JOB_LIFE_S * 1000, wire.LOG_TTL_S * 1000, wire.RESULT_TTL_S * 1000, keep_ms, call_id]
+    return [job_id, keys.JOB_LIFE_S * 1000, keys.LOG_TTL_S * 1000, keys.RESULT_TTL_S * 1000, keep_ms, call_id]
 
 
 def _parse_outcome(outcome: bytes) -> Outcome:

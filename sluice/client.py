@@ -9,12 +9,13 @@ from typing import Any, Self
 
 from redis.asyncio import Redis
 
-from sluice import wire
-from sluice.batch.names import new_run
 from sluice.batch.options import WINDOW, RunOptions, RunPaths
 from sluice.batch.registry import BatchRegistry
-from sluice.batch.status import Batch
 from sluice.cancellation import Cancellation, Outcome
+from sluice.contract import keys
+from sluice.contract.batch import Batch, new_run_id
+from sluice.contract.events import Event
+from sluice.contract.keys import Function, Lane
 from sluice.dead_letters import DeadLetter, DeadLetters
 from sluice.errors import UnknownJob
 from sluice.presence import Attendances, Workers, serves
@@ -25,7 +26,6 @@ from sluice.streaming.streams import SILENCE_S, Streams
 from sluice.submission import ExtraKey, NewJob, Submission, Submitted, new_job
 from sluice.transport.connection import connect
 from sluice.transport.retries import Retries
-from sluice.wire import Event, Function, Lane
 
 
 class Client:
@@ -168,7 +168,7 @@ class Client:
         Raises `JobFailed`, `JobCancelled`, `UnknownJob`, `UnreadableLog`, TimeoutError after `timeout` seconds (None
         waits for ever), or `ServerUnreachable`.
         """
-        wire.check_job_id(job_id)
+        keys.check_job_id(job_id)
         async with asyncio.timeout(timeout):
             return await self._results.wait(job_id)
 
@@ -181,7 +181,7 @@ class Client:
 
         Raises `CancelNotStored` if the server is out of memory; the workers have received the request all the same.
         """
-        wire.check_job_id(job_id)
+        keys.check_job_id(job_id)
         return await self._cancellation.cancel(job_id)
 
     @property
@@ -191,21 +191,21 @@ class Client:
 
     async def waits_for(self, job_id: str) -> str | None:
         """Return the model for which a queued job waits; None if it is not queued or its hash names no model."""
-        wire.check_job_id(job_id)
-        read = partial(self._redis.hmget, wire.job_key(job_id), ["state", "model"])
+        keys.check_job_id(job_id)
+        read = partial(self._redis.hmget, keys.job(job_id), ["state", "model"])
         state, model = await self._retries.run(read)
         return model.decode() if state == b"queued" and model else None
 
     async def state(self, job_id: str) -> str | None:
         """Return queued, running, finished, failed or cancelled; None if there is no trace of the job. Ends the job if
         its deadline has passed and no worker has it."""
-        wire.check_job_id(job_id)
-        state: bytes | None = await self._retries.run(lambda: self._redis.hget(wire.job_key(job_id), "state"))
+        keys.check_job_id(job_id)
+        state: bytes | None = await self._retries.run(lambda: self._redis.hget(keys.job(job_id), "state"))
         if state in (b"queued", b"running"):
             (found,) = await self._attendances.check_all([job_id])
             return found.state if found else state.decode()
         if state is None:  # other producers than ours write no state
-            return "queued" if await self._retries.run(lambda: self._redis.exists(wire.body_key(job_id))) else None
+            return "queued" if await self._retries.run(lambda: self._redis.exists(keys.body(job_id))) else None
         return state.decode()
 
     async def workers(self) -> list[dict[str, str]]:
@@ -263,7 +263,7 @@ class Client:
         from sluice.batch.run import run  # imported here, since it needs fcntl, which Windows lacks
 
         paths = RunPaths.next_to_output(Path(input), Path(output), Path(errors) if errors else None)
-        run_id = new_run(paths.input.stem)
+        run_id = new_run_id(paths.input.stem)
         options = RunOptions(models, completion_window, metadata, window, run_id, served_only)
         return await run(self._redis, paths, options, on_progress)
 
@@ -288,8 +288,8 @@ class Client:
 
     async def batches(self) -> list[Batch]:
         """Return the runs that reported within the last week, oldest first."""
-        keys = await self._retries.scan(wire.BATCHES)
-        batches: list[Batch] = await self._retries.run(lambda: self._registry.read_all(keys))
+        found = await self._retries.scan(keys.BATCHES)
+        batches: list[Batch] = await self._retries.run(lambda: self._registry.read_all(found))
         return batches
 
     async def cancel_batch(self, batch_id: str) -> Batch:
@@ -303,7 +303,7 @@ class Client:
         """Yield the status of a run now and after each change, until it has ended. Raises `UnknownBatch`, and
         `ServerUnreachable` after an outage of the client's `outage_s`."""
         last: Batch | None = None
-        async with self._hub.listen(wire.batch_channel(batch_id)) as subscription:
+        async with self._hub.listen(keys.batch_channel(batch_id)) as subscription:
             while last is None or not last.ended:
                 published = [Batch.from_json(raw) for raw in await subscription.take(SILENCE_S)]
                 for batch in published or [
@@ -315,7 +315,7 @@ class Client:
 
     async def queued(self, model: str, lane: Lane) -> int:
         """Return the number of jobs in the lane, including those that run."""
-        return int(await self._retries.run(lambda: self._redis.zcard(wire.queue_key(model, lane))))
+        return int(await self._retries.run(lambda: self._redis.zcard(keys.queue(model, lane))))
 
     async def queues(self) -> list[Queue]:
         """Return every queue that holds jobs, with the number of workers that serve its model. Ends the jobs past their
@@ -344,7 +344,7 @@ class Client:
         """
         checked = cancelled = 0
         async for ids in self._queues.pages(model, lane, older_than_s=older_than_s):
-            cancelled += await self._cancellation.end_waiting(wire.queue_key(model, lane), ids)
+            cancelled += await self._cancellation.end_waiting(keys.queue(model, lane), ids)
             checked += len(ids)
             on_progress(checked, cancelled)
         return cancelled

@@ -7,7 +7,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from sluice import wire
+from sluice.contract import keys
+from sluice.contract.events import parse_as
 from sluice.errors import UnknownJob
 from sluice.transport.retries import Retries
 
@@ -20,14 +21,14 @@ class DeadLetter:
 
     id: str
     model: str
-    lane: wire.Lane
+    lane: keys.Lane
     crashes: int
     parked_at: float  # Unix seconds
     error: dict[str, Any]
     body: str  # arq's serialized job, as it was queued
 
     @property
-    def function(self) -> wire.Function:
+    def function(self) -> keys.Function:
         """The kind of the job: `count` for a token count, `chat` for all others."""
         match json.loads(self.body):
             case {"f": "count"}:
@@ -56,12 +57,12 @@ class DeadLetters:
 
     async def read_all(self) -> list[DeadLetter]:
         """Return all dead letters, oldest first."""
-        stored: dict[bytes, bytes] = await self._retries.run(lambda: self._redis.hgetall(wire.DEAD))
+        stored: dict[bytes, bytes] = await self._retries.run(lambda: self._redis.hgetall(keys.DEAD))
         return sorted((_letter(id, text) for id, text in stored.items()), key=lambda letter: letter.parked_at)
 
     async def read(self, job_id: str) -> DeadLetter:
         """Return one dead letter. Raises `UnknownJob`."""
-        stored: bytes | None = await self._retries.run(lambda: self._redis.hget(wire.DEAD, job_id))
+        stored: bytes | None = await self._retries.run(lambda: self._redis.hget(keys.DEAD, job_id))
         if stored is None:
             raise UnknownJob(f"there is no dead letter {job_id!r}")
         return _letter(job_id.encode(), stored)
@@ -73,7 +74,7 @@ class DeadLetters:
         async def drop() -> int:
             nonlocal num_tries
             num_tries += 1
-            dropped: int = await self._redis.hdel(wire.DEAD, letter.id)  # type: ignore[misc]
+            dropped: int = await self._redis.hdel(keys.DEAD, letter.id)  # type: ignore[misc]
             return dropped
 
         # If the letter is absent at a later try, an earlier one deleted it and the reply was lost.
@@ -92,7 +93,7 @@ def _letter(id: bytes, stored: bytes) -> DeadLetter:
             "id": str(), "model": str(), "lane": "interactive" | "batch", "crashes": int(), "body": str(),
             "parked_at": int() | float() as parked_at, "error": {},
         } as entry if 0 <= parked_at < _YEAR_9999_S:  # fmt: skip
-            return wire.parse_as(DeadLetter, {**entry, "id": readable_id})
+            return parse_as(DeadLetter, {**entry, "id": readable_id})
     return DeadLetter(readable_id, "?", "interactive", 0, 0.0, _UNREADABLE, "")
 
 

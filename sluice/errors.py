@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.exceptions import ConnectionError, OutOfMemoryError
 
-from sluice.wire import JobError, parse_as
+from sluice.contract.events import JobError, parse_as
 from sluice.wording import counted
 
 

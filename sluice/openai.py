@@ -16,19 +16,7 @@ from typing import Any, NoReturn
 
 from redis.exceptions import RedisError
 
-from sluice.errors import (
-    JobCancelled,
-    JobFailed,
-    NoWorker,
-    QueueFull,
-    ServerFull,
-    ServerUnreachable,
-    SluiceError,
-    UnknownJob,
-)
-from sluice.transport.refusals import reason_of
-from sluice.wire import (
-    MODEL_NAME,
+from sluice.contract.events import (
     Cancelled,
     Delta,
     Event,
@@ -39,6 +27,18 @@ from sluice.wire import (
     Restarted,
     Started,
     Usage,
+)
+from sluice.contract.keys import MODEL_NAME
+from sluice.contract.refusals import reason_of
+from sluice.errors import (
+    JobCancelled,
+    JobFailed,
+    NoWorker,
+    QueueFull,
+    ServerFull,
+    ServerUnreachable,
+    SluiceError,
+    UnknownJob,
 )
 from sluice.wording import cancelled_sentence, full_sentence, json_problem
 

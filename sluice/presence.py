@@ -8,10 +8,10 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from sluice import wire
+from sluice.contract import keys
+from sluice.contract.scripts import source
 from sluice.transport.retries import Command, Retries, raise_outage
 from sluice.transport.round_trips import RoundTrips
-from sluice.transport.scripts import source
 
 _PER_CALL = 100  # jobs in one pipeline, as in a cancellation
 
@@ -31,8 +31,8 @@ class Workers:
 
     async def read_all(self) -> list[dict[str, str]]:
         """Return the fields of each live worker."""
-        keys = await self._retries.scan(wire.WORKERS, waits_out_outages=self._waits_out_outages)
-        workers = [await self._read(key) for key in keys]
+        found = await self._retries.scan(keys.WORKERS, waits_out_outages=self._waits_out_outages)
+        workers = [await self._read(key) for key in found]
         return [worker for worker in workers if worker]
 
     async def models(self) -> set[str]:
@@ -107,7 +107,7 @@ class Attendances:
         return [None if isinstance(answer, Exception) else _attendance(answer) for answer in answers]
 
     async def _pipelined(self, job_ids: Sequence[str]) -> list[Any]:
-        lives = [wire.JOB_LIFE_S * 1000, wire.LOG_TTL_S * 1000, wire.RESULT_TTL_S * 1000]
+        lives = [keys.JOB_LIFE_S * 1000, keys.LOG_TTL_S * 1000, keys.RESULT_TTL_S * 1000]
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.evalsha(self._script.sha, 0, job_id, *lives)  # type: ignore[arg-type]

@@ -7,10 +7,10 @@ from functools import partial
 
 from redis.asyncio import Redis
 
-from sluice import wire
+from sluice.contract import keys
+from sluice.contract.keys import Lane
 from sluice.presence import Attendances
 from sluice.transport.retries import Retries
-from sluice.wire import Lane
 
 _PAGE = 1000  # ids in one reply
 
@@ -49,23 +49,23 @@ class Queues:
 
     async def read_all(self, workers: Collection[str]) -> list[Queue]:
         """Return every queue with jobs, sorted by model and lane. `workers`: the model of each live worker."""
-        lanes = sorted(filter(None, map(wire.parse_queue_key, await self._retries.scan(wire.QUEUES))))
+        lanes = sorted(filter(None, map(keys.parse_queue, await self._retries.scan(keys.QUEUES))))
         found = [await self._read(model, lane, workers) for model, lane in lanes]
         return [queue for queue in found if queue is not None]
 
     async def read_misplaced(self) -> list[MisplacedJobs]:
         """Return the keys that begin like a queue and hold jobs which no worker takes."""
         found = []
-        for name in sorted(await self._retries.scan(wire.QUEUES)):
+        for name in sorted(await self._retries.scan(keys.QUEUES)):
             key = name.decode("utf-8", "replace")
-            problem = wire.queue_problem(key)
+            problem = keys.queue_problem(key)
             if problem and await self._retries.run(partial(self._redis.type, name)) == b"zset":
                 jobs: int = await self._retries.run(partial(self._redis.zcard, name))
                 found.append(MisplacedJobs(key, jobs, problem))
         return found
 
     async def _read(self, model: str, lane: Lane, workers: Collection[str]) -> Queue | None:
-        key = wire.queue_key(model, lane)
+        key = keys.queue(model, lane)
         if await self._retries.run(lambda: self._redis.type(key)) != b"zset":
             return None  # the queue has just emptied, or is a foreign value
         if model not in workers:
@@ -86,7 +86,7 @@ class Queues:
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.time()
             for id in ids:
-                pipe.hget(wire.job_key(id.decode("utf-8", "surrogateescape")), "deadline")
+                pipe.hget(keys.job(id.decode("utf-8", "surrogateescape")), "deadline")
             (seconds, _), *deadlines = await pipe.execute(raise_on_error=False)
         return [
             id.decode("utf-8", "surrogateescape")
@@ -97,7 +97,7 @@ class Queues:
     async def pages(self, model: str, lane: Lane, *, older_than_s: float = 0.0) -> AsyncGenerator[Sequence[bytes]]:
         """Yield pages of the ids of the jobs that were queued at least `older_than_s` seconds ago, oldest first. The
         ids are read before the first page is yielded."""
-        key = wire.queue_key(model, lane)
+        key = keys.queue(model, lane)
         until_ms = (await self._now() - older_than_s) * 1000 if older_than_s else "+inf"
         ids: list[bytes] = []
         while True:

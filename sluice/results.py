@@ -7,11 +7,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from sluice import wire
+from sluice.contract import keys
+from sluice.contract.events import JobError, parse_as
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.streaming.streams import Streams
 from sluice.transport.retries import Retries
-from sluice.wire import JobError
 
 _INLINE_BYTES = 65_536  # a longer result is parsed in a thread
 _UNKNOWN_S = 10.0  # without a trace of the job, after which there is none
@@ -38,7 +38,7 @@ class Results:
         return _completion(await asyncio.to_thread(json.loads, stored) if is_long else json.loads(stored))
 
     async def _read(self, job_id: str) -> bytes | None:
-        key = wire.result_key(job_id)
+        key = keys.result(job_id)
         stored: bytes | None = await self._retries.run_until_answered(lambda: self._redis.get(key))
         return stored
 
@@ -46,7 +46,7 @@ class Results:
 def _completion(stored: dict[str, Any]) -> dict[str, Any]:
     match stored.get("type"):
         case "failed":
-            raise JobFailed(wire.parse_as(JobError, stored["error"]))
+            raise JobFailed(parse_as(JobError, stored["error"]))
         case "cancelled":
             raise JobCancelled(stored["reason"])
     return stored

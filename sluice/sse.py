@@ -16,8 +16,9 @@ import json
 from collections.abc import AsyncGenerator
 from typing import TypeVar
 
-from sluice import wire
 from sluice.client import Client
+from sluice.contract import keys
+from sluice.contract.events import WAITING
 from sluice.errors import UnknownJob
 from sluice.streaming.streams import LAST_SEQ, ReadAhead
 from sluice.sync import iterating
@@ -53,7 +54,7 @@ async def frames(
     """
     yield RETRY
     try:
-        wire.check_job_id(job_id)
+        keys.check_job_id(job_id)
     except ValueError:
         yield UNKNOWN
         return
@@ -94,6 +95,6 @@ async def take(source: ReadAhead[T], silence_s: float) -> list[T] | None:
 
 def _frame(event: bytes) -> bytes:
     parsed = json.loads(event)
-    is_stored = parsed.get("phase") != wire.WAITING  # else without an id: an EventSource keeps the last one
+    is_stored = parsed.get("phase") != WAITING  # else without an id: an EventSource keeps the last one
     id = b"id: %d\n" % parsed["seq"] if is_stored else b""
     return b"%sevent: %s\ndata: %s\n\n" % (id, parsed["type"].encode(), event)

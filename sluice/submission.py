@@ -12,13 +12,13 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
-from sluice import wire
+from sluice.contract import keys
+from sluice.contract.keys import Function, Lane
+from sluice.contract.refusals import is_full
+from sluice.contract.scripts import source
 from sluice.errors import NoWorker, QueueFull, ServerFull
-from sluice.transport.refusals import is_full
 from sluice.transport.retries import Retries, raise_outage, server_full
 from sluice.transport.round_trips import RoundTrips
-from sluice.transport.scripts import source
-from sluice.wire import Function, Lane
 
 _FULL, _NO_WORKER = -1, -2  # submit.lua's return codes
 _MAX_ESTIMATE_S = 3600.0  # no rate is steady for longer
@@ -65,10 +65,10 @@ class NewJob:
     extra_keys: Sequence[ExtraKey] = ()
 
     def __post_init__(self) -> None:
-        wire.check_job_id(self.id)
-        wire.check_model_name(self.model)
-        if self.lane not in wire.LANES:
-            raise ValueError(f"lane must be one of {', '.join(wire.LANES)}, not {self.lane!r}")
+        keys.check_job_id(self.id)
+        keys.check_model_name(self.model)
+        if self.lane not in keys.LANES:
+            raise ValueError(f"lane must be one of {', '.join(keys.LANES)}, not {self.lane!r}")
 
 
 def new_job(
@@ -182,11 +182,11 @@ class Submission:
 
 def _keys(job: NewJob) -> list[str]:
     return [
-        wire.body_key(job.id),
-        wire.queue_key(job.model, job.lane),
-        wire.job_key(job.id),
-        wire.wake_channel(job.model),
-        wire.model_key(job.model),
+        keys.body(job.id),
+        keys.queue(job.model, job.lane),
+        keys.job(job.id),
+        keys.wake(job.model),
+        keys.model(job.model),
         *(extra.name for extra in job.extra_keys),
     ]
 
@@ -194,7 +194,7 @@ def _keys(job: NewJob) -> list[str]:
 def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> list[str | bytes | int]:
     """Return the ARGV of `submit.lua`. `submission` identifies the call, so a resent one recognizes its own job."""
     extra = [part for key in job.extra_keys for part in (key.value, key.ttl_s * 1000)]
-    return [job.id, _arq_job(job), wire.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission,
+    return [job.id, _arq_job(job), keys.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission,
             int(needs_worker), job.function, _user(job.request), *extra]  # fmt: skip
 
 
@@ -232,15 +232,15 @@ def _hash_fields(request: dict[str, Any], lane: Lane) -> list[str]:
     tenant = request.get("tenant") or request.get("safety_identifier") or request.get("user")
     return [
         lane,
-        _bounded_text(tenant, wire.TENANT_CHARACTERS),
+        _bounded_text(tenant, keys.TENANT_CHARACTERS),
         _deadline_text(request.get("deadline_s")),
-        _bounded_text(request.get("prompt_cache_key"), wire.CACHE_KEY_CHARACTERS),
+        _bounded_text(request.get("prompt_cache_key"), keys.CACHE_KEY_CHARACTERS),
     ]
 
 
 def _user(request: dict[str, Any]) -> str:
     """Return the user of the tenant, with whose other users it takes turns; empty if it is invalid."""
-    return _bounded_text(request.get("user") or request.get("safety_identifier"), wire.TENANT_CHARACTERS)
+    return _bounded_text(request.get("user") or request.get("safety_identifier"), keys.TENANT_CHARACTERS)
 
 
 def _bounded_text(value: object, max_characters: int) -> str:

@@ -4,7 +4,7 @@ import json
 
 import redis.asyncio
 
-from schemas.events import FINAL
+from sluice.contract.events import FINAL
 
 NAMES = {  # prefix: does it outlive its job?
     b"sluice:log:": True,

@@ -10,10 +10,10 @@ import pytest
 from sluice import openai
 from sluice.batch.lines import BadLine
 from sluice.batch.transitions import UnexpectedEvent
+from sluice.contract.events import JobError
 from sluice.errors import JobCancelled, JobFailed, NoWorker, QueueFull, SluiceError, UnknownJob
 from sluice.gateway.disconnect import ClientDisconnected
 from sluice.gateway.errors import ApiError
-from sluice.wire import JobError
 from worker.errors import JobFailure
 from worker.text.grammar.schema.unsupported import UnsupportedKeyword
 

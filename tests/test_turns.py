@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from schemas.keys import Lane
+from sluice.contract.keys import Lane
 from worker.turns import Turns
 
 

@@ -1,15 +1,16 @@
 """Exceptions that end a job, an attempt, or the start of a worker."""
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Self
 
-ErrorType = Literal["invalid_request", "unsupported", "too_large", "overloaded", "deadline", "internal"]
+if TYPE_CHECKING:
+    from sluice.contract.events import ErrorType
 
 
 class JobFailure(Exception):
     """Ends the job as `failed`. `message` tells the client what to change, and `param` names the field of the request,
     if it is known."""
 
-    def __init__(self, type: ErrorType, message: str, *, retryable: bool = False, param: str | None = None) -> None:
+    def __init__(self, type: "ErrorType", message: str, *, retryable: bool = False, param: str | None = None) -> None:
         super().__init__(type, message)  # what pickle and `copy` call the constructor with
         self.type: ErrorType = type
         self.message = message

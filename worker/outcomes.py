@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Protocol
 
 from worker.request import Range
 
-FinishReason = Literal["stop", "length"]
+StopReason = Literal["stop", "length"]
 Phase = Literal["loading", "encoding", "scoring", "prefill"]  # of a prompt, before its row decodes
 
 
@@ -84,7 +84,7 @@ class Sampled:
 
     id: str
     token: int | None
-    finish_reason: FinishReason | None = None
+    finish_reason: StopReason | None = None
     logprobs: Logprobs | None = None  # if the request wants them and there is a token
     at: float | None = field(default=None, compare=False)  # time.monotonic() when the host received it
     accepted: bool = False  # it was in a draft, so the forward that has verified it has drawn another token as well

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-Lane = Literal["interactive", "batch"]
+from sluice.contract.keys import Lane
+
 Range = tuple[int, int]  # of tokens: (start, end), end excluded
 
 

@@ -1,6 +1,6 @@
 """Checks of settings whose values have a form of their own. Each returns the value, or raises ValueError."""
 
-from schemas.keys import is_model_name
+from sluice.contract.keys import is_model_name
 from worker.schedule_times import Crontab, Hours
 
 

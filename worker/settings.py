@@ -11,11 +11,11 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from schemas.keys import MODEL_NAME
+from sluice.contract.keys import MODEL_NAME
+from sluice.contract.redis_url import redacted, url_error
 from worker.environment import PREFIX, describe, refuse_unknown, unique_worker_name, variable
 from worker.errors import CannotStart
 from worker.prefix_store.files.encryption import checked_key
-from worker.redis_url import redacted, url_error
 from worker.setting_checks import checked_hours, checked_models, checked_schedule
 
 _REDIS_URL = "redis://localhost:6379/0"

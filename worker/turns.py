@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from heapq import heappop, heappush
 from itertools import count
 
-from schemas.keys import LANES, Lane
+from sluice.contract.keys import LANES, Lane
 
 Turn = asyncio.Future[None]  # done when its waiter has the slot
 

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from sluice import errors
-from sluice.batch import names
 from sluice.batch.files import LineResult, ResultFiles
 from sluice.batch.job_store import JobStore, StoredJob
 from sluice.batch.source import Line, Source
@@ -31,10 +30,11 @@ from sluice.batch.transitions import (
     RunEnded,
     line_step,
 )
+from sluice.contract.batch import line_job_id
+from sluice.contract.events import JobError, parse_as
 from sluice.errors import QueueFull, ServerFull
 from sluice.openai import error_reply
 from sluice.submission import NewJob, Submitted
-from sluice.wire import JobError, parse_as
 from sluice.wording import cancelled_sentence
 
 _POLL_S = 0.25
@@ -218,10 +218,10 @@ class LineDispatcher:
     def _jobs_of(self, entry: InFlightLine) -> Iterator[tuple[str, str]]:
         """Yield the id and the model of each job queued for the line so far."""
         for retry in range(entry.retry + 1):
-            yield names.job(self._run_id, entry.line.number, retry), entry.line.model
+            yield line_job_id(self._run_id, entry.line.number, retry), entry.line.model
 
     def _job_id(self, entry: InFlightLine) -> str:
-        return names.job(self._run_id, entry.line.number, entry.retry)
+        return line_job_id(self._run_id, entry.line.number, entry.retry)
 
     def _custom_id(self, entry: InFlightLine) -> str:
         return entry.custom_id or self._source.request(entry.line).custom_id

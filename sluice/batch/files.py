@@ -5,15 +5,62 @@ import fcntl
 import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from sluice.batch.lines import digest
-from sluice.batch.status import Batch, RunCounts
 from sluice.batch.transitions import LineError
+from sluice.contract.batch import Batch, BatchUsage, InputTokens, OutputTokens, is_retry
 from sluice.errors import BatchRefused, BatchTaken
+
+
+class RunCounts:
+    """Counts of the lines in the result files, and their tokens."""
+
+    def __init__(self) -> None:
+        self.completed, self.retried = 0, 0
+        self.cut_off = 0
+        self.failures = Counter[str]()
+        self._tokens = Counter[str]()
+
+    @property
+    def failed(self) -> int:
+        """Number of failed lines."""
+        return self.failures.total()
+
+    @property
+    def usage(self) -> BatchUsage:
+        """Token counts of the answered lines."""
+        into, out = self._tokens["prompt"], self._tokens["completion"]
+        cached, reasoning = self._tokens["cached"], self._tokens["reasoning"]
+        return BatchUsage(into, out, into + out, InputTokens(cached), OutputTokens(reasoning))
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Count a line of the output or error file."""
+        self.retried += is_retry(line["id"])
+        match line:
+            case {"error": {"code": str(code)}}:
+                self.failures[code] += 1
+            case {"response": {"body": dict(body)}}:
+                self.completed += 1
+                self.cut_off += _is_cut_off(body)
+                self._add_usage(body.get("usage") or {})
+
+    def _add_usage(self, usage: dict[str, Any]) -> None:
+        self._tokens["prompt"] += usage.get("prompt_tokens", 0)
+        self._tokens["completion"] += usage.get("completion_tokens", 0)
+        self._tokens["cached"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        self._tokens["reasoning"] += (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0)
+
+
+def _is_cut_off(body: dict[str, Any]) -> bool:
+    match body:
+        case {"choices": [{"finish_reason": "length"}, *_]}:
+            return True
+    return False
 
 
 class AppendOnlyFile:

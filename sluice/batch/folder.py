@@ -11,12 +11,11 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from sluice.batch import names
 from sluice.batch.files import StateFile
 from sluice.batch.options import RunOptions, RunPaths
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.run import Run, endless_retries, new_batch, publish
-from sluice.batch.status import Batch, Problem, Problems
+from sluice.contract.batch import Batch, Problem, Problems, is_run_id, new_run_id
 from sluice.errors import BatchRefused, BatchTaken
 from sluice.transport.retries import Retries
 
@@ -71,7 +70,7 @@ async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
     """Copy a file into the inbox, where it appears only when complete, and return the new run's status. Raises OSError,
     or `ServerUnreachable` if the status cannot be stored."""
     folder.make()
-    run_id = names.new_run(file.stem)
+    run_id = new_run_id(file.stem)
     partial, final = folder.inbox / f".{run_id}.part", folder.inbox / f"{run_id}.jsonl"
     try:
         await asyncio.to_thread(shutil.copyfile, file, partial)
@@ -172,8 +171,8 @@ def _moved(batch: Batch, new: Path) -> Batch:
 
 
 def _take(folder: Folder, file: Path) -> None:
-    keeps_id = names.is_run(file.stem) and not folder.has(file.stem)
-    run_dir = folder.running / (file.stem if keeps_id else names.new_run(file.stem))
+    keeps_id = is_run_id(file.stem) and not folder.has(file.stem)
+    run_dir = folder.running / (file.stem if keeps_id else new_run_id(file.stem))
     run_dir.mkdir(exist_ok=True)
     try:
         file.rename(run_paths(run_dir).input)
@@ -199,7 +198,7 @@ async def _complete_files(inbox: Path) -> list[Path]:
         logger.warning("%s stays in the inbox: it is a link or not a regular file", other.name)
     files = [file for file in found if file not in irregular]
     before = {file: _stamp(file) for file in files}
-    if any(not names.is_run(file.stem) and time.time() - _stamp(file)[0] < _SETTLED_S for file in files):
+    if any(not is_run_id(file.stem) and time.time() - _stamp(file)[0] < _SETTLED_S for file in files):
         await asyncio.sleep(_SETTLED_S)
     return _oldest_first(file for file in files if file.is_file() and _stamp(file) == before[file])
 

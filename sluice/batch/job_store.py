@@ -6,8 +6,8 @@ from functools import partial
 
 from redis.asyncio import Redis
 
-from sluice import wire
 from sluice.cancellation import Cancellation
+from sluice.contract import keys
 from sluice.errors import QueueFull, ServerFull
 from sluice.submission import NewJob, Submission, Submitted
 from sluice.transport.retries import Retries
@@ -56,7 +56,7 @@ class JobStore:
         async def send() -> None:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for job_id, model in jobs:
-                    pipe.zrem(wire.queue_key(model, "batch"), job_id)
+                    pipe.zrem(keys.queue(model, "batch"), job_id)
                     pipe.unlink(*(name(job_id) for name in _JOB_KEYS))
                 await pipe.execute()
 
@@ -73,7 +73,7 @@ class JobStore:
     async def _queued(self, pattern: str, model: str) -> list[str]:
         names, cursor = set[str](), None
         while cursor != 0:
-            scan = partial(self._redis.zscan, wire.queue_key(model, "batch"), cursor or 0, match=pattern, count=1000)
+            scan = partial(self._redis.zscan, keys.queue(model, "batch"), cursor or 0, match=pattern, count=1000)
             cursor, found = await self._retries.run_until_answered(scan)
             names.update(member.decode() for member, _ in found)
         return list(names)
@@ -81,8 +81,8 @@ class JobStore:
     async def _read(self, ids: Sequence[str]) -> list[StoredJob]:
         async def send() -> tuple[list[bytes | None], int]:
             async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.mget([wire.result_key(job_id) for job_id in ids])
-                pipe.exists(*(wire.job_key(job_id) for job_id in ids))
+                pipe.mget([keys.result(job_id) for job_id in ids])
+                pipe.exists(*(keys.job(job_id) for job_id in ids))
                 results, num_known = await pipe.execute()
             return results, num_known
 
@@ -92,7 +92,7 @@ class JobStore:
         return [StoredJob(result, await self._exists(job_id)) for job_id, result in zip(ids, results, strict=True)]
 
     async def _exists(self, job_id: str) -> bool:
-        return bool(await self._retries.run_until_answered(lambda: self._redis.exists(wire.job_key(job_id))))
+        return bool(await self._retries.run_until_answered(lambda: self._redis.exists(keys.job(job_id))))
 
 
-_JOB_KEYS = (wire.body_key, wire.job_key, wire.log_key, wire.result_key)
+_JOB_KEYS = (keys.body, keys.job, keys.log, keys.result)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
 
-from sluice import wire
+from sluice.contract import keys
 from sluice.presence import mapped_name
 from sluice.wording import json_problem
 
@@ -191,9 +191,9 @@ def _served_name(named_model: object, models: Models) -> str:
         raise BadLine("invalid_model", f"body.model must be a string, not {_quoted(named_model)}", "body.model")
     name = mapped_name(named_model, models)
     try:
-        wire.check_model_name(name)
+        keys.check_model_name(name)
     except ValueError:
-        message = f"a model name must match {wire.MODEL_NAME}, and {_quoted(name)} does not; map it to a served name"
+        message = f"a model name must match {keys.MODEL_NAME}, and {_quoted(name)} does not; map it to a served name"
         raise BadLine("invalid_model", message, "body.model") from None
     return name
 

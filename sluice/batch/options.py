@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from sluice.batch import names
+from sluice.contract.batch import new_run_id
 from sluice.errors import BatchRefused
 
 WINDOW = 256  # lines; more than a worker has rows, so that its next jobs are already queued
@@ -62,7 +62,7 @@ class RunOptions:
     completion_window: str | None = None  # by default 24h
     metadata: Mapping[str, str] | None = None
     window: int = WINDOW  # lines of one model that are queued or running at once
-    id: str = field(default_factory=names.new_run)  # used for a new run only
+    id: str = field(default_factory=new_run_id)  # used for a new run only
     served_only: bool = False  # refuse a file for a model without a worker, if other models have one
     models_from_setting: bool = False  # `models` is SLUICE_BATCH_MODELS, which is meant for many files
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
-from sluice import wire
-from sluice.batch.status import Batch
+from sluice.contract import keys
+from sluice.contract.batch import Batch
 from sluice.errors import UnknownBatch
 
 _STATUS_TTL_S = 7 * 86_400  # after the last report on a run
@@ -21,45 +21,45 @@ class BatchRegistry:
 
     async def put(self, batch: Batch) -> None:
         """Store the status without publishing it."""
-        await self._redis.set(wire.batch_key(batch.id), batch.to_json(), ex=_STATUS_TTL_S)
+        await self._redis.set(keys.batch(batch.id), batch.to_json(), ex=_STATUS_TTL_S)
 
     async def touch(self, batch_id: str) -> None:
         """Reset the key's time to live, which shows that a process feeds the run. Works on a full server too."""
-        await self._redis.expire(wire.batch_key(batch_id), _STATUS_TTL_S)
+        await self._redis.expire(keys.batch(batch_id), _STATUS_TTL_S)
 
     async def announce(self, batch: Batch) -> None:
         """Store and publish the status."""
         status = batch.to_json()
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.set(wire.batch_key(batch.id), status, ex=_STATUS_TTL_S)
-            pipe.publish(wire.batch_channel(batch.id), status)
+            pipe.set(keys.batch(batch.id), status, ex=_STATUS_TTL_S)
+            pipe.publish(keys.batch_channel(batch.id), status)
             if batch.ended:
-                pipe.delete(wire.batch_cancel_key(batch.id))
+                pipe.delete(keys.batch_cancel(batch.id))
             await pipe.execute()
 
     async def withdraw(self, batch: Batch) -> None:
         """Publish the end of a run that queued nothing, and delete its status."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(wire.batch_key(batch.id), wire.batch_cancel_key(batch.id))
-            pipe.publish(wire.batch_channel(batch.id), batch.to_json())
+            pipe.delete(keys.batch(batch.id), keys.batch_cancel(batch.id))
+            pipe.publish(keys.batch_channel(batch.id), batch.to_json())
             await pipe.execute()
 
     async def announce_late(self, batch: Batch) -> None:
         """Announce the status unless it is already stored. The process that ended the run may have died before that."""
-        if await self._redis.get(wire.batch_key(batch.id)) != batch.to_json().encode():
+        if await self._redis.get(keys.batch(batch.id)) != batch.to_json().encode():
             await self.announce(batch)
 
     async def read(self, batch_id: str) -> Batch:
         """Return the status of a run. Raises `UnknownBatch`."""
-        (found,) = await self._read([wire.batch_key(batch_id)])
+        (found,) = await self._read([keys.batch(batch_id)])
         if found is None:
             raise UnknownBatch(f"there is no offline run {batch_id!r}")
         return found
 
-    async def read_all(self, keys: Sequence[bytes]) -> list[Batch]:
+    async def read_all(self, found: Sequence[bytes]) -> list[Batch]:
         """Return the runs among the given keys, oldest first."""
-        found = await self._read([key for key in keys if not key.endswith(b":cancel")])
-        return sorted(filter(None, found), key=lambda batch: (batch.created_at, batch.id))
+        statuses = await self._read([key for key in found if not key.endswith(b":cancel")])
+        return sorted(filter(None, statuses), key=lambda batch: (batch.created_at, batch.id))
 
     async def _read(self, names: Sequence[str | bytes]) -> list[Batch | None]:
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -71,11 +71,11 @@ class BatchRegistry:
 
     async def request_cancel(self, batch_id: str) -> None:
         """Request the cancellation of a run. Its feeder checks for such requests, as does one that resumes it."""
-        await self._redis.set(wire.batch_cancel_key(batch_id), "1", ex=_STATUS_TTL_S)
+        await self._redis.set(keys.batch_cancel(batch_id), "1", ex=_STATUS_TTL_S)
 
     async def is_cancel_requested(self, batch_id: str) -> bool:
         """Return True if the cancellation of the run is requested."""
-        return bool(await self._redis.exists(wire.batch_cancel_key(batch_id)))
+        return bool(await self._redis.exists(keys.batch_cancel(batch_id)))
 
 
 def _read(raw: bytes | None, left_ms: int) -> Batch | None:

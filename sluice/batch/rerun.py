@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from sluice.batch.files import RunState
 from sluice.batch.options import RunOptions, RunPaths
-from sluice.batch.status import Batch, Problem, Problems
+from sluice.contract.batch import Batch, Problem, Problems
 from sluice.errors import BatchRefused
 
 

@@ -20,8 +20,8 @@ from sluice.batch.options import DEFAULT_WINDOW, RunOptions, RunPaths, parse_win
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.served import describe_unserved, describe_unused, give_options, set_mapping
 from sluice.batch.source import Line, Scan, Source, sorted_for_reuse
-from sluice.batch.status import Batch, BatchDetails, Problem, Problems, RequestCounts, State
 from sluice.batch.transitions import RunAction, RunEvent, run_step
+from sluice.contract.batch import NO_LINES, Batch, BatchDetails, BatchState, Problem, Problems, RequestCounts
 from sluice.errors import BatchRefused
 from sluice.presence import Workers
 from sluice.transport.retries import Retries
@@ -117,6 +117,7 @@ def new_batch(paths: RunPaths, options: RunOptions) -> Batch:
         completion_window=DEFAULT_WINDOW,
         status="validating",
         created_at=int(time.time()),
+        request_counts=NO_LINES,
     )
     return _with_options(batch, paths, options)
 
@@ -263,7 +264,7 @@ class Run:
         """Return the saved status with the present counts."""
         return self._counts.added_to(self._saved.batch) if self._counts else self._saved.batch
 
-    def _in_state(self, state: State) -> Batch:
+    def _in_state(self, state: BatchState) -> Batch:
         """Return the present status in this state. The time at which a state was entered is kept on resuming."""
         batch = self._status()
         return batch if batch.status == state else batch.enter(state, time.time())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from sluice.batch.lines import BadLine, Models, Request, read_line
-from sluice.batch.status import Problem
+from sluice.contract.batch import Problem
 from sluice.errors import BatchRefused
 from sluice.presence import mapping_pair
 from sluice.wording import counted

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from sluice.batch.status import State
+from sluice.contract.batch import BatchState
 
 
 class UnexpectedEvent(RuntimeError):
@@ -44,13 +44,13 @@ class RunAction(Enum):
 class RunStep:
     """A transition of a run: the state to enter and save, and then the action."""
 
-    state: State
+    state: BatchState
     action: RunAction
 
 
 # A resumed run is accepted in the state that was saved. One that was finalizing has all results, unless its files were
 # changed meanwhile: then it is fed again.
-RUN_STEPS: Mapping[tuple[State, RunEvent], RunStep] = {
+RUN_STEPS: Mapping[tuple[BatchState, RunEvent], RunStep] = {
     ("validating", RunEvent.ACCEPTED): RunStep("in_progress", RunAction.FEED),
     ("validating", RunEvent.REFUSED): RunStep("failed", RunAction.END),
     ("in_progress", RunEvent.ACCEPTED): RunStep("in_progress", RunAction.FEED),
@@ -71,7 +71,7 @@ RUN_STEPS: Mapping[tuple[State, RunEvent], RunStep] = {
 }
 
 
-def run_step(state: State, event: RunEvent) -> RunStep:
+def run_step(state: BatchState, event: RunEvent) -> RunStep:
     """Return what follows an event of a run. Raises `UnexpectedEvent`."""
     if step := RUN_STEPS.get((state, event)):
         return step

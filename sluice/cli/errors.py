@@ -14,12 +14,12 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from sluice import wire
 from sluice.client import Client
+from sluice.contract import keys
+from sluice.contract.redis_url import UNREADABLE, redacted
+from sluice.contract.refusals import reason_of
 from sluice.errors import NoWorker, QueueFull, ServerFull, UnknownJob, UnreadableLog
 from sluice.transport.connection import wrong_credentials
-from sluice.transport.redis_url import UNREADABLE, redacted
-from sluice.transport.refusals import reason_of
 
 INSTALL = "in a checkout of Sluice, run ./scripts/setup worker,server"  # worker, gateway, embedded server
 _EXIT_QUEUE_FULL = 4
@@ -91,7 +91,7 @@ def sentence(text: str) -> str:
 def check_job_id(job_id: str) -> None:
     """Check a job id. Raises `CliError`."""
     try:
-        wire.check_job_id(job_id)
+        keys.check_job_id(job_id)
     except ValueError as error:
         raise CliError(sentence(str(error))) from None
 

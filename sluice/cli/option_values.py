@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import typer
 
-from sluice.wire import LANES, Lane
+from sluice.contract.keys import LANES, Lane
 
 N = TypeVar("N", int, float)
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from sluice.cli import option_values
-from sluice.wire import Lane
+from sluice.contract.keys import Lane
 
 RedisUrl = Annotated[
     str, typer.Option("--redis-url", metavar="URL", envvar="SLUICE_REDIS_URL", help="URL of the Redis server.")

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from sluice.contract.keys import LANES
 from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.file import Key
 from sluice.gateway.keys.limits import Limits
 from sluice.gateway.keys.meter import Connections, Meter
 from sluice.gateway.keys.store import KeyStore
 from sluice.gateway.protection.memory import HeldBytes, Memory
-from sluice.wire import LANES
 
 
 def _unlimited() -> HeldBytes:

@@ -9,9 +9,9 @@ from redis.exceptions import RedisError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from sluice.contract.refusals import is_full, reason_of
 from sluice.errors import JobFailed, NoWorker, QueueFull, ServerFull, ServerUnreachable, SluiceError
 from sluice.openai import error_reply
-from sluice.transport.refusals import is_full, reason_of
 from sluice.transport.retries import is_transient, server_full
 
 logger = logging.getLogger("sluice.gateway")

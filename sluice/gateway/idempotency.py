@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from starlette.requests import Request
 
-from sluice import wire
+from sluice.contract import keys
 from sluice.errors import SluiceError
 from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
@@ -27,7 +27,7 @@ logger = logging.getLogger("sluice.gateway")
 
 HEADER = "idempotency-key"
 _MAX_CHARACTERS = 255
-_LIFE_S = wire.JOB_LIFE_S + wire.RESULT_TTL_S  # as long as a job may be known
+_LIFE_S = keys.JOB_LIFE_S + keys.RESULT_TTL_S  # as long as a job may be known
 _VERSION = "1"  # of the registrations, and of the ids that follow from keys: gateways of another version refuse them
 _QUEUED = "queued"  # the last word, once the request has queued its jobs
 _RETRY_S = 1.0  # until a request may reach a gateway of the version that has registered its key
@@ -112,7 +112,7 @@ class IdempotencyKeys:
 
     async def _free(self, key: str, job_ids: Sequence[str], registration: str) -> None:
         """Delete the registration unless one of its jobs was queued, by this request or by another with its key."""
-        jobs = [key(job_id) for job_id in job_ids for key in (wire.job_key, wire.body_key)]
+        jobs = [key(job_id) for job_id in job_ids for key in (keys.job, keys.body)]
         with suppress(SluiceError, RedisError):  # the refusal itself matters more
             await self._retries.run(lambda: self._unregister(keys=[key, *jobs], args=[registration]))
 

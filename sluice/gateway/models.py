@@ -4,11 +4,11 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from sluice.contract.keys import MODEL_NAME
 from sluice.errors import describe_served
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import INVALID, ApiError
 from sluice.presence import mapped_name
-from sluice.wire import MODEL_NAME
 
 DEFAULT = "default"  # for a request without a model
 

@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from sluice.contract.keys import MODEL_NAME
 from sluice.gateway.protection.local import is_loopback
-from sluice.wire import MODEL_NAME
 
 PREFIX = "SLUICE_SERVE_"
 REDIS_URL = "SLUICE_REDIS_URL"  # shared with the workers

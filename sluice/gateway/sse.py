@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from sluice.contract.events import Progress
 from sluice.errors import SluiceError
 from sluice.gateway.disconnect import ClientDisconnected, unless_disconnected
 from sluice.gateway.errors import ApiError, from_client, log_refusal
 from sluice.openai import waiting_comment
 from sluice.sse import HEADERS, take
 from sluice.streaming.streams import LAST_SEQ, ReadAhead
-from sluice.wire import Progress
 
 __all__ = ["DONE", "HEADERS", "KEEP_ALIVE", "bad_last_event_id", "frame", "seq_of", "stream", "waiting"]
 

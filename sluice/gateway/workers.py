@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 
 from redis.exceptions import RedisError, ResponseError
 
-from sluice import wire
 from sluice.client import Client
+from sluice.contract import keys
 from sluice.errors import SluiceError
 from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError
 from sluice.presence import serves
@@ -60,7 +60,7 @@ class Workers:
         """Return True if a worker of the model says that it takes jobs, and its lease has not expired."""
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.hvals(wire.model_key(model))
+                pipe.hvals(keys.model(model))
                 pipe.time()
                 reports, (seconds, _) = await pipe.execute()
         except ResponseError:

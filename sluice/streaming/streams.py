@@ -12,13 +12,13 @@ from typing import Any, Generic, TypeVar
 
 from redis.asyncio import Redis
 
-from sluice import wire
+from sluice.contract import keys
+from sluice.contract.events import WAITING, Event, parse_event
 from sluice.errors import UnknownJob, UnreadableLog
 from sluice.presence import Attendance, Attendances
 from sluice.streaming.hub import Hub
 from sluice.transport.retries import Retries, raise_outage
 from sluice.transport.round_trips import RoundTrips
-from sluice.wire import Event
 
 SILENCE_S = 1.0  # without a message, after which the list is read
 _MAX_AHEAD = 256  # items buffered for a slow consumer, in addition to the channel's buffer
@@ -61,11 +61,11 @@ class Streams:
     async def follow(self, job_id: str, after: int, unknown_s: float) -> AsyncGenerator[tuple[bytes, Event]]:
         """Yield each event after `after` as the worker wrote it, and parsed; between them, `waiting` while no worker
         lives. A job that no worker has ends here when its deadline passes. Raises as `Client.stream` does."""
-        wire.check_job_id(job_id)
+        keys.check_job_id(job_id)
         check_after(after)
         next_seq, known_at = after + 1, time.monotonic()
         heard_at, is_deserted = time.monotonic(), False
-        async with self._hub.listen(wire.channel(job_id)) as subscription:
+        async with self._hub.listen(keys.channel(job_id)) as subscription:
             while True:
                 events = _parse_publications(await subscription.take(SILENCE_S))
                 if not events and time.monotonic() - heard_at >= SILENCE_S:  # not after a gap alone
@@ -107,7 +107,7 @@ class Streams:
         return _parse_log(job_id, found, seq), True
 
     async def _read_range(self, job_id: str, first: int) -> list[bytes]:
-        log = wire.log_key(job_id)
+        log = keys.log(job_id)
         found: list[bytes] = await self._retries.run_until_answered(lambda: self._redis.lrange(log, first, -1))
         return found
 
@@ -127,9 +127,9 @@ class Streams:
 
 def _commands(read: _Read) -> list[tuple[str | int, ...]]:
     """Return the commands of a read. All items of a log include its last one."""
-    log = wire.log_key(read.job_id)
+    log = keys.log(read.job_id)
     last = [("LRANGE", log, -1, -1)] if read.first else []
-    return [("LRANGE", log, read.first, -1), ("EXISTS", wire.body_key(read.job_id)), *last]
+    return [("LRANGE", log, read.first, -1), ("EXISTS", keys.body(read.job_id)), *last]
 
 
 def _log_of(answers: Sequence[Any]) -> _Log | Exception:
@@ -144,8 +144,8 @@ def _waiting(job_id: str, last_seq: int, found: Attendance, workers: int) -> tup
     """Make the event that tells how many workers live. Its `seq` is that of the last event yielded, so that a reader
     which resumes after it misses none, and one which drops what it has drops this one."""
     fields = {"type": "progress", "id": job_id, "seq": last_seq, "attempt": found.attempt, "ts": round(time.time(), 3)}
-    raw = json.dumps({**fields, "phase": wire.WAITING, "done": 0, "total": 0, "workers": workers}).encode()
-    return raw, wire.parse_event(raw)
+    raw = json.dumps({**fields, "phase": WAITING, "done": 0, "total": 0, "workers": workers}).encode()
+    return raw, parse_event(raw)
 
 
 def _parse_log(job_id: str, found: list[bytes], first: int) -> list[tuple[bytes, Event]]:
@@ -159,13 +159,13 @@ def _parse_log(job_id: str, found: list[bytes], first: int) -> list[tuple[bytes,
 
 def _parse_item(job_id: str, raw: bytes) -> Event:
     try:
-        return wire.parse_event(raw)
+        return parse_event(raw)
     except ValueError as error:
         raise _unreadable(job_id, str(error)) from None
 
 
 def _unreadable(job_id: str, reason: str) -> UnreadableLog:
-    return UnreadableLog(f"{wire.log_key(job_id)} holds an item that no worker wrote: {reason}")
+    return UnreadableLog(f"{keys.log(job_id)} holds an item that no worker wrote: {reason}")
 
 
 def _parse_publications(published: list[bytes]) -> list[tuple[bytes, Event]]:
@@ -173,7 +173,7 @@ def _parse_publications(published: list[bytes]) -> list[tuple[bytes, Event]]:
     events = []
     for raw in published:
         try:
-            events.append((raw, wire.parse_event(raw)))
+            events.append((raw, parse_event(raw)))
         except ValueError:
             continue
     return events

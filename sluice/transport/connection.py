@@ -8,7 +8,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from sluice.transport.redis_url import BAD_OPTION, UNREADABLE, credentials_error, redacted, url_error
+from sluice.contract.redis_url import BAD_OPTION, UNREADABLE, credentials_error, redacted, url_error
 
 _ANSWER_S = 2.0
 

@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, AuthorizationError, ConnectionError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from sluice.contract.refusals import is_full, is_temporary, reason_of
 from sluice.errors import ServerFull, ServerUnreachable
-from sluice.transport.refusals import is_full, is_temporary, reason_of
 
 Command = Callable[[], Any]  # sends one command; redis-py's type hints are unreliable
 

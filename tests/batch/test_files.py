@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from sluice.batch import names
 from sluice.batch.files import AppendOnlyFile, LineResult, ResultFiles, RunState, StateFile
 from sluice.batch.lines import digest
-from sluice.batch.status import Batch
 from sluice.batch.transitions import LineError
+from sluice.contract.batch import NO_LINES, Batch, is_retry, is_run_id, line_job_id, new_run_id
 from sluice.errors import BatchRefused, BatchTaken
 from tests.batch.helpers import ids, read
 
@@ -138,7 +137,9 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def saved(status: Any = "in_progress", **changed: Any) -> RunState:
-    batch = Batch(id="batch_1", input_file_id="in", completion_window="24h", status=status, created_at=1)
+    batch = Batch(
+        id="batch_1", input_file_id="in", completion_window="24h", status=status, created_at=1, request_counts=NO_LINES
+    )
     return RunState(batch, "abc", {"*": "default"}, **changed)
 
 
@@ -192,23 +193,23 @@ def test_a_run_has_one_feeder_until_that_one_dies(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_is_named_after_its_file_and_its_jobs_can_be(stem: str, begins: str) -> None:
-    from sluice.wire import check_job_id
+    from sluice.contract.keys import check_job_id
 
-    run_id = names.new_run(stem)
+    run_id = new_run_id(stem)
     assert run_id.startswith(begins)
-    assert names.is_run(run_id)
-    check_job_id(names.job(run_id, 50_000, 99))
-    assert names.new_run(stem) != run_id
+    assert is_run_id(run_id)
+    check_job_id(line_job_id(run_id, 50_000, 99))
+    assert new_run_id(stem) != run_id
 
 
 @pytest.mark.parametrize(
     "name", ["report", "batch_", "batch_report", "batch_../x_0123456789ab", "batch_a b_0123456789ab"]
 )
 def test_another_name_is_no_run_s(name: str) -> None:
-    assert not names.is_run(name)
+    assert not is_run_id(name)
 
 
 def test_a_retry_is_told_from_a_first_try() -> None:
-    run_id = names.new_run("a-1-r1")
-    assert not names.is_retry(names.job(run_id, 1))
-    assert names.is_retry(names.job(run_id, 1, 1))
+    run_id = new_run_id("a-1-r1")
+    assert not is_retry(line_job_id(run_id, 1))
+    assert is_retry(line_job_id(run_id, 1, 1))

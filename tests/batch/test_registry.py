@@ -9,11 +9,12 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Batch, Client
-from sluice.batch import run, status
+from sluice.batch import run
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.run import Run
 from sluice.batch.source import Scan, Source
-from sluice.wire import batch_key
+from sluice.contract import keys
+from sluice.contract.batch import NO_LINES, BatchState
 from tests.batch.helpers import Chat, leave, says, started, write
 from tests.queue.helpers import until
 
@@ -47,7 +48,7 @@ async def test_a_run_whose_feeder_died_is_paused_since_it_was_heard_of(
     await leave(await started(client, write(tmp_path / "in.jsonl", says("a"), says("b", then="hang")), out))
     (batch,) = await client.batches()
     assert batch.sluice.paused_at is None, "it may have been heard of just now"
-    await db.expire(batch_key(batch.id), 7 * 86_400 - 60)
+    await db.expire(keys.batch(batch.id), 7 * 86_400 - 60)
     (batch,) = await client.batches()
     assert batch.sluice.paused_at is not None
     assert abs(time.time() - 60 - batch.sluice.paused_at) < 3
@@ -72,10 +73,10 @@ async def test_a_run_that_only_reads_its_file_is_heard_of(
     task = asyncio.create_task(client.batch(write(tmp_path / "in.jsonl", says("a")), out))
     await until(reading.is_set)
     (batch,) = await client.batches()
-    await db.expire(batch_key(batch.id), 60)
+    await db.expire(keys.batch(batch.id), 60)
 
     async def is_touched() -> bool:
-        return bool(await db.ttl(batch_key(batch.id)) > 60)
+        return bool(await db.ttl(keys.batch(batch.id)) > 60)
 
     await until(is_touched)
     read_on.set()
@@ -84,9 +85,11 @@ async def test_a_run_that_only_reads_its_file_is_heard_of(
 
 @pytest.mark.parametrize("state", ["validating", "completed", "failed", "expired", "cancelled"])
 async def test_a_run_that_waits_in_an_inbox_or_has_ended_is_not_paused(
-    client: Client, db: Redis, state: status.State
+    client: Client, db: Redis, state: BatchState
 ) -> None:
-    batch = Batch(id="batch_1", input_file_id="in", completion_window="24h", status=state, created_at=1)
+    batch = Batch(
+        id="batch_1", input_file_id="in", completion_window="24h", status=state, created_at=1, request_counts=NO_LINES
+    )
     await BatchRegistry(db).announce(batch)
-    await db.expire(batch_key(batch.id), 1_000)
+    await db.expire(keys.batch(batch.id), 1_000)
     assert await client.batches() == [batch]

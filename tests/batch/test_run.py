@@ -20,7 +20,8 @@ from sluice.batch.files import StateFile
 from sluice.batch.job_store import JobStore
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.source import Scan, Source, prefix_key
-from sluice.wire import batch_cancel_key
+from sluice.contract import keys
+from sluice.contract.batch import NO_LINES
 from tests.batch.helpers import ANY, Chat, holds, ids, leave, left, line, read, says, started, write
 from tests.line import Line
 from tests.queue.helpers import BATCH, settings, until, working
@@ -345,10 +346,10 @@ async def test_an_end_of_which_nobody_was_told_is_told_by_the_next(
     many = write(tmp_path / "in.jsonl", says("a"))
     batch = await client.batch(many, out, models=ANY)
     await BatchRegistry(db).announce(replace(batch, status="finalizing", completed_at=None))
-    await db.set(batch_cancel_key(batch.id), "1")
+    await db.set(keys.batch_cancel(batch.id), "1")
     assert await client.batch(many, out, models=ANY) == batch
     assert [await client.batch_status(batch.id), await client.batches()] == [batch, [batch]]
-    assert not await db.exists(batch_cancel_key(batch.id))
+    assert not await db.exists(keys.batch_cancel(batch.id))
 
 
 async def test_a_run_whose_files_were_moved_names_them_where_they_are(
@@ -568,7 +569,14 @@ async def test_the_last_word_does_not_wait_for_ever_for_a_server(
 ) -> None:
     monkeypatch.setattr(run, "_PUBLISH_S", 0.2)
     async with Line(redis_url) as way, Client(way.url) as client:
-        done = Batch(id="batch_1", input_file_id="in", completion_window="24h", status="completed", created_at=1)
+        done = Batch(
+            id="batch_1",
+            input_file_id="in",
+            completion_window="24h",
+            status="completed",
+            created_at=1,
+            request_counts=NO_LINES,
+        )
         way.down()
         await run.publish(run.endless_retries(client._redis), client._registry.announce, done)
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sluice.batch.dispatcher import InFlightLine
 from sluice.batch.source import Line
-from sluice.batch.status import ENDED, State
 from sluice.batch.transitions import (
     LINE_STEPS,
     RUN_STEPS,
@@ -30,8 +29,9 @@ from sluice.batch.transitions import (
     line_step,
     run_step,
 )
+from sluice.contract.batch import ENDED, BatchState
 
-STATES: tuple[State, ...] = get_args(State)
+STATES: tuple[BatchState, ...] = get_args(BatchState)
 RUN_ERROR = LineError("batch_cancelled", "The run was cancelled.")
 EVENTS: tuple[LineEvent, ...] = (
     JobQueued(),
@@ -45,7 +45,7 @@ EVENTS: tuple[LineEvent, ...] = (
 
 
 @pytest.mark.parametrize(("state", "event"), [*product(STATES, RunEvent)])
-def test_a_run_event_is_listed_or_refused(state: State, event: RunEvent) -> None:
+def test_a_run_event_is_listed_or_refused(state: BatchState, event: RunEvent) -> None:
     if (state, event) in RUN_STEPS:
         step = run_step(state, event)
         assert (step.state in ENDED) == (step.action is RunAction.END)
@@ -56,7 +56,7 @@ def test_a_run_event_is_listed_or_refused(state: State, event: RunEvent) -> None
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_only_an_unfinished_run_has_events_and_each_may_be_resumed_or_refused(state: State) -> None:
+def test_only_an_unfinished_run_has_events_and_each_may_be_resumed_or_refused(state: BatchState) -> None:
     events = {event for listed, event in RUN_STEPS if listed == state}
     assert events >= {RunEvent.ACCEPTED, RunEvent.REFUSED} if state not in ENDED else not events
 
@@ -72,7 +72,7 @@ RETURNED = {
 
 def test_exactly_the_events_that_can_occur_are_listed() -> None:
     unfinished = {*STATES} - ENDED
-    pairs, waiting = set[tuple[State, RunEvent]](), {*product(unfinished, (RunEvent.ACCEPTED, RunEvent.REFUSED))}
+    pairs, waiting = set[tuple[BatchState, RunEvent]](), {*product(unfinished, (RunEvent.ACCEPTED, RunEvent.REFUSED))}
     while waiting:
         pairs.add(pair := waiting.pop())
         step = run_step(*pair)

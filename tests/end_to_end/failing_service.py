@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from schemas.keys import Lane
+from sluice.contract.keys import Lane
 from tests.end_to_end import endless_tokenizer
 from worker.__main__ import main
 from worker.engine.tokenizer import MLXTokenizer

@@ -12,8 +12,8 @@ import redis.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from schemas.events import FINAL
 from sluice import Client, JobFailed
+from sluice.contract.events import FINAL
 from tests.selection import examples
 from tests.support.stack import WorkerProcess
 

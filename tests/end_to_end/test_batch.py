@@ -14,7 +14,8 @@ from openai.types import Batch
 from openai.types.chat import ChatCompletion
 
 from sluice import Batch as BatchStatus
-from sluice import Client, wire
+from sluice import Client
+from sluice.contract import keys
 from tests.batch.helpers import ids, line, read, write
 from tests.end_to_end.test_cli import Command
 from tests.support.stack import ROOT, Server, WorkerProcess
@@ -270,7 +271,7 @@ def test_results_are_never_written_over_a_file_of_their_run(sluice: Command, tmp
     for path in names.values():
         Path(path).write_text("precious\n")
     run = ended_run(input_file_id=names["in"], output_file_id=names["out"], error_file_id=names["err"])
-    sluice.db.set(wire.batch_key(run.id), run.to_json())
+    sluice.db.set(keys.batch(run.id), run.to_json())
     for errors in ([], ["--errors"]):
         code, _, err = sluice("batch", "results", run.id, *errors, "-o", own)
         assert (code, err.startswith(f"sluice: {own} is a file of the run itself")) == (2, True)
@@ -281,7 +282,7 @@ def test_who_has_read_enough_of_the_results_hears_no_complaint(sluice: Command, 
     answers = tmp_path / "out.jsonl"
     answers.write_bytes(b"x" * 79 + b"\n" * 100_000)
     run = ended_run(output_file_id=str(answers))
-    sluice.db.set(wire.batch_key(run.id), run.to_json())
+    sluice.db.set(keys.batch(run.id), run.to_json())
     with sluice.running("batch", "results", run.id) as process:
         assert process.stdout is not None
         process.stdout.readline()

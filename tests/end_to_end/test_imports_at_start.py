@@ -23,14 +23,16 @@ HEAVY = {
     "mlx_vlm",
     "prometheus_client",
     "rich",
-    "sluice",
+    "sluice.cli",
+    "sluice.client",
+    "sluice.gateway",
     "typer",
     "worker.batch_dir",
     "worker.images.fetch",
     "worker.monitoring.metrics",
     "worker.text.grammar",
 }
-OURS = {"schemas", "tests", "worker"}
+OURS = {"schemas", "sluice", "tests", "worker"}
 
 
 def imported_by(statement: str) -> set[str]:

@@ -5,7 +5,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from tests.fakes import FakeChat
 from tests.gateway.fronts import Front, serving

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.catalog import model_info, models

@@ -13,7 +13,7 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
-from sluice import wire
+from sluice.contract.events import Failed, JobError, Usage
 from sluice.errors import JobFailed, NoWorker, QueueFull
 from sluice.gateway.errors import from_client, openai_body
 from sluice.gateway.keys.limits import Balance, Exceeded, refusal
@@ -75,7 +75,7 @@ def raised(body: Body, status: int = 400) -> openai.APIStatusError:
 
 
 def failed(failure: JobFailure) -> JobFailed:
-    return JobFailed(wire.JobError(failure.type, failure.message, failure.retryable, failure.param))
+    return JobFailed(JobError(failure.type, failure.message, failure.retryable, failure.param))
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -98,8 +98,8 @@ def test_a_prompt_that_is_too_long_has_openai_s_code_and_words(exact: bool) -> N
 
 def test_a_prompt_that_is_too_long_ends_a_stream_of_a_response_as_codex_and_the_libraries_know_it() -> None:
     state = ResponseState(head())
-    error = wire.JobError(TOO_LONG.type, TOO_LONG.message, False, "messages")
-    ended = wire.Failed(type="failed", id="x", seq=0, attempt=1, ts=0.0, usage=wire.Usage(), error=error)
+    error = JobError(TOO_LONG.type, TOO_LONG.message, False, "messages")
+    ended = Failed(type="failed", id="x", seq=0, attempt=1, ts=0.0, usage=Usage(0, 0, 0), error=error)
     made = state.add(ended)
     assert [event["type"] for event in made] == ["error", "response.failed"]
     assert codex(made[-1])

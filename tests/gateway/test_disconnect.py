@@ -6,8 +6,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
 from sluice import Client
+from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from tests.fakes import FakeChat
 from tests.gateway.fronts import serving

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
-from sluice import Client, QueueFull, wire
+from sluice import Client, QueueFull
+from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses.store import record_key
@@ -137,12 +137,12 @@ async def test_a_server_out_of_memory_is_overloaded_and_nothing_is_queued(
 
 def names_of(job_id: str) -> list[str]:
     """The keys of a response and of its job."""
-    return [record_key(job_id), wire.job_key(job_id), wire.body_key(job_id)]
+    return [record_key(job_id), keys.job(job_id), keys.body(job_id)]
 
 
 async def names_of_all(db: Redis) -> list[bytes]:
     """The keys of all responses, jobs and Idempotency-Keys, in order."""
-    patterns = ("sluice:serve:response:*", "sluice:serve:key:*", wire.job_key("*"), wire.body_key("*"))
+    patterns = ("sluice:serve:response:*", "sluice:serve:key:*", keys.job("*"), keys.body("*"))
     return sorted([key for pattern in patterns for key in await db.keys(pattern)])
 
 

@@ -10,8 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
-from sluice import wire
+from sluice.contract import keys
 from tests.waiting import until
 
 HELLO = [{"role": "user", "content": "Hi."}]
@@ -78,4 +77,4 @@ async def test_a_stream_without_a_worker_ends_at_its_deadline(db: Redis, http: h
         text = (await asyncio.wait_for(reply.aread(), 20)).decode()
     assert '"code":"deadline"' in text
     assert await db.hget(keys.job(job_id), "state") == b"failed"
-    assert await db.exists(wire.body_key(job_id)) == 0
+    assert await db.exists(keys.body(job_id)) == 0

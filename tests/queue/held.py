@@ -10,7 +10,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from schemas.keys import Lane
+from sluice.contract.keys import Lane
 from tests.queue.helpers import settings
 from worker.errors import OwnershipLost
 from worker.monitoring.metrics import Metrics

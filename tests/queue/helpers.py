@@ -11,9 +11,9 @@ from arq.connections import RedisSettings, create_pool
 from arq.worker import func
 from redis.asyncio import Redis
 
-from schemas import keys
-from schemas.events import FINAL
-from schemas.keys import Lane
+from sluice.contract import keys
+from sluice.contract.events import FINAL
+from sluice.contract.keys import Lane
 from tests.waiting import until
 from worker.json_bytes import dumps
 from worker.monitoring.metrics import Metrics

@@ -7,7 +7,8 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from sluice import Client, wire
+from sluice import Client
+from sluice.contract import keys
 from tests.line import Line
 from tests.waiting import until
 
@@ -21,8 +22,8 @@ def event(seq: int, type: str = "delta", **more: Any) -> bytes:
 
 async def say(db: Redis, *events: bytes) -> None:
     for raw in events:
-        await db.rpush(wire.log_key("a"), raw)
-        await db.publish(wire.channel("a"), raw)
+        await db.rpush(keys.log("a"), raw)
+        await db.publish(keys.channel("a"), raw)
 
 
 @asynccontextmanager

@@ -18,8 +18,8 @@ from arq.jobs import Job, JobStatus, serialize_job
 from arq.worker import Function, func
 from redis.asyncio import Redis
 
-from schemas.events import FINAL
 from sluice import Client
+from sluice.contract.events import FINAL
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended
 from tests.queue.helpers import QUEUE, ended, envelope, put, settings, until, working

@@ -11,10 +11,10 @@ import pytest
 from pydantic import TypeAdapter
 from redis.asyncio import Redis
 
-from schemas import keys
-from schemas.events import Event as AnyEvent
-from sluice import Client, JobFailed, SyncClient, openai, sse, wire
-from sluice.wire import Event, Failed, Progress
+from schemas import Event as AnyEvent
+from sluice import Client, JobFailed, SyncClient, openai, sse
+from sluice.contract import keys
+from sluice.contract.events import Event, Failed, Progress
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.queue.helpers import ended, settings, working
@@ -60,7 +60,7 @@ def waiting(job_id: str, found: Event) -> tuple[int, int | None]:
 
 
 @pytest.mark.parametrize("lane", ["interactive", "batch"])
-async def test_a_deadline_is_kept_for_a_reader_without_any_worker(db: Redis, client: Client, lane: wire.Lane) -> None:
+async def test_a_deadline_is_kept_for_a_reader_without_any_worker(db: Redis, client: Client, lane: keys.Lane) -> None:
     job = await client.submit(LATE, model="misspelt", lane=lane)
     events = [event async for event in client.stream(job.id)]
     assert isinstance(events[-1], Failed)

@@ -9,8 +9,8 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as ConnectionLost
 
-from schemas import keys
 from sluice import CancelNotStored, Client, JobCancelled
+from sluice.contract import keys
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.queue.held import HeldJobs, claim_of

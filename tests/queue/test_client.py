@@ -7,9 +7,9 @@ import pytest
 from redis.asyncio import Redis
 
 import sluice
-from schemas import keys
 from sluice import Client, JobCancelled, JobFailed, UnknownJob
-from sluice.wire import JobError, Usage
+from sluice.contract import keys
+from sluice.contract.events import JobError, Usage
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended
 from tests.line import Line
@@ -247,7 +247,7 @@ async def test_the_result_of_a_cancelled_job_raises(db: Redis, client: Client, c
         await client.result(job.id)
     final = (await heard(client, job.id))[-1]
     assert isinstance(final, sluice.Cancelled)
-    assert (final.reason, final.usage) == ("requested", Usage(completion_tokens=1))
+    assert (final.reason, final.usage) == ("requested", Usage(0, 1, 0))
     await check_all_ended(db)
 
 

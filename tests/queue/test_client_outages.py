@@ -17,9 +17,10 @@ from redis.exceptions import (
 )
 
 import sluice
-from sluice import Client, ServerUnreachable, Submitted, wire
+from sluice import Client, ServerUnreachable, Submitted
 from sluice.batch.registry import BatchRegistry
-from sluice.batch.status import Batch
+from sluice.contract import keys
+from sluice.contract.batch import NO_LINES, Batch
 from sluice.dead_letters import DeadLetter
 from sluice.transport.retries import Retries
 from tests.line import Line
@@ -53,7 +54,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_stream_goes_on_within_seconds_of_a_black_hole(db: Redis, redis_url: str, own: bool) -> None:
     async with behind(redis_url, own=own) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
-        await subscribed(db, wire.channel("a"))
+        await subscribed(db, keys.channel("a"))
         await say(db, event(0))
         await asyncio.sleep(0.2)
         line.swallow()
@@ -68,9 +69,9 @@ async def test_a_stream_after_a_black_hole_hears_the_channel_again(
     monkeypatch.setattr("sluice.streaming.streams.SILENCE_S", 3600)  # the list is read only after a gap
     async with behind(redis_url) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
-        await subscribed(db, wire.channel("a"))
+        await subscribed(db, keys.channel("a"))
         line.swallow()
-        await subscribed(db, wire.channel("a"), times=2)  # the server knows nothing of the dead connection either
+        await subscribed(db, keys.channel("a"), times=2)  # the server knows nothing of the dead connection either
         await asyncio.sleep(0.7)  # the list has been read, on a new connection
         await say(db, event(0), event(1, "cancelled"))
         assert await asyncio.wait_for(stream, GAP_S) == [0, 1]
@@ -94,9 +95,9 @@ async def test_a_black_hole_is_noticed_again_if_redis_py_loses_the_first_cancell
     monkeypatch.setattr("sluice.streaming.streams.SILENCE_S", 3600)
     async with behind(redis_url) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
-        await subscribed(db, wire.channel("a"))
+        await subscribed(db, keys.channel("a"))
         line.swallow()
-        await subscribed(db, wire.channel("a"), times=2)  # on a new connection
+        await subscribed(db, keys.channel("a"), times=2)  # on a new connection
         assert lost
         await say(db, event(0), event(1, "cancelled"))
         assert await asyncio.wait_for(stream, GAP_S) == [0, 1]
@@ -108,7 +109,7 @@ async def test_a_stream_goes_on_within_seconds_of_the_end_of_a_black_hole_that_t
 ) -> None:
     async with behind(redis_url) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
-        await subscribed(db, wire.channel("a"))
+        await subscribed(db, keys.channel("a"))
         line.mute = True
         await say(db, event(0), event(1, "cancelled"))
         await asyncio.sleep(1.5)
@@ -125,7 +126,9 @@ async def batch_states(client: Client) -> list[str]:
     return [batch.status async for batch in client.batch_events("b")]
 
 
-BATCH = Batch(id="b", input_file_id="in", completion_window="24h", status="completed", created_at=1)
+BATCH = Batch(
+    id="b", input_file_id="in", completion_window="24h", status="completed", created_at=1, request_counts=NO_LINES
+)
 CALLS: dict[str, tuple[Callable[[Client], Awaitable[Any]], Any]] = {
     "stream_json": (events_as_json, [event(1, "cancelled")]),
     "result": (lambda client: client.result("done"), {"object": "chat.completion"}),
@@ -147,8 +150,8 @@ CALLS: dict[str, tuple[Callable[[Client], Awaitable[Any]], Any]] = {
 @pytest.mark.timing
 @OWN
 async def test_every_call_is_answered_within_seconds_of_a_black_hole(db: Redis, redis_url: str, own: bool) -> None:
-    await db.set(wire.result_key("done"), '{"object": "chat.completion"}')
-    await db.hset(wire.job_key("a"), "state", "running")
+    await db.set(keys.result("done"), '{"object": "chat.completion"}')
+    await db.hset(keys.job("a"), "state", "running")
     await db.hset("sluice:worker:ada", "name", "ada")
     await say(db, event(0), event(1, "cancelled"))
     await BatchRegistry(db).announce(BATCH)
@@ -181,7 +184,7 @@ async def test_a_client_on_a_dead_connection_closes_at_once(db: Redis, redis_url
     async with Line(redis_url) as line:
         client = Client(line.url)
         stream = asyncio.create_task(seqs(client, "a"))
-        await subscribed(db, wire.channel("a"))
+        await subscribed(db, keys.channel("a"))
         line.swallow()
         stream.cancel()
         await asyncio.wait([stream])
@@ -200,7 +203,7 @@ async def test_a_submission_whose_answer_was_lost_is_still_new_and_queued_once(d
         assert await client.submit(HELLO, id="a") == Submitted("a", new=True, state="queued")
         assert line.lost == 1
         assert await client.submit(HELLO, id="a") == Submitted("a", new=False, state="queued")
-    assert await db.zcard(wire.queue_key("default", "interactive")) == 2
+    assert await db.zcard(keys.queue("default", "interactive")) == 2
 
 
 async def test_a_cancel_whose_answer_was_lost_has_cancelled(db: Redis, redis_url: str) -> None:
@@ -233,15 +236,15 @@ async def test_a_dead_letter_is_retried_once_although_an_answer_was_lost(
 ) -> None:
     letter = DeadLetter("a", "default", "interactive", 3, 0.0, {}, json.dumps({"a": [{"messages": HELLO}]}))
     fields = {name: getattr(letter, name) for name in letter.__slots__}
-    await db.hset(wire.DEAD, "a", json.dumps(fields))
+    await db.hset(keys.DEAD, "a", json.dumps(fields))
     async with behind(redis_url) as (line, client):
         await client.submit(HELLO, id="before")  # from now on the server knows the script
         lost = iter(answers)
         line.loses = lambda: next(lost, False)
         job = await client.retry("a")
         assert (job.new, job.id, line.lost) == (True, letter.retry_id, 1)
-    assert await db.hlen(wire.DEAD) == 0
-    assert await db.zcard(wire.queue_key("default", "interactive")) == 2
+    assert await db.hlen(keys.DEAD) == 0
+    assert await db.zcard(keys.queue("default", "interactive")) == 2
 
 
 async def test_the_first_call_after_a_restart_of_the_server_is_answered() -> None:
@@ -319,7 +322,7 @@ async def test_a_stream_rides_out_a_script_that_keeps_the_server_busy(db: Redis,
     try:
         async with Client(redis_url) as client:
             stream = asyncio.create_task(seqs(client, "a"))
-            await subscribed(db, wire.channel("a"))
+            await subscribed(db, keys.channel("a"))
             await db.eval(busy, 0)
             await say(db, event(0, "cancelled"))
             assert await asyncio.wait_for(stream, GAP_S) == [0]

@@ -20,8 +20,9 @@ from redis.exceptions import (
 )
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from sluice import CancelNotStored, Client, ServerFull, ServerUnreachable, SluiceError, SyncClient, wire
+from sluice import CancelNotStored, Client, ServerFull, ServerUnreachable, SluiceError, SyncClient
 from sluice.batch.run import endless_retries
+from sluice.contract import keys
 from sluice.openai import error_reply
 from sluice.transport.retries import is_transient
 from tests.queue.refusing import disk_full
@@ -84,7 +85,7 @@ async def test_a_user_who_may_not_ping_streams_through_lost_connections(
     monkeypatch.setattr("sluice.streaming.hub._QUIET_S", 0.1)
     client = await limited("-ping")
     stream = asyncio.create_task(seqs(client, "a"))
-    await subscribed(db, wire.channel("a"))
+    await subscribed(db, keys.channel("a"))
     await say(db, event(0))
     await asyncio.sleep(0.5)  # the connection was quiet for long enough to be checked
     await db.client_kill_filter(user="limited")
@@ -93,7 +94,7 @@ async def test_a_user_who_may_not_ping_streams_through_lost_connections(
 
 
 async def test_a_log_of_another_type_ends_a_stream(db: Redis, client: Client) -> None:
-    await db.set(wire.log_key("a"), "no list")
+    await db.set(keys.log("a"), "no list")
     with pytest.raises(ResponseError):
         await asyncio.wait_for(seqs(client, "a"), 3)
 
@@ -143,7 +144,7 @@ async def test_a_cancel_that_a_full_server_does_not_keep_is_told_to_the_workers_
     db: Redis, client: Client
 ) -> None:
     async with db.pubsub() as control:
-        await control.subscribe(wire.CONTROL)
+        await control.subscribe(keys.CONTROL)
         await control.get_message(timeout=1)
         await db.config_set("maxmemory", 1)
         try:
@@ -164,7 +165,7 @@ async def test_a_submission_to_a_full_server_is_an_error_of_ours_and_of_redis_py
         "id": "a", "model": "default", "lane": "interactive", "crashes": 3, "parked_at": 1.0, "error": {},
         "body": json.dumps({"a": [{"messages": HELLO}]}),
     }  # fmt: skip
-    await db.hset(wire.DEAD, "a", json.dumps(letter))
+    await db.hset(keys.DEAD, "a", json.dumps(letter))
     long = [{"role": "user", "content": "x" * 100_000}]  # has a round trip of its own
     await db.config_set("maxmemory", 1)
     try:
@@ -175,8 +176,8 @@ async def test_a_submission_to_a_full_server_is_an_error_of_ours_and_of_redis_py
             assert isinstance(raised.value, OutOfMemoryError)
     finally:
         await db.config_set("maxmemory", 0)
-    assert await db.zcard(wire.queue_key("default", "interactive")) == 0
-    assert await db.hkeys(wire.DEAD) == [b"a"]
+    assert await db.zcard(keys.queue("default", "interactive")) == 0
+    assert await db.hkeys(keys.DEAD) == [b"a"]
 
 
 async def test_a_cancel_without_the_right_to_publish_is_an_error(limited: Callable[..., Awaitable[Client]]) -> None:

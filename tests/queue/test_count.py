@@ -9,9 +9,10 @@ from typing import Any, get_args
 import pytest
 from redis.asyncio import Redis
 
-from schemas import CountResult, keys
+from schemas import CountResult
 from sluice import Client, JobFailed, NoWorker
-from sluice.wire import Function
+from sluice.contract import keys
+from sluice.contract.keys import Function
 from tests.fakes import ByteTokenizer, FakeEngine, worker_context
 from tests.keyspace import check_all_ended
 from tests.queue.helpers import ended, envelope, put, settings, types, working

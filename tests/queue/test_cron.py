@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, envelope, put, settings, until, working

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
 from sluice import Client
+from sluice.contract import keys
 from tests.fakes import FakeChat
 from tests.queue.helpers import BATCH, QUEUE, ask, ended, envelope, put, settings, types, until, working
 from worker.queue.job.claims import lease_key

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
 from sluice import Client, QueueFull, SyncClient, UnreadableLog, sse
+from sluice.contract import keys
 from tests.queue.streaming import seqs
 
 FOREIGN = [

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from redis.asyncio import Redis
 
-from schemas import keys
 from sluice import Client
 from sluice.cancellation import Cancellation
+from sluice.contract import keys
 from sluice.submission import NewJob, Submission
 from sluice.transport.retries import Retries
 from tests.queue.held import cancel_waiting

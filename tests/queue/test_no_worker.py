@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
 from sluice import Client, NoWorker
+from sluice.contract import keys
 from tests.fakes import FakeChat
 from tests.queue.helpers import ended, settings, working
 

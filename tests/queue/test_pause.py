@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from tests.queue.helpers import envelope, put, settings
 from tests.waiting import until
 from worker.queue.job import channel

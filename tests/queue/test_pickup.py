@@ -6,7 +6,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as ConnectionLost
 
-from schemas import keys
+from sluice.contract import keys
 from tests.line import Line
 from tests.queue.held import HoldingWorker, holding
 from tests.queue.helpers import ended, envelope, field, lapse, put, settings, types, until

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
-from schemas.keys import Lane
 from sluice import Client, NoWorker
+from sluice.contract import keys
+from sluice.contract.keys import Lane
 from sluice.presence import serves
 from tests.fakes import FakeChat
 from tests.line import Line

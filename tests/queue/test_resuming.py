@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from tests.queue.helpers import ended, envelope, field, put, types, words
 from tests.queue.test_worker import ANSWER, HELLO, chatting
 

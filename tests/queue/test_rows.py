@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from schemas import keys
-from schemas.keys import Lane
+from sluice.contract import keys
+from sluice.contract.keys import Lane
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, settings, until, working
 from worker.queue.job.claims import MAX_COUNTS, Claim, free_rows, offline_rows

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
-from schemas.keys import Lane
+from sluice.contract import keys
+from sluice.contract.keys import Lane
 from tests.fakes import FakeChat
 from tests.queue.helpers import envelope, field, listening, put, settings, until, working
 from worker.queue.job import claims as claims_module

@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from sluice import Client, SyncClient, sse, wire
+from sluice import Client, SyncClient, sse
+from sluice.contract import keys
 from sluice.sse import seq_of
 from tests.queue.streaming import HELLO, event
 from tests.support.stack import free_port
@@ -95,8 +96,8 @@ def server(redis_url: str) -> Iterator[Redis]:
 
 def write(server: Redis, *events: bytes) -> None:
     for raw in events:
-        server.rpush(wire.log_key("a"), raw)
-        server.publish(wire.channel("a"), raw)
+        server.rpush(keys.log("a"), raw)
+        server.publish(keys.channel("a"), raw)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -107,7 +108,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def is_subscribed(server: Redis) -> bool:
-    return bool(server.pubsub_numsub(wire.channel("a"))[0][1])  # type: ignore[index]
+    return bool(server.pubsub_numsub(keys.channel("a"))[0][1])  # type: ignore[index]
 
 
 def test_a_job_is_a_frame_for_each_event_with_the_worker_s_json(http: httpx.Client, server: Redis) -> None:
@@ -140,7 +141,7 @@ def test_a_seq_is_read_as_decimal_digits() -> None:
 
 
 def test_silence_is_filled_with_comments_and_events_still_come(http: httpx.Client, server: Redis) -> None:
-    server.set(wire.body_key("a"), "{}")
+    server.set(keys.body("a"), "{}")
     with http.stream("GET", "/a") as reply:
         lines = reply.iter_lines()
         comments = (line for line in lines if line.startswith(":"))
@@ -165,7 +166,7 @@ def test_a_job_that_nobody_knows_is_one_event_and_an_end(http: httpx.Client, job
 
 
 def test_a_browser_that_leaves_ends_its_subscription(http: httpx.Client, server: Redis) -> None:
-    server.set(wire.body_key("a"), json.dumps(HELLO))
+    server.set(keys.body("a"), json.dumps(HELLO))
     with http.stream("GET", "/a") as reply:
         lines = reply.iter_lines()  # forgotten, it would close the connection
         next(lines)

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from sluice import Client, ExtraKey, NoWorker, QueueFull, Submitted, wire
+from sluice import Client, ExtraKey, NoWorker, QueueFull, Submitted
+from sluice.contract import keys
 from tests.waiting import until
 
 HELLO = [{"role": "user", "content": "Hello"}]
-QUEUE = wire.queue_key("default", "interactive")
+QUEUE = keys.queue("default", "interactive")
 
 
 async def test_a_submitted_job_is_on_the_queue_as_arq_would_have_put_it(db: Redis, client: Client) -> None:
@@ -20,14 +21,14 @@ async def test_a_submitted_job_is_on_the_queue_as_arq_would_have_put_it(db: Redi
     body = json.loads(await db.get(f"arq:job:{job.id}"))
     request = {"messages": HELLO, "tenant": "acme", "deadline_s": 60}
     assert body == {"t": None, "f": "chat", "a": [request], "k": {}, "et": body["et"]}
-    ((name, queued_ms),) = await db.zrange(wire.queue_key("tiny", "batch"), 0, -1, withscores=True)
+    ((name, queued_ms),) = await db.zrange(keys.queue("tiny", "batch"), 0, -1, withscores=True)
     assert name.decode() == job.id
-    hash = {name.decode(): value.decode() for name, value in (await db.hgetall(wire.job_key(job.id))).items()}
+    hash = {name.decode(): value.decode() for name, value in (await db.hgetall(keys.job(job.id))).items()}
     assert float(hash.pop("queued_at")) == pytest.approx(queued_ms / 1000, abs=0.001)
     assert float(hash.pop("deadline")) == pytest.approx(queued_ms / 1000 + 60, abs=0.001)
     assert len(hash.pop("submission")) == 32
     assert hash == {"state": "queued", "model": "tiny", "lane": "batch", "tenant": "acme"}
-    for key in (f"arq:job:{job.id}", wire.job_key(job.id)):
+    for key in (f"arq:job:{job.id}", keys.job(job.id)):
         assert 86_000 < await db.ttl(key) <= 86_400
 
 
@@ -38,17 +39,17 @@ async def test_messages_alone_are_a_request(db: Redis, client: Client) -> None:
 
 async def test_the_user_is_the_tenant_where_none_is_given(db: Redis, client: Client) -> None:
     job = await client.submit({"messages": HELLO, "user": "ada"})
-    assert await db.hget(wire.job_key(job.id), "tenant") == b"ada"
+    assert await db.hget(keys.job(job.id), "tenant") == b"ada"
 
 
 async def test_the_safety_identifier_comes_before_the_user_as_tenant(db: Redis, client: Client) -> None:
     job = await client.submit({"messages": HELLO, "safety_identifier": "u-1", "user": "ada"})
-    assert await db.hget(wire.job_key(job.id), "tenant") == b"u-1"
+    assert await db.hget(keys.job(job.id), "tenant") == b"u-1"
 
 
 async def test_the_cache_key_is_kept_with_the_job(db: Redis, client: Client) -> None:
     job = await client.submit({"messages": HELLO, "prompt_cache_key": "session-9"})
-    assert await db.hget(wire.job_key(job.id), "prompt_cache_key") == b"session-9"
+    assert await db.hget(keys.job(job.id), "prompt_cache_key") == b"session-9"
 
 
 @pytest.mark.parametrize(
@@ -62,11 +63,11 @@ async def test_the_cache_key_is_kept_with_the_job(db: Redis, client: Client) -> 
     ],
 )
 async def test_the_service_tier_chooses_the_lane_unless_one_is_given(
-    db: Redis, client: Client, fields: dict[str, Any], given: wire.Lane | None, lane: wire.Lane
+    db: Redis, client: Client, fields: dict[str, Any], given: keys.Lane | None, lane: keys.Lane
 ) -> None:
     job = await client.submit({"messages": HELLO, **fields}, lane=given)
-    assert await db.zscore(wire.queue_key("default", lane), job.id) is not None
-    assert await db.hget(wire.job_key(job.id), "lane") == lane.encode()
+    assert await db.zscore(keys.queue("default", lane), job.id) is not None
+    assert await db.hget(keys.job(job.id), "lane") == lane.encode()
 
 
 async def test_an_id_that_is_known_is_queued_once(db: Redis, client: Client) -> None:
@@ -74,11 +75,11 @@ async def test_an_id_that_is_known_is_queued_once(db: Redis, client: Client) -> 
     before = await db.get("arq:job:a")
     assert await client.submit({"messages": HELLO, "seed": 2}, id="a", lane="batch") == Submitted("a", False, "queued")
     assert await db.get("arq:job:a") == before
-    assert await db.exists(wire.queue_key("default", "batch")) == 0
+    assert await db.exists(keys.queue("default", "batch")) == 0
 
 
 async def test_an_id_that_another_producer_queued_is_known(db: Redis, client: Client) -> None:
-    await db.set(wire.body_key("a"), "{}", ex=60)
+    await db.set(keys.body("a"), "{}", ex=60)
     await db.zadd(QUEUE, {"a": 1})
     assert await client.submit(HELLO, id="a") == Submitted("a", new=False, state="queued")
 
@@ -113,7 +114,7 @@ async def test_a_job_that_is_not_queued_sets_no_extra_keys(db: Redis, client: Cl
         await client.submit(HELLO, wait_worker_s=0, extra_keys=EXTRA)
     await client.submit(HELLO, id="a")
     assert not (await client.submit(HELLO, id="a", extra_keys=EXTRA)).new
-    await db.hset(wire.model_key("default"), "w", "1 1 9999999999 0 0")
+    await db.hset(keys.model("default"), "w", "1 1 9999999999 0 0")
     with pytest.raises(QueueFull):
         await client.submit(HELLO, id="b", extra_keys=EXTRA)
     assert await db.exists("mine", "mine too") == 0
@@ -141,7 +142,7 @@ async def test_a_field_that_the_worker_will_refuse_is_queued_for_it_to_refuse(
     db: Redis, client: Client, fields: dict[str, Any]
 ) -> None:
     job = await client.submit({"messages": HELLO, **fields})
-    assert await db.ttl(wire.job_key(job.id)) > 0
+    assert await db.ttl(keys.job(job.id)) > 0
     assert await db.zcard(QUEUE) == 1
 
 
@@ -156,12 +157,12 @@ async def test_what_the_worker_will_refuse_is_not_kept_with_the_job(
     db: Redis, client: Client, field_name: str, value: Any
 ) -> None:
     job = await client.submit({"messages": HELLO, field_name: value})
-    assert (await db.hgetall(wire.job_key(job.id))).keys() <= {b"state", b"model", b"lane", b"queued_at", b"submission"}
+    assert (await db.hgetall(keys.job(job.id))).keys() <= {b"state", b"model", b"lane", b"queued_at", b"submission"}
 
 
 async def test_a_tenant_of_the_longest_name_is_kept(db: Redis, client: Client) -> None:
     job = await client.submit({"messages": HELLO, "tenant": "ä" * 128})
-    assert await db.hget(wire.job_key(job.id), "tenant") == ("ä" * 128).encode()
+    assert await db.hget(keys.job(job.id), "tenant") == ("ä" * 128).encode()
 
 
 async def test_a_submission_that_is_cancelled_can_be_cancelled_although_it_reaches_the_server_later(
@@ -182,4 +183,4 @@ async def test_a_submission_that_is_cancelled_can_be_cancelled_although_it_reach
         return await client.state("a") is not None
 
     await until(is_known)
-    assert await client.state("a") == "cancelled" or await db.exists(wire.cancel_key("a"))
+    assert await client.state("a") == "cancelled" or await db.exists(keys.cancel("a"))

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from sluice import Client, ServerUnreachable, Submitted, SyncClient, UnknownJob, wire
+from sluice import Client, ServerUnreachable, Submitted, SyncClient, UnknownJob
+from sluice.contract import keys
 from sluice.sync import blocking
 from tests.queue.streaming import HELLO, event
 from tests.support.stack import ROOT, Server
@@ -39,8 +40,8 @@ def sync_client(redis_url: str) -> Iterator[SyncClient]:
 
 def write(server: Redis, *events: bytes, job_id: str = "a") -> None:
     for raw in events:
-        server.rpush(wire.log_key(job_id), raw)
-        server.publish(wire.channel(job_id), raw)
+        server.rpush(keys.log(job_id), raw)
+        server.publish(keys.channel(job_id), raw)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -51,7 +52,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def subscribers(server: Redis, job_id: str = "a") -> int:
-    return int(server.pubsub_numsub(wire.channel(job_id))[0][1])  # type: ignore[index]
+    return int(server.pubsub_numsub(keys.channel(job_id))[0][1])  # type: ignore[index]
 
 
 def client_threads() -> set[threading.Thread]:
@@ -83,8 +84,8 @@ async def test_calls_answer_as_the_asynchronous_client_does_even_below_a_running
     server: Redis, client: Client, sync_client: SyncClient
 ) -> None:
     write(server, *LOG)
-    server.set(wire.result_key("a"), '{"object": "chat.completion"}')
-    server.hset(wire.job_key("a"), "state", "finished")
+    server.set(keys.result("a"), '{"object": "chat.completion"}')
+    server.hset(keys.job("a"), "state", "finished")
     server.hset("sluice:worker:ada", "name", "ada")
     assert sync_client.submit(HELLO, id="new") == Submitted("new", new=True, state="queued")
     assert sync_client.submit(HELLO, id="new") == await client.submit(HELLO, id="new")
@@ -275,7 +276,8 @@ def test_a_process_that_forgets_to_close_exits_at_once_and_in_silence(server: Re
 FORK = """
 import asyncio, gc, os, signal, sys, threading
 from redis import Redis
-from sluice import SyncClient, wire
+from sluice import SyncClient
+from sluice.contract import keys
 
 url, final = sys.argv[1], sys.argv[2].encode()
 client, server = SyncClient(url), Redis.from_url(url)
@@ -288,8 +290,8 @@ if pid := os.fork():
     assert status == 0, status
     assert client.submit([], id="child").new is False
     assert client.submit([], id="parent").new is True
-    server.rpush(wire.log_key("a"), final)
-    server.publish(wire.channel("a"), final)
+    server.rpush(keys.log("a"), final)
+    server.publish(keys.channel("a"), final)
     assert seen + [event.seq for event in stream] == [0, 1, 2, 3]
     waiting.join(60)
     assert not waiting.is_alive()

@@ -9,8 +9,8 @@ import pytest
 import redis as sync_redis
 from redis.asyncio import Redis
 
-from schemas import keys
 from sluice import Client
+from sluice.contract import keys
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended
 from tests.line import Line

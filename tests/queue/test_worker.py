@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
-from schemas.keys import Lane
+from sluice.contract import keys
+from sluice.contract.keys import Lane
 from tests.fakes import TIMINGS, ByteTokenizer, FakeChat, FakeEngine, worker_context
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line

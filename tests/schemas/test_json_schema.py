@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from jsonschema import Draft202012Validator
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 import schemas
 from schemas import __main__ as command
@@ -54,7 +54,10 @@ def reads(part: str, body: Any) -> bool:
 def should_read(kind: Any, body: Any) -> bool:
     """Return True if the model accepts a body, or refuses it for reasons that a schema cannot express."""
     try:
-        TypeAdapter(kind).validate_python(body)
+        if kind is schemas.ChatRequest:
+            TypeAdapter(kind).validate_python(body)  # as a worker does
+        else:
+            TypeAdapter(kind).validate_json(json.dumps(body))
     except ValidationError as error:
         return {each["type"] for each in error.errors()} <= BEYOND_A_SCHEMA
     return True
@@ -164,8 +167,9 @@ def test_the_schema_and_the_model_agree_where_a_field_of_an_example_is_absent(na
 
 def test_what_the_models_write_is_what_the_schema_reads() -> None:
     for kind, part, example in PARTS.values():
-        written: BaseModel = TypeAdapter(kind).validate_python(example)
-        assert reads(part, json.loads(written.model_dump_json())), part
+        adapter = TypeAdapter[Any](kind)
+        written = adapter.validate_json(json.dumps(example))
+        assert reads(part, json.loads(adapter.dump_json(written))), part
 
 
 @pytest.fixture

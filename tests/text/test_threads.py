@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from schemas.keys import Lane
+from sluice.contract.keys import Lane
 from worker.errors import JobFailure
 from worker.text.threads import LARGE, Check, Pool, TextThreads, WorkAbandoned, never
 

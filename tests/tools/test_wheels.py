@@ -1,5 +1,6 @@
 """The files that the two distributions install."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -69,12 +70,22 @@ def test_the_client_s_distribution_lists_every_package() -> None:
     assert sorted(listed) == sorted(".".join(folder.parts) for folder in folders)
 
 
-def test_no_distribution_asks_an_index_for_one_of_ours() -> None:
+def test_the_worker_s_distribution_asks_for_the_client_s_and_the_client_s_for_none_of_ours() -> None:
+    asked = dict[str, set[str]]()
     for file in ("pyproject.toml", "sluice/pyproject.toml"):
         project = tomllib.loads((ROOT / file).read_text())["project"]
         extras = [name for each in project.get("optional-dependencies", {}).values() for name in each]
-        asked = {name for name in [*project.get("dependencies", ()), *extras] if name.startswith("mlx-sluice")}
-        assert all(name.startswith(f"{project['name']}[") for name in asked), file
+        ours = {name for name in [*project.get("dependencies", ()), *extras] if name.startswith("mlx-sluice")}
+        asked[project["name"]] = {name for name in ours if not name.startswith(f"{project['name']}[")}
+    assert asked == {"mlx-sluice-worker": {"mlx-sluice"}, "mlx-sluice": set()}
+
+
+@pytest.mark.parametrize("file", ["Dockerfile", "scripts/setup", "pyproject.toml", "docs/operations.md"])
+def test_no_install_of_the_worker_asks_an_index_for_the_client(file: str) -> None:
+    """Both come from the checkout in one command; else pip looks for the client on the index, where it is not."""
+    commands = re.findall(r"pip install (?:[^\n#`]|\\\n)*", (ROOT / file).read_text())
+    assert commands
+    assert not [each for each in commands if re.search(r"\.\[", each) and "./sluice" not in each]
 
 
 def test_both_distributions_have_one_version() -> None:

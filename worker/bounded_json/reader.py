@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from schemas.keys import LANES, Lane
+from sluice.contract.keys import LANES, Lane
 from worker.bounded_json.size import is_expensive, limits
 from worker.bounded_json.strict import NotJson, loads
 from worker.errors import JobFailure

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from schemas import ChatRequest
-from schemas.keys import Lane
+from sluice.contract.keys import Lane
 from worker.chat.context import WorkerContext
 from worker.json_bytes import Items
 from worker.monitoring.sink import CallFault

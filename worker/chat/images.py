@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from schemas.keys import LANES
 from schemas.messages import Message
+from sluice.contract.keys import LANES
 from worker.byte_lru import ByteLRU
 from worker.errors import JobFailure
 from worker.images.conversation import REQUEST_FACTOR, ImageLoader

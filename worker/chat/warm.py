@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from schemas.keys import Lane
+from sluice.contract.keys import Lane
 from worker.chat.context import WorkerContext
 from worker.chat.prepare import cache_namespace
 from worker.chat.request import read_request

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from schemas.keys import LANES, Lane
-from worker.errors import ErrorType
+from sluice.contract.events import ErrorType
+from sluice.contract.keys import LANES, Lane
 from worker.monitoring.sink import CallFault, MetricsSink
 from worker.outcomes import MAX_DRAFT, DraftUse, StepReport
 

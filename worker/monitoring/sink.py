@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from schemas.keys import Lane
-from worker.errors import ErrorType
+from sluice.contract.events import ErrorType
+from sluice.contract.keys import Lane
 from worker.outcomes import StepReport
 
 # What can be wrong with a call that a model writes. It is delivered all the same.

@@ -8,7 +8,8 @@ from itertools import islice
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from schemas import keys
+from sluice.contract import keys
+from sluice.contract.scripts import source
 from worker.queue.running import RunningJobs
 from worker.queue.scripts import JOB_LIFE_MS, script
 from worker.settings import Settings
@@ -30,7 +31,8 @@ class CancelRequests:
     def __init__(self, redis: Redis, settings: Settings, jobs: RunningJobs) -> None:
         self._redis, self._jobs = redis, jobs
         self._queues = [keys.queue(settings.model_name, lane) for lane in keys.LANES]
-        self._find_waiting, self._cancel = script(redis, "waiting"), script(redis, "cancel")
+        self._find_waiting = script(redis, "waiting")
+        self._cancel = redis.register_script(source("cancel"))
         self._find_aborted = script(redis, "aborted")
         self._log_ttl_ms, self._result_ttl_ms = settings.log_ttl_s * 1000, settings.result_ttl_s * 1000
         self._pending: dict[str, None] = {}  # in order of arrival

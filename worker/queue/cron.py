@@ -7,7 +7,7 @@ from datetime import datetime
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from schemas import keys
+from sluice.contract import keys
 from worker.schedule_times import Crontab
 
 logger = logging.getLogger("sluice.queue")

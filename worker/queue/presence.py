@@ -14,8 +14,8 @@ from typing import Protocol
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from schemas import keys
-from schemas.keys import LANES, Lane
+from sluice.contract import keys
+from sluice.contract.keys import LANES, Lane
 from worker import __version__
 from worker.errors import CannotStart
 from worker.queue.job.claims import offline_rows

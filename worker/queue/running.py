@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from schemas.keys import Lane
+from sluice.contract.keys import Lane
 from worker.errors import Cancelled, OwnershipLost
 from worker.monitoring.sink import MetricsSink
 from worker.queue.job.channel import Publisher

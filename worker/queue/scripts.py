@@ -2,21 +2,19 @@
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
+from sluice.contract import keys, scripts
+
 Argument = bytes | str | int
 
-JOB_LIFE_MS = 86_400_000  # expiry of the keys of a job that has not ended: arq's default for a queued body
+JOB_LIFE_MS = keys.JOB_LIFE_S * 1000
 
-
-# Files that a script needs beside `lib` and `index`. These two, `ending` and `cancel` are in `sluice` too, since
-# a backend does not install `worker`; a test checks that the copies are equal.
+# Files that a script needs beside the libraries of `sluice.contract`.
 _PARTS = {
-    "cancel": ("ending",),
     "claim": ("arguments", "places", "reconcile", "ownership", "selection", "share"),
     "final": ("arguments", "share"),
     "release": ("places",),
@@ -25,9 +23,9 @@ _PARTS = {
 
 @cache
 def source(name: str) -> str:
-    """Return the text of a script, after the files that it needs."""
-    lua = files("worker.queue") / "lua"
-    return "\n".join((lua / f"{part}.lua").read_text("utf-8") for part in ("lib", "index", *_PARTS.get(name, ()), name))
+    """Return the text of a script of workers, after the files that it needs."""
+    own = scripts.read("worker.queue", *_PARTS.get(name, ()), name)
+    return "\n".join((scripts.read("sluice.contract", *scripts.LIBRARIES), own))
 
 
 def script(redis: Redis, name: str) -> AsyncScript:

@@ -6,7 +6,7 @@ import logging
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
-from schemas import keys
+from sluice.contract import keys
 
 logger = logging.getLogger("sluice.queue")
 

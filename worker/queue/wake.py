@@ -11,7 +11,7 @@ from redis.asyncio.client import PubSub
 from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import RedisError, ResponseError
 
-from schemas import keys
+from sluice.contract import keys
 from worker.queue.server.permissions import Need, forbidden
 
 logger = logging.getLogger("sluice.queue")

@@ -13,8 +13,8 @@ from signal import Signals
 
 from redis.exceptions import RedisError
 
-from schemas import keys
-from schemas.keys import Lane
+from sluice.contract import keys
+from sluice.contract.keys import Lane
 from worker.errors import OwnershipLost, Requeue
 from worker.monitoring.heartbeat import Heartbeat
 from worker.monitoring.sink import MetricsSink

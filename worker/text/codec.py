@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from schemas import ChatRequest
-from schemas.keys import Lane
+from sluice.contract.keys import Lane
 from worker.errors import JobFailure
 from worker.outcomes import Logprobs
 from worker.request import GrammarState

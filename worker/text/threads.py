@@ -14,7 +14,7 @@ from functools import partial
 from threading import Event
 from typing import TypeVar
 
-from schemas.keys import LANES, Lane
+from sluice.contract.keys import LANES, Lane
 from worker.errors import JobFailure
 from worker.turns import Turn, Turns
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts.benchmarks.serve.figures import Answer
 from scripts.benchmarks.serve.workload import Chat
-from sluice.wire import Lane
+from sluice.contract.keys import Lane
 
 
 @dataclass(frozen=True, slots=True)

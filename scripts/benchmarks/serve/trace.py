@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from scripts.benchmarks.serve.workload import Chat, Texts, Turn
-from sluice.wire import LANES, Lane
+from sluice.contract.keys import LANES, Lane
 
 FIELDS = {"at", "prompt", "prompt_tokens", "max_tokens", "tenant", "chat", "turn", "lane"}
 HELP = (

@@ -9,7 +9,7 @@ from statistics import NormalDist
 from typing import Any
 
 from models.training.data import ITEMS, PLACES
-from sluice.wire import Lane
+from sluice.contract.keys import Lane
 
 _VOCABULARY = " ".join([*ITEMS, *PLACES]).split()
 

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from sluice.batch.status import Batch
 from sluice.cli.batch.feed import feed
 from sluice.cli.batch.run import run
 from sluice.cli.batch.schedule import schedule
@@ -19,6 +18,7 @@ from sluice.cli.errors import CliError, connected
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
+from sluice.contract.batch import Batch
 from sluice.errors import UnknownBatch
 
 Id = Annotated[str, typer.Argument(help="Id of the run.", metavar="ID")]

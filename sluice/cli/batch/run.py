@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from sluice.batch.options import WINDOW
-from sluice.batch.status import Batch
 from sluice.cli import option_values
 from sluice.cli.batch.view import ProgressView, print_problems, print_report, read_models
 from sluice.cli.errors import CliError, connected, sentence
@@ -19,6 +18,7 @@ from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.signals import stoppable
 from sluice.cli.terminal.view import note
+from sluice.contract.batch import Batch
 from sluice.errors import BatchRefused
 
 _EXIT_FAILED_LINES = 1

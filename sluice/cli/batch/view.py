@@ -8,10 +8,10 @@ from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from sluice.batch.status import Batch, BatchDetails
 from sluice.cli.errors import CliError
 from sluice.cli.terminal.output import format_duration, print_table
 from sluice.cli.terminal.view import note, notes
+from sluice.contract.batch import Batch, BatchDetails
 from sluice.wording import counted
 
 _PACE_WINDOW_S = 60.0

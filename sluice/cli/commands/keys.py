@@ -14,7 +14,7 @@ from sluice.cli.option_values import integer, lane
 from sluice.cli.options import AsJson
 from sluice.cli.terminal.output import print_json, print_table
 from sluice.cli.terminal.view import note
-from sluice.wire import LANES
+from sluice.contract.keys import LANES
 
 if TYPE_CHECKING:
     from sluice.gateway.keys.file import KeyFile  # an extra of the package

@@ -13,8 +13,8 @@ from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note, notes
 from sluice.client import Client
+from sluice.contract.keys import Lane
 from sluice.queues import MisplacedJobs, Queue
-from sluice.wire import Lane
 from sluice.wording import counted
 
 queue = typer.Typer(no_args_is_help=True, rich_markup_mode=None)

@@ -11,7 +11,7 @@ from sluice.cli.errors import check_job_id, connected
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.follow import exit_code, follow, mention_waiting
 from sluice.cli.terminal.view import ShowEvent, event_printer
-from sluice.wire import Event
+from sluice.contract.events import Event
 
 _UNKNOWN_S = 1.0  # short, since an id is printed only after the job was queued
 

@@ -10,8 +10,8 @@ from sluice.cli.errors import CliError, connected
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.client import Client
+from sluice.contract.keys import LANES
 from sluice.queues import Queue
-from sluice.wire import LANES
 
 _EXIT_NO_WORKER = 1
 

@@ -9,10 +9,11 @@ from typing import Any
 from sluice.cli.errors import CliError, connected, start_worker
 from sluice.cli.terminal.view import ShowEvent, note
 from sluice.client import Client
+from sluice.contract.events import Event, parse_event
+from sluice.contract.keys import Lane
 from sluice.errors import CancelNotStored, NoWorker, describe_served
 from sluice.presence import serves
 from sluice.submission import Submitted
-from sluice.wire import Event, Lane, parse_event
 
 CANCEL_WAIT_S = 2.0  # a cancel takes one step of the engine; after this time no live worker runs the job
 

@@ -8,7 +8,7 @@ from sluice.cli.terminal.follow import ask, check_images, mention_missing_worker
 from sluice.cli.terminal.inputs import read_image
 from sluice.cli.terminal.multiline import read_typed
 from sluice.cli.terminal.view import View, note
-from sluice.wire import Lane
+from sluice.contract.keys import Lane
 
 _COMMANDS = {
     "/image FILE": "send an image with your next message",

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from sluice.wire import Cancelled, Delta, Event, Failed, Finished, Progress, Restarted, Resumed, Started
+from sluice.contract.events import Cancelled, Delta, Event, Failed, Finished, Progress, Restarted, Resumed, Started
 from sluice.wording import counted
 
 _UNKNOWN_WIDTH = 80  # columns

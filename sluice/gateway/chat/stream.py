@@ -7,11 +7,11 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from sluice.cancellation import Outcome
+from sluice.contract.events import Event, Finished, Progress
 from sluice.gateway import sse
 from sluice.gateway.errors import ApiError, openai_body
 from sluice.openai import Answer, usage_of
 from sluice.streaming.streams import LAST_SEQ
-from sluice.wire import Event, Finished, Progress
 
 Events = Callable[[str], AsyncGenerator[Event]]  # the events of a job, from the first
 

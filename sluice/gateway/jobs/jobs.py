@@ -14,9 +14,10 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from sluice import wire
 from sluice.cancellation import Outcome
 from sluice.client import Client
+from sluice.contract import keys
+from sluice.contract.events import Event, parse_event
 from sluice.errors import JobCancelled, JobFailed, ServerUnreachable, SluiceError
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import ClientDisconnected, error_of, until_ended
@@ -25,7 +26,6 @@ from sluice.gateway.keys.limits import Limits, used_tokens
 from sluice.gateway.monitoring.metrics import AnswerTimer
 from sluice.gateway.workers import QueueWatch
 from sluice.transport.retries import Retries
-from sluice.wire import Event
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -134,7 +134,7 @@ class Jobs:
         """Settle a job that failed or was cancelled: its result is its final event."""
         try:
             function, stored = await self._retries.run(lambda: self._read_ending(job_id))
-            tokens = 0 if function == b"count" else used_tokens(wire.parse_event(stored or b""))
+            tokens = 0 if function == b"count" else used_tokens(parse_event(stored or b""))
         except (ServerUnreachable, ValueError):
             return  # the estimate stands: the result cannot be read, or has expired
         await limits.settle(job_id, tokens)
@@ -142,8 +142,8 @@ class Jobs:
     async def _read_ending(self, job_id: str) -> list[Any]:
         """Return the job's function, which is None for a chat, and its stored result."""
         async with self._client.redis.pipeline(transaction=False) as pipe:
-            pipe.hget(wire.job_key(job_id), "function")
-            pipe.get(wire.result_key(job_id))
+            pipe.hget(keys.job(job_id), "function")
+            pipe.get(keys.result(job_id))
             return await pipe.execute()
 
     async def cancel(self, job_id: str) -> Outcome:
@@ -183,7 +183,7 @@ class Jobs:
         new one."""
         async with self._client.redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                pipe.hget(wire.job_key(job_id), "state")
+                pipe.hget(keys.job(job_id), "state")
             states = await pipe.execute()
         if all(state in _ENDED for state in states):
             return False
@@ -255,12 +255,12 @@ class Jobs:
 
         async def read() -> list[Any]:
             async with self._client.redis.pipeline(transaction=False) as pipe:
-                pipe.hget(wire.job_key(first), "state")
-                pipe.exists(wire.body_key(first))
+                pipe.hget(keys.job(first), "state")
+                pipe.exists(keys.body(first))
                 for job_id in job_ids:
-                    pipe.strlen(wire.result_key(job_id))
-                    pipe.llen(wire.log_key(job_id))
-                    pipe.lrange(wire.log_key(job_id), -_SAMPLE, -1)
+                    pipe.strlen(keys.result(job_id))
+                    pipe.llen(keys.log(job_id))
+                    pipe.lrange(keys.log(job_id), -_SAMPLE, -1)
                 return await pipe.execute()
 
         state, has_body, *sizes = await self._retries.run(read)
@@ -273,11 +273,11 @@ class Jobs:
 
     async def check_owner(self, caller: Caller, job_id: str) -> None:
         """Check that the job is the caller's. Raises `ApiError` 404 for another's, as for a job that does not exist."""
-        if not re.fullmatch(wire.JOB_ID, job_id):
+        if not re.fullmatch(keys.JOB_ID, job_id):
             raise unknown(job_id)
         if caller.tenant is None:
             return
-        tenant: bytes | None = await self._retries.run(lambda: self._client.redis.hget(wire.job_key(job_id), "tenant"))
+        tenant: bytes | None = await self._retries.run(lambda: self._client.redis.hget(keys.job(job_id), "tenant"))
         if tenant is None or tenant.decode("utf-8", "replace") != caller.tenant:
             raise unknown(job_id)
 

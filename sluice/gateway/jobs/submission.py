@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
-from sluice import wire
 from sluice.client import Client
+from sluice.contract import keys
 from sluice.errors import NoWorker
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import error_of, until_ended
@@ -36,7 +36,7 @@ class Submission:
         *,
         detached: bool = False,
         has_key: bool = False,
-        function: wire.Function = "chat",
+        function: keys.Function = "chat",
         extra_keys: Sequence[ExtraKey] = (),
     ) -> Sequence[Submitted]:
         """Queue a chat completion or a token count for each id, once a worker serves their model, and return the

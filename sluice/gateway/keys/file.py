@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sluice.wire import LANES, TENANT_CHARACTERS, Lane
+from sluice.contract.keys import LANES, TENANT_CHARACTERS, Lane
 
 SECRET_PREFIX = "sk-sluice-"  # so that scanners for leaked secrets can recognize a key
 _SECRET_BYTES = 32

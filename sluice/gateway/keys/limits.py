@@ -15,11 +15,12 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from sluice.contract.events import Cancelled, Event, Failed, Finished
+from sluice.contract.keys import JOB_LIFE_S, RESULT_TTL_S
 from sluice.errors import ServerUnreachable
 from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.file import Key
 from sluice.transport.retries import Retries
-from sluice.wire import JOB_LIFE_S, RESULT_TTL_S, Cancelled, Event, Failed, Finished
 
 _REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed
 

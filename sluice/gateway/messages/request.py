@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from sluice.contract.keys import TENANT_CHARACTERS
 from sluice.gateway.errors import ApiError
 from sluice.gateway.messages.body import (
     AnyChoice,
@@ -34,7 +35,6 @@ from sluice.gateway.messages.body import (
     ToolUseBlock,
     UserMessage,
 )
-from sluice.wire import TENANT_CHARACTERS
 
 logger = logging.getLogger("sluice.gateway")
 

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from sluice.contract.events import Event, Progress, Restarted
 from sluice.gateway import committed, idempotency, sse
 from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
@@ -25,7 +26,6 @@ from sluice.gateway.messages.request import chat_request, prompt_fields
 from sluice.gateway.messages.stream import PING, UNCHANGED, MessageEvent, MessageStream, whole_message
 from sluice.gateway.threads import in_thread_if_long, json_response
 from sluice.presence import mapped_name
-from sluice.wire import Event, Progress, Restarted
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
+from sluice.contract.events import Cancelled, Delta, Event, Failed, Finished, Restarted, Started, Usage
 from sluice.errors import JobCancelled, JobFailed
 from sluice.openai import JobRestarted
-from sluice.wire import Cancelled, Delta, Event, Failed, Finished, Restarted, Started, Usage
 
 MessageEvent = dict[str, Any]
 
@@ -235,7 +235,7 @@ def _start(id: str, model: str) -> MessageEvent:
         "stop_details": None,
         "container": None,
         "usage": {
-            **_usage(Usage()),
+            **_usage(Usage(0, 0, 0)),
             "cache_creation": None,
             "inference_geo": None,
             "service_tier": "standard",

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from sluice.contract.refusals import reason_of
 from sluice.gateway.gateway import Gateway
-from sluice.transport.refusals import reason_of
 
 _PING_S = 2.0
 _ALIVE = ("/health", "/healthz")  # the first is what servers of models have, and what benchmarks for them ask for

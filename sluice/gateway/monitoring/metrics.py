@@ -6,8 +6,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from sluice.contract.events import Cancelled, Delta, Event, Failed, Finished
 from sluice.errors import JobCancelled, JobFailed, SluiceError
-from sluice.wire import Cancelled, Delta, Event, Failed, Finished
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1800)
 

@@ -8,7 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from sluice import wire
+from sluice.contract import keys
+from sluice.contract.events import Cancelled, Event, Failed, Usage
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError
@@ -140,9 +141,9 @@ class History:
             completion = await self._gateway.client.result(head.id, timeout=_RESULT_S)
             return from_completion(head, completion).response
         except JobFailed as error:
-            return _final(head, wire.Failed, error=error.error)
+            return _state_after(head, Failed(type="failed", error=error.error, **_nothing_else(head)))
         except JobCancelled as error:
-            return _final(head, wire.Cancelled, reason=error.reason)
+            return _state_after(head, Cancelled(type="cancelled", reason=error.reason, **_nothing_else(head)))
         except (TimeoutError, UnknownJob):
             raise ApiError(404, "The result of the response has expired.", code="not_found") from None
 
@@ -165,7 +166,7 @@ def _is_reference(item: Any) -> bool:
 def is_job_id(response_id: str) -> bool:
     """Return True for an id that a response can have."""
     try:
-        wire.check_job_id(response_id)
+        keys.check_job_id(response_id)
     except ValueError:
         return False
     return True
@@ -177,9 +178,14 @@ def not_found(response_id: str, param: str | None = None) -> ApiError:
     return ApiError(404, f"There is no response {name}, or it has expired.", code="not_found", param=param)
 
 
-def _final(head: Head, kind: type[wire.Failed | wire.Cancelled], **more: Any) -> Response:
+def _nothing_else(head: Head) -> dict[str, Any]:
+    """Return the fields of a final event of which nothing but the ending is known."""
+    return {"id": head.id, "seq": 0, "attempt": 1, "ts": 0.0, "usage": Usage(0, 0, 0)}
+
+
+def _state_after(head: Head, event: Event) -> Response:
     state = ResponseState(head)
-    state.add(kind(type="", id=head.id, seq=0, attempt=1, ts=0.0, usage=wire.Usage(), **more))
+    state.add(event)
     return state.response
 
 

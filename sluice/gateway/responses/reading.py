@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
-from sluice import wire
+from sluice.contract.events import Event, Failed, Progress
 from sluice.errors import JobFailed
 from sluice.gateway import sse
 from sluice.gateway.errors import ApiError, from_client, openai_body
@@ -98,7 +98,7 @@ class Reading:
         number = max(self._state.count - 1, 0)
         return sse.frame(error_event(error, number), event="error")
 
-    async def _add(self, events: Sequence[wire.Event], after: int) -> list[dict[str, Any]]:
+    async def _add(self, events: Sequence[Event], after: int) -> list[dict[str, Any]]:
         made = list[dict[str, Any]]()
         for event in events:
             made += self._state.add(event)
@@ -114,21 +114,21 @@ class Reading:
         if self._head.echo["store"] and self._state.ended:
             await self._store.store_final(self._state.response)
 
-    async def _check(self, event: wire.Event) -> None:
+    async def _check(self, event: Event) -> None:
         """Raise `ApiError` for a failure. Nothing is kept of such a response."""
-        if isinstance(event, wire.Failed):
+        if isinstance(event, Failed):
             await self._store.delete(self._head.id)
             failure = from_client(JobFailed(event.error))
             failure.param = own_name(failure.param)
             raise failure
 
 
-def _is_wait(event: wire.Event) -> TypeGuard[wire.Progress]:
-    return isinstance(event, wire.Progress) and not event.stored
+def _is_wait(event: Event) -> TypeGuard[Progress]:
+    return isinstance(event, Progress) and not event.stored
 
 
-def _is_overflow(event: wire.Event) -> bool:
-    return isinstance(event, wire.Failed) and exceeds_context(event.error)
+def _is_overflow(event: Event) -> bool:
+    return isinstance(event, Failed) and exceeds_context(event.error)
 
 
 def own_name(param: str | None) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sluice import wire
+from sluice.contract.events import Delta, Event, Finished, Timings, Usage, parse_as
 from sluice.gateway.responses.head import Head
 from sluice.gateway.responses.stream import ResponseState
 
@@ -80,9 +80,9 @@ def from_completion(head: Head, completion: Mapping[str, Any]) -> ResponseState:
     return state
 
 
-def _as_log(completion: Mapping[str, Any]) -> list[wire.Event]:
+def _as_log(completion: Mapping[str, Any]) -> list[Event]:
     choice, details = completion["choices"][0], completion["sluice"]
-    message, timings = choice["message"], wire.parse_as(wire.Timings, details["timings"])
+    message, timings = choice["message"], parse_as(Timings, details["timings"])
     ended_at = completion["created"] + timings.ttft_s + timings.decode_s
     fields: dict[str, Any] = {"id": completion["id"], "attempt": details["attempt"], "ts": ended_at}
     usage = completion["usage"]
@@ -94,10 +94,10 @@ def _as_log(completion: Mapping[str, Any]) -> list[wire.Event]:
         {"content": message.get("content"), "logprobs": tuple(logprobs) if logprobs else None},
         {"tool_calls": tuple(calls)},
     ]
-    deltas = [wire.Delta(type="delta", seq=seq, token_ids=(), **each, **fields) for seq, each in enumerate(written)]
+    deltas = [Delta(type="delta", seq=seq, token_ids=(), **each, **fields) for seq, each in enumerate(written)]
     reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
-    counts = wire.Usage(usage["prompt_tokens"], usage["completion_tokens"], cached, reasoning_tokens=reasoning)
-    end = wire.Finished(
+    counts = Usage(usage["prompt_tokens"], usage["completion_tokens"], cached, reasoning_tokens=reasoning)
+    end = Finished(
         type="finished", seq=3, finish_reason=choice["finish_reason"], usage=counts, timings=timings, **fields
     )
     return [*deltas, end]

@@ -8,12 +8,12 @@ from importlib.resources import files
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from sluice.contract import keys
 from sluice.errors import SluiceError
 from sluice.gateway.responses.head import Response
 from sluice.gateway.threads import in_thread_if_long, to_json
 from sluice.submission import ExtraKey
 from sluice.transport.retries import Retries
-from sluice.wire import DEAD, job_key, log_key, result_key
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -61,9 +61,9 @@ class Store:
 
     async def read_all(self, response_ids: Sequence[str]) -> list[tuple[bytes | None, bytes | None]]:
         """Return the record and the ended response of each id, as JSON, and renew their times to live."""
-        keys = _keys(response_ids)
-        found: list[bytes | None] = await self._retries.run(lambda: self._redis.mget(keys)) if keys else []
-        await self._retries.run(lambda: self._renew(keys))
+        held = _keys(response_ids)
+        found: list[bytes | None] = await self._retries.run(lambda: self._redis.mget(held)) if held else []
+        await self._retries.run(lambda: self._renew(held))
         return list(zip(found[::2], found[1::2], strict=True))
 
     async def final(self, response_id: str) -> Response | None:
@@ -97,15 +97,15 @@ class Store:
         """Store a response that has ended, unless it was deleted. A failure is logged: the response can be made again
         from its job, until that has expired."""
         written = await to_json(response)
-        keys = [record_key(response["id"]), final_key(response["id"])]
+        held = [record_key(response["id"]), final_key(response["id"])]
         try:
-            await self._retries.run(lambda: self._store_final(keys=keys, args=[written, self._ttl_s]))
+            await self._retries.run(lambda: self._store_final(keys=held, args=[written, self._ttl_s]))
         except (SluiceError, RedisError):
             logger.warning("response %s: its end was not stored", response["id"], exc_info=True)
 
     async def has_log(self, response_id: str) -> bool:
         """Return True if the job of a response has events."""
-        return bool(await self._retries.run(lambda: self._redis.exists(log_key(response_id))))
+        return bool(await self._retries.run(lambda: self._redis.exists(keys.log(response_id))))
 
     async def delete(self, response_id: str) -> None:
         """Delete a record and the ended response."""
@@ -113,11 +113,11 @@ class Store:
 
     async def delete_content(self, response_id: str) -> bool:
         """Delete the content that the job of a response has. Returns False if the job has not ended."""
-        keys = [job_key(response_id), log_key(response_id), result_key(response_id), DEAD]
-        return bool(await self._retries.run(lambda: self._delete_content(keys=keys, args=[response_id])))
+        held = [keys.job(response_id), keys.log(response_id), keys.result(response_id), keys.DEAD]
+        return bool(await self._retries.run(lambda: self._delete_content(keys=held, args=[response_id])))
 
-    async def _renew(self, keys: Sequence[str]) -> None:
+    async def _renew(self, held: Sequence[str]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
-            for key in keys:
+            for key in held:
                 pipe.expire(key, self._ttl_s)
             await pipe.execute()

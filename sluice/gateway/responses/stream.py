@@ -9,7 +9,8 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from sluice import wire
+from sluice.contract import events
+from sluice.contract.events import Cancelled, Delta, Failed, Finished, JobError, Restarted, Started, Usage
 from sluice.gateway.responses.conversation import enclosed
 from sluice.gateway.responses.head import Head, Response, skeleton
 from sluice.gateway.tools import InputText, Target, whole_input
@@ -281,20 +282,20 @@ class ResponseState:
         kinds = ("response.created", "response.queued") if self._head.background else ("response.created",)
         return self._numbered({"type": kind, "response": self.response} for kind in kinds)
 
-    def add(self, event: wire.Event) -> list[Event]:
+    def add(self, event: events.Event) -> list[Event]:
         """Return the events for the next event of the log."""
         match event:
-            case wire.Restarted() if self._closed or self._open:
+            case Restarted() if self._closed or self._open:
                 return self._numbered(self._restart())
-            case wire.Started():
+            case Started():
                 return self._numbered(self._start())
-            case wire.Delta():
+            case Delta():
                 return self._numbered(self._write(event))
-            case wire.Finished():
+            case Finished():
                 return self._numbered(self._finish(event))
-            case wire.Failed(error=error, usage=usage):
+            case Failed(error=error, usage=usage):
                 return self._numbered(self._fail(error, usage))
-            case wire.Cancelled(usage=usage):
+            case Cancelled(usage=usage):
                 return self._numbered(self._break_off("cancelled", "response.incomplete", usage))
         return []
 
@@ -316,7 +317,7 @@ class ResponseState:
         reason = {"code": "restarted", "message": _RESTARTED, "param": None}
         yield {"type": "error", **reason, "error": {**reason, "type": "server_error"}}
 
-    def _write(self, event: wire.Delta) -> Iterator[Event]:
+    def _write(self, event: Delta) -> Iterator[Event]:
         if event.reasoning:
             yield from self._append(ReasoningItem, event.reasoning)
         if event.content or (event.logprobs and isinstance(self._open, MessageItem)):
@@ -357,7 +358,7 @@ class ResponseState:
             self._closed.append(self._open.item(status))
         self._open, self._call = None, None
 
-    def _finish(self, event: wire.Finished) -> Iterator[Event]:
+    def _finish(self, event: Finished) -> Iterator[Event]:
         is_cut = event.finish_reason == "length"
         yield from self._close("incomplete" if is_cut else "completed")
         self._status = "incomplete" if is_cut else "completed"
@@ -366,7 +367,7 @@ class ResponseState:
         self._ending = {**ended_at, **details, "usage": as_usage(event.usage)}
         yield {"type": f"response.{self._status}", "response": self.response}
 
-    def _fail(self, error: wire.JobError, usage: wire.Usage) -> Iterator[Event]:
+    def _fail(self, error: JobError, usage: Usage) -> Iterator[Event]:
         """End with the failure. Before one of a prompt that is too long, OpenAI's API sends the event `error`, by which
         its libraries know it; Codex knows it by the final event."""
         code = _CODES.get(error.type, _OUR_FAULT)
@@ -376,7 +377,7 @@ class ResponseState:
             yield {"type": "error", **reason, "error": {**reason, "type": "invalid_request_error"}}
         yield from self._break_off("failed", "response.failed", usage, error={"code": code, "message": error.message})
 
-    def _break_off(self, status: str, kind: str, usage: wire.Usage, **ending: Any) -> Iterator[Event]:
+    def _break_off(self, status: str, kind: str, usage: Usage, **ending: Any) -> Iterator[Event]:
         """End without closing the open item: clients must not act upon half a call."""
         if self._open is not None:
             self._closed.append(self._open.item("incomplete"))
@@ -386,7 +387,7 @@ class ResponseState:
         yield {"type": kind, "response": self.response}
 
 
-def as_usage(usage: wire.Usage) -> dict[str, Any]:
+def as_usage(usage: Usage) -> dict[str, Any]:
     """Return a job's usage in the form of a response."""
     return {
         "input_tokens": usage.prompt_tokens,

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.jobs.jobs import Jobs
 from tests.fakes import FakeChat

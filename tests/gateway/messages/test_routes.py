@@ -21,7 +21,7 @@ from anthropic import (
 from anthropic.types import ModelInfo
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
 from sluice.gateway.messages.stream import UNCHANGED

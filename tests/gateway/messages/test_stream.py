@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from sluice import JobCancelled, JobFailed
+from sluice.contract.events import Event, parse_event
 from sluice.gateway.messages.stream import PING, UNCHANGED, MessageEvent, MessageStream, whole_message
 from sluice.openai import JobRestarted
-from sluice.wire import Event, parse_event
 
 SDK_EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 USAGE = {"prompt_tokens": 10, "completion_tokens": 3, "cached_tokens": 4}

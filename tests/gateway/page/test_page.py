@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
 from tests.gateway.fronts import Front, front_process, serving

@@ -8,7 +8,7 @@ import PIL.Image
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from tests.gateway.fronts import Front, serving
 from tests.gateway.page.asking import ENDED, ObedientChat, ask, do, send

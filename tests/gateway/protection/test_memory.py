@@ -11,7 +11,7 @@ import httpx
 import pytest
 import redis.asyncio
 
-from schemas import keys as names
+from sluice.contract import keys as names
 from sluice.gateway import ServeSettings
 from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.file import digest

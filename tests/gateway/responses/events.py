@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sluice import wire
+from sluice.contract.events import EVENTS, Event, JobError, Timings, Usage
 from sluice.gateway.responses.head import Head, new_head
 from sluice.gateway.responses.request import read_request
 from sluice.gateway.responses.stream import ResponseState
@@ -13,8 +13,8 @@ from sluice.gateway.responses.stream import ResponseState
 Said = dict[str, Any]
 ID = "resp_1"
 ATTEMPT: Said = {"model": "default", "fingerprint": "fp_1", "worker": "w", "seed": 7}
-USAGE = wire.Usage(13, 5, 8, reasoning_tokens=2)
-TIMINGS = wire.Timings(0.0, 0.1, 0.2, 0.4, 10.0)
+USAGE = Usage(13, 5, 8, reasoning_tokens=2)
+TIMINGS = Timings(0.0, 0.1, 0.2, 0.4, 10.0)
 TOOLS: list[Said] = [
     {"type": "function", "name": "get_weather", "parameters": {"type": "object"}},
     {"type": "custom", "name": "apply_patch"},
@@ -27,16 +27,16 @@ def head(**body: Any) -> Head:
     return new_head(read_request({"input": "Hi.", **body}), ID, 1000, "default")
 
 
-def log(*events: Said, start: int = 0) -> list[wire.Event]:
+def log(*events: Said, start: int = 0) -> list[Event]:
     """Return a log: each event as its type and fields."""
     made = []
     for seq, fields in enumerate(events, start):
-        kind = wire.EVENTS[fields["type"]]
+        kind = EVENTS[fields["type"]]
         made.append(kind(id=ID, seq=seq, attempt=1, ts=1000.5 + seq, **fields))
     return made
 
 
-def stream_events(head: Head, log: Iterable[wire.Event]) -> Iterator[Said]:
+def stream_events(head: Head, log: Iterable[Event]) -> Iterator[Said]:
     """Yield the numbered events of a response for a job's log, as far as it is given."""
     state = ResponseState(head)
     yield from state.opening()
@@ -64,7 +64,7 @@ def finished(reason: str = "stop") -> Said:
 
 
 def failed(kind: str = "internal") -> Said:
-    return {"type": "failed", "error": wire.JobError(kind, "It broke.", True), "usage": USAGE}
+    return {"type": "failed", "error": JobError(kind, "It broke.", True), "usage": USAGE}
 
 
 CANCELLED: Said = {"type": "cancelled", "reason": "requested", "usage": USAGE}
@@ -90,7 +90,7 @@ _endings = st.sampled_from([[finished()], [finished("length")], [finished("tool_
 
 
 @st.composite
-def logs(draw: st.DrawFn) -> list[wire.Event]:
+def logs(draw: st.DrawFn) -> list[Event]:
     """Draw a log with any runs of text, reasoning and calls, and any ending or none."""
     runs = draw(st.lists(_runs, max_size=8))
     events = [event for run in runs for event in run]

@@ -10,7 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from redis.asyncio import Redis
 
-from sluice import wire
+from sluice.contract import keys
 from tests.waiting import until
 
 Said = dict[str, Any]
@@ -192,20 +192,20 @@ async def test_a_response_in_the_foreground_is_cancelled_when_its_reader_leaves(
     stream = await create(openai, stream=True, **ENDLESS)
     first = await anext(aiter(stream))
     await stream.close()
-    key = wire.job_key(first.response.id)
+    key = keys.job(first.response.id)
     await until(lambda: _state(db, key, b"cancelled"))
 
 
 async def test_a_whole_response_is_cancelled_when_its_client_leaves(openai: AsyncOpenAI, db: Redis) -> None:
-    leaving, keys = asyncio.create_task(create(openai, **ENDLESS)), list[bytes]()
+    leaving, found = asyncio.create_task(create(openai, **ENDLESS)), list[bytes]()
 
     async def is_submitted() -> bool:
-        keys.extend([key async for key in db.scan_iter("sluice:job:*")])
-        return bool(keys)
+        found.extend([key async for key in db.scan_iter("sluice:job:*")])
+        return bool(found)
 
     await until(is_submitted)
     leaving.cancel()
-    await until(lambda: _state(db, keys[0].decode(), b"cancelled"))
+    await until(lambda: _state(db, found[0].decode(), b"cancelled"))
 
 
 async def _state(db: Redis, key: str, state: bytes) -> bool:
@@ -230,7 +230,7 @@ async def test_a_response_that_is_not_to_be_stored_is_not(openai: AsyncOpenAI, d
 
 async def test_without_its_events_a_response_can_only_be_retrieved(openai: AsyncOpenAI, db: Redis) -> None:
     response = await create(openai)
-    await db.delete(wire.log_key(response.id))
+    await db.delete(keys.log(response.id))
     assert await openai.responses.retrieve(response.id) == response
     with pytest.raises(BadRequestError) as refused:
         await openai.responses.retrieve(response.id, stream=True)
@@ -240,9 +240,9 @@ async def test_without_its_events_a_response_can_only_be_retrieved(openai: Async
 async def test_a_background_response_without_events_is_made_from_its_result(openai: AsyncOpenAI, db: Redis) -> None:
     events = await streamed(openai, CALL, tools=[WEATHER], background=True)
     response = events[-1].response
-    await db.delete(wire.log_key(response.id), f"sluice:serve:response:{response.id}:final")
+    await db.delete(keys.log(response.id), f"sluice:serve:response:{response.id}:final")
     assert without_times(await openai.responses.retrieve(response.id)) == without_times(response)
-    await db.delete(f"sluice:serve:response:{response.id}:final", wire.result_key(response.id))
+    await db.delete(f"sluice:serve:response:{response.id}:final", keys.result(response.id))
     with pytest.raises(APIStatusError) as expired:
         await openai.responses.retrieve(response.id)
     assert expired.value.status_code == 404

@@ -17,7 +17,7 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 
-from schemas import keys
+from sluice.contract import keys
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line
 from tests.queue.helpers import envelope, field, lapse, put, renew, settings

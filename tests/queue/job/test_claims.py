@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from schemas import keys
-from schemas.keys import Lane
+from sluice.contract import keys
+from sluice.contract.keys import Lane
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line
 from tests.queue.held import cancel_waiting

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from tests.fakes import ByteTokenizer, FakeEngine, worker_context
 from tests.queue.helpers import ended, envelope, put, settings, types, words, working
 from worker.jobs import chat

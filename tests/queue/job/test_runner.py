@@ -11,7 +11,7 @@ import pytest
 from arq.worker import func
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import envelope, field, log, put, settings, types

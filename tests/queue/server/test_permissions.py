@@ -8,7 +8,7 @@ from importlib.resources import files
 import pytest
 from redis.asyncio import Connection, Redis
 
-from schemas import keys
+from sluice.contract import keys
 from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ask, ended, listening, put, settings, types, until, working
 from tests.support.stack import ROOT, Server

@@ -8,13 +8,8 @@ import pytest
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, ended, settings, types, working
 from tests.queue.refusing import disk_full
-from tests.support.stack import ROOT, Server
+from tests.support.stack import Server
 from tests.waiting import until
-
-
-def test_the_client_and_the_worker_have_the_same_module() -> None:
-    client, worker = (ROOT / package / "refusals.py" for package in ("sluice/transport", "worker/queue/server"))
-    assert client.read_text() == worker.read_text()
 
 
 async def test_a_worker_names_a_full_disk_in_its_log_and_its_probe_and_goes_on_afterwards(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sluice.batch.status import Batch
+from sluice.contract.batch import Batch
 from tests.support.stack import ROOT
 
 _RUN_S = 1800.0  # longer than any run of the scripts

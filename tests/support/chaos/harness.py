@@ -11,11 +11,12 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from sluice import Client, Delta, Event
-from sluice.wire import Lane, queue_key
+from sluice.contract import keys
+from sluice.contract.keys import Lane
 from tests.support.chaos.paced import expected_text
 from tests.support.stack import WorkerProcess
 
-QUEUE = queue_key("default", "interactive")
+QUEUE = keys.queue("default", "interactive")
 FINAL = frozenset({"finished", "failed", "cancelled"})  # the types of final events
 _PASSING = "sluice:log:", "sluice:result:", "sluice:job:", "sluice:worker:", "sluice:model:", "sluice:serve:"
 _LASTING = "sluice:dead", "sluice:serve:models"  # bounded by their own rules
@@ -159,8 +160,8 @@ async def count_running(db: redis.asyncio.Redis, ids: Sequence[str]) -> int:
 
 async def count_leases(db: redis.asyncio.Redis, worker: str) -> int:
     """Return how many jobs run on this worker."""
-    keys: list[bytes] = await db.keys("arq:in-progress:*")
-    owners: list[bytes | None] = await db.mget(keys) if keys else []
+    claims: list[bytes] = await db.keys("arq:in-progress:*")
+    owners: list[bytes | None] = await db.mget(claims) if claims else []
     return sum(owner is not None and owner.startswith(f"{worker}:".encode()) for owner in owners)
 
 

@@ -10,7 +10,7 @@ from arq import create_pool
 from arq.connections import RedisSettings
 
 from sluice import Client
-from sluice.wire import Lane
+from sluice.contract.keys import Lane
 from tests.support.chaos.harness import (
     FINAL,
     QUEUE,

@@ -10,13 +10,13 @@ from typing import Literal
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from schemas import keys
+from sluice.contract import keys
+from sluice.contract.refusals import reason_of
 from worker.errors import OwnershipLost
 from worker.json_bytes import dumps
 from worker.queue.job.claims import Claim, cleanup_keys
 from worker.queue.scripts import JOB_LIFE_MS, arguments, script
 from worker.queue.server.clock import ServerClock
-from worker.queue.server.refusals import reason_of
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")

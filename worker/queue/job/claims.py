@@ -14,8 +14,8 @@ from arq.constants import in_progress_key_prefix, job_key_prefix, retry_key_pref
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from schemas import keys
-from schemas.keys import Lane
+from sluice.contract import keys
+from sluice.contract.keys import Lane
 from worker.queue.job.resume_state import ResumeState
 from worker.queue.scripts import JOB_LIFE_MS, arguments, named, script
 from worker.schedule_times import Hours

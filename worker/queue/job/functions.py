@@ -6,7 +6,7 @@ from typing import Any
 
 from arq.worker import Function
 
-from schemas import keys
+from sluice.contract import keys
 from worker.bounded_json.reader import Reader
 from worker.errors import JobFailure
 from worker.queue.job.claims import Claim

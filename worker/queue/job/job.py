@@ -14,8 +14,8 @@ Interruption = Cancelled | Requeue | OwnershipLost | JobFailure
 
 
 @dataclass(slots=True)
-class Usage:
-    """Tokens counted while the job runs, so that failed and cancelled jobs report them too."""
+class RunningUsage:
+    """The `Usage` of the final event, counted while the job runs, so that failed and cancelled jobs report it too."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -58,7 +58,7 @@ class Job:
     claim: Claim
     log: JobLog
     task: asyncio.Task[None] | None = None
-    usage: Usage = field(default_factory=Usage)
+    usage: RunningUsage = field(default_factory=RunningUsage)
     interruption: Interruption | None = None
     began: bool = False  # before that, cancelling the task would skip its ending, or the load of its events
     is_ending: bool = False  # its ending is being written: too late to interrupt it

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import redis
 from redis.exceptions import RedisError
 
-from schemas import keys
+from sluice.contract import keys
 from worker.monitoring.heartbeat import Heartbeat
 from worker.queue.job.claims import Claim, lease_key
 from worker.queue.scripts import JOB_LIFE_MS, source

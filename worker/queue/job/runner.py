@@ -5,7 +5,7 @@ import logging
 
 from redis.asyncio import Redis
 
-from schemas import keys
+from sluice.contract import keys
 from worker.errors import Cancelled, JobFailure, OwnershipLost, Requeue
 from worker.json_bytes import dumps_with_items
 from worker.queue.job.claims import Claim, Claims

@@ -3,8 +3,8 @@
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.exceptions import RedisError
 
+from sluice.contract.redis_url import BAD_OPTION, UNREADABLE, redacted
 from worker.errors import CannotStart
-from worker.redis_url import BAD_OPTION, UNREADABLE, redacted
 from worker.settings import Settings
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from redis.exceptions import RedisError
 
-from worker.queue.server.refusals import reason_of
+from sluice.contract.refusals import reason_of
 
 logger = logging.getLogger("sluice.queue")
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from redis.exceptions import RedisError
 
-from worker.queue.server.refusals import reason_of
+from sluice.contract.refusals import reason_of
 
 
 class Readiness:

@@ -11,11 +11,11 @@ from typing import Any
 from redis.asyncio import ConnectionPool, Redis
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
+from sluice.contract.redis_url import credentials_error, redacted
+from sluice.contract.refusals import is_full, is_temporary
 from worker.errors import CannotStart
 from worker.queue.server.clock import ServerClock
 from worker.queue.server.permissions import NEEDED, acl_command, describe, forbidden, missing
-from worker.queue.server.refusals import is_full, is_temporary
-from worker.redis_url import credentials_error, redacted
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")

@@ -19,7 +19,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from worker.errors import ErrorType, JobFailure
+from sluice.contract.events import ErrorType
+from worker.errors import JobFailure
 from worker.process.frames import LimitExceeded, Limits
 from worker.process.serve import Send, serve
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat, NamedTool
-from schemas.keys import Lane
+from sluice.contract.keys import Lane
 from worker.errors import JobFailure
 from worker.process.child import ChildCrashed, ChildFailed, Children
 from worker.process.frames import LimitExceeded

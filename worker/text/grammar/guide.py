@@ -13,8 +13,8 @@ from typing import NoReturn
 from llguidance import LLMatcher, LLTokenizer
 
 from schemas import ChatRequest
-from schemas.keys import Lane
 from schemas.messages import Message
+from sluice.contract.keys import Lane
 from worker.errors import JobFailure
 from worker.text.dialects.values import Parameters
 from worker.text.grammar.attempt import CompiledGrammar, CompileError, RefusedConstraint, question

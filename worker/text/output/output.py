@@ -3,11 +3,11 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat
-from worker.outcomes import FinishReason
+from sluice.contract.events import FinishReason
+from worker.outcomes import StopReason
 from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded, Repaired
 from worker.text.dialects.json_text import Repair
@@ -224,7 +224,7 @@ class Output:
             if cycle
         ]
 
-    def finish_reason(self, engine: FinishReason) -> Literal["stop", "length", "tool_calls"]:
+    def finish_reason(self, engine: StopReason) -> FinishReason:
         """Return OpenAI's finish reason: "tool_calls" for an answer that stopped and has a call, as agents expect;
         "length" for one that ended in a loop, since it is cut off."""
         if self._cycle:
@@ -251,7 +251,7 @@ class Output:
         self._cursor.add(text)
         return self._read(self._events)
 
-    def flush(self, engine: FinishReason = "stop") -> OutputDelta:
+    def flush(self, engine: StopReason = "stop") -> OutputDelta:
         """Return the rest, at the end of the answer. A call that "length" cut off is kept, incomplete."""
         if self.stopped:
             return _NOTHING

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from schemas import ChatRequest
-from schemas.keys import Lane
+from sluice.contract.keys import Lane
 from worker.errors import CannotStart, JobFailure
 from worker.text.prompt.boundaries import Boundaries, Codec, DroppableRanges, Rendered
 from worker.text.prompt.escaping import ControlTokenEscaping, Inputs

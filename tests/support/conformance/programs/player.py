@@ -18,7 +18,7 @@ from worker import __main__ as worker
 from worker.engine import thread
 from worker.engine.model.load import Model
 from worker.engine.step.cost import StepTimes
-from worker.outcomes import FinishReason, OutcomeListener, Prefilled, Sampled
+from worker.outcomes import OutcomeListener, Prefilled, Sampled, StopReason
 from worker.request import GenerationRequest
 
 _REMEMBERED = 256  # conversations' prompts whose tokens are compared with the next one's
@@ -65,7 +65,7 @@ class Player:
                 return
 
     def _emit(self, request: GenerationRequest, listener: OutcomeListener, at: int, token: int | None) -> None:
-        ending: FinishReason | None = "length" if at + 1 >= request.max_tokens else None
+        ending: StopReason | None = "length" if at + 1 >= request.max_tokens else None
         if token is None:
             ending = "stop"
         listener.on_outcome(Sampled(request.id, token, ending, at=time.monotonic()), 1)

@@ -1,9 +1,10 @@
-"""All key and channel names in Redis. `sluice/wire.py` has the same for clients; a test holds them equal."""
+"""All key and channel names in Redis, the names in them, and how long clients and workers keep what they hold."""
 
 import re
 from typing import Literal
 
 Lane = Literal["interactive", "batch"]
+Function = Literal["chat", "count"]  # a kind of job
 LANES: tuple[Lane, ...] = ("interactive", "batch")
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -17,12 +18,25 @@ WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"
 QUEUES = "sluice:queue:*"
 INDEX = ("lines", "suspects", "leases", "deadlines", "count-lines")
-CANCEL_S = 3600  # seconds that a request to cancel is kept
+CANCEL_S = 3600  # how long a cancel request is stored
+JOB_LIFE_S = 86_400  # life of a job that has not ended: arq's default for a queued body
+# For a job that a client ends: the defaults of SLUICE_LOG_TTL_S and SLUICE_RESULT_TTL_S.
+LOG_TTL_S = 600
+RESULT_TTL_S = 3600
 
 
 def queue(model: str, lane: Lane) -> str:
-    """Sorted set of job ids, scored by the time they were queued in milliseconds: arq's queue."""
+    """Sorted set: ids of the queued and running jobs, arq's queue. The score is the time of submission in Unix
+    milliseconds; a job whose score is in the future waits until then."""
     return f"sluice:queue:{model}:{lane}"
+
+
+def parse_queue(key: bytes) -> tuple[str, Lane] | None:
+    """Return the model and the lane; None if the key is not the key of a queue."""
+    match = re.fullmatch(f"sluice:queue:({MODEL_NAME}):(interactive|batch)", key.decode("utf-8", "replace"))
+    if match is None:
+        return None
+    return match[1], "batch" if match[2] == "batch" else "interactive"
 
 
 def queue_problem(key: str) -> str | None:
@@ -61,6 +75,11 @@ def result(job_id: str) -> str:
 def job(job_id: str) -> str:
     """Hash: state, attempt, lane, tenant, worker, times, and the state for resuming."""
     return f"sluice:job:{job_id}"
+
+
+def body(job_id: str) -> str:
+    """String: the body of a queued or running job, in arq's format."""
+    return f"arq:job:{job_id}"
 
 
 def cancel(job_id: str) -> str:
@@ -113,6 +132,18 @@ def is_model_name(name: str) -> bool:
     return re.fullmatch(MODEL_NAME, name) is not None
 
 
+def check_model_name(name: str) -> None:
+    """Check a model name. Raises ValueError if `MODEL_NAME` does not match."""
+    if not is_model_name(name):
+        raise ValueError(f"a model name must match {MODEL_NAME}, and {name!r} does not")
+
+
 def is_job_id(job_id: str) -> bool:
     """Return True if `JOB_ID` matches the whole id."""
     return re.fullmatch(JOB_ID, job_id) is not None
+
+
+def check_job_id(job_id: str) -> None:
+    """Check a job id. Raises ValueError if `JOB_ID` does not match."""
+    if not is_job_id(job_id):
+        raise ValueError(f"a job id must match {JOB_ID}, and {job_id!r} does not")

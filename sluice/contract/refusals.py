@@ -1,7 +1,4 @@
-"""What the error replies of a server mean, and which of them end by themselves.
-
-The client and the worker, which do not import each other, have a copy each; a test compares the two.
-"""
+"""What the error replies of a server mean, and which of them end by themselves."""
 
 from redis.exceptions import (
     AuthenticationError,

@@ -1,9 +1,11 @@
 """The exact key names in Redis, which other programs use."""
 
-import pytest
+from collections.abc import Callable
 
-from schemas import keys
-from sluice import wire
+import pytest
+from arq.constants import job_key_prefix
+
+from sluice.contract import keys
 
 NAMES = {
     keys.queue("default", "interactive"): "sluice:queue:default:interactive",
@@ -31,6 +33,22 @@ NAMES = {
 
 def test_every_key_has_the_contract_s_name() -> None:
     assert list(NAMES) == list(NAMES.values())
+
+
+def test_the_body_is_where_arq_looks_for_it() -> None:
+    assert keys.body("a") == job_key_prefix + "a"
+
+
+def test_a_queue_s_key_names_its_model_and_lane() -> None:
+    assert keys.parse_queue(keys.queue("m-1", "batch").encode()) == ("m-1", "batch")
+    assert keys.parse_queue(b"sluice:queue:m-1:fast") is keys.parse_queue(b"\xff") is None
+
+
+@pytest.mark.parametrize(("check", "name"), [(keys.check_job_id, "a b"), (keys.check_model_name, "org/model")])
+def test_a_bad_name_is_an_error_that_quotes_it(check: Callable[[str], None], name: str) -> None:
+    check("a")
+    with pytest.raises(ValueError, match=name):
+        check(name)
 
 
 def test_there_are_two_lanes_and_the_interactive_one_comes_first() -> None:
@@ -76,6 +94,5 @@ def test_a_bad_model_name_is_refused(name: str) -> None:
 )
 def test_a_key_that_is_no_queue_has_a_problem_and_the_right_name(key: str, problem: str | None) -> None:
     said = keys.queue_problem(key)
-    assert said == wire.queue_problem(key)
     assert (said is None) == (problem is None)
     assert said is None or said.startswith(str(problem))

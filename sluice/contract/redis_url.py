@@ -1,8 +1,4 @@
-"""Checks URLs of Redis servers, and redacts their passwords.
-
-`sluice/transport/redis_url.py` and `worker/redis_url.py` are copies, and a test keeps them equal: a backend does not
-install the worker.
-"""
+"""Checks URLs of Redis servers, and redacts their passwords."""
 
 import re
 from urllib.parse import parse_qsl

@@ -1,0 +1,246 @@
+"""A job's events: each is one JSON object, in a list and on a channel. `seq` is the index in the list.
+
+The JSON Schema is made of these classes: the text below a field describes it there, and its metadata bound it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, Literal, TypeVar, get_args
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+ErrorType = Literal["invalid_request", "unsupported", "too_large", "overloaded", "deadline", "internal"]
+ProgressPhase = Literal["waiting", "loading", "encoding", "scoring", "prefill"]
+FinalType = Literal["finished", "failed", "cancelled"]
+FINAL: tuple[FinalType, ...] = get_args(FinalType)
+WAITING = "waiting"  # the phase of the progress that a reader makes
+COUNT: dict[str, Any] = {"ge": 0}  # of a field: its least value
+
+
+def _says(text: str) -> dict[str, Any]:
+    """Describe a field for the classes that inherit it, which do not inherit the text below it."""
+    return {"description": text}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a job."""
+
+    prompt_tokens: int = field(metadata=COUNT)
+    completion_tokens: int = field(metadata=COUNT)
+    """Sampled tokens: the sum of all `token_ids`."""
+    cached_tokens: int = field(metadata=COUNT)
+    """Prompt tokens taken from the prefix cache."""
+    image_tokens: int | None = field(default=None, metadata=COUNT)
+    """Prompt tokens that stand for images; absent if there were none."""
+    kept_tokens: int | None = field(default=None, metadata=COUNT)
+    """Prompt tokens that SpecPrefill kept; absent if it did not apply."""
+    reasoning_tokens: int | None = field(default=None, metadata=COUNT)
+    """Answer tokens of the reasoning, with its markers; absent if the model has no markers around it."""
+    accepted_prediction_tokens: int | None = field(default=None, metadata=COUNT)
+    """Answer tokens that the request's `prediction` held; absent without a prediction."""
+    rejected_prediction_tokens: int | None = field(default=None, metadata=COUNT)
+    """Tokens of the prediction that were tried in vain; absent without a prediction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Durations in seconds, and the decode rate in tokens per second."""
+
+    queue_s: float
+    """From submission to this attempt's claim."""
+    prefill_s: float
+    """From the claim to the end of the prompt."""
+    ttft_s: float
+    """From the claim to the first token."""
+    decode_s: float
+    """From the first token to the last."""
+    tokens_per_s: float
+    """Tokens after the first per second, from the first to the last, as the engine made them; 0 if there are fewer than
+    two in this attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobError:
+    """Why a job failed."""
+
+    type: ErrorType
+    message: str
+    retryable: bool
+    """The same request may succeed later."""
+    param: str | None = None
+    """The field of the request that caused it; absent if none did or it is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Fields common to all events. A type that a later worker adds is read as a bare event."""
+
+    id: str
+    seq: int = field(metadata=COUNT | _says("The index in the job's list: 0, 1, 2 ... through all attempts."))
+    attempt: int = field(metadata={"ge": 1} | _says("Number of the claim that sent it."))
+    ts: float = field(metadata=_says("Unix seconds of the server's clock, as estimated by the worker."))
+    type: str
+
+    @property
+    def final(self) -> bool:
+        """True for the last event of a job."""
+        return self.type in FINAL
+
+    @property
+    def stored(self) -> bool:
+        """True for the events of workers; False for one that the reader itself made, which has no `seq` of its own."""
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AttemptBegins(Event):
+    model: str
+    fingerprint: str = field(
+        metadata=_says("Identifies the model: attempts with the same fingerprint and seed sample the same tokens.")
+    )
+    worker: str
+    seed: int = field(metadata=_says("The request's, or the one that was drawn."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(_AttemptBegins):
+    """The first attempt begins."""
+
+    type: Literal["started"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed(_AttemptBegins):
+    """A new attempt continues after the delivered tokens."""
+
+    type: Literal["resumed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted(_AttemptBegins):
+    """A new attempt starts over: drop the text so far."""
+
+    type: Literal["restarted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Event):
+    """Progress before the first token; at most four events a second. The phase `waiting` is made by a reader when the
+    last live worker of the model has gone, and when one has come back, and is never in the list."""
+
+    type: Literal["progress"]
+    seq: int = field(metadata={"ge": -1})
+    """The index in the job's list; of the phase `waiting` the last index that its reader has."""
+    attempt: int = field(metadata=COUNT)
+    """Number of the claim that sent it; 0 if a reader waits for the first."""
+    phase: ProgressPhase
+    done: int = field(metadata=COUNT)
+    total: int = field(metadata=COUNT)
+    workers: int | None = field(default=None, metadata=COUNT)
+    """Live workers of the model; only with the phase `waiting`."""
+
+    @property
+    def stored(self) -> bool:
+        return self.phase != WAITING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta(Event):
+    """Output since the last delta. Text that may be the start of a stop string is held back."""
+
+    type: Literal["delta"]
+    token_ids: tuple[int, ...]
+    """Each sampled token is in exactly one delta, even if its text is held back. None after a stop."""
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+    """OpenAI's delta form."""
+    logprobs: tuple[dict[str, Any], ...] | None = None
+    """OpenAI's form, one entry per token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(Event):
+    """The job completed."""
+
+    type: Literal["finished"]
+    finish_reason: FinishReason
+    stop_sequence: str | None = None
+    """The one of the request's `stop` strings that ended the answer."""
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Event):
+    """The job ended with an error."""
+
+    type: Literal["failed"]
+    error: JobError
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled(Event):
+    """The job was cancelled."""
+
+    type: Literal["cancelled"]
+    reason: str
+    usage: Usage
+
+
+EVENTS: dict[str, type[Event]] = {
+    "started": Started,
+    "progress": Progress,
+    "delta": Delta,
+    "resumed": Resumed,
+    "restarted": Restarted,
+    "finished": Finished,
+    "failed": Failed,
+    "cancelled": Cancelled,
+}
+_NESTED: dict[str, type[Usage] | type[Timings] | type[JobError]] = {
+    "usage": Usage,
+    "timings": Timings,
+    "error": JobError,
+}
+
+D = TypeVar("D")
+
+
+def parse_event(raw: bytes | str) -> Event:
+    """Parse an event. Unknown fields are dropped, and an unknown event type becomes a bare `Event`.
+
+    Raises ValueError if `raw` is not an event of a worker.
+    """
+    try:
+        return _parse_event(json.loads(raw))
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"no event: {type(error).__name__} at {error}") from None
+
+
+def _parse_event(event: Any) -> Event:
+    match event:
+        case {"type": str(), "id": str(), "seq": int(), "attempt": int(), "ts": int() | float()}:
+            pass
+        case _:
+            raise ValueError("no event: type, id, seq, attempt or ts is absent or of another type")
+    for name, nested in _NESTED.items():
+        if name in event:
+            event[name] = parse_as(nested, event[name])
+    for name, value in event.items():
+        if isinstance(value, list):
+            event[name] = tuple(value)
+    return parse_as(EVENTS.get(event["type"], Event), event)
+
+
+def parse_as(cls: type[D], values: Mapping[str, Any]) -> D:
+    """Create a `cls` from a mapping, dropping unknown fields."""
+    return cls(**{name: values[name] for name in _names(cls) if name in values})  # type: ignore[arg-type]
+
+
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
