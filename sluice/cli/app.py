@@ -6,20 +6,17 @@ from typing import Annotated
 import typer
 
 from sluice import __version__
+from sluice.cli import worker_commands
 from sluice.cli.batch.command import batch
 from sluice.cli.commands.cancel import cancel
 from sluice.cli.commands.chat import chat
-from sluice.cli.commands.check import check
 from sluice.cli.commands.dead import dead
 from sluice.cli.commands.keys import keys
-from sluice.cli.commands.prefix import prefix
 from sluice.cli.commands.queue import queue
 from sluice.cli.commands.serve import serve
 from sluice.cli.commands.submit import submit
 from sluice.cli.commands.tail import tail
 from sluice.cli.commands.up import up
-from sluice.cli.commands.words import parse, prompt
-from sluice.cli.commands.worker import worker
 from sluice.cli.commands.workers import workers
 from sluice.cli.errors import CliError
 from sluice.cli.terminal.output import replace_unencodable
@@ -32,13 +29,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog='\b\nExample:\n  sluice chat "What is the capital of Ghana?"',
 )
-app.command(context_settings={"allow_extra_args": True})(worker)
-for command in (up, serve, check, prompt, parse, chat, submit, tail, cancel, workers):
+worker_commands.add(app, "worker", takes_any_arguments=True)
+for command in (up, serve):
+    app.command()(command)
+for name in ("check", "prompt", "parse"):
+    worker_commands.add(app, name)
+for command in (chat, submit, tail, cancel, workers):
     app.command()(command)
 app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")
-app.add_typer(prefix, name="prefix")
+worker_commands.add(app, "prefix")
 app.add_typer(queue, name="queue")
 
 

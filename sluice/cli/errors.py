@@ -54,7 +54,13 @@ def needs_worker() -> Iterator[None]:
     try:
         yield
     except ImportError as missing:
-        raise CliError(f"the worker is not installed here ({missing}): {INSTALL}") from None
+        raise no_worker(missing) from None
+
+
+def no_worker(missing: ImportError | None) -> CliError:
+    """Return the error of a command that needs the worker where it, or a package of its, is not installed."""
+    what = f" ({missing})" if missing else ""
+    return CliError(f"the worker is not installed here{what}: {INSTALL}")
 
 
 @asynccontextmanager

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.app import app
-from sluice.cli.commands.prefix import _warmed
 from sluice.cli.errors import CliError
 from tests.prefix_store.segments import files, read, segment, store, written
 from worker.chat.warm import Warmed
+from worker.cli.prefix import _warmed
 from worker.outcomes import NotStored, StoreResult
 from worker.prefix_store.files.names import IMAGE_FEATURES, model_digest, model_record
 from worker.prefix_store.folder.folder import Folder

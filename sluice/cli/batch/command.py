@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli import worker_commands
 from sluice.cli.batch.feed import feed
 from sluice.cli.batch.run import run
-from sluice.cli.batch.schedule import schedule
 from sluice.cli.batch.view import describe_state, print_problems, print_report
 from sluice.cli.errors import CliError, connected
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
@@ -42,7 +42,7 @@ def about() -> None:
 
 
 batch.command()(run)
-batch.command()(schedule)
+worker_commands.add(batch, "batch.schedule")
 batch.command(hidden=True)(feed)
 
 

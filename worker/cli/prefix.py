@@ -9,8 +9,8 @@ import typer
 from sluice.cli.errors import CliError, needs_worker
 from sluice.cli.options import AsJson
 from sluice.cli.terminal.output import print_json
-from sluice.cli.terminal.prefixes import facts, print_prefixes
 from sluice.cli.terminal.view import note
+from worker.cli.prefixes import facts, print_prefixes
 
 if TYPE_CHECKING:
     from worker.chat.warm import Warmed

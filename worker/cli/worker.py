@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from sluice.cli import option_values
-from sluice.cli.errors import INSTALL, CliError
+from sluice.cli.errors import CliError, no_worker
 
 
 def worker(
@@ -57,4 +57,4 @@ def _serve(settings: dict[str, object]) -> None:
         except CannotStart as error:
             raise CliError(str(error)) from None
     except ModuleNotFoundError as missing:  # the worker imports most of its packages when it runs
-        raise CliError(f"the worker is not installed here ({missing}): {INSTALL}") from None
+        raise no_worker(missing) from None

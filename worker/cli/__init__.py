@@ -1,0 +1,1 @@
+"""Commands of the worker's distribution. `sluice` finds them by their entry points, in pyproject.toml."""
