@@ -11,7 +11,6 @@ from scripts.benchmarks import engine, sampling, spine
 from scripts.benchmarks.serve import command as serve
 from scripts.benchmarks.serve import options as serve_options
 from scripts.benchmarks.speculation import command as speculation
-from scripts.benchmarks.speculation import options as speculation_options
 
 
 def main() -> int:
@@ -24,7 +23,7 @@ def main() -> int:
     engine.add_options(names.add_parser("engine", help="continuous batching against mlx-lm's, and its own limits"))
     serve_options.add_options(names.add_parser("serve", help=serve_options.SUMMARY))
     sampling.add_options(names.add_parser("sampling", help="cost of sampling, and of a step on the host"))
-    speculation_options.add_options(names.add_parser("speculation", help=speculation_options.SUMMARY))
+    speculation.add_options(names.add_parser("speculation", help=speculation.SUMMARY))
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers of a benchmark are stopped too
     console = Console(width=110)

@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.simulation.arrivals import Arrival, burst, from_trace, means, poisson
-from scripts.simulation.bound import Bound
 from scripts.simulation.costs import MODELS, Costs
-from scripts.simulation.figures import Figures
+from scripts.simulation.figures import Bound, Figures
 from scripts.simulation.machine import NONE, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner, Policy
 from tests.support import growing_memory

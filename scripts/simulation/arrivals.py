@@ -1,7 +1,7 @@
 """Requests of a simulation: generated, or read from a recorded trace."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -50,3 +50,21 @@ def from_trace(path: Path) -> list[Arrival]:
     """Read a trace: a JSON object per line with `at_s`, `prompt` and `answer` (tokens), and optionally `lane`."""
     lines = (json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip())
     return sorted((Arrival(**line) for line in lines), key=lambda arrival: arrival.at_s)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request in the simulation, and what its client has received."""
+
+    id: str
+    arrival: Arrival
+    admitted_s: float = 0.0
+    done: int = 0  # prompt tokens computed, of `total`
+    joined_s: float = 0.0
+    started: bool = False  # a decode step has begun to draw its first token
+    token_times_s: list[float] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Prompt tokens to prefill: all but the last, which the row is fed when it decodes."""
+        return self.arrival.prompt - 1

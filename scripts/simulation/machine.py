@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from scripts.simulation.arrivals import Arrival
+from scripts.simulation.arrivals import Arrival, Request
 from scripts.simulation.costs import Costs
 from scripts.simulation.policies import Planner
-from scripts.simulation.request import Request
 from worker.engine.step.cost import Chunk, Forward
 
 MAX_ROWS = 32

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from scripts.simulation.arrivals import Request
 from scripts.simulation.costs import Costs
-from scripts.simulation.request import Request
 from worker.engine.step.budget import Running
 from worker.engine.step.cost import MAX_CHUNK, CostEstimate, Forward
 from worker.engine.step.plan import Order, PromptState, StepLimits, in_order

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from scripts.benchmarks.serve.figures import GOOD_FIRST_S
 from scripts.simulation import __main__ as command
 from scripts.simulation.arrivals import Arrival, burst, from_trace, means, poisson
-from scripts.simulation.bound import Bound, most_in_time
 from scripts.simulation.costs import HYBRID, MODELS, PLAIN, Costs, interpolated
-from scripts.simulation.figures import Figures
+from scripts.simulation.figures import Bound, Figures, most_in_time
 from scripts.simulation.machine import MAX_ROWS, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner
 from tests.support.growing_memory import RULES, requests

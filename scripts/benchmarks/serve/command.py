@@ -18,8 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from scripts.benchmarks.conditions import THREADS, conditions
 from scripts.benchmarks.serve import bare, report
 from scripts.benchmarks.serve.figures import Figures
-from scripts.benchmarks.serve.models import MODELS
-from scripts.benchmarks.serve.options import contenders_of, options_of, scenarios_of
+from scripts.benchmarks.serve.options import MODELS, contenders_of, options_of, scenarios_of
 from scripts.benchmarks.serve.results import Outcome, Result, Verdict, gather, judge
 from scripts.benchmarks.serve.runner import Runner
 from scripts.benchmarks.serve.scenarios import Options, turn_s

@@ -2,14 +2,38 @@
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.serve import models, servers, trace
+import mlx.core as mx
+
+from models.random_checkpoints import hybrid_checkpoint, non_word_tokens, random_checkpoint
+from scripts.benchmarks.serve import servers, trace
 from scripts.benchmarks.serve.scenarios import DEFAULT, SCENARIOS, Options
 from scripts.benchmarks.serve.servers import MLX_SERVER, Contender
 from scripts.benchmarks.serve.workload import Mix
+
+
+def dense(folder: Path) -> Path:
+    """Write a dense model of 83 million parameters, and return the folder."""
+    return random_checkpoint(folder, hidden=768, layers=12, kv_heads=4, never_sampled=non_word_tokens())
+
+
+def hybrid(folder: Path) -> Path:
+    """Write a model of 29 million parameters with one attention layer in four, and return the folder."""
+    return hybrid_checkpoint(folder, never_sampled=non_word_tokens())
+
+
+def large(folder: Path) -> Path:
+    """Write a dense model of 1.4 billion parameters in bfloat16 (the layers of Qwen3-1.7B), and return the folder."""
+    return random_checkpoint(folder, hidden=2048, layers=28, dtype=mx.bfloat16, never_sampled=non_word_tokens())
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {"plain": dense, "hybrid": hybrid, "large": large}
+DEFAULT_MODELS = ("plain", "hybrid")
+
 
 SUMMARY = "chats of real clients: bursts and open arrival, next to other servers"
 _RETURNING = 20  # texts that all prompts are drawn from
@@ -46,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_what(group: Any) -> None:
     defaults = Options()
-    group.add_argument("--model", type=_model, nargs="+", default=[*models.DEFAULT], metavar="MODEL",
+    group.add_argument("--model", type=_model, nargs="+", default=[*DEFAULT_MODELS], metavar="MODEL",
                        help="plain, hybrid, large (1.4 billion parameters, for a GPU), or the folder of a checkpoint; "
                             "default: plain hybrid")  # fmt: skip
     group.add_argument("--scenario", choices=SCENARIOS, nargs="+", metavar="NAME",
@@ -129,10 +153,8 @@ def new_file(text: str) -> Path:
 
 
 def _model(text: str) -> str:
-    if text not in models.MODELS and not (Path(text) / "config.json").is_file():
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(models.MODELS)}, nor a folder with a config.json"
-        )
+    if text not in MODELS and not (Path(text) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(MODELS)}, nor a folder with a config.json")
     return text
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from scripts.benchmarks.serve import servers
 from scripts.benchmarks.serve.driver import drive
-from scripts.benchmarks.serve.models import MODELS
+from scripts.benchmarks.serve.options import MODELS
 from scripts.benchmarks.serve.servers import NotServing
 from scripts.benchmarks.serve.workload import Chat, Turn
 from scripts.tests.serve.stub import stub_server

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from scripts.benchmarks.speculation.clocks import Clocks
-from scripts.benchmarks.speculation.figures import Case, Pair, Result, Run
+from scripts.benchmarks.speculation.figures import Case, Clocks, Pair, Result, Run
 
 
 def run(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from scripts.benchmarks.speculation.bars import judge
 from scripts.benchmarks.speculation.figures import Result
+from scripts.benchmarks.speculation.report import judge
 from scripts.tests.speculation.results import result
 
 STEP_S = 0.1

@@ -10,10 +10,9 @@ import pytest
 
 from models.random_checkpoints import hybrid_checkpoint, random_checkpoint
 from scripts.benchmarks.speculation import command
-from scripts.benchmarks.speculation.checkpoints import RANDOM
+from scripts.benchmarks.speculation.command import add_options
 from scripts.benchmarks.speculation.figures import Pair, Result, TokensDiffer
-from scripts.benchmarks.speculation.options import add_options
-from scripts.benchmarks.speculation.runner import Comparison
+from scripts.benchmarks.speculation.runner import RANDOM, Comparison
 from tests.support.stack import TINY_CHAT
 
 

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from scripts.benchmarks.speculation.clocks import Clocks
-from scripts.benchmarks.speculation.figures import Case, Meter, NotAnswered, Pair, Result, Run, TokensDiffer
+from scripts.benchmarks.speculation.figures import Case, Clocks, Meter, NotAnswered, Pair, Result, Run, TokensDiffer
 from scripts.tests.speculation.results import run
 from worker.outcomes import Outcome, Prefilled, Refused, RowFailed, Sampled, Speculated
 
