@@ -66,12 +66,12 @@ def dense(hidden: int, layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def non_word_tokens() -> list[int]:
-    """Return the tokens that are not whole ASCII words. If a random model never samples them, all answers have the same
-    length, and equal texts have equal tokens."""
+def non_word_tokens(word: str = "Ġ?[A-Za-z0-9]+") -> list[int]:
+    """Return the tokens that do not match `word`, by default whole ASCII words; Ġ is a space. If a random model never
+    samples them, all answers have the same length, and equal texts have equal tokens."""
     config = json.loads((TINY_CHAT / "tokenizer.json").read_text("utf-8"))
     vocab: dict[str, int] = config["model"]["vocab"]
-    return [token for text, token in vocab.items() if not re.fullmatch("Ġ?[A-Za-z0-9]+", text)] + [
+    return [token for text, token in vocab.items() if not re.fullmatch(word, text)] + [
         added["id"] for added in config["added_tokens"]
     ]
 

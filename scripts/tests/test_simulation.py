@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scripts.benchmarks.serve.figures import GOOD_FIRST_S
 from scripts.simulation import __main__ as command
 from scripts.simulation.arrivals import Arrival, burst, from_trace, means, poisson
-from scripts.simulation.costs import HYBRID, MODELS, PLAIN, Costs, interpolated
+from scripts.simulation.costs import HYBRID, MODELS, PLAIN, Costs
 from scripts.simulation.figures import Bound, Figures, most_in_time
 from scripts.simulation.machine import MAX_ROWS, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner
@@ -87,33 +87,15 @@ def test_every_request_gets_its_tokens_in_order(policy: str) -> None:
         assert request.token_times_s[0] > request.arrival.at_s
 
 
-def test_a_request_alone_takes_its_forwards_and_little_more() -> None:
-    arrival = Arrival(0.0, prompt=65, answer=20)
-    bare_s = PLAIN.forward_s(1, 64) + 20 * PLAIN.forward_s(1, 1)
-    assert machine([arrival]).now_s == pytest.approx(bare_s, rel=0.2)
-
-
 def test_measured_shapes_cost_what_was_measured() -> None:
     for costs in MODELS.values():
         for (rows, tokens), ms in costs.measured_ms.items():
             assert costs.forward_s(rows, tokens) == pytest.approx(ms / 1000)
 
 
-def test_cost_between_and_beyond_measured_shapes_lies_on_a_line() -> None:
-    points = [(1.0, 10.0), (3.0, 20.0), (5.0, 60.0)]
-    assert [interpolated(points, x) for x in (0, 2, 3, 4, 7)] == [5, 15, 20, 40, 100]
-
-
 def test_load_of_one_is_the_rate_at_which_bare_forwards_take_all_the_time() -> None:
     assert command.capacity(PLAIN) == pytest.approx(2.17, rel=0.01)
     assert command.capacity(HYBRID) == pytest.approx(3.73, rel=0.01)
-
-
-def test_everything_takes_longer_on_a_slower_machine() -> None:
-    slower = PLAIN.slower(1.5)
-    assert slower.forward_s(3, 40) == pytest.approx(1.5 * PLAIN.forward_s(3, 40))
-    assert slower.overheads.join_s == 1.5 * PLAIN.overheads.join_s
-    assert command.capacity(slower) == pytest.approx(command.capacity(PLAIN) / 1.5)
 
 
 # What no plan can expect
@@ -138,13 +120,6 @@ def test_gaps_keep_their_limit_while_all_steps_take_longer_than_measured(hidden:
     gaps = gaps_s(disturbed(arrivals, Disturbance(hidden=hidden)))
     learned = len(gaps) // 5
     assert max(gaps[learned:]) <= 0.3
-
-
-def test_stalls_are_as_frequent_and_long_as_asked() -> None:
-    arrivals = poisson(1.0, 60.0, seed=1)
-    stalls_s = [each for each in gaps_s(disturbed(arrivals, Disturbance(stalls_per_s=0.1))) if each > 0.3]
-    assert stalls_s
-    assert max(stalls_s) < 0.3 + 1.5 * Disturbance().stall_s
 
 
 # What is possible

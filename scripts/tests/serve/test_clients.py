@@ -10,8 +10,8 @@ from scripts.benchmarks.serve import clients, workload
 from scripts.benchmarks.serve.driver import Reply, Request, Unanswered, drive, drive_beside
 from scripts.benchmarks.serve.figures import Answer
 from scripts.benchmarks.serve.workload import Chat, Turn
-from scripts.tests.serve.stub import Stub, stub_server
 from tests.support.stack import WorkerProcess
+from tests.support.stub_server import Stub, stub_server
 
 
 class Recorder:

@@ -10,8 +10,8 @@ from scripts.benchmarks.serve import command
 from scripts.benchmarks.serve.options import add_options, contenders_of, options_of, scenarios_of
 from scripts.benchmarks.serve.scenarios import DEFAULT
 from scripts.benchmarks.serve.servers import BASELINE, MLX_SERVER, OURS
-from scripts.tests.serve.stub import stub_server
 from tests.support.stack import ROOT, TINY_CHAT
+from tests.support.stub_server import stub_server
 
 
 def given(*arguments: str) -> argparse.Namespace:

@@ -18,10 +18,6 @@ def test_percentiles_are_interpolated(share: float, value: float) -> None:
     assert percentile([4, 2, 1, 3], share) == pytest.approx(value)
 
 
-def test_there_is_no_percentile_of_nothing() -> None:
-    assert math.isnan(percentile([], 0.5))
-
-
 @pytest.mark.parametrize(
     ("given", "good"),
     [
@@ -91,11 +87,6 @@ def test_later_turns_of_conversations_have_figures_of_their_own() -> None:
 
 def test_what_a_cache_holds_is_unknown_if_a_server_does_not_report_it() -> None:
     assert math.isnan(Figures.of([answer(1.0), answer(1.0, tokens_before=9)]).found)
-
-
-def test_offline_answers_count_apart() -> None:
-    figures = Figures.of([answer(1.0, 2.0)], offline=[answer(0.5, tokens=64)])
-    assert (figures.tokens_per_s, figures.offline_tokens_per_s) == (1.0, 32.0)
 
 
 def test_the_median_of_runs_is_taken_figure_by_figure() -> None:

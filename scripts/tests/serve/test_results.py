@@ -8,7 +8,7 @@ from rich.console import Console
 
 from scripts.benchmarks.serve import report
 from scripts.benchmarks.serve.figures import Answer, Figures
-from scripts.benchmarks.serve.results import Outcome, Result, Verdict, gather, judge
+from scripts.benchmarks.serve.results import Outcome, Result, gather, judge
 from scripts.benchmarks.serve.servers import BASELINE, OURS
 
 PEER = "mlx_lm.server"
@@ -31,11 +31,6 @@ def test_runs_of_one_case_become_one_result_of_their_medians() -> None:
     runs = [outcome(OURS, tokens_per_s=speed, rate=rate) for speed, rate in ((1, 6), (3, 4), (2, 5))]
     [result] = gather(runs)
     assert (result.figures.tokens_per_s, result.rate, len(result.runs)) == (2, 5, 3)
-
-
-def test_results_of_one_case_stand_side_by_side() -> None:
-    found = gather([outcome(OURS, case="a"), outcome(OURS, case="b"), outcome(PEER, case="b"), outcome(PEER, case="a")])
-    assert [(each.case, each.server) for each in found] == [("a", OURS), ("a", PEER), ("b", OURS), ("b", PEER)]
 
 
 def test_a_burst_is_compared_with_the_best_other_server_figure_by_figure() -> None:
@@ -120,39 +115,8 @@ def test_a_table_has_a_row_for_each_server_and_names_the_case_once() -> None:
     assert ["123.4" in lines[0], "98.7" in lines[1], text.count("32 at once")] == [True, True, 1]
 
 
-def test_each_scenario_has_a_table_of_its_own() -> None:
-    text = printed(gather([outcome(OURS), outcome(OURS, "open", "load 0.50", good=0.5)]))
-    assert text.index("plain: burst") < text.index("plain: open") < text.index("50%")
-
-
-def test_tenants_and_offline_work_have_columns_when_there_are_any() -> None:
-    results = gather([outcome(OURS, "open", "x")])
-    assert "worst tenant" not in printed(results)
-    assert "worst tenant" in printed(results, tenants=True)
-    assert "offline tokens/s" in printed(results, offline=True)
-
-
-@pytest.mark.parametrize(("value", "text"), [(0.0124, "12 ms"), (1.234, "1.23 s"), (float("nan"), "–")])
-def test_seconds_are_written_with_their_unit(value: float, text: str) -> None:
-    assert report.seconds(value) == text
-
-
 def test_failed_turns_and_a_late_client_are_noted() -> None:
     failed = Outcome(OURS, "open", "x", figures(failed=2.0, client_late_s=0.2), error="too busy")
     notes = "\n".join(report.notes(gather([failed])))
     assert "2 turns failed; the first: too busy" in notes
     assert "200 ms late" in notes
-
-
-def test_what_the_way_to_our_clients_adds_is_noted() -> None:
-    answer = Answer(0.0, 0.0, (1.0,), 1, 1, server_first_s=0.975)
-    assert "25 ms after" in report.notes(gather([Outcome(OURS, "open", "x", Figures.of([answer]))]))[1]
-
-
-def test_a_missed_bar_is_marked() -> None:
-    console = Console(file=io.StringIO(), width=100)
-    table = report.verdict_table([Verdict.at_least("a", 1.0, 0.5), Verdict.at_most("b", 1.0, 0.5)], "plain")
-    console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    rows = [line for line in console.file.getvalue().splitlines() if "0.50" in line]
-    assert ["no" in rows[0], "yes" in rows[1]] == [True, True]

@@ -108,12 +108,6 @@ async def test_offline_chats_run_beside_open_arrival_alone() -> None:
     assert outcome.figures.offline_tokens_per_s > 0 == burst.figures.offline_tokens_per_s
 
 
-async def test_a_conversation_is_sent_with_its_history() -> None:
-    server = Instant("a")
-    await measured(server, scenarios=["trace"])
-    assert ["hi", "word", "and"] in [[each["content"] for each in request.messages] for request in server.requests]
-
-
 async def test_agents_are_measured_over_http_and_other_servers_without_reminders() -> None:
     ours, peer = Instant("a", ours=True), Instant("b")
     outcomes = await measured(ours, peer, scenarios=["burst", "agents"])

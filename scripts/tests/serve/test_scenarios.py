@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from scripts.benchmarks.serve import scenarios, trace
+from scripts.benchmarks.serve import trace
 from scripts.benchmarks.serve.bare import Bare
 from scripts.benchmarks.serve.figures import Answer
 from scripts.benchmarks.serve.scenarios import SCENARIOS, Options, best_load, cases, next_load, turn_s
@@ -70,11 +70,6 @@ def test_a_trace_has_a_load_of_its_own() -> None:
     assert case.load == pytest.approx((22 * 0.001 + 3 * 0.04 / 32) / 4)
 
 
-def test_returning_prompts_are_sent_before_the_measurement() -> None:
-    [case] = cases("open", Options(loads=(0.5,), mix=Mix(returning=3)), BARE)
-    assert {chat.turns[0].text for chat in case.chats(Random(0))} <= {*case.seen}
-
-
 # The search
 
 
@@ -100,7 +95,3 @@ def test_a_server_that_is_never_good_has_no_highest_load() -> None:
 
 def test_a_load_above_the_first_bad_one_does_not_count() -> None:
     assert best_load({0.5: 0.95, 1.0: 0.6, 2.0: 0.92}) == 0.5
-
-
-def test_the_searched_case_has_the_load_that_it_is_given() -> None:
-    assert scenarios.highest_case(Options(), BARE, 0.7).load == 0.7

@@ -1,13 +1,13 @@
 """Chats and arrivals by seed."""
 
-from itertools import islice, pairwise
+from itertools import pairwise
 from random import Random
 from statistics import fmean, median
 
 import pytest
 
 from scripts.benchmarks.serve import workload
-from scripts.benchmarks.serve.workload import ANSWER_TOKENS, PROMPT_WORDS, Chat, LogNormal, Mix, Texts, arrivals
+from scripts.benchmarks.serve.workload import ANSWER_TOKENS, PROMPT_WORDS, Chat, LogNormal, Mix, arrivals
 
 
 def first_words(chats: list[Chat]) -> list[str]:
@@ -56,10 +56,6 @@ def test_few_lengths_have_about_the_same_mean_for_every_seed() -> None:
     assert all(mean == pytest.approx(PROMPT_WORDS.mean, rel=0.15) for mean in means)
 
 
-def test_prompts_have_the_number_of_words_that_they_are_given() -> None:
-    assert [len(Texts(Random(0)).draw(words).split()) for words in (1, 2, 60)] == [1, 2, 60]
-
-
 def test_turns_of_a_conversation_follow_after_a_pause() -> None:
     chats = Mix().conversations(rate=1, seconds=30, think_s=3, dice=Random(0))
     later = [turn for chat in chats for turn in chat.turns[1:]]
@@ -92,14 +88,3 @@ def test_an_agents_turns_have_100_to_300_words_and_as_many_in_all_for_each_seed_
     assert lengths[0] == lengths[1] == lengths[2]
     assert (lengths[0][0], lengths[0][-1]) == (100, 300)
     assert all(len(turn.reminder.split()) == workload.REMINDER_WORDS for chat in runs[2] for turn in chat.turns)
-
-
-def test_the_first_tenant_sends_most() -> None:
-    tenants = [chat.tenant for chat in Mix(tenants=3).open(20, 40, Random(0))]
-    counts = [tenants.count(f"tenant-{number}") for number in (1, 2, 3)]
-    assert counts == sorted(counts, reverse=True)
-    assert sum(counts) == len(tenants)
-
-
-def test_offline_chats_are_of_the_batch_lane() -> None:
-    assert {chat.lane for chat in islice(workload.offline(Random(0)), 3)} == {"batch"}

@@ -48,13 +48,6 @@ def test_a_value_that_makes_no_sense_is_refused(arguments: list[str]) -> None:
         given(*arguments)
 
 
-def test_the_help_lists_tasks_and_proposers() -> None:
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    text = parser.format_help()
-    assert all(f"\n  {name} " in text for name in ("recall", "mixed", "copies", "mtp-fixed"))
-
-
 @pytest.mark.slow
 def test_a_short_run_measures_equal_answers_and_writes_all_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -73,10 +73,6 @@ def test_an_answer_that_is_missing_or_short_differs(answers: dict[str, tuple[int
         )
 
 
-def test_equal_answers_pass() -> None:
-    Pair(run(), run(rate=500)).check(CASE)
-
-
 def test_the_speed_is_the_median_of_the_pairs_and_not_of_the_runs() -> None:
     pairs = [Pair(run(rate=off), run(rate=on)) for off, on in ((10, 10), (4, 8), (1, 30))]
     assert Result(CASE, tuple(pairs)).speed == 2
@@ -98,8 +94,3 @@ def test_without_drafts_each_forward_makes_a_token_and_no_share_is_known() -> No
 def test_the_longest_gap_is_that_of_all_pairs() -> None:
     pairs = tuple(Pair(run(gap_s=0.02), run(gap_s=gap_s)) for gap_s in (0.01, 0.05, 0.03))
     assert (Result(CASE, pairs).plain_gap_s, Result(CASE, pairs).gap_s) == (0.02, 0.05)
-
-
-@pytest.mark.parametrize(("rows", "answers"), [(1, 8), (3, 9), (8, 8), (16, 16)])
-def test_each_row_answers_as_many_requests_of_a_run(rows: int, answers: int) -> None:
-    assert Case("recall", rows, "copies").answers == answers

@@ -24,10 +24,6 @@ def test_a_task_is_named_once_and_each_case_has_a_row() -> None:
     assert "3 pairs" in text
 
 
-def test_an_accepted_share_without_drafts_is_a_dash() -> None:
-    assert "–" in printed(report.results_table([result("count", 1, "copies")], "tiny", 1))
-
-
 def test_costs_stand_by_rows_and_width() -> None:
     costs = [Cost(rows, 0.004, {width: 1 + width / 10 for width in WIDTHS}) for rows in (1, 16)]
     text = printed(report.cost_table(costs, "tiny"))
