@@ -67,21 +67,6 @@ def test_a_listing_ends_although_names_claim_to_continue_each_other(tmp_path: Pa
     assert Listing(tmp_path).prefixes[0].complete is False
 
 
-def test_a_chain_goes_on_where_the_file_before_ends() -> None:
-    found = index(name((1, 2)), name((1, 2, 3), 2), name((1, 2, 4), 2)).find("", (1, 2, 3, 9), stateful=False)
-    assert found is not None
-    assert found.tokens == (1, 2, 3)
-    assert found.files == (name((1, 2)), name((1, 2, 3), 2))
-
-
-def test_a_chain_of_a_stateful_model_ends_with_a_state() -> None:
-    files = index(name((1, 2), state=True), name((1, 2, 3), 2))
-    found = files.find("", (1, 2, 3), stateful=True)
-    assert found is not None
-    assert found.tokens == (1, 2)
-    assert index(name((1, 2))).find("", (1, 2), stateful=True) is None
-
-
 def test_files_after_a_gap_are_found_only_from_a_position_that_is_held() -> None:
     files = index(name((1, 2, 3), 2))
     assert files.find("", (1, 2, 3), stateful=False) is None
@@ -172,10 +157,3 @@ def test_files_along_forgotten_tokens_are_left_out_until_that_ends() -> None:
         made.end_forget("", (1, 2, 3))
     made.add(forgotten, 1)
     assert forgotten in made
-
-
-def test_digests_of_another_key_are_not_found() -> None:
-    other = Index(MODEL, b"key")
-    other.replace({name((1, 2)): 1})
-    assert other.find("", (1, 2), stateful=False) is None
-    assert other.along("", (1, 2), [name((1, 2))]) == []

@@ -381,13 +381,6 @@ def test_a_state_is_read_although_another_caller_has_the_file_without_it(statefu
     stateful.close(5)
 
 
-def test_the_last_state_before_a_bad_file_is_read(stateful: PrefixStore, tmp_path: Path) -> None:
-    chain = chain_of(stateful, PATH)
-    damage(tmp_path / str(chain.files[2]))
-    assert states_of(read(stateful, chain)) == [(1, False), (3, True)]
-    stateful.close(5)
-
-
 def test_files_whose_states_are_bad_are_not_used(stateful: PrefixStore, tmp_path: Path) -> None:
     chain = chain_of(stateful, PATH)
     for name in chain.files[1:]:

@@ -17,7 +17,6 @@ from safetensors import safe_open
 
 from tests.prefix_store.segments import MODEL, assert_right, files, nbytes, read, segment, store, written
 from tests.selection import examples
-from worker.outcomes import NotStored
 from worker.prefix_store.files.names import LOCK, parse_name
 from worker.prefix_store.folder import folder as folder_module
 from worker.prefix_store.folder.folder import Unwritable
@@ -25,7 +24,7 @@ from worker.prefix_store.folder.lock import FolderLock
 from worker.prefix_store.folder.scan import Scan
 from worker.prefix_store.records.models import ModelRecord
 from worker.prefix_store.store import PrefixStore, StoreOptions
-from worker.prefix_store.writer import NewSegment, WriteReport
+from worker.prefix_store.writer import NewSegment
 
 PATH = tuple(range(100))
 
@@ -72,19 +71,6 @@ def test_a_segment_is_written_once(tmp_path: Path) -> None:
     name = parse_name(file.name)
     assert name is not None
     assert name.has_state
-
-
-def test_files_are_private(tmp_path: Path) -> None:
-    written(tmp_path / "new", segment(PATH))
-    assert (tmp_path / "new").stat().st_mode & 0o77 == 0
-    assert files(tmp_path / "new")[0].stat().st_mode & 0o77 == 0
-
-
-def test_a_model_does_not_find_the_prefixes_of_another(tmp_path: Path) -> None:
-    written(tmp_path, segment(PATH))
-    opened = store(tmp_path, model="another model")
-    assert opened.find("", PATH, stateful=False) is None
-    opened.close(5)
 
 
 def test_a_store_finds_what_another_one_writes_into_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,17 +125,6 @@ def test_the_quota_is_enforced_at_start_and_stale_files_go_first(tmp_path: Path)
     assert len(files(tmp_path)) == 2
     store(tmp_path, max_bytes=12_000).close(5)
     assert len(files(tmp_path)) == 1
-
-
-def test_a_pinned_file_is_not_removed_for_space(tmp_path: Path) -> None:
-    written(tmp_path, segment((1,)))
-    pinned = files(tmp_path)[0]
-    name = parse_name(pinned.name)
-    assert name is not None
-    (tmp_path / name.pin).touch()
-    written(tmp_path, segment((2,)), segment((3,)), max_bytes=22_000)
-    assert pinned.exists()
-    assert len(files(tmp_path)) == 2
 
 
 def test_ten_thousand_foreign_files_do_not_delay_the_start(tmp_path: Path) -> None:
@@ -329,16 +304,6 @@ def test_a_stopped_process_that_has_the_lock_stops_writes_alone(
         stopped.wait()
     assert len(files(tmp_path)) == 1
     assert len(caplog.records) == 2  # that nothing is written for a while, and what was lost
-
-
-def test_a_lock_that_is_kept_is_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, report = store(tmp_path), WriteReport()
-    for limit in ("_WAIT_S", "_LAST_WAIT_S"):
-        monkeypatch.setattr(f"worker.prefix_store.folder.lock.{limit}", 0.05)
-    with FolderLock(tmp_path).held():
-        opened.write(replace(segment((1,)), report=report))
-        opened.close(20)
-    assert (report.done, report.refusal, files(tmp_path)) == (True, NotStored.DISK, [])
 
 
 def test_a_wait_for_room_at_the_end_is_not_held_up_by_a_kept_lock(

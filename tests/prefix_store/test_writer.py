@@ -42,14 +42,6 @@ def test_a_segment_that_waits_to_be_written_is_forgotten(tmp_path: Path) -> None
     assert files(tmp_path) == []
 
 
-def test_a_forgotten_prefix_is_not_found_from_then_on(tmp_path: Path) -> None:
-    written(tmp_path, segment(PATH[:10]), segment(PATH, 10))
-    opened = store(tmp_path)
-    opened.forget("", PATH)
-    assert opened.find("", PATH, stateful=False) is None
-    opened.close(10)
-
-
 def test_a_scan_does_not_bring_back_a_forgotten_prefix_whose_removal_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,22 +196,6 @@ def test_an_unexpected_error_is_logged_once_and_loses_one_segment(
     assert caplog.records[-1].args == (1,)
 
 
-def test_what_is_not_written_after_a_failure_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def failing(*_: object) -> None:
-        raise RuntimeError("kumquat")
-
-    monkeypatch.setattr(folder_module, "write_segment", failing)
-    opened = store(tmp_path)
-    with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
-        for number in range(5):
-            opened.write(segment((number,)))
-        opened.close(20)
-    assert len(caplog.records) == 2
-    assert caplog.records[-1].args == (5,)
-
-
 def test_a_failed_scan_does_not_end_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -281,12 +257,6 @@ def test_a_pin_stays_when_a_segment_is_written_again_with_its_state(tmp_path: Pa
     assert [each.name for each in tmp_path.iterdir() if is_pin(each.name)] == [f"{file.name}.pin"]
     store(tmp_path, max_bytes=1).close(5)
     assert files(tmp_path) == [file]
-
-
-def test_a_segment_that_was_not_pinned_is_not_pinned_with_its_state(tmp_path: Path) -> None:
-    written(tmp_path, segment(PATH))
-    written(tmp_path, segment(PATH, state=True))
-    assert not [each for each in tmp_path.iterdir() if is_pin(each.name)]
 
 
 def test_the_pin_of_a_file_that_is_gone_is_removed(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_entries_of_files_that_are_gone_are_dropped(folder: Path) -> None:
     opened.close(20)
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{", '{"%s": -1, "other": 4}', '{"%s": true}', '{"%s": "2"}', "[" * 5000])
+@pytest.mark.parametrize("damage", ["{", '{"%s": -1, "other": 4}', '{"%s": true}', "[" * 5000])
 def test_a_damaged_record_is_ignored_and_rewritten(folder: Path, damage: str) -> None:
     opened = store(folder)
     chain = chain_of(opened)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from tests.prefix_store.segments import segment
-from worker.prefix_store.files.names import WRITTEN, model_record
+from worker.prefix_store.files.names import model_record
 from worker.prefix_store.records.models import ModelRecord, outdated_digests, read_records
 from worker.prefix_store.store import PrefixStore, StoreOptions
 
@@ -45,13 +45,3 @@ def test_a_store_records_its_model_and_keeps_the_records_of_others(tmp_path: Pat
             opened.write(segment((number,)))
         opened.close(20)
     assert len([*tmp_path.glob("sluice-prefix-model-*.json")]) == 2
-
-
-def test_the_files_of_a_store_are_readable_by_their_owner_only(tmp_path: Path) -> None:
-    opened = PrefixStore(StoreOptions(tmp_path, 20_000, label="a"), "one")
-    opened.open()
-    opened.write(segment((1,)))
-    opened.close(20)
-    found = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
-    assert found == dict.fromkeys(found, 0o600)
-    assert {WRITTEN, *(file.name for file in tmp_path.glob("sluice-prefix-model-*.json"))} <= found.keys()
