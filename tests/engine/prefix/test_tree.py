@@ -93,12 +93,6 @@ def used(tree: Spelling, tokens: Tokens) -> None:
 ABC, ABD, XYZ = (1, 2, 3), (1, 2, 4), (7, 8, 9)
 
 
-def test_nothing_is_found_in_an_empty_tree() -> None:
-    assert plain().find("", ABC) == Found()
-    assert plain(ABC).find("", ()) == Found()
-    assert plain(ABC).find("", XYZ) == Found()
-
-
 def test_without_snapshots_any_part_of_a_prefix_is_found() -> None:
     tree = plain((1, 2, 3, 4, 5))
     asked = [(1,), (1, 2, 3), (1, 2, 3, 9), (1, 2, 3, 4, 5, 6)]
@@ -121,13 +115,6 @@ def test_what_is_known_ends_where_the_tokens_part_from_all_others(window: int) -
     asked = {(1, 2, 3, 4, 9): 4, (1, 2, 9): 2, (1, 2, 3, 8, 9): 4, (9,): 0}
     assert {tokens: tree.find("", tokens).known for tokens in asked} == asked
     assert plain(ABC).find("", (1, 2, 9)).known == 2
-
-
-def test_other_tokens_of_equal_number_are_not_found() -> None:
-    tree = stateful((1, 2, 3), (1, 2, 4))
-    found = tree.find("", (1, 2, 4, 5))
-    assert found.holder
-    assert found.holder.snapshot == Whole((1, 2, 4))
 
 
 def test_a_node_that_was_handed_over_is_not_if_it_is_split_or_gets_a_snapshot() -> None:
@@ -170,22 +157,11 @@ def test_only_missing_segments_are_copied() -> None:
     assert asked == [(3, 5)]
 
 
-def test_inserting_a_part_splits_nothing_without_a_snapshot() -> None:
-    tree = plain((1, 2, 3, 4, 5))
-    add(tree, (1, 2, 3))
-    assert (ends(tree), tree.nbytes) == ([5], 5)
-
-
 def test_snapshot_within_a_segment_splits_it() -> None:
     tree = stateful((1, 2, 3, 4, 5))
     add(tree, (1, 2, 3), state=True)
     assert (ends(tree), tree.nbytes) == ([3, 5], 5 + 2 * STATE_BYTES)
     assert spelt(tree.find("", (1, 2, 3, 4, 5))) == (1, 2, 3, 4, 5)
-
-
-def test_snapshot_is_stored_once() -> None:
-    tree = stateful(ABC, ABC)
-    assert tree.nbytes == 3 + STATE_BYTES
 
 
 def test_long_insertion_is_divided_into_segments() -> None:
@@ -279,12 +255,6 @@ def test_evicted_snapshot_is_returned_before_the_segments_that_lead_to_it() -> N
         Evicted("", path, snapshot=Whole((1, 2, 3, 4))),
         Evicted("", path, segment=Spelt((3, 4))),
     ]
-
-
-def test_nothing_within_the_limit_is_evicted() -> None:
-    tree = plain(ABC, XYZ)
-    assert tree.shrink(6) == []
-    assert (tree.nbytes, tree.evicted) == (6, 0)
 
 
 @pytest.mark.parametrize("empty", ["shrink", "discard"])

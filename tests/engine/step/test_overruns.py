@@ -44,11 +44,6 @@ def test_stalls_that_do_not_repeat_change_nothing(stalls: list[float]) -> None:
     assert mixed.expected == after().expected
 
 
-def test_rare_stalls_over_a_long_time_change_nothing() -> None:
-    rare = [3.0 if number % 12 == 0 else USUAL for number in range(600)]
-    assert after(*rare).expected == after().expected
-
-
 def test_stalls_that_repeat_within_a_few_gaps_are_expected_until_they_stop() -> None:
     assert after(1.7, USUAL, 1.8, USUAL, 1.9).expected == pytest.approx(after().expected * 1.7 / USUAL)
     assert after(1.7, USUAL, 1.8, USUAL, 1.9, *[USUAL] * OF_GAPS).expected == after().expected

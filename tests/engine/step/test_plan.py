@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engine.step.budget import Backlog
-from worker.engine.step.cost import MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, Chunk, Forward, PromptCost
+from worker.engine.step.cost import MIN_CHUNK, Chunk, Forward, PromptCost
 from worker.engine.step.plan import (
     AGING,
     FIRST_TOKEN_S,
@@ -252,38 +252,10 @@ def test_chunk_has_at_most_the_longest_number_of_tokens() -> None:
     assert chunks_of(plan(rows, limits(1000), 1, longest=300)) == [Chunk("a", 300), Chunk("b", 300)]
 
 
-def test_every_chunk_costs_a_pass_over_the_weights() -> None:
-    rows = [waiting(str(i), 20) for i in range(6)]
-    assert len(planned(rows, 100, PromptCost(token_s=1.0))) == 5
-    assert len(planned(rows, 100, PromptCost(forward_s=10.0, token_s=1.0))) == 3
-
-
 def test_a_chunk_deep_in_a_prompt_is_shorter() -> None:
     cost = PromptCost(token_s=1.0, before_s=0.01)
     chunks = [planned([waiting("a", 5000, done=done)], 200, cost)[0].tokens for done in (0, 1000, 4000)]
     assert chunks == [123, 18, 16]
-
-
-def test_remaining_time_is_not_spent_on_a_chunk_of_a_few_tokens() -> None:
-    rows = [waiting("short", 50), waiting("long", 900)]
-    assert planned(rows, 50 + MIN_CHUNK - 1) == [Chunk("short", 50, joins=True)]
-    assert planned(rows, 50 + MIN_CHUNK) == [
-        Chunk("short", 50, joins=True),
-        Chunk("long", MIN_CHUNK),
-    ]
-
-
-def test_only_the_first_chunk_may_be_not_worth_its_pass() -> None:
-    rows = [waiting("short", 50), waiting("long", 900)]
-    cost = PromptCost(forward_s=40.0, token_s=1.0)
-    first_s, worth = 90, round(MIN_TOKENS_TIME_PER_PASS * 40)
-    assert len(planned(rows, first_s + 40 + worth - 1, cost)) == 1
-    assert planned(rows, first_s + 40 + worth, cost)[1:] == [Chunk("long", worth)]
-
-
-def test_rest_of_a_prompt_is_worth_a_pass_however_short() -> None:
-    rows = [waiting("first", 20), waiting("second", 20, done=900)]
-    assert len(planned(rows, 120, PromptCost(forward_s=40.0, token_s=1.0))) == 2
 
 
 def test_row_joins_in_a_step_that_has_time_for_it() -> None:
@@ -341,11 +313,6 @@ def test_prompts_of_one_length_keep_their_order() -> None:
 
 def test_offline_work_comes_after_interactive_work_however_short_or_old() -> None:
     assert order(waiting("file", 1, waited_s=10**6, lane="batch"), waiting("chat", 30_000)) == ["chat", "file"]
-
-
-def test_time_left_by_a_short_prompt_goes_to_the_next() -> None:
-    rows = [waiting("long", 900), waiting("short", 10)]
-    assert planned(rows, 64) == [Chunk("short", 10, joins=True), Chunk("long", 54)]
 
 
 def in_turn(rows: list[PromptState], step: int = 1) -> list[str]:
@@ -441,11 +408,6 @@ def test_offline_prompt_finishes_even_if_decoding_leaves_no_time(length: int) ->
     steps = Steps([Prompt("file", length, "batch")], seconds=-0.1)
     steps.run(OFFLINE_EVERY * (length // MIN_CHUNK + 3), arriving=0)
     assert "file" in steps.finished
-
-
-def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
-    chunks = planned([waiting("book", 100_000, waited_s=100), waiting("hello", 20)], 64)
-    assert chunks[0] == Chunk("hello", 20, joins=True)
 
 
 PASS = PromptCost(forward_s=10.0, token_s=1.0)
