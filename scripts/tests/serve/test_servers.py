@@ -78,13 +78,6 @@ def test_a_url_has_a_scheme_and_a_host(url: str) -> None:
         servers.endpoint(url, None, None)
 
 
-def test_a_url_without_a_server_is_reported(tmp_path: Path) -> None:
-    with stub_server() as stub:
-        contender = servers.endpoint(stub.url, None, None)
-    with pytest.raises(NotServing), contender.serve(tmp_path):
-        pass
-
-
 def test_a_worker_runs_the_code_of_the_checkout_that_it_is_given(redis_url: str, tmp_path: Path) -> None:
     for package in ("worker", "schemas", "sluice"):
         (tmp_path / package).symlink_to(ROOT / package)

@@ -6,7 +6,6 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks.speculation import report
-from scripts.benchmarks.speculation.cost import WIDTHS, Cost
 from scripts.tests.speculation.results import result
 
 
@@ -22,10 +21,3 @@ def test_a_task_is_named_once_and_each_case_has_a_row() -> None:
     text = printed(report.results_table([*found, result("count", 1, "copies")], "tiny", 3))
     assert [text.count(each) for each in ("recall", "count", "copies", "50%", "2.00")] == [1, 1, 3, 2, 6]
     assert "3 pairs" in text
-
-
-def test_costs_stand_by_rows_and_width() -> None:
-    costs = [Cost(rows, 0.004, {width: 1 + width / 10 for width in WIDTHS}) for rows in (1, 16)]
-    text = printed(report.cost_table(costs, "tiny"))
-    assert text.count("4.0 ms") == 2
-    assert "1.80" in text
