@@ -23,7 +23,6 @@ from tests.support.chaos.harness import (
     submit_all,
     until_decoding,
 )
-from tests.support.stack import WorkerProcess
 
 
 async def pickups(client: Client, db: redis.asyncio.Redis, samples: int, *, every_s: float, tokens: int) -> list[float]:
@@ -40,11 +39,6 @@ async def queue_wait_s(db: redis.asyncio.Redis, job_id: str) -> float:
     """Return the seconds from submission to claim."""
     times: list[bytes] = await db.hmget(f"sluice:job:{job_id}", ["queued_at", "started_at"])  # type: ignore[misc]
     return float(times[1]) - float(times[0])
-
-
-async def _length(db: redis.asyncio.Redis, key: str) -> int:
-    length: int = await db.llen(key)  # type: ignore[misc]
-    return length
 
 
 async def keep_running(
@@ -107,7 +101,7 @@ async def shared_bursts(url: str, *, workers: int, bursts: int) -> list[Figure]:
     async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db, AsyncExitStack() as stack:
         started = [await stack.enter_async_context(running(paced_worker(url, lease_s=10))) for _ in range(workers)]
         for burst in range(bursts):
-            ids = [f"burst-{burst}-{k}" for k in range((4, 8, 16)[burst % 3])]
+            ids = [f"{workers}-workers-{burst}-{k}" for k in range((4, 8, 16)[burst % 3])]
             submits = [client.submit(chat_request(20), id=job_id) for job_id in ids]
             if burst % 2:
                 await asyncio.gather(*submits)
@@ -133,27 +127,6 @@ async def behind_a_backlog(url: str, *, backlog: int, samples: int) -> list[Figu
     p99 = percentile(waits, 0.99) * 1000
     label = f"pickup behind {backlog} batch jobs ({left} still there at the end), {samples} samples"
     return [Figure(f"{label}: p99", "≤ 10 ms", f"{p99:.0f} ms", p99 <= 10)]
-
-
-async def with_the_tiny_model(url: str, *, samples: int) -> list[Figure]:
-    """Measure pickups while 32 rows of the tiny model decode."""
-    async with Client(url) as client, redis.asyncio.Redis.from_url(url) as db:
-        with WorkerProcess(url, max_rows=64, reserved_rows=0, step_ms=50) as worker:
-            endless = chat_request(30_000, logit_bias={"2": -100})
-            long = [(await client.submit(endless, id=f"long-{i}")).id for i in range(32)]
-            await until_decoding(client, long, 2)
-            began, first = time.monotonic(), await _length(db, "sluice:log:long-0")
-            waits = await pickups(client, db, samples, every_s=0.05, tokens=1)
-            steps = await _length(db, "sluice:log:long-0") - first
-            step_ms = (time.monotonic() - began) / steps * 1000
-            for job_id in long:
-                await client.cancel(job_id)
-            await record_all(client, long)
-            assert worker.process is not None
-    p99 = percentile(waits, 0.99) * 1000
-    label = f"pickup with 32 rows of the tiny model, {samples} samples"
-    limit = step_ms + 10
-    return [Figure(f"{label}: p99, step {step_ms:.0f} ms", f"≤ {limit:.0f} ms", f"{p99:.0f} ms", p99 <= limit)]
 
 
 async def idle_commands(url: str, *, seconds: float) -> list[Figure]:
