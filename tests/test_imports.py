@@ -100,7 +100,7 @@ TABLE = {
     ),
     # The engine: memory, step, admission < upstream < cache < prefix < sampling < speculation < batch
     # < admission_controller < vision < model < prefill < engine < thread.
-    "worker.engine": May(f"worker.errors worker.monitoring.heartbeat worker.prefix_store {NUMBERS}", "mlx mlx_lm"),
+    "worker.engine": May(f"worker.errors worker.monitoring.health worker.prefix_store {NUMBERS}", "mlx mlx_lm"),
     "worker.engine.upstream": May(others="mlx mlx_lm"),
     "worker.engine.upstream.transformers": May(others="jinja2 tokenizers transformers"),  # its templates' parser
     "worker.engine.upstream.mlx_vlm": May(others="mlx_vlm PIL"),

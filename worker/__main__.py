@@ -4,7 +4,7 @@ import sys
 
 from worker.app import run
 from worker.errors import CannotStart
-from worker.process.exit_timer import EXIT_CANNOT_START
+from worker.process.daemon import EXIT_CANNOT_START
 from worker.settings import read_settings
 
 USAGE = """python -m worker takes no arguments: settings come from the environment and .env, and .env.example

@@ -19,16 +19,20 @@ from worker.monitoring.serving import served_metrics
 from worker.monitoring.sink import MetricsSink
 from worker.prefix_store.files.encryption import decode_key
 from worker.prefix_store.store import StoreOptions
-from worker.process.exit_timer import EXIT_FORCED, ExitTimer
-from worker.process.garbage import collect_on_a_timer, pause_collections, resume_collections
-from worker.process.log_lines import set_up_logging
+from worker.process.daemon import (
+    EXIT_FORCED,
+    ExitTimer,
+    collect_on_a_timer,
+    pause_collections,
+    resume_collections,
+    set_up_logging,
+)
 from worker.queue.presence import check_name_early
-from worker.queue.server.connection import connect
-from worker.queue.server.redis_server import RedisServer
+from worker.queue.server.redis_server import RedisServer, connect
 from worker.settings import Settings
 
 if TYPE_CHECKING:
-    from worker.batch_dir.directory import BatchDirectory
+    from worker.batch_dir import BatchDirectory
     from worker.chat.context import WorkerContext
     from worker.chat.warm import Body, Warmed
     from worker.engine.model.load import Model
@@ -84,7 +88,7 @@ def _batch_directory(settings: Settings) -> "BatchDirectory | None":
     """Return the folder of offline batches, if one is set. Raises `CannotStart`."""
     if settings.batch_dir is None:
         return None
-    from worker.batch_dir.directory import BatchDirectory
+    from worker.batch_dir import BatchDirectory
 
     return BatchDirectory(settings.batch_dir, settings)
 

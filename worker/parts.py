@@ -6,8 +6,8 @@ from contextlib import closing, contextmanager
 from arq.worker import func
 
 from worker.chat.context import WorkerContext
-from worker.chat.count import count
 from worker.chat.images import ImageInputs
+from worker.chat.prepare import count
 from worker.engine.model.load import Model
 from worker.engine.thread import EngineThread
 from worker.engine.tokenizer import MLXTokenizer

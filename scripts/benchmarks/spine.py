@@ -17,7 +17,7 @@ from worker.engine.model.load import Model, open_model
 from worker.outcomes import Sampled
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim, Claims
-from worker.queue.server.clock import ServerClock
+from worker.queue.server.redis_server import ServerClock
 from worker.request import GenerationRequest, Sampling
 from worker.settings import Settings
 

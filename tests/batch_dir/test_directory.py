@@ -19,9 +19,9 @@ from redis.asyncio import Redis
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, ended, settings, until, working
 from tests.support.stack import ROOT
-from worker.batch_dir.directory import BatchDirectory
+from worker.batch_dir import BatchDirectory
 from worker.errors import CannotStart
-from worker.queue.server.clock import ServerClock
+from worker.queue.server.redis_server import ServerClock
 
 NOON = datetime(2026, 3, 13, 12, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -282,7 +282,7 @@ async def test_a_slot_whose_feeder_fails_at_its_start_is_not_lost(redis_url: str
 async def test_a_feeder_that_dies_later_has_had_its_slot(
     redis_url: str, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.batch_dir.directory._START_S", 0.0)
+    monkeypatch.setattr("worker.batch_dir._START_S", 0.0)
     drop(folder, "a.jsonl")
     async with at_work(redis_url, folder, clock, search_s=0.05):
         clock.moment += MINUTE
@@ -349,7 +349,7 @@ async def test_a_feeder_that_does_not_listen_is_ended_with_the_grace_or_by_a_sec
 
 WORKER = """
 import asyncio, sys
-from worker.batch_dir.directory import BatchDirectory
+from worker.batch_dir import BatchDirectory
 from worker.settings import Settings
 
 folder, url, *command = sys.argv[1:]

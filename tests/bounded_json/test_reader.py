@@ -13,8 +13,7 @@ import pytest
 from worker.bounded_json import __main__ as child
 from worker.bounded_json.__main__ import answer, parse
 from worker.bounded_json.reader import SMALL_BYTES, Reader
-from worker.bounded_json.size import MAX_BODY_VALUES
-from worker.bounded_json.strict import TOO_DEEP
+from worker.bounded_json.strict import MAX_BODY_VALUES, TOO_DEEP
 from worker.errors import JobFailure
 from worker.process.child import ChildCrashed, ChildFailed, Children
 from worker.process.frames import Frame, Kind, LimitExceeded, Limits

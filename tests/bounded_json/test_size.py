@@ -4,7 +4,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.bounded_json.size import MAX_BODY_VALUES, count_values, is_expensive
+from worker.bounded_json.strict import MAX_BODY_VALUES, count_values, is_expensive
 
 TEXT = st.text(st.sampled_from('a"\\,[{é\n') | st.characters(codec="utf-8"), max_size=30)
 VALUES = st.recursive(

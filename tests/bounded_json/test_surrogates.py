@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.bounded_json.surrogates import first_lone_surrogate, is_text
+from worker.bounded_json.strict import first_lone_surrogate, is_text
 
 HALF = "\ud83d"
 

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from schemas import ChatRequest
-from worker.chat.completion import faulty_calls, warnings_of
+from worker.chat.recorder import faulty_calls, warnings_of
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from schemas import ChatRequest
 from schemas.chat import NamedFunction, NamedTool
-from worker.chat.functions import with_tools
+from worker.chat.request import with_tools
 
 ASK = {"role": "user", "content": "How is the weather?"}
 WEATHER: dict[str, Any] = {"name": "get_weather", "description": "The weather.", "parameters": {"type": "object"}}

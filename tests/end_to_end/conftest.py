@@ -12,7 +12,7 @@ from tests.end_to_end.toolchains import TOOLCHAINS
 from tests.support.stack import TINY_CHAT, WorkerProcess
 from worker.app import serve
 from worker.errors import CannotStart
-from worker.process.exit_timer import ExitTimer
+from worker.process.daemon import ExitTimer
 from worker.settings import Settings
 
 collect_ignore = [] if TOOLCHAINS else ["test_foreign_producers.py"]

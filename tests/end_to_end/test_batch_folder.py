@@ -17,7 +17,7 @@ from tests.batch_dir.test_directory import MINUTE, Clock
 from tests.fakes import FakeChat
 from tests.queue.helpers import settings, until, working
 from tests.support.stack import WorkerProcess
-from worker.batch_dir.directory import BatchDirectory
+from worker.batch_dir import BatchDirectory
 
 pytestmark = pytest.mark.usefixtures("worker")
 _WITHIN_S = 60

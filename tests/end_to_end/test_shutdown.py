@@ -11,7 +11,7 @@ from tests.end_to_end.endless_step import ENDLESS_STEP
 from tests.end_to_end.endless_tokenizer import ENDLESS
 from tests.keyspace import check_job_keys
 from tests.support.stack import Server, WorkerProcess
-from worker.process.exit_timer import EXIT_FAILED, EXIT_FORCED
+from worker.process.daemon import EXIT_FAILED, EXIT_FORCED
 
 # Only a worker that hangs takes so long, however busy the machine is.
 HANGS_S = 300.0

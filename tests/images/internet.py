@@ -11,8 +11,7 @@ from typing import Any
 from httpcore2 import AnyIOBackend, AsyncNetworkBackend, AsyncNetworkStream, ConnectError
 
 from worker.errors import JobFailure
-from worker.images.fetch import Fetcher
-from worker.images.network import PublicNetwork
+from worker.images.fetch import Fetcher, PublicNetwork
 
 ADDRESS = "93.184.216.34"
 ANOTHER = "93.184.216.35"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.errors import JobFailure
-from worker.images.data_url import read_data_url
+from worker.images.decode import read_data_url
 
 
 @given(st.binary())

@@ -12,7 +12,7 @@ import pytest
 
 from tests.images.pictures import patch, read, saved
 from worker.errors import JobFailure
-from worker.images.decoders import Decoders
+from worker.images.conversation import Decoders
 from worker.images.image import Image
 from worker.process import child as module
 from worker.process.child import ChildCrashed, ChildFailed, Children

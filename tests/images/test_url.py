@@ -4,7 +4,7 @@ import pytest
 from httpcore2 import URL
 
 from worker.errors import JobFailure
-from worker.images.url import host_header, parse_url, redirected
+from worker.images.fetch import host_header, parse_url, redirected
 
 
 def of(scheme: str, host: str, port: int, target: str) -> URL:

@@ -13,8 +13,7 @@ import pytest
 from tests.scrape import scrape
 from tests.support.stack import free_port
 from worker.errors import CannotStart
-from worker.monitoring.health import Health, Part
-from worker.monitoring.heartbeat import Heartbeat
+from worker.monitoring.health import Health, Heartbeat, Part
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes
 from worker.monitoring.serving import served_metrics

@@ -8,8 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from worker.errors import JobFailure
-from worker.process.frames import LimitExceeded
-from worker.process.serve import Send, serve
+from worker.process.frames import LimitExceeded, Send, serve
 
 
 def answer(task: Any, body: bytes, send: Send) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker.process.garbage import (
+from worker.process.daemon import (
     collect_on_a_timer,
     count_old,
     is_due,

@@ -14,16 +14,13 @@ from sluice.contract.keys import Lane
 from tests.queue.helpers import settings
 from worker.errors import OwnershipLost
 from worker.monitoring.metrics import Metrics
-from worker.queue.cancel_requests import CancelRequests
 from worker.queue.cron import Cron
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim
 from worker.queue.job.functions import JobFunctions
 from worker.queue.job.job import Interruption, Job, JobResult
-from worker.queue.running import RunningJobs
-from worker.queue.server.clock import ServerClock
-from worker.queue.server.connection import connect
-from worker.queue.server.redis_server import RedisServer
+from worker.queue.running import CancelRequests, RunningJobs
+from worker.queue.server.redis_server import RedisServer, ServerClock, connect
 from worker.queue.worker import QueueWorker, ServedModel
 
 

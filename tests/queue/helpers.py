@@ -23,9 +23,7 @@ from worker.queue.job.functions import JobFunctions
 from worker.queue.job.runner import JobRunner
 from worker.queue.presence import Abilities
 from worker.queue.scripts import script
-from worker.queue.server.clock import ServerClock
-from worker.queue.server.connection import connect
-from worker.queue.server.redis_server import RedisServer
+from worker.queue.server.redis_server import RedisServer, ServerClock, connect
 from worker.queue.worker import QueueWorker, ServedModel
 from worker.settings import Settings
 

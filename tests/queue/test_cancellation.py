@@ -17,9 +17,8 @@ from tests.queue.held import HeldJobs, claim_of
 from tests.queue.helpers import BATCH, QUEUE, ask, ended, listening, put, settings, types, until, working
 from tests.support.stack import free_port
 from worker.errors import Cancelled
-from worker.queue.cancel_requests import _BATCH, _MAX_PENDING, CancelRequests
 from worker.queue.job.claims import lease_key
-from worker.queue.running import RunningJobs
+from worker.queue.running import _BATCH, _MAX_PENDING, CancelRequests, RunningJobs
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 

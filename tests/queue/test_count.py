@@ -18,8 +18,8 @@ from tests.keyspace import check_all_ended
 from tests.queue.helpers import ended, envelope, put, settings, types, working
 from tests.queue.test_images import SIGN, DimEyes, image
 from tests.waiting import until
-from worker.chat.count import count
 from worker.chat.images import ImageInputs
+from worker.chat.prepare import count
 from worker.jobs import chat
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}

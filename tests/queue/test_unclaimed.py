@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, ended, settings, working
 from tests.waiting import until
-from worker.queue.unclaimed import UnclaimedQueues
+from worker.queue.worker import UnclaimedQueues
 
 
 @asynccontextmanager

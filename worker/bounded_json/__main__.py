@@ -3,11 +3,9 @@
 import marshal
 from typing import Any
 
-from worker.bounded_json.size import MAX_BODY_VALUES, count_values
-from worker.bounded_json.strict import TOO_DEEP, NotJson, loads
-from worker.bounded_json.surrogates import first_lone_surrogate
+from worker.bounded_json.strict import MAX_BODY_VALUES, TOO_DEEP, NotJson, count_values, first_lone_surrogate, loads
 from worker.errors import JobFailure
-from worker.process.serve import Send, serve
+from worker.process.frames import Send, serve
 
 
 def answer(task: None, body: bytes, send: Send) -> None:

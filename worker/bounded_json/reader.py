@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from sluice.contract.keys import LANES, Lane
-from worker.bounded_json.size import is_expensive, limits
-from worker.bounded_json.strict import NotJson, loads
+from worker.bounded_json.strict import NotJson, is_expensive, limits, loads
 from worker.errors import JobFailure
 from worker.process.child import ChildCrashed, ChildFailed, Children
 from worker.process.frames import LimitExceeded

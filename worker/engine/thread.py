@@ -21,7 +21,7 @@ from worker.engine.prefix.durable import Storing
 from worker.engine.speculators import speculator_of
 from worker.engine.step.cost import StepTimes
 from worker.engine.upstream.streams import clear_streams
-from worker.monitoring.heartbeat import Heartbeat
+from worker.monitoring.health import Heartbeat
 from worker.outcomes import OutcomeListener, StepReport, StoreResult
 from worker.prefix_store.store import StoreOptions
 from worker.request import GenerationRequest

@@ -1,13 +1,11 @@
-"""Child process that decodes images: see `worker.images.decoders`."""
+"""Child process that decodes images: see `worker.images.conversation`."""
 
 import warnings
 from typing import Any
 
-from worker.images.data_url import read_data_url
-from worker.images.decode import decode
-from worker.images.files import too_long
-from worker.images.image import Image
-from worker.process.serve import Send, serve
+from worker.images.decode import decode, read_data_url
+from worker.images.image import Image, too_long
+from worker.process.frames import Send, serve
 
 
 def answer(task: dict[str, Any], source: bytes, send: Send) -> None:

@@ -31,8 +31,8 @@ from tests.images.pictures import patch, saved
 from tests.queue.helpers import field, listening, settings, working
 from tests.queue.test_images import SIGN, DimEyes
 from tests.waiting import until
-from worker.chat.count import count
 from worker.chat.images import ImageInputs
+from worker.chat.prepare import count
 from worker.jobs import chat
 
 Said = dict[str, Any]

@@ -28,8 +28,7 @@ from worker.errors import OwnershipLost
 from worker.queue.job.channel import JobLog, Publisher
 from worker.queue.job.claims import Claim, Claims, lease_key
 from worker.queue.scripts import source
-from worker.queue.server.clock import ServerClock
-from worker.queue.server.connection import connect
+from worker.queue.server.redis_server import ServerClock, connect
 
 BODY = envelope({"n": 1})
 USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}

@@ -13,7 +13,7 @@ from worker.errors import JobFailure
 from worker.queue.job.channel import JobLog
 from worker.queue.job.functions import JobFunctions
 from worker.queue.job.job import Job, JobResult
-from worker.queue.server.clock import ServerClock
+from worker.queue.server.redis_server import ServerClock
 
 ANSWER = JobResult("stop", TIMINGS, {})
 CLAIM = claim_of("a")

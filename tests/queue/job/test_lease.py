@@ -12,9 +12,8 @@ import redis.asyncio
 from sluice import Client
 from tests.support.chaos.harness import chat_request, paced_worker, running, until_decoding
 from tests.waiting import until
-from worker.monitoring.heartbeat import Heartbeat
-from worker.queue.job.claims import Claim, Claims
-from worker.queue.job.lease import EXIT_STALLED, LeaseKeeper
+from worker.monitoring.health import Heartbeat
+from worker.queue.job.claims import EXIT_STALLED, Claim, Claims, LeaseKeeper
 from worker.settings import Settings
 
 LEASE_S = 0.3  # a worker may not have a lease as short as this

@@ -19,12 +19,10 @@ from worker.errors import Cancelled, JobFailure
 from worker.monitoring.metrics import Metrics
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims
-from worker.queue.job.endings import Endings
 from worker.queue.job.functions import JobFunctions
 from worker.queue.job.job import Job
-from worker.queue.job.runner import JobRunner
-from worker.queue.server.clock import ServerClock
-from worker.queue.server.connection import connect
+from worker.queue.job.runner import Endings, JobRunner
+from worker.queue.server.redis_server import ServerClock, connect
 from worker.settings import Settings
 
 LARGE = "x" * 100_000  # does not come with the claim

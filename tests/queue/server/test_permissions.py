@@ -13,8 +13,8 @@ from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ask, ended, listening, put, settings, types, until, working
 from tests.support.stack import ROOT, Server
 from worker.queue.cron import Cron
-from worker.queue.server.connection import connect
 from worker.queue.server.permissions import EXEC, MULTI, NEEDED, Need, acl_command, describe, forbidden
+from worker.queue.server.redis_server import connect
 from worker.schedule_times import Crontab
 
 ALL = ("+@all", "~*", "&*")

@@ -19,10 +19,9 @@ from worker.jobs import chat
 from worker.monitoring.health import Health
 from worker.monitoring.serving import served_metrics
 from worker.outcomes import OutcomeListener, Sampled
-from worker.process.log_lines import set_up_logging
+from worker.process.daemon import set_up_logging
 from worker.queue.job.functions import JobFunctions
-from worker.queue.server.connection import connect
-from worker.queue.server.redis_server import RedisServer
+from worker.queue.server.redis_server import RedisServer, connect
 from worker.queue.worker import QueueWorker, ServedModel
 from worker.request import GenerationRequest
 from worker.settings import Settings, read_settings

@@ -2,17 +2,133 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Awaitable
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from sluice.contract import keys
 from worker.errors import Cancelled, JobFailure, OwnershipLost, Requeue
-from worker.json_bytes import dumps_with_items
+from worker.json_bytes import dumps, dumps_with_items
+from worker.monitoring.sink import MetricsSink
+from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim, Claims
-from worker.queue.job.endings import MAX_CRASHES, POISON_JOB, Endings
 from worker.queue.job.functions import JobFunctions
-from worker.queue.job.job import Job, JobResult
-from worker.queue.server.outage import until_redis_answers
+from worker.queue.job.job import Interruption, Job, JobResult
+from worker.queue.server.redis_server import until_redis_answers
+
+logger = logging.getLogger("sluice.queue")
+
+_MAX_FIELD = 80  # characters in the log
+MAX_CRASHES = 3  # worker crashes during which this job was the only suspect
+
+POISON_JOB = JobFailure(
+    "internal",
+    f"Workers died {MAX_CRASHES} times while this job was the only suspect; it is kept with the dead letters.",
+)
+
+
+class Endings:
+    """Writes the endings of jobs, and counts them in the metrics."""
+
+    def __init__(self, publisher: Publisher, claims: Claims, model: str, metrics: MetricsSink) -> None:
+        self._publisher = publisher
+        self._claims = claims
+        self._model = model
+        self._metrics = metrics
+
+    async def finish(self, job: Job, answer: JobResult, result: bytes) -> None:
+        """Write the final event of a finished job, and wait for it. `result`: the JSON text to store."""
+        job.begin_ending()
+        ending = self._publisher.finish(
+            job.log,
+            "finished",
+            result,
+            finish_reason=answer.finish_reason,
+            stop_sequence=answer.stop_sequence,
+            usage=job.usage.as_event(),
+            timings=answer.timings,
+        )
+        if await _write_ending(job, ending) and answer.is_answer:
+            self._metrics.finished(
+                job.claim.lane,
+                answer.finish_reason,
+                e2e_s=job.claim.age_s(job.log.clock.now()),
+                decode_s=answer.timings["decode_s"],
+                prompt_tokens=job.usage.prompt_tokens,
+                completion_tokens=job.usage.completion_tokens,
+            )
+            self._metrics.faulty_calls(job.claim.lane, answer.faulty_calls)
+
+    async def end(self, job: Job, why: Interruption) -> None:
+        """End a job that did not finish, by the reason: fail, cancel or requeue it, or log that it is lost."""
+        job.begin_ending()
+        job_id, usage = job.claim.job_id, job.usage.as_event()
+        match why:
+            case JobFailure():
+                # A field may be a name that the client made up, of any length and with line breaks.
+                field = "" if why.param is None else f", {why.param[:_MAX_FIELD]!r}"
+                logger.info("job %s failed: %s%s", job_id, why.type, field)
+                if await _write_ending(job, self._fail(job, why)):
+                    self._metrics.failed(job.claim.lane, why.type)
+            case Cancelled():
+                logger.info("job %s cancelled: %s", job_id, why.reason)
+                ending = self._publisher.finish(job.log, "cancelled", reason=why.reason, usage=usage)
+                if await _write_ending(job, ending):
+                    self._metrics.cancelled(job.claim.lane)
+            case Requeue():
+                await _write_ending(job, self._requeue(job))
+            case OwnershipLost():
+                _log_lost_lease(job)
+
+    async def _fail(self, job: Job, why: JobFailure) -> None:
+        named = {} if why.param is None else {"param": why.param}
+        error = {"type": why.type, "message": why.message, "retryable": why.retryable, **named}
+        # In a thread: a dead letter is as large as the job's body.
+        dead_letter = await asyncio.to_thread(self._dead_letter, job, error) if why is POISON_JOB else b""
+        await self._publisher.finish(
+            job.log, "failed", dead_letter=dead_letter, error=error, usage=job.usage.as_event()
+        )
+
+    def _dead_letter(self, job: Job, error: dict[str, object]) -> bytes:
+        """Return the dead letter, which `sluice dead` can show and submit again. Its body is JSON text."""
+        return dumps(
+            {
+                "id": job.claim.job_id,
+                "model": self._model,
+                "lane": job.claim.lane,
+                "crashes": job.claim.crashes,
+                "parked_at": time.time(),
+                "error": error,
+                "body": job.body.decode("utf-8", "replace"),
+            }
+        )
+
+    async def _requeue(self, job: Job) -> None:
+        await self._publisher.flush(job.log)
+        try:
+            await self._claims.release(job.claim)
+        except (RedisError, OSError):
+            await asyncio.sleep(0.1)  # retry without a limit: `drain` bounds how long the worker waits
+            await self._requeue(job)
+        else:
+            logger.info("job %s requeued", job.claim.job_id)
+
+
+async def _write_ending(job: Job, ending: Awaitable[None]) -> bool:
+    """Write the ending. Returns False if another attempt owns the job."""
+    try:
+        await ending
+    except OwnershipLost:
+        _log_lost_lease(job)
+        return False
+    return True
+
+
+def _log_lost_lease(job: Job) -> None:
+    logger.warning("job %s lost: another attempt owns it", job.claim.job_id)
+
 
 logger = logging.getLogger("sluice.queue")
 

@@ -1,22 +1,87 @@
-"""The Redis server of a worker: the client, an estimate of its clock, and the check when a worker first connects, with
+"""The Redis server of a worker: the client, its clock, its outages, and the check when a worker first connects, with
 problems that end the worker, and warnings."""
 
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
-from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
-from sluice.contract.redis_url import credentials_error, redacted
-from sluice.contract.refusals import is_full, is_temporary
+from sluice.contract.redis_url import BAD_OPTION, UNREADABLE, credentials_error, redacted
+from sluice.contract.refusals import is_full, is_temporary, reason_of
 from worker.errors import CannotStart
-from worker.queue.server.clock import ServerClock
 from worker.queue.server.permissions import NEEDED, acl_command, describe, forbidden, missing
 from worker.settings import Settings
+
+
+def connect(settings: Settings) -> Redis:
+    """Return a client, which connects at its first command. Its key encoding preserves job ids of any bytes. Raises
+    `CannotStart` if the URL is not valid."""
+    pool = _pool(settings)
+    if not _options_fit(pool):
+        raise _bad_url(settings, BAD_OPTION)
+    return Redis(connection_pool=pool)
+
+
+def _pool(settings: Settings) -> BlockingConnectionPool:
+    tcp = {} if settings.redis_url.startswith("unix:") else {"socket_keepalive": True}
+    try:
+        return BlockingConnectionPool.from_url(
+            settings.redis_url,
+            max_connections=32,
+            timeout=None,
+            socket_connect_timeout=2,
+            socket_timeout=10,
+            encoding_errors="surrogateescape",
+            **tcp,
+        )
+    except ValueError:
+        raise _bad_url(settings, UNREADABLE) from None
+
+
+def _options_fit(pool: ConnectionPool) -> bool:
+    """True if redis-py accepts the options of the URL. Otherwise it would check them at the first command."""
+    try:
+        pool.connection_class(**pool.connection_kwargs)
+        encoder = pool.get_encoder()  # type: ignore[no-untyped-call]
+        encoder.encode("")
+    except (RedisError, ValueError, TypeError, LookupError, AttributeError, NameError):
+        return False
+    return not encoder.decode_responses
+
+
+def _bad_url(settings: Settings, why: str) -> CannotStart:
+    return CannotStart(f"SLUICE_REDIS_URL={redacted(settings.redis_url)}: {why}")
+
+
+class ServerClock:
+    """Estimates the server's time, so that events of different workers have timestamps of one clock."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    async def sync(self, redis: Redis) -> None:
+        """Correct the estimate if the server's clock contradicts it. An answer that took long tells little, so it
+        hardly moves the estimate. Raises RedisError, OSError."""
+        before = time.time()
+        seconds, microseconds = await redis.time()
+        at = seconds + microseconds / 1e6
+        self._ahead_s = min(max(self._ahead_s, at - time.time()), at - before)
+
+    def now(self) -> float:
+        """Unix seconds by the server's clock."""
+        return time.time() + self._ahead_s
+
+    def utc(self) -> datetime:
+        """UTC by the server's clock."""
+        return datetime.fromtimestamp(self.now(), UTC)
+
 
 logger = logging.getLogger("sluice.queue")
 
@@ -171,3 +236,93 @@ async def _read_server_info(redis: Redis) -> ServerInfo:
     except ResponseError:
         config = None
     return ServerInfo(info, config)
+
+
+logger = logging.getLogger("sluice.queue")
+
+_RETRY_S = 0.2
+REMIND_S = 30.0  # between two log lines about one outage
+
+
+async def until_redis_answers(
+    call: Callable[[], Awaitable[None]], stopping: asyncio.Event, *, remind_s: float = REMIND_S
+) -> bool:
+    """Repeat the call until Redis answers it. Logs an outage when it begins and every `remind_s` seconds. Returns False
+    if `stopping` is set before Redis answers."""
+    outage: _Outage | None = None
+    while not stopping.is_set():
+        try:
+            await call()
+        except (RedisError, OSError) as error:
+            outage = outage or _Outage(remind_s)
+            outage.note(error)
+            await asyncio.sleep(_RETRY_S)
+        else:
+            if outage:
+                logger.warning("redis is back after %.0f s", outage.lasted_s)
+            return True
+    return False
+
+
+class _Outage:
+    def __init__(self, remind_s: float) -> None:
+        self._began = time.monotonic()
+        self._remind_s, self._next_s = remind_s, 0.0
+
+    @property
+    def lasted_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def note(self, error: Exception) -> None:
+        """Log the error if it is the first, or if `remind_s` seconds have passed since the last line."""
+        if self.lasted_s < self._next_s:
+            return
+        since = f" for {self.lasted_s:.0f} s" if self._next_s else ""
+        logger.warning("waiting for redis%s: %s", since, reason_of(error) or error)
+        self._next_s = self.lasted_s + self._remind_s
+
+
+# Readiness of a worker to claim jobs: Redis has answered, still answers regularly, and the worker is not stopping.
+
+
+class Readiness:
+    """State of the readiness checks, written on the event loop and read on other threads."""
+
+    def __init__(self, every_s: float) -> None:
+        """`every_s`: interval at which the worker polls Redis for jobs, in seconds."""
+        self._late_s = 2 * every_s + 3.0
+        self._answered_at: float | None = None
+        self._refusal: str | None = None
+        self._draining = False
+
+    def record_answer(self) -> None:
+        """Record an answer from Redis."""
+        self._answered_at = time.monotonic()
+        self._refusal = None
+
+    async def watch(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Call Redis, and remember why it refused. Raises what the call raises."""
+        try:
+            await call()
+        except RedisError as error:
+            self._refusal = reason_of(error)
+            raise
+
+    def drain(self) -> None:
+        """Report from now on that the worker claims no more jobs."""
+        self._draining = True
+
+    def parts(self) -> Mapping[str, Callable[[], str | None]]:
+        """Return the checks by name. Each returns the problem, or None."""
+        return {"redis": self._redis, "claims": self._claims}
+
+    def _redis(self) -> str | None:
+        """Return the problem with Redis, or None. A draining worker does not poll, so silence is no problem then."""
+        if self._answered_at is None:
+            return self._refusal or "it has not answered yet"
+        silent_s = time.monotonic() - self._answered_at
+        problem = self._refusal or f"no answer for {silent_s:.0f} s"
+        return problem if silent_s > self._late_s and not self._draining else None
+
+    def _claims(self) -> str | None:
+        return "the worker is stopping, and claims no more jobs" if self._draining else None

@@ -21,8 +21,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from sluice.contract.events import ErrorType
 from worker.errors import JobFailure
-from worker.process.frames import LimitExceeded, Limits
-from worker.process.serve import Send, serve
+from worker.process.frames import LimitExceeded, Limits, Send, serve
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
 from worker.text.grammar.errors import TOO_EXPENSIVE, grammar_error
 from worker.text.grammar.lark import Grammar, literal

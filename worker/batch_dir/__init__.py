@@ -1,1 +1,0 @@
-"""Runs the batch files of a folder: inbox, schedule and feeder processes."""

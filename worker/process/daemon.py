@@ -1,0 +1,175 @@
+"""The process of a worker: its exit, its log, and its garbage collections."""
+
+import asyncio
+import gc
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from worker.errors import CannotStart
+
+logger = logging.getLogger("sluice")
+
+EXIT_FAILED = 1  # Python's own code for an exception
+EXIT_CANNOT_START = 2
+EXIT_FORCED = 5  # after a second signal, with jobs that were not requeued
+_EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+class ExitTimer:
+    """Ends the process after a time limit, unless it ends before. A process has one."""
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    def exit_after(self, limit_s: float, code: int, error: BaseException | None = None) -> None:
+        """Start the timer in place of an earlier one. Returns at once. `error` is logged if the limit is reached."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(limit_s, _end, (code, error))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def when(self, event: asyncio.Event, limit_s: float, code: int) -> None:
+        """Start the timer when the event is set. Replaces an earlier call."""
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = asyncio.create_task(self._await(event, limit_s, code))
+
+    @contextmanager
+    def after_error(self, limit_s: float) -> Iterator[None]:
+        """Start the timer if the block raises: the clean-up that follows may wait for a thread."""
+        try:
+            yield
+        except BaseException as error:
+            self.exit_after(limit_s, _exit_code(error), error)
+            raise
+
+    async def _await(self, event: asyncio.Event, limit_s: float, code: int) -> None:
+        await event.wait()
+        self.exit_after(limit_s, code)
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that ends by this error."""
+    match error:
+        case CannotStart():
+            return EXIT_CANNOT_START
+        case KeyboardInterrupt() | asyncio.CancelledError():
+            return _EXIT_INTERRUPTED
+    return EXIT_FAILED
+
+
+def _end(code: int, error: BaseException | None) -> None:
+    if error is not None and code == EXIT_FAILED:
+        logger.critical("the worker failed", exc_info=error)
+    elif code == EXIT_CANNOT_START:
+        logger.critical("%s", error)
+    logger.warning("a thread still runs: ending without it")
+    logging.shutdown()
+    os._exit(code)
+
+
+# Runs Python's full garbage collections, which hold the interpreter's lock for as long as they visit all live objects.
+#
+# Python starts them by itself while a large request is read, since that allocates many objects: 10,000 messages make
+# each one take 0.2 s, in which no token is delivered. Here they run on a timer, and wait while there are many objects.
+# Young objects are still collected as usual, and reference counts still free most objects at once.
+
+logger = logging.getLogger("sluice")
+
+_INTERVAL_S = 5.0
+_FEW = 50_000  # objects: visiting them takes some 10 ms; a worker with 32 streams has 10,000
+_MANY_MORE = 2_000_000  # objects since the last collection, some hundred bytes each: memory would run out otherwise
+_NEVER = 1_000_000_000  # collections of the middle generation before Python starts a full one
+
+
+def pause_collections() -> None:
+    """Collect nothing until `resume_collections`. Imports and the load of a model create hundreds of thousands of
+    objects and hardly any garbage; visiting them again and again would lengthen the start."""
+    gc.disable()
+
+
+def resume_collections() -> None:
+    """End the pause. Objects alive now are not visited again."""
+    gc.freeze()
+    gc.enable()
+
+
+@asynccontextmanager
+async def collect_on_a_timer(interval_s: float = _INTERVAL_S) -> AsyncIterator[None]:
+    """Take over full collections within the context. Objects alive at its start are not visited again."""
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(*thresholds[:2], _NEVER)
+    collecting = asyncio.create_task(_collect(interval_s))
+    try:
+        yield
+    finally:
+        collecting.cancel()
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+async def _collect(interval_s: float) -> None:
+    remaining = 0
+    while True:
+        await asyncio.sleep(interval_s)
+        objects = count_old()
+        if is_due(objects, remaining):
+            gc.collect()
+            remaining = count_old()
+            logger.debug("garbage collection: %d objects before, %d after", objects, remaining)
+
+
+def count_old() -> int:
+    """Return the number of objects that a full collection would visit, without the youngest."""
+    return len(gc.get_objects(generation=2))
+
+
+def is_due(objects: int, remaining: int) -> bool:
+    """Return True if a full collection is quick, or can wait no longer. `objects`: number now. `remaining`: number
+    after the last collection."""
+    return objects <= _FEW or objects - remaining >= _MANY_MORE
+
+
+_LONGEST = 4_000  # characters of a message
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def set_up_logging(level: str) -> None:
+    """Log to stderr from this level on; libraries from WARNING on, as httpx logs every request of a download."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[handler])
+    logging.getLogger("sluice").setLevel(level)
+
+
+class LineFormatter(logging.Formatter):
+    """Escapes control characters in messages and indents tracebacks, so that no text of a client can look like a
+    record. Shortens long messages."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the record's line without its traceback."""
+        record.message = escaped(shortened(record.message))
+        return super().formatMessage(record)
+
+    def formatException(self, ei: object) -> str:
+        """Return the traceback, its lines escaped and indented."""
+        lines = super().formatException(ei).split("\n")  # type: ignore[arg-type]
+        return "\n".join(f"  {escaped(line)}" for line in lines)
+
+
+def shortened(text: str) -> str:
+    """Return the text, cut at `_LONGEST` characters."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
+
+
+def escaped(text: str) -> str:
+    """Return the text with control characters, line separators and lone surrogates as Python escapes."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
