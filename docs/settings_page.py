@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args, get_origin
 from prometheus_client import CollectorRegistry
 from pydantic.fields import FieldInfo
 
-from sluice.gateway.monitoring.metrics import Metrics as FrontMetrics
+from sluice.gateway.monitoring.metrics import Metrics as GatewayMetrics
 from sluice.gateway.settings import ServeSettings
-from sluice.gateway.settings import variable as front_variable
+from sluice.gateway.settings import variable as gateway_variable
 from worker.environment import variable
 from worker.monitoring.metrics import Metrics
 from worker.settings import Settings
@@ -37,7 +37,7 @@ SECTIONS = {
     "metrics_port": "Monitoring and lifetimes",
 }
 
-_FRONT = "HTTP gateway"  # the last section
+_GATEWAY = "HTTP gateway"  # the last section
 
 _ENV_HEAD = """\
 # Settings of the worker and of the HTTP gateway, with their defaults. Copy this file to .env and change what you need.
@@ -74,7 +74,7 @@ with the prefix `vllm:` are vLLM's and mean the same, so dashboards and alerts f
 | metric | type | labels | description |
 |---|---|---|---|
 """
-_FRONT_METRICS_HEAD = """
+_GATEWAY_METRICS_HEAD = """
 The HTTP gateway serves these at `/metrics` of its own port:
 
 | metric | type | labels | description |
@@ -117,13 +117,13 @@ def page() -> str:
         parts.append(f"\n## {title}\n\n| setting | default | values | description |\n|---|---|---|---|\n")
         parts += [_setting_row(name, field) for name, field in fields]
     metrics = [_METRICS_HEAD, *_metric_rows(Metrics("default").registry)]
-    front_metrics = [_FRONT_METRICS_HEAD, *_metric_rows(_front_metrics().registry)]
-    return "".join([*parts, "\n", *metrics, *front_metrics])
+    gateway_metrics = [_GATEWAY_METRICS_HEAD, *_metric_rows(_gateway_metrics().registry)]
+    return "".join([*parts, "\n", *metrics, *gateway_metrics])
 
 
-def _front_metrics() -> FrontMetrics:
+def _gateway_metrics() -> GatewayMetrics:
     """Return metrics with a sample of each family, from which the labels are read."""
-    metrics = FrontMetrics()
+    metrics = GatewayMetrics()
     metrics.ended("", "", 0, 0.0)
     metrics.first_token("", 0.0)
     metrics.finished("", "", 0.0)
@@ -138,8 +138,8 @@ def sections() -> list[tuple[str, list[Setting]]]:
         if not found or name in SECTIONS:
             found.append((SECTIONS[name], []))
         found[-1][1].append((variable(name), field))
-    front = [(front_variable(name), field) for name, field in ServeSettings.model_fields.items()]
-    return [*found, (_FRONT, front)]
+    gateway = [(gateway_variable(name), field) for name, field in ServeSettings.model_fields.items()]
+    return [*found, (_GATEWAY, gateway)]
 
 
 # .env.example

@@ -331,6 +331,6 @@ class ChatRequest(Strict):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def billed_to(self) -> str | None:
+    def effective_tenant(self) -> str | None:
         """The tenant: `tenant`, else `safety_identifier`, else `user`."""
         return self.tenant or self.safety_identifier or self.user

@@ -323,7 +323,7 @@ def test_an_arrow_the_right_way_is_let_be(module: str, source: str) -> None:
     assert complaints(module, source) == []
 
 
-def test_nothing_of_the_client_imports_the_front() -> None:
+def test_nothing_of_the_client_imports_the_gateway() -> None:
     client = {module: file for module, file in modules().items() if row(module) == "sluice"}
     arrows = {(module, name) for module, file in client.items() for name in imported(file.read_text(), module)}
     assert "sluice.client" in client

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sluice.gateway.settings import ServeSettings
-from sluice.gateway.settings import variable as front_variable
+from sluice.gateway.settings import variable as gateway_variable
 from tests.support.stack import ROOT
 from worker.environment import variable
 from worker.errors import CannotStart
@@ -207,8 +207,8 @@ def example() -> dict[str, str]:
 
 
 def test_the_example_lists_every_setting_in_order() -> None:
-    front = [front_variable(name) for name in ServeSettings.model_fields]
-    assert list(example()) == [*(variable(name) for name in Settings.model_fields), *front]
+    gateway = [gateway_variable(name) for name in ServeSettings.model_fields]
+    assert list(example()) == [*(variable(name) for name in Settings.model_fields), *gateway]
 
 
 def test_the_example_shows_the_defaults() -> None:

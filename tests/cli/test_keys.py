@@ -64,7 +64,7 @@ def test_a_revoked_key_is_gone_and_the_others_stay() -> None:
     assert [key.id == first.id for key in read(Path("keys.json")).keys] == [False]
 
 
-def test_the_file_is_that_of_the_front_s_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_that_of_the_gateway_s_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     Path(".env").write_text("SLUICE_SERVE_KEYS=from-env-file.json\n")
     run("create", "--tenant", "a")
     monkeypatch.setenv("SLUICE_SERVE_KEYS", "from-environment.json")

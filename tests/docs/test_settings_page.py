@@ -9,13 +9,13 @@ from pydantic.fields import FieldInfo
 
 from docs import settings_page
 from sluice.gateway.settings import ServeSettings
-from sluice.gateway.settings import variable as front_variable
+from sluice.gateway.settings import variable as gateway_variable
 from worker.environment import variable
 from worker.settings import Settings
 
 FIELDS = {
     **{variable(name): field for name, field in Settings.model_fields.items()},
-    **{front_variable(name): field for name, field in ServeSettings.model_fields.items()},
+    **{gateway_variable(name): field for name, field in ServeSettings.model_fields.items()},
 }
 
 

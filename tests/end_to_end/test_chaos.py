@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import crashes, front, fuzz, greedy, load, offline, outages, pickup
+from tests.support.chaos import crashes, fuzz, gateway, greedy, load, offline, outages, pickup
 from tests.support.chaos.harness import Figure
 from tests.support.stack import Server
 
@@ -28,9 +28,9 @@ SCENARIOS: dict[str, Scenario] = {
     "scripts are forgotten": lambda s: outages.scripts_forgotten(s.url, streams=8, tokens=50),
     "the server is full": lambda s: outages.full_server(s.url, streams=8, tokens=100, full_s=1),
     "answers are lost": lambda s: outages.answers_lost(s.port, cuts=40, streams=8, tokens=60),
-    "a worker is killed behind a gateway": lambda s: front.worker_killed(s.url, streams=12, tokens=150),
-    "one of two gateways is killed": lambda s: front.front_killed(s.url, streams=12, tokens=150),
-    "the server is killed behind a gateway": lambda s: front.server_killed(streams=12, tokens=150, away_s=1),
+    "a worker is killed behind a gateway": lambda s: gateway.worker_killed(s.url, streams=12, tokens=150),
+    "one of two gateways is killed": lambda s: gateway.gateway_killed(s.url, streams=12, tokens=150),
+    "the server is killed behind a gateway": lambda s: gateway.server_killed(streams=12, tokens=150, away_s=1),
     "a plain producer enqueues at each final event": lambda s: pickup.one_after_another(s.url, running=4, samples=60),
     "an idle worker is quiet": lambda s: pickup.idle_commands(s.url, seconds=3),
     "an offline run is killed": lambda s: offline.killed(offline.two_paced, lines=300, distinct=12, kills=3, seed=1),

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from tests.fakes import FakeChat
-from tests.gateway.fronts import Front, serving
+from tests.gateway.gateways import HttpGateway, serving
 from tests.queue.helpers import listening, settings, until, working
 from tests.support.stack import WorkerProcess
 
@@ -43,32 +43,32 @@ async def fake_worker(redis_url: str, db: Redis, chat: FakeChat) -> AsyncIterato
 
 
 @pytest.fixture
-async def front(redis_url: str) -> AsyncIterator[Front]:
+async def gateway(redis_url: str) -> AsyncIterator[HttpGateway]:
     """A gateway in this process, on a free port, in its own thread and event loop."""
-    with serving(redis_url, ServeSettings(_env_file=None, no_worker_s=0.5)) as front:
-        yield front
+    with serving(redis_url, ServeSettings(_env_file=None, no_worker_s=0.5)) as gateway:
+        yield gateway
 
 
 @pytest.fixture
-async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=front.url, timeout=60) as client:
+async def http(gateway: HttpGateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def front_of_worker(worker: WorkerProcess) -> Iterator[Front]:
-    with serving(worker.url, ServeSettings(_env_file=None)) as front:
-        yield front
+def gateway_of_worker(worker: WorkerProcess) -> Iterator[HttpGateway]:
+    with serving(worker.url, ServeSettings(_env_file=None)) as gateway:
+        yield gateway
 
 
 @pytest.fixture
-def real_front(worker: WorkerProcess, redis_url: str, front_of_worker: Front) -> Front:
+def real_gateway(worker: WorkerProcess, redis_url: str, gateway_of_worker: HttpGateway) -> HttpGateway:
     """A gateway for the worker with the tiny model, which the tests of a file share."""
     worker.wait_ready()
-    return front_of_worker
+    return gateway_of_worker
 
 
 @pytest.fixture
-async def real_http(real_front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=real_front.url, timeout=60) as http:
+async def real_http(real_gateway: HttpGateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=real_gateway.url, timeout=60) as http:
         yield http

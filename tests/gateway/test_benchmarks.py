@@ -4,7 +4,7 @@ from typing import Any
 
 import httpx
 
-from tests.gateway.fronts import events
+from tests.gateway.gateways import events
 
 # guidellm's, of an answer with a set number of tokens.
 MEASURED: dict[str, Any] = {

@@ -15,7 +15,7 @@ from sluice.gateway import ServeSettings
 from sluice.gateway.body import read_body, zstd
 from sluice.gateway.errors import ApiError
 from sluice.gateway.protection.memory import Memory
-from tests.gateway.fronts import serving
+from tests.gateway.gateways import serving
 
 PATH = "/v1/chat/completions"
 CHAT = {"messages": [{"role": "user", "content": "Hi."}], "say": ["a"]}
@@ -120,8 +120,8 @@ async def test_decoding_a_long_body_does_not_stop_the_event_loop() -> None:
 
 @pytest.fixture
 async def http(redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
-    with serving(redis_url, ServeSettings(_env_file=None, max_body_bytes=10_000, max_held_bytes=50_000)) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=60) as client:
+    with serving(redis_url, ServeSettings(_env_file=None, max_body_bytes=10_000, max_held_bytes=50_000)) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
             yield client
 
 

@@ -12,7 +12,7 @@ from sluice.gateway import ServeSettings
 from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.catalog import model_info, models
 from tests.fakes import FakeChat
-from tests.gateway.fronts import serving
+from tests.gateway.gateways import serving
 from tests.queue.helpers import settings, until, working
 
 
@@ -98,8 +98,8 @@ async def test_a_name_that_a_pattern_serves_is_answered_and_found_and_the_longes
 ) -> None:
     mapped = "*=gone,claude-haiku*=default,claude-haiku-9=gone"
     question = [{"role": "user", "content": "Hi."}]
-    with serving(redis_url, ServeSettings(_env_file=None, models=mapped, no_worker_s=0.5)) as front:
-        async with httpx.AsyncClient(base_url=front.url) as http:
+    with serving(redis_url, ServeSettings(_env_file=None, models=mapped, no_worker_s=0.5)) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
             for name, status in (("claude-haiku-4-5", 200), ("claude-haiku-9", 404), ("default", 404)):
                 found = await http.get(f"/v1/models/{name}")
                 body = {"model": name, "max_tokens": 9, "messages": question, "say": ["a"]}
@@ -137,8 +137,8 @@ async def test_a_model_that_is_awaited_does_not_exist_once_a_worker_of_another_h
     redis_url: str, db: Redis, chat: FakeChat
 ) -> None:
     body = {"model": "gpt-9", "messages": [{"role": "user", "content": "Hi."}]}
-    with serving(redis_url, ServeSettings(_env_file=None, no_worker_s=60)) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=50) as http:
+    with serving(redis_url, ServeSettings(_env_file=None, no_worker_s=60)) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=50) as http:
             waiting = asyncio.create_task(http.post("/v1/chat/completions", json=body))
             done, _ = await asyncio.wait({waiting}, timeout=0.5)
             assert not done

@@ -19,7 +19,7 @@ from sluice.gateway.errors import from_client, openai_body
 from sluice.gateway.keys.limits import Balance, Exceeded, refusal
 from sluice.gateway.messages.errors import error_body, status_of
 from sluice.gateway.responses.stream import ResponseState
-from tests.gateway.fronts import events
+from tests.gateway.gateways import events
 from tests.gateway.responses.events import head
 from tests.queue.helpers import listening, settings, working
 from worker.errors import JobFailure, prompt_too_large

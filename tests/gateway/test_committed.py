@@ -10,7 +10,7 @@ from sluice.gateway.messages.body import MessagesBody, validate
 from sluice.gateway.messages.request import chat_request
 from sluice.gateway.responses.conversation import read_conversation
 from sluice.gateway.responses.request import read_request
-from tests.gateway.fronts import serving
+from tests.gateway.gateways import serving
 from worker.chat.request import read_request as read_by_worker
 
 Body = dict[str, Any]
@@ -165,8 +165,8 @@ async def test_an_item_of_a_stored_response_is_found(http: httpx.AsyncClient, fa
 
 
 async def test_a_strict_gateway_refuses_it(redis_url: str, fake_worker: None) -> None:
-    with serving(redis_url, ServeSettings(_env_file=None, strict=True)) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=60) as http:
+    with serving(redis_url, ServeSettings(_env_file=None, strict=True)) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
             answer = await http.post(
                 "/v1/messages",
                 json={"model": "default", "max_tokens": 9, "messages": [{**USER, "output_config": {}}, ANSWER, USER]},

@@ -10,7 +10,7 @@ from sluice import Client
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from tests.fakes import FakeChat
-from tests.gateway.fronts import serving
+from tests.gateway.gateways import serving
 from tests.queue.helpers import settings, until, working
 
 TIMEOUT_S = 0.2
@@ -31,11 +31,11 @@ async def test_the_stream_of_a_client_that_leaves_without_its_body_ends(
     async def is_read_no_more() -> bool:
         return await subscribers() == 0
 
-    with serving(redis_url, ServeSettings(_env_file=None, client_timeout_s=TIMEOUT_S)) as front:
+    with serving(redis_url, ServeSettings(_env_file=None, client_timeout_s=TIMEOUT_S)) as gateway:
         async with working(settings(redis_url), chat.chat):
             request = {"messages": [{"role": "user", "content": "Hi."}]}
             await client.submit({**request, "say": ["word"] * 10_000, "pace_s": 0.02}, id=JOB)
-            url = httpx.URL(front.url)
+            url = httpx.URL(gateway.url)
             reader, writer = await asyncio.open_connection(url.host, url.port)
             writer.write(f"GET /v1/chat/completions/{JOB}/stream HTTP/1.1\r\nHost: localhost\r\n".encode() + body)
             await until(is_read)

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from sluice import Client
 from sluice.gateway import ServeSettings, app
-from tests.gateway.fronts import Front
+from tests.gateway.gateways import HttpGateway
 from tests.selection import examples
 
 NO_WORKER = 503
@@ -56,8 +56,8 @@ async def known(redis_url: str) -> list[tuple[str, str]]:
 
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-async def test_no_request_fails_on_the_front_or_hangs(
-    front: Front, known: list[tuple[str, str]], data: st.DataObject
+async def test_no_request_fails_on_the_gateway_or_hangs(
+    gateway: HttpGateway, known: list[tuple[str, str]], data: st.DataObject
 ) -> None:
     method, path = data.draw(st.sampled_from(known))
     id = data.draw(st.sampled_from(IDS))
@@ -69,7 +69,7 @@ async def test_no_request_fails_on_the_front_or_hangs(
         st.sampled_from(["", "?stream=true", "?starting_after=-1&stream=true", "?limit=x", "?include_usage=1"])
     )
     # Certificates take longer to load than the request takes.
-    async with httpx.AsyncClient(base_url=front.url, timeout=60, verify=False) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60, verify=False) as http:
         answer = await http.request(method, url + query, headers=headers, content=content)
     assert answer.status_code < 500 or answer.status_code == NO_WORKER, (method, url, body, answer.text)
     if answer.status_code >= 400 and method != "HEAD":

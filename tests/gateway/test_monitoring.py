@@ -1,4 +1,4 @@
-"""Probes, metrics, the access log, and the end of a front."""
+"""Probes, metrics, the access log, and the end of a gateway."""
 
 import asyncio
 import io
@@ -25,7 +25,7 @@ from sluice.gateway.server import listen
 from sluice.gateway.settings import CannotServe
 from tests.fakes import ByteTokenizer, FakeChat, FakeEngine, worker_context
 from tests.gateway.chat.test_routes import PATH, data_of, request, text_of, until_running
-from tests.gateway.fronts import front_process, serving
+from tests.gateway.gateways import gateway_process, serving
 from tests.queue.helpers import field, listening, settings, working
 from tests.support.stack import ROOT, Server
 from tests.waiting import until
@@ -65,11 +65,11 @@ def test_an_address_that_cannot_be_listened_on_is_refused_with_the_option_that_c
     assert str(refused.value).count(host) == 1
 
 
-async def test_a_front_is_ready_while_its_server_answers() -> None:
+async def test_a_gateway_is_ready_while_its_server_answers() -> None:
     settings = ServeSettings(_env_file=None)
     server = Server().start()
-    with serving(server.url, settings) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+    with serving(server.url, settings) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
             assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 200]
             server.stop()
             assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 503]
@@ -136,9 +136,9 @@ async def test_the_first_token_of_a_stream_and_the_end_of_each_answer_are_observ
 async def test_an_answer_that_fails_is_counted_as_an_error_of_its_model(
     redis_url: str, path: str, stream: bool
 ) -> None:
-    front_settings = ServeSettings(_env_file=None, models="gpt-4o=default")
-    with serving(redis_url, front_settings) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+    gateway_settings = ServeSettings(_env_file=None, models="gpt-4o=default")
+    with serving(redis_url, gateway_settings) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
             too_long = asking("Hi. " * 2000, model="gpt-4o", stream=stream)[path]
             in_stream = stream and path == "/v1/responses"  # as Codex wants it
             assert (await http.post(path, json=too_long)).status_code == (200 if in_stream else 400)
@@ -169,42 +169,42 @@ async def test_an_answer_that_is_cancelled_is_counted_as_aborted(
 
 @pytest.mark.usefixtures("fake_worker")
 async def test_the_access_log_has_the_job_s_id_and_nothing_of_the_prompt(redis_url: str) -> None:
-    with front_process(redis_url) as front:
-        async with httpx.AsyncClient(base_url=front.url) as http:
+    with gateway_process(redis_url) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
             answer = await http.post(f"{PATH}?q=secret", json=request("1", messages=[{"content": "secret"}]))
             await http.get("/a%0Ab")
-            await until(lambda: "GET /a%0Ab 404 " in front.log())  # it is written after the answer
-        log = front.log()
+            await until(lambda: "GET /a%0Ab 404 " in gateway.log())  # it is written after the answer
+        log = gateway.log()
     assert f"POST {PATH} 200 " in log
     assert answer.headers["x-request-id"] in log
     assert "secret" not in log
 
 
 @pytest.mark.usefixtures("fake_worker")
-async def test_a_front_that_is_stopped_finishes_its_streams_first(redis_url: str) -> None:
-    with front_process(redis_url) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+async def test_a_gateway_that_is_stopped_finishes_its_streams_first(redis_url: str) -> None:
+    with gateway_process(redis_url) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
             body = request(*"12345", pace_s=0.2, stream=True)
             async with http.stream("POST", PATH, json=body) as answer:
-                front.signal(signal.SIGTERM)
+                gateway.signal(signal.SIGTERM)
                 text = (await answer.aread()).decode()
         assert text_of(data_of(text)) == "12345"
-        assert await asyncio.to_thread(front.wait, 60) == 0
-        assert "Traceback" not in front.log()
+        assert await asyncio.to_thread(gateway.wait, 60) == 0
+        assert "Traceback" not in gateway.log()
 
 
 @pytest.mark.usefixtures("fake_worker")
-async def test_a_front_that_stops_before_a_stream_ends_breaks_it_off_and_leaves_the_job(
+async def test_a_gateway_that_stops_before_a_stream_ends_breaks_it_off_and_leaves_the_job(
     redis_url: str, db: Redis
 ) -> None:
-    with front_process(redis_url, drain_s=0) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+    with gateway_process(redis_url, drain_s=0) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
             body = request(*"12345" * 20, pace_s=0.3, stream=True)
             async with http.stream("POST", PATH, json=body) as answer:
-                front.signal(signal.SIGTERM)
+                gateway.signal(signal.SIGTERM)
                 with pytest.raises(httpx.RemoteProtocolError):
                     await answer.aread()
-        assert await asyncio.to_thread(front.wait, 60) == 0
+        assert await asyncio.to_thread(gateway.wait, 60) == 0
     assert await field(db, answer.headers["x-request-id"], "state") == "running"
 
 
@@ -228,7 +228,7 @@ async def test_an_exception_is_counted_and_logged_as_the_500_that_its_client_rec
     assert caplog.messages[0].endswith(f" {answer.headers['x-request-id']}")
 
 
-def test_a_front_logs_under_one_name_and_its_access_log_under_a_second() -> None:
+def test_a_gateway_logs_under_one_name_and_its_access_log_under_a_second() -> None:
     sources = [file.read_text() for file in (ROOT / "sluice" / "gateway").rglob("*.py")]
     names = {name for source in sources for name in re.findall(r"getLogger\((.*?)\)", source)}
     assert names == {'"sluice.gateway"', '"sluice.gateway.access"'}

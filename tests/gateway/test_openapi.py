@@ -29,7 +29,7 @@ def test_the_file_is_what_the_models_make() -> None:
     assert FILE.read_text() == text(), "run python -m docs.openapi"
 
 
-async def test_it_has_each_route_of_the_front_and_no_other(redis_url: str) -> None:
+async def test_it_has_each_route_of_the_gateway_and_no_other(redis_url: str) -> None:
     served = {(method, path.replace("{id:path}", "{id}")) for method, path in await routes(redis_url)}
     described = {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
     assert {route for route in served if route[0] != "HEAD" and "/page/" not in route[1]} == described
@@ -37,10 +37,10 @@ async def test_it_has_each_route_of_the_front_and_no_other(redis_url: str) -> No
 
 async def test_it_is_served_without_a_key_and_names_the_place_of_the_application(redis_url: str) -> None:
     async with Client(redis_url) as client:
-        front = app(client, ServeSettings(_env_file=None))
-        with TestClient(Starlette(routes=[Mount("/llm", front)])) as http:
+        gateway = app(client, ServeSettings(_env_file=None))
+        with TestClient(Starlette(routes=[Mount("/llm", gateway)])) as http:
             assert http.get("/llm/openapi.json").json() == {**DOCUMENT, "servers": [{"url": "/llm"}]}
-        with TestClient(front) as http:
+        with TestClient(gateway) as http:
             assert http.get("/openapi.json").json() == DOCUMENT
 
 
@@ -49,7 +49,7 @@ def test_each_schema_is_a_valid_one(name: str) -> None:
     Draft202012Validator.check_schema(SCHEMAS[name])
 
 
-def test_a_response_takes_the_fields_that_the_front_takes() -> None:
+def test_a_response_takes_the_fields_that_the_gateway_takes() -> None:
     assert SCHEMAS["ResponseRequest"]["properties"].keys() == KNOWN
 
 
@@ -58,7 +58,7 @@ def test_it_accepts_the_requests_of_claude_code(name: str) -> None:
     Draft202012Validator(schema("MessagesBody")).validate(CLAUDE_CODE[name])
 
 
-async def test_what_the_front_answers_is_what_it_describes(real_http: httpx.AsyncClient) -> None:
+async def test_what_the_gateway_answers_is_what_it_describes(real_http: httpx.AsyncClient) -> None:
     said = {"messages": [{"role": "user", "content": "Hi."}]}
     asked = {
         ("post", "/v1/chat/completions"): said,
@@ -75,7 +75,7 @@ async def test_what_the_front_answers_is_what_it_describes(real_http: httpx.Asyn
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-async def test_its_errors_are_those_of_the_front(http: httpx.AsyncClient, path: str) -> None:
+async def test_its_errors_are_those_of_the_gateway(http: httpx.AsyncClient, path: str) -> None:
     answer = await http.post(path, content=b"[]")
     content = DOCUMENT["paths"][path]["post"]["responses"]["default"]["content"]["application/json"]
     Draft202012Validator({**content["schema"], "components": DOCUMENT["components"]}).validate(answer.json())

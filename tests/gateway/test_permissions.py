@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
-from tests.gateway.fronts import serving
+from tests.gateway.gateways import serving
 from tests.support.stack import ROOT
 from tests.waiting import until
 
@@ -58,9 +58,9 @@ async def test_the_documented_permissions_are_enough_for_every_route(
     }
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [key]}))
     settings = ServeSettings(_env_file=None, keys=tmp_path / "keys.json", no_worker_s=0.5)
-    with serving(redis_url.replace("redis://", f"redis://{user}"), settings) as front:
+    with serving(redis_url.replace("redis://", f"redis://{user}"), settings) as gateway:
         headers = {"authorization": "Bearer secret"}
-        async with httpx.AsyncClient(base_url=front.url, timeout=60, headers=headers) as http:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60, headers=headers) as http:
             statuses = await use_completions(http) | await use_responses(http) | await use_the_rest(http)
     assert {name: status for name, status in statuses.items() if status != 200} == {"nobody": 404, "nothing": 404}
     denied = [dict(zip(entry[::2], entry[1::2], strict=True)) for entry in await db.execute_command("ACL", "LOG")]

@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from sluice.gateway import ServeSettings
-from tests.gateway.fronts import serving
+from tests.gateway.gateways import serving
 from tests.queue.refusing import disk_full
 from tests.support.stack import Server
 
@@ -24,8 +24,8 @@ async def test_a_full_disk_is_named_with_the_remedy_and_not_taken_for_a_missing_
     body = {name: BODY[name] for name in ("model", *ROUTES[path])}
     with Server() as server:
         async with disk_full(server) as disk:
-            with serving(server.url, ServeSettings(_env_file=None, no_worker_s=0.2)) as front:
-                async with httpx.AsyncClient(base_url=front.url, timeout=30) as http:
+            with serving(server.url, ServeSettings(_env_file=None, no_worker_s=0.2)) as gateway:
+                async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
                     answer = await http.post(path, json=body, headers=headers)
                     ready = await http.get("/readyz")
                     await disk.free()

@@ -15,7 +15,7 @@ from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
 from tests.fakes import FakeChat
-from tests.gateway.fronts import Front, serving
+from tests.gateway.gateways import HttpGateway, serving
 from tests.queue.helpers import field
 from tests.waiting import until
 
@@ -39,9 +39,11 @@ def given(path: str, **fields: Any) -> Said:
 
 
 @asynccontextmanager
-async def asked(front: Front, path: str, body: Said, **headers: str) -> AsyncIterator[asyncio.Task[httpx.Response]]:
+async def asked(
+    gateway: HttpGateway, path: str, body: Said, **headers: str
+) -> AsyncIterator[asyncio.Task[httpx.Response]]:
     """Send a request whose connection is lost at the end of the block."""
-    async with httpx.AsyncClient(base_url=front.url, headers=headers, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=60) as http:
         asking = asyncio.create_task(http.post(path, json=body))
         yield asking
         await asyncio.sleep(0.5)  # a client that leaves before the gateway knows that it has queued the job cancels it
@@ -77,15 +79,15 @@ async def other(db: Redis) -> None:
 @EACH
 @pytest.mark.parametrize("streams", [(True, True), (True, False)])
 async def test_a_retry_keeps_the_place_of_its_job_in_the_queue(
-    front: Front, db: Redis, other: None, path: str, streams: tuple[bool, bool]
+    gateway: HttpGateway, db: Redis, other: None, path: str, streams: tuple[bool, bool]
 ) -> None:
     first, again = (given(path, model="other", stream=stream) for stream in streams)
-    async with asked(front, path, first):
+    async with asked(gateway, path, first):
         (job_id,) = await queued_jobs(db, 1)
     await until(noted(db, 1))
-    async with asked(front, CHAT, given(CHAT, model="other", user="another")):
+    async with asked(gateway, CHAT, given(CHAT, model="other", user="another")):
         before = await queued_jobs(db, 2)
-        async with asked(front, path, again):
+        async with asked(gateway, path, again):
             await until(noted(db, 0))
             await asyncio.sleep(4)  # beyond the grace
             assert await queued_jobs(db, 2) == before
@@ -95,10 +97,10 @@ async def test_a_retry_keeps_the_place_of_its_job_in_the_queue(
 
 @pytest.mark.usefixtures("fake_worker")
 async def test_a_retry_gets_the_answer_of_the_running_job_from_the_beginning(
-    redis_url: str, front: Front, chat: FakeChat, db: Redis
+    redis_url: str, gateway: HttpGateway, chat: FakeChat, db: Redis
 ) -> None:
     body = given(CHAT, **WORDS)
-    async with asked(front, CHAT, {**body, "stream": True}):
+    async with asked(gateway, CHAT, {**body, "stream": True}):
         await until(lambda: bool(chat.running))
     await until(noted(db, 1))
     with serving(redis_url, ServeSettings(_env_file=None)) as second:
@@ -110,21 +112,21 @@ async def test_a_retry_gets_the_answer_of_the_running_job_from_the_beginning(
     assert len(chat.began) == 1
 
 
-async def test_requests_whose_clients_wait_are_no_retries(front: Front, db: Redis, other: None) -> None:
+async def test_requests_whose_clients_wait_are_no_retries(gateway: HttpGateway, db: Redis, other: None) -> None:
     body = given(CHAT, model="other")
-    async with asked(front, CHAT, body), asked(front, CHAT, body):
+    async with asked(gateway, CHAT, body), asked(gateway, CHAT, body):
         assert len(set(await queued_jobs(db, 2))) == 2
 
 
-async def test_each_of_several_retries_gets_a_job_of_its_own(front: Front, db: Redis, other: None) -> None:
+async def test_each_of_several_retries_gets_a_job_of_its_own(gateway: HttpGateway, db: Redis, other: None) -> None:
     body = given(CHAT, model="other")
-    async with asked(front, CHAT, body), asked(front, CHAT, body):
+    async with asked(gateway, CHAT, body), asked(gateway, CHAT, body):
         before = await queued_jobs(db, 2)
     await until(noted(db, 2))
-    async with asked(front, CHAT, body), asked(front, CHAT, body):
+    async with asked(gateway, CHAT, body), asked(gateway, CHAT, body):
         await until(noted(db, 0))
         assert await queued_jobs(db, 2) == before
-        async with asked(front, CHAT, body):
+        async with asked(gateway, CHAT, body):
             assert len(await queued_jobs(db, 3)) == 3
 
 
@@ -136,14 +138,16 @@ async def test_a_request_after_the_whole_answer_is_a_new_one(http: httpx.AsyncCl
     assert len(set(chat.began)) == 2
 
 
-async def test_a_job_that_was_cancelled_meanwhile_is_not_returned_to(front: Front, db: Redis, other: None) -> None:
+async def test_a_job_that_was_cancelled_meanwhile_is_not_returned_to(
+    gateway: HttpGateway, db: Redis, other: None
+) -> None:
     body = given(CHAT, model="other")
-    async with asked(front, CHAT, body):
+    async with asked(gateway, CHAT, body):
         (job_id,) = await queued_jobs(db, 1)
     await until(noted(db, 1))
-    async with httpx.AsyncClient(base_url=front.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
         await http.post(f"{CHAT}/{job_id}/cancel")
-    async with asked(front, CHAT, body):
+    async with asked(gateway, CHAT, body):
         assert await queued_jobs(db, 1) != [job_id]
 
 
@@ -151,19 +155,19 @@ async def test_the_job_of_another_tenant_is_not_found(redis_url: str, db: Redis,
     entries = [{"id": secret, "sha256": digest(secret), "tenant": secret} for secret in ("ada", "bob")]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
     body = given(CHAT, model="other")
-    with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as front:
-        async with asked(front, CHAT, body, authorization="Bearer ada"):
+    with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as gateway:
+        async with asked(gateway, CHAT, body, authorization="Bearer ada"):
             await queued_jobs(db, 1)
         await until(noted(db, 1))
-        async with asked(front, CHAT, body, authorization="Bearer bob"):
+        async with asked(gateway, CHAT, body, authorization="Bearer bob"):
             assert len(await queued_jobs(db, 2)) == 2
             assert await noted(db, 1)()
 
 
 @pytest.mark.parametrize("grace_s", [0, 0.2])
 async def test_without_a_retry_the_job_is_cancelled(redis_url: str, db: Redis, other: None, grace_s: float) -> None:
-    with serving(redis_url, ServeSettings(_env_file=None, disconnect_grace_s=grace_s)) as front:
-        async with asked(front, CHAT, given(CHAT, model="other")):
+    with serving(redis_url, ServeSettings(_env_file=None, disconnect_grace_s=grace_s)) as gateway:
+        async with asked(gateway, CHAT, given(CHAT, model="other")):
             (job_id,) = await queued_jobs(db, 1)
 
         async def cancelled() -> bool:

@@ -14,7 +14,7 @@ from redis.asyncio.connection import AbstractConnection
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
 from tests.fakes import FakeChat
-from tests.gateway.fronts import Front, serving
+from tests.gateway.gateways import HttpGateway, serving
 from tests.waiting import until
 
 PATH = "/v1/chat/completions"
@@ -49,7 +49,7 @@ def trips(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 @pytest.fixture
-def front(redis_url: str, tmp_path: Path) -> Iterator[Front]:
+def gateway(redis_url: str, tmp_path: Path) -> Iterator[HttpGateway]:
     """A gateway that checks keys. It asks for a worker only after seconds."""
     keys = [
         {"id": "limited", "sha256": digest("limited"), "tenant": "a", "requests_per_minute": 1_000},
@@ -57,8 +57,8 @@ def front(redis_url: str, tmp_path: Path) -> Iterator[Front]:
     ]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": keys}))
     settings = ServeSettings(_env_file=None, keys=tmp_path / "keys.json", no_worker_s=40)
-    with serving(redis_url, settings) as front:
-        yield front
+    with serving(redis_url, settings) as gateway:
+        yield gateway
 
 
 async def trips_of(

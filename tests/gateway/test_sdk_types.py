@@ -16,7 +16,7 @@ from openai.types.responses.response_item_list import ResponseItemList
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel, TypeAdapter
 
-from tests.gateway.fronts import events
+from tests.gateway.gateways import events
 from tests.gateway.openai_required import ERROR, lacking
 from tests.support.stack import ROOT
 

@@ -34,7 +34,7 @@ def refusal() -> str:
     return str(refused.value)
 
 
-def test_one_env_file_starts_a_worker_and_a_front() -> None:
+def test_one_env_file_starts_a_worker_and_a_gateway() -> None:
     Path(".env").write_text(
         "SLUICE_REDIS_URL=redis://here:1/0\nSLUICE_MODEL=m\nSLUICE_SERVE_PORT=9\nSLUICE_SERVE_MODELS=gpt-4o=tiny\n"
     )
@@ -55,7 +55,7 @@ def test_one_env_file_starts_a_worker_and_a_front() -> None:
         ('OTHER="\nSLUICE_REDIS_URL=redis://b/0\n"\nSLUICE_REDIS_URL=redis://a/0', "redis://a/0"),
     ],
 )
-def test_the_file_means_the_same_to_a_worker_and_a_front(line: str, value: str) -> None:
+def test_the_file_means_the_same_to_a_worker_and_a_gateway(line: str, value: str) -> None:
     Path(".env").write_text(f"SLUICE_MODEL=m # a comment\nSLUICE_SERVE_KEYS=k.json # too\n{line}\n")
     assert read_redis_url("redis://default") == read_worker_settings().redis_url == value
     assert read_variables(Path(".env"))["SLUICE_SERVE_KEYS"] == str(read_settings().keys) == "k.json"
@@ -78,7 +78,7 @@ def test_a_misspelt_name_in_the_file_is_refused_too() -> None:
     assert refusal() == "SLUICE_SERVE_PROT is not a setting; did you mean SLUICE_SERVE_PORT?"
 
 
-def test_settings_of_the_worker_are_none_of_the_front_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_worker_are_none_of_the_gateway_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICE_MAX_ROWS", "many")
     assert read_settings() == ServeSettings()
 

@@ -13,7 +13,7 @@ from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses.store import record_key
-from tests.gateway.fronts import Front, serving
+from tests.gateway.gateways import HttpGateway, serving
 from tests.line import Line
 from tests.queue.helpers import field
 from tests.waiting import until
@@ -48,9 +48,9 @@ def submitting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ids
 
 
-async def leave_while_submitting(front: Front, path: str, ids: list[str], **headers: str) -> str:
+async def leave_while_submitting(gateway: HttpGateway, path: str, ids: list[str], **headers: str) -> str:
     """Send a request, leave while its job is being submitted, and return the id of the job."""
-    async with httpx.AsyncClient(base_url=front.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
         asking = asyncio.create_task(http.post(path, json=BODIES[path], headers=headers))
         await until(lambda: bool(ids))
         asking.cancel()
@@ -67,20 +67,20 @@ async def until_state(db: Redis, job_id: str, state: str) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_job_that_is_being_submitted_when_its_client_leaves_is_cancelled(
-    front: Front, db: Redis, submitting: list[str], path: str
+    gateway: HttpGateway, db: Redis, submitting: list[str], path: str
 ) -> None:
-    job_id = await leave_while_submitting(front, path, submitting)
+    job_id = await leave_while_submitting(gateway, path, submitting)
     await until_state(db, job_id, "cancelled")
     assert await db.zcard(QUEUE) == 0
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_with_a_key_it_continues_and_a_retry_joins_it(
-    front: Front, db: Redis, submitting: list[str], path: str
+    gateway: HttpGateway, db: Redis, submitting: list[str], path: str
 ) -> None:
-    job_id = await leave_while_submitting(front, path, submitting, **{"idempotency-key": "k"})
+    job_id = await leave_while_submitting(gateway, path, submitting, **{"idempotency-key": "k"})
     await until_state(db, job_id, "queued")
-    async with httpx.AsyncClient(base_url=front.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
         asking = asyncio.create_task(http.post(path, json=BODIES[path], headers={"idempotency-key": "k"}))
         await until(lambda: len(submitting) == 2)
         await asyncio.sleep(0.5)
@@ -92,9 +92,9 @@ async def test_with_a_key_it_continues_and_a_retry_joins_it(
 
 @pytest.mark.parametrize(("given", "stored"), [("", ""), (None, "cancel"), ("continue", "continue")])
 async def test_a_policy_that_is_given_reaches_the_worker_also_if_it_is_none(
-    front: Front, db: Redis, given: str | None, stored: str
+    gateway: HttpGateway, db: Redis, given: str | None, stored: str
 ) -> None:
-    async with httpx.AsyncClient(base_url=front.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
         asking = asyncio.create_task(http.post(CHAT, json={**BODIES[CHAT], "on_disconnect": given}))
         while not (queued := await db.zrange(QUEUE, 0, -1)):
             await asyncio.sleep(0.01)
@@ -105,7 +105,7 @@ async def test_a_policy_that_is_given_reaches_the_worker_also_if_it_is_none(
 
 
 @pytest.mark.usefixtures("fake_worker")
-async def test_a_model_that_cannot_be_noted_for_other_fronts_fails_no_request(
+async def test_a_model_that_cannot_be_noted_for_other_gateways_fails_no_request(
     http: httpx.AsyncClient, db: Redis
 ) -> None:
     await db.set("sluice:serve:models", "no sorted set")
@@ -178,8 +178,8 @@ async def test_a_response_whose_submission_is_lost_on_the_way_leaves_neither_rec
     redis_url: str, db: Redis
 ) -> None:
     async with Line(redis_url) as line:
-        with serving(line.url, ServeSettings(_env_file=None)) as front:
-            async with httpx.AsyncClient(base_url=front.url, timeout=60) as http:
+        with serving(line.url, ServeSettings(_env_file=None)) as gateway:
+            async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
                 made = await http.post(RESPONSES, json=BODIES[RESPONSES])
                 await until_state(db, made.json()["id"], "queued")
                 before = await names_of_all(db)
@@ -192,8 +192,8 @@ async def test_a_response_whose_submission_is_lost_on_the_way_leaves_neither_rec
 
 async def test_a_submission_whose_answer_is_lost_is_repeated_and_stores_one_response(redis_url: str, db: Redis) -> None:
     async with Line(redis_url) as line:
-        with serving(line.url, ServeSettings(_env_file=None)) as front:
-            async with httpx.AsyncClient(base_url=front.url, timeout=60) as http:
+        with serving(line.url, ServeSettings(_env_file=None)) as gateway:
+            async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
                 assert (await http.post(RESPONSES, json=BODIES[RESPONSES])).status_code == 200
                 line.loses = lambda: line.lost == 0
                 made = await http.post(RESPONSES, json=BODIES[RESPONSES])

@@ -62,7 +62,7 @@ def test_either_limit_is_the_limit(fields: dict[str, Any], limit: int | None) ->
 
 
 @pytest.mark.parametrize(
-    ("fields", "billed_to"),
+    ("fields", "effective_tenant"),
     [
         ({}, None),
         ({"user": "ada"}, "ada"),
@@ -72,9 +72,9 @@ def test_either_limit_is_the_limit(fields: dict[str, Any], limit: int | None) ->
     ],
 )
 def test_the_safety_identifier_or_the_user_is_the_tenant_if_none_is_given(
-    fields: dict[str, Any], billed_to: str | None
+    fields: dict[str, Any], effective_tenant: str | None
 ) -> None:
-    assert ChatRequest.model_validate(chat(**fields)).billed_to == billed_to
+    assert ChatRequest.model_validate(chat(**fields)).effective_tenant == effective_tenant
 
 
 def test_the_message_of_a_result_can_be_sent_back() -> None:

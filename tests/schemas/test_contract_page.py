@@ -80,10 +80,15 @@ def test_the_page_s_key_table_has_every_key() -> None:
     }
 
 
-def test_the_page_has_every_key_of_the_front() -> None:
+def test_the_page_has_every_key_of_the_gateway() -> None:
     listed = {name for cells in page.rows("Keys of the HTTP gateway") for name in page.names(cells[0])}
-    front = [reservation_key, registration_key, record_key, final_key]
-    assert listed == {"sluice:serve:models", limit_key("<key>"), left_key("<digest>"), *(key("<id>") for key in front)}
+    gateway = [reservation_key, registration_key, record_key, final_key]
+    assert listed == {
+        "sluice:serve:models",
+        limit_key("<key>"),
+        left_key("<digest>"),
+        *(key("<id>") for key in gateway),
+    }
 
 
 def test_the_page_s_names_match_as_ours_do() -> None:

@@ -189,7 +189,7 @@ class WorkerProcess(LoggingProcess):
         self.log_file.unlink(missing_ok=True)
 
 
-class FrontProcess(LoggingProcess):
+class GatewayProcess(LoggingProcess):
     """A process `sluice serve` in a temporary folder. `no_worker_s=1` is SLUICE_SERVE_NO_WORKER_S=1."""
 
     def __init__(self, redis_url: str, *, port: int | None = None, root: Path = ROOT, **settings: object) -> None:

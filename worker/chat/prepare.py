@@ -67,7 +67,7 @@ async def prepare(job: Job, context: WorkerContext, request: ChatRequest, attemp
 
 def cache_namespace(request: ChatRequest, context: WorkerContext) -> str:
     """Return the cache namespace of the request: the tenant's, or the common one."""
-    return (request.billed_to or "") if context.settings.prefix_cache_per_tenant else ""
+    return (request.effective_tenant or "") if context.settings.prefix_cache_per_tenant else ""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import httpx
 
 from scripts.benchmarks.serve import clients
 from scripts.benchmarks.serve.driver import Send
-from tests.support.stack import ROOT, FrontProcess, Server, WorkerProcess, free_port
+from tests.support.stack import ROOT, GatewayProcess, Server, WorkerProcess, free_port
 
 OURS = "sluice"
 BASELINE = "baseline"
@@ -83,7 +83,7 @@ def _worker(root: Path, model: Path) -> Iterator[Connect]:
         def connect(over_http: bool) -> AbstractAsyncContextManager[Send]:
             if not over_http:
                 return clients.queue(server.url, "default")
-            gateway = FrontProcess(server.url, root=root)
+            gateway = GatewayProcess(server.url, root=root)
             stack.callback(gateway.stop)
             try:
                 gateway.start()

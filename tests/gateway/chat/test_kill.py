@@ -9,8 +9,8 @@ from openai import APIConnectionError, APIError, AsyncOpenAI
 
 from tests.fakes import FakeChat
 from tests.gateway.chat.test_routes import data_of, request, text_of, until_running
-from tests.gateway.fronts import front_process
-from tests.support.stack import FrontProcess
+from tests.gateway.gateways import gateway_process
+from tests.support.stack import GatewayProcess
 
 pytestmark = pytest.mark.usefixtures("fake_worker")
 
@@ -31,27 +31,27 @@ async def streamed(openai: AsyncOpenAI, key: str) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
-def client_of(front: FrontProcess) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=front.base_url, api_key="none", max_retries=0)
+def client_of(gateway: GatewayProcess) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=gateway.base_url, api_key="none", max_retries=0)
 
 
-async def until_it_breaks_off(answer: httpx.Response, front: FrontProcess) -> str:
+async def until_it_breaks_off(answer: httpx.Response, gateway: GatewayProcess) -> str:
     """Kill the gateway after a few words, and return what arrived."""
     received = ""
     try:
         async for text in answer.aiter_text():
             received += text
             if "5 " in received:
-                front.kill()
+                gateway.kill()
     except httpx.RemoteProtocolError:
         return received
     raise AssertionError("the body was terminated")
 
 
-async def test_streams_of_a_killed_front_raise_and_a_retry_with_the_key_has_the_whole_answer(
+async def test_streams_of_a_killed_gateway_raise_and_a_retry_with_the_key_has_the_whole_answer(
     redis_url: str, chat: FakeChat
 ) -> None:
-    with front_process(redis_url) as killed, front_process(redis_url) as other:
+    with gateway_process(redis_url) as killed, gateway_process(redis_url) as other:
         async with client_of(killed) as first, client_of(other) as second:
             asking = [asyncio.create_task(streamed(first, f"key-{index}")) for index in range(STREAMS)]
             await until_running(chat, STREAMS)
@@ -64,10 +64,10 @@ async def test_streams_of_a_killed_front_raise_and_a_retry_with_the_key_has_the_
     assert len(chat.began) == STREAMS
 
 
-async def test_a_stream_of_a_killed_front_continues_on_another_after_the_last_event(
+async def test_a_stream_of_a_killed_gateway_continues_on_another_after_the_last_event(
     redis_url: str, chat: FakeChat
 ) -> None:
-    with front_process(redis_url) as killed, front_process(redis_url) as other:
+    with gateway_process(redis_url) as killed, gateway_process(redis_url) as other:
         body = request(*WORDS, pace_s=0.1, stream=True)
         async with httpx.AsyncClient(timeout=20) as http:
             async with http.stream("POST", f"{killed.base_url}/chat/completions", json=body) as answer:

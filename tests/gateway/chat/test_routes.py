@@ -14,7 +14,7 @@ from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.jobs.jobs import Jobs
 from tests.fakes import FakeChat
-from tests.gateway.fronts import Front, serving
+from tests.gateway.gateways import HttpGateway, serving
 from tests.queue.helpers import field
 from tests.waiting import until
 
@@ -138,9 +138,9 @@ async def test_a_cancelled_job_ends_its_stream_with_an_error(http: httpx.AsyncCl
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_client_that_leaves_cancels_its_jobs(
-    front: Front, chat: FakeChat, db: Redis, stream: bool, n: int
+    gateway: HttpGateway, chat: FakeChat, db: Redis, stream: bool, n: int
 ) -> None:
-    async with httpx.AsyncClient(base_url=front.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
         asking = asyncio.create_task(http.post(PATH, json=request("1", then="hang", stream=stream, n=n)))
         await until_running(chat, n)
         asking.cancel()
@@ -154,9 +154,9 @@ async def test_a_client_that_leaves_cancels_its_jobs(
     await until(cancelled)
 
 
-async def test_a_queued_job_of_a_client_that_leaves_is_cancelled(front: Front, db: Redis) -> None:
+async def test_a_queued_job_of_a_client_that_leaves_is_cancelled(gateway: HttpGateway, db: Redis) -> None:
     await db.hset(keys.model("other"), "w", "9 1 9999999999 0 0")  # a worker that takes nothing
-    async with httpx.AsyncClient(base_url=front.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
         asking = asyncio.create_task(http.post(PATH, json=request("1", model="other")))
 
         async def queued() -> bool:
@@ -209,14 +209,14 @@ async def test_a_number_of_choices_that_cannot_be_is_refused(http: httpx.AsyncCl
 
 @pytest.fixture
 async def other(redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a second front."""
+    """A client of a second gateway."""
     settings = ServeSettings(_env_file=None, no_worker_s=0.5)
-    with serving(redis_url, settings) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=20) as client:
+    with serving(redis_url, settings) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
             yield client
 
 
-async def test_a_retry_with_the_same_key_joins_its_job_on_another_front(
+async def test_a_retry_with_the_same_key_joins_its_job_on_another_gateway(
     http: httpx.AsyncClient, other: httpx.AsyncClient, chat: FakeChat
 ) -> None:
     body = request("1", " 2", " 3", pace_s=0.1, stream=True)
@@ -234,14 +234,14 @@ async def test_the_same_key_with_another_body_is_refused(http: httpx.AsyncClient
     assert (await http.post(PATH, json=request("2"), headers={"Idempotency-Key": "l"})).status_code == 200
 
 
-async def test_a_keyed_job_continues_when_its_client_leaves(front: Front, chat: FakeChat) -> None:
+async def test_a_keyed_job_continues_when_its_client_leaves(gateway: HttpGateway, chat: FakeChat) -> None:
     body, headers = request("1", " 2", " 3", pace_s=0.2), {"Idempotency-Key": "k"}
-    async with httpx.AsyncClient(base_url=front.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
         asking = asyncio.create_task(http.post(PATH, json=body, headers=headers))
         await until_running(chat, 1)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-    async with httpx.AsyncClient(base_url=front.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
         assert (await http.post(PATH, json=body, headers=headers)).json()["said"] == "1 2 3"
     assert len(chat.began) == 1
 
@@ -351,8 +351,8 @@ async def test_a_request_that_is_refused_before_it_is_queued_cancels_nothing(
 
 
 async def test_a_long_body_is_refused_before_it_is_read(redis_url: str) -> None:
-    with serving(redis_url, ServeSettings(_env_file=None, max_body_bytes=1000)) as front:
-        async with httpx.AsyncClient(base_url=front.url) as http:
+    with serving(redis_url, ServeSettings(_env_file=None, max_body_bytes=1000)) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
             assert (await http.post(PATH, json=request("1" * 1000))).status_code == 413
 
 
@@ -367,8 +367,8 @@ async def test_an_unknown_path_is_refused_in_openai_s_form(http: httpx.AsyncClie
 
 
 async def test_a_silent_stream_is_kept_open_by_comments(redis_url: str) -> None:
-    with serving(redis_url, ServeSettings(_env_file=None, heartbeat_s=0.05)) as front:
-        async with httpx.AsyncClient(base_url=front.url) as http:
+    with serving(redis_url, ServeSettings(_env_file=None, heartbeat_s=0.05)) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
             body = (await http.post(PATH, json=request("1", " 2", pace_s=0.3, stream=True))).text
     assert ": keep-alive\n" in body
     assert text_of(data_of(body)) == "1 2"

@@ -1,4 +1,4 @@
-"""The file of the keys, and the keys of a running front."""
+"""The file of the keys, and the keys of a running gateway."""
 
 import errno
 import json
@@ -103,7 +103,7 @@ def test_a_broken_file_is_refused_with_the_place_and_without_the_value(tmp_path:
     assert digest("secret") not in str(refused.value)
 
 
-def test_a_missing_file_does_not_start_a_front(tmp_path: Path) -> None:
+def test_a_missing_file_does_not_start_a_gateway(tmp_path: Path) -> None:
     with pytest.raises(BadKeyFile, match="No such file"):
         KeyStore(tmp_path / "keys.json")
 

@@ -17,7 +17,7 @@ from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
 from sluice.gateway.keys.limits import reservation_key
 from tests.fakes import FakeChat
-from tests.gateway.fronts import serving
+from tests.gateway.gateways import serving
 from tests.waiting import until
 from worker.errors import JobFailure
 from worker.queue.job.job import JobResult
@@ -66,16 +66,16 @@ def key_file(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def front(redis_url: str, key_file: Path, **fields: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def gateway(redis_url: str, key_file: Path, **fields: Any) -> AsyncIterator[httpx.AsyncClient]:
     settings = ServeSettings(_env_file=None, no_worker_s=0.5, keys=key_file, **fields)
-    with serving(redis_url, settings) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+    with serving(redis_url, settings) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
             yield http
 
 
 @pytest.fixture
 async def guarded(redis_url: str, key_file: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with front(redis_url, key_file) as http:
+    async with gateway(redis_url, key_file) as http:
         yield http
 
 
@@ -161,8 +161,8 @@ async def test_the_same_idempotency_key_of_two_tenants_is_two_jobs(guarded: http
     assert len(chat.began) == len({*chat.began}) == 2
 
 
-async def test_a_limit_holds_across_two_fronts_and_its_headers_count_down(redis_url: str, key_file: Path) -> None:
-    async with front(redis_url, key_file) as one, front(redis_url, key_file) as two:
+async def test_a_limit_holds_across_two_gateways_and_its_headers_count_down(redis_url: str, key_file: Path) -> None:
+    async with gateway(redis_url, key_file) as one, gateway(redis_url, key_file) as two:
         answers = [
             await ask(http, "slow-key", stream=stream) for http, stream in ((one, False), (two, True), (one, False))
         ]
@@ -214,7 +214,7 @@ async def test_a_request_that_was_not_queued_costs_no_tokens(guarded: httpx.Asyn
 
 
 async def test_connections_of_a_key_are_limited_and_freed(redis_url: str, key_file: Path) -> None:
-    async with front(redis_url, key_file, max_connections_per_key=1) as http:
+    async with gateway(redis_url, key_file, max_connections_per_key=1) as http:
         bearer = {"authorization": "Bearer acme-key"}
         body = {**CHAT, "stream": True, "say": ["x"] * 100, "pace_s": 0.02}
         async with http.stream("POST", COMPLETIONS, json=body, headers=bearer) as answer:
@@ -232,7 +232,7 @@ async def test_connections_of_a_key_are_limited_and_freed(redis_url: str, key_fi
         await until(is_freed)
 
 
-async def test_a_front_with_keys_answers_without_them_nowhere(guarded: httpx.AsyncClient) -> None:
+async def test_a_gateway_with_keys_answers_without_them_nowhere(guarded: httpx.AsyncClient) -> None:
     paths = (await guarded.get("/openapi.json")).json()["paths"]
     operations = [(method, path) for path in paths if path.startswith("/v1/") for method in paths[path]]
     assert ("post", "/v1/completions") in operations
@@ -242,15 +242,15 @@ async def test_a_front_with_keys_answers_without_them_nowhere(guarded: httpx.Asy
 
 
 async def test_without_keys_no_header_about_limits_is_sent(redis_url: str) -> None:
-    with serving(redis_url, ServeSettings(_env_file=None)) as front:
+    with serving(redis_url, ServeSettings(_env_file=None)) as gateway:
         async with httpx.AsyncClient() as http:
-            answer = await http.post(front.url + COMPLETIONS, json=CHAT)
+            answer = await http.post(gateway.url + COMPLETIONS, json=CHAT)
     assert answer.status_code == 200
     assert not [name for name in answer.headers if "ratelimit" in name]
 
 
 async def test_each_choice_is_a_connection_and_a_request_of_its_key(redis_url: str, key_file: Path) -> None:
-    async with front(redis_url, key_file, max_connections_per_key=3) as http:
+    async with gateway(redis_url, key_file, max_connections_per_key=3) as http:
         refused = await ask(http, "acme-key", n=4)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_connections")
         assert (await ask(http, "acme-key", n=3, stream=True)).status_code == 200
@@ -266,7 +266,7 @@ async def test_each_choice_is_a_connection_and_a_request_of_its_key(redis_url: s
 
 
 async def test_cancelling_an_answer_of_many_choices_takes_one_connection(redis_url: str, key_file: Path) -> None:
-    async with front(redis_url, key_file, max_connections_per_key=3) as http:
+    async with gateway(redis_url, key_file, max_connections_per_key=3) as http:
         path = f"{COMPLETIONS}/{(await ask(http, 'acme-key', n=3)).headers['x-request-id']}"
         body = {**CHAT, "stream": True, "then": "hang"}
         async with http.stream("POST", COMPLETIONS, json=body, headers=bearer("acme-key")) as answer:

@@ -28,13 +28,13 @@ async def limits(db: Db) -> Limits:
 
 
 @pytest.fixture
-async def another_front(redis_url: str) -> AsyncIterator[Limits]:
+async def another_gateway(redis_url: str) -> AsyncIterator[Limits]:
     async with redis.asyncio.Redis.from_url(redis_url) as own:
         yield Limits(own, Retries(own, None))
 
 
-async def take(front: Limits, budget: Key, job_id: str, tokens: int) -> Balance | Exceeded:
-    return await front.reserve(budget, [job_id], tokens, "m")
+async def take(gateway: Limits, budget: Key, job_id: str, tokens: int) -> Balance | Exceeded:
+    return await gateway.reserve(budget, [job_id], tokens, "m")
 
 
 async def pass_time(db: Db, seconds: float, id: str = "k-1") -> None:
@@ -55,24 +55,24 @@ async def test_requests_are_granted_up_to_the_limit_and_again_as_time_passes(db:
     assert isinstance(await take(limits, key(requests=3), "j6", 0), Exceeded)
 
 
-async def test_two_fronts_share_a_limit(limits: Limits, another_front: Limits) -> None:
-    fronts = [limits, another_front] * 10
-    taken = await asyncio.gather(*(take(front, key(requests=5), f"j{i}", 0) for i, front in enumerate(fronts)))
+async def test_two_gateways_share_a_limit(limits: Limits, another_gateway: Limits) -> None:
+    gateways = [limits, another_gateway] * 10
+    taken = await asyncio.gather(*(take(gateway, key(requests=5), f"j{i}", 0) for i, gateway in enumerate(gateways)))
     assert sum(isinstance(each, Balance) for each in taken) == 5
 
 
-async def test_a_job_is_counted_once_however_often_it_is_taken(limits: Limits, another_front: Limits) -> None:
-    for front in (limits, another_front, limits):
-        assert await take(front, key(requests=2, tokens=100), "j", 30) == Balance(2, 100, 1, 70)
+async def test_a_job_is_counted_once_however_often_it_is_taken(limits: Limits, another_gateway: Limits) -> None:
+    for gateway in (limits, another_gateway, limits):
+        assert await take(gateway, key(requests=2, tokens=100), "j", 30) == Balance(2, 100, 1, 70)
     await limits.settle("j", 30)
     assert await take(limits, key(requests=2, tokens=100), "j", 30) == Balance(2, 100, 1, 70)
 
 
-async def test_a_reservation_is_replaced_by_the_usage_once(limits: Limits, another_front: Limits) -> None:
+async def test_a_reservation_is_replaced_by_the_usage_once(limits: Limits, another_gateway: Limits) -> None:
     budget = key(tokens=6_000)
     await take(limits, budget, "j", 5_000)
-    for front in (limits, another_front):
-        await front.settle("j", 500)
+    for gateway in (limits, another_gateway):
+        await gateway.settle("j", 500)
     left = (await limits.read(budget)).tokens_left
     assert 5_500 <= left < 5_600
 
@@ -201,13 +201,13 @@ STEPS = st.lists(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, per_minute=st.integers(1, 10), tokens=st.integers(50, 1_000))
-async def test_two_fronts_never_grant_more_than_is_documented(
-    db: Db, limits: Limits, another_front: Limits, steps: list[Step], per_minute: int, tokens: int
+async def test_two_gateways_never_grant_more_than_is_documented(
+    db: Db, limits: Limits, another_gateway: Limits, steps: list[Step], per_minute: int, tokens: int
 ) -> None:
     """In any t seconds at most limit * (1 + t / 60), and of tokens in addition what jobs used above their estimates. A
     job counts when it was taken, with its estimate until it is settled and with its usage from then on."""
     await db.flushdb()
-    fronts, budget = {"a": limits, "b": another_front}, key(per_minute, tokens)
+    gateways, budget = {"a": limits, "b": another_gateway}, key(per_minute, tokens)
     waited_s, started = 0.0, time.monotonic()
     taken_at, cost, usages = dict[str, float](), dict[str, int](), dict[str, int]()
     for number, (step, estimate, usage) in enumerate(steps):
@@ -216,9 +216,9 @@ async def test_two_fronts_never_grant_more_than_is_documented(
             await pass_time(db, estimate / 20)
         elif step == "settle":
             for job in [job for job in usages if job not in cost or cost[job] != usages[job]][: 1 + estimate % 3]:
-                await fronts["ab"[usage % 2]].settle(job, usages[job])
+                await gateways["ab"[usage % 2]].settle(job, usages[job])
                 cost[job] = min(cost[job], usages[job])
-        elif isinstance(await take(fronts[step], budget, f"j{number}", estimate), Balance):
+        elif isinstance(await take(gateways[step], budget, f"j{number}", estimate), Balance):
             taken_at[f"j{number}"] = waited_s + time.monotonic() - started
             cost[f"j{number}"], usages[f"j{number}"] = min(estimate, tokens), usage
         now = waited_s + time.monotonic() - started

@@ -26,7 +26,7 @@ from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
 from sluice.gateway.messages.stream import UNCHANGED
 from tests.fakes import TIMINGS, ByteTokenizer, FakeEngine, worker_context
-from tests.gateway.fronts import Front, serving
+from tests.gateway.gateways import HttpGateway, serving
 from tests.images.pictures import patch, saved
 from tests.queue.helpers import field, listening, settings, working
 from tests.queue.test_images import SIGN, DimEyes
@@ -62,8 +62,8 @@ async def engine(redis_url: str, db: Redis) -> AsyncIterator[FakeEngine]:
 
 
 @pytest.fixture
-async def anthropic(front: Front) -> AsyncIterator[AsyncAnthropic]:
-    async with AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as client:
+async def anthropic(gateway: HttpGateway) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -128,8 +128,8 @@ async def test_an_unknown_route_is_refused_in_anthropic_s_form(
 
 
 async def test_a_body_beyond_the_limit_is_too_large(redis_url: str) -> None:
-    with serving(redis_url, ServeSettings(_env_file=None, max_body_bytes=1000)) as front:
-        async with AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as client:
+    with serving(redis_url, ServeSettings(_env_file=None, max_body_bytes=1000)) as gateway:
+        async with AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0) as client:
             with pytest.raises(RequestTooLargeError) as refused:
                 await client.messages.create(**{**HELLO, "system": "a" * 1000})
     assert error_of(refused.value) == (413, "request_too_large")
@@ -149,9 +149,11 @@ async def test_versions_of_the_form_that_it_has_are_accepted(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_cancels_its_job(redis_url: str, front: Front, db: Redis, stream: bool) -> None:
+async def test_a_client_that_leaves_cancels_its_job(
+    redis_url: str, gateway: HttpGateway, db: Redis, stream: bool
+) -> None:
     async with answering(redis_url, db, step_s=0.3) as engine:
-        async with httpx.AsyncClient(base_url=front.url) as http:
+        async with httpx.AsyncClient(base_url=gateway.url) as http:
             asking = asyncio.create_task(http.post(PATH, json={**HELLO, "stream": stream}))
             await until(lambda: bool(engine.running))
             (attempt,) = engine.running
@@ -165,10 +167,10 @@ async def test_a_client_that_leaves_cancels_its_job(redis_url: str, front: Front
         assert engine.running == set()
 
 
-async def test_a_count_of_a_client_that_leaves_is_cancelled(front: Front, db: Redis) -> None:
+async def test_a_count_of_a_client_that_leaves_is_cancelled(gateway: HttpGateway, db: Redis) -> None:
     await db.hset(keys.model("other"), "w", "9 1 9999999999 0 0")  # a worker that takes nothing
     body = {"model": "other", "messages": HELLO["messages"]}
-    async with httpx.AsyncClient(base_url=front.url) as http:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
         asking = asyncio.create_task(http.post(f"{PATH}/count_tokens", json=body))
         job_id = await queued_job(db, "other")
         asking.cancel()
@@ -184,11 +186,11 @@ async def test_a_count_of_a_client_that_leaves_is_cancelled(front: Front, db: Re
 async def test_a_silent_stream_is_kept_open_by_what_its_client_counts(redis_url: str, db: Redis, program: str) -> None:
     limited: Said = {**HELLO, "max_tokens": 3}
     async with answering(redis_url, db, step_s=0.4):
-        with serving(redis_url, ServeSettings(_env_file=None, heartbeat_s=0.02)) as front:
-            async with httpx.AsyncClient(base_url=front.url) as http:
+        with serving(redis_url, ServeSettings(_env_file=None, heartbeat_s=0.02)) as gateway:
+            async with httpx.AsyncClient(base_url=gateway.url) as http:
                 answer = await http.post(PATH, json={**limited, "stream": True}, headers={"user-agent": program})
             client = AsyncAnthropic(
-                base_url=front.url, api_key="none", max_retries=0, default_headers={"user-agent": program}
+                base_url=gateway.url, api_key="none", max_retries=0, default_headers={"user-agent": program}
             )
             async with client, client.messages.stream(**limited) as stream:
                 message = await stream.get_final_message()
@@ -324,16 +326,16 @@ async def test_a_key_is_accepted_in_both_headers_and_a_count_costs_no_tokens(
 ) -> None:
     entry = {"id": "k", "sha256": digest("secret"), "tenant": "acme", "tokens_per_minute": 1_000}
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
-    with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as front:
-        async with AsyncAnthropic(base_url=front.url, max_retries=0, api_key="secret") as client:
+    with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as gateway:
+        async with AsyncAnthropic(base_url=gateway.url, max_retries=0, api_key="secret") as client:
             for _ in range(3):
                 counted = await client.messages.with_raw_response.count_tokens(model="default", messages=MESSAGES)
                 assert counted.headers["anthropic-ratelimit-tokens-remaining"] == "1000"
             answer = await client.messages.with_raw_response.create(**HELLO)
             assert int(answer.headers["anthropic-ratelimit-tokens-remaining"]) < 1000
-        async with AsyncAnthropic(base_url=front.url, max_retries=0, auth_token="secret") as client:
+        async with AsyncAnthropic(base_url=gateway.url, max_retries=0, auth_token="secret") as client:
             assert (await client.messages.count_tokens(model="default", messages=MESSAGES)).input_tokens > 0
-        async with AsyncAnthropic(base_url=front.url, max_retries=0, api_key="wrong") as client:
+        async with AsyncAnthropic(base_url=gateway.url, max_retries=0, api_key="wrong") as client:
             with pytest.raises(AuthenticationError) as refused:
                 await client.messages.create(**HELLO)
     assert error_of(refused.value) == (401, "authentication_error")
@@ -344,8 +346,8 @@ async def test_a_key_beyond_its_limit_is_told_when_to_come_back(
 ) -> None:
     entry = {"id": "k", "sha256": digest("secret"), "tenant": "acme", "requests_per_minute": 1}
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
-    with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as front:
-        async with AsyncAnthropic(base_url=front.url, max_retries=0, api_key="secret") as client:
+    with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as gateway:
+        async with AsyncAnthropic(base_url=gateway.url, max_retries=0, api_key="secret") as client:
             await client.messages.create(**HELLO)
             with pytest.raises(RateLimitError) as refused:
                 await client.messages.create(**HELLO)

@@ -10,7 +10,7 @@ from anthropic.types import Message, RawMessageStreamEvent, TextBlock, ThinkingB
 from pydantic import TypeAdapter
 
 from sluice.gateway import ServeSettings
-from tests.gateway.fronts import Front, serving
+from tests.gateway.gateways import HttpGateway, serving
 from tests.gateway.messages.bodies import CLAUDE_CODE, WEATHER
 from tests.support.stack import WorkerProcess
 
@@ -25,19 +25,19 @@ CALL: Said = {"messages": [{"role": "user", "content": "Call the weather tool fo
 
 
 @pytest.fixture(scope="module")
-def shared_front(worker: WorkerProcess) -> Iterator[Front]:
-    with serving(worker.url, ServeSettings(_env_file=None, no_worker_s=5, models="claude=default")) as front:
-        yield front
+def shared_gateway(worker: WorkerProcess) -> Iterator[HttpGateway]:
+    with serving(worker.url, ServeSettings(_env_file=None, no_worker_s=5, models="claude=default")) as gateway:
+        yield gateway
 
 
 @pytest.fixture
-def front(redis_url: str, shared_front: Front) -> Front:
-    return shared_front
+def gateway(redis_url: str, shared_gateway: HttpGateway) -> HttpGateway:
+    return shared_gateway
 
 
 @pytest.fixture
-async def anthropic(front: Front) -> AsyncIterator[AsyncAnthropic]:
-    async with AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as client:
+async def anthropic(gateway: HttpGateway) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -179,8 +179,8 @@ async def test_a_prompt_beyond_the_context_is_refused_in_the_words_that_clients_
 async def test_the_requests_of_claude_code_are_answered(worker: WorkerProcess, redis_url: str, name: str) -> None:
     request = {**CLAUDE_CODE[name], "max_tokens": 20}
     headers = {"anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14", **VERSION}
-    with serving(redis_url, ServeSettings(_env_file=None, no_worker_s=5, models="*=default")) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+    with serving(redis_url, ServeSettings(_env_file=None, no_worker_s=5, models="*=default")) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
             answer = await http.post("/v1/messages?beta=true", json=request, headers=headers)
     kinds = [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
     assert (answer.status_code, kinds[0], kinds[-1]) == (200, "message_start", "message_stop")

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.fronts import Front
+from tests.gateway.gateways import HttpGateway
 from tests.gateway.page.asking import ObedientChat, do
 from tests.gateway.page.browser import BROWSERS, Browser, browser
 
@@ -24,6 +24,6 @@ def chromium(tmp_path: Path) -> Iterator[Browser]:
 
 
 @pytest.fixture
-async def page(chromium: Browser, fake_worker: None, front: Front) -> Browser:
-    await do(chromium.open, front.url)
+async def page(chromium: Browser, fake_worker: None, gateway: HttpGateway) -> Browser:
+    await do(chromium.open, gateway.url)
     return chromium

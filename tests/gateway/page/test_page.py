@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
-from tests.gateway.fronts import Front, front_process, serving
+from tests.gateway.gateways import HttpGateway, gateway_process, serving
 from tests.gateway.page.asking import ENDED, WORDS, ObedientChat, ask, do
 from tests.gateway.page.browser import Browser
 from tests.queue.helpers import listening, settings, working
@@ -76,16 +76,16 @@ async def test_a_reload_in_the_middle_of_an_answer_continues_it(page: Browser) -
     assert await do(page.text, ".answer") == "".join(WORDS)
 
 
-async def test_a_front_that_dies_is_reconnected_to_and_no_word_is_lost_or_doubled(
+async def test_a_gateway_that_dies_is_reconnected_to_and_no_word_is_lost_or_doubled(
     chromium: Browser, fake_worker: None, redis_url: str
 ) -> None:
     port = free_port()
-    with front_process(redis_url, port=port) as first:
+    with gateway_process(redis_url, port=port) as first:
         await do(chromium.open, first.url)
         await ask(chromium, *WORDS, pace_s=0.1)  # so slowly that it has not ended when the gateway dies
         await do(chromium.wait_for, "document.querySelector('.answer')?.textContent.includes('w8 ')")
     await do(chromium.wait_for, "document.querySelector('.facts').textContent.includes('reconnecting')")
-    with front_process(redis_url, port=port):
+    with gateway_process(redis_url, port=port):
         await do(chromium.wait_for, ENDED)
         assert await do(chromium.text, ".answer") == "".join(WORDS)
     chromium.complaints.clear()  # the failed requests
@@ -159,15 +159,15 @@ async def test_new_chat_forgets(page: Browser) -> None:
 
 
 @pytest.fixture
-async def guarded(redis_url: str, tmp_path: Path) -> AsyncIterator[Front]:
+async def guarded(redis_url: str, tmp_path: Path) -> AsyncIterator[HttpGateway]:
     entry = {"id": "k-1", "sha256": digest("right"), "tenant": "acme"}
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
-    with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as front:
-        yield front
+    with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as gateway:
+        yield gateway
 
 
-async def test_a_front_with_keys_asks_for_one_and_the_tab_keeps_it(
-    chromium: Browser, fake_worker: None, guarded: Front
+async def test_a_gateway_with_keys_asks_for_one_and_the_tab_keeps_it(
+    chromium: Browser, fake_worker: None, guarded: HttpGateway
 ) -> None:
     await do(chromium.open, guarded.url)
     for key in ("wrong", "right"):
@@ -184,8 +184,10 @@ async def test_a_front_with_keys_asks_for_one_and_the_tab_keeps_it(
     chromium.complaints[:] = [each for each in chromium.complaints if "401" not in each]
 
 
-async def test_a_refusal_is_shown_while_it_is_tried_again_and_escape_ends_that(chromium: Browser, front: Front) -> None:
-    await do(chromium.open, front.url)
+async def test_a_refusal_is_shown_while_it_is_tried_again_and_escape_ends_that(
+    chromium: Browser, gateway: HttpGateway
+) -> None:
+    await do(chromium.open, gateway.url)
     await ask(chromium, "never")
     await do(chromium.wait_for, "document.querySelector('.facts')?.textContent.includes('Trying again')")
     assert await do(chromium.text, ".facts") == "No worker serves the model 'default' at the moment. Trying again …"
@@ -252,9 +254,9 @@ async def test_a_formula_stays_the_text_that_it_is_and_is_marked(page: Browser) 
     assert (await do(page.text, ".answer")).endswith("end")
 
 
-async def test_the_page_fits_a_phone(chromium: Browser, fake_worker: None, front: Front) -> None:
+async def test_the_page_fits_a_phone(chromium: Browser, fake_worker: None, gateway: HttpGateway) -> None:
     for width in (360, 320):
-        await do(chromium.open, front.url, width, 640)
+        await do(chromium.open, gateway.url, width, 640)
         await do(chromium.wait_for, "document.querySelector('#model').options.length === 1")
         table = "| a | b | c |\n|---|---|---|\n| " + " | ".join(["Internationalization"] * 3) + " |"
         await ask(chromium, "x" * 300, "\n\n```\n" + "y" * 300 + "\n```\n\n" + table, finish="length")
@@ -272,7 +274,7 @@ async def test_the_page_fits_a_phone(chromium: Browser, fake_worker: None, front
 
 
 async def test_an_answer_without_a_worker_tells_so(
-    chromium: Browser, front: Front, redis_url: str, db: Redis, chat: ObedientChat
+    chromium: Browser, gateway: HttpGateway, redis_url: str, db: Redis, chat: ObedientChat
 ) -> None:
     async def serves() -> bool:
         return bool(await db.exists(keys.model("default")))
@@ -283,7 +285,7 @@ async def test_an_answer_without_a_worker_tells_so(
     async with working(settings(redis_url), chat.chat):
         await listening(db)
         await until(serves)
-        await do(chromium.open, front.url)
+        await do(chromium.open, gateway.url)
         await ask(chromium, "Hello", then="hang")
         await do(chromium.wait_for, "document.querySelector('.answer')?.textContent.includes('Hello')")
     await until(tells)  # the worker has handed the job back and left

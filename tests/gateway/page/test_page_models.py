@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
-from tests.gateway.fronts import Front, serving
+from tests.gateway.gateways import HttpGateway, serving
 from tests.gateway.page.asking import ENDED, ObedientChat, ask, do, send
 from tests.gateway.page.browser import Browser
 from tests.queue.helpers import listening, settings, types, working
@@ -31,14 +31,14 @@ ATTACH_IS_SHOWN = "document.querySelector('#attach').checkVisibility()"
 
 @pytest.fixture
 async def two_models(
-    chromium: Browser, fake_worker: None, redis_url: str, db: Redis, chat: ObedientChat, front: Front
+    chromium: Browser, fake_worker: None, redis_url: str, db: Redis, chat: ObedientChat, gateway: HttpGateway
 ) -> AsyncIterator[Browser]:
     """The page, with the model `default` for text alone and the model `seeing` for images."""
     known = settings(redis_url, model_name="seeing", worker_name="bob")
     async with working(known, chat.chat, abilities=Abilities(images=True)):
         await listening(db, workers=2)
         await until(lambda: _is_known(db, known.worker_name))
-        await do(chromium.open, front.url)
+        await do(chromium.open, gateway.url)
         await do(chromium.wait_for, "document.querySelector('#model').options.length === 2")
         yield chromium
 
@@ -90,17 +90,17 @@ async def test_the_text_on_the_page_is_whole_though_a_worker_is_killed_in_the_mi
     chromium: Browser, redis_url: str, db: Redis
 ) -> None:
     with (
-        serving(redis_url, ServeSettings(_env_file=None)) as front,
+        serving(redis_url, ServeSettings(_env_file=None)) as gateway,
         WorkerProcess(redis_url, module=KILLED, lease_s=2) as killed,
     ):
-        await do(chromium.open, front.url)
+        await do(chromium.open, gateway.url)
         await send(chromium, "Count to 40.")
         await do(killed.wait)
         assert not await do(chromium.evaluate, ENDED)
         with WorkerProcess(redis_url, lease_s=2):
             await do(chromium.wait_for, ENDED)
             job = await do(chromium.evaluate, "JSON.parse(sessionStorage['sluice.chat']).turns[0].answer.id")
-            async with httpx.AsyncClient(base_url=front.url) as http:
+            async with httpx.AsyncClient(base_url=gateway.url) as http:
                 answer = (await http.get(f"/v1/chat/completions/{job}")).json()
     assert "resumed" in types(await log_of(db, job))
     assert await do(chromium.text, ".answer") == answer["choices"][0]["message"]["content"]

@@ -9,7 +9,7 @@ import pytest
 
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
-from tests.gateway.fronts import serving
+from tests.gateway.gateways import serving
 
 pytestmark = pytest.mark.usefixtures("fake_worker")
 
@@ -25,8 +25,8 @@ async def named(redis_url: str, tmp_path: Path) -> AsyncIterator[httpx.AsyncClie
     key_file = tmp_path / "keys.json"
     key_file.write_text(json.dumps({"keys": [{"id": "a", "sha256": digest("a-key"), "tenant": "a"}]}))
     settings = ServeSettings(_env_file=None, keys=key_file, cors_origins=SITE)
-    with serving(redis_url, settings) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+    with serving(redis_url, settings) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
             yield http
 
 
@@ -40,8 +40,8 @@ def cors_headers(answer: httpx.Response) -> list[str]:
 
 
 async def test_by_default_no_answer_and_no_preflight_lets_a_site_in(redis_url: str) -> None:
-    with serving(redis_url, ServeSettings(_env_file=None)) as front:
-        async with httpx.AsyncClient(base_url=front.url, timeout=20) as http:
+    with serving(redis_url, ServeSettings(_env_file=None)) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
             bodies = [CHAT, {**CHAT, "stream": True}]
             answers = [await http.post(PATH, json=body, headers={"origin": SITE}) for body in bodies]
             answers.append(await preflight(http, SITE))

@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 
 from sluice.gateway.protection.local import LocalOnly, is_loopback
 from sluice.gateway.settings import CannotServe, read_settings
-from tests.gateway.fronts import front_process
-from tests.support.stack import FrontProcess
+from tests.gateway.gateways import gateway_process
+from tests.support.stack import GatewayProcess
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.1", "::1", "[::1]", "app.localhost"])
@@ -65,18 +65,18 @@ def test_another_host_without_keys_is_refused_with_the_remedy(monkeypatch: pytes
 
 
 @pytest.fixture
-def process(redis_url: str) -> Iterator[FrontProcess]:
-    with front_process(redis_url) as front:
-        yield front
+def process(redis_url: str) -> Iterator[GatewayProcess]:
+    with gateway_process(redis_url) as gateway:
+        yield gateway
 
 
-def test_a_front_without_keys_says_so_and_refuses_a_rebound_name(process: FrontProcess) -> None:
+def test_a_gateway_without_keys_says_so_and_refuses_a_rebound_name(process: GatewayProcess) -> None:
     assert "no keys are set" in process.log()
     assert httpx.get(process.url, headers={"host": "rebound.example"}).status_code == 403
 
 
-def test_a_front_with_a_broken_key_file_does_not_start(redis_url: str, tmp_path: Path) -> None:
+def test_a_gateway_with_a_broken_key_file_does_not_start(redis_url: str, tmp_path: Path) -> None:
     (tmp_path / "keys.json").write_text("{")
     with pytest.raises(RuntimeError, match="SLUICE_SERVE_KEYS: .*keys.json: Invalid JSON"):  # noqa: SIM117
-        with front_process(redis_url, keys=tmp_path / "keys.json"):
+        with gateway_process(redis_url, keys=tmp_path / "keys.json"):
             pass

@@ -12,8 +12,8 @@ import pytest
 import redis.asyncio
 
 from tests.fakes import FakeChat
-from tests.gateway.fronts import front_process
-from tests.support.stack import FrontProcess
+from tests.gateway.gateways import gateway_process
+from tests.support.stack import GatewayProcess
 
 CLIENTS = 200
 IDLE = 1_000
@@ -24,15 +24,15 @@ BODY = json.dumps(
 
 
 @pytest.fixture
-def process(redis_url: str) -> Iterator[FrontProcess]:
-    with front_process(redis_url, heartbeat_s=60) as front:
-        yield front
+def process(redis_url: str) -> Iterator[GatewayProcess]:
+    with gateway_process(redis_url, heartbeat_s=60) as gateway:
+        yield gateway
 
 
 @asynccontextmanager
-async def waiting(front: FrontProcess, request: bytes) -> AsyncIterator[bytes]:
+async def waiting(gateway: GatewayProcess, request: bytes) -> AsyncIterator[bytes]:
     """Send a request and hold its connection; yields what has come up to the first event."""
-    url = httpx.URL(front.url)
+    url = httpx.URL(gateway.url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
     try:
         writer.write(request)
@@ -46,8 +46,8 @@ def post(body: bytes) -> bytes:
     return b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
-def resident_bytes(front: FrontProcess) -> int:
-    status = Path(f"/proc/{front.pid}/status").read_text()
+def resident_bytes(gateway: GatewayProcess) -> int:
+    status = Path(f"/proc/{gateway.pid}/status").read_text()
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert found is not None
     return int(found[1]) * 1024
@@ -55,7 +55,7 @@ def resident_bytes(front: FrontProcess) -> int:
 
 @pytest.mark.slow
 async def test_a_thousand_idle_streams_cost_at_most_100_kb_each(
-    process: FrontProcess, fake_worker: None, db: "redis.asyncio.Redis"
+    process: GatewayProcess, fake_worker: None, db: "redis.asyncio.Redis"
 ) -> None:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(waiting(process, post(BODY)))
@@ -71,7 +71,7 @@ async def test_a_thousand_idle_streams_cost_at_most_100_kb_each(
 
 
 async def test_clients_that_leave_free_their_connections_and_their_jobs(
-    process: FrontProcess, fake_worker: None, chat: FakeChat
+    process: GatewayProcess, fake_worker: None, chat: FakeChat
 ) -> None:
     async with httpx.AsyncClient(base_url=process.url) as http:
         async with AsyncExitStack() as stack:
@@ -91,8 +91,8 @@ async def until_open(http: httpx.AsyncClient, count: int) -> None:
             await asyncio.sleep(0.05)
 
 
-async def send_and_hold(stack: AsyncExitStack, front: FrontProcess) -> None:
-    url = httpx.URL(front.url)
+async def send_and_hold(stack: AsyncExitStack, gateway: GatewayProcess) -> None:
+    url = httpx.URL(gateway.url)
     _, writer = await asyncio.open_connection(url.host, url.port)
     stack.callback(writer.close)
     writer.write(post(BODY))

@@ -17,7 +17,7 @@ from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.file import digest
 from sluice.gateway.protection.memory import Memory
 from tests.fakes import FakeChat
-from tests.gateway.fronts import Front, serving
+from tests.gateway.gateways import HttpGateway, serving
 from tests.waiting import until
 
 COMPLETIONS = "/v1/chat/completions"
@@ -33,10 +33,10 @@ def test_a_key_holds_a_quarter_and_all_together_hold_the_limit() -> None:
     assert (of_key.value.status, of_key.value.code) == (429, "too_many_bytes")
     local = memory.hold(None)
     local.add(100)
-    with pytest.raises(ApiError) as of_front:
+    with pytest.raises(ApiError) as of_gateway:
         memory.hold("d").add(1)
-    assert (of_front.value.status, of_front.value.code) == (503, "overloaded")
-    assert {error.value.headers["retry-after"] for error in (of_key, of_front)} == {"1"}
+    assert (of_gateway.value.status, of_gateway.value.code) == (503, "overloaded")
+    assert {error.value.headers["retry-after"] for error in (of_key, of_gateway)} == {"1"}
     local.release()
     local.release()
     memory.hold("d").add(100)
@@ -48,19 +48,19 @@ def test_a_key_may_hold_the_longest_text_however_small_its_share_is() -> None:
 
 
 @pytest.fixture
-def guarded(redis_url: str, fake_worker: None, tmp_path: Path) -> Iterator[Front]:
+def guarded(redis_url: str, fake_worker: None, tmp_path: Path) -> Iterator[HttpGateway]:
     entries = [{"id": secret, "sha256": digest(secret), "tenant": secret} for secret in ("ada", "bob")]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
     keys = tmp_path / "keys.json"
     settings = ServeSettings(_env_file=None, keys=keys, max_body_bytes=1_000, max_held_bytes=1_600)
-    with serving(redis_url, settings) as front:
-        yield front
+    with serving(redis_url, settings) as gateway:
+        yield gateway
 
 
 @asynccontextmanager
-async def half_sent(front: Front, secret: str, length: int, announced: int) -> AsyncIterator[None]:
+async def half_sent(gateway: HttpGateway, secret: str, length: int, announced: int) -> AsyncIterator[None]:
     """Hold a connection on which `length` bytes of a body have arrived."""
-    url = httpx.URL(front.url)
+    url = httpx.URL(gateway.url)
     _, writer = await asyncio.open_connection(url.host, url.port)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {secret}\r\n"
     try:
@@ -78,7 +78,9 @@ async def refused(http: httpx.AsyncClient, secret: str) -> tuple[int, str | None
     return answer.status_code, error and error["code"]
 
 
-async def test_half_sent_bodies_count_for_their_key_and_for_the_front_until_they_are_left(guarded: Front) -> None:
+async def test_half_sent_bodies_count_for_their_key_and_for_the_gateway_until_they_are_left(
+    guarded: HttpGateway,
+) -> None:
     async with httpx.AsyncClient(base_url=guarded.url) as http, AsyncExitStack() as sending:
 
         async def is_full(secret: str, answer: tuple[int, str], length: int) -> bool:
@@ -111,7 +113,7 @@ def totals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 async def test_a_body_is_not_held_while_its_answer_is_awaited(
-    guarded: Front, chat: FakeChat, totals: list[int]
+    guarded: HttpGateway, chat: FakeChat, totals: list[int]
 ) -> None:
     headers = {"authorization": "Bearer ada"}
     waiting = {**CHAT, "then": "hang"}

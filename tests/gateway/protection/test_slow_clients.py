@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 
 from sluice.gateway.protection.protocol import MAX_HEADER_BYTES, protocol
-from tests.gateway.fronts import front_process
-from tests.support.stack import FrontProcess
+from tests.gateway.gateways import gateway_process
+from tests.support.stack import GatewayProcess
 
 TIMEOUT_S = 1.0
 LENGTH = 2_000_000  # bytes of an answer in one piece
@@ -24,16 +24,16 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.fixture(scope="module")
-def process(server_url: str) -> Iterator[FrontProcess]:
-    with front_process(server_url, client_timeout_s=TIMEOUT_S, max_body_bytes=1_000, no_worker_s=0) as front:
-        yield front
+def process(server_url: str) -> Iterator[GatewayProcess]:
+    with gateway_process(server_url, client_timeout_s=TIMEOUT_S, max_body_bytes=1_000, no_worker_s=0) as gateway:
+        yield gateway
 
 
 @asynccontextmanager
 async def connected(
-    front: FrontProcess, *parts: bytes
+    gateway: GatewayProcess, *parts: bytes
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    url = httpx.URL(front.url)
+    url = httpx.URL(gateway.url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
     try:
         for part in parts:
@@ -43,11 +43,11 @@ async def connected(
         writer.close()
 
 
-async def answer(front: FrontProcess, *parts: bytes) -> tuple[bytes, float]:
+async def answer(gateway: GatewayProcess, *parts: bytes) -> tuple[bytes, float]:
     """Send the parts, and return all that is answered until the connection is closed, and the seconds until the first
     byte or the end."""
     started = time.monotonic()
-    async with connected(front, *parts) as (reader, _), asyncio.timeout(60):
+    async with connected(gateway, *parts) as (reader, _), asyncio.timeout(60):
         first = await reader.read(1)
         seconds = time.monotonic() - started
         return first + await read_to_the_end(reader), seconds
@@ -64,13 +64,15 @@ async def read_to_the_end(reader: asyncio.StreamReader) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST ", HEAD, HEAD + b"X: " + b"a" * 10_000])
-async def test_a_client_that_does_not_complete_its_headers_is_disconnected(process: FrontProcess, sent: bytes) -> None:
+async def test_a_client_that_does_not_complete_its_headers_is_disconnected(
+    process: GatewayProcess, sent: bytes
+) -> None:
     read, seconds = await answer(process, sent)
     assert read == b""
     assert TIMEOUT_S - 0.2 <= seconds < 5
 
 
-async def test_a_client_that_drips_its_headers_is_disconnected_all_the_same(process: FrontProcess) -> None:
+async def test_a_client_that_drips_its_headers_is_disconnected_all_the_same(process: GatewayProcess) -> None:
     started = time.monotonic()
     async with connected(process, HEAD) as (reader, writer):
         reading = asyncio.create_task(reader.read())
@@ -83,20 +85,20 @@ async def test_a_client_that_drips_its_headers_is_disconnected_all_the_same(proc
     assert time.monotonic() - started < 5
 
 
-async def test_half_a_second_request_on_a_connection_is_timed_too(process: FrontProcess) -> None:
+async def test_half_a_second_request_on_a_connection_is_timed_too(process: GatewayProcess) -> None:
     read, seconds = await answer(process, b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD)
     assert read.startswith(b"HTTP/1.1 404")
     assert seconds < 5
 
 
-async def test_a_body_that_does_not_arrive_is_408_and_the_end_of_the_connection(process: FrontProcess) -> None:
+async def test_a_body_that_does_not_arrive_is_408_and_the_end_of_the_connection(process: GatewayProcess) -> None:
     read, seconds = await answer(process, HEAD + b"Content-Length: 500\r\n\r\n{")
     assert read.startswith(b"HTTP/1.1 408")
     assert json.loads(read.partition(b"\r\n\r\n")[2])["error"]["code"] == "timeout"
     assert TIMEOUT_S - 0.2 <= seconds < 5
 
 
-async def test_headers_beyond_the_limit_are_431_in_openai_s_form(process: FrontProcess) -> None:
+async def test_headers_beyond_the_limit_are_431_in_openai_s_form(process: GatewayProcess) -> None:
     read, _ = await answer(process, HEAD + b"X: " + b"a" * (MAX_HEADER_BYTES + 1))
     assert read.startswith(b"HTTP/1.1 431")
     assert json.loads(read.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
@@ -105,14 +107,14 @@ async def test_headers_beyond_the_limit_are_431_in_openai_s_form(process: FrontP
 @pytest.mark.parametrize(
     "sent", [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", HEAD + b"Content-Length: x\r\n\r\n"]
 )
-async def test_what_is_not_http_is_400_and_the_end_of_the_connection(process: FrontProcess, sent: bytes) -> None:
+async def test_what_is_not_http_is_400_and_the_end_of_the_connection(process: GatewayProcess, sent: bytes) -> None:
     read, seconds = await answer(process, sent)
     assert read.startswith(b"HTTP/1.1 400")
     assert seconds < 5  # after the timeout it would be 408
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_beyond_the_limit_is_413_before_it_is_complete(process: FrontProcess, chunked: bool) -> None:
+async def test_a_body_beyond_the_limit_is_413_before_it_is_complete(process: GatewayProcess, chunked: bool) -> None:
     rest = b"Transfer-Encoding: chunked\r\n\r\n" if chunked else b"Content-Length: 1000000\r\n\r\n"
     body = b"2000\r\n" + b"a" * 0x2000 if chunked else b"a" * 2_000
     read, seconds = await answer(process, HEAD + rest + body)
@@ -124,8 +126,8 @@ async def test_a_client_that_does_not_read_its_stream_is_disconnected(redis_url:
     say = ["x" * 50_000] * 200  # more than the buffers of two sockets hold
     body = json.dumps({"messages": [{"role": "user", "content": "Hi."}], "stream": True, "say": say}).encode()
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    with front_process(redis_url, client_timeout_s=TIMEOUT_S) as front:
-        async with connected(front, request) as (reader, writer):
+    with gateway_process(redis_url, client_timeout_s=TIMEOUT_S) as gateway:
+        async with connected(gateway, request) as (reader, writer):
             await writer.drain()
             await asyncio.sleep(4 * TIMEOUT_S)
             async with asyncio.timeout(10):
@@ -169,11 +171,11 @@ async def test_a_client_that_reads_a_long_answer_slowly_but_steadily_receives_al
     assert read > LENGTH
 
 
-def open_files(front: FrontProcess) -> int:
-    return len(list(Path(f"/proc/{front.pid}/fd").iterdir()))
+def open_files(gateway: GatewayProcess) -> int:
+    return len(list(Path(f"/proc/{gateway.pid}/fd").iterdir()))
 
 
-async def test_connections_that_were_left_open_are_freed(process: FrontProcess) -> None:
+async def test_connections_that_were_left_open_are_freed(process: GatewayProcess) -> None:
     before = open_files(process)
     for _ in range(20):
         async with connected(process, HEAD):

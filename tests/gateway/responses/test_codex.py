@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.fakes import TIMINGS
-from tests.gateway.fronts import Front
+from tests.gateway.gateways import HttpGateway
 from tests.gateway.responses.codex import PATCH_GRAMMAR, CodexStream, message, sent_back, turn
 from tests.queue.helpers import listening, settings, working
 from worker.queue.job.job import Job, JobResult
@@ -108,7 +108,7 @@ async def test_the_worker_receives_the_turn_as_a_chat_completion(script: Scripte
     assert (request["reasoning_effort"], request["verbosity"], request["store"]) == ("medium", "low", False)
 
 
-async def test_a_whole_turn_is_accepted_by_a_worker_with_a_model(real_front: Front) -> None:
+async def test_a_whole_turn_is_accepted_by_a_worker_with_a_model(real_gateway: HttpGateway) -> None:
     said = [
         {"type": "reasoning", "summary": [], "encrypted_content": None},
         message("assistant", "I will look."),
@@ -126,7 +126,7 @@ async def test_a_whole_turn_is_accepted_by_a_worker_with_a_model(real_front: Fro
         message("user", "Count to 12."),
     ]
     body = {**turn(*said), "temperature": 0, "max_output_tokens": 60}
-    async with httpx.AsyncClient(base_url=real_front.url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=real_gateway.url, timeout=20) as http:
         response = await http.post("/v1/responses", json=body)
     assert response.status_code == 200, response.text
     last = json.loads(response.text.splitlines()[-2].removeprefix("data: "))

@@ -144,7 +144,7 @@ async def test_an_unknown_previous_response_is_not_found(openai: AsyncOpenAI) ->
 @pytest.mark.parametrize(
     ("body", "param"), [({"truncation": "auto"}, "truncation"), ({"conversation": "conv_1"}, "conversation")]
 )
-async def test_what_the_front_refuses_is_a_bad_request(openai: AsyncOpenAI, body: Said, param: str) -> None:
+async def test_what_the_gateway_refuses_is_a_bad_request(openai: AsyncOpenAI, body: Said, param: str) -> None:
     with pytest.raises(BadRequestError) as refused:
         await create(openai, **body)
     assert refused.value.param == param

@@ -1,4 +1,4 @@
-"""The routes of responses over real sockets, beyond OpenAI's client: raw bodies, keys, restarts, two fronts."""
+"""The routes of responses over real sockets, beyond OpenAI's client: raw bodies, keys, restarts, two gateways."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from sluice.gateway import ServeSettings
 from sluice.gateway.keys.file import digest
-from tests.gateway.fronts import Front, serving
+from tests.gateway.gateways import HttpGateway, serving
 from tests.gateway.responses.test_openai_sdk import COUNT, ENDLESS, TWELVE
 from tests.waiting import until
 
@@ -21,8 +21,8 @@ Said = dict[str, Any]
 
 
 @pytest.fixture
-async def http(real_front: Front) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=real_front.base_url, timeout=60) as client:
+async def http(real_gateway: HttpGateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=real_gateway.base_url, timeout=60) as client:
         yield client
 
 
@@ -44,7 +44,7 @@ async def test_the_ids_of_server_sent_events_are_the_numbers_and_a_reconnection_
     assert data_of(rest.text) == events[5:]
 
 
-async def test_another_front_continues_the_stream_with_the_same_numbers(
+async def test_another_gateway_continues_the_stream_with_the_same_numbers(
     http: httpx.AsyncClient, redis_url: str
 ) -> None:
     answer = await http.post("/responses", json={"input": COUNT, "stream": True, "temperature": 0})
@@ -130,12 +130,12 @@ async def test_half_a_surrogate_pair_is_refused_and_breaks_nothing(http: httpx.A
 
 
 async def test_a_silent_stream_is_kept_open_by_events_without_a_number_of_their_own(
-    redis_url: str, real_front: Front
+    redis_url: str, real_gateway: HttpGateway
 ) -> None:
     settings = ServeSettings(_env_file=None, heartbeat_s=0.05)
     waiting = {"input": COUNT, "stream": True, **ENDLESS, "deadline_s": 1.5}
-    with serving(redis_url, settings) as front:
-        async with httpx.AsyncClient(base_url=front.base_url, timeout=60) as http:
+    with serving(redis_url, settings) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.base_url, timeout=60) as http:
             busy = [asyncio.create_task(http.post("/responses", json=waiting)) for _ in range(40)]
             answers = [await each for each in busy]
     late = [answer.text for answer in answers if answer.status_code == 200 and "keepalive" in answer.text]
@@ -150,14 +150,14 @@ async def test_a_silent_stream_is_kept_open_by_events_without_a_number_of_their_
 
 
 async def test_for_another_key_s_tenant_a_response_does_not_exist(
-    redis_url: str, real_front: Front, tmp_path: Path
+    redis_url: str, real_gateway: HttpGateway, tmp_path: Path
 ) -> None:
     entries = [{"id": secret, "sha256": digest(secret), "tenant": secret} for secret in ("ada", "bob")]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
     settings = ServeSettings(_env_file=None, keys=tmp_path / "keys.json")
     ada, bob = ({"authorization": f"Bearer {secret}"} for secret in ("ada", "bob"))
-    with serving(redis_url, settings) as front:
-        async with httpx.AsyncClient(base_url=front.base_url, timeout=60) as http:
+    with serving(redis_url, settings) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.base_url, timeout=60) as http:
             made = await http.post("/responses", json={"input": COUNT, "max_output_tokens": 1}, headers=ada)
             own, unknown = f"/responses/{made.json()['id']}", f"/responses/resp_{'0' * 32}"
             for method, end in [
@@ -289,17 +289,19 @@ async def test_a_running_response_that_is_deleted_leaves_nothing_after_its_end(
 
 
 async def test_a_stored_response_and_its_items_count_for_the_limit_and_the_memory_of_their_key(
-    redis_url: str, real_front: Front, tmp_path: Path
+    redis_url: str, real_gateway: HttpGateway, tmp_path: Path
 ) -> None:
     entry = {"id": "ada", "sha256": digest("ada"), "tenant": "ada", "requests_per_minute": 3}
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
     headers, settings = {"authorization": "Bearer ada"}, {"_env_file": None, "keys": tmp_path / "keys.json"}
     small = ServeSettings(**settings, max_body_bytes=1_000, max_held_bytes=1_000)
     body = {"input": COUNT, "max_output_tokens": 1, "instructions": "x" * 2_000}
-    with serving(redis_url, ServeSettings(**settings)) as front, serving(redis_url, small) as narrow:
+    with serving(redis_url, ServeSettings(**settings)) as gateway, serving(redis_url, small) as narrow:
         async with httpx.AsyncClient(timeout=60, headers=headers) as http:
-            path = f"/responses/{(await http.post(f'{front.base_url}/responses', json=body)).json()['id']}"
+            path = f"/responses/{(await http.post(f'{gateway.base_url}/responses', json=body)).json()['id']}"
             full = await http.get(narrow.base_url + path)
-            answers = [await http.get(front.base_url + path + end) for end in ("", "/input_items", "", "?stream=true")]
+            answers = [
+                await http.get(gateway.base_url + path + end) for end in ("", "/input_items", "", "?stream=true")
+            ]
     assert (full.status_code, full.json()["error"]["code"]) == (429, "too_many_bytes")
     assert [answer.status_code for answer in answers] == [200, 200, 429, 200]

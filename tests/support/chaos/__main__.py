@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.support.chaos import churn, crashes, fairness, front, fuzz, greedy, load, mixed, offline, outages, pickup
+from tests.support.chaos import churn, crashes, fairness, fuzz, gateway, greedy, load, mixed, offline, outages, pickup
 from tests.support.chaos.harness import Figure
 from tests.support.stack import Server
 
@@ -35,7 +35,7 @@ SCENARIOS: dict[str, Scenario] = {
     "scripts": lambda s: outages.scripts_forgotten(s.url, streams=32, tokens=200),
     "full": lambda s: outages.full_server(s.url, streams=32, tokens=200, full_s=5),
     "answers": lambda s: outages.answers_lost(s.port, cuts=1000, streams=16, tokens=100),
-    "gateway": lambda s: front.all_killed(s.url, streams=32, tokens=200),
+    "gateway": lambda s: gateway.all_killed(s.url, streams=32, tokens=200),
     "backlog": lambda s: pickup.behind_a_backlog(s.url, backlog=600, samples=1000),
     "pickup": lambda s: _each(
         pickup.with_running_rows(s.url, running=32, samples=1000),

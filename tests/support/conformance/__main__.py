@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.support.conformance.catalog import CLIENTS, Client
 from tests.support.conformance.environments import NotInstalled, environment, install
-from tests.support.conformance.front import front
+from tests.support.conformance.gateway import gateway
 from tests.support.conformance.programs import table as cells
 from tests.support.conformance.programs import tried
 from tests.support.conformance.programs.checks import CHECKS, Sizes
@@ -131,7 +131,7 @@ def _drive_clients(names: Sequence[str], given: Path | None, console: Console) -
     chosen = CLIENTS if _ALL in names else dict.fromkeys(names)
     reports = list[Report]()
     with _folder(given) as folder:
-        for processes, played in ((front, False), (_stage, True)):
+        for processes, played in ((gateway, False), (_stage, True)):
             clients = [CLIENTS[name] for name in chosen if CLIENTS[name].played == played]
             if clients:
                 with processes() as url:

@@ -112,7 +112,7 @@ class GrammarStates:
             raise JobFailure(
                 "unsupported", f"{constraint.field}: this model's tokenizer does not support it; leave it out."
             )
-        tenant = request.billed_to or ""
+        tenant = request.effective_tenant or ""
         run = partial(self._compiler.run, lane, tenant)
         begun = await run(self._begun, self._tokenizer, request, prompt)
         reasoning = None if begun else self._reasoning_state(prompt)
@@ -158,7 +158,7 @@ class GrammarStates:
             return None
         matchers = Future[CallMatchers | None]()
         compiling = asyncio.ensure_future(
-            self._call_matchers(constraint, lane, request.billed_to or "", drafts=drafts, strict=strict)
+            self._call_matchers(constraint, lane, request.effective_tenant or "", drafts=drafts, strict=strict)
         )
         self._compiling.add(compiling)
         compiling.add_done_callback(self._compiling.discard)

@@ -130,7 +130,7 @@ class Prompts:
             with suppress(NeedsAdaptation):  # several trials are needed then, which run on a thread
                 return self._prompt(lambda: inputs, images, self._adapter.render_unchanged, never)
         work = partial(self._prompt, read, images, self._adapter.adapt)
-        return await self._threads.run(lane, length, work, request.billed_to or "")
+        return await self._threads.run(lane, length, work, request.effective_tenant or "")
 
     def _prompt(self, read: Callable[[], Inputs], images: Sequence[str], adapt: Adapt, check: Check) -> Prompt:
         parts, tools, variables = read()

@@ -1,8 +1,8 @@
 // What the checks in JavaScript share: one line for each, which tests.support.conformance.results reads.
 import { readFileSync } from "node:fs";
 
-export const URL_OF_FRONT = process.env.SLUICE_CONFORMANCE_URL;
-export const BASE_URL = `${URL_OF_FRONT}/v1`;
+export const URL_OF_GATEWAY = process.env.SLUICE_CONFORMANCE_URL;
+export const BASE_URL = `${URL_OF_GATEWAY}/v1`;
 export const SAID = JSON.parse(readFileSync(new URL("requests.json", import.meta.url)));
 export const IMAGE_URL = `data:image/png;base64,${SAID.image}`;
 export const IMAGE_PARTS = [

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from tests.support.conformance.programs.record import Recorder
 from tests.support.conformance.programs.script import MODEL
-from tests.support.stack import TINY_CHAT, FrontProcess, Server, WorkerProcess, embedded_binary
+from tests.support.stack import TINY_CHAT, GatewayProcess, Server, WorkerProcess, embedded_binary
 
 CONTEXT_TOKENS = 131_072  # of the model, on these pages too
 _VOCAB = 1024  # of models/tiny-chat, whose tokenizer has the tokens of images
@@ -65,7 +65,7 @@ class Stage:
             self._server = stack.enter_context(Server(embedded_binary(), args=("--appendonly", "yes")))
             self._model = write_model(folder / "model")
             self.worker = stack.enter_context(self._player())
-            self.gateway = stack.enter_context(FrontProcess(self._server.url))
+            self.gateway = stack.enter_context(GatewayProcess(self._server.url))
             self._recorder = stack.enter_context(Recorder(lambda: self.gateway.port))
             self.url = self._recorder.url
             self._stack = stack.pop_all()

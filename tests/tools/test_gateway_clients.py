@@ -5,9 +5,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.chaos.front_clients import INTERFACES, Answer, Chat, Ending, Interface, Messages, Responses
+from tests.support.chaos.gateway_clients import INTERFACES, Answer, Chat, Ending, Interface, Messages, Responses
 
-URL = "http://front"
+URL = "http://gateway"
 
 
 def body_of(interface: Interface, tokens: int, *, last: bool = True) -> str:

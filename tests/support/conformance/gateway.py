@@ -25,7 +25,7 @@ _DEFAULT_TOKENS, _MOST_TOKENS = 200, 2_000
 
 
 @contextmanager
-def front() -> Iterator[str]:
+def gateway() -> Iterator[str]:
     """Yield the URL of a gateway, without /v1. Raises RuntimeError if one of the processes does not start."""
     limits: dict[str, Any] = {"default_max_tokens": _DEFAULT_TOKENS, "max_output_tokens": _MOST_TOKENS}
     with Server(embedded_binary()) as server, _seeing_model() as model:

@@ -13,11 +13,11 @@ import uvicorn
 
 from sluice import Client
 from sluice.gateway import ServeSettings, app
-from tests.support.stack import FrontProcess, free_port
+from tests.support.stack import GatewayProcess, free_port
 
 
 @dataclass(frozen=True)
-class Front:
+class HttpGateway:
     """A gateway that accepts connections; `base_url` is what OpenAI clients are given."""
 
     url: str
@@ -28,7 +28,7 @@ class Front:
 
 
 @contextmanager
-def serving(redis_url: str, settings: ServeSettings) -> Iterator[Front]:
+def serving(redis_url: str, settings: ServeSettings) -> Iterator[HttpGateway]:
     """Serve in a thread until the end of the block."""
     port, ready = free_port(), threading.Event()
     servers: list[uvicorn.Server] = []
@@ -46,21 +46,21 @@ def serving(redis_url: str, settings: ServeSettings) -> Iterator[Front]:
         ready.wait(20)
         while not servers[0].started:
             time.sleep(0.005)
-        yield Front(f"http://127.0.0.1:{port}")
+        yield HttpGateway(f"http://127.0.0.1:{port}")
     finally:
         servers[0].should_exit = True
         thread.join()
 
 
 @contextmanager
-def front_process(redis_url: str, *, port: int | None = None, **settings: object) -> Iterator[FrontProcess]:
+def gateway_process(redis_url: str, *, port: int | None = None, **settings: object) -> Iterator[GatewayProcess]:
     """Run `sluice serve` until the end of the block, and kill it there: it would wait for streams that are open."""
-    front = FrontProcess(redis_url, port=port, **settings)
+    gateway = GatewayProcess(redis_url, port=port, **settings)
     try:
-        yield front.start()
+        yield gateway.start()
     finally:
-        front.kill()
-        front.stop()
+        gateway.kill()
+        gateway.stop()
 
 
 def events(body: str) -> list[Any]:

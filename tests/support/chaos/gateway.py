@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import httpx
 import redis.asyncio
 
-from tests.support.chaos.front_clients import INTERFACES, Answer
+from tests.support.chaos.gateway_clients import INTERFACES, Answer
 from tests.support.chaos.harness import Figure, at_each, count_running, leaks, paced_worker, running
 from tests.support.chaos.outages import DURABLE
-from tests.support.stack import FrontProcess, Server, WorkerProcess
+from tests.support.stack import GatewayProcess, Server, WorkerProcess
 
 _LEASE_S = 2.0
 _GRACE_S = 2.0  # after which a worker cancels a job without a reader; every answer takes longer
@@ -49,20 +49,20 @@ def _worker(url: str, rows: int) -> WorkerProcess:
     return paced_worker(url, lease_s=_LEASE_S, max_rows=rows, reserved_rows=0, disconnect_grace_s=_GRACE_S)
 
 
-def _front_of(index: int, fronts: int) -> int:
+def _gateway_of(index: int, gateways: int) -> int:
     """Return the gateway of a stream: each has all interfaces, with and without a key."""
-    return index // (2 * len(INTERFACES)) % fronts
+    return index // (2 * len(INTERFACES)) % gateways
 
 
 @asynccontextmanager
 async def _loaded(
-    fronts: Sequence[FrontProcess], db: redis.asyncio.Redis, *, streams: int, tokens: int, leavers: int
+    gateways: Sequence[GatewayProcess], db: redis.asyncio.Redis, *, streams: int, tokens: int, leavers: int
 ) -> AsyncIterator[_Load]:
     """Yield when all streams have begun and the jobs of the leavers are queued behind them."""
     kinds = len(INTERFACES)
     keys = [f"key-{index}" if index // kinds % 2 else None for index in range(streams)]
     answers = [Answer(INTERFACES[index % kinds], tokens, key) for index, key in enumerate(keys)]
-    urls = [fronts[_front_of(index, len(fronts))].url for index in range(streams)]
+    urls = [gateways[_gateway_of(index, len(gateways))].url for index in range(streams)]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     tasks = list[asyncio.Task[None]]()
     try:
@@ -72,7 +72,7 @@ async def _loaded(
                 await _until_begun(answers)
                 left = [Answer(INTERFACES[index % kinds], tokens) for index in range(leavers)]
                 tasks += [
-                    asyncio.create_task(each.read(http, fronts[index % len(fronts)].url))
+                    asyncio.create_task(each.read(http, gateways[index % len(gateways)].url))
                     for index, each in enumerate(left)
                 ]
                 queued = await _until_queued(db, leavers)
@@ -110,8 +110,8 @@ async def worker_killed(url: str, *, streams: int, tokens: int, leavers: int = 6
     """Kill the worker; another one takes its jobs over."""
     label = f"gateway, {streams} streams, worker killed"
     async with redis.asyncio.Redis.from_url(url) as db:
-        with _worker(url, streams) as first, FrontProcess(url) as front:
-            async with _loaded([front], db, streams=streams, tokens=tokens, leavers=leavers) as load:
+        with _worker(url, streams) as first, GatewayProcess(url) as gateway:
+            async with _loaded([gateway], db, streams=streams, tokens=tokens, leavers=leavers) as load:
                 at_kill = await count_running(db, load.running)
                 first.signal(signal.SIGKILL)
                 await load.leave()
@@ -126,8 +126,8 @@ async def server_killed(*, streams: int, tokens: int, away_s: float, leavers: in
     label = f"gateway, {streams} streams, server killed"
     with Server(args=DURABLE) as server:
         async with redis.asyncio.Redis.from_url(server.url) as db:
-            with _worker(server.url, streams) as worker, FrontProcess(server.url) as front:
-                async with _loaded([front], db, streams=streams, tokens=tokens, leavers=leavers) as load:
+            with _worker(server.url, streams) as worker, GatewayProcess(server.url) as gateway:
+                async with _loaded([gateway], db, streams=streams, tokens=tokens, leavers=leavers) as load:
                     at_kill = await count_running(db, load.running)
                     server.kill()
                     await load.leave()
@@ -138,14 +138,14 @@ async def server_killed(*, streams: int, tokens: int, away_s: float, leavers: in
     return [at_each(label, [at_kill], streams), _whole_or_error(label, load.answers), *settled]
 
 
-async def front_killed(url: str, *, streams: int, tokens: int, leavers: int = 6) -> list[Figure]:
+async def gateway_killed(url: str, *, streams: int, tokens: int, leavers: int = 6) -> list[Figure]:
     """Kill one of two gateways; its clients read on, or try again, at the other."""
     label = f"gateway, {streams} streams, one of two killed"
     async with redis.asyncio.Redis.from_url(url) as db:
-        with _worker(url, streams) as worker, FrontProcess(url) as killed, FrontProcess(url) as other:
+        with _worker(url, streams) as worker, GatewayProcess(url) as killed, GatewayProcess(url) as other:
             async with _loaded([killed, other], db, streams=streams, tokens=tokens, leavers=leavers) as load:
                 at_kill = await count_running(db, load.running)
-                cut = [each for index, each in enumerate(load.answers) if _front_of(index, 2) == 0]
+                cut = [each for index, each in enumerate(load.answers) if _gateway_of(index, 2) == 0]
                 killed.kill()
                 await asyncio.gather(*(load.readers[load.answers.index(each)] for each in cut))
                 endings = [each.ending for each in cut]
@@ -206,5 +206,5 @@ async def all_killed(url: str, *, streams: int, tokens: int) -> list[Figure]:
     figures = await worker_killed(url, streams=streams, tokens=tokens)
     async with redis.asyncio.Redis.from_url(url) as db:
         await db.flushdb()
-    figures += await front_killed(url, streams=streams, tokens=tokens)
+    figures += await gateway_killed(url, streams=streams, tokens=tokens)
     return figures + await server_killed(streams=streams, tokens=tokens, away_s=2)
