@@ -5,8 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from schemas.base import Sent, TokenCount
-from schemas.events import Timings
-from sluice.contract.events import FinishReason
+from sluice.contract.events import FinishReason, Timings
 from sluice.contract.keys import Lane
 
 

@@ -66,9 +66,12 @@ TABLE = {
     "worker.engine.fitting": May(standard=PURE),
     "worker.engine.memory": May(standard=PURE),
     "worker.engine.prefix.tree": May(standard=PURE),
-    "worker.engine.step": May("worker.engine.fitting worker.outcomes worker.request", standard=PURE),
+    "worker.engine.step": May(
+        "sluice.contract.keys worker.engine.fitting worker.outcomes worker.request", standard=PURE
+    ),
     "worker.engine.admission": May(
-        "worker.engine.fitting worker.engine.memory worker.engine.step worker.request", standard=PURE
+        "sluice.contract.keys worker.engine.fitting worker.engine.memory worker.engine.step worker.request",
+        standard=PURE,
     ),
     "worker.engine.speculation.offer": May("worker.outcomes worker.request", standard=PURE),
     "worker.engine.speculation.copies": May("worker.engine.speculation.offer worker.outcomes", standard=PURE),

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 from scripts.benchmarks.serve import workload
-from worker.request import Lane
+from sluice.contract.keys import Lane
 
 BURST_ANSWER = 96  # tokens
 _TEMPLATE_TOKENS, _TOKENS_PER_WORD = 13, 1.57  # of the models in `scripts/bench serve`

@@ -30,8 +30,8 @@ app = typer.Typer(
     epilog='\b\nExample:\n  sluice chat "What is the capital of Ghana?"',
 )
 worker_commands.add(app, "worker", takes_any_arguments=True)
-for command in (up, serve):
-    app.command()(command)
+app.command()(up)
+app.command()(serve)
 for name in ("check", "prompt", "parse"):
     worker_commands.add(app, name)
 for command in (chat, submit, tail, cancel, workers):

@@ -8,7 +8,7 @@ import uuid
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
-from sluice.contract.events import COUNT, parse_as
+from sluice.contract.events import COUNT, parse_as, parse_counts
 
 BatchState = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -121,6 +121,9 @@ class BatchDetails:
     """Last report of its feeder; null while a feeder runs."""
 
 
+NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """State of a run. Times are Unix seconds, and files are paths on the machine that feeds the run."""
@@ -150,7 +153,7 @@ class Batch:
     request_counts: RequestCounts
     usage: BatchUsage = field(default_factory=lambda: BatchUsage(0, 0, 0, InputTokens(0), OutputTokens(0)))
     metadata: dict[str, str] | None = None
-    sluice: BatchDetails = field(default_factory=lambda: BatchDetails("", 0.0, {}, 0, {}))
+    sluice: BatchDetails = field(default_factory=lambda: NO_DETAILS)
 
     @property
     def ended(self) -> bool:
@@ -182,11 +185,10 @@ def _nested(raw: dict[str, Any]) -> dict[str, Any]:
     parsed = dict(raw)
     if errors := raw.get("errors"):
         parsed["errors"] = Problems(tuple(parse_as(Problem, each) for each in errors["data"]))
-    parsed["request_counts"] = parse_as(RequestCounts, raw["request_counts"])
-    if usage := raw.get("usage"):
-        into = parse_as(InputTokens, usage["input_tokens_details"])
-        out = parse_as(OutputTokens, usage["output_tokens_details"])
-        parsed["usage"] = parse_as(BatchUsage, {**usage, "input_tokens_details": into, "output_tokens_details": out})
-    if details := raw.get("sluice"):
-        parsed["sluice"] = parse_as(BatchDetails, details)
+    parsed["request_counts"] = parse_counts(RequestCounts, raw.get("request_counts") or {})
+    usage = raw.get("usage") or {}
+    into = parse_counts(InputTokens, usage.get("input_tokens_details") or {})
+    out = parse_counts(OutputTokens, usage.get("output_tokens_details") or {})
+    parsed["usage"] = parse_counts(BatchUsage, {**usage, "input_tokens_details": into, "output_tokens_details": out})
+    parsed["sluice"] = parse_as(BatchDetails, {**asdict(NO_DETAILS), **(raw.get("sluice") or {})})
     return parsed

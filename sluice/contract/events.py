@@ -5,7 +5,7 @@ The JSON Schema is made of these classes: the text below a field describes it th
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args
 
@@ -95,7 +95,10 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _AttemptBegins(Event):
+class Started(Event):
+    """The first attempt begins."""
+
+    type: Literal["started"]
     model: str
     fingerprint: str = field(
         metadata=_says("Identifies the model: attempts with the same fingerprint and seed sample the same tokens.")
@@ -105,24 +108,17 @@ class _AttemptBegins(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started(_AttemptBegins):
-    """The first attempt begins."""
-
-    type: Literal["started"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed(_AttemptBegins):
+class Resumed(Started):
     """A new attempt continues after the delivered tokens."""
 
-    type: Literal["resumed"]
+    type: Literal["resumed"]  # type: ignore[assignment]  # it begins an attempt too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restarted(_AttemptBegins):
+class Restarted(Started):
     """A new attempt starts over: drop the text so far."""
 
-    type: Literal["restarted"]
+    type: Literal["restarted"]  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,11 +197,7 @@ EVENTS: dict[str, type[Event]] = {
     "failed": Failed,
     "cancelled": Cancelled,
 }
-_NESTED: dict[str, type[Usage] | type[Timings] | type[JobError]] = {
-    "usage": Usage,
-    "timings": Timings,
-    "error": JobError,
-}
+_NESTED: dict[str, type[Timings] | type[JobError]] = {"timings": Timings, "error": JobError}
 
 D = TypeVar("D")
 
@@ -227,6 +219,8 @@ def _parse_event(event: Any) -> Event:
             pass
         case _:
             raise ValueError("no event: type, id, seq, attempt or ts is absent or of another type")
+    if "usage" in event:
+        event["usage"] = parse_counts(Usage, event["usage"])
     for name, nested in _NESTED.items():
         if name in event:
             event[name] = parse_as(nested, event[name])
@@ -239,6 +233,12 @@ def _parse_event(event: Any) -> Event:
 def parse_as(cls: type[D], values: Mapping[str, Any]) -> D:
     """Create a `cls` from a mapping, dropping unknown fields."""
     return cls(**{name: values[name] for name in _names(cls) if name in values})  # type: ignore[arg-type]
+
+
+def parse_counts(cls: type[D], values: Mapping[str, Any]) -> D:
+    """Create a `cls` from a mapping, dropping unknown fields. A count that is absent is 0."""
+    absent = {each.name: 0 for each in fields(cls) if each.default is MISSING}  # type: ignore[arg-type]
+    return parse_as(cls, {**absent, **values})
 
 
 @cache

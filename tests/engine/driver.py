@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
 
+from sluice.contract.keys import Lane
 from worker.engine.admission.grouping import MeasuredCost, StepCost
 from worker.engine.engine import Engine
 from worker.engine.memory import MAX_ROWS
@@ -25,7 +26,7 @@ from worker.outcomes import (
     SpecPrefillSkipped,
     StepReport,
 )
-from worker.request import GenerationRequest, GrammarState, Lane, Range, Sampling, SpecPrefillParams
+from worker.request import GenerationRequest, GrammarState, Range, Sampling, SpecPrefillParams
 
 
 def answers(model: Model, requests: Iterable[GenerationRequest], *, steps_apart: int = 0) -> dict[str, list[Sampled]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from sluice.contract.keys import Lane
 from worker.engine.admission.classes import Decoding
 from worker.engine.admission.decision import Admit, Decision, Limits, Refuse
 from worker.engine.admission.grouping import StepCost
@@ -17,7 +18,7 @@ from worker.engine.batch.row import Row
 from worker.engine.cache.slots import Snapshot
 from worker.engine.memory import NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
 from worker.engine.upstream.mlx_lm import KVCache
-from worker.request import GenerationRequest, Lane, PromptImage, SpecPrefillParams
+from worker.request import GenerationRequest, PromptImage, SpecPrefillParams
 
 KILO = MemoryModel(weights_bytes=10, kv_layers=(KVLayers(1000, 1000),))
 

@@ -8,12 +8,12 @@ from random import Random
 
 from rich.table import Table
 
+from sluice.contract.keys import Lane
 from worker.engine.admission.classes import Decoding
 from worker.engine.admission.decision import Limits, RowEstimate, group_lengths
 from worker.engine.admission.grouping import StepCost
 from worker.engine.admission.plan import NO_GROUP, QUANTILE, AdmissionPlan, AnswerLengths, in_groups, plan_admission
 from worker.engine.memory import BUFFER_TOKENS, KVLayers, MemoryModel
-from worker.request import Lane
 
 CONTEXT = 32_768  # tokens
 FULL_ROWS = 2  # that fit into memory as long as the context: short memory shows what rules differ in

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from schemas.messages import Message
-from sluice.contract.keys import LANES
+from sluice.contract.keys import LANES, Lane
 from worker.byte_lru import ByteLRU
 from worker.errors import JobFailure
 from worker.images.conversation import REQUEST_FACTOR, ImageLoader
 from worker.images.image import Image
-from worker.request import Lane, ProcessedImage, PromptImage
+from worker.request import ProcessedImage, PromptImage
 from worker.settings import Settings
 
 _PIXEL_BYTES = 12  # of a preprocessed image: three channels in float32

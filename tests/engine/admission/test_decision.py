@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.contract.keys import Lane
 from tests.engine.admission.plain_admission import plainly_in_turn
 from worker.engine.admission.decision import (
     MAX_OVERTAKES,
@@ -21,7 +22,6 @@ from worker.engine.admission.decision import (
     group_lengths,
 )
 from worker.engine.memory import MAX_ROWS, NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
-from worker.request import Lane
 
 COSTS = MemoryModel(weights_bytes=1_000_000_000, kv_layers=(KVLayers(token_bytes=100_000, layer_bytes=3_000),))
 

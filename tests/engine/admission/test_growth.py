@@ -7,13 +7,13 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sluice.contract.keys import Lane
 from tests.support.growing_memory import COSTS as COSTS_OF_ROWS
 from tests.support.growing_memory import STEP, Machine, Row, Rule
 from worker.engine.admission.classes import Decoding
 from worker.engine.admission.decision import Limits, RowEstimate, group_lengths
 from worker.engine.admission.plan import AdmissionPlan, AnswerLengths, Growth, in_groups, must_grow, plan_growth
 from worker.engine.memory import BUFFER_TOKENS, KVLayers, MemoryModel
-from worker.request import Lane
 
 COSTS = MemoryModel(weights_bytes=1_000_000_000, kv_layers=(KVLayers(token_bytes=100_000, layer_bytes=3_000),))
 

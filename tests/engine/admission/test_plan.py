@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.contract.keys import Lane
 from worker.engine.admission.classes import Decoding
 from worker.engine.admission.decision import Admit, Limits, RowEstimate, admit_in_turn
 from worker.engine.admission.grouping import StepCost
 from worker.engine.admission.plan import NO_GROUP, AdmissionPlan, plan_admission
 from worker.engine.memory import KVLayers, MemoryModel
-from worker.request import Lane
 
 COSTS = MemoryModel(weights_bytes=10, kv_layers=(KVLayers(1000, 1000),))
 IDLE = Decoding(StepCost())

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from functools import cache
 
+from sluice.contract.keys import Lane
 from tests.engine.machine import grammars
 from tests.engine.machine.families import Family, Part, joined, prompt
 from tests.engine.machine.faults import NOT_FINITE, REFUSED, Faults
 from tests.engine.machine.grammars import Forbids, Forces, Plan, Raises
 from tests.engine.machine.reference import LONGEST, SHORT, Answer, alone
 from tests.engine.vision.cases import Prompt
-from worker.request import Lane, Range, Sampling, SpecPrefillParams
+from worker.request import Range, Sampling, SpecPrefillParams
 
 SYSTEM: tuple[Part, ...] = (20,)
 TEXTS: list[tuple[Part, ...]] = [(1,), (9,), (16,), (40,), (70,), (100,)]

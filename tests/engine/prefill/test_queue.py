@@ -5,6 +5,7 @@ from itertools import cycle
 
 import pytest
 
+from sluice.contract.keys import Lane
 from tests.engine.step.running import DECODE_S, Running
 from tests.engine.tiny import model, prompt
 from worker.engine.batch.row import Row
@@ -12,7 +13,7 @@ from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.step.budget import FIRST_STEP_WITHIN_S, StepBudget, longest_gap_s
 from worker.engine.step.cost import Chunk, CostEstimate
-from worker.request import GenerationRequest, Lane
+from worker.request import GenerationRequest
 
 STEP_S, TOKENS_PER_S = 0.1, 2000
 ROOM = 10**9

@@ -7,13 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from sluice.contract.keys import Lane
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import alone, model, network, prompt
 from tests.selection import examples
 from worker.engine.admission.grouping import StepCost
 from worker.engine.prefill import reuse
 from worker.engine.prefix import tree as prefix
-from worker.request import Lane
 
 Tokens = tuple[int, ...]
 

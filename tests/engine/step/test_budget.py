@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.contract.keys import Lane
 from worker.engine.step.budget import (
     ALONE_STEPS,
     COMPUTED_WITHIN_S,
@@ -20,7 +21,6 @@ from worker.engine.step.budget import (
     longest_gap_s,
 )
 from worker.engine.step.cost import MIN_CHUNK, CostEstimate, PromptCost
-from worker.request import Lane
 
 STEP_S = 0.1
 

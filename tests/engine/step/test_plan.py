@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.contract.keys import Lane
 from worker.engine.step.budget import Backlog
 from worker.engine.step.cost import MIN_CHUNK, Chunk, Forward, PromptCost
 from worker.engine.step.plan import (
@@ -24,7 +25,6 @@ from worker.engine.step.plan import (
     plan,
 )
 from worker.outcomes import Phase
-from worker.request import Lane
 
 SECOND_A_TOKEN = PromptCost(token_s=1.0)
 UNBOUNDED = 10**9

@@ -50,7 +50,7 @@ async def denied(server: Server, admin: Redis, *allowed: str) -> list[Need]:
 
 
 def test_every_command_of_a_script_is_on_the_list() -> None:
-    folders = (files("worker.queue") / "lua", files("sluice") / "lua")
+    folders = (files("worker.queue") / "lua", files("sluice.contract") / "lua")
     scripts = [script.read_text() for folder in folders for script in folder.iterdir()]
     called = {name for script in scripts for name in re.findall(r"redis\.p?call\('([A-Z]+)'", script)}
     assert called

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sluice.contract.keys import Lane
 from worker.engine.admission.classes import Bounds, Decoding, Trial, choose_bounds, class_of, rows_after, still_waiting
 from worker.engine.admission.decision import (
     Admit,
@@ -25,7 +26,6 @@ from worker.engine.admission.decision import (
 )
 from worker.engine.memory import BUFFER_TOKENS, CHUNK, NO_IMAGES, ImageDemand, Occupancy
 from worker.engine.step.cost import MAX_CHUNK
-from worker.request import Lane
 
 _FIRST = 1_024  # tokens reserved for an answer while too few are known: a limit that workers had for all of them
 _KNOWN = 16  # answers of a lane

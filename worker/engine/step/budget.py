@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Self, get_args
 
+from sluice.contract.keys import Lane
 from worker.engine.step.cost import PLAIN_STEP, CostEstimate, StepKind
 from worker.engine.step.plan import PromptState
-from worker.request import Lane
 
 # While prompts wait, a gap between two tokens of a row may last this multiple of the target, ...
 GAP_STEPS = 3

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from sluice.contract.keys import Lane
 from worker.engine.step.cost import MAX_CHUNK, MIN_CHUNK, Chunk, Forward, PromptCost
 from worker.outcomes import Phase
-from worker.request import Lane
 
 
 @dataclass(frozen=True, slots=True)
