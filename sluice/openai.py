@@ -40,22 +40,20 @@ from sluice.errors import (
     SluiceError,
     UnknownJob,
 )
+from sluice.http_errors import ErrorForm
 from sluice.wording import cancelled_sentence, full_sentence, json_problem
 
 Chunk = dict[str, Any]  # a `chat.completion.chunk`
 
-_STATUS = {
-    "invalid_request": 400,
-    "unsupported": 400,
-    "too_large": 400,
-    "overloaded": 503,
-    "deadline": 504,
-    "internal": 500,
-}
-CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code, after which clients compact their conversation
-_IMAGE = ".image_url"  # the end of an image's place
+# By the type of a failed job.
+_OF_JOBS = {
+    str(form.code): form
+    for form in (
+        ErrorForm.INVALID_REQUEST, ErrorForm.UNSUPPORTED, ErrorForm.TOO_LARGE, ErrorForm.OVERLOADED, ErrorForm.DEADLINE,
+        ErrorForm.INTERNAL,
+    )
+}  # fmt: skip
 _MODEL = "default"  # for a request without a model
-_CANCELLED = 499  # the status that proxies log for a disconnected client; OpenAI clients do not retry it
 
 
 class JobRestarted(SluiceError):
@@ -149,34 +147,35 @@ class ErrorReply:
     status: int
     body: dict[str, Any]
     headers: dict[str, str]
+    form: ErrorForm
 
 
 def error_reply(error: SluiceError) -> ErrorReply:
     """Return the HTTP response for an error of `read_body`, `Client.submit` or `sse`."""
     match error:
         case BadRequest(param=param):
-            return _reply(400, "invalid_request", str(error), retryable=False, param=param)
-        case NoWorker(served=()):
-            return _reply(503, "overloaded", full_sentence(str(error)), retryable=True)  # the workers may be restarting
+            return _reply(ErrorForm.INVALID_REQUEST, str(error), retryable=False, param=param)
+        case NoWorker(served=()):  # the workers may be restarting
+            return _reply(ErrorForm.OVERLOADED, full_sentence(str(error)), retryable=True)
         case NoWorker():
-            return _reply(404, "model_not_found", full_sentence(str(error)), retryable=False, param="model")
+            return _reply(ErrorForm.MODEL_NOT_FOUND, full_sentence(str(error)), retryable=False, param="model")
         case JobFailed(error=failed) if exceeds_context(failed):
             place = failed.param or "messages"
-            return _reply(400, CONTEXT_EXCEEDED, failed.message, retryable=False, param=place)
+            return _reply(ErrorForm.CONTEXT_EXCEEDED, failed.message, retryable=False, param=place)
+        case JobFailed(error=JobError("invalid_request", message, False, str(param))) if is_of_image(param):
+            return _reply(ErrorForm.BAD_IMAGE, message, retryable=False, param=param)
         case JobFailed(error=failed):
-            status = _STATUS.get(failed.type, 500)
-            return _reply(status, failed.type, failed.message, retryable=failed.retryable, param=failed.param)
+            form = _OF_JOBS.get(failed.type, ErrorForm.INTERNAL)
+            return _reply(form, failed.message, retryable=failed.retryable, param=failed.param, code=failed.type)
         case JobCancelled(reason=reason):
-            return _reply(_CANCELLED, "cancelled", cancelled_sentence(reason), retryable=False)
+            return _reply(ErrorForm.CANCELLED, cancelled_sentence(reason), retryable=False)
         case UnknownJob():
-            return _reply(404, "unknown_job", full_sentence(str(error)), retryable=False)
+            return _reply(ErrorForm.UNKNOWN_JOB, full_sentence(str(error)), retryable=False)
         case QueueFull(retry_after_s=wait_s):
-            return _reply(503, "overloaded", full_sentence(str(error)), retryable=True, wait_s=wait_s)
-        case ServerFull():
-            return _reply(503, "overloaded", _queue_sentence(error), retryable=True)
-        case ServerUnreachable():
-            return _reply(503, "overloaded", _queue_sentence(error), retryable=True)
-    return _reply(500, "internal", str(error), retryable=True)
+            return _reply(ErrorForm.OVERLOADED, full_sentence(str(error)), retryable=True, wait_s=wait_s)
+        case ServerFull() | ServerUnreachable():
+            return _reply(ErrorForm.OVERLOADED, _queue_sentence(error), retryable=True)
+    return _reply(ErrorForm.INTERNAL, str(error), retryable=True)
 
 
 def exceeds_context(error: JobError) -> bool:
@@ -184,7 +183,12 @@ def exceeds_context(error: JobError) -> bool:
     so for an option or an image, which is sent with the request that compacts, too. A worker names no field if the
     whole request does not fit."""
     place = error.param or "messages"
-    return error.type == "too_large" and place.startswith("messages") and not place.endswith(_IMAGE)
+    return error.type == "too_large" and place.startswith("messages") and not is_of_image(place)
+
+
+def is_of_image(param: str | None) -> bool:
+    """Return True if an error is of an image, by the field that it names."""
+    return param is not None and param.endswith(".image_url")
 
 
 def _queue_sentence(error: ServerFull | ServerUnreachable) -> str:
@@ -285,7 +289,7 @@ async def _lines(first: Chunk, rest: AsyncGenerator[Chunk]) -> AsyncGenerator[st
             yield _line(error_reply(error).body)
         except RedisError:
             message = "The server of the queue refused a request; the backend's log says why."
-            yield _line(_reply(500, "internal", message, retryable=False).body)
+            yield _line(_reply(ErrorForm.INTERNAL, message, retryable=False).body)
             raise
         else:
             yield "data: [DONE]\n\n"
@@ -304,15 +308,15 @@ def _line(message: dict[str, Any]) -> str:
 
 
 def _reply(
-    status: int,
-    code: str,
+    form: ErrorForm,
     message: str,
     *,
     retryable: bool,
     wait_s: float | None = None,
     param: str | None = None,
+    code: str | None = None,
 ) -> ErrorReply:
-    type = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": type, "param": param, "code": code}
+    """`code`: that of a later worker, of which the form knows nothing."""
+    error = {"message": f"{form.begins}{message}", "type": form.type, "param": param, "code": code or form.code}
     wait = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
-    return ErrorReply(status, {"error": error}, {"x-should-retry": str(retryable).lower(), **wait})
+    return ErrorReply(form.status, {"error": error}, {"x-should-retry": str(retryable).lower(), **wait}, form)

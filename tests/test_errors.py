@@ -14,6 +14,7 @@ from sluice.contract.events import JobError
 from sluice.errors import JobCancelled, JobFailed, NoWorker, QueueFull, SluiceError, UnknownJob
 from sluice.gateway.disconnect import ClientDisconnected
 from sluice.gateway.errors import ApiError
+from sluice.http_errors import ErrorForm
 from worker.errors import JobFailure
 from worker.text.grammar.schema.unsupported import UnsupportedKeyword
 
@@ -70,7 +71,7 @@ def test_a_failure_that_was_handed_on_has_its_type_and_if_a_retry_may_succeed(
 @pytest.mark.parametrize(
     "error",
     [
-        ApiError(503, "Later.", "server_error", retry_after_s=2.0),
+        ApiError(ErrorForm.OVERLOADED, "Later.", retry_after_s=2.0),
         ClientDisconnected(),
         BadLine("missing", "There is no body.", "body"),
         UnexpectedEvent("ended", "begin"),

@@ -33,6 +33,7 @@ def prompt_too_large(tokens: int, context: int, *, exact: bool = True) -> JobFai
 
     Clients compact their conversation after these sentences, which are OpenAI's, so digits have no commas. Some look
     for the words at the end alone: "prompt is too long" (LangChain) and "exceeds the context window" (its streams).
+    Claude Code and Qwen Code read the two counts around `>`, to drop as much.
     """
     return context_exceeded(context, f"{'' if exact else 'at least '}{tokens} tokens")
 
@@ -42,7 +43,8 @@ def context_exceeded(context: int, size: str) -> JobFailure:
     return JobFailure(
         "too_large",
         f"This model's maximum context length is {context} tokens. However, your messages resulted in {size}. "
-        "Please reduce the length of the messages: the prompt is too long and exceeds the context window.",
+        f"Please reduce the length of the messages: the prompt is too long ({size} > {context} maximum) and exceeds "
+        "the context window.",
         param="messages",
     )
 

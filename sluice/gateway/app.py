@@ -16,13 +16,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sluice.client import Client
 from sluice.gateway import catalog, chat, messages, openapi, page, responses
 from sluice.gateway.catalog import ANTHROPIC_HEADER
-from sluice.gateway.errors import SERVER, ApiError, openai_response
+from sluice.gateway.errors import ApiError, anthropic_response, new_id, openai_response
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.messages.errors import error_response, new_id
 from sluice.gateway.monitoring import health
 from sluice.gateway.monitoring.access import REQUEST_ID, AccessLog
 from sluice.gateway.protection.middleware import Protection
 from sluice.gateway.settings import ServeSettings
+from sluice.http_errors import ErrorForm
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -107,7 +107,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     is_known = error.status_code == 404 and meant in [route.path for route in request.app.routes]
     hint = f" The path is {meant}: add /v1 to the base URL." if is_known else ""
     message = f"{request.method} {request.url.path[:200]}: {error.detail}.{hint}"
-    return _response(request, ApiError(error.status_code, message, code=None))
+    return _response(request, ApiError(ErrorForm.NO_METHOD if error.status_code == 405 else ErrorForm.NO_PATH, message))
 
 
 def _ends_in_an_id(request: Request) -> bool:
@@ -118,7 +118,7 @@ def _ends_in_an_id(request: Request) -> bool:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Return an error of the gateway itself. The HTTP server logs it."""
-    error = ApiError(500, "The gateway failed on this request; its log has the reason.", SERVER)
+    error = ApiError(ErrorForm.FAILED, "The gateway failed on this request; its log has the reason.")
     return _response(request, error, getattr(request.state, REQUEST_ID))
 
 
@@ -126,7 +126,7 @@ def _response(request: Request, error: ApiError, id: str | None = None) -> Respo
     """Return the error in Anthropic's form to its clients, and in OpenAI's to all others."""
     is_anthropic = ANTHROPIC_HEADER in request.headers or request.url.path.startswith("/v1/messages")
     if is_anthropic:
-        return error_response(error, id or new_id())
+        return anthropic_response(error, id or new_id())
     response = openai_response(error)
     if id is not None:
         response.headers["x-request-id"] = id

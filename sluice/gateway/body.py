@@ -14,6 +14,7 @@ from sluice.gateway.disconnect import ClientDisconnected
 from sluice.gateway.errors import ApiError
 from sluice.gateway.protection.memory import HeldBytes
 from sluice.gateway.threads import in_thread_if_long
+from sluice.http_errors import ErrorForm
 from sluice.openai import BadRequest, read_object
 
 if sys.version_info >= (3, 14):
@@ -48,7 +49,7 @@ async def read_body(request: Request, max_bytes: int, held: HeldBytes) -> Body:
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in _DECODERS:
         message = f"Content-Encoding: {encoding[:40]!r} is not supported; send gzip, zstd, or the plain body."
-        raise ApiError(415, message, code="unsupported", param="Content-Encoding")
+        raise ApiError(ErrorForm.BODY_ENCODING, message, param="Content-Encoding")
     raw = await _read_bytes(request, max_bytes, held)
     if decoder := _DECODERS[encoding]:
         raw = await _decoded(raw, decoder(), max_bytes, held)
@@ -90,7 +91,7 @@ async def _decoded(raw: bytes, decoder: "_Decoder", max_bytes: int, held: HeldBy
             raise EOFError("there is data after its end")
     except (zlib.error, zstd.ZstdError, EOFError) as error:
         message = f"Content-Encoding: the body cannot be decoded: {error}."
-        raise ApiError(400, message, code="invalid_value", param="Content-Encoding") from None
+        raise ApiError(ErrorForm.INVALID_VALUE, message, param="Content-Encoding") from None
     held.add(-len(raw))
     return bytes(decoded)
 
@@ -129,17 +130,18 @@ _DECODERS: dict[str, Callable[[], _Decoder] | None] = {
 
 def _refuse_long(length: int, max_bytes: int) -> None:
     if length > max_bytes:
-        raise ApiError(413, f"The body has more than {max_bytes:,} bytes; send less.", code="too_large")
+        raise ApiError(ErrorForm.BODY_TOO_LARGE, f"The body has more than {max_bytes:,} bytes; send less.")
 
 
 def _parse(raw: bytes) -> Body:
     values = _count_values(raw)
     if values > _MAX_VALUES:
-        raise ApiError(413, f"The body holds {values:,} JSON values; send at most {_MAX_VALUES:,}.", code="too_large")
+        message = f"The body holds {values:,} JSON values; send at most {_MAX_VALUES:,}."
+        raise ApiError(ErrorForm.BODY_TOO_LARGE, message)
     try:
         content = read_object(raw)
     except BadRequest as error:
-        raise ApiError(400, str(error), code="invalid_request", param=error.param) from None
+        raise ApiError(ErrorForm.INVALID_REQUEST, str(error), param=error.param) from None
     _check_depth(content)
     return Body(content, len(raw), hashlib.sha256(raw).hexdigest())
 
@@ -152,9 +154,8 @@ def _check_depth(content: Mapping[str, Any]) -> None:
         level = [value for value in values if isinstance(value, dict | list)]
         if not level:
             return
-    raise ApiError(
-        400, f"The body is nested more than {_MAX_LEVELS} levels deep; nest it less.", code="invalid_request"
-    )
+    message = f"The body is nested more than {_MAX_LEVELS} levels deep; nest it less."
+    raise ApiError(ErrorForm.INVALID_REQUEST, message)
 
 
 def _count_values(text: bytes) -> int:

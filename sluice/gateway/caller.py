@@ -12,6 +12,7 @@ from sluice.gateway.keys.limits import Limits
 from sluice.gateway.keys.meter import Connections, Meter
 from sluice.gateway.keys.store import KeyStore
 from sluice.gateway.protection.memory import HeldBytes, Memory
+from sluice.http_errors import ErrorForm
 
 
 def _unlimited() -> HeldBytes:
@@ -64,8 +65,8 @@ class Authentication:
         """Return the caller, and count its connection. Raises `ApiError`: 401, and 429 for too many connections."""
         key = await self._store.find(secret_of(request))
         if key is None:
-            message = "The API key is missing, wrong or expired; send `Authorization: Bearer KEY`."
-            raise ApiError(401, message, code="invalid_api_key")
+            message = "it is missing, wrong or expired; send `Authorization: Bearer KEY`."
+            raise ApiError(ErrorForm.INVALID_API_KEY, message)
         state = request.scope.setdefault("state", {})
         if "meter" not in state:  # a request may be authenticated more than once
             state["meter"] = Meter(key, self._limits, self.connections)

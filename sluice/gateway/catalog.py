@@ -9,9 +9,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import Handler, endpoint
+from sluice.gateway.errors import Handler, anthropic_endpoint, endpoint
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.messages.errors import endpoint as anthropic_endpoint
 from sluice.gateway.models import model_not_found, served_name
 from sluice.gateway.workers import Worker
 from sluice.presence import mapped_name

@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from sluice.gateway.errors import ApiError
+from sluice.http_errors import ErrorForm
 from sluice.transport.interruption import Interruption
 
-_STATUS = 499  # the status that proxies log for a disconnected client
 DISCONNECT_WATCH = "disconnect_watch"  # the name in the state of a request
 CONNECTION = "connection"  # likewise: receives messages without the time limit of a body
 
@@ -21,7 +21,7 @@ class ClientDisconnected(ApiError):
     """The client closed its connection before the response began."""
 
     def __init__(self) -> None:
-        super().__init__(_STATUS, "The client closed its connection.", code="cancelled")
+        super().__init__(ErrorForm.CANCELLED, "The client closed its connection.")
         self.args = ()
 
 

@@ -1,7 +1,8 @@
-"""Errors of the gateway, independent of an interface; and OpenAI's form of them."""
+"""Errors of the gateway, and OpenAI's and Anthropic's form of them."""
 
 import logging
 import math
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,42 +12,38 @@ from starlette.responses import JSONResponse, Response
 
 from sluice.contract.refusals import is_full, reason_of
 from sluice.errors import JobFailed, NoWorker, QueueFull, ServerFull, ServerUnreachable, SluiceError
-from sluice.openai import error_reply
+from sluice.http_errors import ErrorForm
+from sluice.openai import error_reply, is_of_image
 from sluice.transport.retries import is_transient, server_full
 
 logger = logging.getLogger("sluice.gateway")
 
-INVALID = "invalid_request_error"
-SERVER = "server_error"
 NO_WORKER_RETRY_S = 5.0  # a worker that restarts loads its model first
 _FULL_RETRY_S = 5.0  # jobs that end free memory all the time
 
 
 class ApiError(Exception):
-    """An HTTP error. `kind` is OpenAI's `type`; `retryable` None follows from the status."""
+    """An HTTP error. `retryable` None follows from its form."""
 
     def __init__(
         self,
-        status: int,
+        form: ErrorForm,
         message: str,
-        kind: str = INVALID,
         *,
-        code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
         retryable: bool | None = None,
     ) -> None:
-        super().__init__(status, message, kind)  # what pickle and `copy` call the constructor with
-        self.status = status
+        """`message`: what follows the words that errors of this form begin with."""
+        super().__init__(form, message)  # what pickle and `copy` call the constructor with
+        self.form = form
         self.message = message
-        self.kind = kind
-        self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
-        self.retryable = status in (408, 429) or status >= 500 if retryable is None else retryable
+        self.retryable = form.is_retried if retryable is None else retryable
 
     def __str__(self) -> str:
-        return self.message
+        return f"{self.form.begins}{self.message}"
 
     @property
     def headers(self) -> dict[str, str]:
@@ -64,15 +61,12 @@ def from_client(error: SluiceError | RedisError) -> ApiError:
             return from_client(unreachable)
         if is_full(error):
             return from_client(server_full(error))
-        message = "The server of the queue refused a request; the log has the reason."
-        return ApiError(500, message, SERVER, code="internal")
+        return ApiError(ErrorForm.INTERNAL, "The server of the queue refused a request; the log has the reason.")
     reply = error_reply(error)
     body = reply.body["error"]
     return ApiError(
-        reply.status,
-        body["message"],
-        body["type"],
-        code=body["code"],
+        reply.form,
+        body["message"].removeprefix(reply.form.begins),
         param=body["param"],
         retry_after_s=_wait_s(error),
         retryable=reply.headers["x-should-retry"] == "true",
@@ -107,12 +101,13 @@ def _wait_s(error: SluiceError) -> float | None:
 
 def openai_body(error: ApiError) -> dict[str, Any]:
     """Return the body of an error in OpenAI's form."""
-    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+    form = error.form
+    return {"error": {"message": str(error), "type": form.type, "param": error.param, "code": form.code}}
 
 
 def openai_response(error: ApiError) -> Response:
     """Return the HTTP response of an error in OpenAI's form."""
-    return JSONResponse(openai_body(error), error.status, error.headers)
+    return JSONResponse(openai_body(error), error.form.status, error.headers)
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -131,3 +126,45 @@ def endpoint(handler: Handler, render: Callable[[ApiError], Response] = openai_r
             return render(from_client(error))
 
     return guarded
+
+
+ANTHROPIC_ID_PREFIX = "msg_"
+
+
+def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Return the body of an error in Anthropic's form, which is also the data of an `error` event."""
+    is_image = is_of_image(error.param) and error.form.status == 400
+    form = ErrorForm.BAD_IMAGE if is_image else error.form
+    told = {"type": form.anthropic_type, "message": f"{form.anthropic_begins}{error.message}"}
+    return {"type": "error", "error": told, "request_id": request_id}
+
+
+def anthropic_response(error: ApiError, request_id: str) -> Response:
+    """Return the HTTP response of an error in Anthropic's form."""
+    headers = {**error.headers, **id_headers(request_id)}
+    return JSONResponse(anthropic_body(error, request_id), error.form.anthropic_status, headers)
+
+
+def new_id() -> str:
+    """Return a new id of a request in Anthropic's form, which is also that of its job."""
+    return f"{ANTHROPIC_ID_PREFIX}{uuid.uuid4().hex}"
+
+
+def id_headers(request_id: str) -> dict[str, str]:
+    """Return the headers that carry the id of a request in Anthropic's form."""
+    return {"request-id": request_id, "x-request-id": request_id}
+
+
+def anthropic_endpoint(handler: Handler) -> Handler:
+    """Return the handler with an id for each request, `request.state.request_id`, which it may replace, and with its
+    errors in Anthropic's form."""
+
+    async def identified(request: Request) -> Response:
+        request.state.request_id = new_id()
+
+        def render(error: ApiError) -> Response:
+            return anthropic_response(error, request.state.request_id)
+
+        return await endpoint(handler, render)(request)
+
+    return identified

@@ -4,20 +4,21 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from sluice.gateway.errors import ApiError
+from sluice.http_errors import ErrorForm
 
 _PARAM_CHARACTERS = 200  # of a name in an error, since clients choose it
 
 
-def refusal(param: str, problem: str, *, code: str = "invalid_value") -> ApiError:
+def refusal(param: str, problem: str, form: ErrorForm = ErrorForm.INVALID_VALUE) -> ApiError:
     """Return the error for a value, named by its place in the body: `input[2].content`."""
     name = param.encode("ascii", "backslashreplace").decode()[:_PARAM_CHARACTERS]
-    return ApiError(400, f"{name}: {problem}", code=code, param=name)
+    return ApiError(form, f"{name}: {problem}", param=name)
 
 
 def text(value: object, param: str) -> str:
     """Return a string. Raises `ApiError`."""
     if not isinstance(value, str):
-        raise refusal(param, "it must be a string.", code="invalid_type")
+        raise refusal(param, "it must be a string.", ErrorForm.INVALID_TYPE)
     return value
 
 
@@ -31,7 +32,7 @@ def flag(value: object, param: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise refusal(param, "it must be true or false.", code="invalid_type")
+        raise refusal(param, "it must be true or false.", ErrorForm.INVALID_TYPE)
     return value
 
 
@@ -47,7 +48,7 @@ def count(value: object, param: str, least: int = 1) -> int | None:
 def mapping(value: object, param: str) -> dict[str, Any]:
     """Return an object. Raises `ApiError`."""
     if not isinstance(value, dict):
-        raise refusal(param, "it must be an object.", code="invalid_type")
+        raise refusal(param, "it must be an object.", ErrorForm.INVALID_TYPE)
     return value
 
 
@@ -59,7 +60,7 @@ def optional_mapping(value: object, param: str) -> dict[str, Any]:
 def entries(value: object, param: str) -> Iterable[tuple[str, Any]]:
     """Return the items of a list, each with its place. Raises `ApiError`."""
     if not isinstance(value, list):
-        raise refusal(param, "it must be a list.", code="invalid_type")
+        raise refusal(param, "it must be a list.", ErrorForm.INVALID_TYPE)
     return ((f"{param}[{index}]", each) for index, each in enumerate(value))
 
 
@@ -75,4 +76,4 @@ def check_known(value: Mapping[str, Any], known: Collection[str], param: str = "
     for name, each in value.items():
         if name not in known and each is not None:
             place = f"{param}.{name}" if param else name
-            raise refusal(place, "it is not supported; leave it out.", code="unsupported_parameter")
+            raise refusal(place, "it is not supported; leave it out.", ErrorForm.UNSUPPORTED_PARAMETER)

@@ -21,6 +21,7 @@ from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError, was_refused
 from sluice.gateway.threads import in_thread_if_long
+from sluice.http_errors import ErrorForm
 from sluice.transport.retries import Retries
 
 logger = logging.getLogger("sluice.gateway")
@@ -31,14 +32,14 @@ _LIFE_S = keys.JOB_LIFE_S + keys.RESULT_TTL_S  # as long as a job may be known
 _VERSION = "1"  # of the registrations, and of the ids that follow from keys: gateways of another version refuse them
 _QUEUED = "queued"  # the last word, once the request has queued its jobs
 _RETRY_S = 1.0  # until a request may reach a gateway of the version that has registered its key
-_CONFLICT, _GONE = 409, 410
 
 
 def key_of(request: Request) -> str | None:
     """Return the request's key. Raises `ApiError` for an empty or a very long one."""
     key = request.headers.get(HEADER)
     if key is not None and not 1 <= len(key) <= _MAX_CHARACTERS:
-        raise ApiError(400, f"Idempotency-Key: it must have 1 to {_MAX_CHARACTERS} characters.", code="invalid_key")
+        message = f"Idempotency-Key: it must have 1 to {_MAX_CHARACTERS} characters."
+        raise ApiError(ErrorForm.INVALID_IDEMPOTENCY_KEY, message)
     return key
 
 
@@ -125,7 +126,7 @@ def _was_queued(earlier: bytes, body_digest: str) -> bool:
         raise other_version()
     if digest != body_digest:
         message = "Idempotency-Key: the key was used with another body; use a new key for a new request."
-        raise ApiError(_CONFLICT, message, code="idempotency_key_reused")
+        raise ApiError(ErrorForm.IDEMPOTENCY_KEY_REUSED, message)
     return _QUEUED in queued
 
 
@@ -133,9 +134,9 @@ def other_version() -> ApiError:
     """Return the error for a key that a gateway of another version has registered. The client may try again: the
     request may reach a gateway of that version."""
     message = "Idempotency-Key: another version of the gateway uses the key; try again, or use a new key."
-    return ApiError(_CONFLICT, message, code="idempotency_key_in_use", retry_after_s=_RETRY_S, retryable=True)
+    return ApiError(ErrorForm.IDEMPOTENCY_KEY_IN_USE, message, retry_after_s=_RETRY_S, retryable=True)
 
 
 def expired(remedy: str, field: str = "Idempotency-Key") -> ApiError:
     """Return the error for a key, or an id, whose answer or its events have expired or were deleted."""
-    return ApiError(_GONE, f"{field}: {remedy}", code="answer_expired")
+    return ApiError(ErrorForm.ANSWER_EXPIRED, f"{field}: {remedy}")

@@ -7,7 +7,8 @@ from typing import Any
 from sluice.contract.keys import MODEL_NAME
 from sluice.errors import describe_served
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import INVALID, ApiError
+from sluice.gateway.errors import ApiError
+from sluice.http_errors import ErrorForm
 from sluice.presence import mapped_name
 
 DEFAULT = "default"  # for a request without a model
@@ -19,7 +20,7 @@ def requested_model(body: Mapping[str, Any]) -> str:
     if model is None:
         return DEFAULT
     if not isinstance(model, str):
-        raise ApiError(400, "model: it must be a string.", param="model", code="invalid_type")
+        raise ApiError(ErrorForm.INVALID_TYPE, "model: it must be a string.", param="model")
     return model
 
 
@@ -36,9 +37,9 @@ def served_name(caller: Caller, requested: str, mapped: Mapping[str, str]) -> st
 def model_missing(served: Collection[str]) -> ApiError:
     """Return the error for a request without a model, if no worker has the name that it then stands for."""
     problem = f"it is missing, and no model is called {DEFAULT!r}; {describe_served(served)}."
-    return ApiError(400, f"model: {problem}", INVALID, code="missing_required_parameter", param="model")
+    return ApiError(ErrorForm.MISSING_PARAMETER, f"model: {problem}", param="model")
 
 
 def model_not_found(model: str) -> ApiError:
     """Return the error for a model that does not exist, as far as the caller may know."""
-    return ApiError(404, f"The model {model[:80]!r} does not exist.", INVALID, code="model_not_found", param="model")
+    return ApiError(ErrorForm.MODEL_NOT_FOUND, f"The model {model[:80]!r} does not exist.", param="model")

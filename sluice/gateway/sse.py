@@ -16,6 +16,7 @@ from sluice.contract.events import Progress
 from sluice.errors import SluiceError
 from sluice.gateway.disconnect import ClientDisconnected, unless_disconnected
 from sluice.gateway.errors import ApiError, from_client, log_refusal
+from sluice.http_errors import ErrorForm
 from sluice.openai import waiting_comment
 from sluice.sse import HEADERS, take
 from sluice.streaming.streams import LAST_SEQ, ReadAhead
@@ -48,7 +49,7 @@ def waiting(event: Progress) -> bytes:
 def bad_last_event_id() -> ApiError:
     """Return the error for a `Last-Event-ID` that no event can have."""
     message = "Last-Event-ID: it must be the id of an event of this stream; leave it out to read from the beginning."
-    return ApiError(400, message, code="invalid_value", param="Last-Event-ID")
+    return ApiError(ErrorForm.INVALID_VALUE, message, param="Last-Event-ID")
 
 
 def seq_of(last_event_id: str | None) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from sluice.gateway import fields
 from sluice.gateway.fields import refusal
 from sluice.gateway.lark import MAX_DEFINITION, lark_pattern
+from sluice.http_errors import ErrorForm
 
 # Tools that run at OpenAI or need models of theirs. No worker can call them, so offers of them are dropped.
 HOSTED = frozenset(
@@ -288,7 +289,7 @@ def _pattern(grammar: Grammar) -> str:
     pattern = grammar.pattern()
     if pattern is None:
         problem = "a forced call cannot be held to this grammar, since no regular expression was found for it; "
-        raise refusal(grammar.param, f"{problem}use one, or tool_choice 'auto'.", code="unsupported_value")
+        raise refusal(grammar.param, f"{problem}use one, or tool_choice 'auto'.", ErrorForm.UNSUPPORTED_VALUE)
     return pattern
 
 

@@ -12,7 +12,8 @@ from redis.exceptions import RedisError, ResponseError
 from sluice.client import Client
 from sluice.contract import keys
 from sluice.errors import SluiceError
-from sluice.gateway.errors import NO_WORKER_RETRY_S, SERVER, ApiError
+from sluice.gateway.errors import NO_WORKER_RETRY_S, ApiError
+from sluice.http_errors import ErrorForm
 from sluice.presence import serves
 from sluice.transport.interruption import Interruption
 from sluice.transport.retries import Retries
@@ -111,7 +112,7 @@ class Workers:
 def no_worker(model: str) -> ApiError:
     """Return the error for a model whose workers have gone."""
     message = f"No worker serves the model {model[:80]!r} at the moment."
-    return ApiError(503, message, SERVER, code="overloaded", retry_after_s=NO_WORKER_RETRY_S)
+    return ApiError(ErrorForm.OVERLOADED, message, retry_after_s=NO_WORKER_RETRY_S)
 
 
 class QueueWatch:

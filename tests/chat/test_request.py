@@ -112,7 +112,8 @@ def test_a_prompt_without_room_for_an_answer_is_refused_in_openai_s_words(prompt
     assert (raised.value.type, raised.value.message) == (
         "too_large",
         f"This model's maximum context length is 4096 tokens. However, your messages resulted in {prompt} tokens. "
-        "Please reduce the length of the messages: the prompt is too long and exceeds the context window.",
+        f"Please reduce the length of the messages: the prompt is too long ({prompt} tokens > 4096 maximum) and "
+        "exceeds the context window.",
     )
 
 

@@ -84,7 +84,7 @@ async def test_what_cannot_be_decoded_within_the_limits_is_refused(
 ) -> None:
     with pytest.raises(ApiError) as refused:
         await read_body(request(body, encoding), LIMIT, Memory(2 * LIMIT, LIMIT).hold(None))
-    assert (refused.value.status, refused.value.code) == (status, code)
+    assert (refused.value.form.status, refused.value.form.code) == (status, code)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd"])
@@ -95,7 +95,7 @@ async def test_a_body_that_grows_without_end_is_refused_long_before_its_end(enco
     bomb = ENCODE[encoding](b" " * 300_000_000)
     with pytest.raises(ApiError) as refused:
         await read_body(request(bomb, encoding), 100_000_000, held)
-    assert (refused.value.status, refused.value.code, memory.total <= 3_000_000) == (503, "overloaded", True)
+    assert (refused.value.form.status, refused.value.form.code, memory.total <= 3_000_000) == (503, "overloaded", True)
 
 
 @pytest.mark.timing

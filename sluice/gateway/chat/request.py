@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sluice.gateway.errors import ApiError
+from sluice.gateway.fields import flag, refusal
+from sluice.http_errors import ErrorForm
 from sluice.openai import wants_usage
 
 ID_PREFIX = "chatcmpl-"
@@ -35,15 +37,13 @@ def read_request(body: Mapping[str, Any], length: int, max_bytes: int) -> ChatRe
     """Read a request whose body has `length` bytes. Raises `ApiError`; the worker checks all other fields."""
     choices = 1 if body.get("n") is None else body["n"]
     if type(choices) is not int or not 1 <= choices <= MAX_CHOICES:
-        raise ApiError(400, f"n: it must be a whole number from 1 to {MAX_CHOICES}.", param="n", code="invalid_value")
+        raise refusal("n", f"it must be a whole number from 1 to {MAX_CHOICES}.")
     if choices > 1 and choices * length > max_bytes:
         message = f"n: {choices} choices of a body of {length:,} bytes exceed {max_bytes:,} bytes; ask for fewer."
-        raise ApiError(413, message, param="n", code="too_large")
-    stream = body.get("stream")
-    if stream is not None and not isinstance(stream, bool):
-        raise ApiError(400, "stream: it must be true or false.", param="stream", code="invalid_type")
+        raise ApiError(ErrorForm.BODY_TOO_LARGE, message, param="n")
+    stream = flag(body.get("stream"), "stream", False)
     one = {name: value for name, value in body.items() if name != "n"}
-    return ChatRequest(one, choices, bool(stream), wants_usage(body))
+    return ChatRequest(one, choices, stream, wants_usage(body))
 
 
 def _derived(seed: int, index: int) -> int:

@@ -27,6 +27,7 @@ from sluice.gateway.models import requested_model
 from sluice.gateway.monitoring.access import identify
 from sluice.gateway.monitoring.metrics import AnswerTimer
 from sluice.gateway.threads import json_response
+from sluice.http_errors import ErrorForm
 
 _PATH = "/v1/chat/completions"
 
@@ -202,7 +203,7 @@ class _Chat:
         message = (
             "/v1/completions is not supported: workers put every prompt into a chat template. Use /v1/chat/completions."
         )
-        raise ApiError(400, message, code="unsupported")
+        raise ApiError(ErrorForm.UNSUPPORTED, message)
 
     async def _known(self, request: Request) -> tuple[Caller, _Jobs]:
         """Return the caller, and the jobs that the path names. Raises `ApiError` unless they are the caller's."""

@@ -25,6 +25,7 @@ from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.limits import Limits, used_tokens
 from sluice.gateway.monitoring.metrics import AnswerTimer
 from sluice.gateway.workers import QueueWatch
+from sluice.http_errors import ErrorForm
 from sluice.transport.retries import Retries
 
 logger = logging.getLogger("sluice.gateway")
@@ -284,7 +285,7 @@ class Jobs:
 
 def unknown(job_id: str) -> ApiError:
     """Return the error for a job that does not exist, as far as the caller may know."""
-    return ApiError(404, f"There is no job {json.dumps(job_id[:128])}, or it has expired.", code="unknown_job")
+    return ApiError(ErrorForm.UNKNOWN_JOB, f"There is no job {json.dumps(job_id[:128])}, or it has expired.")
 
 
 def _event_bytes(number: int, last: Sequence[bytes]) -> int:

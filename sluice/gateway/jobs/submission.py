@@ -17,6 +17,7 @@ from sluice.gateway.keys.limits import estimate
 from sluice.gateway.models import model_missing, model_not_found, requested_model, served_name
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.workers import POLL_S, Workers, no_worker
+from sluice.http_errors import ErrorForm
 from sluice.submission import ExtraKey, NewJob, Submitted, lane_of
 
 _Sent = dict[str, asyncio.Task[Submitted]]  # submissions by the id of the job
@@ -60,7 +61,7 @@ class Submission:
             raise model_missing(await self._usable(caller)) from None
         lane = lane_of(body)
         if lane not in caller.lanes:
-            raise ApiError(403, f"service_tier: this key may not use the lane {lane}.", code="lane_not_allowed")
+            raise ApiError(ErrorForm.LANE_NOT_ALLOWED, f"service_tier: this key may not use the lane {lane}.")
         own = {"model": model} | ({"tenant": caller.tenant} if caller.tenant is not None else {})
         if body.get("on_disconnect") is None:
             own["on_disconnect"] = "continue" if detached else "cancel"

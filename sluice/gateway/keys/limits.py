@@ -20,6 +20,7 @@ from sluice.contract.keys import JOB_LIFE_S, RESULT_TTL_S
 from sluice.errors import ServerUnreachable
 from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.file import Key
+from sluice.http_errors import ErrorForm
 from sluice.transport.retries import Retries
 
 _REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed
@@ -139,10 +140,8 @@ def refusal(exceeded: Exceeded) -> ApiError:
     wait_s = max(1, math.ceil(exceeded.retry_after_s))
     limit = getattr(exceeded.balance, f"{exceeded.limit}_per_minute")
     return ApiError(
-        429,
+        ErrorForm.REQUESTS_EXCEEDED if exceeded.limit == "requests" else ErrorForm.TOKENS_EXCEEDED,
         f"This key may use {limit:,} {exceeded.limit} per minute, and they are used up; try again in {wait_s} s.",
-        exceeded.limit,
-        code="rate_limit_exceeded",
         retry_after_s=exceeded.retry_after_s,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.file import Key
 from sluice.gateway.keys.limits import Balance, Exceeded, Limits, refusal
+from sluice.http_errors import ErrorForm
 
 _RETRY_S = 1.0  # until one of the key's connections may have ended
 
@@ -21,7 +22,7 @@ class Connections:
         """Count answers. Raises `ApiError` 429 beyond the limit."""
         if self._open[key_id] + count > self._limit:
             message = f"This key may have {self._limit:,} requests and choices open here; end some first."
-            raise ApiError(429, message, "requests", code="too_many_connections", retry_after_s=_RETRY_S)
+            raise ApiError(ErrorForm.TOO_MANY_CONNECTIONS, message, retry_after_s=_RETRY_S)
         self._open[key_id] += count
 
     def leave(self, key_id: str, count: int = 1) -> None:
@@ -59,7 +60,7 @@ class Meter:
         limit = self._key.requests_per_minute
         if limit is not None and len(job_ids) > limit:
             message = f"n: this key may make {limit:,} requests per minute, and each choice is one; ask for fewer."
-            raise ApiError(400, message, param="n", code="invalid_value")
+            raise ApiError(ErrorForm.INVALID_VALUE, message, param="n")
         if self._key.is_limited:
             self._grant(await self._limits.reserve(self._key, job_ids, tokens, self._mark))
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from sluice.gateway.errors import ApiError
+from sluice.http_errors import ErrorForm
 
 # Anthropic's marks for its cache. Prefixes are cached here with or without them, so their content is not read.
 CacheControl = dict[str, Any] | None
@@ -278,10 +279,17 @@ def validate(kind: type[B], body: dict[str, Any]) -> B:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     except RecursionError:
-        raise ApiError(400, "The request is nested too deeply; flatten it.", code="invalid_request") from None
+        raise ApiError(ErrorForm.INVALID_REQUEST, "The request is nested too deeply; flatten it.") from None
     place = _place(first["loc"])
     message = f"{place}: {first['msg']}" if place else first["msg"]
-    raise ApiError(400, message[:_MAX_MESSAGE_CHARACTERS], code="invalid_request", param=place or None)
+    raise ApiError(_form(first["loc"]), message[:_MAX_MESSAGE_CHARACTERS], param=place or None)
+
+
+def _form(loc: tuple[int | str, ...]) -> ErrorForm:
+    """Return the form of an error by its place: an image or a document, without which Claude Code goes on."""
+    if "source" not in loc:
+        return ErrorForm.INVALID_REQUEST
+    return ErrorForm.BAD_IMAGE if "image" in loc else ErrorForm.BAD_DOCUMENT
 
 
 _SHAPES = {"string", "array"}

@@ -35,6 +35,7 @@ from sluice.gateway.messages.body import (
     ToolUseBlock,
     UserMessage,
 )
+from sluice.http_errors import ErrorForm
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -210,7 +211,7 @@ def _check_choice(choice: ToolChoice | None, custom: Sequence[Tool], hosted: Seq
 
 
 def _refused(problem: str) -> ApiError:
-    return ApiError(400, f"tool_choice: {problem}", code="invalid_request", param="tool_choice")
+    return ApiError(ErrorForm.INVALID_REQUEST, f"tool_choice: {problem}", param="tool_choice")
 
 
 def _function(tool: CustomTool) -> dict[str, Any]:

@@ -16,15 +16,15 @@ from sluice.gateway import committed, idempotency, sse
 from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import unless_disconnected
-from sluice.gateway.errors import ApiError
+from sluice.gateway.errors import ANTHROPIC_ID_PREFIX, ApiError, anthropic_body, anthropic_endpoint, id_headers
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs.jobs import Available
 from sluice.gateway.messages.body import CountBody, MessagesBody, validate
-from sluice.gateway.messages.errors import ID_PREFIX, endpoint, error_body, id_headers
 from sluice.gateway.messages.request import chat_request, prompt_fields
 from sluice.gateway.messages.stream import PING, UNCHANGED, MessageEvent, MessageStream, whole_message
 from sluice.gateway.threads import in_thread_if_long, json_response
+from sluice.http_errors import ErrorForm
 from sluice.presence import mapped_name
 
 T = TypeVar("T")
@@ -38,8 +38,8 @@ def routes(gateway: Gateway) -> list[Route]:
     """Return the routes of Messages."""
     messages = _Messages(gateway)
     return [
-        Route(_PATH, endpoint(messages.create), methods=["POST"]),
-        Route(f"{_PATH}/count_tokens", endpoint(messages.count_tokens), methods=["POST"]),
+        Route(_PATH, anthropic_endpoint(messages.create), methods=["POST"]),
+        Route(f"{_PATH}/count_tokens", anthropic_endpoint(messages.count_tokens), methods=["POST"]),
     ]
 
 
@@ -88,7 +88,7 @@ class _Messages:
             request.state.request_id = await unless_disconnected(request, submitting)
         else:
             assert key is not None
-            request.state.request_id = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
+            request.state.request_id = idempotency.job_id(caller, _PATH, key, ANTHROPIC_ID_PREFIX)
             await unless_disconnected(request, self._submit_once(caller, request.state.request_id, chat, body.digest))
         job_id: str = request.state.request_id
         return _Accepted(job_id, wanted.model, bool(wanted.stream), omits, retry_key, body.ignored)
@@ -137,7 +137,7 @@ class _Messages:
         version = request.headers.get("anthropic-version", _FIRST_VERSION)
         if not re.fullmatch(r"\d{4}-\d\d-\d\d", version) or version < _FIRST_VERSION:
             message = f"anthropic-version: {version[:40]!r} is not supported; send {_FIRST_VERSION} or a later one."
-            raise ApiError(400, message, code="invalid_request")
+            raise ApiError(ErrorForm.INVALID_REQUEST, message)
         return caller, await self._gateway.read_body(request, caller, committed.messages)
 
     async def _unless_disconnected(
@@ -165,7 +165,7 @@ class _Messages:
             request,
             self._frames(stream, job_id, events, accepted.retry_key),
             heartbeat_s=self._gateway.settings.heartbeat_s,
-            error_frame=lambda error: _frame(error_body(error, job_id)),
+            error_frame=lambda error: _frame(anthropic_body(error, job_id)),
             headers=id_headers(job_id),
             heartbeat=lambda: _frame(stream.keep_alive(job_id, model, between_blocks=between_blocks)),
         )

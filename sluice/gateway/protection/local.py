@@ -7,6 +7,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sluice.gateway.errors import ApiError, openai_response
+from sluice.http_errors import ErrorForm
 
 _REMEDY = "make a key with `sluice keys create` and set SLUICE_SERVE_KEYS."
 
@@ -34,12 +35,14 @@ class LocalOnly:
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         if not is_loopback(_host(f"//{headers.get('host', '')}")):
-            return ApiError(403, f"Host: this gateway has no keys and answers only to its own machine; {_REMEDY}")
+            return ApiError(
+                ErrorForm.NOT_ALLOWED, f"Host: this gateway has no keys and answers only to its own machine; {_REMEDY}"
+            )
         origin = headers.get("origin")
         if origin is None or is_loopback(_host(origin)) or {"*", origin} & self._allowed_origins:
             return None
-        return ApiError(403, "Origin: this gateway has no keys and answers no pages of other sites; set "
-                        "SLUICE_SERVE_CORS_ORIGINS.")  # fmt: skip
+        problem = "Origin: this gateway has no keys and answers no pages of other sites; set SLUICE_SERVE_CORS_ORIGINS."
+        return ApiError(ErrorForm.NOT_ALLOWED, problem)
 
 
 def _host(url: str) -> str:

@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from sluice.gateway.errors import SERVER, ApiError
+from sluice.gateway.errors import ApiError
+from sluice.http_errors import ErrorForm
 
 _RETRY_S = 1.0  # until a body may have been queued, or an answer sent
 _SHARE = 4  # a key may hold a quarter of all, so that one cannot fill the gateway
@@ -31,10 +32,10 @@ class Memory:
         gateway's."""
         if key_id is not None and self._by_key[key_id] + length > self._key_limit:
             message = f"This key's bodies and answers exceed {self._key_limit:,} bytes at once; send fewer of them."
-            raise ApiError(429, message, "requests", code="too_many_bytes", retry_after_s=_RETRY_S)
+            raise ApiError(ErrorForm.TOO_MANY_BYTES, message, retry_after_s=_RETRY_S)
         if self.total + length > self._limit:
             message = "The gateway holds as many bytes of bodies and answers as it may; try again later."
-            raise ApiError(503, message, SERVER, code="overloaded", retry_after_s=_RETRY_S)
+            raise ApiError(ErrorForm.OVERLOADED, message, retry_after_s=_RETRY_S)
 
     def add(self, key_id: str | None, length: int) -> None:
         """Count bytes; negative ones are no longer held."""

@@ -14,6 +14,7 @@ from sluice.gateway.errors import ApiError
 from sluice.gateway.keys.limits import Balance, anthropic_headers, openai_headers
 from sluice.gateway.keys.meter import Meter
 from sluice.gateway.protection.memory import HeldBytes
+from sluice.http_errors import ErrorForm
 
 _MIN_BYTES_PER_S = 10_000  # of a body, after the first `timeout_s` seconds
 _ANTHROPIC_PATH = "/v1/messages"
@@ -62,7 +63,7 @@ class _TimedBody:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise ApiError(408, "The body did not arrive in time; send it faster.", code="timeout") from None
+            raise ApiError(ErrorForm.TIMEOUT, "The body did not arrive in time; send it faster.") from None
         self._more_body = message.get("more_body", False)
         self._deadline += len(message.get("body", b"")) / _MIN_BYTES_PER_S
         return message

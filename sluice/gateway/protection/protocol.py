@@ -11,6 +11,9 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from sluice.gateway.errors import ApiError, openai_body
+from sluice.http_errors import ErrorForm
+
 MAX_HEADER_BYTES = 65_536  # request line and headers; more is refused: 431
 _MIN_BYTES_PER_S = 10_000  # a client that reads a long answer this fast keeps its connection
 _BAD_REQUEST = 400
@@ -62,8 +65,8 @@ class ClientProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, or has headers that are too long, in OpenAI's form."""
         status = getattr(sys.exception(), "error_status_hint", _BAD_REQUEST)
-        error = {"message": _REFUSALS.get(status, msg), "type": "invalid_request_error", "param": None, "code": None}
-        body = json.dumps({"error": error}).encode()
+        error = ApiError(ErrorForm.NOT_HTTP, _REFUSALS.get(status, msg))
+        body = json.dumps(openai_body(error)).encode()
         head = (
             f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}"
         )

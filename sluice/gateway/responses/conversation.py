@@ -9,6 +9,7 @@ from typing import Any
 from sluice.gateway import fields
 from sluice.gateway.fields import refusal
 from sluice.gateway.tools import INPUT, Tools
+from sluice.http_errors import ErrorForm
 
 Part = dict[str, Any]
 
@@ -21,7 +22,7 @@ def _read_parts(value: object, param: str, *, images: bool) -> list[Part]:
     if isinstance(value, str):
         return [_text(value)]
     if value is not None and not isinstance(value, list):
-        raise refusal(param, "it must be a string or a list of parts.", code="invalid_type")
+        raise refusal(param, "it must be a string or a list of parts.", ErrorForm.INVALID_TYPE)
     return [_read_part(fields.mapping(part, place), place, images) for place, part in fields.entries(value, param)]
 
 
@@ -48,7 +49,7 @@ def _read_part(part: dict[str, Any], param: str, images: bool) -> Part:
     if kind == "input_image" and images:
         return _read_image(part, param)
     usable = "'input_text' or 'input_image'" if images else "text"
-    raise refusal(f"{param}.type", f"{kind[:40]!r} is not supported here; use {usable}.", code="unsupported_value")
+    raise refusal(f"{param}.type", f"{kind[:40]!r} is not supported here; use {usable}.", ErrorForm.UNSUPPORTED_VALUE)
 
 
 def _read_image(part: dict[str, Any], param: str) -> Part:
@@ -115,7 +116,7 @@ class _Builder:
             case _ if kind not in HOSTED_CALLS:
                 known = "messages, reasoning, and calls of functions and custom tools with their outputs"
                 problem = f"items of the type {kind[:40]!r} are not supported; use {known}."
-                raise refusal(f"{param}.type", problem, code="unsupported_value")
+                raise refusal(f"{param}.type", problem, ErrorForm.UNSUPPORTED_VALUE)
 
     def end_turn(self) -> None:
         """Complete the assistant's message, and the images of the outputs after it."""

@@ -23,6 +23,7 @@ from sluice.gateway.responses.request import ResponseRequest
 from sluice.gateway.responses.store import Store
 from sluice.gateway.responses.stream import ResponseState
 from sluice.gateway.threads import in_thread_if_long
+from sluice.http_errors import ErrorForm
 
 _MAX_RESPONSES = 1000  # in one conversation
 _RESULT_S = 1.0  # for a result that is stored, or has expired
@@ -145,7 +146,7 @@ class History:
         except JobCancelled as error:
             return _state_after(head, Cancelled(type="cancelled", reason=error.reason, **_nothing_else(head)))
         except (TimeoutError, UnknownJob):
-            raise ApiError(404, "The result of the response has expired.", code="not_found") from None
+            raise ApiError(ErrorForm.NOT_FOUND, "The result of the response has expired.") from None
 
 
 def _joined(ids: Sequence[str], found: Sequence[tuple[bytes | None, bytes | None]]) -> tuple[dict[str, Any], ...]:
@@ -175,7 +176,7 @@ def is_job_id(response_id: str) -> bool:
 def not_found(response_id: str, param: str | None = None) -> ApiError:
     """Return the error for a response that does not exist, has expired, or is another tenant's."""
     name = json.dumps(response_id[:80])
-    return ApiError(404, f"There is no response {name}, or it has expired.", code="not_found", param=param)
+    return ApiError(ErrorForm.NOT_FOUND, f"There is no response {name}, or it has expired.", param=param)
 
 
 def _nothing_else(head: Head) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def new_response(request: ResponseRequest, before: Conversation, id: str, tenant
     record = Record(head, tenant, with_ids(request.items, head.suffix), before.ids)
     written = record.to_json()
     if request.store and len(written) > MAX_BYTES:
-        raise ApiError(413, f"A stored response has at most {MAX_BYTES:,} bytes; send less.", code="too_large")
+        raise ApiError(ErrorForm.BODY_TOO_LARGE, f"A stored response has at most {MAX_BYTES:,} bytes; send less.")
     dropped = (*request.tools.dropped, *dropped_types(request.items))
     return NewResponse(record, written, {**request.chat, "messages": messages}, dropped)
 

@@ -139,8 +139,9 @@ def own_name(param: str | None) -> str | None:
 
 def error_event(error: ApiError, number: int) -> dict[str, Any]:
     """Return an error as an event of a stream, with OpenAI's `error` beside, which its clients raise."""
-    fields = {"code": error.code, "message": error.message, "param": error.param, "sequence_number": number}
-    return {"type": "error", **fields, **openai_body(error)}
+    body = openai_body(error)
+    fields = {name: body["error"][name] for name in ("code", "message", "param")}
+    return {"type": "error", **fields, "sequence_number": number, **body}
 
 
 def _framed(events: Sequence[dict[str, Any]], after: int) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any
 from sluice.gateway import fields
 from sluice.gateway.fields import refusal
 from sluice.gateway.tools import Tools, read_tool_choice, read_tools
+from sluice.http_errors import ErrorForm
 
 # Fields that a chat completion has under the same name: OpenAI's, and then the contract's own. A worker checks them.
 _SAME = (
@@ -101,7 +102,7 @@ def _check_plain_fields(body: Mapping[str, Any]) -> None:
     fields.count(body.get("max_tool_calls"), "max_tool_calls", 0)
     if body.get("truncation") not in (None, "disabled"):
         problem = "only 'disabled' is supported, since nothing is dropped from a conversation; shorten it yourself."
-        raise refusal("truncation", problem, code="unsupported_value")
+        raise refusal("truncation", problem, ErrorForm.UNSUPPORTED_VALUE)
 
 
 def _items(body: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -112,7 +113,7 @@ def _items(body: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(given)
     if given is None and (body.get("previous_response_id") or body.get("instructions")):
         return ()
-    raise refusal("input", "it must be a string or a list of items.", code="invalid_type")
+    raise refusal("input", "it must be a string or a list of items.", ErrorForm.INVALID_TYPE)
 
 
 def _output(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from sluice.gateway.body import Body
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import unless_disconnected
 from sluice.gateway.errors import ApiError, endpoint
+from sluice.gateway.fields import refusal
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs.jobs import Available
@@ -31,6 +32,7 @@ from sluice.gateway.responses.record import Record, parse_record
 from sluice.gateway.responses.request import ResponseRequest, read_request
 from sluice.gateway.responses.store import Store
 from sluice.gateway.threads import in_thread, in_thread_if_long, json_response
+from sluice.http_errors import ErrorForm
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -180,8 +182,8 @@ class _Responses:
             return await self._current(record)
         after = _starting_after(http.query_params, http.headers.get("last-event-id"))
         if not await self._history.has_events(record):
-            problem = "stream: the events of the response have expired; retrieve it without stream."
-            raise ApiError(400, problem, code="stream_expired", param="stream")
+            problem = "the events of the response have expired; retrieve it without stream."
+            raise refusal("stream", problem, ErrorForm.STREAM_EXPIRED)
         caller.held.add((await self._gateway.jobs.stored([record.head.id])).event_bytes)
         reading = Reading(self._gateway, self._store, record.head, detached=True)
         return await self._stream(http, reading, reading.frames(after, refuses=False))
@@ -255,10 +257,9 @@ def _streams(query: Mapping[str, str]) -> bool:
     """Return True if the query asks for the events. Raises `ApiError`."""
     streams = query.get("stream", "false").lower()
     if streams not in ("true", "false"):
-        raise ApiError(400, "stream: it must be true or false.", code="invalid_value", param="stream")
+        raise refusal("stream", "it must be true or false.")
     if streams == "false" and "starting_after" in query:
-        problem = "starting_after: it is for streams; add stream=true."
-        raise ApiError(400, problem, code="invalid_value", param="starting_after")
+        raise refusal("starting_after", "it is for streams; add stream=true.")
     return streams == "true"
 
 
@@ -268,6 +269,5 @@ def _starting_after(query: Mapping[str, str], last_event_id: str | None) -> int:
     if given is None:
         return sse.seq_of(last_event_id)
     if not (given.isascii() and given.isdigit() and len(given) < 16):
-        problem = "starting_after: it must be the sequence_number of an event."
-        raise ApiError(400, problem, code="invalid_value", param="starting_after")
+        raise refusal("starting_after", "it must be the sequence_number of an event.")
     return int(given)

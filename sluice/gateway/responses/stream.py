@@ -11,10 +11,12 @@ from typing import Any, Protocol
 
 from sluice.contract import events
 from sluice.contract.events import Cancelled, Delta, Failed, Finished, JobError, Restarted, Started, Usage
+from sluice.errors import JobFailed
 from sluice.gateway.responses.conversation import enclosed
 from sluice.gateway.responses.head import Head, Response, skeleton
 from sluice.gateway.tools import InputText, Target, whole_input
-from sluice.openai import CONTEXT_EXCEEDED, exceeds_context
+from sluice.http_errors import SERVER, ErrorForm
+from sluice.openai import error_reply
 
 Event = dict[str, Any]  # a stream event, not yet numbered
 Item = dict[str, Any]
@@ -238,9 +240,6 @@ def _status(status: str, arguments: str) -> str:
         return "incomplete"
 
 
-# OpenAI's codes for what a request causes, and for all else.
-_CODES = {"invalid_request": "invalid_prompt", "unsupported": "invalid_prompt", "too_large": "invalid_prompt"}
-_OUR_FAULT = "server_error"
 _RESTARTED = (
     "The job starts over on another worker, and the output so far is not valid. Drop it, and retrieve the response or "
     "its events after this one."
@@ -315,7 +314,7 @@ class ResponseState:
         self._open = None
         self._call = None
         reason = {"code": "restarted", "message": _RESTARTED, "param": None}
-        yield {"type": "error", **reason, "error": {**reason, "type": "server_error"}}
+        yield {"type": "error", **reason, "error": {**reason, "type": SERVER}}
 
     def _write(self, event: Delta) -> Iterator[Event]:
         if event.reasoning:
@@ -370,11 +369,11 @@ class ResponseState:
     def _fail(self, error: JobError, usage: Usage) -> Iterator[Event]:
         """End with the failure. Before one of a prompt that is too long, OpenAI's API sends the event `error`, by which
         its libraries know it; Codex knows it by the final event."""
-        code = _CODES.get(error.type, _OUR_FAULT)
-        if exceeds_context(error):
-            code = CONTEXT_EXCEEDED
+        form = error_reply(JobFailed(error)).form
+        code = form.response_code
+        if form is ErrorForm.CONTEXT_EXCEEDED:
             reason = {"code": code, "message": error.message, "param": "input"}
-            yield {"type": "error", **reason, "error": {**reason, "type": "invalid_request_error"}}
+            yield {"type": "error", **reason, "error": {**reason, "type": form.type}}
         yield from self._break_off("failed", "response.failed", usage, error={"code": code, "message": error.message})
 
     def _break_off(self, status: str, kind: str, usage: Usage, **ending: Any) -> Iterator[Event]:

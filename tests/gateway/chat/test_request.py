@@ -33,7 +33,7 @@ def test_a_seed_that_is_none_is_left_to_the_worker_to_refuse(seed: Any) -> None:
 def test_what_the_gateway_cannot_do_is_refused_by_name(body: dict[str, Any], status: int, param: str) -> None:
     with pytest.raises(ApiError) as refused:
         read_request(body, 100, 1000)
-    assert (refused.value.status, refused.value.param) == (status, param)
+    assert (refused.value.form.status, refused.value.param) == (status, param)
 
 
 @pytest.mark.parametrize("choices", [1, 2, 128])
@@ -62,7 +62,7 @@ def test_a_last_event_id_is_the_position_in_each_job(header: str | None, jobs: i
 def test_a_last_event_id_that_the_gateway_did_not_send_is_refused(header: str, jobs: int) -> None:
     with pytest.raises(ApiError) as refused:
         seen_by(header, jobs)
-    assert (refused.value.status, refused.value.param) == (400, "Last-Event-ID")
+    assert (refused.value.form.status, refused.value.param) == (400, "Last-Event-ID")
 
 
 def test_usage_counts_the_prompt_once_and_sums_the_answers() -> None:

@@ -120,7 +120,7 @@ async def test_keys_expire_when_they_are_as_good_as_new(db: Db, limits: Limits) 
 def test_a_refusal_says_when_to_come_back() -> None:
     error = refusal(Exceeded(Balance(60, 1000, 5, 0), "tokens", 12.4))
     assert isinstance(error, ApiError)
-    assert (error.status, error.code, error.kind) == (429, "rate_limit_exceeded", "tokens")
+    assert (error.form.status, error.form.code, error.form.type) == (429, "rate_limit_exceeded", "tokens")
     assert error.headers == {"retry-after": "13", "x-should-retry": "true"}
 
 

@@ -33,7 +33,7 @@ def messages(*given: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
 def refusal(**fields: Any) -> tuple[int, str]:
     with pytest.raises(ApiError) as refused:
         translated(**fields)
-    return refused.value.status, refused.value.message
+    return refused.value.form.status, refused.value.message
 
 
 def test_a_short_body_has_no_more_fields_than_it_needs() -> None:

@@ -298,7 +298,8 @@ async def test_a_limit_of_images_or_of_an_option_has_words_of_its_own(
             await anthropic.messages.create(model="default", max_tokens=5, messages=messages)
         assert error_of(refused.value) == (400, "invalid_request_error")
         body: Any = refused.value.body
-        assert body["error"]["message"].startswith("messages: 3 images are 1 more than this worker accepts (2); ")
+        said = "Could not process image: messages: 3 images are 1 more than this worker accepts (2); "
+        assert body["error"]["message"].startswith(said)  # after which it goes on without images
         with pytest.raises(APIStatusError) as refused:
             await anthropic.messages.create(model="default", max_tokens=50, messages=MESSAGES)
         assert "prompt is too long" not in refused.value.message

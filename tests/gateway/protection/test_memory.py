@@ -30,12 +30,12 @@ def test_a_key_holds_a_quarter_and_all_together_hold_the_limit() -> None:
         memory.hold(key_id).add(100)
     with pytest.raises(ApiError) as of_key:
         memory.hold("a").add(1)
-    assert (of_key.value.status, of_key.value.code) == (429, "too_many_bytes")
+    assert (of_key.value.form.status, of_key.value.form.code) == (429, "too_many_bytes")
     local = memory.hold(None)
     local.add(100)
     with pytest.raises(ApiError) as of_gateway:
         memory.hold("d").add(1)
-    assert (of_gateway.value.status, of_gateway.value.code) == (503, "overloaded")
+    assert (of_gateway.value.form.status, of_gateway.value.form.code) == (503, "overloaded")
     assert {error.value.headers["retry-after"] for error in (of_key, of_gateway)} == {"1"}
     local.release()
     local.release()

@@ -70,7 +70,7 @@ async def test_for_another_tenant_no_response_exists(history: History, store: Re
     await put(store, 0)
     with pytest.raises(ApiError) as refused:
         await history.find(BOB, response_id)
-    assert (refused.value.status, refused.value.code) == (404, "not_found")
+    assert (refused.value.form.status, refused.value.form.code) == (404, "not_found")
     assert refused.value.message == f'There is no response "{response_id[:80]}", or it has expired.'
 
 
@@ -107,7 +107,7 @@ async def test_a_response_that_was_deleted_ends_the_conversations_that_need_it(
     await store.delete("resp_0")
     with pytest.raises(ApiError) as refused:
         await history.conversation(ADA, "resp_1")
-    assert (refused.value.status, refused.value.param) == (404, "previous_response_id")
+    assert (refused.value.form.status, refused.value.param) == (404, "previous_response_id")
 
 
 async def test_a_response_in_progress_cannot_be_continued(history: History, store: RecordStore, client: Client) -> None:
@@ -115,7 +115,7 @@ async def test_a_response_in_progress_cannot_be_continued(history: History, stor
     await client.submit([{"role": "user", "content": "Hi."}], id="resp_0")
     with pytest.raises(ApiError) as refused:
         await history.conversation(ADA, "resp_0")
-    assert (refused.value.status, refused.value.param) == (400, "previous_response_id")
+    assert (refused.value.form.status, refused.value.param) == (400, "previous_response_id")
 
 
 @pytest.mark.parametrize(("limit", "value"), [("_MAX_RESPONSES", 1), ("MAX_BYTES", 100)])
@@ -127,7 +127,7 @@ async def test_a_conversation_has_a_limit(
     monkeypatch.setattr(module, limit, value)
     with pytest.raises(ApiError) as refused:
         await history.conversation(ADA, "resp_1")
-    assert (refused.value.status, refused.value.param) == (400, "previous_response_id")
+    assert (refused.value.form.status, refused.value.param) == (400, "previous_response_id")
 
 
 async def test_the_last_response_counts_for_the_limit_of_a_conversation(
@@ -139,7 +139,7 @@ async def test_the_last_response_counts_for_the_limit_of_a_conversation(
     monkeypatch.setattr(module, "MAX_BYTES", await store.length("resp_0") - 1)
     with pytest.raises(ApiError) as refused:
         await history.conversation(ADA, "resp_0")
-    assert (refused.value.status, refused.value.param) == (400, "previous_response_id")
+    assert (refused.value.form.status, refused.value.param) == (400, "previous_response_id")
 
 
 @pytest.mark.parametrize(

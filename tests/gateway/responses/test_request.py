@@ -42,7 +42,7 @@ def messages(*input: Said, **body: Any) -> list[Said]:
 def refused(input: Any = "Hi.", **body: Any) -> ApiError:
     with pytest.raises(ApiError) as refusal:
         new_response(read_request({"input": input, **body}), Conversation(), "resp_1", None)
-    assert refusal.value.status == 400
+    assert refusal.value.form.status == 400
     return refusal.value
 
 
@@ -404,7 +404,7 @@ VALUES = st.recursive(
 def test_any_body_is_read_or_refused(body: Said) -> None:
     new = made_or_refused(body)
     if isinstance(new, ApiError):
-        assert new.status == 400
+        assert new.form.status == 400
         new.message.encode()  # names in it may hold half a surrogate pair
         return
     parsed = parse_record(new.written)

@@ -321,7 +321,7 @@ def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conve
     num_images = sum(part["type"] != "text" for part in parts)
     if num_images > len(images):
         message = "messages: this model does not support images; leave out the image_url parts."
-        raise JobFailure("unsupported", message, param="messages")
+        raise JobFailure("unsupported", message, param="messages[].content[].image_url")
     marks = _unused_characters(conversation, num_images) if num_images else []
     unused = iter(marks)
     flat = [{**message, "content": _flat(message["content"], unused)} for message in conversation]
