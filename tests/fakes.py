@@ -161,8 +161,8 @@ TIMINGS = {"queue_s": 0.0, "prefill_s": 0.0, "ttft_s": 0.0, "decode_s": 0.0, "to
 class FakeChat:
     """Stands in for `worker.jobs.chat`: the request itself says what to do.
 
-    `think`: words of reasoning, and `say`: words, a delta each; `pace_s` between the latter; `then`: an exception to
-    raise, or "hang".
+    `think`: words of reasoning, and `say`: words, a delta each; `pace_s` between the latter; `calls`: calls of tools, a
+    delta each; `then`: an exception to raise, or "hang".
     """
 
     def __init__(self) -> None:
@@ -197,4 +197,12 @@ class FakeChat:
                 await asyncio.Event().wait()
             case str(words):
                 raise ValueError(words)
+        if calls := request.get("calls"):
+            for index, call in enumerate(calls):
+                job.log.append("delta", token_ids=[index], tool_calls=[{"index": index, **call}])
+            message = {"role": "assistant", "content": None, "tool_calls": calls}
+            choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
+            head = {"id": job.claim.job_id, "object": "chat.completion", "created": 0, "model": "default"}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            return JobResult("tool_calls", TIMINGS, {**head, "choices": [choice], "usage": usage})
         return JobResult("stop", TIMINGS, {"object": "chat.completion", "said": "".join(words)})

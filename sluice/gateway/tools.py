@@ -1,5 +1,5 @@
-"""Tools of a request, as functions of a chat completion: custom tools become functions with one string, and namespaces
-are flattened. `Tools` restores both in the answer."""
+"""Tools of a request, as functions of the contract: custom tools become functions with one string, and namespaces are
+flattened. `Tools` restores both in a response, and `CustomCalls` in a chat completion."""
 
 import json
 import re
@@ -90,6 +90,13 @@ def read_tools(value: object) -> Tools:
     return reader.tools()
 
 
+def _unnested(value: dict[str, Any], param: str) -> tuple[dict[str, Any], str]:
+    """Return the fields of a tool, a choice or a format, and their place: chat completions have them under its type."""
+    kind = value.get("type")
+    inner = value.get(kind) if isinstance(kind, str) else None
+    return ({"type": kind, **inner}, f"{param}.{kind}") if isinstance(inner, dict) else (value, param)
+
+
 def flattened(namespace: str | None, name: str) -> str:
     """Return the name of the function for a tool in a namespace, of at most 128 characters."""
     if namespace is None:
@@ -131,7 +138,7 @@ class _Reader:
         if kind == "namespace":
             self._add_namespace(tool, param)
         else:
-            self._add_callable(tool, param, None, "")
+            self._add_callable(*_unnested(tool, param), None, "")
         self._offered.append(tool)
 
     def _add_namespace(self, tool: dict[str, Any], param: str) -> None:
@@ -191,7 +198,7 @@ class _Reader:
 
 def _read_grammar(value: object, param: str) -> Grammar | None:
     """Return the grammar of a custom tool's input, or None for any text. Raises `ApiError`."""
-    format = fields.optional_mapping(value, param)
+    format, param = _unnested(fields.optional_mapping(value, param), param)
     if format.get("type", "text") == "text":
         return None
     if format["type"] != "grammar":
@@ -230,20 +237,20 @@ def _read(value: object, tools: Tools) -> tuple[Any, list[str]]:
     """Return the chat completion's choice, and the functions to offer."""
     if value is None or isinstance(value, str):
         return value if value is None else fields.one_of(value, _MODES, "tool_choice"), list(tools.functions)
-    choice = fields.mapping(value, "tool_choice")
+    choice, place = _unnested(fields.mapping(value, "tool_choice"), "tool_choice")
     if choice.get("type") != "allowed_tools":
-        function = _find(choice, tools, "tool_choice")
+        function = _find(choice, place, tools)
         return {"type": "function", "function": {"name": function}}, list(tools.functions)
-    mode = fields.one_of(choice.get("mode"), ("auto", "required"), "tool_choice.mode")
-    allowed = list(fields.entries(choice.get("tools"), "tool_choice.tools"))
+    mode = fields.one_of(choice.get("mode"), ("auto", "required"), f"{place}.mode")
+    allowed = list(fields.entries(choice.get("tools"), f"{place}.tools"))
     if len(allowed) > MAX_TOOLS:
-        raise refusal("tool_choice.tools", f"there are more than {MAX_TOOLS:,}; name fewer.")
+        raise refusal(f"{place}.tools", f"there are more than {MAX_TOOLS:,}; name fewer.")
     offered = [(place, each) for place, each in allowed if not (isinstance(each, dict) and each.get("type") in HOSTED)]
-    names = {_find(fields.mapping(each, place), tools, place) for place, each in offered}
+    names = {_find(*_unnested(fields.mapping(each, place), place), tools) for place, each in offered}
     return mode, [function for function in tools.functions if function in names]
 
 
-def _find(choice: dict[str, Any], tools: Tools, param: str) -> str:
+def _find(choice: dict[str, Any], param: str, tools: Tools) -> str:
     """Return the function of the tool that an object names. Raises `ApiError`."""
     kind = fields.text(choice.get("type"), f"{param}.type")
     if kind in HOSTED:
@@ -365,3 +372,96 @@ def whole_input(arguments: str, so_far: str) -> str:
     if isinstance(parsed, dict) and isinstance(parsed.get(INPUT), str):
         return str(parsed[INPUT])
     return arguments
+
+
+def read_chat_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], Tools]:
+    """Return the body of a chat completion with functions in place of custom tools, of their calls in its history, and
+    of a choice of allowed tools; and its tools, none if it has no custom ones. Raises `ApiError`."""
+    read = dict(body)
+    if isinstance(messages := body.get("messages"), list):
+        read["messages"] = [_with_functions(message) for message in messages]
+    choice = body.get("tool_choice")
+    is_ours = isinstance(choice, dict) and choice.get("type") in ("allowed_tools", "custom")
+    if not is_ours and not any(map(_is_custom, _listed(body.get("tools")))):
+        return read, Tools()
+    tools = read_tools(body.get("tools"))
+    if tools.dropped:
+        problem = f"{tools.dropped[0]} runs only at OpenAI; leave it out."
+        raise refusal("tools", problem, ErrorForm.UNSUPPORTED_VALUE)
+    rest = {name: value for name, value in read.items() if name not in ("tools", "tool_choice")}
+    return {**rest, **read_tool_choice(choice, tools)}, tools
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _is_custom(value: object) -> bool:
+    return isinstance(value, dict) and value.get("type") == "custom"
+
+
+def _with_functions(message: Any) -> Any:
+    """Return a message of a chat completion with calls of functions in place of calls of custom tools."""
+    calls = _listed(message.get("tool_calls")) if isinstance(message, dict) else []
+    if not any(map(_is_custom, calls)):
+        return message
+    return {**message, "tool_calls": [_as_function(call) if _is_custom(call) else call for call in calls]}
+
+
+def _as_function(call: dict[str, Any]) -> dict[str, Any]:
+    custom = fields.mapping(call.get("custom"), "messages.tool_calls.custom")
+    arguments = json.dumps({INPUT: fields.text(custom.get("input"), "messages.tool_calls.custom.input")})
+    return {"id": call.get("id"), "type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
+
+
+class CustomCalls:
+    """Restores the calls of custom tools in one choice of a chat completion, from those of their functions."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._written = dict[int, tuple[list[str], InputText]]()  # of the calls of custom tools that are open
+
+    def in_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a whole message with its calls restored."""
+        if not self._tools.targets or not message.get("tool_calls"):
+            return message
+        return {**message, "tool_calls": [self._whole(call) for call in message["tool_calls"]]}
+
+    def _whole(self, call: dict[str, Any]) -> dict[str, Any]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if not self._tools.target(name).is_custom:
+            return call
+        text = whole_input(arguments, InputText().feed(arguments))
+        return {"id": call["id"], "type": "custom", "custom": {"name": name, "input": text}}
+
+    def in_chunk(self, chunk: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a chunk of the choice with its calls restored. The one that ends the choice has what arguments of
+        another form than was expected add to an input."""
+        if not self._tools.targets or not chunk["choices"]:
+            return chunk
+        (choice,) = chunk["choices"]
+        delta = choice["delta"]
+        calls = [each for call in delta.get("tool_calls") or () for each in self._fragment(call)]
+        if choice["finish_reason"] is not None:
+            calls += [each for index in self._written for each in self._rest(index)]
+        others = {name: value for name, value in delta.items() if name != "tool_calls"}
+        restored = {**others, "tool_calls": calls} if calls else others
+        return {**chunk, "choices": [{**choice, "delta": restored}]}
+
+    def _fragment(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        index, function = call["index"], call.get("function", {})
+        begun = list[dict[str, Any]]()
+        if (name := function.get("name")) and self._tools.target(name).is_custom:
+            self._written[index] = [], InputText()
+            begun = [{"index": index, "id": call.get("id"), "type": "custom", "custom": {"name": name, "input": ""}}]
+        if index not in self._written:
+            return [call]
+        pieces, text = self._written[index]
+        pieces.append(function.get("arguments") or "")
+        more = text.feed(pieces[-1])
+        return [*begun, *([{"index": index, "custom": {"input": more}}] if more else [])]
+
+    def _rest(self, index: int) -> list[dict[str, Any]]:
+        pieces, text = self._written[index]
+        rest = whole_input("".join(pieces), text.text).removeprefix(text.text)
+        return [{"index": index, "custom": {"input": rest}}] if rest else []

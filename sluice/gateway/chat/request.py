@@ -8,6 +8,7 @@ from typing import Any
 
 from sluice.gateway.errors import ApiError
 from sluice.gateway.fields import flag, refusal
+from sluice.gateway.tools import Tools, read_chat_tools
 from sluice.http_errors import ErrorForm
 from sluice.openai import wants_usage
 
@@ -24,6 +25,7 @@ class ChatRequest:
     choices: int
     stream: bool
     include_usage: bool
+    tools: Tools
 
     def choice(self, index: int) -> dict[str, Any]:
         """Return the request of a choice: with a seed of its own, if the request has one."""
@@ -42,8 +44,8 @@ def read_request(body: Mapping[str, Any], length: int, max_bytes: int) -> ChatRe
         message = f"n: {choices} choices of a body of {length:,} bytes exceed {max_bytes:,} bytes; ask for fewer."
         raise ApiError(ErrorForm.BODY_TOO_LARGE, message, param="n")
     stream = flag(body.get("stream"), "stream", False)
-    one = {name: value for name, value in body.items() if name != "n"}
-    return ChatRequest(one, choices, stream, wants_usage(body))
+    one, tools = read_chat_tools({name: value for name, value in body.items() if name != "n"})
+    return ChatRequest(one, choices, stream, wants_usage(body), tools)
 
 
 def _derived(seed: int, index: int) -> int:

@@ -27,6 +27,7 @@ from sluice.gateway.models import requested_model
 from sluice.gateway.monitoring.access import identify
 from sluice.gateway.monitoring.metrics import AnswerTimer
 from sluice.gateway.threads import json_response
+from sluice.gateway.tools import Tools
 from sluice.http_errors import ErrorForm
 
 _PATH = "/v1/chat/completions"
@@ -62,6 +63,7 @@ class _Accepted:
     model: str  # as the request names it
     stream: bool
     include_usage: bool
+    tools: Tools
     ignored: tuple[str, ...] = ()
 
 
@@ -79,9 +81,10 @@ class _Chat:
         identify(request, jobs.ids[0])
         timer = self._gateway.timer(accepted.model, started, stream=accepted.stream)
         if accepted.stream:
-            frames = self._frames(jobs, [-1] * len(jobs.ids), timer, include_usage=accepted.include_usage)
+            start, usage = [-1] * len(jobs.ids), accepted.include_usage
+            frames = self._frames(jobs, start, timer, include_usage=usage, tools=accepted.tools)
             return await self._stream(request, frames)
-        completion = await unless_disconnected(request, self._completion(jobs, timer))
+        completion = await unless_disconnected(request, self._completion(jobs, timer, accepted.tools))
         return await json_response(committed.told(completion, accepted.ignored))
 
     async def _accept(self, request: Request) -> _Accepted:
@@ -98,7 +101,8 @@ class _Chat:
             base = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
             jobs = _Jobs(job_ids(base, chat.choices), True)
             await unless_disconnected(request, self._submit_once(caller, chat, jobs, base, body.digest))
-        return _Accepted(jobs, requested_model(chat.body), chat.stream, chat.include_usage, body.ignored)
+        model = requested_model(chat.body)
+        return _Accepted(jobs, model, chat.stream, chat.include_usage, chat.tools, body.ignored)
 
     async def _submit_or_return(self, caller: Caller, chat: ChatRequest, body: Body) -> _Jobs:
         """Queue the jobs of a request without a key, or return to those that it has queued before its client left."""
@@ -138,12 +142,14 @@ class _Chat:
             caller.held.release()
             caller.held.add(stored.event_bytes if chat.stream else stored.result_bytes)
 
-    async def _completion(self, jobs: _Jobs, timer: AnswerTimer | None = None) -> dict[str, Any]:
+    async def _completion(
+        self, jobs: _Jobs, timer: AnswerTimer | None = None, tools: Tools | None = None
+    ) -> dict[str, Any]:
         """Return the completion. If one job fails or the client leaves, all are cancelled."""
         tasks = [asyncio.create_task(self._gateway.jobs.result(job_id, timer=timer)) for job_id in jobs.ids]
         try:
             with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached, retry_key=jobs.retry_key):
-                return completion_of(await asyncio.gather(*tasks))
+                return completion_of(await asyncio.gather(*tasks), tools)
         finally:
             for task in tasks:
                 task.cancel()
@@ -154,11 +160,17 @@ class _Chat:
         return await sse.stream(request, frames, heartbeat_s=heartbeat_s, error_frame=error_frame)
 
     async def _frames(
-        self, jobs: _Jobs, seen: Sequence[int], timer: AnswerTimer | None = None, *, include_usage: bool
+        self,
+        jobs: _Jobs,
+        seen: Sequence[int],
+        timer: AnswerTimer | None = None,
+        *,
+        include_usage: bool,
+        tools: Tools | None = None,
     ) -> AsyncGenerator[bytes]:
         """Yield the frames. If one job fails or the client leaves, all are cancelled."""
         events = partial(self._gateway.jobs.events, timer=timer)
-        source = frames(jobs.ids, events, include_usage=include_usage, seen=seen)
+        source = frames(jobs.ids, events, include_usage=include_usage, seen=seen, tools=tools)
         with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached, retry_key=jobs.retry_key):
             async with aclosing(source):
                 async for frame in source:

@@ -10,6 +10,7 @@ from sluice.cancellation import Outcome
 from sluice.contract.events import Event, Finished, Progress
 from sluice.gateway import sse
 from sluice.gateway.errors import ApiError, openai_body
+from sluice.gateway.tools import CustomCalls, Tools
 from sluice.openai import Answer, usage_of
 from sluice.streaming.streams import LAST_SEQ
 
@@ -22,20 +23,23 @@ async def frames(
     *,
     include_usage: bool,
     seen: Sequence[int],
+    tools: Tools | None = None,
 ) -> AsyncGenerator[bytes]:
-    """Yield the frames of an answer with a choice for each job, without those of the events up to `seen`.
+    """Yield the frames of an answer with a choice for each job, without those of the events up to `seen`. `tools`: of
+    the request, for the calls of its custom ones.
 
     The id of a frame is the position in each job's events. Raises as `Answer.chunks` and `Jobs.events` do.
     """
     position = list(seen)
     answers = [Answer(include_usage=include_usage, index=i, id=job_ids[0]) for i in range(len(job_ids))]
+    calls = [CustomCalls(tools or Tools()) for _ in job_ids]
     finished: dict[int, Finished] = {}
     async with aclosing(merged([events(job_id) for job_id in job_ids])) as merged_events:
         async for index, event in merged_events:
             if isinstance(event, Progress) and not event.stored:
                 yield sse.waiting(event)
                 continue
-            chunks = answers[index].chunks(event)
+            chunks = [calls[index].in_chunk(chunk) for chunk in answers[index].chunks(event)]
             if event.seq > seen[index]:
                 position[index] = event.seq
                 for chunk in chunks:  # one at most
@@ -122,14 +126,22 @@ async def _read(
 Usage = Mapping[str, Any]
 
 
-def completion_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one completion with a choice for each result; one result is returned unchanged."""
+def completion_of(results: Sequence[Mapping[str, Any]], tools: Tools | None = None) -> dict[str, Any]:
+    """Return one completion with a choice for each result; one result is returned unchanged, but for the calls of
+    custom tools."""
+    if tools is not None and tools.targets:
+        results = [_with_custom_calls(result, tools) for result in results]
     first = dict(results[0])
     if len(results) == 1:
         return first
     choices = [{**result["choices"][0], "index": index} for index, result in enumerate(results)]
     ours = {"choices": [result.get("sluice") for result in results]}
     return {**first, "choices": choices, "usage": total_usage([result["usage"] for result in results]), "sluice": ours}
+
+
+def _with_custom_calls(result: Mapping[str, Any], tools: Tools) -> dict[str, Any]:
+    (choice,) = result["choices"]
+    return {**result, "choices": [{**choice, "message": CustomCalls(tools).in_message(choice["message"])}]}
 
 
 def outcome_of(outcomes: Sequence[Outcome]) -> Outcome:
