@@ -9,7 +9,16 @@ options; before that, and in the results of tools, a text says what stood there.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from sluice.gateway.responses.conversation import HOSTED_CALLS
+from sluice.gateway.messages.body import (
+    AssistantBlock,
+    ResultBlock,
+    SystemBlock,
+    SystemMessage,
+    UserBlock,
+    UserMessage,
+    fields_by_type,
+)
+from sluice.gateway.responses.conversation import HOSTED_CALLS, ITEMS
 
 Body = dict[str, Any]
 
@@ -29,20 +38,9 @@ _CHAT_FIELDS = {
     ),
     "tool": ("tool_call_id", "name"),
 }  # fmt: skip
-_BLOCKS = {
-    "user": ("text", "image", "document", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "system": ("text",),
-}
-_BLOCK_FIELDS = {
-    "text": ("text", "citations"),
-    "image": ("source",),
-    "document": ("source", "title", "context", "citations"),
-    "tool_result": ("tool_use_id", "content", "is_error", "toolset_name"),
-    "thinking": ("thinking", "signature"),
-    "redacted_thinking": ("data",),
-    "tool_use": ("id", "name", "input", "caller", "toolset_name"),
-}
+_BLOCKS = {role: fields_by_type(union) for role, union in (
+    ("user", UserBlock), ("assistant", AssistantBlock), ("system", SystemBlock), ("result", ResultBlock),
+)}  # fmt: skip
 
 
 def chat(body: Body) -> tuple[Body, list[str]]:
@@ -118,34 +116,42 @@ def messages(body: Body) -> tuple[Body, list[str]]:
 def _message(message: Any, is_past: bool, ignored: "_Ignored") -> Any:
     if not isinstance(message, dict):
         return message
-    read = ignored.only(message, ("role", "content"), "messages") if is_past else ignored.without(
-        message, ("output_config",), "messages"
-    )  # fmt: skip
-    known = _BLOCKS.get(str(read.get("role")))
-    if known is None or not isinstance(read.get("content"), list):
+    if message.get("role") == "system":
+        known = SystemMessage.model_fields
+    else:
+        known = UserMessage.model_fields
+        message = ignored.without(message, ("output_config",), "messages")
+    read = ignored.only(message, known, "messages") if is_past else message
+    blocks = _BLOCKS.get(str(read.get("role")))
+    if blocks is None or not isinstance(read.get("content"), list):
         return read
-    return {**read, "content": [_block(block, known, is_past, ignored) for block in read["content"]]}
+    return {**read, "content": [_block(block, blocks, is_past, ignored) for block in read["content"]]}
 
 
-def _block(block: Any, known: Collection[str], is_past: bool, ignored: "_Ignored") -> Any:
+def _block(block: Any, known: Mapping[str, Collection[str]], is_past: bool, ignored: "_Ignored") -> Any:
     if not isinstance(block, dict):
         return block
     kind = block.get("type")
     if kind == "tool_result" and isinstance(block.get("content"), list):
-        inner = [_block(each, ("text", "image", "document"), True, ignored) for each in block["content"]]
+        inner = [_block(each, _BLOCKS["result"], True, ignored) for each in block["content"]]
         block = {**block, "content": inner}
     if kind == "search_result":
         return _search_result(block, ignored)
     if not is_past:
         return block
-    if kind not in known or (kind == "document" and not _is_plain(block)):
+    if kind not in known or not _is_readable(block):
         return _said(kind, ignored)
-    return ignored.only(block, ("type", "cache_control", *_BLOCK_FIELDS[str(kind)]), "content")
+    return ignored.only(block, known[str(kind)], "content")
 
 
-def _is_plain(document: Mapping[str, Any]) -> bool:
-    source = document.get("source")
-    return isinstance(source, dict) and source.get("type") == "text"
+def _is_readable(block: Mapping[str, Any]) -> bool:
+    """Return False for a document that is no plain text, and for a change of tools that a server of MCP offers."""
+    match block:
+        case {"type": "document", "source": {"type": kind}}:
+            return bool(kind == "text")
+        case {"type": "tool_addition" | "tool_removal", "tool": {"type": kind}}:
+            return kind in ("tool_reference", "tool_definition")
+    return block.get("type") != "document"
 
 
 def _search_result(block: Mapping[str, Any], ignored: "_Ignored") -> Body:
@@ -154,12 +160,6 @@ def _search_result(block: Mapping[str, Any], ignored: "_Ignored") -> Body:
     found = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
     texts = [text for text in (block.get("title"), block.get("source"), *found) if isinstance(text, str)]
     return {"type": "text", "text": "\n".join(texts)} if texts else _said("search_result", ignored)
-
-
-_ITEMS = {
-    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
-    "item_reference",
-}  # fmt: skip
 
 
 def responses(body: Body) -> tuple[Body, list[str]]:
@@ -175,7 +175,7 @@ def responses(body: Body) -> tuple[Body, list[str]]:
         kind = item.get("type") or "message" if isinstance(item, dict) else None
         if kind == "additional_tools" and isinstance(item.get("tools"), list):  # Codex offers tools in its input
             read["tools"] = [*_listed(read.get("tools")), *item["tools"]]
-        elif isinstance(kind, str) and kind not in _ITEMS and kind not in HOSTED_CALLS and at < newest:
+        elif isinstance(kind, str) and kind not in ITEMS and kind not in HOSTED_CALLS and at < newest:
             said = _said(kind, ignored)
             read["input"].append({"type": "message", "role": "developer", "content": said["text"]})
         else:

@@ -1,10 +1,12 @@
 """Requests whose history holds what is not supported, and what is made of it."""
 
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
+from schemas.messages import AssistantMessage, ToolMessage
 from sluice.gateway import ServeSettings, committed
 from sluice.gateway.messages.body import MessagesBody, validate
 from sluice.gateway.messages.request import chat_request
@@ -117,6 +119,72 @@ def test_notes_of_claude_code_and_examples_of_tools_are_left_out() -> None:
     noted = {**USER, "output_config": {"effort": "high"}}
     _, ignored = messages(noted, ANSWER, noted, tools=[tool], container=None)
     assert ignored == ["container", "tools.input_examples", "messages.output_config"]
+
+
+def system(*content: Body, **more: Any) -> Body:
+    return {"role": "system", "content": list(content), **more}
+
+
+def addition(**tool: Any) -> Body:
+    return {"type": "tool_addition", "tool": tool}
+
+
+def test_a_tool_that_is_added_within_a_conversation_is_offered_and_told_at_its_place() -> None:
+    tool = {"name": "look", "input_schema": {"type": "object"}, "defer_loading": True}
+    later = {"name": "find", "input_schema": {"type": "object"}}
+    told = system(
+        {"type": "text", "text": "A server has connected."},
+        addition(type="tool_reference", name="look"),
+        addition(type="tool_definition", definition=later),
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "old"}},
+    )
+    for given in ([USER, told], [USER, told, ANSWER, USER]):
+        request, ignored = messages(*given, tools=[tool])
+        assert ignored == []
+        assert [each["function"]["name"] for each in request["tools"]] == ["look", "find"]
+        assert request["messages"][1]["content"] == (
+            "A server has connected.\n\nThe tool look is available from here on.\n\n"
+            "The tool find is available from here on.\n\nThe tool old is not available any more."
+        )
+
+
+def test_a_conversation_in_which_a_tool_was_removed_begins_as_before() -> None:
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    removal = system({"type": "tool_removal", "tool": {"type": "tool_reference", "name": "look"}})
+    before, _ = messages(USER, tools=[tool])
+    after, _ = messages(USER, ANSWER, removal, USER, tools=[tool])
+    assert (after["tools"], after["messages"][:1]) == (before["tools"], before["messages"])
+
+
+def test_a_tool_of_an_mcp_server_is_a_text_in_the_history() -> None:
+    added = system(addition(type="mcp_toolset_reference", server_name="x"))
+    request, ignored = messages(USER, added, ANSWER, USER)
+    assert request["messages"][1]["content"] == "[tool_addition: this model cannot read it]"
+    assert ignored == ["tool_addition"]
+
+
+def test_the_effort_of_the_last_message_that_names_one_holds() -> None:
+    stated = system(output_config={"effort": "low"})
+    for given in ([USER, stated], [USER, stated, ANSWER, USER]):
+        request, ignored = messages(*given, output_config={"effort": "high"})
+        assert (request["reasoning_effort"], ignored) == ("low", [])
+        assert "system" not in [each["role"] for each in request["messages"]]
+
+
+def test_a_reminder_is_shown_until_the_next_message_of_the_user() -> None:
+    reminder = system({"type": "text", "text": "Hurry."}, clear_at="next_user_message")
+    assert messages(USER, reminder)[0]["messages"][-1] == {"role": "system", "content": "Hurry."}
+    assert messages(USER, reminder, ANSWER)[0]["messages"][1] == {"role": "system", "content": "Hurry."}
+    assert [each["role"] for each in messages(USER, reminder, ANSWER, USER)[0]["messages"]] == [
+        "user", "assistant", "user",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [AssistantMessage, ToolMessage])
+def test_the_fields_of_a_chat_s_messages_are_the_contract_s(model: type[BaseModel]) -> None:
+    (role,) = get_args(model.model_fields["role"].annotation)
+    read = {"role", "content", *committed._CHAT_FIELDS[role]}
+    assert read == model.model_fields.keys() - {"provider_specific_fields"}  # which only describes
 
 
 def test_a_search_result_is_its_text() -> None:

@@ -1,6 +1,7 @@
 """The body of Anthropic's Messages, and of its token counts. Unknown fields are refused by name."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Collection
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
@@ -133,14 +134,6 @@ class AssistantMessage(Strict):
     ]
 
 
-class SystemMessage(Strict):
-    role: Literal["system"]
-    content: TextContent
-
-
-Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
-
-
 _MAX_MESSAGE_CHARACTERS = 500
 
 
@@ -227,9 +220,57 @@ class OutputFormat(Strict):
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Strict):
+class Effort(Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class OutputConfig(Effort):
     format: OutputFormat | None = None
+
+
+class ToolReference(Strict):
+    type: Literal["tool_reference"]
+    name: Text
+
+
+class ToolDefinition(Strict):
+    type: Literal["tool_definition"]
+    definition: Tool
+
+
+class ToolAddition(Strict):
+    """A tool that is offered from here on: one of `tools`, or another."""
+
+    type: Literal["tool_addition"]
+    tool: Annotated[ToolReference | ToolDefinition, Field(discriminator="type")]
+    cache_control: CacheControl = None
+
+
+class ToolRemoval(Strict):
+    """A tool that is not offered from here on."""
+
+    type: Literal["tool_removal"]
+    tool: Annotated[ToolReference, Field(description="By the name of one of the tools.")]
+    cache_control: CacheControl = None
+
+
+SystemBlock = Annotated[TextBlock | ToolAddition | ToolRemoval, Field(discriminator="type")]
+
+
+class SystemMessage(Strict):
+    """Instructions within a conversation. `output_config` holds from here on; a text that is to be cleared is read
+    until the next message of the user."""
+
+    role: Literal["system"]
+    content: Annotated[
+        _String | Annotated[list[SystemBlock], Field(fail_fast=True), Tag("array")],
+        _STRING_OR_BLOCKS,
+    ]
+    output_config: Effort | None = None
+    clear_at: Literal["next_user_message", "never"] | None = None
+
+
+Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
 class Metadata(Strict):
@@ -268,6 +309,12 @@ class MessagesBody(CountBody):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
+def fields_by_type(union: Any) -> dict[str, Collection[str]]:
+    """Return the names of the fields of each block of a union, by its type."""
+    blocks: tuple[type[BaseModel], ...] = get_args(get_args(union)[0])
+    return {get_args(block.model_fields["type"].annotation)[0]: block.model_fields.keys() for block in blocks}
+
+
 B = TypeVar("B", bound=CountBody)
 
 
@@ -295,8 +342,8 @@ def _form(loc: tuple[int | str, ...]) -> ErrorForm:
 _SHAPES = {"string", "array"}
 _TAGS = {
     "custom", "hosted", "user", "assistant", "system", "text", "image", "document", "tool_result", "thinking",
-    "redacted_thinking", "tool_use", "base64", "url", "auto", "any", "tool", "none", "enabled", "adaptive",
-    "between_tools", "disabled",
+    "redacted_thinking", "tool_use", "tool_addition", "tool_removal", "tool_reference", "tool_definition", "base64",
+    "url", "auto", "any", "tool", "none", "enabled", "adaptive", "between_tools", "disabled",
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sluice.contract.keys import TENANT_CHARACTERS
@@ -30,7 +30,11 @@ from sluice.gateway.messages.body import (
     ThinkingOff,
     ThinkingOn,
     Tool,
+    ToolAddition,
     ToolChoice,
+    ToolDefinition,
+    ToolReference,
+    ToolRemoval,
     ToolResultBlock,
     ToolUseBlock,
     UserMessage,
@@ -54,7 +58,7 @@ def prompt_fields(body: CountBody) -> dict[str, Any]:
     system = [{"role": "system", "content": instructions}] if instructions else []
     return {
         "model": body.model,
-        "messages": [*system, *(each for message in body.messages for each in _messages(message))],
+        "messages": [*system, *(each for message in _shown(body.messages) for each in _messages(message))],
         **tool_fields(body),
         **_thinking(body.thinking),
         **_output(body),
@@ -92,7 +96,9 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any]:
 
 def _output(body: CountBody) -> dict[str, Any]:
     config = body.output_config
-    effort = {"reasoning_effort": config.effort} if config and config.effort else {}
+    later = [message.output_config for message in body.messages if isinstance(message, SystemMessage)]
+    efforts = [each.effort for each in (config, *later) if each and each.effort]
+    effort = {"reasoning_effort": efforts[-1]} if efforts else {}
     wanted: OutputFormat | None = (config.format if config else None) or body.output_format
     if wanted is None:
         return effort
@@ -109,8 +115,19 @@ def _messages(message: Message) -> list[dict[str, Any]]:
         case AssistantMessage():
             return [_assistant_message(message)]
         case SystemMessage(content=content):
-            return [{"role": "system", "content": _text(content)}]
+            text = _text(content)
+            return [{"role": "system", "content": text}] if text else []
     raise AssertionError(message)
+
+
+def _shown(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages without those that were to be cleared at a later message of the user."""
+    last = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
+    return [
+        message
+        for at, message in enumerate(messages)
+        if not (isinstance(message, SystemMessage) and message.clear_at == "next_user_message" and at < last)
+    ]
 
 
 def _user_messages(message: UserMessage) -> list[dict[str, Any]]:
@@ -178,8 +195,25 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-def _text(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
+def _text(content: str | Sequence[TextBlock | ToolAddition | ToolRemoval]) -> str:
+    return content if isinstance(content, str) else "\n\n".join(map(_told, content))
+
+
+def _told(block: TextBlock | ToolAddition | ToolRemoval) -> str:
+    """Return the text of a block. Tools stay where the prompt begins with them: what changes is told here, so that the
+    prompt continues the former one."""
+    match block:
+        case TextBlock(text=text):
+            return text
+        case ToolAddition(tool=tool):
+            name = tool.name if isinstance(tool, ToolReference) else _name(tool.definition)
+            return f"The tool {name} is available from here on."
+        case ToolRemoval(tool=tool):
+            return f"The tool {tool.name} is not available any more."
+
+
+def _name(tool: Tool) -> str:
+    return tool.title if isinstance(tool, HostedTool) else tool.name
 
 
 def tool_fields(body: CountBody) -> dict[str, Any]:
@@ -187,7 +221,8 @@ def tool_fields(body: CountBody) -> dict[str, Any]:
 
     Tools that Anthropic defines are left out, with one line in the log; raises `ApiError` if one of them is forced.
     """
-    tools = body.tools or []
+    added = {_name(tool): tool for tool in _added_tools(body.messages)}
+    tools = [*(tool for tool in body.tools or () if _name(tool) not in added), *added.values()]
     hosted = [tool.title for tool in tools if isinstance(tool, HostedTool)]
     custom = [tool for tool in tools if isinstance(tool, CustomTool)]
     _check_choice(body.tool_choice, custom, hosted)
@@ -196,6 +231,16 @@ def tool_fields(body: CountBody) -> dict[str, Any]:
     if not custom:
         return {}
     return {"tools": [_function(tool) for tool in custom], **_choice(body.tool_choice)}
+
+
+def _added_tools(messages: Sequence[Message]) -> Iterator[Tool]:
+    """Yield the tools that are defined within the conversation."""
+    for message in messages:
+        if not isinstance(message, SystemMessage) or isinstance(message.content, str):
+            continue
+        for block in message.content:
+            if isinstance(block, ToolAddition) and isinstance(block.tool, ToolDefinition):
+                yield block.tool.definition
 
 
 def _check_choice(choice: ToolChoice | None, custom: Sequence[Tool], hosted: Sequence[str]) -> None:

@@ -3,8 +3,8 @@
 import base64
 import binascii
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from sluice.gateway import fields
 from sluice.gateway.fields import refusal
@@ -101,22 +101,12 @@ class _Builder:
     def add(self, item: dict[str, Any], param: str) -> None:
         """Add an item. Raises `ApiError`."""
         kind = fields.text(item.get("type") or "message", f"{param}.type")
-        match kind:
-            case "message":
-                self._add_message(item, param)
-            case "reasoning":
-                self._add_reasoning(item, param)
-            case "function_call":
-                self._add_call(item, fields.text(item.get("arguments"), f"{param}.arguments"), param)
-            case "custom_tool_call":
-                written = fields.text(item.get("input"), f"{param}.input")
-                self._add_call(item, json.dumps({INPUT: written}), param)
-            case "function_call_output" | "custom_tool_call_output":
-                self._add_output(item, param)
-            case _ if kind not in HOSTED_CALLS:
-                known = "messages, reasoning, and calls of functions and custom tools with their outputs"
-                problem = f"items of the type {kind[:40]!r} are not supported; use {known}."
-                raise refusal(f"{param}.type", problem, ErrorForm.UNSUPPORTED_VALUE)
+        if read := self.READERS.get(kind):
+            read(self, item, param)
+        elif kind not in HOSTED_CALLS:
+            known = "messages, reasoning, and calls of functions and custom tools with their outputs"
+            problem = f"items of the type {kind[:40]!r} are not supported; use {known}."
+            raise refusal(f"{param}.type", problem, ErrorForm.UNSUPPORTED_VALUE)
 
     def end_turn(self) -> None:
         """Complete the assistant's message, and the images of the outputs after it."""
@@ -147,6 +137,12 @@ class _Builder:
         if self._images or any(name in self._turn for name in taken):
             self.end_turn()
 
+    def _add_function_call(self, item: dict[str, Any], param: str) -> None:
+        self._add_call(item, fields.text(item.get("arguments"), f"{param}.arguments"), param)
+
+    def _add_custom_call(self, item: dict[str, Any], param: str) -> None:
+        self._add_call(item, json.dumps({INPUT: fields.text(item.get("input"), f"{param}.input")}), param)
+
     def _add_call(self, item: dict[str, Any], arguments: str, param: str) -> None:
         name = fields.text(item.get("name"), f"{param}.name")
         namespace = fields.optional_text(item.get("namespace"), f"{param}.namespace")
@@ -163,6 +159,19 @@ class _Builder:
         self.end_turn()
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": _text_of(parts)})
         self._images = images
+
+    READERS: ClassVar[Mapping[str, Callable[["_Builder", dict[str, Any], str], None]]] = {
+        "message": _add_message,
+        "reasoning": _add_reasoning,
+        "function_call": _add_function_call,
+        "custom_tool_call": _add_custom_call,
+        "function_call_output": _add_output,
+        "custom_tool_call_output": _add_output,
+    }
+
+
+# The types of items that are read; an `item_reference` is replaced by its item before.
+ITEMS = frozenset({*_Builder.READERS, "item_reference"})
 
 
 # Of `encrypted_content`. A client that keeps its conversation itself drops the text of reasoning and sends this back.
