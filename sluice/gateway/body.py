@@ -4,7 +4,7 @@ import hashlib
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,13 @@ class Body:
     length: int
     digest: str
     ignored: tuple[str, ...] = ()  # what was left out of the object, by its names
+
+
+def told(answer: Mapping[str, Any], ignored: Collection[str]) -> Mapping[str, Any]:
+    """Return an answer that names what was left out of its request, in `sluice.ignored`."""
+    if not ignored:
+        return answer
+    return {**answer, "sluice": {**answer.get("sluice", {}), "ignored": list(ignored)}}
 
 
 async def read_body(request: Request, max_bytes: int, held: HeldBytes) -> Body:

@@ -23,13 +23,6 @@ from sluice.gateway.responses.conversation import HOSTED_CALLS, ITEMS
 Body = dict[str, Any]
 
 
-def told(answer: Mapping[str, Any], ignored: Collection[str]) -> Mapping[str, Any]:
-    """Return an answer that names what was left out of its request, in `sluice.ignored`."""
-    if not ignored:
-        return answer
-    return {**answer, "sluice": {**answer.get("sluice", {}), "ignored": list(ignored)}}
-
-
 _HINTS = ("cache_control", "prompt_cache_retention", "prompt_cache_options", "provider_specific_fields")
 _CHAT_PARTS = ("text", "image_url")
 _CHAT_FIELDS = {

@@ -12,7 +12,7 @@ from sluice.gateway.messages.body import MessagesBody, validate
 from sluice.gateway.messages.request import chat_request
 from sluice.gateway.responses.conversation import read_conversation
 from sluice.gateway.responses.request import read_request
-from tests.gateway.gateways import serving
+from tests.gateway.gateways import events, serving
 from worker.chat.request import read_request as read_by_worker
 
 Body = dict[str, Any]
@@ -214,9 +214,33 @@ def test_an_unknown_item_becomes_a_text_in_the_history_alone() -> None:
     assert (body["input"][-1], ignored) == (item, ["compaction"])
 
 
+LEFT_OUT = {
+    "/v1/chat/completions": {"messages": [USER, {**ANSWER, "usage": {}}, USER]},
+    "/v1/messages": {"model": "default", "max_tokens": 9, "messages": [USER, {**ANSWER, "usage": {}}, USER]},
+    "/v1/responses": {"input": [{"type": "compaction", "id": "1"}, ANSWER, USER]},
+}
+
+
+@pytest.mark.parametrize("path", LEFT_OUT)
+async def test_whole_and_streamed_answers_name_what_was_left_out(
+    http: httpx.AsyncClient, fake_worker: None, path: str
+) -> None:
+    body = {**LEFT_OUT[path], "say": ["Hi"]} if path == "/v1/chat/completions" else LEFT_OUT[path]
+    name = "compaction" if path == "/v1/responses" else "messages.usage"
+    stream = await http.post(path, json={**body, "stream": True})
+    first, *rest = [event.get("message") or event.get("response") or event for event in events(stream.text)]
+    assert first["sluice"] == {"ignored": [name]}
+    named = [each for each in rest if "sluice" in each]
+    assert all(each["sluice"] == first["sluice"] for each in named)
+    assert len(named) == (2 if path == "/v1/responses" else 0)
+    if path == "/v1/chat/completions":
+        return  # the answer of a worker without a model is no completion
+    whole = await http.post(path, json=body)
+    assert whole.json()["sluice"]["ignored"] == [name]
+
+
 async def test_the_answer_names_what_was_left_out(http: httpx.AsyncClient, fake_worker: None) -> None:
-    history = [USER, {**ANSWER, "usage": {}}, USER]
-    answer = await http.post("/v1/chat/completions", json={"messages": history})
+    answer = await http.post("/v1/chat/completions", json=LEFT_OUT["/v1/chat/completions"])
     assert answer.json()["sluice"]["ignored"] == ["messages.usage"]
 
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sluice.gateway import committed, idempotency, sse
-from sluice.gateway.body import Body
+from sluice.gateway.body import Body, told
 from sluice.gateway.caller import Caller
 from sluice.gateway.chat.request import ID_PREFIX, ChatRequest, job_ids, job_ids_of, read_request
 from sluice.gateway.chat.stream import completion_of, error_frame, frames, outcome_of, seen_by
@@ -82,10 +82,12 @@ class _Chat:
         timer = self._gateway.timer(accepted.model, started, stream=accepted.stream)
         if accepted.stream:
             start, usage = [-1] * len(jobs.ids), accepted.include_usage
-            frames = self._frames(jobs, start, timer, include_usage=usage, tools=accepted.tools)
+            frames = self._frames(
+                jobs, start, timer, include_usage=usage, tools=accepted.tools, ignored=accepted.ignored
+            )
             return await self._stream(request, frames)
         completion = await unless_disconnected(request, self._completion(jobs, timer, accepted.tools))
-        return await json_response(committed.told(completion, accepted.ignored))
+        return await json_response(told(completion, accepted.ignored))
 
     async def _accept(self, request: Request) -> _Accepted:
         """Read a request, and queue its jobs or find those of its `Idempotency-Key`."""
@@ -167,10 +169,11 @@ class _Chat:
         *,
         include_usage: bool,
         tools: Tools | None = None,
+        ignored: Sequence[str] = (),
     ) -> AsyncGenerator[bytes]:
         """Yield the frames. If one job fails or the client leaves, all are cancelled."""
         events = partial(self._gateway.jobs.events, timer=timer)
-        source = frames(jobs.ids, events, include_usage=include_usage, seen=seen, tools=tools)
+        source = frames(jobs.ids, events, include_usage=include_usage, seen=seen, tools=tools, ignored=ignored)
         with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached, retry_key=jobs.retry_key):
             async with aclosing(source):
                 async for frame in source:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from sluice.cancellation import Outcome
 from sluice.contract.events import Event, Finished, Progress
 from sluice.gateway import sse
+from sluice.gateway.body import told
 from sluice.gateway.errors import ApiError, openai_body
 from sluice.gateway.tools import CustomCalls, Tools
 from sluice.openai import Answer, usage_of
@@ -24,9 +25,10 @@ async def frames(
     include_usage: bool,
     seen: Sequence[int],
     tools: Tools | None = None,
+    ignored: Sequence[str] = (),
 ) -> AsyncGenerator[bytes]:
     """Yield the frames of an answer with a choice for each job, without those of the events up to `seen`. `tools`: of
-    the request, for the calls of its custom ones.
+    the request, for the calls of its custom ones; `ignored`: what was left out of it, which the first frame names.
 
     The id of a frame is the position in each job's events. Raises as `Answer.chunks` and `Jobs.events` do.
     """
@@ -43,7 +45,8 @@ async def frames(
             if event.seq > seen[index]:
                 position[index] = event.seq
                 for chunk in chunks:  # one at most
-                    yield sse.frame(chunk, id=_id(position))
+                    yield sse.frame(told(chunk, ignored), id=_id(position))
+                    ignored = ()
             if isinstance(event, Finished):
                 finished[index] = event
     if include_usage:

@@ -55,6 +55,10 @@ class _Accepted:
     retry_key: str | None
     ignored: tuple[str, ...] = ()
 
+    def new_stream(self) -> MessageStream:
+        """Return the state of a stream of the message, before its first event."""
+        return MessageStream(omit_thinking=self.omit_thinking, ignored=self.ignored)
+
 
 class _Messages:
     """Answers requests for messages and token counts."""
@@ -66,15 +70,15 @@ class _Messages:
         """Answer `POST /v1/messages`."""
         started = time.monotonic()
         accepted = await self._accept(request)
-        job_id, omits = accepted.job_id, accepted.omit_thinking
+        job_id = accepted.job_id
         timer = self._gateway.timer(accepted.model, started, stream=accepted.stream)
         events = self._gateway.jobs.events(job_id, timer=timer)
         if accepted.stream:
             return await self._stream(request, accepted, events)
-        reading = self._whole(events, omit_thinking=omits)
+        reading = self._whole(events, accepted)
         detached, retry_key = accepted.retry_key is None, accepted.retry_key
         whole = await self._unless_disconnected(request, reading, detached=detached, retry_key=retry_key)
-        return await json_response(committed.told(whole, accepted.ignored), id_headers(job_id))
+        return await json_response(whole, id_headers(job_id))
 
     async def _accept(self, request: Request) -> _Accepted:
         """Read a request, and queue its job or find that of its `Idempotency-Key`."""
@@ -147,17 +151,17 @@ class _Messages:
         with self._gateway.jobs.abandoning([request.state.request_id], detached=detached, retry_key=retry_key):
             return await unless_disconnected(request, work)
 
-    async def _whole(self, source: AsyncGenerator[Event], *, omit_thinking: bool) -> dict[str, Any]:
-        stream, emitted = MessageStream(omit_thinking=omit_thinking), list[MessageEvent]()
+    async def _whole(self, source: AsyncGenerator[Event], accepted: _Accepted) -> dict[str, Any]:
+        stream, emitted = accepted.new_stream(), list[MessageEvent]()
         async with aclosing(source) as events:
             async for event in events:
                 if isinstance(event, Restarted):
-                    stream, emitted = MessageStream(omit_thinking=omit_thinking), []
+                    stream, emitted = accepted.new_stream(), []
                 emitted += stream.events(event)
         return whole_message(emitted)
 
     async def _stream(self, request: Request, accepted: _Accepted, events: AsyncGenerator[Event]) -> Response:
-        stream, job_id = MessageStream(omit_thinking=accepted.omit_thinking), accepted.job_id
+        stream, job_id = accepted.new_stream(), accepted.job_id
         is_claude_code = request.headers.get("user-agent", "").startswith(_CLAUDE_CODE)
         between_blocks = UNCHANGED if is_claude_code else PING
         model = mapped_name(accepted.model, self._gateway.settings.model_map)

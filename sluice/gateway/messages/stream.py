@@ -7,13 +7,14 @@ object are emitted in one.
 import hashlib
 import json
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic_core import from_json
 
 from sluice.contract.events import Cancelled, Delta, Event, Failed, Finished, Restarted, Started, Usage
 from sluice.errors import JobCancelled, JobFailed
+from sluice.gateway.body import told
 from sluice.openai import JobRestarted
 
 MessageEvent = dict[str, Any]
@@ -36,9 +37,10 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessageStream:
     """State of one streamed message."""
 
-    def __init__(self, *, omit_thinking: bool = False) -> None:
-        """With `omit_thinking` thinking blocks have no text."""
+    def __init__(self, *, omit_thinking: bool = False, ignored: Sequence[str] = ()) -> None:
+        """With `omit_thinking` thinking blocks have no text. `ignored`: what was left out of the request."""
         self._omit_thinking = omit_thinking
+        self._ignored = ignored
         self._begun = False
         self._open: Literal["text", "thinking"] | None = None  # the kind of the open block
         self._thinking = hashlib.sha256()  # of the open block
@@ -53,7 +55,7 @@ class MessageStream:
                 return self._restart()
             case Started() if not self._begun:
                 self._begun = True
-                return [_start(event.id, event.model)]
+                return [_start(event.id, event.model, self._ignored)]
             case Delta():
                 return self._delta(event)
             case Finished():
@@ -76,7 +78,7 @@ class MessageStream:
         if self._begun:
             return between_blocks
         self._begun = True
-        return _start(id, model)
+        return _start(id, model, self._ignored)
 
     def _restart(self) -> list[MessageEvent]:
         if self._blocks:
@@ -223,7 +225,7 @@ def _complete(block: dict[str, Any], written: str) -> None:
         block[block["type"]] = written
 
 
-def _start(id: str, model: str) -> MessageEvent:
+def _start(id: str, model: str, ignored: Sequence[str]) -> MessageEvent:
     message: dict[str, Any] = {
         "id": id,
         "type": "message",
@@ -241,7 +243,7 @@ def _start(id: str, model: str) -> MessageEvent:
             "service_tier": "standard",
         },
     }
-    return {"type": "message_start", "message": message}
+    return {"type": "message_start", "message": told(message, ignored)}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

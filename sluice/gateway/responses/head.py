@@ -96,6 +96,7 @@ def _echo(request: ResponseRequest, model: str) -> dict[str, Any]:
         "top_logprobs": body.get("top_logprobs") or 0,
         "truncation": "disabled",
         "user": body.get("user"),
+        **({"sluice": {"ignored": list(request.ignored)}} if request.ignored else {}),
     }
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -96,20 +96,32 @@ class History:
         return (*await self._items(caller, record.previous), *record.items)
 
     async def resolved(self, caller: Caller, items: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the items of an input with those of stored responses in place of references to them. Raises
-        `ApiError` for one that is not stored."""
-        known = dict[str, dict[str, Any]]()
+        """Return the items of an input with those of stored responses in place of references to them, all of which are
+        read at once. The caller holds their bytes. Raises `ApiError` for one that is not stored."""
+        known = await self._stored_items(caller, {_response_of(each["id"]) for each in items if _is_reference(each)})
         for place, item in enumerate(items):
-            if not _is_reference(item) or item["id"] in known:
-                continue
-            param = f"input[{place}].id"
-            named = _ITEM_ID.fullmatch(item["id"])
-            record = await self.find(caller, f"{PREFIX}{named[1]}" if named else item["id"], param)
-            stored = (*record.items, *(await self.current(record))["output"])
-            known |= {each["id"]: each for each in stored}
-            if item["id"] not in known:
-                raise not_found(item["id"], param)
+            if _is_reference(item) and item["id"] not in known:
+                raise not_found(item["id"], f"input[{place}].id")
         return tuple(known[item["id"]] if _is_reference(item) else item for item in items)
+
+    async def _stored_items(self, caller: Caller, response_ids: Set[str]) -> dict[str, dict[str, Any]]:
+        """Return the items of the caller's responses among these, inputs and outputs, by their ids."""
+        ids = sorted(filter(is_job_id, response_ids))
+        lengths = await self._store.lengths(ids)
+        if len(ids) > _MAX_RESPONSES or sum(lengths) > MAX_BYTES:
+            problem = (
+                f"it refers to items of {len(ids):,} responses, {sum(lengths):,} bytes; send the items themselves."
+            )
+            raise refusal("input", problem)
+        caller.held.add(sum(lengths))
+        found = await self._store.read_all(ids)
+        known = dict[str, dict[str, Any]]()
+        for record, final in await in_thread_if_long(sum(lengths), _parsed, found):
+            if record is None or (caller.tenant is not None and record.tenant != caller.tenant):
+                continue
+            response = await self.current(record) if final is None else final
+            known |= {each["id"]: each for each in (*record.items, *response["output"])}
+        return known
 
     async def _items(
         self, caller: Caller, ids: tuple[str, ...], last: Sequence[str] = ()
@@ -152,12 +164,24 @@ class History:
 def _joined(ids: Sequence[str], found: Sequence[tuple[bytes | None, bytes | None]]) -> tuple[dict[str, Any], ...]:
     """Return the items of the records and responses that were found. Raises `ApiError` if one is missing."""
     items = list[dict[str, Any]]()
-    for response_id, (record, final) in zip(ids, found, strict=True):
-        parsed = None if record is None else parse_record(record)
-        if parsed is None or final is None:
+    for response_id, (record, final) in zip(ids, _parsed(found), strict=True):
+        if record is None or final is None:
             raise not_found(response_id, _PREVIOUS)
-        items += [*parsed.items, *_completed_output(json.loads(final))]
+        items += [*record.items, *_completed_output(final)]
     return tuple(items)
+
+
+def _parsed(found: Sequence[tuple[bytes | None, bytes | None]]) -> list[tuple[Record | None, Response | None]]:
+    return [
+        (None if record is None else parse_record(record), None if final is None else json.loads(final))
+        for record, final in found
+    ]
+
+
+def _response_of(item_id: str) -> str:
+    """Return the id of the response that an item of this id is stored with."""
+    named = _ITEM_ID.fullmatch(item_id)
+    return f"{PREFIX}{named[1]}" if named else item_id
 
 
 def _is_reference(item: Any) -> bool:

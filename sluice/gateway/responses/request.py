@@ -52,6 +52,7 @@ class ResponseRequest:
     stream: bool
     background: bool
     store: bool
+    ignored: tuple[str, ...] = ()  # what was left out of the body
 
     @property
     def instructions(self) -> str | None:

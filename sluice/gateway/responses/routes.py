@@ -64,7 +64,6 @@ class _Accepted:
     detached: bool
     response: Response | None = None
     retry_key: str | None = None
-    ignored: tuple[str, ...] = ()
 
 
 class _Responses:
@@ -82,24 +81,24 @@ class _Responses:
         head = accepted.head
         identify(http, head.id)
         if accepted.response is not None:
-            return await json_response(committed.told(accepted.response, accepted.ignored))
+            return await json_response(accepted.response)
         timer = self._gateway.timer(head.echo["model"], started, stream=accepted.stream)
         detached, retry_key = accepted.detached, accepted.retry_key
         reading = Reading(self._gateway, self._store, head, detached=detached, retry_key=retry_key, timer=timer)
         if accepted.stream:
             return await self._stream(http, reading, reading.frames(refuses=True))
         whole = await unless_disconnected(http, reading.whole())
-        return await json_response(committed.told(whole, accepted.ignored))
+        return await json_response(whole)
 
     async def _read(self, http: Request) -> _Accepted:
         caller = await self._gateway.authenticate(http)
         body = await self._gateway.read_body(http, caller, committed.responses)
-        accepted = await unless_disconnected(http, self._accept(caller, body, idempotency.key_of(http)))
-        return replace(accepted, ignored=body.ignored)
+        return await unless_disconnected(http, self._accept(caller, body, idempotency.key_of(http)))
 
     async def _accept(self, caller: Caller, body: Body, key: str | None) -> _Accepted:
         """Queue the job of a request, or find that of its `Idempotency-Key`."""
         request = await in_thread_if_long(body.length, read_request, body.content)
+        request = replace(request, ignored=body.ignored)
         if key is None:
             retry_key = None if request.background else await idempotency.retry_key(caller, _PATH, body)
             if retry_key is not None and (found := await self._gateway.jobs.returned(retry_key)) is not None:

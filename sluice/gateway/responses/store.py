@@ -61,9 +61,14 @@ class Store:
 
     async def read_all(self, response_ids: Sequence[str]) -> list[tuple[bytes | None, bytes | None]]:
         """Return the record and the ended response of each id, as JSON, and renew their times to live."""
-        held = _keys(response_ids)
-        found: list[bytes | None] = await self._retries.run(lambda: self._redis.mget(held)) if held else []
-        await self._retries.run(lambda: self._renew(held))
+
+        async def read() -> list[bytes | None]:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for key in _keys(response_ids):
+                    pipe.getex(key, ex=self._ttl_s)
+                return await pipe.execute()
+
+        found = await self._retries.run(read) if response_ids else []
         return list(zip(found[::2], found[1::2], strict=True))
 
     async def final(self, response_id: str) -> Response | None:
@@ -115,9 +120,3 @@ class Store:
         """Delete the content that the job of a response has. Returns False if the job has not ended."""
         held = [keys.job(response_id), keys.log(response_id), keys.result(response_id), keys.DEAD]
         return bool(await self._retries.run(lambda: self._delete_content(keys=held, args=[response_id])))
-
-    async def _renew(self, held: Sequence[str]) -> None:
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for key in held:
-                pipe.expire(key, self._ttl_s)
-            await pipe.execute()

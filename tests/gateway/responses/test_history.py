@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import Any
 
@@ -15,11 +16,16 @@ from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.errors import ApiError
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses import history as module
+from sluice.gateway.responses.conversation import read_conversation
 from sluice.gateway.responses.head import skeleton
 from sluice.gateway.responses.history import Conversation, History, NewResponse, new_response
 from sluice.gateway.responses.record import Record, parse_record
 from sluice.gateway.responses.request import read_request
 from sluice.gateway.responses.store import Store, final_key, record_key
+from sluice.gateway.responses.stream import ResponseState
+from sluice.gateway.tools import read_tools
+from sluice.transport.retries import Retries
+from tests.gateway.responses.events import TOOLS, call, delta, finished, log, started
 
 ADA, BOB = Caller(tenant="ada"), Caller(tenant="bob")
 TTL_S = 1000
@@ -87,6 +93,79 @@ async def test_a_conversation_is_the_inputs_and_outputs_of_its_responses(history
     assert conversation.ids == ("resp_0", "resp_1", "resp_2")
     assert [item["role"] for item in conversation.items] == ["user", "assistant"] * 3
     assert conversation.items[2]["content"] == [{"type": "input_text", "text": "Q1"}]
+
+
+async def answered(store: RecordStore, number: int, tenant: str = "ada") -> list[dict[str, Any]]:
+    """Store response `number` with every kind of output item, and return these."""
+    request = read_request({"input": f"Q{number}", "tools": TOOLS})
+    new = new_response(request, Conversation(), f"resp_{number}", tenant)
+    state = ResponseState(new.record.head)
+    written = log(
+        started(), delta(reasoning="Hm."), delta(content="Yes."), call(0, "get_weather", "{}"),
+        call(1, "apply_patch", '{"input": "a"}'), finished("tool_calls"),
+    )  # fmt: skip
+    for event in written:
+        state.add(event)
+    await store.put(new.record.head.id, new.written)
+    await store.store_final(state.response)
+    return list(state.response["output"])
+
+
+def reference(id: str) -> dict[str, str]:
+    return {"type": "item_reference", "id": id}
+
+
+async def test_references_to_output_items_are_read_as_the_items_themselves(
+    history: History, store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await answered(store, 1), await answered(store, 2)
+    assert [item["type"] for item in first] == ["reasoning", "message", "function_call", "custom_tool_call"]
+    output = {"type": "function_call_output", "call_id": "call_0", "output": "Rain."}
+    reads = list[int]()
+
+    async def counted(retries: Retries, send: Callable[[], Awaitable[Any]]) -> Any:
+        found = await send()
+        reads.append(len(found))
+        return found
+
+    monkeypatch.setattr(Retries, "run", counted)
+    resolved = await history.resolved(ADA, [*(reference(item["id"]) for item in first + second), output])
+    assert list(resolved) == [*first, *second, output]
+    assert reads == [4, 4]  # two records and two ends: their lengths, which bound what is held, and then all at once
+    messages = read_conversation(resolved[:4], read_tools(TOOLS))
+    assert [each["role"] for each in messages] == ["assistant"]
+    assert (messages[0]["reasoning"], messages[0]["content"]) == ("Hm.", "Yes.")
+    assert [each["function"]["name"] for each in messages[0]["tool_calls"]] == ["get_weather", "apply_patch"]
+
+
+@pytest.mark.parametrize("id", ["msg_2_0", "msg_1_9", "resp_1", "a b", "rs_unknown_0"])
+async def test_a_reference_to_an_item_that_is_not_the_caller_s_is_named(
+    history: History, store: RecordStore, id: str
+) -> None:
+    known = await answered(store, 1)
+    await answered(store, 2, tenant="bob")
+    with pytest.raises(ApiError) as refused:
+        await history.resolved(ADA, [reference(known[0]["id"]), reference(id)])
+    assert (refused.value.form.status, refused.value.param) == (404, "input[1].id")
+
+
+async def test_an_item_of_a_response_whose_end_is_not_stored_yet_is_read_from_its_job(
+    history: History, store: RecordStore, client: Client
+) -> None:
+    await put(store, 0, status="in_progress")
+    with pytest.raises(ApiError) as refused:
+        await history.resolved(ADA, [reference("msg_0_in0"), reference("msg_0_0")])
+    assert refused.value.form.status == 404  # it has no job
+
+
+async def test_references_to_too_many_responses_are_refused(
+    history: History, store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_RESPONSES", 1)
+    items = [*(await answered(store, 1)), *(await answered(store, 2))]
+    with pytest.raises(ApiError) as refused:
+        await history.resolved(ADA, [reference(item["id"]) for item in items])
+    assert (refused.value.form.status, refused.value.param) == (400, "input")
 
 
 async def test_continuing_a_conversation_renews_all_of_it(history: History, store: RecordStore, db: Redis) -> None:
