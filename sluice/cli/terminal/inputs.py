@@ -13,7 +13,6 @@ from sluice.wording import json_problem
 
 MAX_REQUEST_BYTES = 16_000_000  # the default of the workers' SLUICE_MAX_REQUEST_BYTES
 _MAX_BYTES = 256 * 1024 * 1024  # to queue: workers may have a higher limit
-_EXCERPT = 30  # characters on each side of an error: with the rest of the sentence one or two lines of a terminal
 _IMAGE_LIMIT = "SLUICE_IMAGE_MAX_BYTES"  # the worker's setting: largest image file in bytes
 _MAX_IMAGE_BYTES = 20_000_000  # its default
 
@@ -69,9 +68,6 @@ def read_request(path: str, max_bytes: int | None = None) -> dict[str, Any]:
         raise CliError(f"{_name(path)} is empty: give a request as JSON.")
     try:
         body = json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno} (▸): {_excerpt(text, error.pos)}"
-        raise CliError(f"{_name(path)} is not JSON: {error.msg} at {where}.") from None
     except (ValueError, RecursionError) as error:
         raise CliError(f"{_name(path)} is not JSON: {json_problem(error)}.") from None
     match body:
@@ -83,13 +79,6 @@ def read_request(path: str, max_bytes: int | None = None) -> dict[str, Any]:
         f"{_name(path)} is not a request: it must look like "
         '{"messages": [{"role": "user", "content": "Hello!"}]}, or be a list of such messages.'
     )
-
-
-def _excerpt(text: str, position: int) -> str:
-    """Return what stands around a position in its line, with ▸ at it."""
-    before = text[max(0, position - _EXCERPT) : position].rpartition("\n")[2]
-    after = text[position : position + _EXCERPT].partition("\n")[0]
-    return f"{before}▸{after}"
 
 
 def read_text(path: str, max_bytes: int | None = None) -> str:
