@@ -1,16 +1,23 @@
 """The parts that the routes of all interfaces share: authentication, workers, jobs, limits and metrics."""
 
 import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from starlette.requests import Request
+from starlette.responses import Response
 
 from sluice.client import Client
+from sluice.gateway import idempotency, sse
 from sluice.gateway.body import Body, Interface, read_body
 from sluice.gateway.caller import LOCAL, Authentication, Caller
+from sluice.gateway.disconnect import unless_disconnected
+from sluice.gateway.errors import ApiError
 from sluice.gateway.idempotency import IdempotencyKeys
-from sluice.gateway.jobs.jobs import Jobs
+from sluice.gateway.jobs.jobs import AnswerJobs, Jobs, StoredAnswer
 from sluice.gateway.jobs.submission import Submission
 from sluice.gateway.keys.limits import Limits
 from sluice.gateway.keys.store import KeyStore
@@ -23,6 +30,8 @@ from sluice.presence import mapped_name
 from sluice.transport.retries import Retries
 
 logger = logging.getLogger("sluice.gateway")
+
+T = TypeVar("T")
 
 _OUTAGE_S = 5.0  # that a command of the gateway's own waits out
 
@@ -75,6 +84,78 @@ class Gateway:
         if ignored:
             logger.info("left out of a request: %s", ascii(", ".join(ignored)))
         return replace(body, content=content, ignored=tuple(ignored))
+
+    async def accept(
+        self,
+        request: Request,
+        caller: Caller,
+        body: Body,
+        path: str,
+        new_id: str,
+        *,
+        submit: Callable[[AnswerJobs], Awaitable[T]],
+        join: Callable[[AnswerJobs, StoredAnswer], Awaitable[T]],
+        ids_of: Callable[[str], Sequence[str]] = lambda base: [base],
+        continues: bool = False,
+    ) -> tuple[AnswerJobs, T]:
+        """Queue the jobs of a request with `submit`, or `join` those that it has queued before: by its
+        `Idempotency-Key`, or, without one, because its client has left. Returns the jobs, and what the call returns.
+        Raises `ApiError` and `SluiceError`.
+
+        `path`: of the route; `new_id`: a prefix of the interface and 32 digits, from which `ids_of` makes the ids of
+        the jobs. `continues`: they do so in any case when the client leaves.
+        """
+        if (key := idempotency.key_of(request)) is not None:
+            base = idempotency.job_id(caller, path, key, new_id[:-32])
+            jobs = AnswerJobs(ids_of(base), detached=True, has_key=True)
+            async with self.idempotency_keys.registered(base, jobs.ids, body.digest) as was_queued:
+                if was_queued:
+                    return jobs, await join(jobs, await self.jobs.stored(jobs.ids))
+                return jobs, await submit(jobs)
+        if continues:
+            jobs = AnswerJobs(ids_of(new_id), detached=True)
+            return jobs, await submit(jobs)
+        retry_key = await idempotency.retry_key(caller, path, body)
+        if (returned := await self.jobs.returned(retry_key)) is None:
+            jobs = AnswerJobs(ids_of(new_id), retry_key=retry_key)
+            return jobs, await submit(jobs)
+        jobs = AnswerJobs(returned[0], retry_key=retry_key)
+        with self.jobs.abandoning(jobs):
+            return jobs, await join(jobs, returned[1])
+
+    async def whole(self, request: Request, jobs: AnswerJobs, work: Coroutine[Any, Any, T]) -> T:
+        """Return what the work for an answer returns. Its jobs are abandoned if it fails or the client leaves. Raises
+        `ClientDisconnected`."""
+        with self.jobs.abandoning(jobs):
+            return await unless_disconnected(request, work)
+
+    async def stream(
+        self,
+        request: Request,
+        jobs: AnswerJobs,
+        frames: sse.Frames,
+        *,
+        error_frame: Callable[[ApiError], bytes],
+        headers: Mapping[str, str] | None = None,
+        heartbeat: Callable[[], bytes] = lambda: sse.KEEP_ALIVE,
+    ) -> Response:
+        """Return the response that streams an answer, as `sse.stream` does. Its jobs are abandoned if it fails or the
+        client leaves."""
+
+        async def abandoning() -> sse.Frames:
+            with self.jobs.abandoning(jobs):
+                async with aclosing(frames) as source:
+                    async for frame in source:
+                        yield frame
+
+        return await sse.stream(
+            request,
+            abandoning(),
+            heartbeat_s=self.settings.heartbeat_s,
+            error_frame=error_frame,
+            headers=headers,
+            heartbeat=heartbeat,
+        )
 
     def timer(self, model: str, started: float, *, stream: bool) -> AnswerTimer:
         """Return the timer of the answer to a request that was accepted. `model`: as the request names it; `started`:

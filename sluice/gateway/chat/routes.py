@@ -3,8 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,16 +12,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sluice.gateway import committed, idempotency, sse
-from sluice.gateway.body import Body, told
+from sluice.gateway import committed
+from sluice.gateway.body import told
 from sluice.gateway.caller import Caller
-from sluice.gateway.chat.request import ID_PREFIX, ChatRequest, job_ids, job_ids_of, read_request
+from sluice.gateway.chat.request import ID_PREFIX, job_ids, job_ids_of, read_request
 from sluice.gateway.chat.stream import completion_of, error_frame, frames, outcome_of, seen_by
 from sluice.gateway.disconnect import unless_disconnected
 from sluice.gateway.errors import ApiError, endpoint
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
-from sluice.gateway.jobs.jobs import Available, unknown
+from sluice.gateway.jobs.jobs import AnswerJobs, Available, StoredAnswer, unknown
 from sluice.gateway.models import requested_model
 from sluice.gateway.monitoring.access import identify
 from sluice.gateway.monitoring.metrics import AnswerTimer
@@ -46,20 +45,10 @@ def routes(gateway: Gateway) -> list[Route]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Jobs:
-    """The jobs of one answer. `detached`: they continue when the client leaves; else `retry_key` is where a retry finds
-    them for a while."""
-
-    ids: Sequence[str]
-    detached: bool
-    retry_key: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Accepted:
     """A request whose jobs are queued. It holds nothing of the body."""
 
-    jobs: _Jobs
+    jobs: AnswerJobs
     model: str  # as the request names it
     stream: bool
     include_usage: bool
@@ -81,103 +70,65 @@ class _Chat:
         identify(request, jobs.ids[0])
         timer = self._gateway.timer(accepted.model, started, stream=accepted.stream)
         if accepted.stream:
-            start, usage = [-1] * len(jobs.ids), accepted.include_usage
-            frames = self._frames(
-                jobs, start, timer, include_usage=usage, tools=accepted.tools, ignored=accepted.ignored
+            source = frames(
+                jobs.ids,
+                partial(self._gateway.jobs.events, timer=timer),
+                include_usage=accepted.include_usage,
+                tools=accepted.tools,
+                ignored=accepted.ignored,
             )
-            return await self._stream(request, frames)
-        completion = await unless_disconnected(request, self._completion(jobs, timer, accepted.tools))
-        return await json_response(told(completion, accepted.ignored))
+            return await self._gateway.stream(request, jobs, source, error_frame=error_frame)
+        results = await self._gateway.whole(request, jobs, self._results(jobs, timer))
+        return await json_response(told(completion_of(results, accepted.tools), accepted.ignored))
 
     async def _accept(self, request: Request) -> _Accepted:
-        """Read a request, and queue its jobs or find those of its `Idempotency-Key`."""
+        """Read a request, and queue its jobs or join those that it has queued before."""
         caller = await self._gateway.authenticate(request)
         body = await self._gateway.read_body(request, caller, committed.chat)
         chat = read_request(body.content, body.length, self._gateway.settings.max_body_bytes)
         caller.count_choices(chat.choices)
         caller.held.add((chat.choices - 1) * body.length)  # each job has the whole body
-        key = idempotency.key_of(request)
-        if key is None:
-            jobs = await unless_disconnected(request, self._submit_or_return(caller, chat, body))
-        else:
-            base = idempotency.job_id(caller, _PATH, key, ID_PREFIX)
-            jobs = _Jobs(job_ids(base, chat.choices), True)
-            await unless_disconnected(request, self._submit_once(caller, chat, jobs, base, body.digest))
-        model = requested_model(chat.body)
-        return _Accepted(jobs, model, chat.stream, chat.include_usage, chat.tools, body.ignored)
 
-    async def _submit_or_return(self, caller: Caller, chat: ChatRequest, body: Body) -> _Jobs:
-        """Queue the jobs of a request without a key, or return to those that it has queued before its client left."""
-        ids: Sequence[str] = job_ids(f"{ID_PREFIX}{uuid.uuid4().hex}", chat.choices)
-        if chat.body.get("on_disconnect") == "continue":
-            jobs = _Jobs(ids, True)
-        else:
-            key = await idempotency.retry_key(caller, _PATH, body)
-            if (returned := await self._gateway.jobs.returned(key)) is not None:
-                ids, stored = returned
-                with self._gateway.jobs.abandoning(ids, detached=False):
-                    caller.held.release()
-                    caller.held.add(stored.event_bytes)
-                return _Jobs(ids, False, key)
-            jobs = _Jobs(ids, False, key)
-        await self._submit(caller, chat, jobs)
-        return jobs
+        async def submit(jobs: AnswerJobs) -> None:
+            bodies = {job_id: chat.choice(index) for index, job_id in enumerate(jobs.ids)}
+            await self._gateway.submission.submit(caller, bodies, jobs)
 
-    async def _submit(self, caller: Caller, chat: ChatRequest, jobs: _Jobs, *, has_key: bool = False) -> None:
-        """Queue the jobs. After that the caller holds nothing of the body."""
-        bodies = {job_id: chat.choice(index) for index, job_id in enumerate(jobs.ids)}
-        await self._gateway.submission.submit(caller, bodies, detached=jobs.detached, has_key=has_key)
-        caller.held.release()
-
-    async def _submit_once(self, caller: Caller, chat: ChatRequest, jobs: _Jobs, base: str, digest: str) -> None:
-        """Queue the jobs of a key, or join those that were queued before: the caller holds what the server has of their
-        answer. Raises `ApiError` 410 if that has expired."""
-        async with self._gateway.idempotency_keys.registered(base, jobs.ids, digest) as was_queued:
-            if not was_queued:
-                return await self._submit(caller, chat, jobs, has_key=True)
-            stored = await self._gateway.jobs.stored(jobs.ids)
+        async def join(jobs: AnswerJobs, stored: StoredAnswer) -> None:
+            """Hold what the server has of the answer. Raises `ApiError` 410 if that has expired."""
             match stored.available:
                 case Available.NOTHING:
                     raise expired("the answer has expired; use a new key to have it computed again.")
                 case Available.RESULT if chat.stream:
                     raise expired(f"the events of the answer have expired; get it at {_PATH}/{jobs.ids[0]}.")
             caller.held.release()
-            caller.held.add(stored.event_bytes if chat.stream else stored.result_bytes)
+            caller.held.add(stored.event_bytes if chat.stream or not jobs.has_key else stored.result_bytes)
 
-    async def _completion(
-        self, jobs: _Jobs, timer: AnswerTimer | None = None, tools: Tools | None = None
-    ) -> dict[str, Any]:
-        """Return the completion. If one job fails or the client leaves, all are cancelled."""
+        jobs, _ = await unless_disconnected(
+            request,
+            self._gateway.accept(
+                request,
+                caller,
+                body,
+                _PATH,
+                f"{ID_PREFIX}{uuid.uuid4().hex}",
+                submit=submit,
+                join=join,
+                ids_of=partial(job_ids, choices=chat.choices),
+                continues=chat.body.get("on_disconnect") == "continue",
+            ),
+        )
+        model = requested_model(chat.body)
+        return _Accepted(jobs, model, chat.stream, chat.include_usage, chat.tools, body.ignored)
+
+    async def _results(self, jobs: AnswerJobs, timer: AnswerTimer | None = None) -> Sequence[dict[str, Any]]:
+        """Return the results of all jobs."""
         tasks = [asyncio.create_task(self._gateway.jobs.result(job_id, timer=timer)) for job_id in jobs.ids]
         try:
-            with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached, retry_key=jobs.retry_key):
-                return completion_of(await asyncio.gather(*tasks), tools)
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _stream(self, request: Request, frames: AsyncGenerator[bytes]) -> Response:
-        heartbeat_s = self._gateway.settings.heartbeat_s
-        return await sse.stream(request, frames, heartbeat_s=heartbeat_s, error_frame=error_frame)
-
-    async def _frames(
-        self,
-        jobs: _Jobs,
-        seen: Sequence[int],
-        timer: AnswerTimer | None = None,
-        *,
-        include_usage: bool,
-        tools: Tools | None = None,
-        ignored: Sequence[str] = (),
-    ) -> AsyncGenerator[bytes]:
-        """Yield the frames. If one job fails or the client leaves, all are cancelled."""
-        events = partial(self._gateway.jobs.events, timer=timer)
-        source = frames(jobs.ids, events, include_usage=include_usage, seen=seen, tools=tools, ignored=ignored)
-        with self._gateway.jobs.abandoning(jobs.ids, detached=jobs.detached, retry_key=jobs.retry_key):
-            async with aclosing(source):
-                async for frame in source:
-                    yield frame
 
     async def retrieve(self, request: Request) -> Response:
         """Answer `GET /v1/chat/completions/{id}`: the whole answer, as soon as it has ended."""
@@ -188,8 +139,7 @@ class _Chat:
         if stored.available is Available.NOTHING:
             raise unknown(jobs.ids[0])
         caller.held.add(stored.result_bytes)
-        completion = await unless_disconnected(request, self._completion(jobs))
-        return await json_response(completion)
+        return await json_response(completion_of(await self._gateway.whole(request, jobs, self._results(jobs))))
 
     async def resume(self, request: Request) -> Response:
         """Answer `GET /v1/chat/completions/{id}/stream`: the stream after the events that `Last-Event-ID` names."""
@@ -204,7 +154,8 @@ class _Chat:
         caller.held.add(stored.event_bytes)
         seen = seen_by(request.headers.get("last-event-id"), len(jobs.ids))
         include_usage = request.query_params.get("include_usage") == "true"
-        return await self._stream(request, self._frames(jobs, seen, include_usage=include_usage))
+        source = frames(jobs.ids, self._gateway.jobs.events, include_usage=include_usage, seen=seen)
+        return await self._gateway.stream(request, jobs, source, error_frame=error_frame)
 
     async def cancel(self, request: Request) -> Response:
         """Answer `POST /v1/chat/completions/{id}/cancel`."""
@@ -220,10 +171,10 @@ class _Chat:
         )
         raise ApiError(ErrorForm.UNSUPPORTED, message)
 
-    async def _known(self, request: Request) -> tuple[Caller, _Jobs]:
+    async def _known(self, request: Request) -> tuple[Caller, AnswerJobs]:
         """Return the caller, and the jobs that the path names. Raises `ApiError` unless they are the caller's."""
         caller = await self._gateway.authenticate(request)
         ids = job_ids_of(request.path_params["id"])
         await self._gateway.jobs.check_owner(caller, ids[0])
         identify(request, ids[0])
-        return caller, _Jobs(ids, True)
+        return caller, AnswerJobs(ids, detached=True)

@@ -23,15 +23,16 @@ async def frames(
     events: Events,
     *,
     include_usage: bool,
-    seen: Sequence[int],
+    seen: Sequence[int] = (),
     tools: Tools | None = None,
     ignored: Sequence[str] = (),
 ) -> AsyncGenerator[bytes]:
-    """Yield the frames of an answer with a choice for each job, without those of the events up to `seen`. `tools`: of
-    the request, for the calls of its custom ones; `ignored`: what was left out of it, which the first frame names.
+    """Yield the frames of an answer with a choice for each job, without those of the events of each job up to `seen`.
+    `tools`: of the request, for the calls of its custom ones; `ignored`: what was left out of it, for the first frame.
 
     The id of a frame is the position in each job's events. Raises as `Answer.chunks` and `Jobs.events` do.
     """
+    seen = seen or [-1] * len(job_ids)
     position = list(seen)
     answers = [Answer(include_usage=include_usage, index=i, id=job_ids[0]) for i in range(len(job_ids))]
     calls = [CustomCalls(tools or Tools()) for _ in job_ids]

@@ -62,6 +62,17 @@ class StoredAnswer:
     is_lost: bool
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerJobs:
+    """The jobs of one answer. `detached`: they continue when the client leaves; else `retry_key` is where a retry finds
+    them for a while. `has_key`: a retry finds them by its `Idempotency-Key`."""
+
+    ids: Sequence[str]
+    detached: bool = False
+    retry_key: str | None = None
+    has_key: bool = False
+
+
 class Jobs:
     """Reads, settles and cancels the jobs of all interfaces."""
 
@@ -227,17 +238,18 @@ class Jobs:
         task.add_done_callback(self._background.discard)
 
     @contextmanager
-    def abandoning(self, job_ids: Sequence[str], *, detached: bool, retry_key: str | None = None) -> Iterator[None]:
-        """Cancel these jobs, as `abandon` does, if the body fails or its client leaves, unless they are detached. With
-        `retry_key`, those of a client that leaves continue for a while, as `leave` describes."""
+    def abandoning(self, jobs: AnswerJobs) -> Iterator[None]:
+        """Cancel the jobs of an answer, as `abandon` does, if the body fails or its client leaves, unless they are
+        detached. Those whose retry could find them continue for a while after their client has left, as `leave`
+        describes."""
 
         def end(kind: type[BaseException] | None, *_: object) -> None:
-            if kind is None or detached:
+            if kind is None or jobs.detached:
                 return
-            if retry_key is not None and issubclass(kind, _LEFT):
-                self.leave(job_ids, retry_key)
+            if jobs.retry_key is not None and issubclass(kind, _LEFT):
+                self.leave(jobs.ids, jobs.retry_key)
             else:
-                self.abandon(job_ids)
+                self.abandon(jobs.ids)
 
         with ExitStack() as stack:
             stack.push(end)

@@ -12,7 +12,7 @@ from sluice.errors import NoWorker
 from sluice.gateway.caller import Caller
 from sluice.gateway.disconnect import error_of, until_ended
 from sluice.gateway.errors import ApiError, from_client, was_refused
-from sluice.gateway.jobs.jobs import Jobs
+from sluice.gateway.jobs.jobs import AnswerJobs, Jobs
 from sluice.gateway.keys.limits import estimate
 from sluice.gateway.models import model_missing, model_not_found, requested_model, served_name
 from sluice.gateway.settings import ServeSettings
@@ -34,22 +34,21 @@ class Submission:
         self,
         caller: Caller,
         bodies: Mapping[str, Mapping[str, Any]],
+        answer: AnswerJobs,
         *,
-        detached: bool = False,
-        has_key: bool = False,
         function: keys.Function = "chat",
         extra_keys: Sequence[ExtraKey] = (),
     ) -> Sequence[Submitted]:
         """Queue a chat completion or a token count for each id, once a worker serves their model, and return the
-        outcomes. Raises `ApiError` and `SluiceError`. The caller gets back the tokens that were reserved for the jobs
-        that were refused.
+        outcomes. After that the caller holds nothing of the body. Raises `ApiError` and `SluiceError`. The caller gets
+        back the tokens that were reserved for the jobs that were refused.
 
-        `bodies` are the choices of one request of the contract. `detached`: the jobs continue when the client leaves,
-        unless their bodies decide. The gateway decides their `model`, and their `tenant` if the caller has one. An id
-        that exists is not queued again. `extra_keys` are set with each job that is queued, and not without it.
+        `bodies` are the choices of one request of the contract. Those of a detached answer continue when the client
+        leaves, unless their bodies decide. The gateway decides their `model`, and their `tenant` if the caller has one.
+        An id that exists is not queued again. `extra_keys` are set with each job that is queued, and not without it.
 
         If some jobs are refused, or the client leaves meanwhile, those that were queued are cancelled: nobody knows
-        their ids. They continue if the client finds them by its `Idempotency-Key` (`has_key`) or their bodies say so.
+        their ids. They continue if the client finds them by its `Idempotency-Key` or their bodies say so.
         """
         body = next(iter(bodies.values()))
         requested = requested_model(body)
@@ -64,17 +63,18 @@ class Submission:
             raise ApiError(ErrorForm.LANE_NOT_ALLOWED, f"service_tier: this key may not use the lane {lane}.")
         own = {"model": model} | ({"tenant": caller.tenant} if caller.tenant is not None else {})
         if body.get("on_disconnect") is None:
-            own["on_disconnect"] = "continue" if detached else "cancel"
+            own["on_disconnect"] = "continue" if answer.detached else "cancel"
         requests = {job_id: {**each, **own} for job_id, each in bodies.items()}
         jobs = [NewJob(job_id, each, model, lane, function, extra_keys) for job_id, each in requests.items()]
         is_counted = function == "chat" and caller.meter is not None
         await caller.reserve(list(bodies), estimate(body) if is_counted else 0)
         with ExitStack() as stack:
             sent = self._send(jobs, wait_worker_s=0.0)
-            if not has_key and body.get("on_disconnect") != "continue":
+            if not answer.has_key and body.get("on_disconnect") != "continue":
                 stack.callback(self._abandon_queued, sent)
             submitted = await self._complete(caller, body, jobs, sent)
             stack.pop_all()
+        caller.held.release()
         return submitted
 
     async def _complete(

@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
-from functools import partial
 from typing import Any, TypeGuard
 
 from sluice.contract.events import Event, Failed, Progress
@@ -29,23 +28,12 @@ _FIRST_EVENT_S = 1.0  # within which a failure still becomes an HTTP status
 
 
 class Reading:
-    """One reader of a job's events. `detached`: the job continues when the reader leaves, else a retry finds it for a
-    while under `retry_key`; `timer`: of the request that they answer."""
+    """One reader of a job's events. `timer`: of the request that they answer."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        store: Store,
-        head: Head,
-        *,
-        detached: bool,
-        retry_key: str | None = None,
-        timer: AnswerTimer | None = None,
-    ) -> None:
+    def __init__(self, gateway: Gateway, store: Store, head: Head, *, timer: AnswerTimer | None = None) -> None:
         self._gateway = gateway
         self._store = store
         self._head = head
-        self._abandoning = partial(gateway.jobs.abandoning, [head.id], detached=detached, retry_key=retry_key)
         self._state = ResponseState(head)
         self._source = ReadAhead(gateway.jobs.events(head.id, timer=timer))
         self._is_over = False
@@ -53,16 +41,15 @@ class Reading:
 
     async def whole(self) -> Response:
         """Return the response after the job's end, and store it if the request said so. Raises `ApiError`."""
-        with self._abandoning():
-            try:
-                while events := await self._source.take():
-                    for event in events:
-                        await self._check(event)
-                        self._state.add(event)
-                await self._store_end()
-                return self._state.response
-            finally:
-                await asyncio.shield(self._source.close())
+        try:
+            while events := await self._source.take():
+                for event in events:
+                    await self._check(event)
+                    self._state.add(event)
+            await self._store_end()
+            return self._state.response
+        finally:
+            await asyncio.shield(self._source.close())
 
     async def frames(self, after: int = -1, *, refuses: bool) -> AsyncGenerator[bytes]:
         """Yield the stream's events after number `after`, as server-sent events.
@@ -71,21 +58,20 @@ class Reading:
         `ApiError` if that is the job's first event, before the first frame. A prompt that is too long fails in the
         stream all the same: Codex compacts its conversation only after `response.failed`.
         """
-        with self._abandoning():
-            try:
-                events = await take(self._source, _FIRST_EVENT_S)
-                if refuses and events and not _is_overflow(events[0]):
-                    await self._check(events[0])
-                made = self._state.opening()
-                while events != []:
-                    waits = b"".join(sse.waiting(each) for each in events or () if _is_wait(each))
-                    made += await self._add(events or (), after)
-                    self._last_number = made[-1]["sequence_number"] if made else self._last_number
-                    if frames := waits + _framed(made, after):
-                        yield frames
-                    made, events = [], [] if self._is_over else await self._source.take()
-            finally:
-                await asyncio.shield(self._source.close())
+        try:
+            events = await take(self._source, _FIRST_EVENT_S)
+            if refuses and events and not _is_overflow(events[0]):
+                await self._check(events[0])
+            made = self._state.opening()
+            while events != []:
+                waits = b"".join(sse.waiting(each) for each in events or () if _is_wait(each))
+                made += await self._add(events or (), after)
+                self._last_number = made[-1]["sequence_number"] if made else self._last_number
+                if frames := waits + _framed(made, after):
+                    yield frames
+                made, events = [], [] if self._is_over else await self._source.take()
+        finally:
+            await asyncio.shield(self._source.close())
 
     def keep_alive(self) -> bytes:
         """Return the event for a silence, as OpenAI sends it; Codex counts events as signs of life, comments not. It is

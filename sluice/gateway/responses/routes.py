@@ -23,7 +23,7 @@ from sluice.gateway.errors import ApiError, endpoint
 from sluice.gateway.fields import refusal
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
-from sluice.gateway.jobs.jobs import Available
+from sluice.gateway.jobs.jobs import AnswerJobs, Available, StoredAnswer
 from sluice.gateway.monitoring.access import identify
 from sluice.gateway.responses.head import PREFIX, Head, Response, skeleton
 from sluice.gateway.responses.history import Conversation, History, NewResponse, new_response, page
@@ -56,14 +56,11 @@ def routes(gateway: Gateway) -> list[Route]:
 
 @dataclass(frozen=True)
 class _Accepted:
-    """A request whose job is queued, or was before. `detached`: the job continues when the client leaves; `response` is
-    the answer if no event has to be awaited; `retry_key`: where a retry finds the job for a while after that."""
+    """A request whose job is queued, or was before. `response` is the answer if no event has to be awaited."""
 
     head: Head
     stream: bool
-    detached: bool
     response: Response | None = None
-    retry_key: str | None = None
 
 
 class _Responses:
@@ -77,42 +74,35 @@ class _Responses:
     async def create(self, http: Request) -> HttpResponse:
         """Answer `POST /v1/responses`."""
         started = time.monotonic()
-        accepted = await self._read(http)
+        jobs, accepted = await self._accept(http)
         head = accepted.head
         identify(http, head.id)
         if accepted.response is not None:
             return await json_response(accepted.response)
         timer = self._gateway.timer(head.echo["model"], started, stream=accepted.stream)
-        detached, retry_key = accepted.detached, accepted.retry_key
-        reading = Reading(self._gateway, self._store, head, detached=detached, retry_key=retry_key, timer=timer)
+        reading = Reading(self._gateway, self._store, head, timer=timer)
         if accepted.stream:
-            return await self._stream(http, reading, reading.frames(refuses=True))
-        whole = await unless_disconnected(http, reading.whole())
-        return await json_response(whole)
+            return await self._stream(http, jobs, reading, reading.frames(refuses=True))
+        return await json_response(await self._gateway.whole(http, jobs, reading.whole()))
 
-    async def _read(self, http: Request) -> _Accepted:
+    async def _accept(self, http: Request) -> tuple[AnswerJobs, _Accepted]:
+        """Queue the job of a request, or join the one that it has queued before."""
         caller = await self._gateway.authenticate(http)
         body = await self._gateway.read_body(http, caller, committed.responses)
-        return await unless_disconnected(http, self._accept(caller, body, idempotency.key_of(http)))
-
-    async def _accept(self, caller: Caller, body: Body, key: str | None) -> _Accepted:
-        """Queue the job of a request, or find that of its `Idempotency-Key`."""
         request = await in_thread_if_long(body.length, read_request, body.content)
         request = replace(request, ignored=body.ignored)
-        if key is None:
-            retry_key = None if request.background else await idempotency.retry_key(caller, _PATH, body)
-            if retry_key is not None and (found := await self._gateway.jobs.returned(retry_key)) is not None:
-                with self._gateway.jobs.abandoning(found[0], detached=False, retry_key=retry_key):
-                    joined = await self._join(caller, request, body, found[0][0])
-                return replace(joined, detached=False, retry_key=retry_key)
-            new = await self._new(caller, request, body, PREFIX + uuid.uuid4().hex)
-            return replace(await self._queue(caller, request, new, has_key=False), retry_key=retry_key)
-        response_id = idempotency.job_id(caller, _PATH, key, PREFIX)
-        async with self._gateway.idempotency_keys.registered(response_id, [response_id], body.digest) as was_queued:
-            if was_queued:
-                return await self._join(caller, request, body, response_id)
-            new = await self._new(caller, request, body, response_id)
-            return await self._queue(caller, request, new, has_key=True)
+
+        async def submit(jobs: AnswerJobs) -> _Accepted:
+            return await self._queue(caller, request, await self._new(caller, request, body, jobs.ids[0]), jobs)
+
+        async def join(jobs: AnswerJobs, stored: StoredAnswer) -> _Accepted:
+            return await self._join(caller, request, body, jobs.ids[0], stored)
+
+        new_id = f"{PREFIX}{uuid.uuid4().hex}"
+        accepting = self._gateway.accept(
+            http, caller, body, _PATH, new_id, submit=submit, join=join, continues=request.background
+        )
+        return await unless_disconnected(http, accepting)
 
     async def _new(self, caller: Caller, request: ResponseRequest, body: Body, response_id: str) -> NewResponse:
         before = Conversation()
@@ -122,55 +112,51 @@ class _Responses:
         make = partial(new_response, request, before, response_id, caller.tenant)
         return await (in_thread(make) if before.items else in_thread_if_long(body.length, make))
 
-    async def _queue(self, caller: Caller, request: ResponseRequest, new: NewResponse, *, has_key: bool) -> _Accepted:
-        """Queue the job and store the record, in one step. After that the caller holds nothing of the body. A job that
-        another request with the same key has queued is joined. Raises `ApiError`, `SluiceError`."""
+    async def _queue(self, caller: Caller, request: ResponseRequest, new: NewResponse, jobs: AnswerJobs) -> _Accepted:
+        """Queue the job and store the record, in one step. A job that another request with the same key has queued is
+        joined. Raises `ApiError`, `SluiceError`."""
         head = new.record.head
-        detached = has_key or request.background
         if new.dropped:
             logger.info("response %s: without the hosted tools %s", head.id, ", ".join(new.dropped))
         (submitted,) = await self._gateway.submission.submit(
             caller,
             {head.id: new.chat},
-            detached=detached,
-            has_key=has_key,
+            jobs,
             extra_keys=[self._store.record(head.id, new.written)] if request.store else [],
         )
-        caller.held.release()
         # Without a record the request has `store: false`, or the job has failed: the job's events are the answer.
         if not submitted.new and (stored := await self._store.read(head.id)) is not None:
             head = (await _parsed(stored)).head
         if not request.background or request.stream:
-            return _Accepted(head, request.stream, detached)
-        return _Accepted(head, False, detached, {**skeleton(head), "status": "queued"})
+            return _Accepted(head, request.stream)
+        return _Accepted(head, False, {**skeleton(head), "status": "queued"})
 
-    async def _join(self, caller: Caller, request: ResponseRequest, body: Body, response_id: str) -> _Accepted:
-        """Find the response that an earlier request with this key has queued. The caller holds what is stored of it.
+    async def _join(
+        self, caller: Caller, request: ResponseRequest, body: Body, response_id: str, stored: StoredAnswer
+    ) -> _Accepted:
+        """Find the response that an earlier request has queued. The caller holds what is stored of it.
         Raises `ApiError` 410 if what the request asks for has expired."""
         caller.held.release()
         caller.held.add(await self._store.length(response_id))
         raw = await self._store.read(response_id)
-        stored = await self._gateway.jobs.stored([response_id])
         caller.held.add(stored.event_bytes)
         if raw is None:
             # With events it has `store: false`, or has failed: the events are the answer, under a new `created_at`.
             if stored.available is not Available.EVENTS:
                 raise expired("the response has expired or was deleted; use a new key to have it computed again.")
-            return _Accepted((await self._new(caller, request, body, response_id)).record.head, request.stream, True)
+            return _Accepted((await self._new(caller, request, body, response_id)).record.head, request.stream)
         record = await _parsed(raw)
         if stored.available is Available.EVENTS and (request.stream or not request.background):
-            return _Accepted(record.head, request.stream, True)
+            return _Accepted(record.head, request.stream)
         if request.stream:
             raise expired(f"the events of the response have expired; retrieve it at {_PATH}/{response_id}.")
-        return _Accepted(record.head, False, True, await self._history.current(record))
+        return _Accepted(record.head, False, await self._history.current(record))
 
-    async def _stream(self, http: Request, reading: Reading, frames: AsyncGenerator[bytes]) -> HttpResponse:
-        return await sse.stream(
-            http,
-            frames,
-            heartbeat_s=self._gateway.settings.heartbeat_s,
-            error_frame=reading.error_frame,
-            heartbeat=reading.keep_alive,
+    async def _stream(
+        self, http: Request, jobs: AnswerJobs, reading: Reading, frames: AsyncGenerator[bytes]
+    ) -> HttpResponse:
+        return await self._gateway.stream(
+            http, jobs, frames, error_frame=reading.error_frame, heartbeat=reading.keep_alive
         )
 
     async def retrieve(self, http: Request) -> HttpResponse:
@@ -184,8 +170,9 @@ class _Responses:
             problem = "the events of the response have expired; retrieve it without stream."
             raise refusal("stream", problem, ErrorForm.STREAM_EXPIRED)
         caller.held.add((await self._gateway.jobs.stored([record.head.id])).event_bytes)
-        reading = Reading(self._gateway, self._store, record.head, detached=True)
-        return await self._stream(http, reading, reading.frames(after, refuses=False))
+        reading = Reading(self._gateway, self._store, record.head)
+        jobs = AnswerJobs([record.head.id], detached=True)
+        return await self._stream(http, jobs, reading, reading.frames(after, refuses=False))
 
     async def cancel(self, http: Request) -> HttpResponse:
         """Answer `POST /v1/responses/{id}/cancel`: the response after its end."""
