@@ -58,6 +58,24 @@ _TOOL: Schema = {
     },
     "required": ["type"],
 }
+# What the gateway takes beside the contract's functions in a chat completion.
+_CUSTOM_TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "custom"},
+        "custom": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "description": _TEXT, "format": _OBJECT},
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "custom"],
+}
+_CHOICE: Schema = {
+    "type": "object",
+    "properties": {"type": {"enum": ["custom", "allowed_tools"]}, "custom": _OBJECT, "allowed_tools": _OBJECT},
+    "required": ["type"],
+}
 # The fields of a response's request that a chat completion lacks, or has in another form.
 _OF_RESPONSES: dict[str, Schema] = {
     "background": _FLAG,
@@ -99,6 +117,9 @@ def bodies() -> dict[str, Schema]:
     schemas: dict[str, Schema] = shared["$defs"]
     chat = schemas["ChatRequest"]
     fields = {**chat["properties"], "n": _CHOICES, "model": _MODEL}
+    tools = {"type": "array", "items": {"anyOf": [{"$ref": _REFERENCE.format(model="Tool")}, _CUSTOM_TOOL]}}
+    fields["tools"] = {**fields["tools"], "anyOf": [tools, {"type": "null"}]}
+    fields["tool_choice"] = {**fields["tool_choice"], "anyOf": [*fields["tool_choice"]["anyOf"], _CHOICE]}
     return {
         **schemas,
         "ChatRequest": {**chat, "properties": fields},
