@@ -115,7 +115,6 @@ class Sweeps(Cron):
 class HoldingWorker:
     """A worker whose jobs are held. It claims when the test polls, and of its services only the publisher runs."""
 
-    redis: Redis
     worker: QueueWorker
     held: HeldJobs
     sweeps: Sweeps
@@ -140,6 +139,6 @@ async def holding(
         held.jobs = worker.jobs
         publish, *_ = worker._services
         publishing = asyncio.create_task(publish())
-        yield HoldingWorker(redis, worker, held, sweeps)
+        yield HoldingWorker(worker, held, sweeps)
         await held.release()
         publishing.cancel()

@@ -3,15 +3,16 @@
 import asyncio
 
 import pytest
+from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as ConnectionLost
 
 from sluice.contract import keys
 from tests.line import Line
 from tests.queue.held import HoldingWorker, holding
-from tests.queue.helpers import ended, envelope, field, lapse, put, settings, types, until
+from tests.queue.helpers import ended, envelope, field, lapse, put, types, until
 from worker.errors import Cancelled, OwnershipLost
-from worker.queue.job.claims import Claims, lease_key
+from worker.queue.job.claims import lease_key
 
 BODY = envelope({})
 SELDOM = {"poll_s": 60, "lease_s": 1200}
@@ -210,13 +211,13 @@ async def test_a_worker_that_is_stopped_begins_no_claim(redis_url: str, db: Redi
 
 @pytest.mark.parametrize("lane", keys.LANES)
 async def test_claims_whose_reply_was_lost_are_requeued(redis_url: str, db: Redis, lane: keys.Lane) -> None:
-    await put(db, "a", BODY, lane=lane)
     async with Line(redis_url) as line, holding(line.url) as parts:
-        claims = Claims(parts.redis, settings(line.url))
-        await claims.take("batch", 0)  # the server has the scripts by now
-        line.loses = lambda: True
-        with pytest.raises(ConnectionLost):
-            await claims.take(lane, 1)
+        await parts.worker.poll()  # the server has the scripts by now
+        await put(db, "a", BODY, lane=lane)
+        with BlockingRedis.from_url(redis_url) as server:
+            line.loses = lambda: bool(server.exists(lease_key("a")))
+            with pytest.raises(ConnectionLost):
+                await parts.worker.poll()
         line.loses = lambda: False
         assert await db.exists(lease_key("a"))
         await parts.worker.requeue_lost_claims()
