@@ -109,6 +109,7 @@ async def until_delivered(client: Client, job_id: str, tokens: int) -> None:
             return
 
 
+@pytest.mark.slow  # tests/engine/test_growth.py has it without a worker
 async def test_row_that_outgrows_memory_alone_ends_with_length_and_a_warning(
     redis_url: str, client: Client, folder: Path
 ) -> None:

@@ -157,6 +157,7 @@ async def test_a_worker_killed_in_a_verification_is_resumed_with_the_same_tokens
     assert all("restarted" not in each.kinds for each in resumed)
 
 
+@pytest.mark.slow  # tests/chat/test_speculation.py and tests/engine/speculation have each by itself
 @pytest.mark.usefixtures("plain_worker")
 async def test_stop_strings_within_drafts_logprobs_and_biases_are_as_without(
     redis_url: str, client: Client, model: Path

@@ -132,6 +132,7 @@ def test_openai_clients_find_the_printed_address_and_the_gateway_ends_with_the_c
             assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.slow  # tests/test_settings.py has the rows that are reserved of one
 def test_one_row_is_enough(tmp_path: Path) -> None:
     with running(tmp_path, "--max-rows", "1") as up:
         up.until_said("ready.")
