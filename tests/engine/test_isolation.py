@@ -20,9 +20,9 @@ from worker.engine.active import EngineBroken
 from worker.engine.batch import decode_batch as rows_module
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.engine.batch.row import Row
-from worker.engine.cache.slot_arrays import SlotArraysCache
-from worker.engine.cache.slot_kv import SlotKVCache
-from worker.engine.cache.slot_rotating import SlotRotatingKVCache
+from worker.engine.cache.kv import SlotKVCache
+from worker.engine.cache.recurrent import SlotArraysCache
+from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.model.load import open_model
 from worker.engine.prefill import spans as prefill_module
 from worker.engine.prefill.queue import PrefillQueue

@@ -9,7 +9,9 @@ import pytest
 
 from tests.engine.tiny import FAMILIES, network, prompt
 from worker.engine.cache import slots
+from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
+from worker.engine.cache.recurrent import SlotArraysCache
 from worker.engine.cache.segments import (
     KVSegment,
     StateSnapshot,
@@ -20,8 +22,6 @@ from worker.engine.cache.segments import (
     snapshot_state,
     token_bytes,
 )
-from worker.engine.cache.slot_arrays import SlotArraysCache
-from worker.engine.cache.slot_kv import SlotKVCache
 from worker.engine.upstream.mlx_lm import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 KEPT, MORE = 45, 12  # tokens; the windows are of 16

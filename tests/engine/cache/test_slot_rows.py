@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.tiny import network, prompt
+from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
-from worker.engine.cache.slot_kv import SlotKVCache
 from worker.engine.cache.slot_rows import SlotRows
 from worker.engine.cache.slots import Joining, batch_of, join_all, select_rows
 from worker.engine.cache.verification import verification

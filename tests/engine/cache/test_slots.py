@@ -14,9 +14,9 @@ from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, Qua
 
 from tests.engine.tiny import FAMILIES, alone, network, prompt
 from tests.selection import examples
+from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
-from worker.engine.cache.slot_kv import SlotKVCache
-from worker.engine.cache.slot_rotating import SlotRotatingKVCache
+from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.cache.slots import (
     Joining,
     Snapshot,

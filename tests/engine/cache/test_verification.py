@@ -10,12 +10,11 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.tiny import EVERY_FAMILY, alone, network, prompt
-from worker.engine.cache import slot_arrays, slots
+from worker.engine.cache import recurrent, slots
+from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
-from worker.engine.cache.recurrence import NoRecurrence, Recurrence, Replay, Stepping
-from worker.engine.cache.slot_arrays import SlotArraysCache, UnknownRecurrence
-from worker.engine.cache.slot_kv import SlotKVCache
-from worker.engine.cache.slot_rotating import SlotRotatingKVCache
+from worker.engine.cache.recurrent import NoRecurrence, Recurrence, Replay, SlotArraysCache, Stepping, UnknownRecurrence
+from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.cache.verification import verification
 from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
 from worker.outcomes import MAX_DRAFT
@@ -225,7 +224,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def test_a_convolution_without_a_state_of_its_width_is_refused() -> None:
     with pytest.raises(UnknownRecurrence):
-        slot_arrays._window_after(mx.zeros((2, 3, 8)), mx.zeros((2, 5, 9)))
+        recurrent._window_after(mx.zeros((2, 3, 8)), mx.zeros((2, 5, 9)))
 
 
 def test_states_are_not_advanced_again_if_every_row_keeps_all_its_tokens() -> None:

@@ -16,9 +16,9 @@ from tests.engine.machine.families import Family
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from worker.engine.batch.decode_batch import DecodeBatch
-from worker.engine.cache.slot_arrays import SlotArraysCache
-from worker.engine.cache.slot_kv import SlotKVCache
-from worker.engine.cache.slot_rotating import SlotRotatingKVCache
+from worker.engine.cache.kv import SlotKVCache
+from worker.engine.cache.recurrent import SlotArraysCache
+from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.prefix import cache as prefix
 from worker.engine.vision.encoder import Features
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.tiny import CONFIGS, FAMILIES, build, model_of, write_checkpoint
-from worker.engine.cache.recurrence import Replay
+from worker.engine.cache.recurrent import Replay
 from worker.engine.model.drafter import with_drafter
 from worker.engine.model.load import Model
 from worker.engine.model.profile import weights_bytes

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.tiny import EVERY_FAMILY, network
-from worker.engine.cache.recurrence import NoRecurrence, Replay, Stepping
+from worker.engine.cache.recurrent import NoRecurrence, Replay, Stepping
 from worker.engine.model import drafting as module
 from worker.engine.model.drafting import Drafting, drafting
 from worker.engine.model.profile import profile

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from worker.engine.cache.recurrence import Recurrence, Replay
+from worker.engine.cache.recurrent import Recurrence, Replay
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
 from worker.engine.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget

@@ -12,10 +12,10 @@ from tests.engine.speculation.scenarios import Drive, drafted, guided, joined, p
 from tests.engine.tiny import model
 from worker.engine.batch import decode_batch
 from worker.engine.batch.row import Row
-from worker.engine.cache import recurrence, slot_arrays
-from worker.engine.cache.slot_arrays import SlotArraysCache
-from worker.engine.cache.slot_kv import SlotKVCache
-from worker.engine.cache.slot_rotating import SlotRotatingKVCache
+from worker.engine.cache import recurrent
+from worker.engine.cache.kv import SlotKVCache
+from worker.engine.cache.recurrent import SlotArraysCache
+from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.cache.verification import Verification
 from worker.engine.sampling.sampler import draw_key
 from worker.engine.speculation import verify
@@ -51,18 +51,18 @@ def rows_swap_their_counts(patch: Patch) -> None:
 
 
 def windows_of_convolutions_lag(patch: Patch) -> None:
-    window_after = slot_arrays._window_after
+    window_after = recurrent._window_after
 
     def lagging(*given: Any) -> Callable[[Any], Any]:
         advance = window_after(*given)
         return lambda kept: advance(kept - 1)
 
-    patch.setattr(slot_arrays, "_window_after", lagging)
+    patch.setattr(recurrent, "_window_after", lagging)
 
 
 def stepped_states_lag(patch: Patch) -> None:
-    chosen = recurrence._chosen
-    patch.setattr(recurrence, "_chosen", lambda states, kept: chosen(states, kept - 1))
+    chosen = recurrent._chosen
+    patch.setattr(recurrent, "_chosen", lambda states, kept: chosen(states, kept - 1))
 
 
 def keys_keep_a_token_too_many(patch: Patch) -> None:

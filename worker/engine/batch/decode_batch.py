@@ -9,9 +9,9 @@ import mlx.core as mx
 from worker.engine.batch.pending import BatchSampling, PendingTokens, StepToken, forward
 from worker.engine.batch.row import Row
 from worker.engine.cache import slots
+from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
-from worker.engine.cache.recurrence import Recurrence
-from worker.engine.cache.slot_kv import SlotKVCache
+from worker.engine.cache.recurrent import Recurrence
 from worker.engine.cache.verification import verification
 from worker.engine.speculation.mtp.prompt import PromptEntries
 from worker.engine.speculation.mtp.proposer import FedTokens

@@ -9,12 +9,15 @@ Until `unpack`, the rows' caches are only read, so a failed forward costs no row
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.engine.cache.kv import PackedKVCache
 from worker.engine.cache.layers import layers
+from worker.engine.cache.recurrent import PackedArraysCache
+from worker.engine.cache.rotating import PackedRotatingKVCache
 from worker.engine.isolation import isolate
 from worker.engine.upstream.mlx_lm import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
@@ -78,134 +81,6 @@ class Pack:
         """Append to the cache of one row what it has computed. Lazy."""
         for layer in layers(self.layers):
             layer.unpack(index)
-
-
-class PackedKVCache:
-    """Keys and values of several rows, with the interface that models use of mlx-lm's KVCache. Rows are aligned at
-    their ends, as in mlx-lm's batches: the columns before a shorter row's first token are zeros, and masked."""
-
-    def __init__(self, rows: Sequence[Any], tokens: Sequence[int], offset: int | mx.array) -> None:
-        """`tokens`: number of tokens that each row computes. `offset`: position of the next token, as a number if it is
-        the same for all rows."""
-        self.offset = offset
-        # Of the new tokens only, (rows, heads, tokens, head_dim). Some models replace them to order evaluations.
-        self.keys: Any = None
-        self.values: Any = None
-        self._rows, self._tokens = rows, tokens
-        self._held = [self._num_held(row) for row in rows]
-        self._longest = max(self._held)
-
-    def _num_held(self, row: Any) -> int:
-        """Return the number of tokens of a row that its first new one attends to."""
-        return int(row.offset)
-
-    def _past(self, row: Any, buffer: mx.array) -> mx.array:
-        """Return the part of a row's keys or values that its new tokens attend to, the oldest first."""
-        return buffer[..., : row.offset, :]
-
-    @property
-    def computed(self) -> list[mx.array]:
-        """The arrays that a forward has added; none if the model does not use this layer."""
-        return [] if self.keys is None else [self.keys, self.values]
-
-    def make_mask(
-        self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> mx.array | Literal["causal"] | None:
-        """Return the mask of `N` new tokens, as mlx-lm's KVCache does, for rows of different length a boolean one
-        (rows, 1, N, columns)."""
-        ragged = len(set(self._held)) > 1
-        if not ragged and window_size is None and (N == 1 or not return_array):
-            return "causal" if N > 1 else None
-        columns, tokens = mx.arange(self._longest + N), mx.arange(self._longest, self._longest + N)[:, None]
-        mask = columns <= tokens
-        if window_size is not None:
-            mask = mask & (columns > tokens - window_size)
-        if ragged:
-            first = mx.array([self._longest - held for held in self._held])
-            mask = mask & (columns >= first[:, None, None, None])
-        return mask
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add the new tokens of all rows, (rows, heads, tokens, head_dim), and return those of `keys_and_values`."""
-        self.keys, self.values = keys, values
-        self.offset = self.offset + keys.shape[2]
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return copies (rows, heads, columns, head_dim) of what all rows hold and of the new tokens. Lazy."""
-        return self._stacked("keys", self.keys), self._stacked("values", self.values)
-
-    def _stacked(self, name: str, new: mx.array) -> mx.array:
-        if not self._longest or not new.size:
-            return new
-        rows, heads, tokens, head_dim = new.shape
-        stacked = mx.zeros((rows, heads, self._longest + tokens, head_dim), new.dtype)
-        for index, (row, held) in enumerate(zip(self._rows, self._held, strict=True)):
-            if held:
-                stacked[index, :, self._longest - held : self._longest] = self._past(row, getattr(row, name))[0]
-        stacked[:, :, self._longest :] = new
-        return stacked
-
-    def unpack(self, index: int) -> None:
-        """Append the new tokens of one row to its own cache. Lazy."""
-        if self.keys is not None:
-            new = (mx.contiguous(each[index : index + 1, :, : self._tokens[index]]) for each in self.computed)
-            self._rows[index].update_and_fetch(*new)
-
-
-class PackedRotatingKVCache(PackedKVCache):
-    """`PackedKVCache` for a sliding window."""
-
-    def __init__(self, rows: Sequence[Any], tokens: Sequence[int], offset: int | mx.array) -> None:
-        """For the parameters see `PackedKVCache`."""
-        self.max_size = rows[0].max_size
-        super().__init__(rows, tokens, offset)
-
-    def _num_held(self, row: Any) -> int:
-        held: int = min(row.offset, self.max_size - 1)
-        return held
-
-    def _past(self, row: Any, buffer: mx.array) -> mx.array:
-        ordered: mx.array = row._temporal_order(buffer)
-        return ordered[..., ordered.shape[2] - self._num_held(row) :, :]
-
-    def make_mask(
-        self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> mx.array | Literal["causal"] | None:
-        """Return the same as for a plain cache, with a window of at most `max_size`."""
-        window = min(window_size or self.max_size, self.max_size)
-        return super().make_mask(N, window if self._longest + N > window else None, return_array)
-
-
-class PackedArraysCache(ArraysCache):
-    """Recurrent states of several rows."""
-
-    def __init__(self, rows: Sequence[Any], tokens: Sequence[int]) -> None:
-        """`tokens`: number of tokens that each row computes. Raises ValueError if only some of the rows have a
-        state."""
-        super().__init__(len(rows[0].cache))
-        if len(set(tokens)) > 1:
-            self.lengths = mx.array([*tokens])  # by which some models ignore the padding
-        self._rows = rows
-        states = zip(*(row.cache for row in rows), strict=True)
-        self.cache: list[mx.array | None] = [_concatenated(each) for each in states]
-
-    @property
-    def computed(self) -> list[mx.array]:
-        """The states."""
-        return [state for state in self.cache if state is not None]
-
-    def unpack(self, index: int) -> None:
-        """Replace the states of one row by those computed. Lazy."""
-        for number, state in enumerate(self.cache):
-            self._rows[index][number] = None if state is None else mx.contiguous(state[index : index + 1])
-
-
-def _concatenated(states: Sequence[mx.array | None]) -> mx.array | None:
-    present = [state for state in states if state is not None]
-    if present and len(present) < len(states):
-        raise ValueError("Rows with and without a recurrent state cannot be packed.")
-    return mx.concatenate(present) if present else None
 
 
 def packing_of(network: nn.Module) -> Packing:

@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
-from worker.engine.cache.slot_arrays import SlotArraysCache
-from worker.engine.cache.slot_kv import SlotKVCache
+from worker.engine.cache.recurrent import SlotArraysCache
 from worker.engine.upstream.mlx_lm import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 

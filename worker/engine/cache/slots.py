@@ -15,10 +15,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
-from worker.engine.cache.slot_arrays import SlotArraysCache
-from worker.engine.cache.slot_kv import SlotKVCache
-from worker.engine.cache.slot_rotating import SlotRotatingKVCache
+from worker.engine.cache.recurrent import SlotArraysCache
+from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.cache.slot_rows import share_rows
 from worker.engine.memory import UNLIMITED_TOKENS
 from worker.engine.upstream.mlx_lm import (

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
-from worker.engine.cache.slot_kv import SlotKVCache
 from worker.engine.cache.slot_rows import share_rows
 
 

@@ -9,8 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.cache.layers import layers
-from worker.engine.cache.recurrence import NoRecurrence, Recurrence, Replay, Stepping
-from worker.engine.cache.slot_arrays import SlotArraysCache, UnknownRecurrence
+from worker.engine.cache.recurrent import NoRecurrence, Recurrence, Replay, SlotArraysCache, Stepping, UnknownRecurrence
 from worker.engine.cache.verification import verification
 from worker.engine.device import fused_attention
 from worker.engine.model.profile import Layer

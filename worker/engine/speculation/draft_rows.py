@@ -11,8 +11,7 @@ import mlx.nn as nn
 
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
-from worker.engine.cache.recurrence import Recurrence
-from worker.engine.cache.slot_arrays import SlotArraysCache
+from worker.engine.cache.recurrent import Recurrence, SlotArraysCache
 from worker.engine.cache.verification import verification
 from worker.engine.memory import CHUNK, UNLIMITED_TOKENS
 from worker.engine.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from worker.engine.cache.recurrence import NoRecurrence, Recurrence
+from worker.engine.cache.recurrent import NoRecurrence, Recurrence
 from worker.engine.memory import CHUNK, MemoryModel
 from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.inputs import RowInput, SpeculatingRow, undelivered, view

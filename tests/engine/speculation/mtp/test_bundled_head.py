@@ -11,7 +11,7 @@ from tests.engine.driver import Run
 from tests.engine.speculation.oracle import pause_nothing
 from tests.engine.tiny import model_of
 from tests.support.stack import TINY_CHAT
-from worker.engine.cache.recurrence import Replay
+from worker.engine.cache.recurrent import Replay
 from worker.engine.checkpoint import read_json
 from worker.engine.model.head import with_head
 from worker.engine.model.load import Model

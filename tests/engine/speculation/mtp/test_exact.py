@@ -12,7 +12,7 @@ from tests.engine.speculation.mtp.test_drafts import head_of
 from tests.engine.speculation.oracle import verify_everything
 from tests.engine.speculation.scenarios import Drive, eventful, guided, joined, sparse, submit
 from tests.engine.tiny import model_of
-from worker.engine.cache.recurrence import Replay
+from worker.engine.cache.recurrent import Replay
 from worker.engine.model.head import Head
 from worker.engine.model.load import Model
 from worker.engine.speculation.mtp.proposer import HeadProposer

@@ -14,7 +14,7 @@ from tests.engine.speculation.scenarios import SAMPLINGS
 from tests.engine.vision import cases
 from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.verifications import Verifications
-from worker.engine.cache.recurrence import Replay
+from worker.engine.cache.recurrent import Replay
 from worker.engine.model.load import Model
 from worker.engine.speculation.mtp.head import Head
 from worker.engine.speculation.mtp.layouts import layout_of

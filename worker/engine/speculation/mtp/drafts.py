@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from worker.engine.cache.slot_kv import SlotKVCache
+from worker.engine.cache.kv import SlotKVCache
 from worker.engine.speculation.mtp.head import Head, entry_shape
 from worker.engine.speculation.mtp.prompt import PromptEntries
 from worker.outcomes import MAX_DRAFT

@@ -1,12 +1,11 @@
-"""Keys and values of many rows, each in its own slot, so that one row is written or dropped without touching the
-others.
+"""Keys and values: of the rows of a batch, and of prompts that share a forward.
 
-A row's tokens start at the first column of its slot; a mask hides the columns after its last token. mlx-lm's batch
+Each row of a batch has its own slot, so that one is written or dropped without touching the others. A row's tokens start at the first column of its slot; a mask hides the columns after its last token. mlx-lm's batch
 caches (0.32.2) right-align all rows instead (`left_padding`), and therefore copy everything when a row joins, leaves,
 or outgrows the others."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -281,3 +280,76 @@ class SlotKVCache:
         held_rows, held_columns = self._capacity
         if share * rows * columns < held_rows * held_columns:
             self._rebuild((rows, columns), self.keys, self.values)
+
+
+class PackedKVCache:
+    """Keys and values of several rows, with the interface that models use of mlx-lm's KVCache. Rows are aligned at
+    their ends, as in mlx-lm's batches: the columns before a shorter row's first token are zeros, and masked."""
+
+    def __init__(self, rows: Sequence[Any], tokens: Sequence[int], offset: int | mx.array) -> None:
+        """`tokens`: number of tokens that each row computes. `offset`: position of the next token, as a number if it is
+        the same for all rows."""
+        self.offset = offset
+        # Of the new tokens only, (rows, heads, tokens, head_dim). Some models replace them to order evaluations.
+        self.keys: Any = None
+        self.values: Any = None
+        self._rows, self._tokens = rows, tokens
+        self._held = [self._num_held(row) for row in rows]
+        self._longest = max(self._held)
+
+    def _num_held(self, row: Any) -> int:
+        """Return the number of tokens of a row that its first new one attends to."""
+        return int(row.offset)
+
+    def _past(self, row: Any, buffer: mx.array) -> mx.array:
+        """Return the part of a row's keys or values that its new tokens attend to, the oldest first."""
+        return buffer[..., : row.offset, :]
+
+    @property
+    def computed(self) -> list[mx.array]:
+        """The arrays that a forward has added; none if the model does not use this layer."""
+        return [] if self.keys is None else [self.keys, self.values]
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | Literal["causal"] | None:
+        """Return the mask of `N` new tokens, as mlx-lm's KVCache does, for rows of different length a boolean one
+        (rows, 1, N, columns)."""
+        ragged = len(set(self._held)) > 1
+        if not ragged and window_size is None and (N == 1 or not return_array):
+            return "causal" if N > 1 else None
+        columns, tokens = mx.arange(self._longest + N), mx.arange(self._longest, self._longest + N)[:, None]
+        mask = columns <= tokens
+        if window_size is not None:
+            mask = mask & (columns > tokens - window_size)
+        if ragged:
+            first = mx.array([self._longest - held for held in self._held])
+            mask = mask & (columns >= first[:, None, None, None])
+        return mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Add the new tokens of all rows, (rows, heads, tokens, head_dim), and return those of `keys_and_values`."""
+        self.keys, self.values = keys, values
+        self.offset = self.offset + keys.shape[2]
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return copies (rows, heads, columns, head_dim) of what all rows hold and of the new tokens. Lazy."""
+        return self._stacked("keys", self.keys), self._stacked("values", self.values)
+
+    def _stacked(self, name: str, new: mx.array) -> mx.array:
+        if not self._longest or not new.size:
+            return new
+        rows, heads, tokens, head_dim = new.shape
+        stacked = mx.zeros((rows, heads, self._longest + tokens, head_dim), new.dtype)
+        for index, (row, held) in enumerate(zip(self._rows, self._held, strict=True)):
+            if held:
+                stacked[index, :, self._longest - held : self._longest] = self._past(row, getattr(row, name))[0]
+        stacked[:, :, self._longest :] = new
+        return stacked
+
+    def unpack(self, index: int) -> None:
+        """Append the new tokens of one row to its own cache. Lazy."""
+        if self.keys is not None:
+            new = (mx.contiguous(each[index : index + 1, :, : self._tokens[index]]) for each in self.computed)
+            self._rows[index].update_and_fetch(*new)

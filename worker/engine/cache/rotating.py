@@ -1,10 +1,11 @@
-"""Keys and values of a sliding window: each row's slot is a ring."""
+"""Keys and values of a sliding window: in a batch, each row's slot is a ring."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import mlx.core as mx
 
-from worker.engine.cache.slot_kv import SlotKVCache
+from worker.engine.cache.kv import PackedKVCache, SlotKVCache
 from worker.engine.upstream.mlx_lm import BatchRotatingKVCache, RotatingKVCache
 
 
@@ -73,3 +74,27 @@ class SlotRotatingKVCache(SlotKVCache):
     def _padded_shape(self, rows: int, columns: int, end: int) -> tuple[int, int]:
         rows, columns = super()._padded_shape(rows, columns, end)
         return rows, min(columns, self._ring)
+
+
+class PackedRotatingKVCache(PackedKVCache):
+    """`PackedKVCache` for a sliding window."""
+
+    def __init__(self, rows: Sequence[Any], tokens: Sequence[int], offset: int | mx.array) -> None:
+        """For the parameters see `PackedKVCache`."""
+        self.max_size = rows[0].max_size
+        super().__init__(rows, tokens, offset)
+
+    def _num_held(self, row: Any) -> int:
+        held: int = min(row.offset, self.max_size - 1)
+        return held
+
+    def _past(self, row: Any, buffer: mx.array) -> mx.array:
+        ordered: mx.array = row._temporal_order(buffer)
+        return ordered[..., ordered.shape[2] - self._num_held(row) :, :]
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | Literal["causal"] | None:
+        """Return the same as for a plain cache, with a window of at most `max_size`."""
+        window = min(window_size or self.max_size, self.max_size)
+        return super().make_mask(N, window if self._longest + N > window else None, return_array)
