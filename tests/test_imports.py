@@ -51,10 +51,9 @@ TABLE = {
     "worker.process": May("worker.errors"),
     "worker.environment": May("worker.errors", "dotenv pydantic_core pydantic_settings"),
     "worker.bounded_json": May("sluice.contract.keys worker.errors worker.process worker.turns"),
-    "worker.setting_checks": May("sluice.contract.keys worker.schedule_times"),
     "worker.settings": May(
         "schemas worker.environment worker.errors sluice.contract worker.prefix_store.files.encryption "
-        "worker.setting_checks",
+        "worker.schedule_times",
         "pydantic pydantic_core pydantic_settings",
     ),
     "worker.monitoring": May("sluice.contract worker.errors worker.outcomes worker.request", "prometheus_client"),

@@ -11,16 +11,42 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from sluice.contract.keys import MODEL_NAME
+from sluice.contract.keys import MODEL_NAME, is_model_name
 from sluice.contract.redis_url import redacted, url_error
 from worker.environment import PREFIX, describe, refuse_unknown, unique_worker_name, variable
 from worker.errors import CannotStart
 from worker.prefix_store.files.encryption import checked_key
-from worker.setting_checks import checked_hours, checked_models, checked_schedule
+from worker.schedule_times import Crontab, Hours
 
 _REDIS_URL = "redis://localhost:6379/0"
 _RESERVED_ROWS = 2  # of 16
 _RESULT_TTL_S = 3600
+
+
+# Checks of settings whose values have a form of their own. Each returns the value, or raises ValueError.
+
+
+def _checked_schedule(expression: str) -> str:
+    """Check a crontab expression."""
+    Crontab(expression)
+    return expression
+
+
+def _checked_hours(hours: str) -> str:
+    """Check hours of the day."""
+    Hours.read(hours)
+    return hours
+
+
+def _checked_models(models: str) -> str:
+    """Check pairs of a requested and a served model."""
+    for pair in models.split(","):
+        requested, _, served = pair.partition("=")
+        if not requested or requested != requested.strip() or not is_model_name(served):
+            raise ValueError(f"{pair!r} must look like gpt-4o-mini=default")
+        if "*" in requested[:-1]:
+            raise ValueError(f"{pair!r} has a * before the end of the name; write it last, as in claude-*=default")
+    return models
 
 
 class Settings(BaseSettings):
@@ -254,16 +280,16 @@ class Settings(BaseSettings):
         description="Folder for offline batches: the workers run the files in its inbox/. Workers that share the work "
         "name the same folder. Default: none.",
     )
-    batch_schedule: Annotated[str, AfterValidator(checked_schedule)] = Field(
+    batch_schedule: Annotated[str, AfterValidator(_checked_schedule)] = Field(
         "* * * * *", description="When files are taken from the inbox: a crontab expression, in UTC."
     )
-    batch_models: Annotated[str, AfterValidator(checked_models)] | None = Field(
+    batch_models: Annotated[str, AfterValidator(_checked_models)] | None = Field(
         None,
         min_length=1,
         description="Served models for the model names in batch files, such as gpt-4o-mini=default,gpt-*=big,*=tiny; a "
         "name that ends in * is any other name with this beginning. Default: names are taken as they are.",
     )
-    batch_hours: Annotated[str, AfterValidator(checked_hours)] | None = Field(
+    batch_hours: Annotated[str, AfterValidator(_checked_hours)] | None = Field(
         None,
         description="Hours of the day, in UTC, in which offline jobs may take all rows but the reserved ones, such as "
         "22:00-06:00. Default: always.",

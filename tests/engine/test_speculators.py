@@ -9,7 +9,7 @@ from tests.engine.speculation.oracle import verify_everything
 from tests.engine.tiny import EVERY_FAMILY, alone, model, model_of, network, prompt
 from worker.engine.cache.recurrent import SlotArraysCache, UnknownRecurrence
 from worker.engine.model.load import Model
-from worker.engine.speculators import speculator_of
+from worker.engine.thread import speculator_of
 from worker.outcomes import DraftUse
 
 

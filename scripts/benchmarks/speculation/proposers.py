@@ -16,7 +16,7 @@ from worker.engine.speculation.mtp.proposer import DEPTH, HeadProposer
 from worker.engine.speculation.offer import DraftedRow, Offer
 from worker.engine.speculation.proposer import Proposer
 from worker.engine.speculation.speculator import Speculator
-from worker.engine.speculators import speculator_of
+from worker.engine.thread import speculator_of
 from worker.outcomes import PREDICTION
 
 

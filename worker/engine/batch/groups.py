@@ -11,7 +11,6 @@ from worker.engine.admission.classes import Bounds, Decoding, class_of
 from worker.engine.admission.grouping import MeasuredCost, place, regroup
 from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, PreemptedRow
 from worker.engine.batch.pending import StepToken
-from worker.engine.batch.regrouping import destinations
 from worker.engine.batch.row import Row
 from worker.engine.batch.timing import Stopwatch
 from worker.engine.batch.verifications import Verifications
@@ -316,7 +315,7 @@ class Groups:
         if not targets or not self._make_room(targets):
             return
         self._stopwatch.invalidate()
-        for destination, members in destinations(targets, trusted, self._new_group):
+        for destination, members in _destinations(targets, trusted, self._new_group):
             for row in members:
                 if row not in destination.rows:
                     with self._in_transit(row):
@@ -363,3 +362,17 @@ class Groups:
         self._lost[row] = None
         yield
         del self._lost[row]
+
+
+def _destinations(
+    targets: list[list[Row]], groups: list[DecodeBatch], create: Callable[[], DecodeBatch]
+) -> Iterator[tuple[DecodeBatch, list[Row]]]:
+    """Yield the batch for each target group: of the present `groups` the one that holds most of its rows, or a new one
+    by `create`."""
+    for members in sorted(targets, key=len, reverse=True):
+        destination = max(groups, key=lambda group: sum(row in group.rows for row in members), default=None)
+        if destination is None or not any(row in destination.rows for row in members):
+            destination = create()
+        else:
+            groups = [group for group in groups if group is not destination]
+        yield destination, members

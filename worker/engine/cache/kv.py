@@ -1,8 +1,8 @@
 """Keys and values: of the rows of a batch, and of prompts that share a forward.
 
-Each row of a batch has its own slot, so that one is written or dropped without touching the others. A row's tokens start at the first column of its slot; a mask hides the columns after its last token. mlx-lm's batch
-caches (0.32.2) right-align all rows instead (`left_padding`), and therefore copy everything when a row joins, leaves,
-or outgrows the others."""
+Each row of a batch has its own slot, so that one is written or dropped without touching the others. Its tokens start at
+the first column of the slot; a mask hides the columns after its last token. mlx-lm's batch caches (0.32.2) right-align
+all rows instead (`left_padding`), and therefore copy everything when a row joins, leaves, or outgrows the others."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
