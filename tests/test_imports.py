@@ -22,7 +22,7 @@ class May:
 # What decides in the engine by numbers, and the words between its thread and the event loop.
 NUMBERS = "worker.engine.fitting worker.engine.memory worker.engine.step worker.outcomes worker.request"
 
-PURE = "array bisect collections dataclasses enum functools itertools math statistics typing"
+PURE = "array bisect collections dataclasses enum functools itertools math operator statistics typing"
 
 # The longest name that a module's own begins with is its row.
 TABLE = {
@@ -51,8 +51,10 @@ TABLE = {
     "worker.process": May("worker.errors"),
     "worker.environment": May("worker.errors", "dotenv pydantic_core pydantic_settings"),
     "worker.bounded_json": May("sluice.contract.keys worker.errors worker.process worker.turns"),
+    "worker.engine.options": May("worker.engine.memory worker.prefix_store.store"),
     "worker.settings": May(
-        "schemas worker.environment worker.errors sluice.contract worker.prefix_store.files.encryption "
+        "schemas worker.engine.options worker.environment worker.errors sluice.contract "
+        "worker.prefix_store.files.encryption worker.prefix_store.store "
         "worker.schedule_times",
         "pydantic pydantic_core pydantic_settings",
     ),
@@ -158,8 +160,8 @@ TABLE = {
     ),
     "worker.engine.prefill": May(
         "worker.engine.batch worker.engine.cache worker.engine.isolation worker.engine.model "
-        "worker.engine.prefix worker.engine.speculation worker.engine.tokenizer worker.engine.upstream "
-        "worker.engine.vision worker.errors "
+        "worker.engine.options worker.engine.prefix worker.engine.speculation worker.engine.tokenizer "
+        "worker.engine.upstream worker.engine.vision worker.errors "
         f"worker.prefix_store {NUMBERS}",
         "mlx mlx_lm",
     ),

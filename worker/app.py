@@ -17,8 +17,6 @@ from worker.errors import CannotStart
 from worker.monitoring.health import Health
 from worker.monitoring.serving import served_metrics
 from worker.monitoring.sink import MetricsSink
-from worker.prefix_store.files.encryption import decode_key
-from worker.prefix_store.store import StoreOptions
 from worker.process.daemon import (
     EXIT_FORCED,
     ExitTimer,
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sluice")
 
 EXIT_ENGINE_DIED = 3
-
-_DAILY_QUOTAS = 5  # bytes written to disk in a day, as a multiple of the quota, if they are not set
 
 # After a second signal: jobs are requeued within milliseconds if Redis answers and the event loop is not blocked.
 _FORCED_STOP_S = 2.0
@@ -177,26 +173,10 @@ def _engine(settings: Settings, metrics: MetricsSink) -> "EngineThread":
     memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
     return EngineThread(
         partial(_open, settings, memory),
-        step_s=settings.step_ms / 1000,
-        rows=settings.max_rows,
-        memory=memory,
-        prefix_bytes=None if settings.prefix_cache_gb is None else int(settings.prefix_cache_gb * 1e9),
-        disk=_store_options(settings),
-        disk_bits=None if settings.prefix_disk_bits == "exact" else int(settings.prefix_disk_bits),
-        speculation=settings.speculation == "auto",
+        settings.engine_options(memory),
         on_failure=_die,
         on_step=metrics.record_step,
     )
-
-
-def _store_options(settings: Settings) -> StoreOptions | None:
-    """Return where prefixes are stored; None: nowhere."""
-    if settings.prefix_disk_dir is None:
-        return None
-    daily_gb = settings.prefix_disk_daily_gb or _DAILY_QUOTAS * settings.prefix_disk_gb
-    key = decode_key(settings.prefix_disk_key) if settings.prefix_disk_key else None
-    folder = settings.prefix_disk_dir.expanduser()
-    return StoreOptions(folder, int(settings.prefix_disk_gb * 1e9), int(daily_gb * 1e9), key=key, label=settings.model)
 
 
 @asynccontextmanager

@@ -13,14 +13,17 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sluice.contract.keys import MODEL_NAME, is_model_name
 from sluice.contract.redis_url import redacted, url_error
+from worker.engine.options import EngineOptions
 from worker.environment import PREFIX, describe, refuse_unknown, unique_worker_name, variable
 from worker.errors import CannotStart
-from worker.prefix_store.files.encryption import checked_key
+from worker.prefix_store.files.encryption import checked_key, decode_key
+from worker.prefix_store.store import StoreOptions
 from worker.schedule_times import Crontab, Hours
 
 _REDIS_URL = "redis://localhost:6379/0"
 _RESERVED_ROWS = 2  # of 16
 _RESULT_TTL_S = 3600
+_DAILY_QUOTAS = 5  # bytes written to disk in a day, as a multiple of the quota, if they are not set
 
 
 # Checks of settings whose values have a form of their own. Each returns the value, or raises ValueError.
@@ -380,6 +383,27 @@ class Settings(BaseSettings):
         if state_s < events_s:
             raise ValueError(f"a job's state must be kept at least as long as its events, {events_s} s")
         return state_s
+
+    def engine_options(self, memory: int) -> EngineOptions:
+        """Return the options of the engine. `memory`: bytes that weights, rows and caches may take together."""
+        return EngineOptions(
+            step_s=self.step_ms / 1000,
+            rows=self.max_rows,
+            memory=memory,
+            prefix_bytes=None if self.prefix_cache_gb is None else int(self.prefix_cache_gb * 1e9),
+            disk=self._prefix_store(),
+            disk_bits=None if self.prefix_disk_bits == "exact" else int(self.prefix_disk_bits),
+            speculation=self.speculation == "auto",
+        )
+
+    def _prefix_store(self) -> StoreOptions | None:
+        """Return where prefixes are stored; None: nowhere."""
+        if self.prefix_disk_dir is None:
+            return None
+        daily_gb = self.prefix_disk_daily_gb or _DAILY_QUOTAS * self.prefix_disk_gb
+        key = decode_key(self.prefix_disk_key) if self.prefix_disk_key else None
+        folder = self.prefix_disk_dir.expanduser()
+        return StoreOptions(folder, int(self.prefix_disk_gb * 1e9), int(daily_gb * 1e9), key=key, label=self.model)
 
 
 def read_settings(**given: object) -> Settings:

@@ -24,6 +24,7 @@ from worker.engine.batch.pending import PendingTokens
 from worker.engine.batch.row import Row
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
+from worker.engine.options import EngineOptions
 from worker.engine.step.budget import longest_gap_s
 from worker.engine.upstream.mlx_lm import generation_stream, make_prompt_cache
 from worker.outcomes import Sampled
@@ -98,7 +99,7 @@ def one_by_one(model: Model) -> Iterator[Line]:
 
 def engine_s(model: Model, rows: int) -> float:
     """Return the seconds that the engine takes for all requests."""
-    engine, began = Engine(model, step_s=10.0), time.perf_counter()
+    engine, began = Engine(model, EngineOptions(10.0)), time.perf_counter()
     for i in range(rows):
         engine.add(GenerationRequest(str(i), prompt(PROMPT, i), TOKENS))
     while len(engine):
@@ -137,7 +138,7 @@ def limits(model: Model) -> Iterator[Line]:
     memory = model.costs.peak_bytes([[CONTEXT] * FULL_ROWS])
     dice = Random(0)
     tokens = [min(STATED, 1 + int(300 * dice.lognormvariate(0, 1.1))) for _ in range(CHATS - 1)] + [STATED]
-    ways = [Engine(model, step_s=10.0, memory=memory, prefix_bytes=0) for _ in range(2)]
+    ways = [Engine(model, EngineOptions(10.0, memory=memory, prefix_bytes=0)) for _ in range(2)]
     cpu_s: list[list[float]] = [[], []]
 
     def answer(way: int) -> float:
@@ -182,7 +183,7 @@ MAX_GAP_S = longest_gap_s(STEP_S, 0.0)
 
 def gaps(model: Model) -> Iterator[Line]:
     """Measure the longest gap of a running row."""
-    engine = Engine(model, step_s=STEP_S, prefix_bytes=0)  # no prefix cache, since the prompts repeat
+    engine = Engine(model, EngineOptions(STEP_S, prefix_bytes=0))  # no prefix cache, since the prompts repeat
     default_s, _ = stock_gap(model)  # slow, so measured once
     engine_gap(engine)  # warm-up: the step budget learns the speed
     runs = [(engine_gap(engine), stock_gap(model, prefill_step_size=128)) for _ in range(RUNS)]

@@ -30,6 +30,7 @@ from worker.engine.batch.pending import PendingTokens, StepToken
 from worker.engine.batch.row import Row
 from worker.engine.engine import Engine
 from worker.engine.model.load import open_model
+from worker.engine.options import EngineOptions
 from worker.engine.sampling.sampler import draw
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
@@ -112,7 +113,7 @@ def steps_table() -> Table:
     model = open_model(str(TINY_CHAT))
     model.tokenizer.eos_token_ids = set()  # so that no answer ends
     for rows in ROWS:
-        engine = Engine(model, step_s=10.0, rows=rows, prefix_bytes=0)
+        engine = Engine(model, EngineOptions(10.0, rows=rows, prefix_bytes=0))
         for i in range(rows):
             engine.add(GenerationRequest(str(i), _PROMPT, 1024))
         while engine.step().rows < rows:

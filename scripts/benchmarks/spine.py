@@ -14,6 +14,7 @@ from sluice import Client, Finished
 from tests.support.stack import Server, WorkerProcess
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
+from worker.engine.options import EngineOptions
 from worker.outcomes import Sampled
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim, Claims
@@ -65,7 +66,7 @@ async def compare_throughput(url: str, checkpoint: Path, console: Console) -> tu
 
 def bare(model: Model) -> tuple[float, float]:
     """Return the seconds from the first token to the last in the bare engine, and the seconds of a step."""
-    engine = Engine(model, step_s=1.0)
+    engine = Engine(model, EngineOptions(1.0))
     first = 0.0
     last = 0.0
     steps = 0

@@ -10,6 +10,7 @@ from worker.engine.admission.grouping import MeasuredCost, StepCost
 from worker.engine.engine import Engine
 from worker.engine.memory import MAX_ROWS
 from worker.engine.model.load import Model
+from worker.engine.options import EngineOptions
 from worker.engine.prefix.disk import DiskTier
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.upstream.mlx_lm import generation_stream
@@ -31,7 +32,7 @@ from worker.request import GenerationRequest, GrammarState, Range, Sampling, Spe
 
 def answers(model: Model, requests: Iterable[GenerationRequest], *, steps_apart: int = 0) -> dict[str, list[Sampled]]:
     """Return the sampled outcomes of each request. The requests are added `steps_apart` steps apart."""
-    engine, waiting, steps = Engine(model, step_s=0.02, pipelined=True), list(requests), 0
+    engine, waiting, steps = Engine(model, EngineOptions(0.02, pipelined=True)), list(requests), 0
     outcomes: dict[str, list[Sampled]] = {request.id: [] for request in waiting}
     while waiting or len(engine):
         while waiting and steps >= steps_apart * (len(outcomes) - len(waiting)):
@@ -87,12 +88,8 @@ class Run:
     ) -> None:
         self.engine = Engine(
             model,
-            step_s=step_s,
-            rows=rows,
-            memory=memory,
-            prefix_bytes=prefix_bytes,
+            EngineOptions(step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes, pipelined=pipelined),
             speculator=speculator,
-            pipelined=pipelined,
             open_tier=open_tier,
         )
         self.kept_ranges: dict[str, tuple[Range, ...]] = {}  # by request, if SpecPrefill was applied
@@ -194,7 +191,7 @@ class Run:
     @property
     def active(self) -> list[str]:
         """Rows that prefill or decode, the oldest first."""
-        return [row.id for row in self.engine._active]
+        return [*self.engine._active]
 
     @property
     def waiting(self) -> list[str]:

@@ -195,7 +195,7 @@ def test_what_is_reserved_follows_the_answers_that_have_ended(
     run.drain()
     run.add("next", prompt(PROMPT, SEEDS[0]), max_tokens=1_000, grows=True)
     run.step()
-    (row,) = run.engine._active
+    (row,) = run.engine._active.values()
     assert row.reserved == 300
 
 

@@ -15,15 +15,16 @@ import pytest
 from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.stepwise_grammar import StepwiseGrammar
 from tests.engine.tiny import CONFIGS, alone, model, network, prompt, write_checkpoint
-from worker.engine import active
-from worker.engine.active import EngineBroken
+from worker.engine import isolation
 from worker.engine.batch import decode_batch as rows_module
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.engine.batch.row import Row
 from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.recurrent import SlotArraysCache
 from worker.engine.cache.rotating import SlotRotatingKVCache
+from worker.engine.engine import EngineBroken
 from worker.engine.model.load import open_model
+from worker.engine.options import EngineOptions
 from worker.engine.prefill import spans as prefill_module
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.thread import EngineThread
@@ -430,7 +431,7 @@ async def test_broken_engine_reports_failure_to_end_the_process(
         def on_outcome(self, outcome: Outcome, rows: int) -> None:
             outcomes.append(outcome)
 
-    engine = EngineThread(lambda: open_model(str(checkpoint)), step_s=0.1, on_failure=died.set)
+    engine = EngineThread(lambda: open_model(str(checkpoint)), EngineOptions(0.1), on_failure=died.set)
     await engine.start()
     monkeypatch.setattr(rows_module, "forward", raising(always, rows_module.forward))
     for i in range(20):
@@ -456,7 +457,7 @@ def test_exceptions_of_every_type_are_caught_only_by_isolate_and_at_the_end_of_t
                 return any(is_broad(each) for statement in body for each in ast.walk(statement))
         return False
 
-    folder = Path(active.__file__).parent
+    folder = Path(isolation.__file__).parent
     found = Counter(
         str(file.relative_to(folder))
         for file in folder.rglob("*.py")

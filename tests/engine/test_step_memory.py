@@ -16,12 +16,10 @@ from tests.engine.tiny import CONFIGS, build, model_of, prompt
 from worker.engine.admission.classes import Decoding
 from worker.engine.admission.decision import RowEstimate
 from worker.engine.admission.plan import AdmissionPlan
-from worker.engine.admission_controller import Calibration
-from worker.engine.engine import Engine
-from worker.engine.memory import ImageDemand, KVLayers, MemoryModel
+from worker.engine.admission_controller import AdmissionController, Calibration
+from worker.engine.memory import ImageDemand, KVLayers, MemoryModel, StepDemand
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.load import Model
-from worker.engine.step_memory import StepDemand, StepMemory
 from worker.engine.upstream.mlx_lm import generation_stream
 
 # Its keys and values take far more than anything else: 8 kB a token.
@@ -88,22 +86,21 @@ def test_step_covers_another_only_if_nothing_became_less() -> None:
 # In the engine
 
 
-class EveryStep(StepMemory):
-    """Compares every step beside the engine, which may skip it."""
+class EveryStep:
+    """Compares every step beside admission, which may skip it."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine._costs, engine._prefills, engine._running, engine._admission, engine._caches)
+    def __init__(self, admission: AdmissionController, costs: MemoryModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._admission, self._costs, self._compare = admission, costs, admission.compare
         self.reference = Calibration()  # by all steps
         self.steps = self.skipped = 0
+        monkeypatch.setattr(admission, "compare", self._compare_both)
 
-    def compare(self, prompt_tokens: int, images: ImageDemand) -> tuple[int, int] | None:
-        used, last = self._admission._used_bytes(self._caches.nbytes), self._compared
-        memory = super().compare(prompt_tokens, images)
-        drawn = max(sum(map(len, self._lengths[: len(self._buffers)])), self._running.verifications.tokens)
-        demand = StepDemand(self._lengths, self._buffers, max(prompt_tokens, drawn), images, drawn)
+    def _compare_both(self, demand: StepDemand, prefix_bytes: int) -> tuple[int, int] | None:
+        used, last = self._admission._used_bytes(prefix_bytes), self._admission._compared
+        memory = self._compare(demand, prefix_bytes)
         self.reference.record_step(predicted_bytes(self._costs, demand) + self._admission._held_bytes(), used)
         self.reference.compare()
-        self.steps, self.skipped = self.steps + 1, self.skipped + (self._compared is last)
+        self.steps, self.skipped = self.steps + 1, self.skipped + (self._admission._compared is last)
         assert self._admission.calibration.factor >= self.reference.factor - 1e-9
         return memory
 
@@ -141,7 +138,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Model, limit: int, prefix_bytes: int = 0) -> None:
         self.run = Run(model, step_s=1.0, memory=limit, prefix_bytes=prefix_bytes)
         self.run.group_by(ONE_GROUP)
-        self.run.engine._memory = self.every = EveryStep(self.run.engine)
+        self.every = EveryStep(self.run.engine._admission, model.costs, monkeypatch)
         self._limit, self._costs = limit, model.costs
         self._decide = self.run.engine._admission.decide
         self.admitted = 0  # rows admitted after the first step

@@ -94,7 +94,7 @@ def test_a_row_that_is_preempted_loses_its_cache_or_resumes_closes_at_the_same_p
         run.add("row", start, max_tokens=LENGTH, sampling=SEEDED, grammar=limit(7))
         for _ in range(steps):
             run.step()
-        run.engine._active.lose_decoding()
+        run.engine._lose_decoding()
         assert run.drain()["row"] == whole
     for place in range(1, 14):
         run = Run(model(family))

@@ -12,6 +12,7 @@ from tests.engine.tiny import prompt
 from tests.selection import examples
 from tests.support.stack import ROOT, TINY_CHAT
 from worker.engine.model.load import Model, open_model
+from worker.engine.options import EngineOptions
 from worker.engine.step.cost import CLASSES
 from worker.engine.thread import EngineThread
 from worker.errors import CannotStart
@@ -40,7 +41,7 @@ def unreached() -> None:
 
 
 async def test_start_raises_the_error_of_loading() -> None:
-    engine = EngineThread(lambda: open_model("./nothing"), step_s=0.1, on_failure=unreached)
+    engine = EngineThread(lambda: open_model("./nothing"), EngineOptions(0.1), on_failure=unreached)
     with pytest.raises(CannotStart, match="no such folder"):
         await engine.start()
     await engine.stop()
@@ -56,7 +57,7 @@ async def test_a_start_that_is_cancelled_while_the_model_loads_ends_without_an_e
         go_on.wait()
         return tiny_chat()
 
-    engine = EngineThread(load, step_s=0.1, on_failure=unreached)
+    engine = EngineThread(load, EngineOptions(0.1), on_failure=unreached)
     starting = asyncio.create_task(engine.start())
     await asyncio.to_thread(begun.wait)
     starting.cancel()
@@ -69,7 +70,7 @@ async def test_a_start_that_is_cancelled_while_the_model_loads_ends_without_an_e
 
 
 async def test_listener_receives_outcomes_until_its_request_is_removed() -> None:
-    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
+    engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=unreached)
     await engine.start()
     no_end = Sampling(logit_bias=((2, -100.0),))
     stays, keeps_running = Recorder(), Recorder()
@@ -88,7 +89,7 @@ async def test_listener_receives_outcomes_until_its_request_is_removed() -> None
 @pytest.mark.parametrize("removed", [False, True], ids=["ended", "removed"])
 async def test_no_memory_is_reported_as_reserved_after_the_last_request(removed: bool) -> None:
     reports, recorder = list[StepReport](), Recorder()
-    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached, on_step=reports.append)
+    engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=unreached, on_step=reports.append)
     await engine.start()
     no_end = Sampling(logit_bias=((2, -100.0),))
     engine.submit(GenerationRequest("a", prompt(5, 1), 10_000 if removed else 10, no_end), recorder)
@@ -109,7 +110,7 @@ def reserved(reports: list[StepReport]) -> list[tuple[int, int]]:
 
 
 async def test_the_seconds_of_a_decode_step_are_known_once_steps_were_measured() -> None:
-    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
+    engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=unreached)
     await engine.start()
     assert not any(engine.step_times())
     recorder = Recorder()
@@ -120,7 +121,7 @@ async def test_the_seconds_of_a_decode_step_are_known_once_steps_were_measured()
 
 
 async def test_paused_engine_makes_no_token_and_then_continues() -> None:
-    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
+    engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=unreached)
     await engine.start()
     recorder = Recorder()
     engine.submit(GenerationRequest("a", prompt(5, 1), 10_000, Sampling(logit_bias=((2, -100.0),))), recorder)
@@ -145,7 +146,7 @@ async def test_paused_engine_makes_no_token_and_then_continues() -> None:
 
 async def test_engine_that_raises_reports_failure_to_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     died = asyncio.Event()
-    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=died.set)
+    engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=died.set)
     await engine.start()
     monkeypatch.setattr("worker.engine.engine.Engine.step", lambda self: 1 / 0)
     engine.submit(GenerationRequest("a", prompt(5, 1), 5), Recorder())
@@ -158,11 +159,12 @@ import asyncio
 from tests.support.stack import TINY_CHAT
 from tests.engine.test_thread import Recorder, tiny_chat, unreached
 from tests.engine.tiny import prompt
+from worker.engine.options import EngineOptions
 from worker.engine.thread import EngineThread
 from worker.request import GenerationRequest
 
 async def main():
-    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=unreached)
+    engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=unreached)
     await engine.start()
     engine.submit(GenerationRequest("a", prompt(5, 1), 5000), Recorder())
     await asyncio.sleep(0.2)

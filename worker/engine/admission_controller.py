@@ -19,7 +19,7 @@ from worker.engine.admission.plan import (
 )
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
-from worker.engine.memory import BUFFER_TOKENS, MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel
+from worker.engine.memory import BUFFER_TOKENS, MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel, StepDemand
 from worker.request import GenerationRequest
 
 _CALIBRATE_EVERY = 64  # steps between two comparisons of predicted and measured memory
@@ -172,6 +172,8 @@ class AdmissionController:
         self._shares = MemoryShares(free_bytes=limit - costs.resident_bytes)
         self._lengths = AnswerLengths()
         self._arrived = 0  # requests
+        self._is_planned = True  # a plan is applied in this step, so other caches may be saved
+        self._compared: StepDemand | None = None  # of the step whose memory was compared last
         # A step may deliver a token that is drawn, a draft and the token after it. If no more can be reserved then, one
         # more token may be drawn already, and another one can follow as the last.
         self.tokens_ahead = 4 + costs.max_draft
@@ -260,7 +262,7 @@ class AdmissionController:
     def apply(self, plan: AdmissionPlan) -> list[PreemptedRow]:
         """Drop the saved caches, and take over the bounds and the reservation. The rows to admit or to refuse keep
         waiting until `pop`. Returns the rows whose caches were dropped."""
-        self.needs_decision = False
+        self.needs_decision, self._is_planned = False, True
         self._num_plans += 1
         dropped = [row for id in plan.drop_caches for row in self._waiting[id].drop_cache()]
         for id, rows in plan.overtaken.items():
@@ -275,6 +277,18 @@ class AdmissionController:
             self.mark_dirty()
         return dropped
 
+    def compare(self, demand: StepDemand, prefix_bytes: int) -> tuple[int, int] | None:
+        """Compare the peak memory of a step with its prediction, unless that could change nothing: the same rows as in
+        the step compared last take no more than was predicted for that one. So a plan uses the corrections of all steps
+        before it. Returns what `calibrate` returns; None if nothing is compared. `prefix_bytes`: see `calibrate`."""
+        planned, self._is_planned = self._is_planned, False
+        covered = not planned and self._compared is not None and demand.covers(self._compared)
+        if covered and self.skip_calibration(prefix_bytes):
+            return None
+        self._compared = demand
+        slack_bytes = self._limits.costs.slack_bytes(demand.lengths[: len(demand.buffers)], demand.buffers)
+        return self.calibrate(demand.lengths, demand.chunk, prefix_bytes, demand.images, slack_bytes, demand.drawn)
+
     def skip_calibration(self, prefix_bytes: int) -> bool:
         """Count a step without predicting its memory, if that would not raise predictions. Returns False, and changes
         nothing, if the step must be calibrated. Only for a step that is predicted to take at least what the step
@@ -286,7 +300,7 @@ class AdmissionController:
 
     def calibrate(
         self,
-        lengths: list[list[int]],
+        lengths: Sequence[Sequence[int]],
         chunk: int,
         prefix_bytes: int,
         images: ImageDemand = NO_IMAGES,

@@ -1,10 +1,11 @@
 """Memory of a model and its rows: what a step needs, and what active rows need when others are added."""
 
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import starmap
 from math import ceil
+from operator import ge
 from typing import Protocol
 
 BUFFER_TOKENS = 256  # buffers grow in steps of this many tokens, as mlx-lm's do
@@ -370,3 +371,32 @@ class Occupancy:
 
     def _with_images(self, row: Occupant) -> ImageDemand:
         return self._images if row.images is NO_IMAGES else self._images + row.images
+
+
+@dataclass(frozen=True, slots=True)
+class StepDemand:
+    """What the memory of a step is predicted from, besides the saved caches of waiting rows."""
+
+    lengths: Sequence[Sequence[int]]  # of the rows, in tokens, by group; each row in prefill is a group of its own
+    buffers: Sequence[int]  # allocated bytes of the decoding groups, which come first in `lengths`
+    chunk: int = 0  # tokens of the longest chunk
+    images: ImageDemand = NO_IMAGES
+    drawn: int = 0  # tokens that decoding rows draw
+
+    def covers(self, other: "StepDemand") -> bool:
+        """Return True if at least as much memory is predicted for this step as for the other, whatever the model: all
+        groups have as many rows, and nothing is shorter or smaller."""
+        return (
+            [*map(len, self.lengths)] == [*map(len, other.lengths)]
+            and len(self.buffers) == len(other.buffers)
+            and all(map(ge, _longest(self), _longest(other)))
+            and all(map(ge, self.buffers, other.buffers))
+            and self.chunk >= other.chunk
+            and self.drawn >= other.drawn
+            and self.images == other.images
+        )
+
+
+def _longest(demand: StepDemand) -> Iterator[int]:
+    """Return the length of the longest row of each group."""
+    return (max(group, default=0) for group in demand.lengths)

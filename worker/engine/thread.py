@@ -14,8 +14,8 @@ from functools import partial
 from typing import TypeVar
 
 from worker.engine.engine import Engine
-from worker.engine.memory import MAX_ROWS
 from worker.engine.model.load import Model
+from worker.engine.options import EngineOptions
 from worker.engine.prefix.disk import DiskTier
 from worker.engine.prefix.durable import Storing
 from worker.engine.speculation.copies import CopyProposer
@@ -80,27 +80,15 @@ class EngineThread:
     def __init__(
         self,
         load: Callable[[], Model],
+        options: EngineOptions,
         *,
-        step_s: float,
-        rows: int = MAX_ROWS,
-        memory: int | None = None,
-        prefix_bytes: int | None = None,
-        disk: StoreOptions | None = None,
-        disk_bits: int | None = None,
-        speculation: bool = False,
         on_failure: Callable[[], None],
         on_step: Callable[[StepReport], None] = lambda report: None,
     ) -> None:
-        """`load`: load the model; runs on the new thread. `step_s`: target seconds of a step. `rows`, `memory` and
-        `prefix_bytes`: see `Engine`. `disk`: where prefixes are stored; None: nowhere. `disk_bits`: of their KV; None:
-        it is stored exactly. `speculation`: verify drafts.
-        `on_failure` is called if the thread fails after loading, `on_step` with the report of each step; both run on
-        the event loop. Must be created while the loop runs."""
+        """`load`: load the model; runs on the new thread. `on_failure` is called if the thread fails after loading,
+        `on_step` with the report of each step; both run on the event loop. Must be created while the loop runs."""
         self._load = load
-        self._disk = disk
-        self._disk_bits = disk_bits
-        self._speculation = speculation
-        self._engine_of = partial(Engine, step_s=step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes)
+        self._options = options
         self._on_failure, self._on_step = on_failure, on_step
         self._loop = asyncio.get_running_loop()
         self._mailbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -181,25 +169,18 @@ class EngineThread:
 
     def _serve(self) -> None:
         model = self._load()
-        speculator = speculator_of(model) if self._speculation else None
-        tier = self._open_tier if self._disk else None
-        engine = self._engine_of(model, open_tier=tier, speculator=speculator)
+        speculator = speculator_of(model) if self._options.speculation else None
+        open_tier = partial(self._open_tier, self._options.disk) if self._options.disk else None
+        engine = Engine(model, self._options, speculator=speculator, open_tier=open_tier)
         self._post(self._has_loaded, model)
         while self._handle_commands(engine):
             self.heartbeat.beat()
             self._post(self._deliver, engine.step())
         engine.close()
 
-    def _open_tier(self, model: Model) -> DiskTier:
-        assert self._disk is not None
-        return DiskTier(
-            model.network,
-            model.cache_fingerprint,
-            self._disk,
-            self.wake,
-            bits=self._disk_bits,
-            token_bytes=model.costs.token_bytes,
-        )
+    def _open_tier(self, disk: StoreOptions, model: Model) -> DiskTier:
+        bits, token_bytes = self._options.disk_bits, model.costs.token_bytes
+        return DiskTier(model.network, model.cache_fingerprint, disk, self.wake, bits=bits, token_bytes=token_bytes)
 
     def _handle_commands(self, engine: Engine) -> bool:
         """Handle the commands in the mailbox; block on it if there is nothing to compute. Returns False to

@@ -12,6 +12,7 @@ from scripts.benchmarks.speculation.proposers import PROPOSERS
 from scripts.benchmarks.speculation.tasks import TASKS, Requests
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
+from worker.engine.options import EngineOptions
 from worker.engine.speculation.speculator import Speculator
 from worker.request import GenerationRequest
 
@@ -32,7 +33,7 @@ def cases(
 
 def engine_of(model: Model, rows: int, speculator: Speculator | None = None) -> Engine:
     """Return an engine without a prefix cache, whose prompts all are computed."""
-    return Engine(model, step_s=STEP_S, rows=rows, prefix_bytes=0, speculator=speculator)
+    return Engine(model, EngineOptions(STEP_S, rows=rows, prefix_bytes=0), speculator=speculator)
 
 
 def run(engine: Engine, requests: Sequence[GenerationRequest], rows: int) -> Run:

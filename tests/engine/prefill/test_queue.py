@@ -9,6 +9,7 @@ from sluice.contract.keys import Lane
 from tests.engine.step.running import DECODE_S, Running
 from tests.engine.tiny import model, prompt
 from worker.engine.batch.row import Row
+from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.step.budget import FIRST_STEP_WITHIN_S, StepBudget, longest_gap_s
@@ -22,7 +23,7 @@ ROOM = 10**9
 def prefills(family: str = "qwen3", prefix_bytes: int = 0) -> PrefillQueue:
     """Return prefills of a model that computes two tokens a millisecond; a join takes no time."""
     opened = model(family)
-    return PrefillQueue(opened, STEP_S, EngineCaches(opened, prefix_bytes))
+    return PrefillQueue(opened, EngineOptions(STEP_S), EngineCaches(opened, prefix_bytes))
 
 
 def begin(

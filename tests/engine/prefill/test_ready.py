@@ -13,6 +13,7 @@ from tests.engine.test_thread import tiny_chat
 from tests.engine.tiny import alone, model, network, prompt
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
+from worker.engine.options import EngineOptions
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.stage import Ended, Phase, Stage
 from worker.engine.prefill.task import PromptTask
@@ -130,7 +131,7 @@ async def test_engine_thread_sleeps_until_it_is_woken(arrivals: dict[str, Arriva
                 if outcome.finish_reason:
                     ended.set()
 
-    engine = EngineThread(tiny_chat, step_s=0.1, on_failure=ended.set)
+    engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=ended.set)
     await engine.start()
     engine.submit(GenerationRequest("late", PROMPT, ANSWER), Recorder())
     async with asyncio.timeout(30):

@@ -655,7 +655,7 @@ def test_regrouped_rows_and_prefixes_stay_within_memory(wide_model: Model) -> No
     assert run.engine._caches.prefix
     for i in range(100):  # as by other conversations
         if run.engine._caches.prefix.nbytes < 0.9 * run.engine._admission.free_bytes:
-            row = next(row for row in run.engine._active if row.id == "long")
+            row = run.engine._active["long"]
             (cache, place), *_ = run.engine._running.cache_of(row)
             run.engine._caches.prefix.insert(f"space {i}", row.cache_key(), cache, place)
     mx.reset_peak_memory()

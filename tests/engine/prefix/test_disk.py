@@ -19,6 +19,7 @@ from tests.engine.prefix.test_cache import ALL, SOME, SYSTEM, lonely
 from tests.engine.tiny import model, network, prompt
 from worker.engine.cache.layers import layers
 from worker.engine.model.load import Model
+from worker.engine.options import EngineOptions
 from worker.engine.prefill import reuse
 from worker.engine.prefix import tree as tree_module
 from worker.engine.prefix.disk import DiskTier, _allocate
@@ -425,7 +426,7 @@ async def test_the_engine_thread_computes_a_prompt_when_the_folder_hangs(
     monkeypatch.setattr("worker.engine.prefill.queue.load_limit_s", lambda *_, **__: 0.05)
     options = StoreOptions(tmp_path, 10**9)
     for _ in range(2):
-        engine = EngineThread(lambda: model("llama"), step_s=0.1, disk=options, on_failure=unreached)
+        engine = EngineThread(lambda: model("llama"), EngineOptions(0.1, disk=options), on_failure=unreached)
         await engine.start()
         tokens = await asyncio.wait_for(answered(engine, GenerationRequest("a", DOCUMENT, ANSWER)), 30)
         await engine.stop()

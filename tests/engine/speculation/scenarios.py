@@ -104,7 +104,7 @@ def eventful(run: Run, *, rows: int = 6) -> None:
     run.generated.pop("4")
     run.ended.pop("4", None)  # drafts may have ended it
     run.step()
-    run.engine._active.lose_decoding()
+    run.engine._lose_decoding()
     for _ in range(3):
         run.step()
     submit(run, 6)

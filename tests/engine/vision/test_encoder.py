@@ -14,6 +14,7 @@ from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt, image_request, prompt
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
+from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.step.cost import Chunk
@@ -210,7 +211,7 @@ def test_image_of_a_cancelled_row_is_encoded_for_the_next(family: str, monkeypat
 
 def with_an_image(caches: EngineCaches, *ids: str) -> PrefillQueue:
     """Return the queue with prompts of these ids that have the same image."""
-    queue = PrefillQueue(cases.model("qwen3_5"), 1.0, caches)
+    queue = PrefillQueue(cases.model("qwen3_5"), EngineOptions(1.0), caches)
     for id in ids:
         queue.add(Row.of(image_request("qwen3_5", id, prompt("qwen3_5", 7, LARGE, 4, seed=len(id)), 4)))
     queue.begin_step(0.0)

@@ -169,7 +169,8 @@ def test_error_without_mlx_vlm_names_the_alternatives(folder: Path, monkeypatch:
 def test_text_alone_never_imports_mlx_vlm(folder: Path) -> None:
     program = (
         "import sys; from worker.engine.model.load import open_model; from worker.engine.engine import Engine;"
-        f"Engine(open_model({str(folder)!r}, vision=False), step_s=0.1);"
+        "from worker.engine.options import EngineOptions;"
+        f"Engine(open_model({str(folder)!r}, vision=False), EngineOptions(0.1));"
         "sys.exit(any(name.startswith('mlx_vlm') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -14,6 +14,7 @@ from tests.support.chaos.harness import Figure
 from tests.support.stack import TINY_CHAT
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
+from worker.engine.options import EngineOptions
 from worker.outcomes import Refused, RowFailed, Sampled
 from worker.request import GenerationRequest, Sampling
 
@@ -40,7 +41,7 @@ def read_memory() -> MemoryUse:
 
 def churn(model: Model, steps: int, num_samples: int) -> list[MemoryUse]:
     """Run rows of many lengths that start, end and are cancelled at different times. Return memory samples."""
-    engine = Engine(model, step_s=0.02, prefix_bytes=_PREFIX_BYTES)
+    engine = Engine(model, EngineOptions(0.02, prefix_bytes=_PREFIX_BYTES))
     dice = random.Random(1)
     ids = itertools.count()
     active = list[str]()
@@ -88,7 +89,7 @@ async def overload(jobs: int) -> list[Figure]:
     alone_bytes = costs.peak_bytes([[prompt + answer]]) - costs.resident_bytes
     free_bytes = max(alone_bytes, costs.rectangle_bytes([prompt + answer] * jobs) // 10)
     limit = costs.resident_bytes + free_bytes
-    engine = Engine(replace(model, costs=costs), step_s=0.1, memory=limit)
+    engine = Engine(replace(model, costs=costs), EngineOptions(0.1, memory=limit))
     ended = dict[str, str]()
     highest = 0
     for i in range(jobs):

@@ -15,6 +15,7 @@ from worker.engine.isolation import isolate
 from worker.engine.memory import BUFFER_TOKENS, NO_IMAGES, ImageDemand
 from worker.engine.model.load import Model
 from worker.engine.model.profile import weights_bytes
+from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.images import EncodeImages, LoadImages
 from worker.engine.prefill.load import Load
@@ -40,9 +41,8 @@ _INSERT_TOKENS_PER_S = 1e6  # of what another thread has read, until it is measu
 class PrefillQueue:
     """All prompts that are in a phase before decoding. For the engine's thread."""
 
-    def __init__(self, model: Model, step_s: float, caches: EngineCaches, *, with_head: bool = False) -> None:
-        """`step_s`: target seconds of a step. `caches` stays owned by the caller. `with_head`: compute the entries of
-        the model's MTP head too."""
+    def __init__(self, model: Model, options: EngineOptions, caches: EngineCaches, *, with_head: bool = False) -> None:
+        """`caches` stays owned by the caller. `with_head`: compute the entries of the model's MTP head too."""
         self._model = model
         self._head = model.head if with_head else None
         self._network = cast(nn.Module, self._head.trunk) if self._head else model.network
@@ -59,7 +59,7 @@ class PrefillQueue:
             "prefill": CostEstimate(),
             "loading": CostEstimate(_INSERT_TOKENS_PER_S),
         }
-        self._planner = StepPlanner(step_s, self._costs["prefill"], packed_tokens=model.costs.packed_tokens)
+        self._planner = StepPlanner(options.step_s, self._costs["prefill"], packed_tokens=model.costs.packed_tokens)
         self._ratio = model.costs.weights_bytes / max(1, weights_bytes(model.draft.network)) if model.draft else 1.0
 
     def __len__(self) -> int:
