@@ -133,7 +133,7 @@ TABLE = {
         "worker.engine.admission worker.engine.batch worker.engine.memory worker.request", "mlx"
     ),
     "worker.engine.vision": May(
-        "worker.byte_lru worker.engine.checkpoint worker.engine.isolation worker.engine.prefix "
+        "worker.byte_lru worker.engine.cache worker.engine.checkpoint worker.engine.isolation worker.engine.prefix "
         "worker.engine.upstream worker.errors "
         f"worker.prefix_store {NUMBERS}",
         "mlx mlx_lm PIL",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from tests.engine.tiny import FAMILIES, alone, network, prompt
 from tests.selection import examples
@@ -298,18 +298,6 @@ def test_row_attends_to_the_same_tokens_as_in_upstreams_batch(
         assert mx.array_equal(mine.keys, its.keys)
         assert mx.array_equal(mine.values, its.values)
         assert (mine.offset, mine.size()) == (its.offset, its.size())
-
-
-@pytest.mark.parametrize("merged", [BatchKVCache, BatchRotatingKVCache], ids=["full", "ring"])
-def test_upstreams_batch_of_one_can_join_at_another_position(merged: Any) -> None:
-    row = row_of(KVCache if merged is BatchKVCache else lambda: RotatingKVCache(8), 12)
-    one = row.merge([row])
-    outputs(one, 50, None)
-    one.offset = mx.array([70])
-    (batch,) = batch_of([one])
-    assert batch.offset.tolist() == [70]
-    assert outputs(batch, 51, None) == outputs(one, 51, None)
-    assert batch.offset.tolist() == [71]
 
 
 def test_row_with_dropped_tokens_keeps_its_position_also_after_preemption() -> None:

@@ -62,13 +62,6 @@ def test_rotating_cache_has_its_window_and_order() -> None:
     assert kept._temporal_order(kept.keys).flatten().tolist() == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(("batch", "row"), [("BatchKVCache", "KVCache"), ("BatchRotatingKVCache", "RotatingKVCache")])
-def test_a_batch_of_one_gives_its_row_and_its_position(batch: str, row: str) -> None:
-    merged = getattr(mlx_lm, batch)(*([4] if "Rotating" in batch else []), [0])
-    merged.update_and_fetch(mx.zeros((1, 1, 3, 1)), mx.zeros((1, 1, 3, 1)))
-    assert (type(merged.extract(0)).__name__, merged.offset.tolist()) == (row, [3])
-
-
 def test_nested_caches_are_in_a_list() -> None:
     nested = mlx_lm.CacheList(mlx_lm.KVCache(), mlx_lm.KVCache())
     assert [type(layer) for layer in nested.caches] == [mlx_lm.KVCache] * 2

@@ -9,7 +9,6 @@ import mlx.core as mx
 from worker.engine.batch.pending import BatchSampling, PendingTokens, StepToken, forward
 from worker.engine.batch.row import Row
 from worker.engine.cache import slots
-from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrent import Recurrence
 from worker.engine.cache.verification import verification
@@ -167,7 +166,7 @@ class DecodeBatch:
         these. `counts`: of each row. `after`: see `FedTokens`."""
         if not isinstance(self._network, RecordingTrunk):
             return None
-        positioned = next(layer for layer in layers(self._cache) if isinstance(layer, SlotKVCache))
+        positioned = next(layer for layer in layers(self._cache) if layer.slot_rows is not None)
         positions = tuple(positioned.position(index) - count for index, count in enumerate(counts))
         return FedTokens(tuple(row.id for row in self.rows), self._network.take_hidden(), positions, after)
 

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from worker.engine.cache.layers import LayerKind, PackedLayer, SlotLayer
 from worker.engine.cache.slot_rows import SlotRows
 from worker.engine.memory import UNLIMITED_TOKENS, padded_shape
-from worker.engine.upstream.mlx_lm import BatchKVCache, KVCache
+from worker.engine.upstream.mlx_lm import KVCache
 
 
 class SlotKVCache:
@@ -194,10 +195,7 @@ class SlotKVCache:
 
     def _in_order(self, row: Any) -> tuple[mx.array, mx.array, int]:
         """Return the row's keys and values, oldest token first, and the position of its next token."""
-        offset = row.offset
-        if isinstance(row, BatchKVCache):
-            offset, row = int(offset.item()), row.extract(0)
-        return *row.keys_and_values(), offset
+        return *row.keys_and_values(), row.offset
 
     def _write(self, keys: mx.array, values: mx.array) -> None:
         """Write tokens after each row's last."""
@@ -353,3 +351,29 @@ class PackedKVCache:
         if self.keys is not None:
             new = (mx.contiguous(each[index : index + 1, :, : self._tokens[index]]) for each in self.computed)
             self._rows[index].update_and_fetch(*new)
+
+
+class KV(LayerKind):
+    """Keys and values of every token."""
+
+    classes = KVCache, SlotKVCache
+    sliceable = True
+
+    def slots(self, layer: Any, max_draft: int) -> SlotLayer:
+        """Return an empty layer for many rows."""
+        return SlotKVCache()
+
+    def packed(self, rows: Sequence[Any], tokens: Sequence[int], offset: int | mx.array) -> PackedLayer:
+        """Return a layer with which rows share a forward."""
+        return PackedKVCache(rows, tokens, offset)
+
+    def fill(self, layer: Any, arrays: Sequence[mx.array], length: int) -> None:
+        """Let an empty layer hold these keys and values, unless the model never calls it."""
+        keys, values = arrays
+        if keys.size:
+            layer.keys, layer.values, layer.offset = keys, values, length
+
+    def name(self, layer: Any) -> str:
+        """Return "compressed" if it holds one latent vector for all heads, and positions separately (MLA)."""
+        heads = 0 if layer.keys is None else layer.keys.shape[1]
+        return "compressed" if heads == 1 and layer.keys.shape[-1] != layer.values.shape[-1] else "kv"

@@ -14,12 +14,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.engine.cache.kv import PackedKVCache
-from worker.engine.cache.layers import layers
-from worker.engine.cache.recurrent import PackedArraysCache
-from worker.engine.cache.rotating import PackedRotatingKVCache
+from worker.engine.cache.kinds import kind_of
+from worker.engine.cache.layers import LayerKind, layers
 from worker.engine.isolation import isolate
-from worker.engine.upstream.mlx_lm import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from worker.engine.upstream.mlx_lm import ArraysCache, CacheList, make_prompt_cache
 
 # Tokens of the trial row, and tokens with its padding: so many that every fast state decays.
 _UNPADDED, _PADDED = 5, 24
@@ -61,17 +59,11 @@ class Pack:
         self.layers = [self._packed(layer) for layer in zip(*rows, strict=True)]
 
     def _packed(self, rows: Sequence[Any]) -> Any:
-        """Return one layer of all rows. Compares exact classes, since a subclass may keep other state."""
         kinds = {type(row) for row in rows}
         if kinds == {CacheList}:
             return CacheList(*map(self._packed, zip(*(row.caches for row in rows), strict=True)))
-        if kinds == {ArraysCache}:
-            return PackedArraysCache(rows, self._tokens)
-        if kinds == {KVCache}:
-            return PackedKVCache(rows, self._tokens, self._offset)
-        if kinds == {RotatingKVCache} and all(row.keep == 0 for row in rows):
-            return PackedRotatingKVCache(rows, self._tokens, self._offset)
-        raise NotImplementedError(f"{', '.join(sorted(kind.__name__ for kind in kinds))}: rows cannot be packed")
+        kind = kind_of(rows[0]) if len(kinds) == 1 else LayerKind()
+        return kind.packed(rows, self._tokens, self._offset)
 
     def compute(self) -> None:
         """Compute the forward that was given these layers, as far as the caches depend on it. Blocks."""

@@ -8,6 +8,7 @@ convolutions. mlx-lm's open pull request 1821 does the same. `Stepping`: each la
 token, and the states after each token are recorded. For any other recurrence; reads the weights of these layers once
 per token."""
 
+import copy
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.engine.cache.layers import layers
+from worker.engine.cache.layers import LayerKind, PackedLayer, SlotLayer, layers
 from worker.engine.upstream.hooks import replaced_recurrence, wrapped_calls
 from worker.engine.upstream.mlx_lm import ArraysCache, make_prompt_cache
 
@@ -35,6 +36,8 @@ class SlotArraysCache(ArraysCache):
     States are values: those before a forward stay valid while it runs. So after a forward of several tokens, each state
     is advanced from the old one by the tokens that each row keeps. How is recorded during the forward, see
     `worker.engine.cache.recurrent`. If every row keeps all its tokens, the states after the forward are right."""
+
+    slot_rows = None  # it counts no positions
 
     def __init__(self, size: int) -> None:
         self.cache: list[mx.array | None]
@@ -144,6 +147,9 @@ class SlotArraysCache(ArraysCache):
         indices = mx.array(list(order), dtype=mx.int32)
         self.cache = [None if state is None or not len(order) else state[indices] for state in self.cache]
         self.rows = len(order)
+
+    def position(self, index: int) -> None:
+        """Return None: a state has no position."""
 
     def extract(self, index: int) -> ArraysCache:
         """Return a copy of one row as an mlx-lm cache. Lazy: it references the whole batch until it is evaluated."""
@@ -396,3 +402,38 @@ def _recurrent_kinds(network: nn.Module) -> list[type[nn.Module]]:
     with wrapped_calls(kinds, observe):
         network(mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(network))
     return [*found]
+
+
+class Recurrent(LayerKind):
+    """Recurrent states."""
+
+    classes = ArraysCache, SlotArraysCache
+
+    def slots(self, layer: Any, max_draft: int) -> SlotLayer:
+        """Return an empty layer for many rows."""
+        return SlotArraysCache(len(layer.cache))
+
+    def packed(self, rows: Sequence[Any], tokens: Sequence[int], offset: int | mx.array) -> PackedLayer:
+        """Return a layer with which rows share a forward. Raises ValueError if only some of the rows have a state."""
+        return PackedArraysCache(rows, tokens)
+
+    def snapshot(self, layer: Any, index: int) -> Any:
+        """Return a copy of one row's states."""
+        if isinstance(layer, SlotArraysCache):
+            return layer.extract(index)
+        copied = copy.deepcopy(layer)
+        copied.cache = [None if state is None else mx.contiguous(state) for state in copied.cache]
+        return copied
+
+    def arrays(self, layer: Any) -> Sequence[mx.array | None]:
+        """Return the states."""
+        states: list[mx.array | None] = layer.cache
+        return states
+
+    def hand_over(self, layer: Any, other: Any) -> None:
+        """Let `other` hold the states."""
+        other.cache = list(layer.cache)
+
+    def name(self, layer: Any) -> str:
+        """Return the name of the kind, for people."""
+        return "recurrent"

@@ -1,12 +1,14 @@
 """Keys and values of a sliding window: in a batch, each row's slot is a ring."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
 
 from worker.engine.cache.kv import PackedKVCache, SlotKVCache
-from worker.engine.upstream.mlx_lm import BatchRotatingKVCache, RotatingKVCache
+from worker.engine.cache.layers import LayerKind, PackedLayer, SlotLayer
+from worker.engine.upstream.mlx_lm import RotatingKVCache
 
 
 class SlotRotatingKVCache(SlotKVCache):
@@ -55,11 +57,8 @@ class SlotRotatingKVCache(SlotKVCache):
         return cache
 
     def _in_order(self, row: Any) -> tuple[mx.array, mx.array, int]:
-        offset = row.offset
-        if isinstance(row, BatchRotatingKVCache):
-            offset, row = int(offset.item()), row.extract(0)
         keys, values = (row._temporal_order(b)[..., -self.max_size :, :] for b in (row.keys, row.values))
-        return keys, values, offset
+        return keys, values, row.offset
 
     def growth(self, tokens: int) -> int:
         """Return the same as for a plain cache, for at most `max_size` tokens."""
@@ -98,3 +97,44 @@ class PackedRotatingKVCache(PackedKVCache):
         """Return the same as for a plain cache, with a window of at most `max_size`."""
         window = min(window_size or self.max_size, self.max_size)
         return super().make_mask(N, window if self._longest + N > window else None, return_array)
+
+
+class Rotating(LayerKind):
+    """Keys and values of a sliding window. A window that retains first tokens (`keep`) has neither slots nor packs."""
+
+    classes = RotatingKVCache, SlotRotatingKVCache
+
+    def slots(self, layer: Any, max_draft: int) -> SlotLayer:
+        """Return an empty layer for many rows."""
+        return SlotRotatingKVCache(layer.max_size, max_draft) if layer.keep == 0 else super().slots(layer, max_draft)
+
+    def packed(self, rows: Sequence[Any], tokens: Sequence[int], offset: int | mx.array) -> PackedLayer:
+        """Return a layer with which rows share a forward."""
+        if any(row.keep for row in rows):
+            return super().packed(rows, tokens, offset)
+        return PackedRotatingKVCache(rows, tokens, offset)
+
+    def snapshot(self, layer: Any, index: int) -> Any:
+        """Return a copy of one row's window. A prompt chunk stretches the buffers beyond it."""
+        if isinstance(layer, SlotRotatingKVCache):
+            return layer.extract(index)
+        copied = copy.deepcopy(layer)
+        if copied.keys is not None:
+            buffers = copied.keys, copied.values
+            ordered = [copied._temporal_order(buffer)[..., -copied.max_size :, :] for buffer in buffers]
+            copied.keys, copied.values = map(mx.contiguous, ordered)
+            copied._idx = copied.keys.shape[2]
+        return copied
+
+    def hand_over(self, layer: Any, other: Any) -> None:
+        """Let `other` hold the keys and values, and the column of the newest."""
+        super().hand_over(layer, other)
+        other._idx = layer._idx
+
+    def window(self, layer: Any) -> int | None:
+        """Return the tokens of the window."""
+        return int(layer.max_size)
+
+    def name(self, layer: Any) -> str:
+        """Return the name of the kind, for people."""
+        return "rotating"

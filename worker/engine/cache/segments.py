@@ -13,10 +13,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.engine.cache.kv import SlotKVCache
+from worker.engine.cache.kinds import kind_of
 from worker.engine.cache.layers import layers
-from worker.engine.cache.recurrent import SlotArraysCache
-from worker.engine.upstream.mlx_lm import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from worker.engine.upstream.mlx_lm import CacheList, make_prompt_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,8 @@ class StateSnapshot:
 
 
 def is_sliceable(layer: Any) -> bool:
-    """Return True if the layer holds every token's keys and values, so that any range can be copied. Compares exact
-    classes, since a subclass may keep fewer tokens."""
-    return type(layer) in (KVCache, SlotKVCache)
+    """Return True if the layer holds every token's keys and values, so that any range can be copied."""
+    return kind_of(layer).sliceable
 
 
 def needs_states(network: nn.Module) -> bool:
@@ -86,14 +84,18 @@ def token_bytes(cache: Sequence[Any]) -> int:
 
 def kv_buffers(cache: Sequence[Any]) -> list[mx.array]:
     """Return the keys and values of the layers that can be sliced by token, as far as they hold any."""
-    buffers = (buffer for layer in layers(cache) if is_sliceable(layer) for buffer in layer.state[:2])
-    return [buffer for buffer in buffers if buffer is not None]
+    return [buffer for buffer in _buffers(cache) if buffer is not None]
+
+
+def _buffers(cache: Sequence[Any]) -> Iterator[mx.array | None]:
+    for layer in layers(cache):
+        if (kind := kind_of(layer)).sliceable:
+            yield from kind.arrays(layer)
 
 
 def copy_segment(cache: Sequence[Any], index: int, start: int, end: int) -> KVSegment:
     """Copy tokens `start` to `end` (exclusive) of row `index`. Blocks until the copy is computed."""
-    buffers = (buffer for layer in layers(cache) if is_sliceable(layer) for buffer in (layer.keys, layer.values))
-    return _materialized(_sliced(buffer, index, start, end) for buffer in buffers)
+    return _materialized(_sliced(buffer, index, start, end) for buffer in _buffers(cache))
 
 
 def _sliced(buffer: mx.array | None, index: int, start: int, end: int) -> mx.array:
@@ -105,22 +107,8 @@ def _sliced(buffer: mx.array | None, index: int, start: int, end: int) -> mx.arr
 def snapshot_state(cache: Sequence[Any], index: int) -> StateSnapshot:
     """Return a snapshot of the layers of row `index` that cannot be sliced by token. Lazy: `nbytes` is known before
     anything is computed, so it can be dropped at no cost."""
-    return StateSnapshot(tuple(_extract(layer, index) for layer in layers(cache) if not is_sliceable(layer)))
-
-
-def _extract(layer: Any, index: int) -> Any:
-    if isinstance(layer, SlotKVCache | SlotArraysCache):
-        return layer.extract(index)
-    copied = copy.deepcopy(layer)
-    if isinstance(copied, RotatingKVCache) and copied.keys is not None:
-        # A prompt chunk stretches the buffers beyond the window; only the window is needed.
-        buffers = copied.keys, copied.values
-        ordered = [copied._temporal_order(buffer)[..., -copied.max_size :, :] for buffer in buffers]
-        copied.keys, copied.values = map(mx.contiguous, ordered)
-        copied._idx = copied.keys.shape[2]
-    elif isinstance(copied, ArraysCache):
-        copied.cache = [None if state is None else mx.contiguous(state) for state in copied.cache]
-    return copied
+    unsliced = ((kind, layer) for layer in layers(cache) if not (kind := kind_of(layer)).sliceable)
+    return StateSnapshot(tuple(kind.snapshot(layer, index) for kind, layer in unsliced))
 
 
 def restore_cache(
@@ -136,13 +124,10 @@ def restore_cache(
 def _filled(layer: Any, joined: Iterator[mx.array], states: Iterator[Any], length: int) -> Any:
     if isinstance(layer, CacheList):
         return CacheList(*(_filled(each, joined, states, length) for each in layer.caches))
-    if not is_sliceable(layer):
+    kind = kind_of(layer)
+    if not kind.sliceable:
         return next(states)
-    keys, values = next(joined), next(joined)
-    if keys.size:
-        layer.keys = keys
-        layer.values = values
-        layer.offset = length
+    kind.fill(layer, [next(joined) for _ in kind.arrays(layer)], length)
     return layer
 
 
@@ -163,5 +148,4 @@ def is_finite(cached: KVSegment | StateSnapshot | None) -> bool:
 
 def _arrays(state_layers: Iterable[Any]) -> Iterator[mx.array]:
     for layer in state_layers:
-        states = layer.cache if isinstance(layer, ArraysCache) else (layer.keys, layer.values)
-        yield from (state for state in states if state is not None)
+        yield from (array for array in kind_of(layer).arrays(layer) if array is not None)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -59,14 +59,9 @@ class SlotRows:
         self._steps = steps
 
 
-class HasRows(Protocol):
-    """A cache with slots."""
-
-    slot_rows: SlotRows
-
-
-def share_rows(caches: Iterable[HasRows]) -> None:
-    """Let caches with equal rows share them."""
+def share_rows(layers: Iterable[Any]) -> None:
+    """Let layers in slots share their rows with those that have equal ones."""
     known = dict[tuple[tuple[int, ...], ...], SlotRows]()
-    for cache in caches:
-        cache.slot_rows = known.setdefault(cache.slot_rows.key, cache.slot_rows)
+    for layer in layers:
+        if layer.slot_rows is not None:
+            layer.slot_rows = known.setdefault(layer.slot_rows.key, layer.slot_rows)

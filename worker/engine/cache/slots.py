@@ -15,20 +15,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.engine.cache.kv import SlotKVCache
+from worker.engine.cache.kinds import kind_of
 from worker.engine.cache.layers import layers
-from worker.engine.cache.recurrent import SlotArraysCache
-from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.cache.slot_rows import share_rows
 from worker.engine.memory import UNLIMITED_TOKENS
-from worker.engine.upstream.mlx_lm import (
-    ArraysCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
-    CacheList,
-    KVCache,
-    RotatingKVCache,
-)
+from worker.engine.upstream.mlx_lm import CacheList
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +51,9 @@ def empty_batch_of(row: Sequence[Any], max_draft: int = 0) -> list[Any]:
 
 
 def _batched_layer(layer: Any, max_draft: int) -> Any:
-    """Return an empty slot cache for a layer. Compares exact classes, since a subclass may keep state that a slot would
-    lose."""
-    kind = type(layer)
-    if kind is CacheList:
+    if isinstance(layer, CacheList):
         return CacheList(*(_batched_layer(each, max_draft) for each in layer.caches))
-    if kind is ArraysCache:
-        return SlotArraysCache(len(layer.cache))
-    if kind in (KVCache, BatchKVCache):
-        return SlotKVCache()
-    if kind is BatchRotatingKVCache or (kind is RotatingKVCache and layer.keep == 0):
-        return SlotRotatingKVCache(layer.max_size, max_draft)
-    raise NotImplementedError(f"{kind.__name__} has no batch that rows can join in place")
+    return kind_of(layer).slots(layer, max_draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +138,7 @@ def _move(moving: Sequence[tuple[Any, list[mx.array]]], order: Sequence[int]) ->
 
 def _share_rows(batch: Sequence[Any]) -> None:
     """Let layers with equal rows compute the arrays of these once in each forward."""
-    share_rows(layer for layer in layers(batch) if isinstance(layer, SlotKVCache))
+    share_rows(layers(batch))
 
 
 def compact_order(rows: int, leaving: Collection[int]) -> list[int]:
@@ -171,8 +153,8 @@ def snapshot(batch: Sequence[Any], index: int) -> Snapshot:
     """Copy one row out of the batch. Blocks."""
     row = [layer.extract(index) for layer in batch]
     materialize(row)
-    positions = (layer.position(index) for layer in layers(batch) if isinstance(layer, SlotKVCache))
-    return Snapshot(row, next(positions, None))
+    positions = (layer.position(index) for layer in layers(batch))
+    return Snapshot(row, next((position for position in positions if position is not None), None))
 
 
 def restore(preempted: Snapshot) -> list[Any]:

@@ -2,32 +2,17 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-from worker.engine.cache.kv import SlotKVCache
-from worker.engine.cache.layers import layers
+from worker.engine.cache.layers import SlotLayer, layers
 from worker.engine.cache.slot_rows import share_rows
-
-
-class CommittingLayer(Protocol):
-    """A slot cache that can keep a part of a forward's tokens."""
-
-    def begin(self, width: int) -> None:
-        """Let the next forward feed `width` tokens to each row. They count only after `commit`."""
-
-    def commit(self, counts: Sequence[int], clear: Collection[int] = ()) -> None:
-        """Keep the first `counts[i]` >= 1 of the tokens of row i. `clear`: rows of which no value of the other tokens
-        may stay in a buffer, since one is not finite."""
-
-    def roll_back(self, clear: Collection[int] = ()) -> None:
-        """Keep no token of the forward. `clear`: as for `commit`."""
 
 
 class Verification:
     """One forward of several tokens per row."""
 
     def __init__(self, cache: Sequence[Any]) -> None:
-        self._layers: list[CommittingLayer] = list(layers(cache))
+        self._layers: list[SlotLayer] = list(layers(cache))
         self._open = True
 
     def begin(self, width: int) -> None:
@@ -36,14 +21,14 @@ class Verification:
             layer.begin(width)
 
     def commit(self, counts: Sequence[int], clear: Collection[int] = ()) -> None:
-        """Keep the first `counts[i]` of the tokens of row i, in all layers. Lazy. `clear`: see `CommittingLayer`."""
+        """Keep the first `counts[i]` of the tokens of row i, in all layers. Lazy. `clear`: see `SlotLayer`."""
         for layer in self._layers:
             layer.commit(counts, clear)
-        share_rows(layer for layer in self._layers if isinstance(layer, SlotKVCache))
+        share_rows(self._layers)
         self._open = False
 
     def discard(self, clear: Collection[int] = ()) -> None:
-        """Keep no token of the forward. `clear`: see `CommittingLayer`."""
+        """Keep no token of the forward. `clear`: see `SlotLayer`."""
         for layer in self._layers:
             layer.roll_back(clear)
         self._open = False

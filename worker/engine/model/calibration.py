@@ -13,8 +13,9 @@ import mlx.nn as nn
 
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
+from worker.engine.cache.segments import is_sliceable
 from worker.engine.memory import BUFFER_TOKENS, CHUNK, MemoryModel
-from worker.engine.upstream.mlx_lm import KVCache, make_prompt_cache
+from worker.engine.upstream.mlx_lm import make_prompt_cache
 
 _LONGEST = 8192  # tokens; DeepSeek-V3.2 and GLM pick 2,048
 _PROBE = 32  # tokens of a chunk after a long context: precise enough, in an eighth of the time of a whole chunk
@@ -74,7 +75,7 @@ def _measured(network: nn.Module, cache: list[Any], context: int, chunk: int) ->
 def _pad(cache: list[Any], tokens: int) -> None:
     """Append zeros for `tokens` tokens to unlimited KV caches. Windows and recurrent states keep their size."""
     for layer in layers(cache):
-        if isinstance(layer, KVCache):
+        if is_sliceable(layer):
             layer.update_and_fetch(*(mx.zeros((*like.shape[:2], tokens, like.shape[3]), like.dtype)
                                      for like in (layer.keys, layer.values)))  # fmt: skip
 

@@ -63,7 +63,7 @@ def drafting(network: nn.Module, found: Sequence[Layer]) -> Drafting:
     if "compressed" in kinds:
         reason = "its latent attention (MLA) expands the whole context for more than one token"
         return Drafting(unsupported_reason=reason)
-    if not kinds <= {"kv", "rotating", "recurrent", "unused"}:
+    if kinds & {"chunked", "quantized", "unknown"}:
         return Drafting(unsupported_reason="rows of its caches cannot share a batch")
     states = _states(network) if "recurrent" in kinds else "none"
     if states is None:
@@ -113,6 +113,8 @@ def _with_slots(layer: Any) -> Any:
 
 class _Uncommitted:
     """A layer of which nothing is kept: its buffers would be allocated."""
+
+    slot_rows = None
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer

@@ -7,21 +7,20 @@ class."""
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from worker.engine.cache.kinds import kind_of
 from worker.engine.cache.layers import cannot_batch, layers
 from worker.engine.device import fused_attention
 from worker.engine.memory import BUFFER_TOKENS, KVLayers, MemoryModel
 from worker.engine.upstream.hooks import observed_attention
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 
-Kind = Literal["kv", "rotating", "compressed", "recurrent", "chunked", "quantized", "unused"]
-
-_HELD: dict[Kind, str] = {"chunked": "in chunks, as Llama 4 does", "quantized": "in quantized form"}
+_HELD = {"chunked": "in chunks, as Llama 4 does", "quantized": "in quantized form"}
 
 _FEW, _MANY = 2, 2 + BUFFER_TOKENS  # tokens: many models treat a single token differently
 # Peak of a layer's intermediate results, relative to the output of its linear maps: 2.1 to 2.3 measured for dense and
@@ -35,7 +34,7 @@ _UNKNOWN_EXPERTS = 8
 class Layer:
     """Memory of one cache layer for one row."""
 
-    kind: Kind
+    kind: str  # name of its kind of cache, or "unused"
     token_bytes: int  # for each token that it holds
     window: int | None  # the most tokens that it holds; None is unlimited
     fixed_bytes: int  # independent of the length of the row
@@ -134,7 +133,8 @@ def why_not_batched(network: nn.Module, config: dict[str, Any]) -> str | None:
     """Return why rows of this model cannot share a batch, and what to do; None if they can. Lazy: computes nothing."""
     (one, _), (other, _) = _filled(network, 1), _filled(network, 2)
     if kinds := cannot_batch(one):
-        layout = next((_HELD[kind] for layer in layers(one) if (kind := _kind(layer)) in _HELD), "in its own way")
+        names = [kind_of(layer).name(layer) for layer in layers(one)]
+        layout = next((_HELD[name] for name in names if name in _HELD), "in its own way")
         return (
             f"This model keeps its context {layout} ({', '.join(kinds)}), which mlx-lm cannot batch. Serve another "
             "model; mlx_lm.server can serve this one, one request at a time."
@@ -168,37 +168,13 @@ def _filled(network: nn.Module, tokens: int) -> tuple[list[Any], mx.array]:
 
 def _layer(few: Any, many: Any) -> Layer:
     """Return the layer by its caches after two prompts whose lengths differ by `BUFFER_TOKENS`."""
-    grown = -(-(many.nbytes - few.nbytes) // BUFFER_TOKENS)
+    kind, grown = kind_of(few), -(-(many.nbytes - few.nbytes) // BUFFER_TOKENS)
     return Layer(
-        kind=_kind(few, grows=grown > 0),
+        kind=kind.name(few) if few.nbytes else "unused",
         token_bytes=grown,
-        window=_window(few),
+        window=kind.window(few),
         fixed_bytes=0 if grown else few.nbytes,
     )
-
-
-def _kind(layer: Any, *, grows: bool = True) -> Kind:
-    if hasattr(layer, "chunk_size"):
-        return "chunked"
-    if hasattr(layer, "bits"):
-        return "quantized"
-    if not grows:
-        return "recurrent" if layer.nbytes else "unused"
-    if _window(layer) is not None:
-        return "rotating"
-    return "compressed" if _is_latent(layer) else "kv"
-
-
-def _window(layer: Any) -> int | None:
-    """Return the most tokens that the layer holds; None is unlimited."""
-    return getattr(layer, "max_size", None)
-
-
-def _is_latent(layer: Any) -> bool:
-    """Return True if the layer holds one latent vector for all heads, and positions separately (MLA)."""
-    if not (hasattr(layer, "keys") and hasattr(layer, "values")):
-        return False
-    return bool(layer.keys.shape[1] == 1 and layer.keys.shape[-1] != layer.values.shape[-1])
 
 
 def _outputs(network: nn.Module, text: dict[str, Any]) -> int:

@@ -12,13 +12,14 @@ import mlx.nn as nn
 from worker.engine.batch.pending import PendingTokens, forward
 from worker.engine.batch.row import Row
 from worker.engine.cache import slots
+from worker.engine.cache.kinds import kind_of
 from worker.engine.cache.layers import layers
 from worker.engine.cache.pack import Pack
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
 from worker.engine.speculation.mtp.head import Head
 from worker.engine.speculation.mtp.prompt import PromptEntries, PromptHead
 from worker.engine.upstream.hooks import rope_at
-from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
+from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.outcomes import Prefilled, SpecPrefillSkipped
 from worker.request import GenerationRequest, Range
@@ -228,7 +229,7 @@ def dense_prefix_len(kept_ranges: Ranges) -> int:
 
 def window_of(cache: Sequence[Any]) -> int:
     """Return the longest sliding window among the layers, in tokens; 0 if there is none."""
-    return max((layer.max_size for layer in layers(cache) if isinstance(layer, RotatingKVCache)), default=0)
+    return max((kind_of(layer).window(layer) or 0 for layer in layers(cache)), default=0)
 
 
 def _check_ranges(kept_ranges: Ranges, prompt: int, window: int) -> None:

@@ -4,8 +4,6 @@ fails there. Written against mlx-lm 0.32.2."""
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
     CacheList,
     KVCache,
     RotatingKVCache,
@@ -19,8 +17,6 @@ download, get_classes = _download, _get_classes
 __all__ = [
     "ArraysCache",
     "BPEStreamingDetokenizer",
-    "BatchKVCache",
-    "BatchRotatingKVCache",
     "CacheList",
     "KVCache",
     "RotatingKVCache",

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from worker.engine.upstream.mlx_lm import ArraysCache
+from worker.engine.cache.kinds import kind_of
 
 
 @contextmanager
@@ -16,16 +16,7 @@ def lent_to(cache: Sequence[Any], other: Sequence[Any]) -> Iterator[None]:
         kind, other_kind = type(layer).__name__, type(other_layer).__name__
         if kind != other_kind:
             raise NotImplementedError(f"mlx-lm caches a layer as {kind}, mlx-vlm as {other_kind}")
-        _move_arrays(layer, other_layer)
+        kind_of(layer).hand_over(layer, other_layer)
     yield
     for layer, other_layer in zip(cache, other, strict=True):
-        _move_arrays(other_layer, layer)
-
-
-def _move_arrays(source: Any, target: Any) -> None:
-    if isinstance(source, ArraysCache) or isinstance(target, ArraysCache):
-        target.cache = list(source.cache)
-    else:
-        target.keys = source.keys
-        target.values = source.values
-        target.offset = source.offset
+        kind_of(layer).hand_over(other_layer, layer)
