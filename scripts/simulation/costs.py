@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from math import prod
 
-from worker.engine.step.cost import MAX_CHUNK
+from worker.engine.step.tuning import MAX_CHUNK
 
 Shape = tuple[int, int]  # (rows, tokens of each row)
 

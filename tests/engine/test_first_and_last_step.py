@@ -7,7 +7,7 @@ import pytest
 from tests.engine.driver import Run
 from tests.engine.tiny import alone, model, network, prompt
 from worker.engine.batch.decode_batch import DecodeBatch
-from worker.engine.step.budget import FIRST_STEP_AT_MOST_S
+from worker.engine.step.tuning import FIRST_STEP_AT_MOST_S
 from worker.outcomes import Prefilled, Sampled
 from worker.request import Sampling
 

@@ -13,7 +13,7 @@ from tests.selection import examples
 from tests.support.stack import ROOT, TINY_CHAT
 from worker.engine.model.load import Model, open_model
 from worker.engine.options import EngineOptions
-from worker.engine.step.cost import CLASSES
+from worker.engine.step.tuning import CLASSES
 from worker.engine.thread import EngineThread
 from worker.errors import CannotStart
 from worker.outcomes import Outcome, Sampled, StepReport

@@ -12,9 +12,10 @@ from worker.engine.batch.row import Row
 from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.engine.step.budget import FIRST_STEP_WITHIN_S, StepBudget, longest_gap_s
+from worker.engine.step.budget import StepBudget, longest_gap_s
 from worker.engine.step.cost import Chunk, CostEstimate
-from worker.request import GenerationRequest
+from worker.engine.step.tuning import FIRST_STEP_WITHIN_S
+from worker.request import GenerationRequest, Lane
 
 STEP_S, TOKENS_PER_S = 0.1, 2000
 ROOM = 10**9

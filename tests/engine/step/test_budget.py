@@ -6,21 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.contract.keys import Lane
-from worker.engine.step.budget import (
+from worker.engine.step.budget import Backlog, GapLimit, Running, StepBudget, longest_gap_s
+from worker.engine.step.cost import CostEstimate, PromptCost
+from worker.engine.step.tuning import (
     ALONE_STEPS,
     COMPUTED_WITHIN_S,
     GAP_DECODES,
     GAP_STEPS,
+    MIN_CHUNK,
     SHARED_ALONE_STEPS,
     WITH_DRAFTS,
-    Backlog,
-    GapLimit,
-    Running,
-    StepBudget,
-    longest_gap_s,
 )
-from worker.engine.step.cost import MIN_CHUNK, CostEstimate, PromptCost
+from worker.request import Lane
 
 STEP_S = 0.1
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.step.cost import MAX_CHUNK, MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS, CostEstimate, PromptCost
+from worker.engine.step.cost import CostEstimate, PromptCost
+from worker.engine.step.tuning import MAX_CHUNK, MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS
 
 COSTS = st.builds(PromptCost, st.floats(0, 0.05), st.floats(1e-6, 1e-2), st.floats(0, 1e-6))
 

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.step.budget import GAP_STEPS, MOST, OF_GAPS, OVERRAN, STALL, Backlog, Overruns, Running, StepBudget
+from worker.engine.step.budget import Backlog, Overruns, Running, StepBudget
 from worker.engine.step.cost import CostEstimate, StepKind
+from worker.engine.step.tuning import GAP_STEPS, MOST_OVERRUN, OF_GAPS, OVERRAN, STALL
 
 STEP_S = 0.1
 GAP_S = GAP_STEPS * STEP_S
@@ -50,7 +51,7 @@ def test_stalls_that_repeat_within_a_few_gaps_are_expected_until_they_stop() -> 
 
 
 def test_no_more_is_expected_than_a_shorter_plan_can_prevent() -> None:
-    assert after(*[9.0] * 150).expected == pytest.approx(after().expected * MOST / USUAL)
+    assert after(*[9.0] * 150).expected == pytest.approx(after().expected * MOST_OVERRUN / USUAL)
 
 
 def test_stalls_of_steps_that_compute_the_same_are_expected() -> None:
@@ -62,7 +63,7 @@ def test_stalls_of_steps_that_compute_the_same_are_expected() -> None:
     assert overruns.expected == pytest.approx(after().expected * 1.8 / USUAL)
 
 
-@given(st.floats(1.0, MOST), st.floats(0.01, 0.06), st.integers(0, 1000))
+@given(st.floats(1.0, MOST_OVERRUN), st.floats(0.01, 0.06), st.integers(0, 1000))
 def test_gaps_keep_their_limit_while_all_plans_are_too_short(ratio: float, decode_s: float, seed: int) -> None:
     """The first three may be too long: they tell by how much."""
     dice = Random(seed)
@@ -72,7 +73,7 @@ def test_gaps_keep_their_limit_while_all_plans_are_too_short(ratio: float, decod
     assert min(lasted) >= STEP_S / 2
 
 
-@given(st.floats(1.0, MOST), st.integers(2, 40), st.sampled_from(KINDS[1:]))
+@given(st.floats(1.0, MOST_OVERRUN), st.integers(2, 40), st.sampled_from(KINDS[1:]))
 def test_gaps_keep_their_limit_while_the_plans_of_one_kind_are_too_short(
     ratio: float, every: int, kind: StepKind
 ) -> None:

@@ -9,20 +9,17 @@ from hypothesis import strategies as st
 
 from sluice.contract.keys import Lane
 from worker.engine.step.budget import Backlog
-from worker.engine.step.cost import MIN_CHUNK, Chunk, Forward, PromptCost
-from worker.engine.step.plan import (
+from worker.engine.step.cost import Chunk, Forward, PromptCost
+from worker.engine.step.plan import PromptState, StepLimits, in_order, may_advance, plan
+from worker.engine.step.tuning import (
     AGING,
     FIRST_TOKEN_S,
     LATE_FACTOR,
+    MIN_CHUNK,
     OFFLINE_EVERY,
     OLDEST_FIRST_EVERY,
     REMAINDER_PASSES,
     SHORT_PASSES,
-    PromptState,
-    StepLimits,
-    in_order,
-    may_advance,
-    plan,
 )
 from worker.outcomes import Phase
 

@@ -4,8 +4,9 @@ import pytest
 
 from tests.engine.step.running import DECODE_S, Running
 from worker.engine.step.cost import CostEstimate
-from worker.engine.step.plan import OLDEST_FIRST_EVERY, PromptState
+from worker.engine.step.plan import PromptState
 from worker.engine.step.planner import StepPlanner
+from worker.engine.step.tuning import OLDEST_FIRST_EVERY
 
 STEP_S, LONGEST = 0.1, 10**6
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from worker.engine.step.cost import CLASSES, StepTimes
+from worker.engine.step.cost import StepTimes
+from worker.engine.step.tuning import CLASSES
 
 
 def test_steps_of_about_as_many_rows_share_a_mean() -> None:

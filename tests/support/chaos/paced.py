@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from arq.worker import func
 
 from worker.chat.context import WorkerContext
-from worker.engine.step.cost import CLASSES
+from worker.engine.step.tuning import CLASSES
 from worker.jobs import chat
 from worker.monitoring.health import Health
 from worker.monitoring.serving import served_metrics

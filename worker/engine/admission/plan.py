@@ -25,7 +25,8 @@ from worker.engine.admission.decision import (
     victims,
 )
 from worker.engine.memory import BUFFER_TOKENS, CHUNK, NO_IMAGES, ImageDemand, Occupancy
-from worker.engine.step.cost import MAX_CHUNK
+from worker.engine.step.tuning import MAX_CHUNK
+from worker.request import Lane
 
 _FIRST = 1_024  # tokens reserved for an answer while too few are known: a limit that workers had for all of them
 _KNOWN = 16  # answers of a lane

@@ -13,7 +13,7 @@ from worker.engine.prefill.reuse import Beginning
 from worker.engine.prefill.spans import PackRow
 from worker.engine.prefill.task import PromptTask
 from worker.engine.speculation.mtp.head import Head
-from worker.engine.step.cost import MAX_CHUNK
+from worker.engine.step.tuning import MAX_CHUNK
 
 
 @dataclass(frozen=True, slots=True)

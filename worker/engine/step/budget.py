@@ -12,15 +12,30 @@ from typing import Self, get_args
 from sluice.contract.keys import Lane
 from worker.engine.step.cost import PLAIN_STEP, CostEstimate, StepKind
 from worker.engine.step.plan import PromptState
-
-# While prompts wait, a gap between two tokens of a row may last this multiple of the target, ...
-GAP_STEPS = 3
-# ... or at most this multiple of the decode time, if decoding alone takes more than half of that.
-GAP_DECODES = 2.5
-_GAP_RISE = 4.0  # seconds of a gap for each second that decoding takes beyond that half, up to `GAP_DECODES`
-# Part of the longest gap that a step with drafts may take; the rest is for what is not predicted, such as rows that
-# leave.
-WITH_DRAFTS = 0.86
+from worker.engine.step.tuning import (
+    ALONE_STEPS,
+    COMPUTED_WITHIN_S,
+    FIRST_OVERRUN,
+    FIRST_STEP_AT_MOST_S,
+    FIRST_STEP_WITHIN_S,
+    GAP_DECODES,
+    GAP_RISE,
+    GAP_STEPS,
+    LONG_GAP,
+    MOST_OVERRUN,
+    OF_GAPS,
+    OF_GAPS_ALIKE,
+    OVERRAN,
+    OVERRAN_ALIKE,
+    OVERRUN,
+    OVERRUN_GAPS,
+    OVERRUN_MARGIN,
+    OVERRUN_RANK,
+    SHARED_ALONE_STEPS,
+    STALL,
+    WITH_DRAFTS,
+)
+from worker.request import Lane
 
 
 def longest_gap_s(step_s: float, decode_s: float) -> float:
@@ -28,7 +43,7 @@ def longest_gap_s(step_s: float, decode_s: float) -> float:
 
     That is `GAP_STEPS` targets while decoding takes at most half of them, and rises to `GAP_DECODES` decode times."""
     gap_s = GAP_STEPS * step_s
-    return max(gap_s, min(GAP_DECODES * decode_s, gap_s + _GAP_RISE * (decode_s - half_gap_s(step_s))))
+    return max(gap_s, min(GAP_DECODES * decode_s, gap_s + GAP_RISE * (decode_s - half_gap_s(step_s))))
 
 
 def half_gap_s(step_s: float) -> float:
@@ -52,27 +67,13 @@ class GapLimit:
         return most_s - self.elapsed_s
 
 
-# A gap of more than this multiple of its plan is a stall: another process had the processor, or memory was reclaimed.
-STALL = 1.5
-# Stalls are expected again if this many of the latest gaps overran their plans, ...
-OVERRAN, OF_GAPS = 3, 20
-# ... or this many of the latest gaps whose steps computed the same: the plan may underestimate these.
-OVERRAN_ALIKE, OF_GAPS_ALIKE = 2, 4
-_OVERRUN = 1.2  # a gap that lasted more than this multiple of its plan overran; usual ones last nearly as planned
-# Before the margin, at most this multiple of a plan is expected: a plan of less than half of the gap leaves hardly time
-# for a chunk, and what lasts longer still is not prevented by it.
-MOST = 2.0
-_GAPS = 150  # the latest ones, by which overruns are expected
-_RANK = 3  # the third largest overrun counts: the two above it may be chance
-_MARGIN = 1.1  # for larger ones: a row that decodes for 30 steps should see none
-_FIRST = 1.1  # before it is measured
-
-
 class Overruns:
     """Measured seconds of gaps relative to those planned, of the latest gaps that were planned to last long."""
 
     def __init__(self) -> None:
-        self._gaps = deque([(_FIRST, PLAIN_STEP)] * _RANK, _GAPS)  # ratio, and the kind of the step
+        self._gaps = deque(
+            [(FIRST_OVERRUN, PLAIN_STEP)] * OVERRUN_RANK, OVERRUN_GAPS
+        )  # ratio, and the kind of the step
         self._expected: float | None = None  # by the gaps so far; None: not computed yet
 
     def observe(self, ratio: float, kind: StepKind = PLAIN_STEP) -> None:
@@ -84,11 +85,11 @@ class Overruns:
     def expected(self) -> float:
         """The most seconds that a gap is expected to last, relative to those that are planned."""
         if self._expected is None:
-            self._expected = _MARGIN * min(MOST, sorted(self._counted())[-_RANK])
+            self._expected = OVERRUN_MARGIN * min(MOST_OVERRUN, sorted(self._counted())[-OVERRUN_RANK])
         return self._expected
 
     def _counted(self) -> list[float]:
-        """Return the overruns that count: all but stalls that have not repeated. At least `_RANK`."""
+        """Return the overruns that count: all but stalls that have not repeated. At least `OVERRUN_RANK`."""
         gaps = [*self._gaps]
         if max(ratio for ratio, _ in gaps) <= STALL:
             return [ratio for ratio, _ in gaps]
@@ -101,20 +102,11 @@ class Overruns:
         }
         since = len(gaps) - OF_GAPS if repeating else len(gaps)
         counted = [ratio for i, (ratio, kind) in enumerate(gaps) if ratio <= STALL or i >= since or kind in alike]
-        return [*counted, *[_FIRST] * max(0, _RANK - len(counted))]
+        return [*counted, *[FIRST_OVERRUN] * max(0, OVERRUN_RANK - len(counted))]
 
 
 def _overran(ratios: Sequence[float], least: int) -> bool:
-    return sum(ratio > _OVERRUN for ratio in ratios) >= least
-
-
-# Waiting prompts get the share of the time with which all are computed before the oldest has waited this many seconds.
-COMPUTED_WITHIN_S = 0.5
-# Rows that have joined put off their first decode step for at most this many seconds while prompts can be computed, ...
-FIRST_STEP_WITHIN_S = 1.5
-# ... and beyond that, for prompts that take at most `FIRST_STEP_WITHIN_S` each, while this makes first tokens earlier
-# in the mean; at most this many seconds in all. `scripts/simulate --slower 1.6` needs 8 s for 32 prompts.
-FIRST_STEP_AT_MOST_S = 10.0
+    return sum(ratio > OVERRUN for ratio in ratios) >= least
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +149,6 @@ class FirstStep:
         return in_time and self.rows < len(waiting) * self.slowdown
 
 
-# Multiple of the target that a step may last if no row decodes: it then delays only new requests and cancellations.
-ALONE_STEPS = 6
-# The same for a forward that several interactive prompts share: it delays a new request more, and computes a burst of
-# prompts in larger matrices. On 2 cores, tokens of prompts of 75 tokens took 4.5 ms each with six targets, 3.2 with
-# fifteen.
-SHARED_ALONE_STEPS = 15
-# Overruns are recorded only for gaps that were planned to last half of the limit, or this share of the longest gap that
-# is planned at present.
-_LONG = 0.75
-
 _LANES: tuple[Lane, ...] = get_args(Lane)
 
 
@@ -194,7 +176,7 @@ class StepBudget:
         which could not become too long, are ignored. `kind`: of the step that has made it; by default no row joined,
         and no forward was shared."""
         longest_s = GAP_STEPS * self._step_s / self.overrun
-        if planned_s >= min(half_gap_s(self._step_s), _LONG * longest_s):
+        if planned_s >= min(half_gap_s(self._step_s), LONG_GAP * longest_s):
             self._overruns.observe(seconds / planned_s, kind)
 
     @property

@@ -5,21 +5,25 @@ from dataclasses import dataclass
 from math import ceil, inf, sqrt
 
 from worker.engine.fitting import LeastSquares
+from worker.engine.step.tuning import (
+    CLASSES,
+    COPIED_BYTES_PER_S,
+    FIRST_WEIGHT,
+    GROWTH_PRIOR,
+    LENGTH_PRIOR,
+    MAX_CHUNK,
+    MIN_CHUNK,
+    MIN_TOKENS_TIME_PER_PASS,
+    PACE_WEIGHT,
+    PASS_PRIOR,
+    STEP_WEIGHT,
+    TOKENS_PER_S,
+    VALID_S,
+)
 
-MIN_CHUNK, MAX_CHUNK = 16, 2048  # tokens of a chunk; above `MAX_CHUNK` a larger chunk is hardly faster
-# A chunk is worth its pass over the weights if its tokens take at least this multiple of the time of that pass.
-MIN_TOKENS_TIME_PER_PASS = 1.0
-TOKENS_PER_S = 2000.0  # prefill speed assumed before any measurement
-_WEIGHT = 0.2  # of the newest measurement
 _TOKENS_UNIT = 1e3  # tokens are counted in this unit, so that all unknowns have similar magnitude
 _CHUNK_UNIT = 1e2  # and the tokens of a chunk in this one
-# Prior that length costs nothing: while all prompts have the same length, the cost is assigned to tokens and rows.
-_PRIOR = 0.0, 0.1
-_PASS_PRIOR = 1e-3, 1e-3  # weak: two chunks of different length tell what a pass costs
 _BYTES_UNIT = 1e8  # bytes are counted in this unit
-_COPIED_BYTES_PER_S = 2e9  # assumed before any measurement
-_GROWTH_PRIOR = 1e-3  # weak: buffers grow rarely, and one growth measures the cost well
-_GUESS = 0.1  # weight of the initial guess, relative to one measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +73,14 @@ class CostEstimate:
         """`tokens_per_s`: speed assumed before any measurement. `least`: tokens of the shortest chunk that is measured;
         shorter chunks mostly measure overhead."""
         self._least = least
-        self._tokens, self._joins = LeastSquares(_PRIOR), LeastSquares((*_PRIOR, _GROWTH_PRIOR))
-        self._passes = LeastSquares(_PASS_PRIOR)  # seconds of chunks by their passes and tokens
+        self._tokens, self._joins = LeastSquares(LENGTH_PRIOR), LeastSquares((*LENGTH_PRIOR, GROWTH_PRIOR))
+        self._passes = LeastSquares(PASS_PRIOR)  # seconds of chunks by their passes and tokens
         # Current time of a token relative to its long-term average. It follows changes of the device quickly, while the
         # cost of a token's position is measured only by long prompts, which are rare.
         self._pace = 1.0
-        self._tokens.observe((_GUESS, 0.0), _GUESS / tokens_per_s)
-        self._joins.observe((_GUESS, 0.0, 0.0), 0.0)
-        self._joins.observe((0.0, 0.0, _GUESS), _GUESS * _BYTES_UNIT / _COPIED_BYTES_PER_S)
+        self._tokens.observe((FIRST_WEIGHT, 0.0), FIRST_WEIGHT / tokens_per_s)
+        self._joins.observe((FIRST_WEIGHT, 0.0, 0.0), 0.0)
+        self._joins.observe((0.0, 0.0, FIRST_WEIGHT), FIRST_WEIGHT * _BYTES_UNIT / COPIED_BYTES_PER_S)
         self._forward_s = 0.0  # seconds of a pass over the weights
         self._most_forward_s = 0.0  # upper limit of that
 
@@ -105,7 +109,7 @@ class CostEstimate:
         pace = token_s / max(usual_s + before * before_s, 1e-9)
         self._tokens.observe((1.0, before), token_s / self._pace)
         pace = min(pace, 2 * self._pace)
-        self._pace += _WEIGHT * (pace - self._pace)
+        self._pace += PACE_WEIGHT * (pace - self._pace)
 
     def _observe_passes(self, passes: int, tokens: int, before: float, seconds: float) -> None:
         """Learn from a chunk what a pass over the weights costs. `before`: tokens before it, in `_TOKENS_UNIT`."""
@@ -160,12 +164,6 @@ def step_kind(forwards: Sequence[Forward]) -> StepKind:
     return StepKind(joins, shared=any(len(forward.chunks) > 1 for forward in forwards))
 
 
-# Rows by powers of two, so that steps are compared with steps of about as many rows: 1, 2 to 3, ..., 128 and more.
-CLASSES = 8
-_STEP_WEIGHT = 0.05  # of the newest step: an average of some 20
-_VALID_S = 60.0  # a machine may get other work, so older times say nothing; a chat takes less
-
-
 class StepTimes:
     """Mean seconds of the latest decode steps, for each class of rows."""
 
@@ -179,9 +177,9 @@ class StepTimes:
         if not rows or not seconds:
             return
         place = min(rows.bit_length(), CLASSES) - 1
-        weight = _STEP_WEIGHT if now < self._valid_until[place] else 1.0
+        weight = STEP_WEIGHT if now < self._valid_until[place] else 1.0
         self._seconds[place] += weight * (seconds - self._seconds[place])
-        self._valid_until[place] = now + _VALID_S
+        self._valid_until[place] = now + VALID_S
 
     def seconds(self, now: float) -> tuple[float, ...]:
         """Return the mean of each class; 0 if it has no step of the last minute."""

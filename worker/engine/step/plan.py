@@ -4,8 +4,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from sluice.contract.keys import Lane
-from worker.engine.step.cost import MAX_CHUNK, MIN_CHUNK, Chunk, Forward, PromptCost
+from worker.engine.step.cost import Chunk, Forward, PromptCost
+from worker.engine.step.tuning import (
+    AGING,
+    FIRST_TOKEN_S,
+    LATE_FACTOR,
+    MAX_CHUNK,
+    MIN_CHUNK,
+    OFFLINE_EVERY,
+    OLDEST_FIRST_EVERY,
+    REMAINDER_PASSES,
+    SHORT_CHUNKS,
+    SHORT_PASSES,
+)
 from worker.outcomes import Phase
 
 
@@ -41,16 +52,6 @@ class PromptState:
         return self.cost.rest_s(self.remaining, self.done)
 
 
-# A first token within this time counts as good. A prompt that can no longer have one counts as taking this multiple of
-# its time: overload then does not make every prompt late, and a late but short one is not the last of all.
-FIRST_TOKEN_S = 2.0
-LATE_FACTOR = 8
-# One step in this many is for the prompts that have waited longest, so a late or long one advances under any load.
-OLDEST_FIRST_EVERY = 8
-# Each second that a prompt has waited counts as this much less of its own time: it lets shorter ones pass until it has
-# waited for eight times the difference (of its time counted `LATE_FACTOR` times, once it is late).
-AGING = 1 / 8
-
 # Orders the prompts that wait. The second argument is the number of the step, counting up.
 Order = Callable[[Iterable[PromptState], int], list[PromptState]]
 
@@ -73,19 +74,6 @@ def _rank(row: PromptState) -> tuple[bool, float]:
         return offline, -inf
     late = not offline and row.waited_s + row.alone_s > FIRST_TOKEN_S
     return offline, (LATE_FACTOR if late else 1) * row.alone_s - AGING * row.waited_s
-
-
-# In steps without enough time for an offline chunk, one in this many has a short one all the same.
-OFFLINE_EVERY = 8
-# A prompt shares a forward if its remaining tokens take at most as long as this many passes over the weights, or are at
-# most `SHORT_CHUNKS` times as many as the others compute in it. The tokens of a longer one would delay the others, and
-# save little.
-SHORT_PASSES = 6
-SHORT_CHUNKS = 3
-# The last tokens of an interactive prompt are computed with the chunk before them if they take at most this many passes
-# over the weights, although the step then lasts longer than planned: in a later step they would take a pass of their
-# own. The same holds for its join, which would leave a later step too little time for another chunk.
-REMAINDER_PASSES = 0.25
 
 
 def may_advance(prompts: Sequence[PromptState]) -> list[PromptState]:

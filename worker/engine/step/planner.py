@@ -7,8 +7,7 @@ from typing import Protocol
 from worker.engine.step.budget import Backlog, FirstStep, Running, StepBudget
 from worker.engine.step.cost import CostEstimate, Forward, StepKind, step_kind
 from worker.engine.step.plan import Order, PackedTokens, PromptState, StepLimits, in_order, may_advance, no_copies, plan
-
-_FAR_MORE = 2  # times as many rows as were measured: their decode step is not extrapolated from measured ones
+from worker.engine.step.tuning import FAR_MORE
 
 
 class RunningRows(Protocol):
@@ -105,7 +104,7 @@ class StepPlanner:
         """Return the expected seconds of the next decode step, without those of copying buffers. With far more rows
         than were ever measured, it takes at least as long as a chunk of as many tokens: both multiply the weights with
         as many."""
-        if len(running) <= _FAR_MORE * running.most_measured:
+        if len(running) <= FAR_MORE * running.most_measured:
             return running.step_s
         return max(running.step_s, self._costs.now.chunk_s(len(running), 0))
 
