@@ -3,6 +3,7 @@
 import hashlib
 from collections import defaultdict, deque
 from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 from pydantic import ValidationError
@@ -53,6 +54,7 @@ def _messages(messages: list[Message]) -> list[Message]:
 
 
 _NEVER = -100.0  # the bias that OpenAI describes as a ban
+_OF_THE_MODEL = "temperature", "top_p", "top_k", "min_p"  # its generation config may have them
 
 
 def read_request(body: Any, model_name: str, *, max_parts: int, has_draft_model: bool = False) -> ChatRequest:
@@ -144,29 +146,17 @@ def output_tokens(
 def sampling_of(
     request: ChatRequest, generation: dict[str, Any], vocab: int, seed: int, ends: Collection[int] = ()
 ) -> Sampling:
-    """Return the sampling parameters: the request's, else those of the model's generation config, else neutral ones.
+    """Return the sampling parameters: those of the request by their names, else those of the model's generation config,
+    else neutral ones.
 
     `ends`: the tokens that end an answer. Raises `JobFailure` for a biased token that is not in the vocabulary.
     """
-
-    def resolve(name: str, otherwise: Any) -> Any:
-        found = (getattr(request, name), generation.get(name), otherwise)
-        return next(value for value in found if value is not None)
-
-    temperature = resolve("temperature", 1.0)
+    given = {each.name: getattr(request, each.name, None) for each in fields(Sampling)}
+    given |= {name: generation.get(name) for name in _OF_THE_MODEL if given[name] is None}
     if request.temperature is None and generation.get("do_sample") is False:
-        temperature = 0.0
-    return Sampling(
-        temperature=temperature,
-        top_p=resolve("top_p", 1.0),
-        top_k=resolve("top_k", 0),
-        min_p=resolve("min_p", 0.0),
-        repetition_penalty=request.repetition_penalty or 1.0,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        logit_bias=_bias(request, vocab, ends),
-        seed=seed,
-    )
+        given["temperature"] = 0.0
+    found = {name: value for name, value in given.items() if value is not None}
+    return Sampling(**{"temperature": 1.0, **found, "logit_bias": _bias(request, vocab, ends), "seed": seed})
 
 
 def _bias(request: ChatRequest, vocab: int, ends: Collection[int]) -> tuple[tuple[int, float], ...]:
