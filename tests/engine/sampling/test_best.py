@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.selection import examples
-from worker.engine.sampling import best
-from worker.engine.sampling.best import best_ids, best_values
+from worker.engine.sampling import sampler
+from worker.engine.sampling.sampler import best_ids, best_values
 
 # Coarse, so that equal ones are common.
 LOGPROB = st.integers(-12, 0).map(lambda n: n / 4) | st.just(-math.inf)
@@ -24,7 +24,7 @@ def test_best_tokens_are_the_first_of_a_full_sort(data: st.DataObject, vocab: in
     )
     n = data.draw(st.integers(1, vocab))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(best, "_CHUNK", chunk)
+        patch.setattr(sampler, "_CHUNK", chunk)
         ids: Any = best_ids(mx.array(values), n).tolist()
         if n < vocab:
             unordered: Any = best_values(mx.array(values), n).tolist()
@@ -43,4 +43,4 @@ def test_a_large_vocabulary_is_searched_by_chunks(vocab: int) -> None:
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     expected: Any = mx.argsort(-logprobs, axis=-1)[:, :20].tolist()
     assert best_ids(logprobs, 20).tolist() == expected
-    assert best._candidates(logprobs, 20)[0].shape == (3, 20 * 128)
+    assert sampler._candidates(logprobs, 20)[0].shape == (3, 20 * 128)

@@ -20,7 +20,7 @@ from tests.support.stack import TINY_CHAT
 from tests.text.structured import Schema, schema
 from worker.engine.batch.row import Row
 from worker.engine.model.load import Model, open_model
-from worker.engine.sampling.grammar_processor import GrammarProcessor
+from worker.engine.sampling.processors import GrammarProcessor
 from worker.engine.tokenizer import MLXTokenizer
 from worker.outcomes import Sampled
 from worker.request import GenerationRequest, Sampling

@@ -3,7 +3,7 @@
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from worker.engine.vision.attention import bidirectional
+from worker.engine.vision.families import bidirectional
 
 
 def test_tokens_of_an_image_attend_to_its_later_tokens() -> None:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from worker.engine.batch.row import Row
-from worker.engine.sampling.grammar_processor import masked
 from worker.engine.sampling.logprobs import StepLogprobs
-from worker.engine.sampling.processors import processors_for
+from worker.engine.sampling.processors import masked, processors_for
 from worker.engine.sampling.sampler import Sampler, draw
 from worker.engine.speculation.mtp.trunk import Network
 from worker.engine.speculation.positions import Position

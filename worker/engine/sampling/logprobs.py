@@ -6,8 +6,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from worker.engine.sampling.best import best_ids
-from worker.engine.sampling.sampler import normalized
+from worker.engine.sampling.sampler import best_ids, normalized
 from worker.outcomes import Logprobs
 
 

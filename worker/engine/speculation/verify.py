@@ -6,9 +6,8 @@ from typing import cast
 
 import mlx.core as mx
 
-from worker.engine.sampling.grammar_processor import masked
 from worker.engine.sampling.logprobs import StepLogprobs
-from worker.engine.sampling.processors import processors_for
+from worker.engine.sampling.processors import masked, processors_for
 from worker.engine.sampling.sampler import draw
 from worker.engine.speculation.positions import Position
 from worker.outcomes import Logprobs

@@ -1,14 +1,14 @@
 """Differences between families of vision models: how an image becomes features, and how its tokens are computed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from worker.engine.cache.kinds import kind_of
 from worker.engine.upstream.hooks import recorded_layers
-from worker.engine.vision.attention import bidirectional
-from worker.engine.vision.cache_bridge import lent_to
 from worker.engine.vision.encoder import Features
 from worker.engine.vision.inputs import Family, ImageSpans
 from worker.request import PromptImage
@@ -254,3 +254,50 @@ def _grid_positions(frames: int, rows: int, columns: int) -> mx.array:
     """Return the frame, row and column of each token, (3, tokens)."""
     axes = mx.meshgrid(*(mx.arange(size, dtype=mx.int32) for size in (frames, rows, columns)), indexing="ij")
     return mx.stack([axis.reshape(-1) for axis in axes])
+
+
+def bidirectional(cache: Sequence[Any], tokens: int, spans: Sequence[tuple[int, int]]) -> list[Any]:
+    """Wrap cache layers for one forward of `tokens` tokens, so that the tokens of each image attend to each other.
+    `spans`: the images as (start, end), counted from the forward's first token. The layers themselves are shared, not
+    copied."""
+    if all(last - first == 1 for first, last in spans):
+        return list(cache)
+    together = mx.zeros((tokens, tokens), mx.bool_)
+    for first, last in spans:
+        together[first:last, first:last] = True
+    return [_Bidirectional(layer, together) for layer in cache]
+
+
+class _Bidirectional:
+    """The part of a cache layer that mlx-lm's attention uses, with another mask."""
+
+    def __init__(self, layer: Any, together: mx.array) -> None:
+        self._layer, self._together = layer, together
+
+    @property
+    def offset(self) -> Any:
+        return self._layer.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        fetched: tuple[mx.array, mx.array] = self._layer.update_and_fetch(keys, values)
+        return fetched
+
+    def make_mask(self, tokens: int, **how: Any) -> mx.array:
+        causal: mx.array = self._layer.make_mask(tokens, **{**how, "return_array": True})
+        before = causal.shape[-1] - tokens
+        return causal | mx.pad(self._together, [(0, 0), (before, 0)])
+
+
+@contextmanager
+def lent_to(cache: Sequence[Any], other: Sequence[Any]) -> Iterator[None]:
+    """Give the arrays of `cache`, one row's, to `other`, mlx-vlm's empty caches, and take the updated arrays back when
+    the context closes. If the body raises, nothing is taken back. Raises NotImplementedError if the kinds of layers
+    differ."""
+    for layer, other_layer in zip(cache, other, strict=True):
+        kind, other_kind = type(layer).__name__, type(other_layer).__name__
+        if kind != other_kind:
+            raise NotImplementedError(f"mlx-lm caches a layer as {kind}, mlx-vlm as {other_kind}")
+        kind_of(layer).hand_over(layer, other_layer)
+    yield
+    for layer, other_layer in zip(cache, other, strict=True):
+        kind_of(layer).hand_over(other_layer, layer)
