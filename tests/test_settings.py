@@ -8,8 +8,10 @@ import pytest
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.settings import variable as gateway_variable
 from tests.support.stack import ROOT
+from worker.engine.options import EngineOptions
 from worker.environment import variable
 from worker.errors import CannotStart
+from worker.prefix_store.store import StoreOptions
 from worker.settings import Settings, read_settings
 
 WITHOUT_DEFAULT = {"SLUICE_MODEL"}
@@ -237,8 +239,30 @@ def modules() -> dict[str, str]:
 
 
 def test_every_setting_is_used_somewhere() -> None:
-    code = "".join(code for name, code in modules().items() if name != "worker/settings.py")
-    assert [name for name in Settings.model_fields if not re.search(rf"settings\.{name}\b", code)] == []
+    sources = modules()
+    own = sources.pop("worker/settings.py")  # fills the engine's options
+    code = "".join(sources.values())
+    used = {name for name in Settings.model_fields if re.search(rf"settings\.{name}\b", code)}
+    assert [name for name in Settings.model_fields if name not in used and f"self.{name}" not in own] == []
+
+
+def test_the_engine_gets_its_options_in_its_own_units(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = {
+        "MODEL": "m", "STEP_MS": "50", "MAX_ROWS": "4", "PREFIX_CACHE_GB": "1.5", "PREFIX_DISK_DIR": str(tmp_path),
+        "PREFIX_DISK_GB": "2", "PREFIX_DISK_BITS": "8", "SPECULATION": "auto",
+    }  # fmt: skip
+    for name, value in given.items():
+        monkeypatch.setenv(f"SLUICE_{name}", value)
+    disk = StoreOptions(tmp_path, 2_000_000_000, 10_000_000_000, label="m")
+    assert read_settings().engine_options(7_000) == EngineOptions(
+        0.05, rows=4, memory=7_000, prefix_bytes=1_500_000_000, disk=disk, disk_bits=8, speculation=True
+    )
+
+
+def test_without_a_folder_prefixes_are_stored_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_MODEL", "m")
+    options = read_settings().engine_options(7_000)
+    assert (options.disk, options.disk_bits, options.prefix_bytes, options.pipelined) == (None, None, None, None)
 
 
 THEIR_WORDS = ("Input should", "String should", "Value error", "unable to", "is not valid;")

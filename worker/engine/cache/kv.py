@@ -371,7 +371,8 @@ class KV(LayerKind):
         """Let an empty layer hold these keys and values, unless the model never calls it."""
         keys, values = arrays
         if keys.size:
-            layer.keys, layer.values, layer.offset = keys, values, length
+            layer.keys, layer.values = keys, values
+            layer.offset = length
 
     def name(self, layer: Any) -> str:
         """Return "compressed" if it holds one latent vector for all heads, and positions separately (MLA)."""

@@ -110,7 +110,8 @@ class LayerKind:
     def hand_over(self, layer: Any, other: Any) -> None:
         """Let `other` hold the arrays of the layer. One of them is of another package, whose class has the same
         name."""
-        other.keys, other.values, other.offset = layer.keys, layer.values, layer.offset
+        other.keys, other.values = layer.keys, layer.values
+        other.offset = layer.offset
 
     def window(self, layer: Any) -> int | None:
         """Return the most tokens that the layer holds; None is unlimited."""
@@ -118,7 +119,9 @@ class LayerKind:
 
     def name(self, layer: Any) -> str:
         """Return the name of the kind, for people."""
-        return "chunked" if hasattr(layer, "chunk_size") else "quantized" if hasattr(layer, "bits") else "unknown"
+        if hasattr(layer, "chunk_size"):
+            return "chunked"
+        return "quantized" if hasattr(layer, "bits") else "unknown"
 
 
 def layers(cache: Iterable[Any]) -> Iterator[Any]:

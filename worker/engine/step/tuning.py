@@ -31,9 +31,11 @@ OVERRAN_ALIKE, OF_GAPS_ALIKE = 2, 4
 # Multiple of a plan that is expected at most, before the margin: a plan of less than half of the gap leaves hardly
 # time for a chunk, and what lasts longer still is not prevented by it. test_overruns.
 MOST_OVERRUN = 2.0
-# Overruns are expected by the latest gaps: the third largest counts, since the two above it may be chance, with a
-# margin for larger ones: a row that decodes for 30 steps should see none. test_overruns, simulate.
-OVERRUN_GAPS, OVERRUN_RANK, OVERRUN_MARGIN = 150, 3, 1.1
+# Overruns are expected by this many of the latest gaps: the third largest counts, since the two above it may be chance.
+# test_overruns, simulate.
+OVERRUN_GAPS, OVERRUN_RANK = 150, 3
+# Multiple of that overrun, for larger ones: a row that decodes for 30 steps should see none. test_overruns, simulate.
+OVERRUN_MARGIN = 1.1
 # Multiple of a plan that a gap lasts before any is measured. test_overruns.
 FIRST_OVERRUN = 1.1
 # Share of the longest gap that is planned at present, beyond which a gap's overrun is recorded; shorter ones could
