@@ -22,7 +22,7 @@ from scripts.simulation.machine import MAX_ROWS, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner
 from tests.support.growing_memory import RULES, requests
 from tests.support.growing_memory import Machine as MemoryMachine
-from worker.engine.admission.plan import QUANTILE
+from worker.engine.admission.tuning import QUANTILE
 from worker.engine.step.tuning import MAX_CHUNK
 
 STEP_S = 0.1

@@ -34,7 +34,7 @@ SEEDS = 0, 1, 2, 6  # of prompts whose answers have more than 1,000 tokens
 def wide_model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """Return a model whose weights include what other tests have left in memory."""
     monkeypatch.setattr(growth, "_FIRST", FIRST)
-    monkeypatch.setattr(growth, "_KNOWN", 1_000)
+    monkeypatch.setattr(growth, "KNOWN_ANSWERS", 1_000)
     for module in growth, admission:
         monkeypatch.setattr(module, "BUFFER_TOKENS", FIRST)
     gc.collect()
@@ -188,7 +188,7 @@ def test_rows_with_drafts_grow_within_memory_and_end_as_alone(
 def test_what_is_reserved_follows_the_answers_that_have_ended(
     wide_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(growth, "_KNOWN", 2)
+    monkeypatch.setattr(growth, "KNOWN_ANSWERS", 2)
     run = run_in(wide_model, memory_for(wide_model, 8, 500))
     for i in range(4):
         run.add(str(i), prompt(PROMPT, SEEDS[i]), max_tokens=300, grows=i < 3)

@@ -13,8 +13,8 @@ from tests.engine.driver import EACH_ALONE, ONE_GROUP, Run
 from tests.engine.tiny import CONFIGS, alone, build, model, model_of, prompt
 from tests.selection import examples
 from tests.support.chaos.churn import churn, growth
-from worker.engine.admission.decision import MAX_OVERTAKES
 from worker.engine.admission.grouping import StepCost
+from worker.engine.admission.tuning import MAX_OVERTAKES
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.load import Model
 

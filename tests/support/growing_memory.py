@@ -12,7 +12,8 @@ from sluice.contract.keys import Lane
 from worker.engine.admission.classes import Decoding
 from worker.engine.admission.decision import Limits, RowEstimate, group_lengths
 from worker.engine.admission.grouping import StepCost
-from worker.engine.admission.plan import NO_GROUP, QUANTILE, AdmissionPlan, AnswerLengths, in_groups, plan_admission
+from worker.engine.admission.plan import NO_GROUP, AdmissionPlan, AnswerLengths, in_groups, plan_admission
+from worker.engine.admission.tuning import QUANTILE
 from worker.engine.memory import BUFFER_TOKENS, KVLayers, MemoryModel
 
 CONTEXT = 32_768  # tokens

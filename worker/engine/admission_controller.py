@@ -17,16 +17,20 @@ from worker.engine.admission.plan import (
     in_groups,
     plan_admission,
 )
+from worker.engine.admission.tuning import (
+    CALIBRATE_EVERY,
+    CHOOSE_BOUNDS_EVERY,
+    LEAST_FACTOR,
+    MOST_FACTOR,
+    NOISE_BYTES,
+    RECORD_EVERY,
+    WEIGHT_DOWN,
+    WEIGHT_UP,
+)
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
 from worker.engine.memory import BUFFER_TOKENS, MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel, StepDemand
 from worker.request import GenerationRequest
-
-_CALIBRATE_EVERY = 64  # steps between two comparisons of predicted and measured memory
-_RECORD_EVERY = 16  # one step in this many is recorded at least; divides `_CALIBRATE_EVERY`
-_NOISE_BYTES = 16_000_000  # below this, a measurement reflects mostly the allocator
-_UP, _DOWN = 0.5, 0.05  # weights of the newest measurement: running out of memory is worse than leaving some unused
-_LEAST, _MOST = 0.5, 4.0  # limits of the factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +42,17 @@ class Correction:
     def exceeded(self, predicted: int, measured: int) -> "Correction":
         """Return the correction after one step's measurement: it rises at once to measured / predicted, and never
         falls. `predicted`: bytes before correction."""
-        if predicted < _NOISE_BYTES:
+        if predicted < NOISE_BYTES:
             return self
-        return Correction(max(self.factor, min(_MOST, measured / predicted)))
+        return Correction(max(self.factor, min(MOST_FACTOR, measured / predicted)))
 
     def observe(self, predicted: int, measured: int) -> "Correction":
         """Return the correction moved towards measured / predicted, faster upwards than downwards. Both are peak bytes
         in addition to the weights; `predicted` is `MemoryModel.working_bytes` of the rows that ran."""
-        if predicted < _NOISE_BYTES:
+        if predicted < NOISE_BYTES:
             return self
-        ratio = min(_MOST, max(_LEAST, measured / predicted))
-        weight = _UP if ratio > self.factor else _DOWN
+        ratio = min(MOST_FACTOR, max(LEAST_FACTOR, measured / predicted))
+        weight = WEIGHT_UP if ratio > self.factor else WEIGHT_DOWN
         return Correction(self.factor + weight * (ratio - self.factor))
 
 
@@ -70,8 +74,8 @@ class Calibration:
     def skip_step(self, measured: int) -> bool:
         """Count a step without a prediction, if a prediction would not raise the correction. Returns False, and counts
         nothing, if the step must be recorded. Its prediction must be at least that of the step recorded last."""
-        is_due = (self._steps + 1) % _RECORD_EVERY == 0
-        if is_due or measured > self.factor * max(self._last_predicted, _NOISE_BYTES):
+        is_due = (self._steps + 1) % RECORD_EVERY == 0
+        if is_due or measured > self.factor * max(self._last_predicted, NOISE_BYTES):
             return False
         self._steps += 1
         self._max_measured = max(self._max_measured, measured)
@@ -89,10 +93,10 @@ class Calibration:
         return self.factor != before
 
     def compare(self) -> tuple[int, int] | None:
-        """Return the largest predicted bytes, corrected, and the largest measured bytes of the last `_CALIBRATE_EVERY`
+        """Return the largest predicted bytes, corrected, and the largest measured bytes of the last `CALIBRATE_EVERY`
         steps, and move predictions towards what was measured. Returns None in the steps between."""
         predicted, measured = self._max_predicted, self._max_measured
-        if self._steps % _CALIBRATE_EVERY:
+        if self._steps % CALIBRATE_EVERY:
             return None
         self._max_predicted = self._max_measured = 0
         if not predicted:
@@ -100,11 +104,6 @@ class Calibration:
         corrected = round(self.factor * predicted)
         self._correction = self._correction.observe(predicted, measured)
         return corrected, measured
-
-
-# Choosing bounds takes several times as long as a plan. So they are chosen only for one plan in this many, and if no
-# row is active.
-_CHOOSE_BOUNDS_EVERY = 8
 
 
 @dataclass(slots=True)
@@ -255,7 +254,7 @@ class AdmissionController:
         `active`: rows in prefill and decoding rows, the oldest first."""
         waiting = [each.estimated(self._limits.costs, self._lengths) for each in self._waiting.values()]
         bounds, limits = self._bounds, self._corrected()
-        if not active or self._num_plans % _CHOOSE_BOUNDS_EVERY == 0:
+        if not active or self._num_plans % CHOOSE_BOUNDS_EVERY == 0:
             bounds = best_bounds(waiting, active, decoding, bounds, limits)
         return plan_admission(waiting, active, decoding, bounds, limits)
 

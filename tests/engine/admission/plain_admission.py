@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from worker.engine.admission.decision import (
-    MAX_OVERTAKES,
     Admit,
     Decision,
     Refuse,
@@ -11,6 +10,7 @@ from worker.engine.admission.decision import (
     Wait,
     fits,
 )
+from worker.engine.admission.tuning import MAX_OVERTAKES
 from worker.engine.memory import MemoryModel
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sluice.contract.keys import Lane
 from tests.engine.admission.plain_admission import plainly_in_turn
 from worker.engine.admission.decision import (
-    MAX_OVERTAKES,
     Admission,
     Admit,
     Decision,
@@ -21,6 +20,7 @@ from worker.engine.admission.decision import (
     admit_in_turn,
     group_lengths,
 )
+from worker.engine.admission.tuning import MAX_OVERTAKES
 from worker.engine.memory import MAX_ROWS, NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
 
 COSTS = MemoryModel(weights_bytes=1_000_000_000, kv_layers=(KVLayers(token_bytes=100_000, layer_bytes=3_000),))

@@ -43,7 +43,7 @@ def short_reservations() -> Iterator[None]:
     """Reserve little for answers without a stated limit while the context is open."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(growth, "_FIRST", 3)
-        patch.setattr(growth, "_KNOWN", 1_000)
+        patch.setattr(growth, "KNOWN_ANSWERS", 1_000)
         for module in growth, admission:
             patch.setattr(module, "BUFFER_TOKENS", 1)
         yield

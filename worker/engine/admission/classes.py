@@ -8,17 +8,10 @@ from functools import cache
 
 from worker.engine.admission.decision import Admit, Decision, RowEstimate, Wait
 from worker.engine.admission.grouping import StepCost, partition, placing
+from worker.engine.admission.tuning import LEAST_GAIN, LEAST_OF_TURNS, MOST_CLASSES
 
 # The greatest length of each class but the last, in tokens, ascending. If empty, rows are grouped for speed alone.
 Bounds = tuple[int, ...]
-
-_MOST_CLASSES = 4
-# New bounds must reach this multiple of the tokens per second, since decoding rows are not moved at once.
-_LEAST_GAIN = 1.15
-# They must also reach this share of the rate at which the classes would decode in turn: see `rate_in_turns`. With
-# lengths of 100 and 2,000 tokens and passes that cost as much as 100 rows, classes reached 0.72 of that rate and ran
-# 0.87 times as fast as no classes.
-_LEAST_OF_TURNS = 0.8
 
 
 def class_of(length: int, bounds: Bounds) -> int:
@@ -68,10 +61,10 @@ def candidate_bounds(lengths: Iterable[int]) -> list[Bounds]:
     ordered = sorted(lengths)
     spread = sum(ordered[-1] - length for length in ordered) if ordered else 0
     found, cell_s = list[Bounds](), 1.0
-    while len(found) < _MOST_CLASSES - 1 and cell_s < spread:
+    while len(found) < MOST_CLASSES - 1 and cell_s < spread:
         cell_s *= 2
         bounds = bounds_of(ordered, StepCost(group_s=1.0, cell_s=cell_s / spread))
-        if len(bounds) >= _MOST_CLASSES:
+        if len(bounds) >= MOST_CLASSES:
             break
         if len(bounds) > len(found[-1] if found else ()):
             found.append(bounds)
@@ -109,9 +102,9 @@ def choose_bounds(
     others = [bounds for bounds in dict.fromkeys([(), *candidate_bounds(lengths), fastest]) if bounds != bounds_now]
     chosen = current
     for trial in filter(None, map(try_bounds, others)):
-        least = _LEAST_GAIN * chosen.rate(cost) if chosen else 0.0
+        least = LEAST_GAIN * chosen.rate(cost) if chosen else 0.0
         if trial.bounds:
-            least = max(least, _LEAST_OF_TURNS * rate_in_turns(lengths, trial.bounds, cost, most_rows))
+            least = max(least, LEAST_OF_TURNS * rate_in_turns(lengths, trial.bounds, cost, most_rows))
         if chosen is None or trial.rate(cost) > least:
             chosen = trial
     return chosen.bounds if chosen else bounds_now

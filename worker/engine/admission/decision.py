@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from sluice.contract.keys import Lane
+from worker.engine.admission.tuning import MAX_OVERTAKES
 from worker.engine.memory import MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel, Occupancy, format_bytes
-
-# Rows that may overtake a row that does not fit yet. Then the rows behind it wait too, so memory is freed for it.
-MAX_OVERTAKES = 16
 
 
 class RowEstimate(NamedTuple):  # thousands are copied for a decision, and a dataclass takes four times as long

@@ -4,17 +4,10 @@ pay for its length; a separate group costs another pass over the weights instead
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from worker.engine.admission.tuning import COST_PRIOR, MAX_STALENESS, PACE_WEIGHT, REGROUP_BELOW
 from worker.engine.fitting import LeastSquares
 
 _CELLS = 1e4  # cells are counted in this unit, so that all three unknowns have similar magnitude
-# Rows are divided or moved only if the step becomes shorter than this share: moving costs a copy, and measurements are
-# noisy.
-_LEAST_GAIN = 0.85
-# Prior that groups, rows and cells cost nothing: see `LeastSquares`. It is weak for groups: while all steps are alike,
-# their cost is assigned to the passes over the weights, so rows are not divided before length is measured to cost.
-_PRIOR = 1e-3, 10.0, 0.3
-_WEIGHT = 0.2  # of the newest step in the pace of steps
-_MAX_STALENESS = 1.25  # the pace is at most this multiple of the last step's
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +31,7 @@ class MeasuredCost:
     """Estimates a `StepCost` from measured steps."""
 
     def __init__(self) -> None:
-        self._fit = LeastSquares(_PRIOR)
+        self._fit = LeastSquares(COST_PRIOR)
         # Seconds of the latest steps, relative to those by their groups: it follows changes of the device quickly.
         self._pace = 1.0
         self.most_rows = 0  # of a step that was measured
@@ -52,7 +45,7 @@ class MeasuredCost:
         self._fit.observe((len(groups), rows, cells / _CELLS), seconds)
         if usual_s := self.cost().step_s(groups):
             pace = seconds / usual_s
-            self._pace = min(self._pace + _WEIGHT * (pace - self._pace), _MAX_STALENESS * pace)
+            self._pace = min(self._pace + PACE_WEIGHT * (pace - self._pace), MAX_STALENESS * pace)
 
     def expected_s(self, groups: Sequence[Sequence[int]]) -> float:
         """Return the expected seconds of the next step, if it is of these groups and verifies no drafts. 0 before any
@@ -101,7 +94,7 @@ def placing(groups: Sequence[Sequence[int]], cost: StepCost) -> Callable[[int], 
         ]
         least_s = min(added_s)
         alone_s, together_s = before_s + cost.rows_s(1, length), before_s + least_s
-        return len(shapes) if alone_s < _LEAST_GAIN * together_s else added_s.index(least_s)
+        return len(shapes) if alone_s < REGROUP_BELOW * together_s else added_s.index(least_s)
 
     return at
 
@@ -118,7 +111,7 @@ def regroup(
         members = [i for i, each in enumerate(classes) if each == number]
         chosen += [[members[i] for i in group] for group in partition([lengths[i] for i in members], cost)]
     better_s = cost.step_s([[lengths[i] for i in group] for group in chosen])
-    return chosen if better_s < _LEAST_GAIN * cost.step_s(groups) else None
+    return chosen if better_s < REGROUP_BELOW * cost.step_s(groups) else None
 
 
 def partition(lengths: Sequence[int], cost: StepCost) -> list[list[int]]:

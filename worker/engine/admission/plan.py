@@ -24,17 +24,10 @@ from worker.engine.admission.decision import (
     longest_answer,
     victims,
 )
+from worker.engine.admission.tuning import FIRST_ANSWER, GROWTH, KNOWN_ANSWERS, QUANTILE, RECENT_ANSWERS, ROWS_TRIED
 from worker.engine.memory import BUFFER_TOKENS, CHUNK, NO_IMAGES, ImageDemand, Occupancy
 from worker.engine.step.tuning import MAX_CHUNK
 from worker.request import Lane
-
-_FIRST = 1_024  # tokens reserved for an answer while too few are known: a limit that workers had for all of them
-_KNOWN = 16  # answers of a lane
-_RECENT = 256  # answers of a lane that count
-# Of recent answers, the share that is not longer than what is reserved at admission. `scripts/simulate --memory`
-# compares shares: less reserves too little to admit by, and rows are preempted; more leaves memory unused.
-QUANTILE = 0.8
-_GROWTH = 8  # an answer that outgrows its reservation gets at least 1 / this more, as buffers do: see `padded_shape`
 
 
 class AnswerLengths:
@@ -47,19 +40,19 @@ class AnswerLengths:
 
     def observe(self, lane: Lane, tokens: int) -> None:
         """Record the length of an answer that has ended."""
-        recent = self._recent.setdefault(lane, deque(maxlen=_RECENT))
+        recent = self._recent.setdefault(lane, deque(maxlen=RECENT_ANSWERS))
         recent.append(tokens)
-        if len(recent) >= _KNOWN:
+        if len(recent) >= KNOWN_ANSWERS:
             self._at_first[lane] = sorted(recent)[int(self._quantile * (len(recent) - 1))]
 
     def likely(self, lane: Lane, drawn: int = 0) -> int:
         """Return the tokens to reserve for an answer of which `drawn` tokens are known."""
-        return max(self._at_first.get(lane, _FIRST), grown(drawn) if drawn else BUFFER_TOKENS)
+        return max(self._at_first.get(lane, FIRST_ANSWER), grown(drawn) if drawn else BUFFER_TOKENS)
 
 
 def grown(tokens: int) -> int:
     """Return the tokens to reserve at least for an answer that has outgrown its reservation."""
-    return tokens + max(BUFFER_TOKENS, tokens // _GROWTH)
+    return tokens + max(BUFFER_TOKENS, tokens // GROWTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +126,6 @@ def _grown_beside(row: RowEstimate, others: Sequence[RowEstimate], limits: Limit
 
 
 NO_GROUP = -1  # group number of a row that does not decode yet
-_ROWS_TRIED = 32  # first waiting rows for which bounds are tried
 
 Decided = Sequence[tuple[RowEstimate, Decision]]
 
@@ -219,7 +211,7 @@ def best_bounds(
     """Return the best bounds, assuming that the decoding rows are moved into their classes. Tries the first waiting
     rows only. For the parameters see `plan_admission`."""
     costs, free = limits.costs, limits.max_bytes - _held_bytes(waiting)
-    first_rows = sorted(waiting, key=_is_offline)[:_ROWS_TRIED]
+    first_rows = sorted(waiting, key=_is_offline)[:ROWS_TRIED]
 
     def try_bounds(bounds: Bounds) -> Trial | None:
         rows, waiting_rows = (
