@@ -101,16 +101,15 @@ def test_step_with_waiting_prompts_keeps_within_the_longest_gap(decode_s: float,
     assert step_s <= max(STEP_S, longest_gap_s(STEP_S, decode_s) / budget().overrun) * 1.000001
 
 
-def test_longest_gap_is_three_targets_and_at_most_two_and_a_half_decode_times() -> None:
-    assert longest_gap_s(0.1, 0.0) == longest_gap_s(0.1, 0.15) == pytest.approx(0.3)
+def test_longest_gap_is_three_targets_or_two_and_a_half_decode_times() -> None:
+    assert longest_gap_s(0.1, 0.0) == longest_gap_s(0.1, 0.12) == pytest.approx(0.3)
     assert longest_gap_s(0.1, 0.3) == pytest.approx(GAP_DECODES * 0.3)
 
 
 @given(st.floats(0.001, 1), DECODES, st.floats(0, 0.1))
 def test_longest_gap_grows_with_the_decode_time_and_never_jumps(step_s: float, decode_s: float, more_s: float) -> None:
     now_s, then_s = longest_gap_s(step_s, decode_s), longest_gap_s(step_s, decode_s + more_s)
-    assert now_s <= then_s <= now_s + 4.000001 * more_s + 1e-9
-    assert now_s <= max(GAP_STEPS * step_s, GAP_DECODES * decode_s) * 1.000001
+    assert now_s <= then_s <= now_s + 1.000001 * GAP_DECODES * more_s + 1e-9
 
 
 @given(st.floats(0, 0.05))
@@ -142,7 +141,7 @@ def test_time_of_a_chunk_that_is_worth_its_pass_is_left_within_the_longest_gap()
     assert spare["batch"] == pytest.approx(0.01, abs=1e-6)
     slow = budget(forward_s=0.1, token_s=0.001)
     spare = slow.spare_s(Running(1, 1, 0.14), 0.0, Backlog(0.01, 0.0))
-    assert spare["interactive"] == pytest.approx(0.3 / slow.overrun - 0.14, abs=1e-6)
+    assert spare["interactive"] == pytest.approx(longest_gap_s(STEP_S, 0.14) / slow.overrun - 0.14, abs=1e-6)
 
 
 @given(st.sampled_from(LANES), st.floats(0, 0.5), st.floats(0, 0.5))

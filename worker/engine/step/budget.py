@@ -19,7 +19,6 @@ from worker.engine.step.tuning import (
     FIRST_STEP_AT_MOST_S,
     FIRST_STEP_WITHIN_S,
     GAP_DECODES,
-    GAP_RISE,
     GAP_STEPS,
     LONG_GAP,
     MOST_OVERRUN,
@@ -39,11 +38,9 @@ from worker.request import Lane
 
 
 def longest_gap_s(step_s: float, decode_s: float) -> float:
-    """Return the most seconds that may pass between two tokens of a row while prompts wait. `step_s`: target of a step.
-
-    That is `GAP_STEPS` targets while decoding takes at most half of them, and rises to `GAP_DECODES` decode times."""
-    gap_s = GAP_STEPS * step_s
-    return max(gap_s, min(GAP_DECODES * decode_s, gap_s + GAP_RISE * (decode_s - half_gap_s(step_s))))
+    """Return the most seconds that may pass between two tokens of a row while prompts wait. `step_s`: target of a
+    step."""
+    return max(GAP_STEPS * step_s, GAP_DECODES * decode_s)
 
 
 def half_gap_s(step_s: float) -> float:

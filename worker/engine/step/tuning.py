@@ -6,12 +6,9 @@ of `tests/engine/step/`; "simulate" is `scripts/simulate` with five runs by the 
 # Multiple of the target (`SLUICE_STEP_MS`) that a gap between two tokens of a row may last while prompts wait. A
 # promise of docs/settings.md. test_budget.
 GAP_STEPS = 3
-# If decoding alone takes more than half of that: at most this multiple of the decode time. A promise of
+# Or this multiple of the decode time, if that is longer. A promise of
 # docs/settings.md. test_budget.
 GAP_DECODES = 2.5
-# Seconds of a gap for each second that decoding takes beyond that half, up to `GAP_DECODES`: chosen so that the limit
-# rises without a jump. test_budget.
-GAP_RISE = 4.0
 # Share of the longest gap that a step with drafts may take; the rest is for what is not predicted, such as rows that
 # leave. `scripts/bench speculation`, test_budget.
 WITH_DRAFTS = 0.86
