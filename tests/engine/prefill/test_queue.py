@@ -15,7 +15,7 @@ from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.step.budget import StepBudget, longest_gap_s
 from worker.engine.step.cost import Chunk, CostEstimate
 from worker.engine.step.tuning import FIRST_STEP_WITHIN_S
-from worker.request import GenerationRequest, Lane
+from worker.request import GenerationRequest
 
 STEP_S, TOKENS_PER_S = 0.1, 2000
 ROOM = 10**9

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from sluice.contract.keys import Lane
 from worker.engine.admission.tuning import MAX_OVERTAKES
 from worker.engine.memory import MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel, Occupancy, format_bytes
 

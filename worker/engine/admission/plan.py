@@ -27,7 +27,6 @@ from worker.engine.admission.decision import (
 from worker.engine.admission.tuning import FIRST_ANSWER, GROWTH, KNOWN_ANSWERS, QUANTILE, RECENT_ANSWERS, ROWS_TRIED
 from worker.engine.memory import BUFFER_TOKENS, CHUNK, NO_IMAGES, ImageDemand, Occupancy
 from worker.engine.step.tuning import MAX_CHUNK
-from worker.request import Lane
 
 
 class AnswerLengths:

@@ -34,7 +34,6 @@ from worker.engine.step.tuning import (
     STALL,
     WITH_DRAFTS,
 )
-from worker.request import Lane
 
 
 def longest_gap_s(step_s: float, decode_s: float) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from sluice.contract.keys import Lane
 from worker.engine.step.cost import Chunk, Forward, PromptCost
 from worker.engine.step.tuning import (
     AGING,
