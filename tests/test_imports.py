@@ -54,7 +54,7 @@ TABLE = {
     "worker.engine.options": May("worker.engine.memory worker.prefix_store.store"),
     "worker.settings": May(
         "schemas worker.engine.options worker.environment worker.errors sluice.contract "
-        "worker.prefix_store.files.encryption worker.prefix_store.store "
+        "worker.prefix_store.encryption worker.prefix_store.store "
         "worker.schedule_times",
         "pydantic pydantic_core pydantic_settings",
     ),
@@ -84,7 +84,7 @@ TABLE = {
     "worker.engine.speculation.draft_prefill": May("worker.engine.fitting", standard=PURE),
     # Files of cached prefixes: bytes on disk, without the engine.
     "worker.prefix_store": May("worker.outcomes"),
-    "worker.prefix_store.files.encryption": May(others="cryptography"),
+    "worker.prefix_store.encryption": May(others="cryptography"),
     # Text: words, in the order of their use.
     "worker.text": May(
         "schemas sluice.contract.keys worker.errors worker.process worker.outcomes worker.request worker.turns"

@@ -16,7 +16,7 @@ from sluice.contract.redis_url import redacted, url_error
 from worker.engine.options import EngineOptions
 from worker.environment import PREFIX, describe, refuse_unknown, unique_worker_name, variable
 from worker.errors import CannotStart
-from worker.prefix_store.files.encryption import checked_key, decode_key
+from worker.prefix_store.encryption import checked_key, decode_key
 from worker.prefix_store.store import StoreOptions
 from worker.schedule_times import Crontab, Hours
 

@@ -16,10 +16,10 @@ from tests.prefix_store.segments import files, read, segment, store, written
 from worker.chat.warm import Warmed
 from worker.cli.prefix import _warmed
 from worker.outcomes import NotStored, StoreResult
-from worker.prefix_store.files.names import IMAGE_FEATURES, model_digest, model_record
-from worker.prefix_store.folder.folder import Folder
+from worker.prefix_store.folder import Folder
 from worker.prefix_store.listing import Listing
-from worker.prefix_store.records.memory import Held, HeldNode
+from worker.prefix_store.names import IMAGE_FEATURES, model_digest, model_record
+from worker.prefix_store.records import Held, HeldNode
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment
 

@@ -5,7 +5,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from worker.prefix_store.files.segment import StoredSegment, Tensor
+from worker.prefix_store.format import StoredSegment, Tensor
 from worker.prefix_store.index import Chain
 from worker.prefix_store.reader import LoadedSegment
 from worker.prefix_store.store import PrefixStore, StoreOptions

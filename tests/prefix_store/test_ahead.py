@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.prefix_store.segments import assert_right, files, read, segment, store, written
-from worker.prefix_store import ahead as ahead_module
-from worker.prefix_store.ahead import PageCache, advise
+from worker.prefix_store import reader as reader_module
 from worker.prefix_store.index import Chain
-from worker.prefix_store.reader import Reader
+from worker.prefix_store.reader import PageCache, Reader, advise
 from worker.prefix_store.store import PrefixStore
 
 PATH = tuple(range(30))
@@ -40,7 +39,7 @@ class Pieces:
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pieces]:
-    monkeypatch.setattr("worker.prefix_store.ahead._PIECE_BYTES", PIECE)
+    monkeypatch.setattr("worker.prefix_store.reader._PIECE_BYTES", PIECE)
     held = Pieces(monkeypatch)
     yield held
     held.go()
@@ -80,7 +79,7 @@ def test_all_files_of_a_waiting_request_are_brought(
     pieces: Pieces, opened: PrefixStore, monkeypatch: pytest.MonkeyPatch, has_call: bool
 ) -> None:
     if not has_call:  # as on macOS
-        monkeypatch.setattr("worker.prefix_store.files.content._WILLNEED", None)
+        monkeypatch.setattr("worker.prefix_store.format._WILLNEED", None)
     chain = chain_of(opened, PATH)
     waiting = opened.read_ahead(chain)
     pieces.go()
@@ -120,7 +119,7 @@ def test_files_that_exceed_the_limit_together_are_not_read_ahead(
     pieces: Pieces, opened: PrefixStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain = chain_of(opened, PATH)
-    monkeypatch.setattr(ahead_module, "_MAX_BYTES", chain.nbytes)
+    monkeypatch.setattr(reader_module, "_MAX_AHEAD_BYTES", chain.nbytes)
     waiting = [opened.read_ahead(each) for each in (chain, chain_of(opened, OTHER))]
     pieces.go()
     until(lambda: pieces.count == num_pieces(opened, chain) and not has_work(opened))

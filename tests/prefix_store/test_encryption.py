@@ -12,10 +12,10 @@ from safetensors import safe_open
 
 from tests.prefix_store.segments import MODEL, assert_right, content, files, read, segment, store, written
 from tests.selection import examples
-from worker.prefix_store.files import encryption as encryption_module
-from worker.prefix_store.files.encryption import Encryption, NoCryptography, decode_key
-from worker.prefix_store.files.names import TokenDigest, model_digest
+from worker.prefix_store import encryption as encryption_module
+from worker.prefix_store.encryption import Encryption, NoCryptography, decode_key
 from worker.prefix_store.listing import Listing
+from worker.prefix_store.names import TokenDigest, model_digest
 
 KEY, OTHER = bytes(range(32)), bytes(32)
 PATH = tuple(range(1000, 1100))

@@ -15,11 +15,11 @@ import pytest
 
 from tests.prefix_store.segments import files, nbytes, segment
 from worker.outcomes import NotStored
-from worker.prefix_store.files.header import read_file_header
-from worker.prefix_store.files.names import WRITTEN, FileName
-from worker.prefix_store.folder import folder as folder_module
-from worker.prefix_store.folder.folder import Folder, Unwritable
-from worker.prefix_store.folder.scan import scan_folder
+from worker.prefix_store import folder as folder_module
+from worker.prefix_store.folder import Folder, Unwritable
+from worker.prefix_store.format import read_file_header
+from worker.prefix_store.names import WRITTEN, FileName
+from worker.prefix_store.scan import scan_folder
 
 QUOTA = 1_000_000
 BOOKKEEPING = 1_000  # bytes: the lock and the day's record
@@ -226,7 +226,7 @@ def test_files_of_two_writers_at_a_time_keep_the_quota(tmp_path: Path) -> None:
 _WRITER = """
 import pathlib, sys
 from tests.prefix_store.test_folder import QUOTA, write
-from worker.prefix_store.folder.folder import Folder
+from worker.prefix_store.folder import Folder
 write(Folder(pathlib.Path(sys.argv[1]), QUOTA), 1, lambda nbytes: (print("writing", flush=True), sys.stdin.read()))
 """
 

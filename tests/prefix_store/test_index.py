@@ -4,9 +4,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.prefix_store.files.names import FileName, TokenDigest, parse_name
 from worker.prefix_store.index import Index
 from worker.prefix_store.listing import Listing
+from worker.prefix_store.names import FileName, TokenDigest, parse_name
 
 MODEL = "0" * 32
 IMAGE = -(1 << 255)  # the key of an image

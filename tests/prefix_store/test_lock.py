@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from worker.prefix_store.files.names import LOCK
-from worker.prefix_store.folder import lock as lock_module
-from worker.prefix_store.folder.lock import FolderLock
+from worker.prefix_store import folder as folder_module
+from worker.prefix_store.folder import FolderLock
+from worker.prefix_store.names import LOCK
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def attempt(lock: FolderLock) -> None:
 
 
 def test_a_lock_that_is_kept_is_waited_for_with_a_limit(taken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "_WAIT_S", 0.02)
+    monkeypatch.setattr(folder_module, "_WAIT_S", 0.02)
     with pytest.raises(TimeoutError):
         attempt(FolderLock(taken))
 
@@ -43,8 +43,8 @@ def test_a_lock_that_is_released_meanwhile_is_had(tmp_path: Path) -> None:
 
 
 def test_a_wait_that_has_begun_ends_with_the_worker(taken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "_WAIT_S", 1e6)
-    monkeypatch.setattr(lock_module, "_LAST_WAIT_S", 0.0)
+    monkeypatch.setattr(folder_module, "_WAIT_S", 1e6)
+    monkeypatch.setattr(folder_module, "_LAST_WAIT_S", 0.0)
     lock, errors = FolderLock(taken), list[BaseException]()
 
     def run() -> None:
@@ -73,7 +73,7 @@ def test_the_lock_of_a_file_that_was_deleted_meanwhile_does_not_count(
 
     monkeypatch.setattr(fcntl, "flock", slow)
     with FolderLock(tmp_path).held():
-        monkeypatch.setattr(lock_module, "_WAIT_S", 0.0)
+        monkeypatch.setattr(folder_module, "_WAIT_S", 0.0)
         with pytest.raises(TimeoutError):
             attempt(FolderLock(tmp_path))
     assert len(deleted) == 1

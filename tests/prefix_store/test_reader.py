@@ -11,10 +11,10 @@ import pytest
 
 from tests.prefix_store.segments import MODEL, assert_right, files, read, segment, store, written
 from worker.prefix_store import reader as reader_module
-from worker.prefix_store.files.header import Header
-from worker.prefix_store.files.names import FileName
-from worker.prefix_store.folder.folder import Folder
+from worker.prefix_store.folder import Folder
+from worker.prefix_store.format import Header
 from worker.prefix_store.index import Chain
+from worker.prefix_store.names import FileName
 from worker.prefix_store.reader import Decode, LoadedSegment, Reader
 from worker.prefix_store.store import PrefixStore, StoreOptions
 

@@ -17,12 +17,11 @@ from safetensors import safe_open
 
 from tests.prefix_store.segments import MODEL, assert_right, files, nbytes, read, segment, store, written
 from tests.selection import examples
-from worker.prefix_store.files.names import LOCK, parse_name
-from worker.prefix_store.folder import folder as folder_module
-from worker.prefix_store.folder.folder import Unwritable
-from worker.prefix_store.folder.lock import FolderLock
-from worker.prefix_store.folder.scan import Scan
-from worker.prefix_store.records.models import ModelRecord
+from worker.prefix_store import folder as folder_module
+from worker.prefix_store.folder import FolderLock, Unwritable
+from worker.prefix_store.names import LOCK, parse_name
+from worker.prefix_store.records import ModelRecord
+from worker.prefix_store.scan import Scan
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment
 
@@ -292,7 +291,7 @@ def test_a_stopped_process_that_has_the_lock_stops_writes_alone(
     stopped = subprocess.Popen([sys.executable, "-S", "-c", _STOPPED, str(tmp_path / LOCK)])
     try:
         assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
-        monkeypatch.setattr("worker.prefix_store.folder.lock._WAIT_S", 0.05)
+        monkeypatch.setattr("worker.prefix_store.folder._WAIT_S", 0.05)
         with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
             opened = store(tmp_path)
             assert opened.write(segment((2,)))
@@ -309,8 +308,8 @@ def test_a_stopped_process_that_has_the_lock_stops_writes_alone(
 def test_a_wait_for_room_at_the_end_is_not_held_up_by_a_kept_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.prefix_store.folder.lock._WAIT_S", 1e6)
-    monkeypatch.setattr("worker.prefix_store.folder.lock._LAST_WAIT_S", 0.05)
+    monkeypatch.setattr("worker.prefix_store.folder._WAIT_S", 1e6)
+    monkeypatch.setattr("worker.prefix_store.folder._LAST_WAIT_S", 0.05)
     opened = store(tmp_path)
     with FolderLock(tmp_path).held():
         opened.write(segment((1,)))

@@ -10,10 +10,10 @@ import pytest
 
 from tests.prefix_store.segments import files, segment, store, written
 from worker.outcomes import NotStored
-from worker.prefix_store.files.names import is_pin
-from worker.prefix_store.folder import folder as folder_module
-from worker.prefix_store.folder.folder import Folder
+from worker.prefix_store import folder as folder_module
+from worker.prefix_store.folder import Folder
 from worker.prefix_store.listing import Listing
+from worker.prefix_store.names import is_pin
 from worker.prefix_store.store import PrefixStore
 from worker.prefix_store.writer import NewSegment, WriteReport
 

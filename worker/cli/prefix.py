@@ -14,7 +14,7 @@ from worker.cli.prefixes import facts, print_prefixes
 
 if TYPE_CHECKING:
     from worker.chat.warm import Warmed
-    from worker.prefix_store.files.encryption import Encryption
+    from worker.prefix_store.encryption import Encryption
     from worker.prefix_store.listing import Dropped, Listing, StoredPrefix
 
 _DIR = "SLUICE_PREFIX_DISK_DIR"
@@ -256,7 +256,7 @@ def _listing(folder: Path | None) -> "Listing":
 
 def _encryption(key: str | None) -> "Encryption | None":
     """Return the workers' key, which opens the tenants of encrypted prefixes; None if there is none."""
-    from worker.prefix_store.files.encryption import Encryption, NoCryptography, decode_key
+    from worker.prefix_store.encryption import Encryption, NoCryptography, decode_key
 
     try:
         return Encryption(decode_key(key)) if key else None

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from threading import Lock
 
-from worker.prefix_store.files.names import FileName, TokenDigest
+from worker.prefix_store.names import FileName, TokenDigest
 
 
 @dataclass(frozen=True, slots=True)

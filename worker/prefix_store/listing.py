@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from worker.prefix_store.files.encryption import Encryption
-from worker.prefix_store.files.header import BadFile, read_file_header
-from worker.prefix_store.files.names import IMAGE_FEATURES, FileName, chain_to, file_of_each_segment, pin_of
-from worker.prefix_store.folder.folder import Folder
-from worker.prefix_store.folder.scan import scan_folder
-from worker.prefix_store.records.hits import read_hits
-from worker.prefix_store.records.memory import SegmentUse, joined, read_memory
-from worker.prefix_store.records.models import outdated_digests, read_records
-from worker.prefix_store.records.pins import clear_end, write_pin
+from worker.prefix_store.encryption import Encryption
+from worker.prefix_store.folder import Folder
+from worker.prefix_store.format import BadFile, read_file_header
+from worker.prefix_store.names import IMAGE_FEATURES, FileName, chain_to, file_of_each_segment, pin_of
+from worker.prefix_store.records import SegmentUse, joined, outdated_digests, read_hits, read_memory, read_records
+from worker.prefix_store.scan import clear_end, scan_folder, write_pin
 
 _ID_LENGTH = 12
 

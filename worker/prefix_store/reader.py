@@ -1,34 +1,106 @@
-"""The thread that reads files, and the readings that callers wait for."""
+"""The thread that reads files for callers that wait, and ahead of need into the system's page cache."""
 
 import errno
 import logging
+import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from worker.prefix_store.ahead import PageCache, ReadAhead, advise
 from worker.prefix_store.background import Pace, lower_priority
-from worker.prefix_store.files.content import OnRead, read_tensors
-from worker.prefix_store.files.encryption import Encryption
-from worker.prefix_store.files.header import BadFile, Header, read_header
-from worker.prefix_store.files.names import FileName
-from worker.prefix_store.folder.folder import Folder
+from worker.prefix_store.encryption import Encryption
+from worker.prefix_store.folder import Folder
+from worker.prefix_store.format import BadFile, Header, OnRead, read_header, read_tensors, will_need
 from worker.prefix_store.index import Chain, Index
+from worker.prefix_store.names import FileName
 
 logger = logging.getLogger("sluice.prefix_store")
 
+_PIECE_BYTES = 1 << 20  # after each, a load that has come meanwhile is first
+_MAX_AHEAD_BYTES = 4 << 30  # of requests that wait: the page cache may lose what is read long before its use
 _FIRST_READ_BYTES_S = 500e6  # until reads are measured
 _SHARED_BYTES_S = 300e6  # while rows decode: the machine's memory bus is left to them
 _FIRST_BYTES = 1 << 20  # that the disk reads ahead of a file whose KV has an unknown size
 _WEIGHT = 0.3  # of the last measurement in the speed
 _TEMPORARY_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the process or the machine has none left
+
+
+class ReadAhead:
+    """Files that a waiting request is expected to load. Nothing more of them is read once the caller drops it."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+
+
+class PageCache:
+    """Brings files into the page cache, piece by piece, those of the request that came first before others. For the
+    reader's thread."""
+
+    def __init__(self, folder: Path, needed_bytes: Callable[[FileName, bool, BinaryIO], int], pace: Pace) -> None:
+        """`needed_bytes`: return how many of a file's first bytes a load needs, given if the file is the last of its
+        chain; raises `BadFile` and what a bad layout raises."""
+        self._folder = folder
+        self._needed_bytes = needed_bytes
+        self._pace = pace
+        self._accepted = list[weakref.ref[ReadAhead]]()
+        self._left = deque[tuple[weakref.ref[ReadAhead], Iterator[int]]]()
+
+    @property
+    def has_work(self) -> bool:
+        """True if files are left to bring."""
+        return bool(self._left)
+
+    def add(self, ahead: ReadAhead) -> None:
+        """Bring these files later, unless those of earlier requests take the page cache."""
+        waiting = [each for reference in self._accepted if (each := reference()) is not None]
+        if sum(each.chain.nbytes for each in (*waiting, ahead)) > _MAX_AHEAD_BYTES:
+            return
+        self._accepted = [weakref.ref(each) for each in (*waiting, ahead)]
+        self._left.append((weakref.ref(ahead), self._pieces(ahead.chain)))
+
+    def bring_piece(self) -> None:
+        """Bring the next piece. Blocks for as long as the rate asks for."""
+        reference, pieces = self._left[0]
+        nbytes = None if reference() is None else next(pieces, None)
+        if nbytes is None:
+            self._left.popleft()
+        else:
+            self._pace(nbytes)
+
+    def _pieces(self, chain: Chain) -> Iterator[int]:
+        """Bring one piece for each number of bytes that is yielded, up to the first bad file: the load reports it."""
+        with suppress(OSError, BadFile, LookupError, TypeError, ValueError):
+            for name in chain.files:
+                needed_bytes = partial(self._needed_bytes, name, name == chain.files[-1])
+                with closing(_bring(self._folder / str(name), needed_bytes)) as pieces:
+                    yield from pieces
+
+
+def _bring(path: Path, needed_bytes: Callable[[BinaryIO], int]) -> Generator[int, None, None]:
+    with path.open("rb", buffering=0) as file:
+        end = needed_bytes(file)
+        for at in range(0, end, _PIECE_BYTES):
+            nbytes = min(_PIECE_BYTES, end - at)
+            if not will_need(file, at, nbytes):
+                os.pread(file.fileno(), nbytes, at)
+            yield nbytes
+
+
+def advise(path: Path, nbytes: int) -> None:
+    """Let the system begin to read the first bytes of a file, if it has a call for that. Does not wait for them, and
+    raises no OSError."""
+    with suppress(OSError), path.open("rb", buffering=0) as file:
+        will_need(file, 0, nbytes)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -8,15 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker.prefix_store.ahead import ReadAhead
-from worker.prefix_store.files.encryption import Encryption
-from worker.prefix_store.files.names import model_digest
-from worker.prefix_store.folder.folder import Folder
+from worker.prefix_store.encryption import Encryption
+from worker.prefix_store.folder import Folder
 from worker.prefix_store.index import Chain, Index
-from worker.prefix_store.reader import Decode, NumTensors, Reader, Reading, all_tensors, as_read
-from worker.prefix_store.records.hits import HitRecord
-from worker.prefix_store.records.memory import Held, MemoryRecord
-from worker.prefix_store.records.models import ModelRecord
+from worker.prefix_store.names import model_digest
+from worker.prefix_store.reader import Decode, NumTensors, ReadAhead, Reader, Reading, all_tensors, as_read
+from worker.prefix_store.records import Held, HitRecord, MemoryRecord, ModelRecord
 from worker.prefix_store.writer import NewSegment, Writer
 
 logger = logging.getLogger("sluice.prefix_store")

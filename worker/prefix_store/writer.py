@@ -10,10 +10,10 @@ from functools import partial
 
 from worker.outcomes import NotStored
 from worker.prefix_store.background import Pace, lower_priority
-from worker.prefix_store.files.names import FileName, TokenDigest
-from worker.prefix_store.files.segment import StoredSegment
-from worker.prefix_store.folder.folder import Folder, Unwritable
+from worker.prefix_store.folder import Folder, Unwritable
+from worker.prefix_store.format import StoredSegment
 from worker.prefix_store.index import Index
+from worker.prefix_store.names import FileName, TokenDigest
 
 logger = logging.getLogger("sluice.prefix_store")
 

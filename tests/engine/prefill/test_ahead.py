@@ -12,7 +12,7 @@ from tests.engine.prefix.test_cache import lonely
 from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, stored
 from tests.engine.tiny import model, prompt
 from worker.engine.prefix.disk import DiskTier
-from worker.prefix_store.ahead import PageCache
+from worker.prefix_store.reader import PageCache
 from worker.prefix_store.store import StoreOptions
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen3_5"])

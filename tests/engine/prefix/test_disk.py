@@ -28,9 +28,9 @@ from worker.engine.thread import EngineThread
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
 from worker.outcomes import Loaded, NotStored, Outcome, Sampled, StoreResult
-from worker.prefix_store.files.header import read_file_header
-from worker.prefix_store.files.names import parse_name
+from worker.prefix_store.format import read_file_header
 from worker.prefix_store.listing import Listing
+from worker.prefix_store.names import parse_name
 from worker.prefix_store.reader import Reader
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import Writer

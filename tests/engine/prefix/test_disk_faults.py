@@ -22,8 +22,8 @@ from tests.engine.prefix.test_disk import ANSWER, Worker, settled, settled_write
 from tests.engine.tiny import FAMILIES, alone, build, model_of, prompt
 from tests.selection import examples
 from worker.engine.model.load import Model
-from worker.prefix_store.files.names import parse_name
-from worker.prefix_store.folder.unfinished import _CountingFile
+from worker.prefix_store.folder import _CountingFile
+from worker.prefix_store.names import parse_name
 
 QUOTA = 400_000  # bytes; a prompt takes 40,000 to 200,000
 SYSTEM = prompt(40, 5)

@@ -13,7 +13,7 @@ from tests.engine.prefix.test_disk import Worker, settled_writes
 from tests.engine.tiny import model, network, prompt
 from worker.engine import admission_controller as admission
 from worker.engine.admission import plan as growth
-from worker.prefix_store.folder.unfinished import _CountingFile
+from worker.prefix_store.folder import _CountingFile
 from worker.request import Sampling
 
 PROMPT, ANSWER, FIRST = 150, 700, 64  # tokens; `FIRST` are reserved for an answer at first

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, Worker, settled, stored, turn_of
 from tests.engine.tiny import prompt
 from worker.prefix_store.listing import Listing
-from worker.prefix_store.records.memory import Held
+from worker.prefix_store.records import Held
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 

@@ -14,9 +14,8 @@ from tests.engine.tiny import FAMILIES, build, model_of, prompt
 from worker.engine.cache.segments import KVSegment, StateSnapshot
 from worker.engine.model.load import Model
 from worker.engine.prefix.tensors import decode, exact_tensor, group_size, quantized_tensors, stored_bytes
-from worker.prefix_store.files.header import Header
-from worker.prefix_store.files.names import FileName
-from worker.prefix_store.files.segment import Tensor
+from worker.prefix_store.format import Header, Tensor
+from worker.prefix_store.names import FileName
 from worker.prefix_store.writer import Writer
 
 WIDE = {"llama": {"head_dim": 64}, "qwen3_5": {"head_dim": 32}, "deepseek_v3": {"kv_lora_rank": 32}}

@@ -19,8 +19,8 @@ from worker.engine.prefill.task import PromptTask
 from worker.engine.vision.encoder import Features
 from worker.engine.vision.feature_cache import FeatureCache
 from worker.outcomes import Loaded, Outcome
-from worker.prefix_store.files.names import IMAGE_FEATURES
 from worker.prefix_store.listing import Listing
+from worker.prefix_store.names import IMAGE_FEATURES
 from worker.prefix_store.reader import Reader, Reading
 
 ALL = pytest.mark.parametrize("family", [*CONFIGS])

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.prefix_store.segments import MODEL, files, nbytes, read, segment, store, written
-from worker.prefix_store.files.names import hits_record, model_digest
-from worker.prefix_store.folder.scan import scan_folder
+from worker.prefix_store import records as records_module
 from worker.prefix_store.index import Chain
-from worker.prefix_store.records import hits as hits_module
-from worker.prefix_store.records.hits import HitRecord, read_hits
+from worker.prefix_store.names import hits_record, model_digest
+from worker.prefix_store.records import HitRecord, read_hits
+from worker.prefix_store.scan import scan_folder
 from worker.prefix_store.store import PrefixStore
 
 DIGEST = model_digest(MODEL)
@@ -81,7 +81,7 @@ def test_a_record_that_is_too_large_is_ignored(folder: Path) -> None:
 
 
 def test_a_record_holds_the_last_and_the_most_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hits_module, "_MAX_ENTRIES", 2)
+    monkeypatch.setattr(records_module, "_MAX_ENTRIES", 2)
     written(folder, *(segment((number,)) for number in range(2, 5)))
     scan = scan_folder(folder)
     first, second, third, *_ = scan.names

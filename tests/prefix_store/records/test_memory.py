@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.prefix_store.segments import MODEL, nbytes, segment, store, written
-from worker.prefix_store.files.names import model_digest
-from worker.prefix_store.folder.scan import scan_folder
-from worker.prefix_store.records.memory import Held, HeldNode, MemoryRecord, SegmentUse, read_memory
+from worker.prefix_store.names import model_digest
+from worker.prefix_store.records import Held, HeldNode, MemoryRecord, SegmentUse, read_memory
+from worker.prefix_store.scan import scan_folder
 
 DIGEST = model_digest(MODEL)
 PATH = tuple(range(30))

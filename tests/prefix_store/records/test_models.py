@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 from tests.prefix_store.segments import segment
-from worker.prefix_store.files.names import model_record
-from worker.prefix_store.records.models import ModelRecord, outdated_digests, read_records
+from worker.prefix_store.names import model_record
+from worker.prefix_store.records import ModelRecord, outdated_digests, read_records
 from worker.prefix_store.store import PrefixStore, StoreOptions
 
 OLD, NEW, OTHER = "0" * 32, "1" * 32, "2" * 32

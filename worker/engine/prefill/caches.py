@@ -10,8 +10,8 @@ from worker.engine.prefill.scoring import Draft
 from worker.engine.prefix.cache import PrefixCache
 from worker.engine.prefix.disk import DiskTier
 from worker.engine.vision.feature_cache import FeatureCache, StoredFeatures
-from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.policy import LoadLimit
+from worker.prefix_store.reader import ReadAhead
 from worker.request import GenerationRequest
 
 # Each takes 1 / share of all bytes.

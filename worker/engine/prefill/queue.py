@@ -31,8 +31,8 @@ from worker.engine.step.plan import PromptState
 from worker.engine.step.planner import RunningRows, StepPlanner
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.outcomes import SpecPrefillSkipped
-from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.policy import LoadSize, load_limit_s
+from worker.prefix_store.reader import ReadAhead
 from worker.request import GenerationRequest
 
 _INSERT_TOKENS_PER_S = 1e6  # of what another thread has read, until it is measured

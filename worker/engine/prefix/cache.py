@@ -29,10 +29,9 @@ from worker.engine.prefix.durable import DurablePrefixes, Restored, Storing
 from worker.engine.prefix.tree import CLOSE_TOKENS, Found, PrefixTree, checkpoint_positions
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.outcomes import NotStored, StoreResult
-from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.index import Chain
 from worker.prefix_store.policy import LoadLimit, store_result
-from worker.prefix_store.reader import Reading
+from worker.prefix_store.reader import ReadAhead, Reading
 
 GRID = 2048  # tokens between state snapshots that are not at a boundary
 

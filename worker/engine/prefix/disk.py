@@ -27,12 +27,11 @@ from worker.engine.prefix.tensors import (
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
 from worker.errors import CannotStart
-from worker.prefix_store.ahead import ReadAhead
-from worker.prefix_store.files.encryption import NoCryptography
-from worker.prefix_store.files.segment import StoredSegment, Tensor
+from worker.prefix_store.encryption import NoCryptography
+from worker.prefix_store.format import StoredSegment, Tensor
 from worker.prefix_store.index import Chain
-from worker.prefix_store.reader import LoadedSegment, Reading
-from worker.prefix_store.records.memory import Held
+from worker.prefix_store.reader import LoadedSegment, ReadAhead, Reading
+from worker.prefix_store.records import Held
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment, WriteReport
 

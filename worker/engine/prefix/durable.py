@@ -12,11 +12,10 @@ from worker.engine.isolation import isolate
 from worker.engine.prefix.disk import DiskTier
 from worker.engine.prefix.tree import MAX_SEGMENT_TOKENS, Evicted, Found, Node, PrefixTree
 from worker.outcomes import NotStored
-from worker.prefix_store.ahead import ReadAhead
 from worker.prefix_store.index import Chain
 from worker.prefix_store.policy import LoadLimit, LoadSize, writes_early
-from worker.prefix_store.reader import Reading
-from worker.prefix_store.records.memory import Held, HeldNode
+from worker.prefix_store.reader import ReadAhead, Reading
+from worker.prefix_store.records import Held, HeldNode
 from worker.prefix_store.writer import WriteReport
 
 Tree = PrefixTree[KVSegment, StateSnapshot]

@@ -13,8 +13,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from worker.prefix_store.files.header import Header
-from worker.prefix_store.files.segment import Deferred, Tensor
+from worker.prefix_store.format import Deferred, Header, Tensor
 
 BITS = 8
 _GROUP_SIZES = 64, 32  # values that share a scale and a bias, of those that `mx.quantize` supports

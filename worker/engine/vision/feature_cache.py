@@ -9,11 +9,10 @@ from worker.byte_lru import ByteLRU, Evicted
 from worker.engine.isolation import isolate
 from worker.engine.prefix.disk import DiskTier
 from worker.engine.vision.encoder import Features
-from worker.prefix_store.ahead import ReadAhead
-from worker.prefix_store.files.names import IMAGE_FEATURES
 from worker.prefix_store.index import Chain
+from worker.prefix_store.names import IMAGE_FEATURES
 from worker.prefix_store.policy import LoadSize, writes_early
-from worker.prefix_store.reader import Reading
+from worker.prefix_store.reader import ReadAhead, Reading
 from worker.request import PromptImage
 
 

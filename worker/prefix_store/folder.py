@@ -1,35 +1,155 @@
 """The folder: its quota, and files that are written as a whole or not at all.
 
 Several processes share it. One that removes for space, reserves the bytes of a new file, or lets a finished one appear
-holds a lock on the folder, so that together they keep the quota. To write content and to read, no lock is needed."""
+holds a lock on the folder for milliseconds, so that together they keep the quota; one that was stopped keeps it. To
+write content and to read, no lock is needed."""
 
 import errno
+import fcntl
+import io
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from worker.outcomes import NotStored
-from worker.prefix_store.files.content import write_segment
-from worker.prefix_store.files.encryption import Encryption
-from worker.prefix_store.files.header import encoded_size
-from worker.prefix_store.files.names import WRITTEN, FileName, pin_of
-from worker.prefix_store.files.segment import StoredSegment
-from worker.prefix_store.folder.lock import FolderLock
-from worker.prefix_store.folder.scan import Scan, scan_folder
-from worker.prefix_store.folder.unfinished import UnfinishedFile, is_abandoned
+from worker.prefix_store.encryption import Encryption
+from worker.prefix_store.format import StoredSegment, encoded_size, write_segment
+from worker.prefix_store.names import LOCK, WRITTEN, FileName, pin_of
 from worker.prefix_store.policy import files_to_remove, fits_budget
-from worker.prefix_store.records.models import ModelRecord
-from worker.prefix_store.records.pins import copy_pin, write_pin
-from worker.prefix_store.records.usage import UsageRecord, write_record
+from worker.prefix_store.records import ModelRecord, UsageRecord, write_record
+from worker.prefix_store.scan import Scan, copy_pin, scan_folder, write_pin
 
+_WAIT_S = 10.0  # a scan of 10,000 files, the longest that a process does with the lock, takes about one second
+_LAST_WAIT_S = 1.0  # while the worker ends
+_POLL_S = 0.005
 _DAY_S = 86_400
 _SCAN_S = 5.0  # files of others are counted again after this time; those of other workers at each write
+
+
+class _CountingFile(io.BufferedWriter):
+    """Counts what is written, and bytes that are written again once more."""
+
+    written_bytes = 0
+
+    def write(self, data: Any, /) -> int:
+        written = super().write(data)
+        self.written_bytes += written
+        return written
+
+
+class UnfinishedFile:
+    """A file that has its final size from the start, so that it counts as what it will take. Its content is written
+    without the folder's lock."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        """Create the file, which must not exist. Requires the folder's lock: no other process finds it before it is
+        locked. Raises OSError."""
+        self.path = path
+        self.nbytes = nbytes
+        self.file = _CountingFile(io.FileIO(path, "xb"))
+        try:
+            os.chmod(self.file.fileno(), 0o600)  # prompts are private
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.file.truncate(nbytes)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that have not been written."""
+        return max(0, self.nbytes - self.file.written_bytes)
+
+    def sync(self) -> None:
+        """Make the content durable. Blocks. Raises OSError."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def finish(self, path: Path) -> None:
+        """Let the file appear under its final name. Raises OSError."""
+        self.path.rename(path)
+
+    def close(self) -> None:
+        """Close the file, and remove it unless it is finished. Raises no OSError."""
+        with suppress(OSError):
+            self.file.close()
+        with suppress(OSError):
+            self.path.unlink()
+
+
+def is_abandoned(path: Path) -> bool:
+    """Return True if no living process writes the file, or if it is gone. Requires the folder's lock."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    except OSError:  # of another user: it counts until that one removes it
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+class FolderLock:
+    """The lock of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._ending = threading.Event()
+
+    def shorten_waits(self) -> None:
+        """Wait for a second at most from now on, also if a wait has begun. May be called on any thread."""
+        self._ending.set()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock; creates the folder. Raises TimeoutError if another process does not release it, and other
+        kinds of OSError."""
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # it may have been deleted
+        file = self._acquire()
+        try:
+            yield
+        finally:
+            os.close(file)
+
+    def _acquire(self) -> int:
+        """Return the open file that has the lock. Polls, since a wait in the system cannot be ended."""
+        began_s = time.monotonic()
+        while (file := self._try()) is None:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= (_LAST_WAIT_S if self._ending.is_set() else _WAIT_S):
+                raise TimeoutError(
+                    f"another process has kept the lock of the folder for {waited_s:.0f} s; continue or end it"
+                )
+            time.sleep(_POLL_S)
+        return file
+
+    def _try(self) -> int | None:
+        """Return the open file that has the lock; None if another process has it. Opened anew each time: a lock
+        on a deleted file protects nothing."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        is_held = False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = os.path.samestat(os.fstat(file), self._path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            return None
+        finally:
+            if not is_held:
+                os.close(file)
+        return file if is_held else None
 
 
 class Unwritable(Exception):

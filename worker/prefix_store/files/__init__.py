@@ -1,1 +1,0 @@
-"""The files of the store: their names, their format, and their encryption."""

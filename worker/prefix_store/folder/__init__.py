@@ -1,1 +1,0 @@
-"""The folder of the store: its quota, its lock, and how files appear in it."""
