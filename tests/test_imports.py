@@ -113,7 +113,7 @@ TABLE = {
         f"worker.engine.isolation worker.engine.upstream {NUMBERS}",
         "mlx mlx_lm numpy",
     ),
-    # Its disk tier hands arrays to the store, and takes buffers back.
+    # Its part on disk hands arrays to the store, and takes buffers back.
     "worker.engine.prefix": May(
         "worker.engine.cache worker.engine.isolation worker.engine.upstream worker.errors worker.prefix_store "
         f"{NUMBERS}",

@@ -136,7 +136,7 @@ def pinned(folder: Path, *segments: NewSegment) -> None:
     """Write and pin a prefix, as `warm` does."""
     opened = store(folder)
     for each in segments:
-        assert opened.write(replace(each, pinned=True, ends_pinned=each is segments[-1]))
+        assert opened.writer.write(replace(each, pinned=True, ends_pinned=each is segments[-1]))
     opened.close(20)
 
 
@@ -242,8 +242,8 @@ def test_hits_age_and_memory_are_listed(folder: Path) -> None:
     opened = store(folder)
     for _ in range(2):
         read(opened, opened.find("", PATH, stateful=False))
-    opened.hold(HELD)
-    opened._writer.scan()
+    opened.memory.show(HELD)
+    opened.writer.scan()
     listed = {each["tokens"]: each for each in run(folder, "list", "--json")}
     opened.close(20)
     found = {tokens: (each["hits"], each["memory_bytes"], each["memory_uses"]) for tokens, each in listed.items()}
@@ -268,8 +268,8 @@ def test_the_table_keeps_ids_and_numbers_whole_in_80_columns(folder: Path, monke
     for tokens in (1, 11, 30):
         run(folder, "pin", id_of(folder, tokens))
     opened = store(folder)
-    opened.hold(replace(HELD, nodes=tuple(replace(each, nbytes=6_000_000_000) for each in HELD.nodes)))
-    opened._writer.scan()
+    opened.memory.show(replace(HELD, nodes=tuple(replace(each, nbytes=6_000_000_000) for each in HELD.nodes)))
+    opened.writer.scan()
     result = CliRunner().invoke(app, ["prefix", "list", "--dir", str(folder)])
     opened.close(20)
     lines = result.stdout.splitlines()
@@ -392,7 +392,7 @@ def used_by(folder: Path, fingerprint: str, used_s: float) -> None:
     """Write and pin a prefix as a worker with this release of a model does, which was last used at this time."""
     opened = PrefixStore(StoreOptions(folder, 10_000_000, label="models/a"), fingerprint)
     opened.open()
-    opened.write(replace(segment(PATH), pinned=True))
+    opened.writer.write(replace(segment(PATH), pinned=True))
     opened.close(20)
     os.utime(folder / model_record(model_digest(fingerprint)), (used_s, used_s))
 

@@ -11,7 +11,7 @@ from worker.engine.engine import Engine
 from worker.engine.memory import MAX_ROWS
 from worker.engine.model.load import Model
 from worker.engine.options import EngineOptions
-from worker.engine.prefix.disk import DiskTier
+from worker.engine.prefix.disk import DiskPrefixes
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.outcomes import (
@@ -84,13 +84,13 @@ class Run:
         prefix_bytes: int = 0,
         speculator: Speculator | None = None,
         pipelined: bool = True,  # as on a GPU
-        open_tier: Callable[[Model], DiskTier] | None = None,
+        open_disk: Callable[[Model], DiskPrefixes] | None = None,
     ) -> None:
         self.engine = Engine(
             model,
             EngineOptions(step_s, rows=rows, memory=memory, prefix_bytes=prefix_bytes, pipelined=pipelined),
             speculator=speculator,
-            open_tier=open_tier,
+            open_disk=open_disk,
         )
         self.kept_ranges: dict[str, tuple[Range, ...]] = {}  # by request, if SpecPrefill was applied
         self.skipped: dict[str, str] = {}  # by request, the reason why SpecPrefill was skipped

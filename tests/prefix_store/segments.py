@@ -52,14 +52,14 @@ def written(folder: Path, *segments: NewSegment, **options: object) -> None:
     """Write segments and close the store."""
     opened = store(folder, **options)  # type: ignore[arg-type]
     for each in segments:
-        assert opened.write(each)
+        assert opened.writer.write(each)
     opened.close(60)
 
 
 def read(opened: PrefixStore, chain: Chain | None) -> tuple[LoadedSegment, ...]:
     """Return the segments of a chain, once they are read."""
     assert chain is not None
-    reading = opened.read(chain)
+    reading = opened.reader.read(chain)
     until = time.monotonic() + 30
     while not reading.done:
         assert time.monotonic() < until

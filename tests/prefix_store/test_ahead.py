@@ -71,7 +71,7 @@ def num_pieces(opened: PrefixStore, chain: Chain) -> int:
 
 
 def has_work(opened: PrefixStore) -> bool:
-    return opened._reader._page_cache.has_work
+    return opened.reader._page_cache.has_work
 
 
 @pytest.mark.parametrize("has_call", [True, False])
@@ -81,7 +81,7 @@ def test_all_files_of_a_waiting_request_are_brought(
     if not has_call:  # as on macOS
         monkeypatch.setattr("worker.prefix_store.format._WILLNEED", None)
     chain = chain_of(opened, PATH)
-    waiting = opened.read_ahead(chain)
+    waiting = opened.reader.read_ahead(chain)
     pieces.go()
     until(lambda: pieces.count == num_pieces(opened, chain) and not has_work(opened))
     assert_right(chain, read(opened, chain))
@@ -90,7 +90,7 @@ def test_all_files_of_a_waiting_request_are_brought(
 
 
 def test_of_a_request_that_was_removed_nothing_more_is_read(pieces: Pieces, opened: PrefixStore) -> None:
-    waiting = opened.read_ahead(chain_of(opened, PATH))
+    waiting = opened.reader.read_ahead(chain_of(opened, PATH))
     until(lambda: pieces.count == 1)
     del waiting
     pieces.go()
@@ -105,9 +105,9 @@ def test_a_load_comes_before_what_is_left_to_read_ahead(
     at = list[int]()
     read_segment = Reader._read_segment
     monkeypatch.setattr(Reader, "_read_segment", lambda *given: at.append(pieces.count) or read_segment(*given))
-    waiting = opened.read_ahead(chain_of(opened, PATH))
+    waiting = opened.reader.read_ahead(chain_of(opened, PATH))
     until(lambda: pieces.count == 1)
-    reading = opened.read(chain_of(opened, OTHER))
+    reading = opened.reader.read(chain_of(opened, OTHER))
     pieces.go()
     until(lambda: reading.done and not has_work(opened))
     assert at == [1, 1]
@@ -120,7 +120,7 @@ def test_files_that_exceed_the_limit_together_are_not_read_ahead(
 ) -> None:
     chain = chain_of(opened, PATH)
     monkeypatch.setattr(reader_module, "_MAX_AHEAD_BYTES", chain.nbytes)
-    waiting = [opened.read_ahead(each) for each in (chain, chain_of(opened, OTHER))]
+    waiting = [opened.reader.read_ahead(each) for each in (chain, chain_of(opened, OTHER))]
     pieces.go()
     until(lambda: pieces.count == num_pieces(opened, chain) and not has_work(opened))
     assert len(waiting) == 2
@@ -131,7 +131,7 @@ def test_a_bad_file_ends_reading_ahead_and_no_load(pieces: Pieces, opened: Prefi
     for file in files(tmp_path):
         file.write_bytes(b"short")
     chain = chain_of(opened, PATH)
-    waiting = opened.read_ahead(chain)
+    waiting = opened.reader.read_ahead(chain)
     pieces.go()
     until(lambda: pieces.count == 1 and not has_work(opened))
     assert len(files(tmp_path)) == 3  # the load removes them
@@ -142,10 +142,10 @@ def test_a_bad_file_ends_reading_ahead_and_no_load(pieces: Pieces, opened: Prefi
 
 def test_nothing_is_found_while_reading_ahead_hangs(pieces: Pieces, opened: PrefixStore) -> None:
     chain = chain_of(opened, PATH)
-    waiting = opened.read_ahead(chain)
+    waiting = opened.reader.read_ahead(chain)
     until(lambda: pieces.count == 1)
-    reading = opened.read(chain)
-    opened.give_up(reading, 0.5)
+    reading = opened.reader.read(chain)
+    opened.reader.give_up(reading, 0.5)
     assert opened.find("", PATH, stateful=False) is None
     pieces.go()
     until(lambda: opened.find("", PATH, stateful=False) is not None)

@@ -12,10 +12,10 @@ import pytest
 from tests.prefix_store.segments import MODEL, assert_right, files, read, segment, store, written
 from worker.prefix_store import reader as reader_module
 from worker.prefix_store.folder import Folder
-from worker.prefix_store.format import Header
+from worker.prefix_store.format import Header, OnRead
 from worker.prefix_store.index import Chain
 from worker.prefix_store.names import FileName
-from worker.prefix_store.reader import Decode, LoadedSegment, Reader
+from worker.prefix_store.reader import Destination, LoadedSegment, Reader
 from worker.prefix_store.store import PrefixStore, StoreOptions
 
 PATH = tuple(range(30))
@@ -71,7 +71,7 @@ def chain_of(opened: PrefixStore, tokens: tuple[int, ...]) -> Chain:
 
 def test_callers_that_want_the_same_files_share_one_reading(held: Held, opened: PrefixStore) -> None:
     chain = chain_of(opened, PATH)
-    readings = [opened.read(chain) for _ in range(100)]
+    readings = [opened.reader.read(chain) for _ in range(100)]
     held.go()
     until(lambda: all(reading.done for reading in readings))
     opened.close(5)
@@ -81,7 +81,7 @@ def test_callers_that_want_the_same_files_share_one_reading(held: Held, opened: 
 
 def test_chains_that_begin_alike_read_their_common_files_once(held: Held, opened: PrefixStore) -> None:
     one, other = chain_of(opened, PATH), chain_of(opened, (*PATH[:10], 99))
-    readings = [opened.read(one), opened.read(other)]
+    readings = [opened.reader.read(one), opened.reader.read(other)]
     held.go()
     until(lambda: all(reading.done for reading in readings))
     opened.close(5)
@@ -91,14 +91,14 @@ def test_chains_that_begin_alike_read_their_common_files_once(held: Held, opened
 
 def test_a_finished_reading_is_not_shared(opened: PrefixStore) -> None:
     chain = chain_of(opened, PATH)
-    first = opened.read(chain)
+    first = opened.reader.read(chain)
     until(lambda: first.done)
-    assert opened.read(chain) is not first
+    assert opened.reader.read(chain) is not first
     opened.close(5)
 
 
 def test_a_reading_that_no_caller_holds_ends_with_its_current_file(held: Held, opened: PrefixStore) -> None:
-    reading = opened.read(chain_of(opened, PATH))
+    reading = opened.reader.read(chain_of(opened, PATH))
     held.wait()
     del reading
     held.go()
@@ -107,7 +107,7 @@ def test_a_reading_that_no_caller_holds_ends_with_its_current_file(held: Held, o
 
 
 def test_a_cancelled_reading_is_done_without_segments(held: Held, opened: PrefixStore) -> None:
-    reading = opened.read(chain_of(opened, PATH))
+    reading = opened.reader.read(chain_of(opened, PATH))
     held.wait()
     reading.cancel()
     held.go()
@@ -119,11 +119,11 @@ def test_nothing_is_found_while_a_reading_takes_too_long_and_the_log_has_one_lin
     held: Held, opened: PrefixStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     chain = chain_of(opened, PATH)
-    readings = [opened.read(chain) for _ in range(3)]
+    readings = [opened.reader.read(chain) for _ in range(3)]
     held.wait()
     with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
         for reading in readings:
-            opened.give_up(reading, 0.5)
+            opened.reader.give_up(reading, 0.5)
     assert opened.find("", PATH, stateful=False) is None
     held.go()
     until(lambda: opened.find("", PATH, stateful=False) is not None)
@@ -138,13 +138,13 @@ def test_reads_are_slow_while_rows_decode_and_fast_again_when_none_does(
     monkeypatch.setattr("worker.prefix_store.reader._SHARED_BYTES_S", 2e5)  # instead of 300 MB a second
     written(tmp_path, *(segment((number,), size=200_000) for number in range(2)))
     opened = store(tmp_path)
-    opened.limit_reads(decoding=True)
+    opened.reader.limit_reads(decoding=True)
     began = time.monotonic()
-    slow = opened.read(chain_of(opened, (0,)))
+    slow = opened.reader.read(chain_of(opened, (0,)))
     until(lambda: slow.done)
     assert time.monotonic() - began >= 1.4  # 300,000 bytes; the first pauses are added up
-    opened.limit_reads(decoding=False)
-    fast = opened.read(chain_of(opened, (1,)))
+    opened.reader.limit_reads(decoding=False)
+    fast = opened.reader.read(chain_of(opened, (1,)))
     until(lambda: fast.done)
     opened.close(5)
     assert time.monotonic() - began < 20
@@ -155,55 +155,70 @@ def test_closing_ends_a_pause_of_the_reader(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr("worker.prefix_store.reader._SHARED_BYTES_S", 1e3)
     written(tmp_path, segment(PATH, size=200_000))  # takes minutes at this rate
     opened = store(tmp_path)
-    opened.limit_reads(decoding=True)
-    reading = opened.read(chain_of(opened, PATH))
-    until(lambda: not opened._reader.no_reads.is_set())
+    opened.reader.limit_reads(decoding=True)
+    reading = opened.reader.read(chain_of(opened, PATH))
+    until(lambda: not opened.reader.no_reads.is_set())
     opened.close(5)
-    opened.limit_reads(decoding=True)
-    opened._reader.thread.join(20)
-    assert not opened._reader.thread.is_alive()
+    opened.reader.limit_reads(decoding=True)
+    opened.reader.thread.join(20)
+    assert not opened.reader.thread.is_alive()
     assert reading.done
 
 
-def decoding(folder: Path, decode: Decode) -> PrefixStore:
-    """Return a store that has read one file of 8,192 bytes with this function."""
-    written(folder, segment(PATH))
-    opened = PrefixStore(StoreOptions(folder, 10_000_000), MODEL, decode=decode)
+class Decoding(Destination):
+    """Decodes with this function."""
+
+    def __init__(self, decode: Callable[[Header, list[Any], OnRead], list[Any]]) -> None:
+        self._decode = decode
+
+    def decode(self, header: Header, buffers: list[Any], on_done: OnRead) -> list[Any]:
+        return self._decode(header, buffers, on_done)
+
+
+def store_into(folder: Path, destination: Destination) -> PrefixStore:
+    """Return an open store that reads into this."""
+    opened = PrefixStore(StoreOptions(folder, 10_000_000), MODEL, destination)
     opened.open()
-    reading = opened.read(chain_of(opened, PATH))
+    return opened
+
+
+def decoding(folder: Path, destination: Destination) -> PrefixStore:
+    """Return a store that has read one file of 8,192 bytes."""
+    written(folder, segment(PATH))
+    opened = store_into(folder, destination)
+    reading = opened.reader.read(chain_of(opened, PATH))
     until(lambda: reading.done)
     assert len(reading.segments) == 1
     return opened
 
 
 def test_the_time_of_decoding_counts_for_the_speed_of_reading(tmp_path: Path) -> None:
-    def slow(header: Header, buffers: list[Any], on_done: Callable[[int], object]) -> list[Any]:
+    def slow(header: Header, buffers: list[Any], on_done: OnRead) -> list[Any]:
         time.sleep(0.2)
         return buffers
 
-    opened = decoding(tmp_path, slow)
-    assert opened.read_bytes_s <= 350.1e6  # 0.7 of the first estimate, and 0.3 of 41 KB a second at most
+    opened = decoding(tmp_path, Decoding(slow))
+    assert opened.reader.bytes_per_s <= 350.1e6  # 0.7 of the first estimate, and 0.3 of 41 KB a second at most
     opened.close(5)
 
 
 def test_what_decoding_writes_counts_for_the_limit_beside_rows(tmp_path: Path) -> None:
-    def wide(header: Header, buffers: list[Any], on_done: Callable[[int], object]) -> list[Any]:
+    def wide(header: Header, buffers: list[Any], on_done: OnRead) -> list[Any]:
         on_done(3 * 8192)
         return buffers
 
-    opened = decoding(tmp_path, wide)
-    opened.limit_reads(decoding=True)
-    assert opened.read_bytes_s == 300e6 / 4
+    opened = decoding(tmp_path, Decoding(wide))
+    opened.reader.limit_reads(decoding=True)
+    assert opened.reader.bytes_per_s == 300e6 / 4
     opened.close(5)
 
 
 def test_a_file_that_cannot_be_decoded_is_a_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(header: Header, buffers: list[Any], on_done: Callable[[int], object]) -> list[Any]:
+    def fail(header: Header, buffers: list[Any], on_done: OnRead) -> list[Any]:
         raise MemoryError("kumquat")
 
     written(tmp_path, segment(PATH))
-    opened = PrefixStore(StoreOptions(tmp_path, 10_000_000), MODEL, decode=fail)
-    opened.open()
+    opened = store_into(tmp_path, Decoding(fail))
     with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
         assert read(opened, chain_of(opened, PATH)) == ()
     assert opened.find("", PATH, stateful=False) is None
@@ -214,19 +229,18 @@ def test_a_file_that_cannot_be_decoded_is_a_miss(tmp_path: Path, caplog: pytest.
 def test_an_unexpected_error_is_logged_and_ends_no_later_reading(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(header: Header, buffers: list[Any], on_done: Callable[[int], object]) -> list[Any]:
+    def fail(header: Header, buffers: list[Any], on_done: OnRead) -> list[Any]:
         if header.name.end == 20:
             raise ArithmeticError("kumquat")
         return buffers
 
     written(tmp_path, segment(PATH[:10]), segment(PATH[:20], 10))
-    opened = PrefixStore(StoreOptions(tmp_path, 10_000_000), MODEL, decode=fail)
-    opened.open()
+    opened = store_into(tmp_path, Decoding(fail))
     with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
         assert len(read(opened, chain_of(opened, PATH))) == 1
     assert chain_of(opened, PATH).tokens == PATH[:10]
     assert len(read(opened, chain_of(opened, PATH))) == 1
-    assert opened._reader.no_reads.is_set()
+    assert opened.reader.no_reads.is_set()
     opened.close(5)
     (record,) = caplog.records
     assert record.exc_info
@@ -297,7 +311,7 @@ def test_a_file_that_cannot_be_read_is_written_again(tmp_path: Path, monkeypatch
     with monkeypatch.context() as patch:
         failing(patch, errno.EACCES)
         assert read(opened, chain_of(opened, PATH)) == ()
-    opened.write(segment(PATH))
+    opened.writer.write(segment(PATH))
     until(lambda: opened.find("", PATH, stateful=False))
     assert len(read(opened, chain_of(opened, PATH))) == 1
     opened.close(5)
@@ -334,21 +348,23 @@ def test_a_damaged_file_that_cannot_be_removed_is_left_alone(
 
 
 def test_writes_give_way_to_reads(held: Held, opened: PrefixStore) -> None:
-    reading = opened.read(chain_of(opened, PATH))
+    reading = opened.reader.read(chain_of(opened, PATH))
     held.wait()
-    assert not opened._writer._pace._no_other_work.is_set()  # type: ignore[union-attr]
+    assert not opened.writer._pace._no_other_work.is_set()  # type: ignore[union-attr]
     held.go()
     until(lambda: reading.done)
-    until(lambda: opened._writer._pace._no_other_work.is_set())  # type: ignore[union-attr]
+    until(lambda: opened.writer._pace._no_other_work.is_set())  # type: ignore[union-attr]
     opened.close(5)
 
 
 # States
 
 
-def kv_only(header: Header) -> int:
-    """Return the number of tensors with KV, as if the second one held the state."""
-    return 1
+class KVOnly(Destination):
+    """Reads as if the second tensor held the state."""
+
+    def num_kv_tensors(self, header: Header) -> int:
+        return 1
 
 
 @pytest.fixture
@@ -356,9 +372,7 @@ def stateful(tmp_path: Path) -> PrefixStore:
     """A store with a prefix of three files with states."""
     path = tuple(range(30))
     written(tmp_path, *(segment(path[:end], end - 10, state=True) for end in (10, 20, 30)))
-    opened = PrefixStore(StoreOptions(tmp_path, 10_000_000), MODEL, num_kv_tensors=kv_only)
-    opened.open()
-    return opened
+    return store_into(tmp_path, KVOnly())
 
 
 def states_of(segments: tuple[LoadedSegment, ...]) -> list[tuple[int, bool]]:

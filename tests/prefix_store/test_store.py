@@ -132,7 +132,7 @@ def test_ten_thousand_foreign_files_do_not_delay_the_start(tmp_path: Path) -> No
     began = time.process_time()
     opened = store(tmp_path, max_bytes=20_000)
     assert time.process_time() - began < 5  # about one second; the benchmark measures it
-    opened.write(segment((1,), size=4096))
+    opened.writer.write(segment((1,), size=4096))
     opened.close(30)
     assert len(files(tmp_path)) == 1
 
@@ -145,11 +145,11 @@ def test_the_budget_of_a_day_holds_across_restarts(tmp_path: Path) -> None:
 
 def test_what_exceeds_the_pending_bytes_is_not_accepted_unless_it_waits_alone(tmp_path: Path) -> None:
     opened = store(tmp_path, pending=5_000)
-    assert opened.write(segment((1,)))  # larger than that
-    assert not opened.write(segment((2,), size=1024))
+    assert opened.writer.write(segment((1,)))  # larger than that
+    assert not opened.writer.write(segment((2,), size=1024))
     opened.close(5)
-    assert not opened.write(segment((3,), size=1024))
-    assert opened.pending_bytes == 0
+    assert not opened.writer.write(segment((3,), size=1024))
+    assert opened.writer.pending_bytes == 0
 
 
 # Damage
@@ -211,11 +211,11 @@ def test_a_chain_is_read_up_to_a_bad_file(tmp_path: Path) -> None:
 def test_a_folder_that_is_deleted_while_running_is_created_again(tmp_path: Path) -> None:
     folder = tmp_path / "prefixes"
     opened = store(folder)
-    opened.write(segment((1,)))
-    opened.wait_for_room(1 << 40, time.monotonic() + 10)
+    opened.writer.write(segment((1,)))
+    opened.writer.wait_for_room(1 << 40, time.monotonic() + 10)
     shutil.rmtree(folder)
     assert read(opened, opened.find("", (1,), stateful=False)) == ()
-    assert opened.write(segment((2,)))
+    assert opened.writer.write(segment((2,)))
     opened.close(10)
     assert len(files(folder)) == 1
 
@@ -230,7 +230,7 @@ def test_a_full_disk_pauses_writing_and_leaves_no_part(tmp_path: Path, monkeypat
     opened = store(tmp_path)
     monkeypatch.setattr(folder_module, "write_segment", full)
     for number in range(3):
-        opened.write(segment((number,)))
+        opened.writer.write(segment((number,)))
     opened.close(10)
     assert len(calls) == 1
     assert not [file for file in tmp_path.iterdir() if file.name.endswith(".part")]
@@ -294,10 +294,10 @@ def test_a_stopped_process_that_has_the_lock_stops_writes_alone(
         monkeypatch.setattr("worker.prefix_store.folder._WAIT_S", 0.05)
         with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
             opened = store(tmp_path)
-            assert opened.write(segment((2,)))
+            assert opened.writer.write(segment((2,)))
             assert len(read(opened, opened.find("", (1,), stateful=False))) == 1
             opened.close(20)
-        assert not opened._writer.thread.is_alive()
+        assert not opened.writer.thread.is_alive()
     finally:
         stopped.kill()
         stopped.wait()
@@ -312,8 +312,8 @@ def test_a_wait_for_room_at_the_end_is_not_held_up_by_a_kept_lock(
     monkeypatch.setattr("worker.prefix_store.folder._LAST_WAIT_S", 0.05)
     opened = store(tmp_path)
     with FolderLock(tmp_path).held():
-        opened.write(segment((1,)))
-        assert opened.wait_for_room(1 << 40, time.monotonic() + 20)
+        opened.writer.write(segment((1,)))
+        assert opened.writer.wait_for_room(1 << 40, time.monotonic() + 20)
     opened.close(20)
     assert files(tmp_path) == []
 
@@ -322,10 +322,10 @@ def test_an_error_while_writes_pause_does_not_prolong_the_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = store(tmp_path)
-    opened._writer._pause(Unwritable("kumquat"))
-    until_s = opened._writer._paused_until_s
-    opened._writer._attempt(full_disk)
-    assert opened._writer._paused_until_s == until_s
+    opened.writer._pause(Unwritable("kumquat"))
+    until_s = opened.writer._paused_until_s
+    opened.writer._attempt(full_disk)
+    assert opened.writer._paused_until_s == until_s
     opened.close(5)
 
 
@@ -337,7 +337,7 @@ def test_all_files_and_a_new_folder_are_readable_by_their_owner_only(tmp_path: P
     for _ in range(2):
         opened = PrefixStore(StoreOptions(folder, 10_000_000, label="models/a"), MODEL)
         opened.open()
-        opened.write(replace(segment((1,)), pinned=True, ends_pinned=True))
+        opened.writer.write(replace(segment((1,)), pinned=True, ends_pinned=True))
         opened.close(20)
         modes = {each.name: each.stat().st_mode & 0o777 for each in folder.iterdir()}
         assert {"model", "written.json"} <= {name.split("-")[2] for name in modes}
@@ -363,12 +363,12 @@ _WRITER = """
 import itertools, pathlib, sys, time
 from tests.prefix_store.segments import segment, store
 opened = store(pathlib.Path(sys.argv[1]), max_bytes=int(sys.argv[2]), pending=1_000_000)
-opened._writer._unlimited.set()
+opened.writer._unlimited.set()
 print("open", flush=True)
 for number in itertools.count():
     path = tuple(range(number % 50 * 3, number % 50 * 3 + 60))
     for each in (segment(path[:20], size=20_000), segment(path, 20, state=True, size=60_000)):
-        while not opened.write(each):
+        while not opened.writer.write(each):
             time.sleep(0.001)
 """
 

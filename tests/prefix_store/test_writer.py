@@ -22,7 +22,7 @@ PATH = tuple(range(30))
 
 def all_written(opened: PrefixStore) -> None:
     """Wait until nothing waits to be written."""
-    assert opened.wait_for_room(1 << 40, time.monotonic() + 20)
+    assert opened.writer.wait_for_room(1 << 40, time.monotonic() + 20)
 
 
 def test_files_whose_start_is_on_no_disk_are_forgotten(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_files_whose_start_is_on_no_disk_are_forgotten(tmp_path: Path) -> None:
 
 def test_a_segment_that_waits_to_be_written_is_forgotten(tmp_path: Path) -> None:
     opened = store(tmp_path)
-    opened.write(segment(PATH))
+    opened.writer.write(segment(PATH))
     opened.forget("", PATH)
     opened.close(10)
     assert files(tmp_path) == []
@@ -48,9 +48,9 @@ def test_a_scan_does_not_bring_back_a_forgotten_prefix_whose_removal_waits(
     written(tmp_path, segment(PATH))
     opened, go = store(tmp_path), threading.Event()
     monkeypatch.setattr(opened._folder, "write", lambda *_, **__: go.wait(20))
-    opened.write(segment((99,)))  # the removal waits for it
+    opened.writer.write(segment((99,)))  # the removal waits for it
     opened.forget("", PATH)
-    opened._writer.scan()
+    opened.writer.scan()
     assert files(tmp_path)
     assert opened.find("", PATH, stateful=False) is None
     go.set()
@@ -62,7 +62,7 @@ def test_a_forgotten_prefix_that_is_written_again_is_found(tmp_path: Path) -> No
     written(tmp_path, segment(PATH))
     opened = store(tmp_path)
     opened.forget("", PATH)
-    opened.write(segment(PATH))
+    opened.writer.write(segment(PATH))
     all_written(opened)
     assert opened.find("", PATH, stateful=False) is not None
     opened.close(20)
@@ -79,7 +79,7 @@ def test_a_forgotten_file_that_cannot_be_removed_is_left_alone(tmp_path: Path, m
         patch.setattr(Path, "unlink", fail)
         opened.forget("", PATH)
         opened.close(20)
-    opened._writer.scan()
+    opened.writer.scan()
     assert len(files(tmp_path)) == 1
     assert opened.find("", PATH, stateful=False) is None
 
@@ -110,7 +110,7 @@ def test_a_pinned_segment_outlives_the_others(tmp_path: Path, stored_before: boo
         written(tmp_path, segment((1,)))
     plain = segment((1,))
     opened = store(tmp_path)
-    opened.write(NewSegment(plain.path, plain.has_state, plain.content, pinned=True))
+    opened.writer.write(NewSegment(plain.path, plain.has_state, plain.content, pinned=True))
     opened.close(10)
     assert sum(is_pin(each.name) for each in tmp_path.iterdir()) == 1
     written(tmp_path, segment((2,)), segment((3,)), max_bytes=22_000)
@@ -121,7 +121,7 @@ def test_a_pinned_segment_outlives_the_others(tmp_path: Path, stored_before: boo
 
 def test_the_bytes_of_a_file_are_known_at_once(tmp_path: Path) -> None:
     opened = store(tmp_path)
-    opened.write(segment(PATH))
+    opened.writer.write(segment(PATH))
     all_written(opened)
     chain = opened.find("", PATH, stateful=False)
     opened.close(5)
@@ -136,7 +136,7 @@ def reported(opened: PrefixStore, *segments: NewSegment) -> WriteReport:
     """Write and pin segments; return the report once it is done, and close the store."""
     report = WriteReport()
     for each in segments:
-        assert opened.write(replace(each, pinned=True, report=report))
+        assert opened.writer.write(replace(each, pinned=True, report=report))
     opened.close(20)
     assert report.done
     return report
@@ -184,12 +184,12 @@ def test_an_unexpected_error_is_logged_once_and_loses_one_segment(
     monkeypatch.setattr("worker.prefix_store.writer._PAUSE_S", 0.0)
     opened, report = store(tmp_path), WriteReport()
     with caplog.at_level(logging.WARNING, "sluice.prefix_store"):
-        opened.write(replace(segment((1,)), report=report))
-        opened.write(segment((2,)))
+        opened.writer.write(replace(segment((1,)), report=report))
+        opened.writer.write(segment((2,)))
         all_written(opened)
-        assert opened._writer.thread.is_alive()
+        assert opened.writer.thread.is_alive()
         opened.close(20)
-    assert (report.done, report.refusal, opened.pending_bytes) == (True, NotStored.DISK, 0)
+    assert (report.done, report.refusal, opened.writer.pending_bytes) == (True, NotStored.DISK, 0)
     assert len(files(tmp_path)) == 1
     assert [bool(record.exc_info) for record in caplog.records] == [True, False]
     assert "kumquat" in caplog.text
@@ -225,7 +225,7 @@ def test_a_segment_whose_file_was_deleted_is_written_again(tmp_path: Path) -> No
     written(tmp_path, segment(PATH))
     opened = store(tmp_path)
     files(tmp_path)[0].unlink()
-    opened.write(segment(PATH))
+    opened.writer.write(segment(PATH))
     opened.close(20)
     assert len(files(tmp_path)) == 1
 
@@ -270,8 +270,8 @@ def test_files_beside_a_pinned_one_make_room_in_the_same_second(tmp_path: Path) 
     opened = store(tmp_path, max_bytes=35_000)
     for number in range(3):
         pinned = number == 0
-        opened.write(replace(segment((number,)), pinned=pinned))
-    opened.write(segment((3,)))
+        opened.writer.write(replace(segment((number,)), pinned=pinned))
+    opened.writer.write(segment((3,)))
     opened.close(20)
     again = store(tmp_path)
     found = [number for number in range(4) if again.find("", (number,), stateful=False)]

@@ -26,8 +26,7 @@ from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.prefill.task import ComputedPrompt
-from worker.engine.prefix.disk import DiskTier
-from worker.engine.prefix.durable import Storing
+from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.budget import GapLimit
 from worker.engine.step.cost import Chunk, Forward
@@ -88,19 +87,19 @@ class Engine:
         options: EngineOptions,
         *,
         speculator: Speculator | None = None,
-        open_tier: Callable[[Model], DiskTier] | None = None,
+        open_disk: Callable[[Model], DiskPrefixes] | None = None,
     ) -> None:
-        """`speculator`: decides about drafts; None: none. `open_tier`: return the disk tier of the prefixes; None:
-        there is none."""
+        """`speculator`: decides about drafts; None: none. `open_disk`: return the prefixes on disk; None:
+        there are none."""
         self._options = options
         costs = speculator.reserving(model.costs) if speculator else model.costs
         self._row_bytes = model.costs.row_bytes
         memory = memory_limit() if options.memory is None else options.memory
         self._admission = AdmissionController(costs, memory, options.rows)
-        self._tier = open_tier(model) if open_tier else None
+        self._disk = open_disk(model) if open_disk else None
         share = self._admission.free_bytes // _PREFIX_SHARE
         prefix_bytes = share if options.prefix_bytes is None else options.prefix_bytes
-        self._caches = EngineCaches(model, prefix_bytes, self._tier)
+        self._caches = EngineCaches(model, prefix_bytes, self._disk)
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
         with_head = speculator is not None and speculator.uses_head
         self._prefills = PrefillQueue(model, options, self._caches, with_head=with_head)
@@ -126,7 +125,7 @@ class Engine:
         return (len(self) > 0 and not all_wait) or self._admission.needs_decision
 
     def close(self) -> None:
-        """Write prefixes to disk, if they have a disk tier. Blocks. The engine must not be used afterwards."""
+        """Write prefixes to disk, if they have a disk. Blocks. The engine must not be used afterwards."""
         self._caches.close()
 
     def store_prefix(
@@ -418,11 +417,10 @@ class Engine:
     def _report(self, outcomes: Sequence[Outcome], memory: tuple[int, int] | None) -> StepReport:
         """End the step, and return its report."""
         step = self._now
-        if self._tier:
-            self._tier.limit_reads(decoding=len(self._running) > 0)
         ended = time.perf_counter()
-        if self._caches.prefix:
-            self._caches.prefix.show(ended, idle=not len(self))
+        if self._disk:
+            self._disk.store.reader.limit_reads(decoding=len(self._running) > 0)
+            self._disk.show(ended, idle=not len(self))
         self._prefills.observe_gap(ended - self._reported_at)
         self._reported_at = ended
         evicted = self._caches.evicted - step.evicted

@@ -16,8 +16,7 @@ from typing import TypeVar
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
 from worker.engine.options import EngineOptions
-from worker.engine.prefix.disk import DiskTier
-from worker.engine.prefix.durable import Storing
+from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.speculation.copies import CopyProposer
 from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.forced import GrammarProposer
@@ -170,17 +169,17 @@ class EngineThread:
     def _serve(self) -> None:
         model = self._load()
         speculator = speculator_of(model) if self._options.speculation else None
-        open_tier = partial(self._open_tier, self._options.disk) if self._options.disk else None
-        engine = Engine(model, self._options, speculator=speculator, open_tier=open_tier)
+        open_disk = partial(self._open_disk, self._options.disk) if self._options.disk else None
+        engine = Engine(model, self._options, speculator=speculator, open_disk=open_disk)
         self._post(self._has_loaded, model)
         while self._handle_commands(engine):
             self.heartbeat.beat()
             self._post(self._deliver, engine.step())
         engine.close()
 
-    def _open_tier(self, disk: StoreOptions, model: Model) -> DiskTier:
+    def _open_disk(self, disk: StoreOptions, model: Model) -> DiskPrefixes:
         bits, token_bytes = self._options.disk_bits, model.costs.token_bytes
-        return DiskTier(model.network, model.cache_fingerprint, disk, self.wake, bits=bits, token_bytes=token_bytes)
+        return DiskPrefixes(model.network, model.cache_fingerprint, disk, self.wake, bits=bits, token_bytes=token_bytes)
 
     def _handle_commands(self, engine: Engine) -> bool:
         """Handle the commands in the mailbox; block on it if there is nothing to compute. Returns False to

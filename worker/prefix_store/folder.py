@@ -73,12 +73,8 @@ class UnfinishedFile:
         self.file.flush()
         os.fsync(self.file.fileno())
 
-    def finish(self, path: Path) -> None:
-        """Let the file appear under its final name. Raises OSError."""
-        self.path.rename(path)
-
     def close(self) -> None:
-        """Close the file, and remove it unless it is finished. Raises no OSError."""
+        """Close the file, and remove it unless it was renamed. Raises no OSError."""
         with suppress(OSError):
             self.file.close()
         with suppress(OSError):
@@ -157,7 +153,7 @@ class Unwritable(Exception):
 
 
 class Folder:
-    """A folder of segments. `path`, `remove`, `touch`, `leave_alone` and `shorten_waits` may be used on any thread,
+    """A folder of segments. `path`, `remove`, `touch`, `leave_alone` and `lock` may be used on any thread,
     everything else on one."""
 
     def __init__(
@@ -181,7 +177,7 @@ class Folder:
         self._usage = usage
         self._writer = f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"
         self._changes = count()  # of the folder, by this process
-        self._lock = FolderLock(path)
+        self.lock = FolderLock(path)
         self._last_record = _Record(0, 0, "")
         self._known: Scan | None = None  # the last scan, with own changes
         self._scanned_s = 0.0
@@ -193,7 +189,7 @@ class Folder:
         renew the records. Raises OSError, and `Unwritable` if the folder was scanned, but another process keeps its
         lock, or a record cannot be written."""
         try:
-            with self._lock.held():
+            with self.lock.held():
                 self._known = self._enforced(self._scan(), 0)
                 self._known = self._renew_records(self._known)
         except TimeoutError as error:
@@ -204,14 +200,10 @@ class Folder:
         """Write what the records of the use of prefixes lack, and remove those of this worker. Raises no OSError."""
         with suppress(OSError):
             if self.path.exists():
-                with self._lock.held():
+                with self.lock.held():
                     scan = self._known or self._scan()
                     for each in self._usage:
                         each.end(self.path, self._max_bytes - scan.nbytes)
-
-    def shorten_waits(self) -> None:
-        """Wait at most a second for the folder's lock from now on: the worker ends."""
-        self._lock.shorten_waits()
 
     def write(
         self,
@@ -285,7 +277,7 @@ class Folder:
     def _reserve(self, name: FileName, size: int) -> tuple[UnfinishedFile, int] | NotStored:
         """Make room for a file, and create it with its size, so that other processes count it from now on. Returns the
         file and the day to whose budget its bytes count, or why it may not be written. Raises OSError."""
-        with self._lock.held():
+        with self.lock.held():
             record = self._read_record()
             if size > self._max_bytes:
                 return NotStored.QUOTA
@@ -309,13 +301,13 @@ class Folder:
         self, unfinished: UnfinishedFile, name: FileName, size: int, *, pinned: bool, ends_pinned: bool
     ) -> None:
         """Let a file that is written appear, with its pin. Raises OSError."""
-        with self._lock.held():
+        with self.lock.held():
             record = self._read_record()
             # The pin comes first, so that the file is never without it.
             pinned |= copy_pin(self.path, replace(name, has_state=False), name)
             if pinned:
                 write_pin(self.path, name, is_end=ends_pinned)
-            unfinished.finish(self.path / str(name))
+            unfinished.path.rename(self.path / str(name))
             if self._known and record == self._last_record:
                 self._known = self._known.without({unfinished.path.name}).with_file(name, size, pinned=pinned)
             else:  # another process has changed the folder since
@@ -332,7 +324,7 @@ class Folder:
         """Give the bytes of a file that were not written back to the budget of the day that they were taken from.
         Raises no OSError."""
         self._known = None
-        with suppress(OSError), self._lock.held():
+        with suppress(OSError), self.lock.held():
             record = self._read_record()
             if record.day == day:
                 self._write_record(replace(record, nbytes=max(0, record.nbytes - unfinished.missing_bytes)))

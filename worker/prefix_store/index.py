@@ -126,7 +126,7 @@ class Index:
         `stateful`: the prefix has to end with a state. `held`: positions from which the caller can continue, besides 0,
         since it holds the KV of all tokens before them."""
         with self._lock:
-            reached = self._reach(namespace, tokens, {0, *held})
+            reached = self._reach(namespace, tokens, {0, *held}) if self._sizes else {}
             ends = [end for end, name in reached.items() if name and (name.has_state or not stateful)]
             if not ends or max(ends) <= longer_than:
                 return None
@@ -142,7 +142,7 @@ class Index:
         """Return the last position along these tokens at which a file ends, with or without a state; 0 if none does.
         Files are compared as wholes, so a stored prompt may share more tokens. `held`: see `find`."""
         with self._lock:
-            return max(self._reach(namespace, tokens, {0, *held}))
+            return max(self._reach(namespace, tokens, {0, *held})) if self._sizes else 0
 
     def along(self, namespace: str, tokens: tuple[int, ...], names: Iterable[FileName]) -> list[FileName]:
         """Return those of the files that end along these tokens, also if no chain of files reaches them."""

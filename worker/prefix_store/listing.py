@@ -78,21 +78,9 @@ class Listing:
         self._memory = read_memory(path, self._scan.memory)
         self._hits = {model: read_hits(path, model) for model in {name.model for name in self._scan.names}}
         self._contents = dict[FileName, Content | None]()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files, also those of others."""
-        return self._scan.nbytes
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes that running workers hold in memory, also of prefixes that are not on disk."""
-        return self._memory.nbytes
-
-    @property
-    def stale(self) -> tuple[str, ...]:
-        """Files of other versions of the store, by path relative to the folder."""
-        return self._scan.stale
+        self.nbytes = self._scan.nbytes  # of all files, also those of others
+        self.memory_bytes = self._memory.nbytes  # that workers hold in memory, also of prefixes that are not on disk
+        self.stale = self._scan.stale  # files of other versions of the store, by path relative to the folder
 
     @property
     def prefixes(self) -> list[StoredPrefix]:

@@ -1,4 +1,4 @@
-"""Decisions of the disk tier of the prefix cache: what to load, what to write and what to remove."""
+"""Decisions about prefixes on disk: what to load, what to write and what to remove."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -117,23 +117,28 @@ class LoadedSegment:
         return self.header.ends[-1] if self.header.ends else 0
 
 
-# Makes of a file's buffers, one for each tensor, what callers use. Receives a function to call with the bytes of each
-# piece of its work, which may block. What it raises makes the file a miss.
-Decode = Callable[[Header, list[Any], OnRead], Sequence[Any]]
+class Destination:
+    """What files are read into: its buffers, and what callers use of them. Here plain bytes. All methods are called on
+    the reader's thread."""
 
+    def allocate(self, nbytes: int) -> Callable[[], Any]:
+        """Start to allocate a writable buffer, and return a function that waits for it."""
+        return partial(bytearray, nbytes)
 
-def as_read(header: Header, buffers: list[Any], on_done: OnRead) -> Sequence[Any]:
-    """Return the buffers of a file as they were read."""
-    return buffers
+    def num_kv_tensors(self, header: Header) -> int:
+        """Return the number of a file's first tensors that hold KV. The others hold the state."""
+        return len(header.ends)
 
+    def decode(self, header: Header, buffers: list[Any], on_done: OnRead) -> Sequence[Any]:
+        """Return what callers use of a file's buffers, one for each tensor. `on_done`: is called with the bytes of each
+        piece of the work, and may block. What is raised makes the file a miss."""
+        return buffers
 
-# Returns the number of a file's first tensors that hold KV. The others hold the state.
-NumTensors = Callable[[Header], int]
+    def on_read(self) -> None:
+        """Called when a reading is done."""
 
-
-def all_tensors(header: Header) -> int:
-    """Return the number of a file's tensors."""
-    return len(header.ends)
+    def on_end(self) -> None:
+        """Called when the thread ends; on the writer's thread too."""
 
 
 class Reading:
@@ -168,21 +173,15 @@ class Reader:
         folder: Folder,
         index: Index,
         encryption: Encryption | None,
-        allocate: Callable[[int], Callable[[], Any]],
-        decode: Decode,
-        num_kv_tensors: NumTensors,
+        destination: Destination,
         on_hit: Callable[[FileName], None],
-        on_read: Callable[[], None],
-        on_end: Callable[[], None],
     ) -> None:
-        """`allocate`, `decode`, `num_kv_tensors`, `on_read` and `on_end`: see `PrefixStore`. Files that are bad or gone
-        are discarded from `index`. `on_hit`: called on the reader's thread with each file that was read."""
+        """Files that are bad or gone are discarded from `index`. `on_hit`: called on the reader's thread with each file
+        that was read."""
         self._folder, self._index = folder, index
         self._encryption = encryption
-        self._allocate, self._decode = allocate, decode
-        self._num_kv_tensors = num_kv_tensors
+        self._destination = destination
         self._on_hit = on_hit
-        self._on_read, self._on_end = on_read, on_end
         self._unlimited_bytes_per_s = _FIRST_READ_BYTES_S  # measured while reads are not limited
         self._work_per_byte = 1.0  # bytes read and decoded, for each byte of a file
         self.no_reads = threading.Event()  # set while nothing is read
@@ -198,34 +197,50 @@ class Reader:
         self._closed = threading.Event()
         self._queue: queue.SimpleQueue[weakref.ref[Reading] | weakref.ref[ReadAhead] | None] = queue.SimpleQueue()
         # Several callers that want the same files share one reading; others the files that both chains have.
-        self._readings = weakref.WeakValueDictionary[tuple[FileName, ...], Reading]()
+        self._readings = weakref.WeakSet[Reading]()  # that callers hold
         self._segments = weakref.WeakValueDictionary[tuple[FileName, bool], LoadedSegment]()  # True: with its state
         self.thread = threading.Thread(target=self._run, name="prefix-reader", daemon=True)
 
     def read(self, chain: Chain) -> Reading:
-        """Start to read a chain, or return the reading of these files that is under way."""
-        reading = self._readings.get(chain.files)
-        if reading is None or reading.done:
-            reading = self._readings[chain.files] = Reading(chain)
-            self._queue.put(weakref.ref(reading))
+        """Start to read a chain, or return the reading of the same files that is under way. It is given up if all
+        callers drop the returned object."""
+        for reading in [*self._readings]:
+            if reading.chain.files == chain.files and not reading.done:
+                return reading
+        reading = Reading(chain)
+        self._readings.add(reading)
+        self._queue.put(weakref.ref(reading))
         return reading
 
+    def waiting_bytes(self, *chains: Chain) -> int:
+        """Return the bytes of the files that are read before those of a load of these chains that begins now."""
+        own = {chain.files for chain in chains}
+        reading = (reading.chain for reading in [*self._readings] if not reading.done)
+        return sum(chain.nbytes for chain in reading if chain.files not in own)
+
     def read_ahead(self, chain: Chain) -> ReadAhead:
-        """Bring the files of a chain into the system's page cache while nothing is read, until the caller drops the
-        returned object."""
+        """Bring the files of a chain into the system's page cache while nothing is read, since they are likely to be
+        read soon. Ends if the caller drops the returned object."""
         ahead = ReadAhead(chain)
         self._queue.put(weakref.ref(ahead))
         return ahead
 
+    def forget(self, namespace: str, tokens: tuple[int, ...]) -> None:
+        """Cancel the readings of files along these tokens that callers hold, finished ones included."""
+        for reading in [*self._readings]:
+            if reading.chain.is_along(namespace, tokens):
+                reading.cancel()
+
     @property
     def bytes_per_s(self) -> float:
         """Expected speed of reading and decoding, in bytes of files: as measured, but at most the limit beside rows
-        that decode."""
+        that decode: see `limit_reads`."""
         limit = float("inf") if self._unlimited.is_set() else _SHARED_BYTES_S / self._work_per_byte
         return min(self._unlimited_bytes_per_s, limit)
 
     def limit_reads(self, *, decoding: bool) -> None:
-        """Read slowly from now on if rows decode, and fast if none does, or once the store is closed."""
+        """Read slowly from now on if rows decode, so that their gaps stay as they are, and fast if none does, or once
+        the store is closed."""
         if decoding and not self._closed.is_set():
             self._unlimited.clear()
         else:
@@ -238,7 +253,8 @@ class Reader:
         return began_s is not None and began_s <= self._given_up_s
 
     def give_up(self, reading: Reading, waited_s: float) -> None:
-        """Record that a caller computes the prefix instead, after `waited_s` seconds. Logs the first one of several."""
+        """Record that a caller computes the prefix instead, after `waited_s` seconds: until the reading has ended,
+        nothing is found. Logs the first one of several."""
         was_overdue = self.is_overdue
         self._given_up_s = time.monotonic()
         if not was_overdue:
@@ -261,7 +277,7 @@ class Reader:
             self._read_all()
         finally:
             self._checksums.shutdown(wait=False)
-            self._on_end()
+            self._destination.on_end()
 
     def _read_all(self) -> None:
         while (reference := self._next()) is not None:
@@ -302,7 +318,7 @@ class Reader:
             if (reading := reference()) is not None:
                 reading.finish(tuple(segments))
             del reading, segments  # what no caller holds is freed now
-            self._on_read()
+            self._destination.on_read()
 
     def _read_chain(self, chain: Chain, reference: "weakref.ref[Reading]", segments: list[LoadedSegment]) -> None:
         """Read the files of a chain into `segments`, up to the first bad one, or until no caller waits. Of the states,
@@ -346,7 +362,7 @@ class Reader:
     def _end_of(self, header: Header, *, with_state: bool) -> int:
         """Return the byte after the KV, or after the state."""
         ends = (0, *header.ends)
-        return header.data_start + ends[-1 if with_state else self._num_kv_tensors(header)]
+        return header.data_start + ends[-1 if with_state else self._destination.num_kv_tensors(header)]
 
     def _shared(self, name: FileName, with_state: bool) -> LoadedSegment | None:
         """Return a segment that another caller has still in memory, with its state if that is asked for."""
@@ -376,9 +392,9 @@ class Reader:
                 header = read_header(file, name, self._encryption)
                 if (header.namespace, header.tokens) != (chain.namespace, chain.tokens[name.start : name.end]):
                     raise BadFile("it holds other tokens")
-                count = None if with_state else self._num_kv_tensors(header)
-                buffers = read_tensors(file, header, self._allocate, self._checksums, self._pace, count)
-                arrays = self._decode(header, buffers, self._pace)
+                count = None if with_state else self._destination.num_kv_tensors(header)
+                buffers = read_tensors(file, header, self._destination.allocate, self._checksums, self._pace, count)
+                arrays = self._destination.decode(header, buffers, self._pace)
         except BadFile as error:
             logger.warning("prefixes on disk: %s is removed: %s", path.name, error)
             self._index.discard(name)

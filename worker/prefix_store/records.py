@@ -201,7 +201,7 @@ def joined(parts: Iterable[SegmentUse]) -> SegmentUse:
 
 
 class MemoryRecord:
-    """What this worker holds. `hold` is for any thread."""
+    """What this worker holds. `show` is for any thread."""
 
     def __init__(self, model: str, digest_key: bytes) -> None:
         """`model`: digest of the model. `digest_key`: of the digests of tokens."""
@@ -211,8 +211,8 @@ class MemoryRecord:
         self._digests = _Digests(model, digest_key)
         self._recorded: tuple[Held, Collection[str]] | None = None  # with the digests of stored segments
 
-    def hold(self, held: Held) -> None:
-        """Record this from the next renewal on."""
+    def show(self, held: Held) -> None:
+        """Let people see this from the next renewal on."""
         self._held = held
 
     def renew(self, folder: Path, scan: Scan, room_bytes: int) -> dict[str, int]:

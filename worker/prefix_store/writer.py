@@ -93,7 +93,7 @@ class Writer:
     ) -> None:
         """`model`: digest of the model. `digest_key`: of the digests of tokens. `max_pending_bytes`: most bytes that
         wait to be written. `no_reads`: set while nothing is read, which requests wait for; writes give way. `on_end`:
-        see `PrefixStore`."""
+        called on the writer's thread when it ends."""
         self._folder, self._index = folder, index
         self._model, self._digest_key = model, digest_key
         self._max_pending_bytes = max_pending_bytes
@@ -116,11 +116,12 @@ class Writer:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that may wait in addition."""
+        """Bytes that can be handed over now to be written."""
         return max(0, self._max_pending_bytes - self.pending_bytes)
 
     def write(self, new: NewSegment) -> bool:
-        """Write a segment later: see `PrefixStore.write`."""
+        """Write a segment later. Returns False, and forgets it, if too much waits already or the writer is closed. One
+        of any size may wait alone."""
         waiting = self.pending_bytes
         if self._closed.is_set() or (waiting and waiting + new.held_bytes > self._max_pending_bytes):
             return False
@@ -136,7 +137,8 @@ class Writer:
         self._queue.put(_Forget(namespace, tokens))
 
     def wait_for_room(self, nbytes: int, until_s: float) -> bool:
-        """Wait until `nbytes` can be handed over: see `PrefixStore.wait_for_room`."""
+        """Wait until so many bytes can be handed over, at most until this time.monotonic(). Returns True if they can.
+        From now on writes are not slowed down, and wait a second at most for other processes: the worker ends."""
         self._hurry()
         while self.pending_bytes and self.pending_bytes + nbytes > self._max_pending_bytes:
             if time.monotonic() >= until_s:
@@ -152,7 +154,7 @@ class Writer:
 
     def _hurry(self) -> None:
         self._unlimited.set()
-        self._folder.shorten_waits()
+        self._folder.lock.shorten_waits()
 
     def scan(self) -> None:
         """Enforce the quota, and let the index hold what is in the folder. Writes pause if the folder can be read only.

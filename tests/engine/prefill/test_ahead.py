@@ -11,7 +11,7 @@ from tests.engine.driver import Run
 from tests.engine.prefix.test_cache import lonely
 from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, stored
 from tests.engine.tiny import model, prompt
-from worker.engine.prefix.disk import DiskTier
+from worker.engine.prefix.disk import DiskPrefixes
 from worker.prefix_store.reader import PageCache
 from worker.prefix_store.store import StoreOptions
 
@@ -47,7 +47,7 @@ class OneRow(Run):
             model(family),
             rows=1,
             prefix_bytes=10**9,
-            open_tier=lambda opened: DiskTier(
+            open_disk=lambda opened: DiskPrefixes(
                 opened.network, opened.cache_fingerprint, StoreOptions(folder, 10**9), lambda: None
             ),
         )
@@ -59,8 +59,8 @@ class OneRow(Run):
 
     @property
     def brought(self) -> PageCache:
-        assert self.engine._tier is not None
-        return self.engine._tier._store._reader._page_cache
+        assert self.engine._disk is not None
+        return self.engine._disk.store.reader._page_cache
 
 
 def until(done: Callable[[], bool]) -> None:

@@ -22,8 +22,8 @@ from worker.engine.model.load import Model
 from worker.engine.options import EngineOptions
 from worker.engine.prefill import reuse
 from worker.engine.prefix import tree as tree_module
-from worker.engine.prefix.disk import DiskTier, _allocate
-from worker.engine.prefix.durable import Storing
+from worker.engine.prefix.disk import DiskPrefixes, Storing
+from worker.engine.prefix.tensors import Arrays
 from worker.engine.thread import EngineThread
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
@@ -71,7 +71,7 @@ class Worker(Run):
             step_s=step_s,
             memory=memory,
             prefix_bytes=prefix_bytes,
-            open_tier=lambda opened: DiskTier(
+            open_disk=lambda opened: DiskPrefixes(
                 opened.network,
                 opened.cache_fingerprint,
                 options,
@@ -331,7 +331,7 @@ def test_other_rows_decode_while_a_prefix_is_read(tmp_path: Path, monkeypatch: p
     first.close()
     again = Worker("llama", tmp_path)
     held = threading.Event()
-    reader = again.engine._caches.prefix._durable._tier._store._reader  # type: ignore[union-attr]
+    reader = again.engine._caches.prefix.disk.store.reader  # type: ignore[union-attr]
     read = reader._read_segment
 
     def slow(*arguments: Any) -> Any:
@@ -365,7 +365,7 @@ def test_an_array_is_filled_and_read_on_another_thread() -> None:
     filled = list[mx.array]()
 
     def fill() -> None:
-        array = _allocate(6)()
+        array = Arrays(lambda: None).allocate(6)()
         memoryview(array).cast("B")[:] = bytes(range(6))  # type: ignore[arg-type]
         filled.append(array)
         clear_streams()
@@ -484,7 +484,7 @@ def test_the_bytes_of_a_load_are_reserved(tmp_path: Path, hanging: threading.Eve
     held = prefix._tree.nbytes
     again.add("late", DOCUMENT, max_tokens=ANSWER)
     again.step()
-    loading = prefix._durable.loading_bytes  # type: ignore[union-attr]
+    loading = prefix.disk.loading_bytes  # type: ignore[union-attr]
     assert loading > 0
     prefix.set_limit(held + loading // 2)
     assert prefix._tree.nbytes + loading <= held + loading // 2
@@ -502,8 +502,8 @@ def test_a_load_ends_when_rows_need_its_memory(tmp_path: Path, hanging: threadin
     assert prefix is not None
     again.add("late", DOCUMENT, max_tokens=ANSWER)
     again.step()
-    prefix.set_limit(prefix._durable.loading_bytes - 1)  # type: ignore[union-attr]
-    assert prefix._durable.loading_bytes == 0  # type: ignore[union-attr]
+    prefix.set_limit(prefix.disk.loading_bytes - 1)  # type: ignore[union-attr]
+    assert prefix.disk.loading_bytes == 0  # type: ignore[union-attr]
     while len(again.engine):
         again.step()
     hanging.set()
@@ -522,12 +522,12 @@ def test_a_load_that_does_not_fit_beside_another_takes_the_memory_of_its_own_row
     assert prefix is not None
     again.add("one", DOCUMENT, max_tokens=ANSWER)
     again.step()
-    loading = prefix._durable.loading_bytes  # type: ignore[union-attr]
+    loading = prefix.disk.loading_bytes  # type: ignore[union-attr]
     assert loading > 0
     prefix._max_bytes = loading * 3 // 2
     again.add("other", other, max_tokens=ANSWER)
     again.step()
-    assert prefix._durable.loading_bytes == loading  # type: ignore[union-attr]
+    assert prefix.disk.loading_bytes == loading  # type: ignore[union-attr]
     hanging.set()
     while len(again.engine):
         again.step()
@@ -598,7 +598,7 @@ def test_a_load_of_non_finite_files_ends_without_a_result(
     again.step()
     if read:
         hanging.set()
-        readings = [*prefix._durable._tier._readings]  # type: ignore[union-attr]
+        readings = [*prefix.disk.store.reader._readings]  # type: ignore[union-attr]
         until = time.monotonic() + 20
         while not all(reading.done for reading in readings):
             assert time.monotonic() < until
@@ -618,7 +618,7 @@ def settled_writes(run: Worker) -> None:
     prefix = run.engine._caches.prefix
     assert prefix is not None
     until = time.monotonic() + 20
-    while prefix._durable.pending_bytes:  # type: ignore[union-attr]
+    while prefix.disk.store.writer.pending_bytes:  # type: ignore[union-attr]
         assert time.monotonic() < until
         time.sleep(0.002)
 
@@ -639,9 +639,9 @@ def parts_on_disk(family: str, folder: Path) -> tuple[int, int]:
     second.say(family, PART)
     prefix = second.engine._caches.prefix
     assert prefix is not None
-    durable, tree = prefix._durable, prefix._tree
-    assert durable is not None
-    chain = durable.find("", DOCUMENT[:-1], prefix.match_length("", DOCUMENT[:-1]))
+    disk, tree = prefix.disk, prefix._tree
+    assert disk is not None
+    chain = disk.find("", DOCUMENT[:-1], prefix.match_length("", DOCUMENT[:-1]))
     assert chain is not None
     path, _ = tree.walk("", DOCUMENT[: chain.start])
     second.close()
@@ -821,7 +821,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return write(*arguments)
 
     monkeypatch.setattr(Writer, "_write", hang)
-    monkeypatch.setattr("worker.engine.prefix.durable.MAX_SEGMENT_TOKENS", 64)
+    monkeypatch.setattr("worker.engine.prefix.disk.MAX_SEGMENT_TOKENS", 64)
     yield go
     go.set()
 

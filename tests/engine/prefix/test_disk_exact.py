@@ -254,10 +254,10 @@ def assert_equal_logits(talk: Talk, folder: Path) -> None:
     from_memory = logits_after(run.prefix, talk)
     run.close()
     again = Chat(talk.family, folder, opened=talk.opened)
-    load = again.prefix.read_from_disk("", talk.turn.tokens, lambda size: 60.0)
+    load = again.prefix.read("", talk.turn.tokens, lambda size: 60.0)
     assert load is not None
     wait_for(load.reading)
-    again.prefix.insert_from_disk(load.reading)
+    again.prefix.insert_read(load.reading)
     from_disk = logits_after(again.prefix, talk)
     again.close()
     assert from_disk == from_memory

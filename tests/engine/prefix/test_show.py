@@ -19,8 +19,8 @@ def always_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scanned(run: Worker) -> None:
     """Let the store do what it does every few seconds."""
-    assert run.engine._tier is not None
-    run.engine._tier._store._writer.scan()
+    assert run.engine._disk is not None
+    run.engine._disk.store.writer.scan()
 
 
 def held_bytes(run: Worker) -> int:
@@ -56,10 +56,10 @@ def test_a_loaded_prefix_is_listed_with_its_bytes_in_memory_and_its_hits(tmp_pat
 def test_what_memory_holds_is_handed_over_when_the_engine_becomes_idle_and_rarely_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float, while_busy: bool
 ) -> None:
-    monkeypatch.setattr("worker.engine.prefix.durable._SHOW_S", pause_s)
+    monkeypatch.setattr("worker.engine.prefix.disk._SHOW_S", pause_s)
     run, shown = Worker("llama", tmp_path), list[Held]()
-    assert run.engine._tier is not None
-    monkeypatch.setattr(run.engine._tier, "show", shown.append)
+    assert run.engine._disk is not None
+    monkeypatch.setattr(run.engine._disk.store.memory, "show", shown.append)
     run.add("row", prompt(200, 2), max_tokens=ANSWER)
     while not run.generated["row"]:
         run.step()

@@ -13,7 +13,7 @@ from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, Worker, settled
 from tests.engine.tiny import FAMILIES, build, model_of, prompt
 from worker.engine.cache.segments import KVSegment, StateSnapshot
 from worker.engine.model.load import Model
-from worker.engine.prefix.tensors import decode, exact_tensor, group_size, quantized_tensors, stored_bytes
+from worker.engine.prefix.tensors import Arrays, exact_tensor, group_size, quantized_tensors, stored_bytes
 from worker.prefix_store.format import Header, Tensor
 from worker.prefix_store.names import FileName
 from worker.prefix_store.writer import Writer
@@ -50,7 +50,7 @@ def read_back(
     tensors: list[Tensor], group_sizes: list[int | None], on_done: Callable[[int], object] = lambda nbytes: None
 ) -> list[mx.array]:
     buffers = [mx.array(memoryview(bytes(tensor.content()))) for tensor in tensors]
-    return decode(header_of(tensors, group_sizes), buffers, on_done)
+    return Arrays(lambda: None).decode(header_of(tensors, group_sizes), buffers, on_done)
 
 
 def steps(array: mx.array, size: int) -> mx.array:
@@ -301,19 +301,19 @@ def test_a_load_reserves_the_memory_of_its_dequantized_kv(tmp_path: Path) -> Non
     again = Worker("llama", tmp_path, opened=opened, bits=8)
     prefix = again.engine._caches.prefix
     assert prefix is not None
-    durable = prefix._durable
-    assert durable is not None
-    chain = durable.find("", DOCUMENT, 0)
+    disk = prefix.disk
+    assert disk is not None
+    chain = disk.find("", DOCUMENT, 0)
     assert chain is not None
     kv_bytes = len(chain.tokens) * opened.costs.token_bytes
-    memory_bytes = durable.memory_bytes(chain)
+    memory_bytes = disk.memory_bytes(chain)
     assert memory_bytes == kv_bytes + max(chain.sizes)
-    assert durable.size_of(chain, 0).file_bytes == chain.sizes
+    assert disk.size_of(chain, 0).file_bytes == chain.sizes
     prefix._max_bytes = prefix._limit = memory_bytes - 1
-    assert prefix.read_from_disk("", DOCUMENT, lambda load: 60.0) is None
+    assert prefix.read("", DOCUMENT, lambda load: 60.0) is None
     assert prefix.read_for_row("", DOCUMENT, lambda load: 60.0, memory_bytes - 1) is None
     prefix._max_bytes = prefix._limit = memory_bytes
-    assert prefix.read_from_disk("", DOCUMENT, lambda load: 60.0) is not None
+    assert prefix.read("", DOCUMENT, lambda load: 60.0) is not None
     again.close()
 
 

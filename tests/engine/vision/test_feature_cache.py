@@ -323,7 +323,7 @@ def test_forgetting_an_image_ends_its_reading(tmp_path: Path, monkeypatch: pytes
     assert stored is not None
     chain = stored.find("", images[0])
     assert chain is not None
-    reading = stored.read(chain)
+    reading = stored.store.reader.read(chain)
     again.features.forget_non_finite("", images)
     assert reading.done
     assert not reading.segments

@@ -43,8 +43,8 @@ def test_workers_add_their_reads_when_they_scan_and_none_twice(folder: Path) -> 
     chain = chain_of(one)
     for opened in (one, other, one):
         read(opened, chain_of(opened))
-        opened._writer.scan()
-    opened._writer.scan()
+        opened.writer.scan()
+    opened.writer.scan()
     assert read_hits(folder, DIGEST) == {name.digest: 3 for name in chain.files}
     assert (folder / hits_record(DIGEST)).stat().st_mode & 0o777 == 0o600
     one.close(20)
@@ -56,10 +56,10 @@ def test_entries_of_files_that_are_gone_are_dropped(folder: Path) -> None:
     opened = store(folder)
     chain = chain_of(opened)
     read(opened, chain)
-    opened._writer.scan()
+    opened.writer.scan()
     read(opened, chain)
     (folder / str(chain.files[-1])).unlink()
-    opened._writer.scan()
+    opened.writer.scan()
     assert read_hits(folder, DIGEST) == {chain.files[0].digest: 2}
     opened.close(20)
 
@@ -70,7 +70,7 @@ def test_a_damaged_record_is_ignored_and_rewritten(folder: Path, damage: str) ->
     chain = chain_of(opened)
     (folder / hits_record(DIGEST)).write_text(damage.replace("%s", chain.files[0].digest))
     read(opened, chain)
-    opened._writer.scan()
+    opened.writer.scan()
     assert read_hits(folder, DIGEST) == {name.digest: 1 for name in chain.files}
     opened.close(20)
 
@@ -96,12 +96,12 @@ def test_a_record_holds_the_last_and_the_most_read(folder: Path, monkeypatch: py
 def test_a_record_counts_for_the_quota_and_is_not_written_beyond_it(folder: Path) -> None:
     full = store(folder, max_bytes=nbytes(folder) + 10)
     read(full, chain_of(full))
-    full._writer.scan()
+    full.writer.scan()
     assert not (folder / hits_record(DIGEST)).exists()
     full.close(20)
     opened = store(folder)
     read(opened, chain_of(opened))
-    opened._writer.scan()
+    opened.writer.scan()
     known = opened._folder._known
     assert known is not None
     assert known.nbytes == nbytes(folder)

@@ -44,8 +44,8 @@ def records(folder: Path) -> list[Path]:
 
 def test_bytes_in_memory_are_those_since_the_last_segment_on_disk(folder: Path) -> None:
     opened = store(folder)
-    opened.hold(HELD)
-    opened._writer.scan()
+    opened.memory.show(HELD)
+    opened.writer.scan()
     assert seen(folder) == (7_000, {10: SegmentUse(300, 2), 30: SegmentUse(1_000, 1)})
     opened.close(20)
     assert records(folder) == []
@@ -54,8 +54,8 @@ def test_bytes_in_memory_are_those_since_the_last_segment_on_disk(folder: Path) 
 def test_workers_are_added_up(folder: Path) -> None:
     opened = [store(folder), store(folder)]
     for each in opened:
-        each.hold(HELD)
-        each._writer.scan()
+        each.memory.show(HELD)
+        each.writer.scan()
     assert seen(folder) == (14_000, {10: SegmentUse(600, 4), 30: SegmentUse(2_000, 2)})
     for each in opened:
         each.close(20)
@@ -64,15 +64,17 @@ def test_workers_are_added_up(folder: Path) -> None:
 def test_what_another_tenant_or_key_has_stored_is_not_named(folder: Path) -> None:
     key = bytes(32)
     for opened, namespace in ((store(folder, key=key), ""), (store(folder), "acme")):
-        opened.hold(Held(7_000, tuple(HeldNode(n.parent, namespace, n.tokens, n.nbytes, n.uses) for n in HELD.nodes)))
-        opened._writer.scan()
+        opened.memory.show(
+            Held(7_000, tuple(HeldNode(n.parent, namespace, n.tokens, n.nbytes, n.uses) for n in HELD.nodes))
+        )
+        opened.writer.scan()
         assert seen(folder) == (7_000, {})
         opened.close(20)
 
 
 def test_the_record_of_a_worker_that_has_died_is_ignored_and_removed_by_the_next(folder: Path) -> None:
     killed = MemoryRecord(DIGEST, b"")
-    killed.hold(HELD)
+    killed.show(HELD)
     killed.renew(folder, scan_folder(folder), 10_000)
     (record,) = records(folder)
     assert record.stat().st_mode & 0o777 == 0o600
@@ -87,7 +89,7 @@ def test_the_record_of_a_worker_that_has_died_is_ignored_and_removed_by_the_next
 
 def test_a_record_stays_fresh_without_being_written_again(folder: Path) -> None:
     record = MemoryRecord(DIGEST, b"")
-    record.hold(HELD)
+    record.show(HELD)
     scan = scan_folder(folder)
     assert record.renew(folder, scan, 10_000)
     (file,) = records(folder)
@@ -100,7 +102,7 @@ def test_a_record_stays_fresh_without_being_written_again(folder: Path) -> None:
 
 def test_what_is_written_later_is_named_then(folder: Path) -> None:
     record = MemoryRecord(DIGEST, b"")
-    record.hold(HELD)
+    record.show(HELD)
     record.renew(folder, scan_folder(folder), 10_000)
     written(folder, segment((*PATH, 98, 99), 30))
     record.renew(folder, scan_folder(folder), 10_000)
@@ -110,7 +112,7 @@ def test_what_is_written_later_is_named_then(folder: Path) -> None:
 def test_parts_that_were_hashed_before_are_found_after_others_have_gone(folder: Path) -> None:
     record = MemoryRecord(DIGEST, b"")
     for nodes in (HELD.nodes, HELD.nodes[:3], (HELD.nodes[0], HeldNode(0, "", PATH[5:10], 50, 9))):
-        record.hold(Held(1, nodes))
+        record.show(Held(1, nodes))
         record.renew(folder, scan_folder(folder), 10_000)
     assert seen(folder) == (1, {10: SegmentUse(150, 9)})
 
@@ -121,7 +123,7 @@ def test_parts_that_were_hashed_before_are_found_after_others_have_gone(folder: 
 )
 def test_a_damaged_record_is_ignored(folder: Path, damage: str) -> None:
     record = MemoryRecord(DIGEST, b"")
-    record.hold(HELD)
+    record.show(HELD)
     record.renew(folder, scan_folder(folder), 10_000)
     records(folder)[0].write_text(damage)
     assert seen(folder) == (0, {})
@@ -129,7 +131,7 @@ def test_a_damaged_record_is_ignored(folder: Path, damage: str) -> None:
 
 def test_a_record_is_not_written_beyond_the_quota(folder: Path) -> None:
     full = store(folder, max_bytes=nbytes(folder) + 10)
-    full.hold(HELD)
-    full._writer.scan()
+    full.memory.show(HELD)
+    full.writer.scan()
     assert records(folder) == []
     full.close(20)

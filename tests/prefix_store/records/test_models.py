@@ -42,6 +42,6 @@ def test_a_store_records_its_model_and_keeps_the_records_of_others(tmp_path: Pat
         opened = PrefixStore(StoreOptions(tmp_path, 20_000, label="a"), fingerprint)
         opened.open()
         for number in range(4):
-            opened.write(segment((number,)))
+            opened.writer.write(segment((number,)))
         opened.close(20)
     assert len([*tmp_path.glob("sluice-prefix-model-*.json")]) == 2

@@ -8,7 +8,7 @@ from worker.engine.batch.row import Row
 from worker.engine.model.load import Model
 from worker.engine.prefill.scoring import Draft
 from worker.engine.prefix.cache import PrefixCache
-from worker.engine.prefix.disk import DiskTier
+from worker.engine.prefix.disk import DiskPrefixes
 from worker.engine.vision.feature_cache import FeatureCache, StoredFeatures
 from worker.prefix_store.policy import LoadLimit
 from worker.prefix_store.reader import ReadAhead
@@ -22,16 +22,16 @@ _FEATURES_SHARE = 4
 class EngineCaches:
     """Owner of all caches that outlive a request, and of how they divide the bytes. For the engine's thread."""
 
-    def __init__(self, model: Model, max_bytes: int, tier: DiskTier | None = None) -> None:
+    def __init__(self, model: Model, max_bytes: int, disk: DiskPrefixes | None = None) -> None:
         """`max_bytes`: bytes for all caches together. A draft model and a vision model each get a share of them.
-        `tier`: of the model's prefixes and of image features; closed by `close`."""
-        self._tier = tier
+        `disk`: the model's prefixes on disk, whose store has image features too; closed by `close`."""
+        self._disk = disk
         draft_bytes = max_bytes // _DRAFT_SHARE if model.draft else 0
         features_bytes = max_bytes // _FEATURES_SHARE if model.vision else 0
         prefix_bytes = max_bytes - draft_bytes - features_bytes
-        self.prefix = PrefixCache(model.network, prefix_bytes, tier) if max_bytes > 0 else None
+        self.prefix = PrefixCache(model.network, prefix_bytes, disk) if max_bytes > 0 else None
         self.draft = _draft_of(model, draft_bytes)
-        stored = StoredFeatures(tier) if tier else None
+        stored = StoredFeatures(disk.store) if disk else None
         self.features = FeatureCache(features_bytes, stored) if model.vision else None
         caches = (self.prefix, self.draft.prefix if self.draft else None, self.features)
         self._all = [cache for cache in caches if cache is not None]
@@ -71,10 +71,10 @@ class EngineCaches:
                 self.prefix.insert(row.request.namespace, row.cache_key(*ending), cache, index)
 
     def spill(self, preempted: PreemptedRow, limit_of: LoadLimit) -> None:
-        """Let the cache of a preempted row be written to disk: see `PrefixCache.spill_row`."""
+        """Let the cache of a preempted row be written to disk: see `DiskPrefixes.spill_row`."""
         row = preempted.row
-        if self.prefix and not row.num_dropped:
-            self.prefix.spill_row(row.request.namespace, row.cache_key(), preempted.snapshot.row, limit_of)
+        if self.prefix and self.prefix.disk and not row.num_dropped:
+            self.prefix.disk.spill_row(row.request.namespace, row.cache_key(), preempted.snapshot.row, limit_of)
 
     def read_images_ahead(self, request: GenerationRequest, start: int, limit_of: LoadLimit) -> list[ReadAhead]:
         """Bring the stored features of a waiting request's images into the system's page cache, if loading them now
@@ -87,19 +87,15 @@ class EngineCaches:
         missing = {digest: image for digest, image in wanted.items() if not self.features.has(namespace, digest)}
         found = [chain for image in missing.values() if (chain := stored.find(namespace, image))]
         is_worthwhile = bool(found) and limit_of(stored.size_of(found)) is not None
-        return [stored.read_ahead(chain) for chain in found] if is_worthwhile else []
+        return [stored.store.reader.read_ahead(chain) for chain in found] if is_worthwhile else []
 
     def close(self) -> None:
-        """Write the prefixes to disk, and then image features, if there is a disk tier, as far as time allows. Blocks.
-        The caches must not be used afterwards."""
-        if self._tier is None:
-            return
-        until_s = self._tier.deadline_s()
-        if self.prefix:
-            self.prefix.write_all(until_s)
-        if self.features:
-            self.features.write_all(until_s)
-        self._tier.close(until_s)
+        """Write the prefixes to disk, and then image features, if they have a disk, as far as time allows. Blocks. The
+        caches must not be used afterwards."""
+        if self._disk and self.features:
+            self._disk.close(self.features.write_all)
+        elif self._disk:
+            self._disk.close()
 
     def forget_non_finite(self, row: Row) -> None:
         """Drop the cached prefixes and image features of this row that are not finite. Blocks."""

@@ -91,7 +91,7 @@ class LoadImages(Stage):
         limit_s = self._limit_of(self._stored.size_of([chain for _, chain in found])) if found else None
         if limit_s is not None:
             self._began_s, self._limit_s = time.monotonic(), limit_s
-            self._readings = [(image, self._stored.read(chain)) for image, chain in found]
+            self._readings = [(image, self._stored.store.reader.read(chain)) for image, chain in found]
             self._total = self.remaining
 
     def advance(self, tokens: int) -> Progress | Ended:
@@ -103,7 +103,7 @@ class LoadImages(Stage):
         self._readings = []
         for image, reading in readings:
             if not reading.done:
-                self._stored.give_up(reading, self._waited_s)
+                self._stored.store.reader.give_up(reading, self._waited_s)
             elif features := restored(reading):
                 self._inputs.add_features(image, features)
                 loaded += image.tokens

@@ -75,9 +75,9 @@ class Load(Stage):
         self._decided = True
         self._start = min(start, len(self._key))
         self._began_s = time.monotonic()
-        self._load = self._prefix.read_from_disk(
-            self._namespace, self._key, self._limit_of
-        ) or self._prefix.read_for_row(self._namespace, self._key, self._limit_of, self._row_bytes)
+        self._load = self._prefix.read(self._namespace, self._key, self._limit_of) or self._prefix.read_for_row(
+            self._namespace, self._key, self._limit_of, self._row_bytes
+        )
 
     def advance(self, tokens: int) -> Progress | Ended:
         """Insert what was read into the prefix cache, or give up. Blocks while the memory of a part is copied, if the
@@ -89,7 +89,8 @@ class Load(Stage):
             return self._insert(load)
         if not self._is_late(load):
             return Progress(0)
-        self._prefix.give_up_load(load.reading, time.monotonic() - self._began_s)
+        assert self._prefix.disk is not None, "what was read is on disk"
+        self._prefix.disk.store.reader.give_up(load.reading, time.monotonic() - self._began_s)
         self._load = None
         return Ended(0)
 
@@ -99,7 +100,7 @@ class Load(Stage):
             length = loaded[1] if loaded else 0
         else:
             loaded = None
-            length = self._prefix.insert_from_disk(load.reading)
+            length = self._prefix.insert_read(load.reading)
         gained = max(0, length - self._start)
         self._start += gained
         self._load = None

@@ -90,7 +90,7 @@ class PrefillQueue:
 
     def expect(self, request: GenerationRequest) -> None:
         """Let the disk begin with the prefix of a request that waits to be admitted, until it is added or removed."""
-        if self._caches.prefix is None or not self._caches.prefix.on_disk:
+        if self._caches.prefix is None or not self._caches.prefix.disk:
             return
         with isolate(f"{request.id}: reading a prefix ahead"):
             dense = len(request.tokens) if request.kept_ranges is None else dense_prefix_len(request.kept_ranges)
@@ -140,7 +140,7 @@ class PrefillQueue:
         """Yield the stages that load a prefix, load the features of images, and encode images, as far as there may be
         such work. `dense`: number of first tokens that may be loaded."""
         load = None
-        if (prefix := self._caches.prefix) and prefix.on_disk:
+        if (prefix := self._caches.prefix) and prefix.disk:
             row_bytes = self._model.costs.row_bytes(row.end)
             load = Load(row.request, dense, prefix, self._load_limit_s, row_bytes)
             yield load
@@ -185,12 +185,12 @@ class PrefillQueue:
         return self._tasks.pop(id, None)
 
     def spill(self, id: str) -> None:
-        """Let what a prompt has computed be written to disk: see `PrefixCache.spill_row`. An unknown id is ignored."""
+        """Let what a prompt has computed be written to disk: see `DiskPrefixes.spill_row`. An unknown id is ignored."""
         if id in self._tasks:
             self._tasks[id].spill(self._load_limit_s)
 
     def spill_rows(self, dropped: Iterable[PreemptedRow]) -> None:
-        """Let the caches of rows that were decoding be written to disk: see `PrefixCache.spill_row`."""
+        """Let the caches of rows that were decoding be written to disk: see `DiskPrefixes.spill_row`."""
         for preempted in dropped:
             self._caches.spill(preempted, self._load_limit_s)
 

@@ -44,7 +44,8 @@ class PrefixReuse:
         """Find the longest cached prefix again if the prefix cache has changed. Copies nothing."""
         if self._cache and self._version != self._cache.version:
             if self._version < 0:
-                self._on_disk = self._cache.known_on_disk(self._namespace, self._key)
+                disk = self._cache.disk if self._cache.stateful else None
+                self._on_disk = disk.known_end(self._namespace, self._key) if disk else 0
             self._version = self._cache.version
             self.matched, self._known = self._cache.match(self._namespace, self._key)
             self._cut()
@@ -98,9 +99,9 @@ class PrefixReuse:
             self._inserted = done
 
     def spill(self, done: int, cache: list[Any], limit_of: LoadLimit) -> None:
-        """Let the first `done` tokens, which `cache` holds, be written to disk: see `PrefixCache.spill_row`."""
-        if self._cache and self._inserts and 0 < done <= len(self._key):
-            self._cache.spill_row(self._namespace, self._key[:done], cache, limit_of)
+        """Let the first `done` tokens, which `cache` holds, be written to disk: see `DiskPrefixes.spill_row`."""
+        if self._cache and self._cache.disk and self._inserts and 0 < done <= len(self._key):
+            self._cache.disk.spill_row(self._namespace, self._key[:done], cache, limit_of)
 
     def _is_due(self, cache: PrefixCache, done: int) -> bool:
         if cache.stateful:

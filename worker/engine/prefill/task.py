@@ -259,7 +259,7 @@ class PromptTask:
         return (*first, *outcomes, self._spans.report if first else stage.report)
 
     def spill(self, limit_of: LoadLimit) -> None:
-        """Let what is computed before the first dropped token be written to disk: see `PrefixCache.spill_row`."""
+        """Let what is computed before the first dropped token be written to disk: see `DiskPrefixes.spill_row`."""
         self._reuse.spill(self._spans.length, self._spans.cache, limit_of)
 
     @property

@@ -24,8 +24,7 @@ from worker.engine.cache.segments import (
 )
 from worker.engine.isolation import isolate
 from worker.engine.memory import BUFFER_TOKENS
-from worker.engine.prefix.disk import DiskTier
-from worker.engine.prefix.durable import DurablePrefixes, Restored, Storing
+from worker.engine.prefix.disk import DiskPrefixes, Restored, Storing
 from worker.engine.prefix.tree import CLOSE_TOKENS, Found, PrefixTree, checkpoint_positions
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.outcomes import NotStored, StoreResult
@@ -49,24 +48,20 @@ class PrefixCache:
     """Prefix cache of one network, for the engine's thread. Entries belong to a namespace, and are not found from
     another. Tokens are passed as cache keys: see `GenerationRequest.cache_key`."""
 
-    def __init__(self, network: nn.Module, max_bytes: int, tier: DiskTier | None = None) -> None:
-        """`max_bytes`: upper limit of the size; see `set_limit`. `tier`: receives what is evicted."""
+    def __init__(self, network: nn.Module, max_bytes: int, disk: DiskPrefixes | None = None) -> None:
+        """`max_bytes`: upper limit of the size; see `set_limit`. `disk`: receives what is evicted; of this network, and
+        of no other cache."""
         self._network = network
         self._max_bytes = max_bytes
         self._limit = max_bytes
         self.stateful = needs_states(network)
-        self._tree = PrefixTree[KVSegment, StateSnapshot](stateful=self.stateful)
-        self._durable = DurablePrefixes(self._tree, tier) if tier else None
+        self.disk = disk
+        self._tree = disk.tree if disk else PrefixTree[KVSegment, StateSnapshot](stateful=self.stateful)
 
     @property
     def nbytes(self) -> int:
         """Bytes held now, those that wait to be written to disk included."""
-        return self._tree.nbytes + (self._durable.pending_bytes if self._durable else 0)
-
-    @property
-    def on_disk(self) -> bool:
-        """True if it has a disk tier."""
-        return self._durable is not None
+        return self._tree.nbytes + (self.disk.store.writer.pending_bytes if self.disk else 0)
 
     @property
     def evicted(self) -> int:
@@ -92,11 +87,6 @@ class PrefixCache:
         found = self._tree.find(namespace, tokens)
         return found.length, found.known
 
-    def known_on_disk(self, namespace: str, tokens: tuple[int, ...]) -> int:
-        """Return the number of tokens that a prompt on disk shares, up to the end of a file; 0 if the model needs no
-        snapshots. Hashes the tokens."""
-        return self._durable.known_end(namespace, tokens) if self._durable and self.stateful else 0
-
     def match_length(self, namespace: str, tokens: tuple[int, ...]) -> int:
         """Return the length of the longest cached prefix, in tokens."""
         return self._tree.find(namespace, tokens).length
@@ -112,8 +102,8 @@ class PrefixCache:
         if found.length == 0:
             return cache, 0
         self._tree.use(found)
-        if self._durable:
-            self._durable.write_early(found)
+        if self.disk:
+            self.disk.write_early(found)
         segments = [node.segment for node in found.nodes if node.segment]
         state, surplus = (found.holder.snapshot, found.holder.end - found.length) if found.holder else (None, 0)
         states = state.before(surplus) if state else iter(())
@@ -148,78 +138,60 @@ class PrefixCache:
         if state:
             slots.materialize(state.layers)
         self._tree.insert(namespace, tokens, partial(copy_segment, cache, index), state)
-        if self._durable:  # a prefix that this row shares with others may have a node of its own only now
-            self._durable.write_early(self._tree.find(namespace, tokens))
+        if self.disk:  # a prefix that this row shares with others may have a node of its own only now
+            self.disk.write_early(self._tree.find(namespace, tokens))
 
     def set_limit(self, max_bytes: int) -> None:
         """Limit the size to `max_bytes` until the next call, and evict what exceeds it; loads from disk that do not fit
         any more are ended. The size given at the start is never exceeded."""
         self._limit = max(0, min(self._max_bytes, max_bytes))
-        if self._durable:
-            self._durable.cancel_loads(self._limit)
+        if self.disk:
+            self.disk.cancel_loads(self._limit)
         self._shrink(self._room)
 
     @property
     def _room(self) -> int:
         """Most bytes of the tree: those of loads that have begun are reserved."""
-        return self._limit - (self._durable.loading_bytes if self._durable else 0)
+        return self._limit - (self.disk.loading_bytes if self.disk else 0)
 
     def _shrink(self, max_bytes: int, *chains: Chain) -> None:
         """Evict what exceeds the bytes, except for segments that loads from disk continue, or these chains."""
-        evicted = self._tree.shrink(max_bytes, self._durable.continued(*chains) if self._durable else ())
-        if self._durable and evicted:
-            self._durable.spill(evicted)
+        evicted = self._tree.shrink(max_bytes, self.disk.continued(*chains) if self.disk else ())
+        if self.disk and evicted:
+            self.disk.spill(evicted)
 
     def store(self, namespace: str, tokens: tuple[int, ...], attempt: Storing | None = None) -> StoreResult | Storing:
         """Let the cached prefix of these tokens be written to disk, and never be removed from there for space. Returns
-        an attempt until all of it is written or refused: call again with it later. Without a disk tier nothing is
+        an attempt until all of it is written or refused: call again with it later. Without a disk nothing is
         written."""
-        if self._durable is None:
+        if self.disk is None:
             return StoreResult(0, missing=NotStored.NO_FOLDER)
-        attempt = self._durable.store(namespace, tokens, attempt or Storing())
+        attempt = self.disk.pin(namespace, tokens, attempt or Storing())
         if not attempt.done:
             return attempt
+        stored = self.disk.find(namespace, tokens, alone=True)
         return store_result(
             len(tokens),
-            self._durable.stored_length(namespace, tokens),
+            len(stored.tokens) if stored else 0,
             attempt.report.written_bytes,
             attempt.report.refusal,
             spacing=CLOSE_TOKENS if self.stateful else 1,
         )
 
-    def spill_row(self, namespace: str, tokens: tuple[int, ...], cache: Sequence[Any], limit_of: LoadLimit) -> None:
-        """Let the cache of one row that is given up be written to disk, if there is a disk tier, and if loading it is
-        expected to be faster than computing it. The row must have computed exactly these tokens, at consecutive
-        positions. Blocks while tokens that no prefix holds are copied. A failure is logged. `limit_of`: see
-        `LoadLimit`."""
-        if self._durable:
-            with isolate(f"writing the cache of a row of {len(tokens)} tokens to disk"):
-                self._durable.spill_row(namespace, tokens, cache, limit_of)
-
-    def show(self, now_s: float, *, idle: bool) -> None:
-        """Publish what memory holds, if there is a disk tier: see `DurablePrefixes.show`."""
-        if self._durable:
-            self._durable.show(now_s, idle=idle)
-
-    def write_all(self, until_s: float) -> None:
-        """Write all prefixes to disk, if there is a disk tier, at most until this time.monotonic(). Blocks."""
-        if self._durable:
-            self._durable.write_all(until_s)
-
     # From disk
 
-    def read_from_disk(self, namespace: str, tokens: tuple[int, ...], limit_of: LoadLimit) -> StartedLoad | None:
+    def read(self, namespace: str, tokens: tuple[int, ...], limit_of: LoadLimit) -> StartedLoad | None:
         """Start to read the longest prefix on disk if that is worthwhile, longer than the one in memory, and fits into
         the cache beside the loads that have begun. Evicts what it replaces. `limit_of`: see `LoadLimit`."""
         matched = self.match_length(namespace, tokens)
-        if self._durable is None or (chain := self._durable.find(namespace, tokens, matched)) is None:
+        if self.disk is None or (chain := self.disk.find(namespace, tokens, matched)) is None:
             return None
-        limit_s = limit_of(self._durable.size_of(chain, matched))
-        fits = self._durable.is_loading(chain) or self._durable.reserved_bytes(chain) <= self._room
+        limit_s = limit_of(self.disk.size_of(chain, matched))
+        fits = self.disk.is_loading(chain) or self.disk.reserved_bytes(chain) <= self._room
         if limit_s is None or not fits:
             return None
         self._touch_all(namespace, tokens)
-        reading = self._durable.read(chain)
+        reading = self.disk.read(chain)
         self._shrink(self._room)
         return StartedLoad(reading, limit_s)
 
@@ -228,10 +200,10 @@ class PrefixCache:
         loading it now would be worthwhile. Takes no memory of the cache. Ends if the caller drops the returned
         object."""
         matched = self.match_length(namespace, tokens)
-        if self._durable is None or (chain := self._durable.find(namespace, tokens, matched)) is None:
+        if self.disk is None or (chain := self.disk.find(namespace, tokens, matched)) is None:
             return None
-        is_worthwhile = limit_of(self._durable.size_of(chain, matched)) is not None
-        return self._durable.read_ahead(chain) if is_worthwhile else None
+        is_worthwhile = limit_of(self.disk.size_of(chain, matched)) is not None
+        return self.disk.store.reader.read_ahead(chain) if is_worthwhile else None
 
     def read_for_row(
         self, namespace: str, tokens: tuple[int, ...], limit_of: LoadLimit, row_bytes: int
@@ -240,19 +212,19 @@ class PrefixCache:
         use yet, if that is worthwhile: for a prefix that does not fit into the cache. `row_bytes`: the most bytes to
         load. `restore_row` then takes the result."""
         matched = self.match_length(namespace, tokens)
-        if self._durable is None or (chain := self._durable.find_whole(namespace, tokens, matched)) is None:
+        if self.disk is None or (chain := self.disk.find(namespace, tokens, matched, alone=True)) is None:
             return None
-        limit_s = limit_of(self._durable.size_of(chain, matched))
-        if limit_s is None or self._durable.memory_bytes(chain) > row_bytes:
+        limit_s = limit_of(self.disk.size_of(chain, matched))
+        if limit_s is None or self.disk.memory_bytes(chain) > row_bytes:
             return None
-        return StartedLoad(self._durable.read_apart(chain), limit_s, for_row=True)
+        return StartedLoad(self.disk.store.reader.read(chain), limit_s, for_row=True)
 
     def restore_row(self, reading: Reading, tokens: int) -> tuple[list[Any], int] | None:
         """Return a new cache of one row with what was read for it, and room for `tokens` tokens, and the prefix's
         length; None if nothing was read, or after a failure, which is logged. The caller owns the cache. Blocks until
         it is computed."""
         with isolate(f"loading a row of {len(reading.chain.tokens)} tokens from disk"):
-            parts = self._durable.restored_apart(reading) if self._durable else []
+            parts = self.disk.restore(reading, for_row=True) if self.disk else []
             while parts and self.stateful and not parts[-1].snapshot:  # a later file was bad
                 parts.pop()
             if parts:
@@ -269,17 +241,12 @@ class PrefixCache:
         path, matched = self._tree.walk(namespace, tokens)
         self._tree.touch(Found(matched, tuple(path)))
 
-    def give_up_load(self, reading: Reading, waited_s: float) -> None:
-        """Record that a prefix is computed, since it was not read within `waited_s` seconds."""
-        if self._durable:
-            self._durable.give_up(reading, waited_s)
-
-    def insert_from_disk(self, reading: Reading) -> int:
+    def insert_read(self, reading: Reading) -> int:
         """Insert what was read, as far as it fits. Returns the length of the prefix that the cache holds then. Blocks
         if the cache has divided the prefix otherwise, which makes copies. A failure is logged."""
         chain = reading.chain
         with isolate(f"loading a prefix of {len(chain.tokens)} tokens from disk"):
-            restored = self._durable.restored(reading) if self._durable else []
+            restored = self.disk.restore(reading) if self.disk else []
             if self.match_length(chain.namespace, chain.tokens) < len(chain.tokens):  # else another prompt was first
                 self._insert_restored(chain, restored)
         return self.match_length(chain.namespace, chain.tokens)
@@ -300,8 +267,8 @@ class PrefixCache:
         non_finite = (node for node in path if not (is_finite(node.segment) and is_finite(node.snapshot)))
         if (first := next(non_finite, None)) is not None:
             self._tree.discard(first)
-        if self._durable:
-            self._durable.forget(namespace, tokens)
+        if self.disk:
+            self.disk.store.forget(namespace, tokens)
 
 
 def _capacity(tokens: int) -> int:

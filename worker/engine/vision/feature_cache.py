@@ -3,64 +3,55 @@
 On disk they are files of the prefix store like segments of KV, under a path that no prompt has: see `IMAGE_FEATURES`.
 So they share its quota, its index, its threads and its encryption with the prefixes."""
 
+import json
 from collections.abc import Iterable, Sequence
 
 from worker.byte_lru import ByteLRU, Evicted
 from worker.engine.isolation import isolate
-from worker.engine.prefix.disk import DiskTier
+from worker.engine.prefix.tensors import exact_tensor
 from worker.engine.vision.encoder import Features
+from worker.prefix_store.format import StoredSegment
 from worker.prefix_store.index import Chain
 from worker.prefix_store.names import IMAGE_FEATURES
 from worker.prefix_store.policy import LoadSize, writes_early
-from worker.prefix_store.reader import ReadAhead, Reading
+from worker.prefix_store.reader import Reading
+from worker.prefix_store.store import PrefixStore
+from worker.prefix_store.writer import NewSegment
 from worker.request import PromptImage
 
 
 class StoredFeatures:
     """Features of images on disk. For the engine's thread."""
 
-    def __init__(self, tier: DiskTier) -> None:
-        self._tier = tier
+    def __init__(self, store: PrefixStore) -> None:
+        """`store`: of the model's prefixes."""
+        self.store = store
 
     def write(self, namespace: str, digest: bytes, features: Features) -> bool:
         """Let features be written, unless they are stored. Returns False if too much waits to be written. A failure is
         logged."""
         accepted = True  # after a failure too: another attempt would fail as well
         with isolate("writing the features of an image to disk"):
-            accepted = self._tier.write_exact(namespace, _path(digest, features.tokens), features.arrays)
+            path, layout = _path(digest, features.tokens), json.dumps({"buffers": len(features.arrays)})
+            content = StoredSegment(namespace, path, layout, tuple(map(exact_tensor, features.arrays)))
+            accepted = self.store.writer.write(NewSegment(path, False, content))
         return accepted
-
-    def wait_for_room(self, features: Features, until_s: float) -> bool:
-        """Wait until features can be handed over, at most until this time.monotonic()."""
-        return self._tier.wait_for_room(features.nbytes, until_s)
 
     def find(self, namespace: str, image: PromptImage) -> Chain | None:
         """Return the file that holds the features of an image; None if there is none."""
         path = _path(image.digest, image.tokens)
-        return self._tier.find(namespace, path, held=(), longer_than=len(path) - 1, stateful=False)
+        return self.store.find(namespace, path, longer_than=len(path) - 1, stateful=False)
 
     def size_of(self, chains: Sequence[Chain]) -> LoadSize:
         """Return the size of the load of these files, each of which holds the features of one image."""
         tokens = sum(len(chain.tokens) for chain in chains)
         file_bytes = tuple(size for chain in chains for size in chain.sizes)
-        return LoadSize(tokens, 0, file_bytes, self._tier.bytes_per_s, self._tier.waiting_bytes(*chains))
-
-    def read(self, chain: Chain) -> Reading:
-        """Start to read a file, or return the reading of it that is under way. It is given up if all callers drop the
-        returned object."""
-        return self._tier.read(chain)
-
-    def read_ahead(self, chain: Chain) -> ReadAhead:
-        """Bring a file into the system's page cache, as long as the caller holds the returned object."""
-        return self._tier.read_ahead(chain)
-
-    def give_up(self, reading: Reading, waited_s: float) -> None:
-        """Record that a reading took too long: until the reader has ended it, nothing is found."""
-        self._tier.give_up(reading, waited_s)
+        reader = self.store.reader
+        return LoadSize(tokens, 0, file_bytes, reader.bytes_per_s, reader.waiting_bytes(*chains))
 
     def forget(self, namespace: str, image: PromptImage) -> None:
         """Remove the file of an image, and end the readings of it."""
-        self._tier.forget(namespace, _path(image.digest, image.tokens))
+        self.store.forget(namespace, _path(image.digest, image.tokens))
 
 
 def restored(reading: Reading) -> Features | None:
@@ -103,7 +94,9 @@ class FeatureCache(ByteLRU[Features]):
         if self.stored is None:
             return
         for (namespace, digest), features in reversed(self._entries.items()):
-            if not self.stored.wait_for_room(features, until_s) or not self.stored.write(namespace, digest, features):
+            if not self.stored.store.writer.wait_for_room(features.nbytes, until_s) or not self.stored.write(
+                namespace, digest, features
+            ):
                 break
 
     def forget_non_finite(self, namespace: str, images: Iterable[PromptImage]) -> None:
