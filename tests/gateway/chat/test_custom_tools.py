@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion
 from sluice.gateway.chat.request import read_request
 from sluice.gateway.errors import ApiError
 from sluice.gateway.tools import CustomCalls, read_tools
-from tests.gateway.fronts import events
+from tests.gateway.gateways import events
 from worker.chat.request import read_request as read_by_worker
 
 Body = dict[str, Any]
