@@ -78,6 +78,7 @@ class Figures:
     preempted: float  # for each 100 answers
     again_percent: float  # tokens that are computed again, of all tokens
     cut_percent: float
+    overtaken: float  # most rows that came later and began before one
 
 
 class Machine:
@@ -95,7 +96,7 @@ class Machine:
         self.active: list[Row] = []  # the oldest first
         self._rows = rows
         self.now_s = self._row_s = 0.0
-        self._preemptions = self._again = 0
+        self._preemptions = self._again = self._overtaken = 0
 
     def run(self) -> Figures:
         """Run until all have ended."""
@@ -154,6 +155,7 @@ class Machine:
             rows[id].held = False
         for id, overtaken in plan.overtaken.items():
             rows[id].overtaken = overtaken
+            self._overtaken = max(self._overtaken, overtaken)
         assert not plan.refuse
         assert not plan.growth.cut
         for id in plan.preempt:
@@ -225,6 +227,7 @@ class Machine:
             100 * self._preemptions / len(rows),
             100 * self._again / computed,
             100 * sum(row.answer > row.limit for row in rows) / len(rows),
+            self._overtaken,
         )
 
 
@@ -242,7 +245,7 @@ def requests(number: int, rate: float | None, seed: int, rule: Rule) -> Iterator
 
 def table(runs: int) -> Table:
     """Return the medians of several runs for each rule."""
-    columns = "tokens/s", "rows", "first p50", "p95", "end p50", "preempted", "again", "cut"
+    columns = "tokens/s", "rows", "first p50", "p95", "end p50", "preempted", "again", "cut", "overtaken"
     shown = Table("", "reserved", *columns, title=f"memory: medians of {runs} runs", title_justify="left")
     for name, number, rate in ("200 at once", 200, None), ("0.5/s", 400, 0.5):
         for rule_name, rule in RULES.items():
@@ -256,5 +259,6 @@ def _cells(runs: Sequence[Figures]) -> Iterator[str]:
     for name, unit, digits in (
         ("tokens_per_s", "", 0), ("rows", "", 1), ("first_p50_s", " s", 1), ("first_p95_s", " s", 1),
         ("end_p50_s", " s", 1), ("preempted", " in 100", 1), ("again_percent", " %", 1), ("cut_percent", " %", 1),
+        ("overtaken", "", 0),
     ):  # fmt: skip
         yield f"{statistics.median(getattr(run, name) for run in runs):.{digits}f}{unit}"

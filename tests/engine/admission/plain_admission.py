@@ -18,19 +18,20 @@ def plainly_in_turn(
     waiting: Sequence[RowEstimate], running: Sequence[RowEstimate], costs: MemoryModel, limit: int, max_rows: int
 ) -> list[tuple[RowEstimate, Decision]]:
     """Return what `admit_in_turn` returns. A refusal has no message."""
-    rows, decided, closed = list(running), list[tuple[RowEstimate, Decision]](), False
+    rows, decided = list(running), list[tuple[RowEstimate, Decision]]()
     held_bytes = sum(row.held_bytes for row in waiting)
     for each in sorted(waiting, key=lambda row: row.lane == "batch"):
         candidate = shortened(each, costs, limit)
         decision = plainly(candidate, rows, costs, limit, held_bytes - candidate.held_bytes, max_rows)
-        if closed and isinstance(decision, Admit):
+        overtakes = [
+            row.overtaken + _admitted(decided[at:]) for at, (row, each) in enumerate(decided) if isinstance(each, Wait)
+        ]
+        if isinstance(decision, Admit) and max(overtakes, default=0) >= MAX_OVERTAKES:
             decision = Wait()
-        match decision:
-            case Admit(parked):
-                rows = sorted([*(row for row in rows if row.id not in parked), candidate], key=lambda row: row.age)
-                held_bytes -= candidate.held_bytes
-            case Wait() if candidate.overtaken >= MAX_OVERTAKES:
-                closed = True
+        if isinstance(decision, Admit):
+            staying = [row for row in rows if row.id not in decision.preempt]
+            rows = sorted([*staying, candidate], key=lambda row: row.age)
+            held_bytes -= candidate.held_bytes
         decided.append((candidate, decision))
     return [
         (row, Wait(row.overtaken + _admitted(decided[at:])) if isinstance(decision, Wait) else decision)

@@ -1,6 +1,7 @@
 """Admission by predicted memory. A row of 1,000 tokens takes `cost(1000)` bytes, and nothing here computes."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -221,6 +222,41 @@ def test_row_overtaken_too_often_is_overtaken_no_more() -> None:
     here, big, small = row("here", 4000), row("big", 4000, group=1, passed=MAX_OVERTAKES), row("small", 200, group=2)
     decisions = admit_in_turn([big, small], [here], Limits(COSTS, room_for(here, small)))
     assert decisions == [(big, Wait(overtaken=MAX_OVERTAKES)), (small, Wait())]
+
+
+@pytest.mark.parametrize("passed", [0, 5])
+def test_row_is_not_overtaken_by_more_rows_in_one_round_either(passed: int) -> None:
+    here, big = row("here", 4000), row("big", 8000, group=1, passed=passed)
+    small = [row(str(i), 200, group=2) for i in range(2 * MAX_OVERTAKES)]
+    decisions = admit_in_turn([big, *small], [here], Limits(COSTS, room_for(here, *small)))
+    assert admitted(decisions) == small[: MAX_OVERTAKES - passed]
+    assert decisions[0] == (big, Wait(overtaken=MAX_OVERTAKES))
+
+
+arrivals = st.lists(st.tuples(st.sampled_from([150, 150, 150, 400, 4_000, 9_000]), st.sampled_from(lanes)), max_size=30)
+
+
+@given(st.lists(st.tuples(arrivals, st.integers(0, 5)), min_size=1, max_size=6), st.integers(4_000, 15_000))
+def test_no_row_that_waits_is_overtaken_by_more_rows_than_the_limit(
+    rounds: list[tuple[list[tuple[int, Lane]], int]], tokens: int
+) -> None:
+    """Of its lane, whatever arrives and ends, in one round or in many."""
+    running, waiting, overtaken = list[RowEstimate](), list[RowEstimate](), Counter[str]()
+    for number, (arrived, ending) in enumerate(rounds):
+        waiting += [
+            row(f"{number} {i}", each, lane, group=each)._replace(age=100 * number + i)
+            for i, (each, lane) in enumerate(arrived)
+        ]
+        decisions = admit_in_turn(waiting, running, Limits(COSTS, room_for(row("most", tokens))))
+        begun = [each for each in admitted(decisions) if not each.preempted]
+        waiting = [each._replace(overtaken=d.overtaken) for each, d in decisions if isinstance(d, Wait)]
+        for each in waiting:
+            overtaken[each.id] += sum(other.age > each.age and other.lane == each.lane for other in begun)
+        assert max(overtaken.values(), default=0) <= MAX_OVERTAKES
+        running += begun
+        preempted = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.preempt}
+        waiting = [each._replace(preempted=True) for each in running if each.id in preempted] + waiting
+        running = [each for each in running if each.id not in preempted][ending:]
 
 
 def test_overtaken_offline_row_does_not_block_interactive_ones() -> None:

@@ -64,6 +64,40 @@ def test_saved_caches_keep_no_row_out_and_no_more_are_dropped_than_needed(
         assert admitted(planned.drop_caches[:-1]) != admitted(holding)
 
 
+def growing(id: str, tokens: int, age: int, held_bytes: int = 0) -> RowEstimate:
+    """Return a row without a limit; it was preempted, or is active."""
+    return row(id, tokens, held_bytes=held_bytes)._replace(grows=True, least=1, likely=40, preempted=True, age=age)
+
+
+def test_saved_cache_is_dropped_before_a_row_of_its_lane_is_preempted() -> None:
+    old, young, saved = growing("old", 500, 0), growing("young", 500, 1), growing("saved", 3000, 2, held_bytes=300_000)
+    planned = plan([old, saved], [young], COSTS.peak_bytes([[500, 500]]) + 200_000)
+    assert (planned.admit, planned.drop_caches) == ({"old": ()}, ("saved",))
+    planned = plan([old, saved], [young], COSTS.peak_bytes([[500, 500]]) - 1)
+    assert (planned.admit, planned.drop_caches) == ({"old": ("young",)}, ()), "dropping it would not do"
+
+
+def test_saved_cache_of_an_offline_row_stays_if_another_one_can_be_preempted() -> None:
+    running, saved = row("running", 500, "batch"), row("saved", 3000, "batch", held_bytes=300_000)
+    planned = plan([row("new", 500), saved], [running], COSTS.peak_bytes([[500, 500]]) + 200_000)
+    assert (planned.admit, planned.drop_caches) == ({"new": ("running",)}, ())
+
+
+rows_that_grow = st.lists(
+    st.tuples(st.integers(50, 3000), st.integers(0, 12), st.sampled_from([0, 300_000, 900_000])), max_size=8
+)
+
+
+@given(rows_that_grow, rows_that_grow, st.integers(10**6, 2 * 10**7))
+def test_row_is_preempted_only_if_it_would_be_without_saved_caches(
+    waiting: list[tuple[int, int, int]], active: list[tuple[int, int, int]], limit: int
+) -> None:
+    queue = sorted((growing(f"w{i}", *each) for i, each in enumerate(waiting)), key=lambda row: row.age)
+    here = sorted((growing(f"a{i}", *each[:2]) for i, each in enumerate(active)), key=lambda row: row.age)
+    bare = plan([each._replace(held_bytes=0) for each in queue], here, limit)
+    assert plan(queue, here, limit).admit == bare.admit
+
+
 def test_rows_are_preempted_in_the_order_of_their_admission_s_decisions() -> None:
     active = [row("old", 500, "batch"), row("young", 500, "batch")]
     planned = plan([row("first", 500), row("second", 500)], active, COSTS.peak_bytes([[500, 500]]))

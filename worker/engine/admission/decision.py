@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 from sluice.contract.keys import Lane
@@ -88,20 +89,22 @@ def admit_in_turn(
     waiting: Sequence[RowEstimate], active: Sequence[RowEstimate], limits: Limits
 ) -> list[tuple[RowEstimate, Decision]]:
     """Return the decision for each waiting row, interactive rows first, otherwise in the given order. `active`: rows
-    in prefill and decoding rows, the oldest first."""
-    admission, closed = Admission(active, limits), False
+    in prefill and decoding rows, the oldest first. All interactive rows are decided before an offline one that waits
+    can keep others out."""
+    admission, may_overtake = Admission(active, limits), inf  # rows that may still be admitted behind those that wait
     decided = list[tuple[RowEstimate, Decision]]()
     admission.set_held_bytes(sum(row.held_bytes for row in waiting))
     for each in sorted(waiting, key=lambda row: row.lane == "batch"):
         candidate = admission.shortened(each)
         decision = admission.decide(candidate)
-        if closed and isinstance(decision, Admit):
+        if isinstance(decision, Admit) and may_overtake <= 0:
             decision = _WAIT
         match decision:
             case Admit():
                 admission.apply(candidate, decision)
-            case Wait() if candidate.overtaken >= MAX_OVERTAKES:
-                closed = True  # all interactive rows are decided before an offline row can close admission
+                may_overtake -= 1
+            case Wait():
+                may_overtake = min(may_overtake, MAX_OVERTAKES - candidate.overtaken)
         decided.append((candidate, decision))
     return _count_overtaken(decided)
 

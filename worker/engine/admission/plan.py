@@ -6,6 +6,7 @@ is left then, other rows are preempted by a rule under which the oldest row alwa
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 
 from sluice.contract.keys import Lane
 from worker.engine.admission.classes import Bounds, Decoding, Trial, choose_bounds, class_of, rows_after, still_waiting
@@ -242,17 +243,23 @@ def _decide(
     waiting: Sequence[RowEstimate], active: Sequence[RowEstimate], limits: Limits
 ) -> tuple[Decided, tuple[str, ...]]:
     """Return the decisions, and the rows whose saved caches must be dropped for them: as few as admit the same rows as
-    without any saved cache, the youngest first. Rows are preempted the youngest first, and each one is requeued before
-    the others, so the last in the queue is the youngest."""
+    without any saved cache, and preempt the same ones of their lanes, the youngest first. Rows are preempted the
+    youngest first, and each one is requeued before the others, so the last in the queue is the youngest."""
+    lanes = {row.id: row.lane for row in (*waiting, *active)}
 
     def decide(dropped: Sequence[str]) -> Decided:
         rows = [row._replace(held_bytes=0) if row.id in dropped else row for row in waiting]
         return admit_in_turn(rows, active, limits)
 
+    def outcome(row: RowEstimate, decision: Decision) -> object:
+        # Offline rows that an interactive one preempts do not count: nobody waits for their next token.
+        own = isinstance(decision, Admit) and tuple(id for id in decision.preempt if lanes[id] == row.lane)
+        return type(decision), own
+
     dropped, decided = list[str](), decide(())
     holding = [row.id for row in waiting if row.held_bytes]
-    best = _types(decide(holding)) if holding else _types(decided)
-    while _types(decided) != best:
+    best = list(starmap(outcome, decide(holding) if holding else decided))
+    while list(starmap(outcome, decided)) != best:
         dropped.append(holding.pop())
         decided = decide(dropped)
     return decided, tuple(dropped)
@@ -275,7 +282,3 @@ def _held_bytes(rows: Iterable[RowEstimate]) -> int:
 
 def _is_offline(row: RowEstimate) -> bool:
     return row.lane == "batch"
-
-
-def _types(decided: Decided) -> list[type[Decision]]:
-    return [type(decision) for _, decision in decided]

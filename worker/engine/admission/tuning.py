@@ -3,7 +3,7 @@
 
 # Who overtakes, and what answers without a limit get
 
-# Rows that may overtake a row that does not fit yet. Then the rows behind it wait too, so memory is freed for it.
+# Most rows that may overtake a row that does not fit yet. Then the rows behind it wait too, so memory is freed for it.
 # test_decision, tests/engine/test_memory.py.
 MAX_OVERTAKES = 16
 # Tokens reserved for an answer while fewer than `KNOWN_ANSWERS` of its lane are known: a limit that workers had for
