@@ -74,14 +74,20 @@ TABLE = {
         "sluice.contract.keys worker.engine.fitting worker.engine.memory worker.engine.step worker.request",
         standard=PURE,
     ),
-    "worker.engine.speculation.offer": May("worker.outcomes worker.request", standard=PURE),
-    "worker.engine.speculation.copies": May("worker.engine.speculation.offer worker.outcomes", standard=PURE),
-    "worker.engine.speculation.forced": May(
-        "worker.engine.speculation.offer worker.outcomes worker.request", standard=PURE
+    "worker.engine.speculation.tuning": May(standard=PURE),
+    "worker.engine.speculation.budget": May("worker.engine.speculation.tuning", standard=PURE),
+    "worker.engine.speculation.offer": May(
+        "worker.engine.speculation.tuning worker.outcomes worker.request", standard=PURE
     ),
-    "worker.engine.speculation.width": May("worker.engine.speculation.offer", standard=PURE),
-    "worker.engine.speculation.losses": May(standard=PURE),
-    "worker.engine.speculation.draft_prefill": May("worker.engine.fitting", standard=PURE),
+    "worker.engine.speculation.copies": May(
+        "worker.engine.speculation.offer worker.engine.speculation.tuning worker.outcomes", standard=PURE
+    ),
+    "worker.engine.speculation.forced": May(
+        "worker.engine.speculation.offer worker.engine.speculation.tuning worker.outcomes worker.request", standard=PURE
+    ),
+    "worker.engine.speculation.width": May(
+        "worker.engine.speculation.offer worker.engine.speculation.tuning", standard=PURE
+    ),
     # Files of cached prefixes: bytes on disk, without the engine.
     "worker.prefix_store": May("worker.outcomes"),
     "worker.prefix_store.encryption": May(others="cryptography"),
@@ -138,20 +144,15 @@ TABLE = {
         f"worker.prefix_store {NUMBERS}",
         "mlx mlx_lm PIL",
     ),
-    # MTP heads: trunk < head < prompt < drafts < proposer, and head < layouts < load. A head belongs to a model, its
-    # drafts to a batch.
+    # MTP heads: head < load, and head < proposer. A head belongs to a model, its drafts to a batch.
     "worker.engine.speculation.mtp": May(
-        "worker.engine.cache worker.engine.speculation.network_proposer worker.engine.speculation.offer "
+        "worker.engine.cache worker.engine.speculation.offer worker.engine.speculation.tuning "
         f"worker.engine.upstream {NUMBERS}",
         "mlx",
     ),
-    "worker.engine.speculation.mtp.trunk": May(others="mlx"),
-    "worker.engine.speculation.mtp.head": May("worker.engine.speculation.mtp.trunk worker.engine.upstream", "mlx"),
-    "worker.engine.speculation.mtp.layouts": May("worker.engine.speculation.mtp.head worker.engine.upstream", "mlx"),
+    "worker.engine.speculation.mtp.head": May("worker.engine.upstream", "mlx"),
     "worker.engine.speculation.mtp.load": May(
-        "worker.engine.checkpoint worker.engine.speculation.mtp.head worker.engine.speculation.mtp.layouts "
-        "worker.engine.speculation.mtp.trunk worker.errors",
-        "mlx",
+        "worker.engine.checkpoint worker.engine.speculation.mtp.head worker.engine.upstream worker.errors", "mlx"
     ),
     "worker.engine.model": May(
         "worker.engine.cache worker.engine.checkpoint worker.engine.device worker.engine.speculation "

@@ -213,7 +213,7 @@ def _open(settings: Settings, memory: int) -> "Model":
     vision, trusted = settings.vision == "auto", settings.trust_model_code
     model = open_model(settings.model, memory=memory, vision=vision, trusted=trusted)
     if settings.specprefill_draft_model is not None:
-        from worker.engine.prefill.draft import with_draft
+        from worker.engine.prefill.scoring import with_draft
 
         model = with_draft(model, settings.specprefill_draft_model)
     if settings.speculation == "auto":
@@ -225,8 +225,7 @@ def _open(settings: Settings, memory: int) -> "Model":
 
 def _with_drafts(model: "Model", settings: Settings) -> "Model":
     """Return the model with the networks that draft its answers: an MTP head, if there is one, and a draft model."""
-    from worker.engine.model.drafter import with_drafter
-    from worker.engine.model.head import with_head
+    from worker.engine.model.drafter import with_drafter, with_head
 
     model = with_head(model, settings.model, settings.mtp_model)
     if settings.draft_model is None:

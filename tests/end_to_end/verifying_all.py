@@ -2,17 +2,18 @@
 loss."""
 
 from worker.__main__ import main
-from worker.engine.speculation.losses import LossAccount
-from worker.engine.speculation.width import DraftingCosts, ForwardCosts
+from worker.engine.speculation.budget import DraftBudget
+from worker.engine.speculation.width import ForwardCosts
 
 
 def run_worker() -> None:
     ForwardCosts.measured = True  # type: ignore[assignment, method-assign]
-    ForwardCosts.seconds = lambda self, rows, width: 1e-6  # type: ignore[method-assign]
+    ForwardCosts.seconds = lambda self, rows, width, network=None: 1e-6  # type: ignore[method-assign]
     ForwardCosts.mean_plain_s = lambda self, rows: 1e-6  # type: ignore[method-assign]
     ForwardCosts.observe = lambda self, rows, width, seconds: None  # type: ignore[method-assign]
-    DraftingCosts.plain_steps = lambda self, rows, depth: 0.0  # type: ignore[method-assign]
-    LossAccount.allows = lambda self, proposer: True  # type: ignore[method-assign]
+    ForwardCosts.draft_s = lambda self, network, rows, tokens: 0.0  # type: ignore[method-assign]
+    DraftBudget.may_ask = True  # type: ignore[assignment, method-assign]
+    DraftBudget.allows = lambda self, source: True  # type: ignore[method-assign]
     main()
 
 

@@ -332,7 +332,7 @@ class Engine:
             return
         if not running.ending:
             delivered = running.step(GapLimit(self._options.step_s, time.perf_counter() - self._reported_at))
-            yield from running.verifications.drafts
+            yield from running.speculator.drafts
             yield from self._deliver(*delivered)
         if running.ending or self._reports_at_once():
             yield from self._deliver(*running.collect_drawn())
@@ -410,7 +410,7 @@ class Engine:
         """Compare the step's peak memory with its prediction: see `AdmissionController.compare`."""
         step = self._now
         # A decoding row needs as much as one token of a chunk, and as one for each token of a draft.
-        drawn = max(sum(map(len, step.lengths[: len(step.buffers)])), self._running.verifications.tokens)
+        drawn = max(sum(map(len, step.lengths[: len(step.buffers)])), self._running.speculator.tokens)
         demand = StepDemand(step.lengths, step.buffers, max(step.longest_chunk, drawn), step.images, drawn)
         return self._admission.compare(demand, self._caches.nbytes)
 
@@ -461,7 +461,7 @@ class Engine:
         self._prefills.remove(id)
         self._swept = False
         if row := self._active.pop(id, None):
-            self._running.verifications.forget(row)
+            self._running.speculator.forget(row)
         return row
 
     def _end(self, id: str) -> None:

@@ -231,8 +231,7 @@ def speculator_of(model: Model) -> Speculator:
     model's rows take no drafts."""
     drafting = model.drafting
     return Speculator(
-        [CopyProposer()],
-        every_step=[GrammarProposer()],
+        [CopyProposer(), GrammarProposer()],
         head=HeadProposer(model.head) if model.head else None,
         draft=DraftModelProposer(model.drafter) if model.drafter else None,
         max_draft=drafting.max_draft,

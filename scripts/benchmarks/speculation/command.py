@@ -25,8 +25,7 @@ from scripts.benchmarks.speculation.runner import RANDOM, STEP_S, Comparison, an
 from scripts.benchmarks.speculation.tasks import TASKS, Requests
 from tests.support.stack import TINY_CHAT
 from worker.engine.checkpoint import read_json
-from worker.engine.model.drafter import with_drafter
-from worker.engine.model.head import with_head
+from worker.engine.model.drafter import with_drafter, with_head
 from worker.engine.model.load import Model, open_model
 from worker.engine.speculation.mtp.load import find_head
 from worker.errors import CannotStart

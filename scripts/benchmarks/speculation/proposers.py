@@ -8,14 +8,14 @@ from unittest.mock import patch
 
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
+from worker.engine.speculation.budget import DraftBudget
 from worker.engine.speculation.copies import CopyProposer
 from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.forced import GrammarProposer
-from worker.engine.speculation.losses import LossAccount
-from worker.engine.speculation.mtp.proposer import DEPTH, HeadProposer
-from worker.engine.speculation.offer import DraftedRow, Offer
-from worker.engine.speculation.proposer import Proposer
+from worker.engine.speculation.mtp.proposer import HeadProposer
+from worker.engine.speculation.offer import DraftedRow, Offer, Proposer
 from worker.engine.speculation.speculator import Speculator
+from worker.engine.speculation.tuning import HEAD_RATES
 from worker.engine.thread import speculator_of
 from worker.outcomes import PREDICTION
 
@@ -29,17 +29,11 @@ class PredictionProposer(CopyProposer):
         return offered if offered and offered.kind == PREDICTION else None
 
 
-class IdleProposer:
+class IdleProposer(Proposer):
     """Never offers a draft."""
 
     def offer(self, row: DraftedRow) -> None:
         """Return None."""
-
-    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
-        """Do nothing: there is no draft that could be verified."""
-
-    def forget(self, row: DraftedRow) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +64,8 @@ class Drafts:
         width = 1 + self.depth
         with (
             patch.object(speculator, "choose_width", lambda offers, *_, **__: width if any(offers) else 1),
-            patch.object(LossAccount, "allows", lambda *_: True),
+            patch.object(DraftBudget, "may_ask", new=True),
+            patch.object(DraftBudget, "allows", lambda *_: True),
         ):
             yield
 
@@ -79,13 +74,11 @@ def _alone(
     proposers: Sequence[Proposer],
     model: Model,
     *,
-    every_step: Sequence[Proposer] = (),
     head: HeadProposer | None = None,
     draft: DraftModelProposer | None = None,
 ) -> Speculator:
     return Speculator(
         proposers,
-        every_step=every_step,
         head=head,
         draft=draft,
         max_draft=model.drafting.max_draft,
@@ -112,12 +105,14 @@ PROPOSERS = {
     "prediction": Drafts(
         "the text that the client expects", lambda model: _alone([PredictionProposer()], model), predicted=True
     ),
-    "grammar": Drafts(
-        "what a schema leaves no choice about", lambda model: _alone([], model, every_step=[GrammarProposer()])
-    ),
+    "grammar": Drafts("what a schema leaves no choice about", lambda model: _alone([GrammarProposer()], model)),
     "mtp": Drafts("the model's multi-token-prediction head", _head_alone, with_head=True, needs="head"),
     "mtp-fixed": Drafts(
-        f"the same, with {DEPTH} tokens in every draft", _head_alone, with_head=True, needs="head", depth=DEPTH
+        f"the same, with {len(HEAD_RATES)} tokens in every draft",
+        _head_alone,
+        with_head=True,
+        needs="head",
+        depth=len(HEAD_RATES),
     ),
     "draft": Drafts("a draft model", _drafter_alone, with_drafter=True, needs="drafter"),
     "all": Drafts(

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from scripts.benchmarks.speculation.proposers import PROPOSERS, IdleProposer, PredictionProposer
 from worker.engine.speculation import speculator
 from worker.engine.speculation.copies import CopyProposer
-from worker.engine.speculation.mtp.proposer import DEPTH
 from worker.engine.speculation.offer import Offer
+from worker.engine.speculation.tuning import HEAD_RATES
 from worker.engine.speculation.width import ForwardCosts
 from worker.outcomes import PREDICTION
 from worker.request import GenerationRequest
@@ -44,7 +44,7 @@ def test_a_fixed_depth_holds_in_the_block_alone() -> None:
     offers, costs = [Offer("mtp", (1, 2, 3), (0.1,) * 3), None], ForwardCosts()
     before = speculator.choose_width
     with PROPOSERS["mtp-fixed"].chosen():
-        assert speculator.choose_width(offers, costs, 8) == 1 + DEPTH
+        assert speculator.choose_width(offers, costs, 8) == 1 + len(HEAD_RATES)
         assert speculator.choose_width([None, None], costs, 8) == 1
     assert speculator.choose_width is before
     with PROPOSERS["mtp"].chosen():

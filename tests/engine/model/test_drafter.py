@@ -12,7 +12,7 @@ from worker.engine.cache.recurrent import Replay
 from worker.engine.model.drafter import with_drafter
 from worker.engine.model.load import Model
 from worker.engine.model.profile import weights_bytes
-from worker.engine.prefill.draft import with_draft
+from worker.engine.prefill.scoring import with_draft
 from worker.errors import CannotStart
 
 

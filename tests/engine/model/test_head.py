@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.speculation.mtp.checkpoints import MTP_CONFIGS, head_tensors, write_head_alone, write_with_head
 from tests.engine.tiny import build, model_of, write_checkpoint
-from worker.engine.model.head import with_head
+from worker.engine.model.drafter import with_head
 from worker.engine.model.load import Model
 from worker.engine.model.profile import weights_bytes
 from worker.errors import CannotStart

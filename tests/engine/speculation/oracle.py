@@ -8,17 +8,18 @@ import pytest
 from worker.engine.cache.recurrent import Recurrence, Replay
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
-from worker.engine.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget
-from worker.engine.speculation.losses import LossAccount
-from worker.engine.speculation.offer import DraftedRow, Offer
+from worker.engine.speculation.budget import DraftBudget
+from worker.engine.speculation.draft_model import PrefillChunks
+from worker.engine.speculation.offer import DraftedRow, Offer, Proposer
 from worker.engine.speculation.speculator import Speculator
+from worker.engine.speculation.tuning import MAX_PREFILL
 from worker.engine.speculation.width import ForwardCosts
 from worker.outcomes import MAX_DRAFT
 
 WRONG = range(10, 250)  # tokens that take the place of right ones
 
 
-class Oracle:
+class Oracle(Proposer):
     """Proposer that knows each row's answer. Half of its drafts have a wrong token. What it offers follows from the
     seed, the row and the length of its answer."""
 
@@ -59,7 +60,7 @@ def any_width(seed: int = 0) -> Callable[..., int]:
     """Return a function that chooses widths at random, in place of `choose_width`."""
     rng = random.Random(seed)
 
-    def choose(offers: Sequence[Offer | None], costs: ForwardCosts, cap: int, budget_s: float | None = None) -> int:
+    def choose(offers: Sequence[Offer | None], costs: ForwardCosts, cap: int, *_: object) -> int:
         return rng.choice([1, 2, 3, cap, cap, cap])
 
     return choose
@@ -73,10 +74,11 @@ def verify_everything(patch: pytest.MonkeyPatch, seed: int = 0) -> None:
 
 def pause_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let drafts lose any time: those of small models do, and how much depends on the machine."""
-    patch.setattr(LossAccount, "allows", lambda account, proposer: True)
+    patch.setattr(DraftBudget, "may_ask", True)
+    patch.setattr(DraftBudget, "allows", lambda budget, source: True)
 
 
-class Unhurried(DraftPrefillBudget):
+class Unhurried(PrefillChunks):
     """Prefill that takes no time, so that tests with a draft model do not depend on the speed of the machine."""
 
     def next_chunk(self, seconds: float) -> int:

@@ -6,13 +6,11 @@ from hypothesis import strategies as st
 
 from tests.engine.speculation.rows import PlainRow, row
 from worker.engine.speculation.copies import (
-    _INDEXED_PER_OFFER,
-    _INDEXED_PER_STEP,
     COPY,
-    WINDOW,
     CopyProposer,
     NgramIndex,
 )
+from worker.engine.speculation.tuning import INDEXED_PER_OFFER, INDEXED_PER_STEP, WINDOW
 from worker.outcomes import MAX_DRAFT, PREDICTION
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -169,7 +167,7 @@ def test_a_long_prompt_is_indexed_over_several_steps() -> None:
     proposer, answering = CopyProposer(), row(prompt)
     answering.answer += [60_000, 60_001, 60_002]
     assert drafted(proposer, answering) == ()
-    for _ in range(WINDOW // _INDEXED_PER_STEP):
+    for _ in range(WINDOW // INDEXED_PER_STEP):
         proposer.begin_step([answering])
     assert drafted(proposer, answering)[0] == 60_003
 
@@ -196,10 +194,10 @@ def test_a_step_indexes_few_tokens_of_all_rows(indexed: list[int]) -> None:
     for _ in range(100):
         indexed.clear()
         proposer.begin_step(rows)
-        assert sum(indexed) <= _INDEXED_PER_STEP
+        assert sum(indexed) <= INDEXED_PER_STEP
         for each in rows:
             proposer.offer(each)
-        assert sum(indexed) <= _INDEXED_PER_STEP + 2 * _INDEXED_PER_OFFER * len(rows)
+        assert sum(indexed) <= INDEXED_PER_STEP + 2 * INDEXED_PER_OFFER * len(rows)
 
 
 def test_a_row_that_resumes_finds_its_place_in_the_prediction() -> None:

@@ -4,23 +4,24 @@ from math import inf
 
 import pytest
 
-from worker.engine.speculation.draft_prefill import MAX_PREFILL, MIN_PREFILL, DraftPrefillBudget
+from worker.engine.speculation.draft_model import PrefillChunks
+from worker.engine.speculation.tuning import MAX_PREFILL, MIN_PREFILL
 
 
 class Device:
     """Computes chunks as there is time, in simulated seconds."""
 
     def __init__(self, pass_s: float, token_s: float) -> None:
-        self.budget, self.pass_s, self.token_s = DraftPrefillBudget(), pass_s, token_s
+        self.chunks, self.pass_s, self.token_s = PrefillChunks(), pass_s, token_s
 
     def seconds(self, tokens: int) -> float:
         return self.pass_s + tokens * self.token_s
 
     def compute(self, within_s: float) -> int:
         """Compute a chunk, and return its tokens."""
-        tokens = self.budget.next_chunk(within_s)
+        tokens = self.chunks.next_chunk(within_s)
         if tokens:
-            self.budget.observe(tokens, self.seconds(tokens))
+            self.chunks.observe(tokens, self.seconds(tokens))
         return tokens
 
 
@@ -56,7 +57,7 @@ def test_chunks_become_shorter_as_rows_grow_longer() -> None:
 
 def test_one_slow_chunk_does_not_end_all_prefill() -> None:
     device = Device(0.01, 0.001)
-    device.budget.observe(MIN_PREFILL, 3.0)
+    device.chunks.observe(MIN_PREFILL, 3.0)
     chunks = [device.compute(0.1) for _ in range(40)]
     assert chunks[0] == 0
     assert device.seconds(chunks[-1]) > 0.05

@@ -10,9 +10,9 @@ from mlx_lm.generate import generate_step
 
 from tests.engine.speculation.oracle import recurrence_of
 from tests.engine.tiny import model, network, prompt
-from worker.engine.speculation import draft_rows
-from worker.engine.speculation.draft_prefill import MAX_PREFILL, DraftPrefillBudget
-from worker.engine.speculation.draft_rows import DraftNetwork, DraftRows
+from worker.engine.speculation import draft_model
+from worker.engine.speculation.draft_model import DraftNetwork, DraftRows, PrefillChunks
+from worker.engine.speculation.tuning import MAX_PREFILL
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 
 FAMILIES = ["qwen3", "qwen3_5", "gemma3", "falcon_h1", "jamba", "mamba2"]
@@ -99,7 +99,7 @@ def test_a_row_is_given_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(make_prompt_cache(network))
         return cast("list[Any]", made[-1])
 
-    monkeypatch.setattr(draft_rows, "make_prompt_cache", make)
+    monkeypatch.setattr(draft_model, "make_prompt_cache", make)
     draft, text = DraftRows(draft_of("qwen3")), prompt(3 * MAX_PREFILL, 1)
     while not draft.draft({"a": text}, DEPTH):
         pass
@@ -115,7 +115,7 @@ def test_a_long_prompt_is_computed_in_several_steps() -> None:
     assert (steps, drafts["a"]) == (2, expected("qwen3", text))
 
 
-class Slow(DraftPrefillBudget):
+class Slow(PrefillChunks):
     """Leaves time for a few tokens in each second."""
 
     def __init__(self) -> None:
@@ -131,18 +131,18 @@ class Slow(DraftPrefillBudget):
 
 
 def test_rows_are_computed_as_far_as_there_is_time_in_a_step() -> None:
-    budget, texts = Slow(), {name: prompt(40, seed) for seed, name in enumerate("ab", 1)}
-    draft = DraftRows(draft_of("qwen3_5"), budget)
+    chunks, texts = Slow(), {name: prompt(40, seed) for seed, name in enumerate("ab", 1)}
+    draft = DraftRows(draft_of("qwen3_5"), chunks)
     computed = list[list[int]]()
     for step in range(4):
         rows = {id: text[: 30 + step] for id, text in texts.items()}
         drafts = draft.draft(rows, DEPTH, prefill_s=1.0)
         assert drafts == {id: expected("qwen3_5", rows[id]) for id in drafts}
-        computed.append([*budget.computed])
-        budget.computed.clear()
+        computed.append([*chunks.computed])
+        chunks.computed.clear()
     assert computed == [[20], [10, 10], [20], [2]]
     assert drafts.keys() == rows.keys()
-    assert 0 < min(budget.limits) < max(budget.limits) <= 1.0
+    assert 0 < min(chunks.limits) < max(chunks.limits) <= 1.0
 
 
 def test_a_row_beyond_the_draft_s_context_is_not_drafted() -> None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.engine.batch.verifications import Verifications
 from worker.engine.speculation.speculator import Speculator
 from worker.request import GenerationRequest
 
@@ -44,7 +43,7 @@ class Group:
 def verified(inputs: Sequence[Row]) -> Any:
     group: Any = Group()
     rows: Any = inputs
-    return Verifications(Speculator(eos_ids=[END])).verify(group, rows, 0.0)
+    return Speculator(eos_ids=[END]).verify(group, rows, 0.0)
 
 
 def test_no_forward_follows_the_last_tokens_of_all_rows() -> None:

@@ -9,8 +9,7 @@ from tests.engine.driver import Run
 from tests.engine.speculation.oracle import Unhurried, recurrence_of, verify_everything
 from tests.engine.speculation.scenarios import Drive, eventful, guided, joined
 from tests.engine.tiny import model, network, prompt
-from worker.engine.speculation.draft_model import DRAFT, DraftModelProposer
-from worker.engine.speculation.draft_rows import DraftNetwork
+from worker.engine.speculation.draft_model import DRAFT, DraftModelProposer, DraftNetwork
 from worker.engine.speculation.speculator import Speculator
 from worker.outcomes import MAX_DRAFT, Speculated
 from worker.request import GenerationRequest
@@ -33,7 +32,7 @@ class Counting(DraftModelProposer):
 
 def drafted(served: str, drafter: str, drive: Drive) -> tuple[Run, Counting]:
     draft = DraftNetwork(network(drafter), recurrence_of(model(drafter)), 2048)
-    proposer = Counting(draft, budget=Unhurried())
+    proposer = Counting(draft, chunks=Unhurried())
     eos_ids = model(served).tokenizer.eos_token_ids
     recurrence = recurrence_of(model(served))
     speculator = Speculator(draft=proposer, max_draft=MAX_DRAFT, recurrence=recurrence, eos_ids=eos_ids)

@@ -29,7 +29,8 @@ def failing_once(call: Callable[..., Any], failed: list[object]) -> Callable[...
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
-    ("owner", "name"), [(DecodeBatch, "verify"), (Speculator, "ask_for_drafts"), (Speculator, "begin_step")]
+    ("owner", "name"),
+    [(DecodeBatch, "verify"), (Speculator, "ask_for_drafts"), (Speculator, "choose_groups"), (Speculator, "prepare")],
 )
 def test_rows_whose_drafts_fail_answer_as_they_do_alone(
     rows: int, owner: type, name: str, monkeypatch: pytest.MonkeyPatch

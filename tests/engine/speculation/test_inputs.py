@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.engine.speculation.inputs import RowTokens
+from worker.engine.speculation.offer import RowTokens
 
 TEXTS = [((1, 2, 3), (4, 5)), ((1, 2, 3), ()), ((), (4, 5)), ((1,), ()), ((), ())]
 

@@ -15,14 +15,12 @@ from tests.engine.tiny import CONFIGS, FAMILIES, build, model_of, prompt
 from tests.engine.tiny import model as tiny_model
 from worker.engine.admission_controller import Calibration
 from worker.engine.model.calibration import calibrated
-from worker.engine.model.drafter import added
-from worker.engine.model.head import with_head_costs
+from worker.engine.model.drafter import added, with_head_costs
 from worker.engine.model.load import Model
 from worker.engine.speculation.draft_model import DraftModelProposer
-from worker.engine.speculation.mtp.head import Head
-from worker.engine.speculation.mtp.layouts import layout_of
+from worker.engine.speculation.mtp.head import Head, Trunk
+from worker.engine.speculation.mtp.load import layout_of
 from worker.engine.speculation.mtp.proposer import HeadProposer
-from worker.engine.speculation.mtp.trunk import RecordingTrunk
 from worker.engine.speculation.speculator import Speculator
 from worker.outcomes import Speculated
 from worker.request import Sampling
@@ -128,7 +126,7 @@ def with_wide_head() -> tuple[Model, Speculator]:
     assert wide is not None
     network = build(config)
     model = model_of(network, config)
-    head = Head(wide.build(), RecordingTrunk(network))
+    head = Head(wide.build(), Trunk(network))
     mx.eval(head.network.parameters())
     costs = with_head_costs(calibrated(model.costs, network, model.context), head)
     model = replace(model, head=head, costs=costs)
@@ -146,7 +144,7 @@ def with_wide_drafter() -> tuple[Model, Speculator]:
     model = added(model, drafting_network, costs, drafter.drafting, wide)
     assert model.drafter is not None
     recurrence = model.drafting.recurrence(network)
-    proposer = DraftModelProposer(model.drafter, budget=Unhurried())
+    proposer = DraftModelProposer(model.drafter, chunks=Unhurried())
     return model, Speculator(draft=proposer, max_draft=7, recurrence=recurrence)
 
 

@@ -19,8 +19,7 @@ from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.cache.verification import Verification
 from worker.engine.sampling.sampler import draw_key
 from worker.engine.speculation import verify
-from worker.engine.speculation.positions import Position
-from worker.engine.speculation.verify import Accepted, DrawnToken
+from worker.engine.speculation.verify import Accepted, DrawnToken, Position
 from worker.text.grammar.row.grammar import RowGrammar
 
 Patch = pytest.MonkeyPatch

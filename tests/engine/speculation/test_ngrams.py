@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.speculation.copies import MAX_AGREEMENT, NgramIndex, agreement
+from worker.engine.speculation.copies import NgramIndex, agreement
+from worker.engine.speculation.tuning import MAX_AGREEMENT
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 SIZES = st.integers(1, 4)

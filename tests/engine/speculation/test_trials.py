@@ -3,18 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import inf
 from random import Random
 from typing import Any
 
 import pytest
 
-from worker.engine.batch import verifications
-from worker.engine.batch.verifications import Verifications
-from worker.engine.speculation import networks, spending
-from worker.engine.speculation.losses import FIRST, SHARE
-from worker.engine.speculation.network_proposer import NetworkProposer
-from worker.engine.speculation.offer import DraftedRow, Offer
+from worker.engine.speculation import speculator
+from worker.engine.speculation.offer import DraftedRow, NetworkProposer, Offer, Proposer
 from worker.engine.speculation.speculator import Speculator
+from worker.engine.speculation.tuning import ASK_SHARE, CREDIT, HEAD_RATES, LOSS_SHARE
 from worker.outcomes import MAX_DRAFT
 from worker.request import GenerationRequest
 
@@ -71,12 +69,15 @@ class Network(NetworkProposer):
     """A network whose tokens are right as often as given by depth, and that takes some time."""
 
     def __init__(self, machine: Machine, rates: Sequence[float]) -> None:
-        super().__init__("mtp", (0.75, 0.65, 0.55))
-        self._machine, self._rates = machine, rates
+        super().__init__("mtp", HEAD_RATES)
+        self._machine, self._right = machine, rates
 
-    def prepare(self, batch: object, rows: Sequence[DraftedRow], depth: int, prefill_s: float) -> bool:
+    def prepare(
+        self, batch: object, inputs: Sequence[Any], fed: object = None, depth: int = 3, prefill_s: float = inf
+    ) -> bool:
+        rows = [each.row for each in inputs]
         self._machine.run(DRAFTED_S[depth - 1])
-        right = (self._machine.dice.random() < rate for rate in self._rates)
+        right = (self._machine.dice.random() < rate for rate in self._right)
         last = rows[0].answer[-1]
         tokens = [last + index if each else WRONG for index, each in zip(range(1, 1 + depth), right, strict=False)]
         self.hold(rows[0].id, len(rows[0].answer), tokens)
@@ -112,11 +113,9 @@ class Group:
         return Verified([], [accepted])
 
 
-def decode(machine: Machine, rates: Sequence[float], steps: int) -> Group:
+def decode(machine: Machine, deciding: Speculator, steps: int) -> Group:
     """Run the steps of a row."""
     group: Any = Group(machine)
-    network: Any = Network(machine, rates)
-    deciding = Verifications(Speculator(draft=network, max_draft=MAX_DRAFT))
     for _ in range(steps):
         chosen = deciding.choose_groups([group])
         deciding.begin_step(0.0)
@@ -127,56 +126,51 @@ def decode(machine: Machine, rates: Sequence[float], steps: int) -> Group:
     return group
 
 
+def with_network(machine: Machine, rates: Sequence[float]) -> Speculator:
+    return Speculator(draft=Network(machine, rates), max_draft=MAX_DRAFT)
+
+
 @pytest.fixture
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(Random(request.param))
-    for module in (verifications, spending):
-        monkeypatch.setattr(module, "time", made)
-    monkeypatch.setattr(networks, "perf_counter", made.perf_counter)
+    monkeypatch.setattr(speculator, "time", made)
     return made
 
 
-@dataclass(eq=False)
-class Slow:
+class Slow(Proposer):
     """A proposer that takes some time to offer nothing."""
 
-    machine: Machine
-    seconds: float
+    def __init__(self, machine: Machine, seconds: float) -> None:
+        self._machine, self._seconds = machine, seconds
+        self.asked = 0
 
     def offer(self, row: DraftedRow) -> Offer | None:
-        self.machine.now += self.seconds
+        self._machine.now += self._seconds
+        self.asked += 1
         return None
 
-    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
-        pass
 
-    def forget(self, row: DraftedRow) -> None:
-        pass
-
-
-@pytest.mark.parametrize("machine", [0], indirect=True)
-def test_a_plain_step_is_measured_without_the_asks_for_drafts(machine: Machine) -> None:
-    deciding = Verifications(Speculator([Slow(machine, 1.0)], max_draft=MAX_DRAFT))
-    groups: Any = [Group(machine), Group(machine)]
-    began = machine.now
-    assert deciding.choose_groups(groups) == []
-    assert machine.now == began + 2.0
-    assert deciding.without_asks(machine.now + PLAIN_S - began) == pytest.approx(PLAIN_S)
-    assert deciding.without_asks(3.0) == 1.5
+@pytest.mark.parametrize("machine", range(5), indirect=True)
+@pytest.mark.parametrize("share", [0.001, 0.05, 1.0])  # of a plain step, that an ask takes
+def test_looking_for_drafts_in_vain_takes_its_share(machine: Machine, share: float) -> None:
+    slow, steps = Slow(machine, share * PLAIN_S), 5_000
+    decode(machine, Speculator([slow], max_draft=MAX_DRAFT), steps)
+    assert slow.asked == pytest.approx(min(steps, steps * ASK_SHARE / share), rel=0.1, abs=3)
 
 
 @pytest.mark.parametrize("machine", range(5), indirect=True)
 def test_a_head_that_pays_is_found_at_once(machine: Machine) -> None:
-    assert sum(decode(machine, GOOD, 100).drafted) >= 80
+    assert sum(decode(machine, with_network(machine, GOOD), 100).drafted) >= 80
 
 
 @pytest.mark.parametrize("machine", range(5), indirect=True)
 def test_what_a_head_gains_is_not_lost_to_pauses(machine: Machine) -> None:
-    group = decode(machine, GOOD, 1_000)
+    group = decode(machine, with_network(machine, GOOD), 1_000)
     assert machine.now <= PLAIN_S * len(group.rows[0].answer) / 1.1
 
 
 @pytest.mark.parametrize("machine", range(5), indirect=True)
-def test_a_head_that_does_not_pay_loses_its_share_and_the_first_trials(machine: Machine) -> None:
-    group = decode(machine, BAD, 400)
-    assert machine.now <= PLAIN_S * ((1 + SHARE) * len(group.rows[0].answer) + FIRST + 8)
+@pytest.mark.parametrize("steps", [400, 4_000])
+def test_a_head_that_does_not_pay_loses_its_share_and_the_first_trials(machine: Machine, steps: int) -> None:
+    group = decode(machine, with_network(machine, BAD), steps)
+    assert machine.now <= PLAIN_S * ((1 + ASK_SHARE + LOSS_SHARE) * len(group.rows[0].answer) + CREDIT + 8)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engine.speculation.offer import Offer
+from worker.engine.speculation.tuning import PLAIN_AGAIN, PLAIN_EVERY, PLAIN_MOST, PLAIN_WANTED
 from worker.engine.speculation.width import ForwardCosts, choose_width, expected_tokens, likeliest
 from worker.outcomes import MAX_DRAFT
 
@@ -110,11 +111,41 @@ def test_plain_steps_of_fewer_rows_take_no_longer_and_no_less_than_their_part(ro
     assert rows / (rows + more) <= learned.mean_plain_s(rows) < 1
 
 
-def test_plain_steps_of_far_fewer_rows_are_not_known() -> None:
+def plain_steps(learned: ForwardCosts, steps: int, *, rows: int = 1, timed: bool = True) -> list[int]:
+    """Return the plain steps among steps that verify drafts otherwise."""
+    due = list[int]()
+    for step in range(steps):
+        if learned.is_plain_due([rows]):
+            due.append(step)
+            if timed:
+                learned.observe(rows, 1, 1.0)
+    return due
+
+
+def test_few_steps_are_plain_for_the_sake_of_their_cost() -> None:
+    learned = plain_costs(lambda number: 1.0, 1)
+    assert plain_steps(learned, PLAIN_EVERY + 20) == [*range(PLAIN_EVERY, PLAIN_EVERY + PLAIN_WANTED)]
+    assert len(plain_steps(learned, 10_000)) <= 10_000 * PLAIN_WANTED / PLAIN_EVERY
+    assert len(plain_steps(learned, 10_000, timed=False)) <= 10_000 * PLAIN_MOST / PLAIN_EVERY
+
+
+def test_no_step_is_plain_for_the_sake_of_its_cost_if_others_are_anyway() -> None:
+    learned = plain_costs(lambda number: 1.0, 1)
+    for _ in range(5 * PLAIN_EVERY):
+        assert not learned.is_plain_due([1])
+        learned.observe(1, 1, 1.0)
+
+
+def test_far_fewer_rows_run_some_plain_steps_first() -> None:
+    for rows, first in (12, PLAIN_EVERY), (11, PLAIN_AGAIN), (1, PLAIN_AGAIN):
+        learned = plain_costs(lambda number: 1.0, 16)
+        due = plain_steps(learned, PLAIN_EVERY + 20, rows=rows)
+        assert due == [*range(first, first + PLAIN_WANTED)]
+
+
+def test_rows_that_change_too_often_to_be_measured_verify_drafts_nevertheless() -> None:
     learned = plain_costs(lambda number: 1.0, 16)
-    assert [rows for rows in range(1, 33) if not learned.knows_plain(rows)] == [*range(1, 12)]
-    learned.observe(2, 1, 0.5)
-    assert [rows for rows in range(1, 33) if not learned.knows_plain(rows)] == [1]
+    assert len(plain_steps(learned, 10_000, timed=False)) <= 10_000 * PLAIN_MOST / PLAIN_AGAIN
 
 
 def test_an_unseen_width_lies_between_its_neighbours() -> None:
@@ -240,3 +271,54 @@ def test_other_work_on_the_machine_does_not_make_the_better_width_look_worse() -
                 learned.observe(1, width, seconds * dice.choice((1, 1, 1, 3, 4)))
         chosen[choose_width([offer(0.9, 0.9, 0.9)], learned, 4)] += 1
     assert chosen[4] >= 36
+
+
+SURE = offer(0.99, 0.99, 0.99)
+
+
+def drafted(*seconds: float, depth: int = 3) -> ForwardCosts:
+    """Forwards of one row that cost the same up to four tokens, and the drafts of a network."""
+    learned = costs(lambda rows, width: 2.0, 1, range(1, 5))
+    for each in seconds:
+        learned.observe_draft("mtp", 1, depth, each)
+    return learned
+
+
+def test_a_draft_counts_in_addition_to_its_forward() -> None:
+    learned = drafted(1.0, 1.0)
+    assert learned.seconds(1, 4, "mtp") == learned.hopeful_seconds(1, 4, "mtp") == pytest.approx(3.0)
+    assert learned.seconds(1, 1, "mtp") == learned.seconds(1, 4) == pytest.approx(2.0)
+
+
+def test_drafts_that_take_longer_than_they_save_are_not_made() -> None:
+    assert choose_width([SURE], drafted(4.0, 4.0), 8, network="mtp") == 4
+    assert choose_width([SURE], drafted(7.0, 7.0), 8, network="mtp") == 1
+
+
+def test_a_draft_is_only_as_deep_as_pays() -> None:
+    learned = drafted(0.2, 0.2, depth=1)
+    for _ in range(2):
+        learned.observe_draft("mtp", 1, 2, 6.0)
+        learned.observe_draft("mtp", 1, 3, 6.0)
+    assert choose_width([SURE], learned, 8, network="mtp") == 2
+
+
+def test_the_time_of_a_draft_is_believed_from_the_second_on() -> None:
+    learned = drafted()
+    before = learned.draft_s("mtp", 1, 3)
+    learned.observe_draft("mtp", 1, 3, 50.0)  # compiles kernels
+    assert learned.draft_s("mtp", 1, 3) == before < 2.0
+    learned.observe_draft("mtp", 1, 3, 0.5)
+    assert learned.draft_s("mtp", 1, 3) == 0.5
+
+
+def test_single_slow_drafts_do_not_count() -> None:
+    assert drafted(0.5, 0.6, 9.0, 0.4, 0.5).draft_s("mtp", 1, 3) == 0.5
+
+
+def test_an_unknown_depth_is_estimated_by_the_nearest_of_the_nearest_rows() -> None:
+    learned = plain_costs(lambda number: 1.0, 1, 16)
+    for rows, depth, seconds in [(2, 3, 0.6), (8, 1, 0.5)] * 2:
+        learned.observe_draft("mtp", rows, depth, seconds)
+    assert learned.draft_s("mtp", 3, 1) == pytest.approx(0.2)
+    assert learned.draft_s("mtp", 16, 3) == pytest.approx(1.5)

@@ -22,8 +22,7 @@ from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt, prompt
 from tests.selection import examples
 from worker.engine.model.load import DraftModel, Model
-from worker.engine.prefill.draft import with_draft
-from worker.engine.prefill.scoring import LOOKAHEAD
+from worker.engine.prefill.scoring import LOOKAHEAD, with_draft
 from worker.engine.prefill.sparse import why_not_sparse
 from worker.engine.vision.encoder import Encode, EncoderRun
 from worker.errors import CannotStart

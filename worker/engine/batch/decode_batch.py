@@ -12,11 +12,9 @@ from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrent import Recurrence
 from worker.engine.cache.verification import verification
-from worker.engine.speculation.mtp.prompt import PromptEntries
+from worker.engine.speculation.mtp.head import Network, PromptEntries, Trunk
 from worker.engine.speculation.mtp.proposer import FedTokens
-from worker.engine.speculation.mtp.trunk import Network, RecordingTrunk
-from worker.engine.speculation.positions import positions_after, take_back
-from worker.engine.speculation.verify import Accepted, draw_positions
+from worker.engine.speculation.verify import Accepted, draw_positions, positions_after, take_back
 
 # At most `max_draft` tokens of which none ends an answer; None for a row whose next input ends its answer.
 Draft = Sequence[int] | None
@@ -164,7 +162,7 @@ class DecodeBatch:
     def _recorded(self, counts: Sequence[int], after: tuple[tuple[int, ...], ...] | None = None) -> FedTokens | None:
         """Return the tokens of the last forward that the rows keep, with their hidden states, if the network records
         these. `counts`: of each row. `after`: see `FedTokens`."""
-        if not isinstance(self._network, RecordingTrunk):
+        if not isinstance(self._network, Trunk):
             return None
         positioned = next(layer for layer in layers(self._cache) if layer.slot_rows is not None)
         positions = tuple(positioned.position(index) - count for index, count in enumerate(counts))

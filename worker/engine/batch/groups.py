@@ -13,9 +13,8 @@ from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, Preempted
 from worker.engine.batch.pending import StepToken
 from worker.engine.batch.row import Row
 from worker.engine.batch.timing import Stopwatch
-from worker.engine.batch.verifications import Verifications
 from worker.engine.isolation import Attempt, isolate
-from worker.engine.speculation.mtp.trunk import Network
+from worker.engine.speculation.mtp.head import Network
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.budget import GapLimit
 
@@ -34,8 +33,8 @@ class Groups:
         """`make_room(groups)`: make room for the active rows when these rows decode in these groups; return False if
         memory is too small for that. A row in a group of its own takes the least memory, so a row for which no group
         has room gets one. `speculator`: decides about drafts; None: no drafts."""
-        self.verifications = Verifications(speculator or Speculator())
-        self._new_group = partial(DecodeBatch, network, self.verifications.max_draft)
+        self.speculator = speculator or Speculator()
+        self._new_group = partial(DecodeBatch, network, self.speculator.max_draft)
         self._make_room = make_room
         self._cost = MeasuredCost()
         self._stopwatch = Stopwatch()
@@ -81,7 +80,7 @@ class Groups:
     @property
     def buffers(self) -> list[int]:
         """Allocated bytes of the caches, by group, those of networks that draft included."""
-        return [group.nbytes + self.verifications.nbytes_of(group) for group in self._groups]
+        return [group.nbytes + self.speculator.nbytes_of(group) for group in self._groups]
 
     def step(self, gap: GapLimit | None = None) -> tuple[list[StepToken], list[Row]]:
         """Launch the next decode step of all groups, return the tokens of the last one that are not known yet, and the
@@ -95,8 +94,8 @@ class Groups:
         groups = [*self._groups]
         drafted = list[DecodeBatch]()
         with isolate("the choice of drafts"):
-            drafted = self.verifications.choose_groups(groups, gap)
-        self.verifications.begin_step(self._stopwatch.take_host_s() if len(drafted) < len(groups) else 0.0)
+            drafted = self.speculator.choose_groups(groups, gap)
+        self.speculator.begin_step(self._stopwatch.take_host_s() if len(drafted) < len(groups) else 0.0)
         for group in groups:
             if group not in drafted:
                 with self._isolate(group, "the launch of a decode step"):
@@ -119,10 +118,10 @@ class Groups:
                 inputs = group.read_inputs()
                 if not running:
                     self._record(self._stopwatch.ended())
-                verified = self.verifications.verify(group, inputs, None if running else self._stopwatch.take_host_s())
+                verified = self.speculator.verify(group, inputs, None if running else self._stopwatch.take_host_s())
                 tokens += verified or ()
                 if verified is None:
-                    self.verifications.launch_plain(group)
+                    self.speculator.launch_plain(group)
                     plain, running = [*plain, group], True
         self._stopwatch.invalidate() if running else self._stopwatch.verified()
         return tokens, plain
@@ -172,8 +171,8 @@ class Groups:
         """Record the seconds of the running step, unless they are unknown."""
         if seconds is not None and self._launched_lengths:
             self._cost.observe(self._launched_lengths, seconds)
-            for rows, group_s in self._cost.divided(self._launched_lengths, self.verifications.without_asks(seconds)):
-                self.verifications.observe_plain(rows, group_s)
+            for rows, group_s in self._cost.divided(self._launched_lengths, seconds):
+                self.speculator.observe_plain(rows, group_s)
 
     @property
     def step_s(self) -> float:
@@ -246,7 +245,7 @@ class Groups:
             joining.setdefault(self._group_for(each.row, planned), []).append(each)
         for group, rows in joining.items():
             group.add(rows)
-            self.verifications.join(group, rows)
+            self.speculator.join((each.row.id, each.entries) for each in rows)
             self._track(group)
 
     def restore(self, preempted: PreemptedRow) -> None:
@@ -263,7 +262,7 @@ class Groups:
         self._stopwatch.invalidate()
         with self._in_transit(row):
             preempted = self._group_of(row).preempt(row)
-            self.verifications.leave(row)
+            self.speculator.leave(row)
         self._drop_empty()
         return preempted
 
@@ -277,7 +276,7 @@ class Groups:
         self._balanced = False
         with self._in_transit(row):
             preempted = source.preempt(row)
-            self.verifications.leave(row)
+            self.speculator.leave(row)
             self.tighten()  # the row left a place that is as long as the group's longest
             group = self._group_for(row)
             group.restore(preempted)
@@ -319,7 +318,7 @@ class Groups:
             for row in members:
                 if row not in destination.rows:
                     with self._in_transit(row):
-                        self.verifications.leave(row)
+                        self.speculator.leave(row)
                         destination.restore(self._group_of(row).preempt(row))
                     self._track(destination)
         self._drop_empty()

@@ -11,8 +11,8 @@ from worker.engine.batch.row import Row
 from worker.engine.sampling.logprobs import StepLogprobs
 from worker.engine.sampling.processors import masked, processors_for
 from worker.engine.sampling.sampler import Sampler, draw
-from worker.engine.speculation.mtp.trunk import Network
-from worker.engine.speculation.positions import Position
+from worker.engine.speculation.mtp.head import Network
+from worker.engine.speculation.verify import Position
 from worker.outcomes import Logprobs
 
 

@@ -21,7 +21,7 @@ from worker.engine.model.load import (
     why_not_served,
 )
 from worker.engine.model.profile import ModelProfile, profile, weights_bytes, why_not_batched
-from worker.engine.speculation.mtp.layouts import HeadReport, report_head
+from worker.engine.speculation.mtp.load import HeadReport, report_head
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.engine.vision.load import Vision, open_vision, refuse_unready, vision_unsupported_reason

@@ -18,7 +18,7 @@ from worker.engine.memory import MemoryModel, format_bytes
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.drafting import NO_DRAFTS, Drafting, drafting
 from worker.engine.model.profile import profile, weights_bytes, why_not_batched
-from worker.engine.speculation.draft_rows import DraftNetwork
+from worker.engine.speculation.draft_model import DraftNetwork
 from worker.engine.speculation.mtp.head import Head
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, download, load_model, load_tokenizer
 from worker.engine.vision.load import TEXT_ONLY, Vision, is_vision_model, open_vision, refuse_unlike

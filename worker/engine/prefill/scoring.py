@@ -18,13 +18,18 @@ import mlx.nn as nn
 
 from worker.engine.batch.row import Row
 from worker.engine.cache.layers import layers
-from worker.engine.cache.segments import is_sliceable
-from worker.engine.model.same_tokens import why_not_same_tokens
+from worker.engine.cache.segments import is_sliceable, needs_states
+from worker.engine.model.drafter import tokens_read, why_not_same_tokens
+from worker.engine.model.load import DraftModel, Model, context_of, model_folder
+from worker.engine.model.profile import profile, weights_bytes
 from worker.engine.prefill.spans import ComputeSpans
+from worker.engine.prefill.sparse import why_not_sparse
 from worker.engine.prefill.task import PromptTask
 from worker.engine.prefix.cache import PrefixCache
+from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.hooks import observed_attention
-from worker.engine.upstream.mlx_lm import make_prompt_cache
+from worker.engine.upstream.mlx_lm import load_model, load_tokenizer, make_prompt_cache
+from worker.errors import CannotStart
 from worker.request import GenerationRequest
 
 # Queries whose attention is recorded: the prompt's last token, and the first tokens of an answer. On the tiny model, 4
@@ -270,3 +275,24 @@ def _probe_long_prompt(network: nn.Module) -> tuple[AttentionProbe, bool, int]:
 def _lengthened(buffer: mx.array) -> mx.array:
     rows, heads, _, width = buffer.shape
     return mx.zeros((rows, heads, _LONG, width), buffer.dtype)
+
+
+def with_draft(model: Model, path_or_hub_id: str) -> Model:
+    """Return the model with its draft loaded. Blocks; must run on the thread that will compute. Raises `CannotStart`
+    with the reason and what to do."""
+    setting = f"SLUICE_SPECPREFILL_DRAFT_MODEL={path_or_hub_id}"
+    path = model_folder(path_or_hub_id, name=setting)
+    try:
+        draft, config = load_model(path, lazy=True)
+        tokens = MLXTokenizer(load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))).tokens
+        why_not = why_not_draft(tokens_read(model), tokens, draft)
+        if why_not is None:
+            mx.eval(draft.parameters())
+            why_not = why_not_sparse(model.network, model.context)
+    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
+        raise CannotStart(f"{setting}: mlx-lm cannot load it: {error}") from error
+    if why_not:
+        raise CannotStart(f"{setting}: {why_not}")
+    draft_costs = profile(draft, config).costs(weights_bytes=weights_bytes(draft))
+    costs = replace(model.costs, draft_bytes=draft_costs.weights_bytes, draft=draft_costs)
+    return replace(model, draft=DraftModel(draft, context_of(config), needs_states(draft)), costs=costs)

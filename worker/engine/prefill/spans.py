@@ -16,8 +16,7 @@ from worker.engine.cache.kinds import kind_of
 from worker.engine.cache.layers import layers
 from worker.engine.cache.pack import Pack
 from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
-from worker.engine.speculation.mtp.head import Head
-from worker.engine.speculation.mtp.prompt import PromptEntries, PromptHead
+from worker.engine.speculation.mtp.head import Head, PromptEntries, PromptHead
 from worker.engine.upstream.hooks import rope_at
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.vision.inputs import MultimodalInputs

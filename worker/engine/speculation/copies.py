@@ -3,13 +3,24 @@
 from array import array
 from collections.abc import Iterator, Sequence
 
-from worker.engine.speculation.offer import DraftedRow, Kind, Offer, RowAcceptance, SharedAcceptance
+from worker.engine.speculation.offer import Acceptance, DraftedRow, Kind, Offer, Proposer
+from worker.engine.speculation.tuning import (
+    CANDIDATES,
+    CLASSES,
+    COPY_PRIORS,
+    CROWDED,
+    FOLLOWED,
+    GRAM,
+    INDEXED_PER_OFFER,
+    INDEXED_PER_STEP,
+    LEAST_SLOTS,
+    MAX_AGREEMENT,
+    PREDICTION_PRIORS,
+    WINDOW,
+)
 from worker.outcomes import MAX_DRAFT, PREDICTION
 
-MAX_AGREEMENT = 32  # tokens of an ending that are compared; longer ones count as this long
-_CANDIDATES = 8  # positions that a lookup compares, the most recent first
-_LEAST_SLOTS = 1 << 10
-_CROWDED = 4  # indexed tokens per slot of the table from which on it is built anew, larger
+COPY = "copy"
 
 
 class NgramIndex:
@@ -61,7 +72,7 @@ class NgramIndex:
             slot = hash(gram) & mask
             previous.append(last[slot])
             last[slot] = position
-        if end > _CROWDED * len(self._last):
+        if end > CROWDED * len(self._last):
             self._begin()
         return end - start
 
@@ -76,7 +87,7 @@ class NgramIndex:
             return
         gram = tuple(context[len(context) - self._size :])
         position = self._last[hash(gram) & len(self._last) - 1]
-        for _ in range(_CANDIDATES):
+        for _ in range(CANDIDATES):
             if position < 0:
                 return
             if (agreeing := agreement(self.tokens, position, context)) >= self._size:
@@ -85,7 +96,7 @@ class NgramIndex:
 
     def _begin(self) -> None:
         """Begin an empty index, of a size that fits the sequence."""
-        slots = max(_LEAST_SLOTS, 1 << len(self.tokens).bit_length())
+        slots = max(LEAST_SLOTS, 1 << len(self.tokens).bit_length())
         self._last = array("i", [-1]) * slots  # the last position of each slot
         self._previous = array("i")  # by position: the position before it in the same slot, or -1
 
@@ -100,39 +111,26 @@ def agreement(tokens: Sequence[int], position: int, context: Sequence[int]) -> i
     return most
 
 
-COPY = "copy"
-
-WINDOW = 65_536  # tokens of a row that can be copied: at most 2 MB a row, as much again for a prediction
-_INDEXED_PER_STEP = 1_024  # tokens of all rows, a quarter of a millisecond: a long prompt is divided among steps
-_INDEXED_PER_OFFER = 32  # tokens of each row, which it has drawn since the last step that has indexed it
-_OTHERS_PER_STEP = 2  # rows that are not far behind: each of 32 rows is visited every 16 steps
-_FOLLOWED = 64  # tokens of an answer that a new row may have and is compared with its prediction from the beginning
-_GRAM = 2  # tokens of the shortest ending that is looked up: a single one occurs by chance
-_CLASSES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # lengths of endings with an acceptance rate of their own
-_PRIORS = {COPY: (0.3, 0.6, 0.8), PREDICTION: (0.5, 0.8, 0.9)}  # for endings below 4, below 8, and longer
-
-
-class CopyProposer:
+class CopyProposer(Proposer):
     """Offers what has followed the longest known ending of a row earlier in its prompt or answer, or in its prediction.
 
     Drawn tokens are compared with those that would have been offered, verified or not, so acceptance is learned
     without forwards."""
 
     def __init__(self) -> None:
-        self._shared = SharedAcceptance(_prior)
+        self._shared = Acceptance(_prior)
         self._rows = dict[str, RowCopies]()
         self._turn = 0
 
-    def begin_step(self, rows: Sequence[DraftedRow]) -> None:
-        """Index a part of the rows' texts: row by row, those of which much is left, and a few others."""
-        left, others = _INDEXED_PER_STEP, _OTHERS_PER_STEP
+    def begin_step(self, rows: Sequence[DraftedRow]) -> bool:
+        """Index a part of the rows' texts, row by row. Returns True if something may be left."""
+        left = INDEXED_PER_STEP
         for _ in rows:
             self._turn = (self._turn + 1) % len(rows)
-            indexed = self._followed(rows[self._turn]).index(left)
-            left -= indexed
-            others -= indexed <= _INDEXED_PER_OFFER
-            if left <= 0 or others <= 0:
-                return
+            left -= self._followed(rows[self._turn]).index(left)
+            if left <= 0:
+                return True
+        return False
 
     def offer(self, row: DraftedRow) -> Offer | None:
         """Return a draft after the row's last token, or None if its ending is new."""
@@ -147,9 +145,6 @@ class CopyProposer:
             copies.extend(row.answer[copies.answered :])
         return copies
 
-    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
-        """Do nothing: `offer` learns from the row's tokens."""
-
     def forget(self, row: DraftedRow) -> None:
         """Free the row's index."""
         self._rows.pop(row.id, None)
@@ -158,16 +153,16 @@ class CopyProposer:
 class RowCopies:
     """The texts that one row may copy from."""
 
-    def __init__(self, row: DraftedRow, shared: SharedAcceptance) -> None:
+    def __init__(self, row: DraftedRow, shared: Acceptance) -> None:
         # Following a long answer, of a row that resumes, token by token would delay the step.
-        answer = row.answer if len(row.answer) > _FOLLOWED else ()
+        answer = row.answer if len(row.answer) > FOLLOWED else ()
         prediction = row.request.prediction
-        own = NgramIndex([*row.request.prompt[-WINDOW:], *answer[-WINDOW:]], _GRAM, WINDOW)
-        self._acceptance = RowAcceptance(shared)
+        own = NgramIndex([*row.request.prompt[-WINDOW:], *answer[-WINDOW:]], GRAM, WINDOW)
+        self._acceptance = shared.of_row()
         self._text = own
         self._sources = [_Source(COPY, own, own)]
         if prediction:
-            expected = NgramIndex(prediction[:WINDOW], _GRAM, WINDOW)
+            expected = NgramIndex(prediction[:WINDOW], GRAM, WINDOW)
             self._sources.append(_Source(PREDICTION, expected, own, position=None if answer else 0))
         self.answered = len(answer)  # tokens of the answer that are in the text
 
@@ -192,7 +187,7 @@ class RowCopies:
     def offer(self) -> Offer | None:
         """Return the draft of the likelier source."""
         for source in self._sources:
-            source.index(_INDEXED_PER_OFFER)
+            source.index(INDEXED_PER_OFFER)
             source.look_up()
         found = [source for source in self._sources if source.position is not None]
         if not found:
@@ -213,7 +208,7 @@ class _Source:
         self._index, self._context = index, context
         self._agreeing = 0
         self._left = position or 0  # the position at which the row's text has left this one
-        self._kinds = [(name, max(each for each in _CLASSES if each <= length)) for length in range(_CLASSES[-1] + 1)]
+        self._kinds = [(name, max(each for each in CLASSES if each <= length)) for length in range(CLASSES[-1] + 1)]
 
     @property
     def kind(self) -> Kind:
@@ -246,7 +241,7 @@ class _Source:
             self.position = None
 
     def _follow(self, position: int, agreeing: int) -> None:
-        self._agreeing = min(agreeing, _CLASSES[-1])
+        self._agreeing = min(agreeing, CLASSES[-1])
         self.position = position if position < len(self._index) else None
 
     def _find(self) -> None:
@@ -274,7 +269,7 @@ class _Source:
 
 def _prior(kind: Kind) -> float:
     name, agreeing = kind
-    short, medium, long = _PRIORS[name]
+    short, medium, long = COPY_PRIORS if name == COPY else PREDICTION_PRIORS
     if agreeing < 4:
         return short
     return medium if agreeing < 8 else long

@@ -5,14 +5,25 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worker.engine.speculation.offer import DraftedRow, Offer, RowAcceptance, SharedAcceptance
+from worker.engine.speculation.offer import Acceptance, DraftedRow, Offer, Proposer
+from worker.engine.speculation.tuning import (
+    GUESS_COMPARED,
+    GUESS_MEMORY,
+    GUESS_RIGHT,
+    GUESSES,
+    MIN_ACCEPTANCE,
+    MOST_CHOICES,
+    NAMESPACES,
+    REPLACED,
+    SURE,
+)
 from worker.outcomes import MAX_DRAFT
 from worker.request import GrammarState
 
-_ENTRIES = 1_024
-_MEMORY = 0.9  # weight that an observation keeps when the next one is made
-_PRIOR_RIGHT, _PRIOR_COMPARED = 0.5, 1.0  # guesses that count before any was made
-_REPLACED = 0.4  # share of right guesses below which the newest token becomes the usual one
+GRAMMAR = "grammar"
+GUESS = "grammar_guess"
+
+_FORCED = (GRAMMAR, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +37,12 @@ class Guess:
     @property
     def acceptance(self) -> float:
         """Probability that the token is drawn."""
-        return (self.right + _PRIOR_RIGHT) / (self.compared + _PRIOR_COMPARED)
+        return (self.right + GUESS_RIGHT) / (self.compared + GUESS_COMPARED)
 
     def after(self, token: int) -> "Guess":
         """Return the guess after a token was drawn in its place."""
-        right, compared = self.right * _MEMORY + (token == self.token), self.compared * _MEMORY + 1
-        return Guess(self.token if right >= _REPLACED * compared else token, right, compared)
+        right, compared = self.right * GUESS_MEMORY + (token == self.token), self.compared * GUESS_MEMORY + 1
+        return Guess(self.token if right >= REPLACED * compared else token, right, compared)
 
 
 class GuessTable:
@@ -50,26 +61,16 @@ class GuessTable:
         """Record which token was drawn where these were allowed."""
         known = self._guesses.pop(key, None)
         self._guesses[key] = known.after(token) if known else Guess(token)
-        if len(self._guesses) > _ENTRIES:
+        if len(self._guesses) > GUESSES:
             self._guesses.popitem(last=False)
 
 
-GRAMMAR = "grammar"
-GUESS = "grammar_guess"
-
-_FORCED = (GRAMMAR, 0)
-_SURE = 0.98  # a model's tokens may be cut differently than the grammar's text
-_MIN_ACCEPTANCE = 0.2  # of a guess, and all tokens before it, to be right; a draft ends before a less probable one
-_MOST_CHOICES = 1 / 8  # of the vocabulary: in free text, where a grammar allows more, no token is usual
-_NAMESPACES = 64
-
-
-class GrammarProposer:
+class GrammarProposer(Proposer):
     """Offers what a row's grammar forces. Where the grammar leaves a choice of few tokens, it offers the usual one, and
     what is forced after that."""
 
     def __init__(self) -> None:
-        self._shared = SharedAcceptance(lambda kind: _SURE)
+        self._shared = Acceptance(lambda kind: SURE)
         self._rows = dict[str, _Row]()
         self._guesses = OrderedDict[str, GuessTable]()  # by namespace, so that no client's answers speed up another's
 
@@ -91,22 +92,19 @@ class GrammarProposer:
         own.draft = _draft(grammar, pending, len(row.answer), guesses, sure)
         return own.draft.offer()
 
-    def observe_accepted(self, row: DraftedRow, proposed: int, accepted: int) -> None:
-        """Do nothing: `offer` learns from the row's tokens."""
-
     def forget(self, row: DraftedRow) -> None:
         """Free what is held for a row."""
         self._rows.pop(row.id, None)
 
     def _row(self, row: DraftedRow) -> "_Row":
         if row.id not in self._rows:
-            self._rows[row.id] = _Row(RowAcceptance(self._shared))
+            self._rows[row.id] = _Row(self._shared.of_row())
         return self._rows[row.id]
 
     def _guesses_of(self, namespace: str) -> GuessTable:
         guesses = self._guesses.setdefault(namespace, GuessTable())
         self._guesses.move_to_end(namespace)
-        if len(self._guesses) > _NAMESPACES:
+        if len(self._guesses) > NAMESPACES:
             self._guesses.popitem(last=False)
         return guesses
 
@@ -114,7 +112,7 @@ class GrammarProposer:
 class _Row:
     """The last draft of a row, from which it learns."""
 
-    def __init__(self, acceptance: RowAcceptance) -> None:
+    def __init__(self, acceptance: Acceptance) -> None:
         self.acceptance = acceptance
         self.draft = _Draft(0)
 
@@ -156,12 +154,12 @@ class _Draft:
 
     def guess(self, mask: bytes, guesses: GuessTable) -> bool:
         """Append the usual token among those of a mask. Returns False if there is none."""
-        if int.from_bytes(mask, "little").bit_count() > 8 * len(mask) * _MOST_CHOICES:
+        if int.from_bytes(mask, "little").bit_count() > 8 * len(mask) * MOST_CHOICES:
             return False
         key = hash(mask)
         self.choices[len(self.tokens)] = key
         guess = guesses.lookup(key)
-        if guess is None or self._all_accepted * guess.acceptance < _MIN_ACCEPTANCE:
+        if guess is None or self._all_accepted * guess.acceptance < MIN_ACCEPTANCE:
             return False
         self._append(guess.token, guess.acceptance, GUESS)
         return True

@@ -1,26 +1,27 @@
 """Choose how many tokens of drafts a forward verifies, by the measured seconds of forwards and of drafting."""
 
-from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from worker.engine.speculation.offer import Offer
-
-_SAMPLES = 9  # of the last forwards of a shape
-_TRIALS = 2  # forwards of a shape until they are believed: the first one may compile kernels
-_OUTDATED = 64  # forwards after which seconds are compared with those of plain steps at their time, not of now
-_STALE = 500  # forwards after which a shape's costs are measured anew when it would pay by its neighbours' costs
-_LEAST_GAIN = 1.03  # a verify forward cannot be launched before the last one's tokens are read
-_TRIAL_EVERY = 16  # forwards from one trial of a shape that is hardly known to the next
-_MEAN_OF = 24  # plain steps: three in a hundred are while drafts are verified, and single ones vary by a fifth
-_STALLED = 3.0  # times its usual seconds, from which a step was stalled by other work of the machine
-# Cost of a token more per row, in plain steps, before any measurement: from a dense model on a CPU.
-_TOKEN_COST = 0.05
-_ROW_TOKEN_COST = 0.03
-_ROW_COST = 0.03  # of a row, in plain steps of a few more rows, likewise
-_NEAR = 0.75  # share of a number of rows down to which its plain steps tell what those of fewer rows take
+from worker.engine.speculation.tuning import (
+    DRAFT_COST,
+    LEAST_GAIN,
+    MEAN_OF,
+    NEAR,
+    OUTDATED,
+    PLAIN_AGAIN,
+    PLAIN_EVERY,
+    PLAIN_MOST,
+    PLAIN_WANTED,
+    ROW_COST,
+    SAMPLES,
+    STALE,
+    STALLED,
+    TOKEN_COST,
+    TRIAL_EVERY,
+    TRIALS,
+)
 
 
 def lower_quartile(samples: Collection[float]) -> float:
@@ -29,39 +30,19 @@ def lower_quartile(samples: Collection[float]) -> float:
     return sorted(samples)[len(samples) // 4]
 
 
-def without_stall(seconds: float, usual_s: float) -> float:
-    """Return the seconds that a step counts as which usually takes `usual_s`: at most so many times these. A machine
-    stalls any step, with drafts or without, so what is more says nothing about drafts."""
-    return min(seconds, _STALLED * usual_s)
-
-
-class Costs(Protocol):
-    """Expected seconds of forwards by rows and width, the tokens per row."""
-
-    @property
-    def measured(self) -> bool:
-        """True if any forward was measured, so that others can be estimated."""
-
-    def seconds(self, rows: int, width: int) -> float:
-        """Return the expected seconds of a forward, once any was measured."""
-
-    def hopeful_seconds(self, rows: int, width: int) -> float:
-        """Return `seconds`, but now and then less, for a shape that is hardly known and should be tried."""
-
-
 class _Shape:
     """Measured seconds of the last forwards with as many rows and tokens per row."""
 
     def __init__(self) -> None:
-        self._seconds = deque[float](maxlen=_SAMPLES)
+        self._seconds = deque[float](maxlen=SAMPLES)
         self._plain_s = 0.0  # seconds of a plain step at their time
         self._observed_at = 0
 
     def observe(self, seconds: float, plain_s: float, at: int) -> None:
         """Record a forward. `at`: its number."""
         age = at - self._observed_at
-        if age > _OUTDATED:
-            self._keep_last(1 if age > _STALE else _TRIALS)
+        if age > OUTDATED:
+            self._keep_last(1 if age > STALE else TRIALS)
         self._seconds.append(seconds)
         self._plain_s, self._observed_at = plain_s, at
 
@@ -71,7 +52,7 @@ class _Shape:
 
     def is_known(self, at: int) -> bool:
         """Return True if there are enough measurements, and recent ones."""
-        return len(self._seconds) >= _TRIALS and at - self._observed_at <= _STALE
+        return len(self._seconds) >= TRIALS and at - self._observed_at <= STALE
 
     @property
     def seconds(self) -> float:
@@ -81,35 +62,19 @@ class _Shape:
     def plain_steps(self, plain_s: float, at: int, estimate: float | None = None) -> float:
         """Return the lower quartile in plain steps, which take `plain_s` seconds now. `estimate`: of a shape that is
         not known; the last measurement counts if it is lower."""
-        then_s = self._plain_s if at - self._observed_at > _OUTDATED else plain_s
+        then_s = self._plain_s if at - self._observed_at > OUTDATED else plain_s
         if estimate is None:
             return self.seconds / max(then_s, 1e-9)
         return min(estimate, self._seconds[-1] / max(then_s, 1e-9))
 
 
-class _Mean:
-    """Mean seconds of the last plain steps of as many rows, without stalls."""
-
-    def __init__(self) -> None:
-        self._seconds = deque[float](maxlen=_MEAN_OF)
-        self.seconds = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Record a plain step."""
-        self._seconds.append(seconds)
-        ordered = sorted(self._seconds)
-        most_s = _STALLED * ordered[len(ordered) // 4]
-        stalled = len(ordered) - bisect_right(ordered, most_s)
-        usual_s = sum(ordered[: len(ordered) - stalled])  # summed at once: this runs in every plain step
-        self.seconds = (usual_s + stalled * most_s) / len(ordered)
-
-
 class ForwardCosts:
-    """Seconds of a forward by rows and width, which is the number of tokens per row, learned from forwards as they ran.
+    """Seconds of a forward by rows and width, which is the number of tokens per row, and of networks that draft for it,
+    learned as they ran.
 
     Wider forwards are compared with the plain steps of their time, since rows grow longer and devices slow down; so
-    plain steps must run now and then, see `Baseline`. The cost may rise by steps, as kernels change with the number of
-    tokens. A shape that never ran is estimated by its neighbours, so one that may pay is tried a few times, and one
+    plain steps must run now and then: see `is_plain_due`. The cost may rise by steps, as kernels change with the number
+    of tokens. A shape that never ran is estimated by its neighbours, so one that may pay is tried a few times, and one
     that does not is left."""
 
     def __init__(self) -> None:
@@ -117,24 +82,74 @@ class ForwardCosts:
         self._shapes = dict[tuple[int, int], _Shape]()  # by rows and width: wider forwards
         self._forwards = 0
         self._tried_at = 0  # the last forward of a shape that was hardly known
-        self._means = dict[int, _Mean]()  # by rows, of plain steps
+        self._plain_s = dict[int, float]()  # by rows: a plain step
+        self._counts = Counter[int]()  # of plain steps, by rows
+        self._means = dict[int, float]()  # by rows: the mean seconds of plain steps without stalls
+        self._drafts = dict[str, dict[tuple[int, int], deque[float]]]()  # plain steps, by network, rows and tokens
+        self._steps = PLAIN_AGAIN  # since plain steps were measured
+        self._wanted = PLAIN_WANTED  # measurements, in the plain steps that are due
+
+    def is_plain_due(self, groups: Iterable[int]) -> bool:
+        """Advance by a step in which drafts might be verified, and return True if it should be a plain one, so that
+        these are measured. `groups`: rows of each group."""
+        self._steps += 1
+        if self._steps > PLAIN_EVERY + PLAIN_MOST or self._wanted <= 0:
+            self._steps, self._wanted = 0, PLAIN_WANTED
+        if PLAIN_AGAIN < self._steps <= PLAIN_EVERY and not all(map(self._knows_plain, groups)):
+            self._steps = PLAIN_EVERY + 1
+        return self._steps > PLAIN_EVERY
+
+    def _knows_plain(self, rows: int) -> bool:
+        """Return True unless plain steps of this number of rows must be measured before anything is compared with them:
+        those of many more rows take longer."""
+        return rows >= NEAR * min(self._plain, default=0)
 
     def observe(self, rows: int, width: int, seconds: float) -> None:
         """Record the seconds of a step: with its host's work, and as far as it delayed the next. A wider one counts
         only after a plain one."""
         self._forwards += 1
         if width == 1:
-            self._plain.setdefault(rows, _Shape()).observe(seconds, seconds, self._forwards)
-            self._means.setdefault(rows, _Mean()).observe(seconds)
+            usual_s = self._observe_plain(rows, seconds)
+            self._counts[rows] += 1
+            most_s = STALLED * usual_s
+            mean_s = min(self._means.get(rows, seconds), most_s)
+            self._means[rows] = mean_s + (min(seconds, most_s) - mean_s) / min(self._counts[rows], MEAN_OF)
+            if self._steps > PLAIN_EVERY:
+                self._wanted -= 1
+            else:
+                self._steps = 0
             return
         if not self.measured:
             return
-        if rows in self._plain and seconds < self._plain_s(rows):  # then a plain one takes no longer either
-            self._plain[rows].observe(seconds, seconds, self._forwards)
+        if rows in self._plain and seconds < self._plain_s[rows]:  # then a plain one takes no longer either
+            self._observe_plain(rows, seconds)
         shape = self._shapes.setdefault((rows, width), _Shape())
         if not shape.is_known(self._forwards):
             self._tried_at = self._forwards
-        shape.observe(seconds, self._plain_s(rows), self._forwards)
+        shape.observe(seconds, self.seconds(rows, 1), self._forwards)
+
+    def _observe_plain(self, rows: int, seconds: float) -> float:
+        """Record a plain step, and return what they usually take."""
+        shape = self._plain.setdefault(rows, _Shape())
+        shape.observe(seconds, seconds, self._forwards)
+        self._plain_s[rows] = shape.seconds
+        return shape.seconds
+
+    def observe_draft(self, network: str, rows: int, tokens: int, seconds: float) -> None:
+        """Record how long a network has drafted so many tokens for each row. Counts only after a plain step."""
+        if self.measured:
+            samples = self._drafts.setdefault(network, {}).setdefault((rows, tokens), deque(maxlen=SAMPLES))
+            samples.append(seconds / max(self.seconds(rows, 1), 1e-9))
+
+    def draft_s(self, network: str, rows: int, tokens: int) -> float:
+        """Return the expected seconds of a network's draft; 0 before any forward was measured."""
+        if not self.measured:
+            return 0.0
+        known = {shape: each for shape, each in self._drafts.get(network, {}).items() if len(each) >= TRIALS}
+        if not known:
+            return DRAFT_COST * tokens * self.seconds(rows, 1)
+        nearest = min(known, key=lambda shape: (abs(shape[0] - rows), abs(shape[1] - tokens)))
+        return lower_quartile(known[nearest]) * tokens / nearest[1] * self.seconds(rows, 1)
 
     @property
     def measured(self) -> bool:
@@ -146,33 +161,26 @@ class ForwardCosts:
         steps are compared with. Only once one was measured."""
         return _seconds_of(rows, self._means)
 
-    def knows_plain(self, rows: int) -> bool:
-        """Return True unless plain steps of this number of rows must be measured before anything is compared with them:
-        those of many more rows take longer. Also True before any was measured."""
-        return not self._plain or rows >= _NEAR * min(self._plain)
+    def seconds(self, rows: int, width: int, network: str | None = None) -> float:
+        """Return the expected seconds of a forward, once a plain one was measured, and of the network that drafts for
+        it, if any."""
+        draft_s = self.draft_s(network, rows, width - 1) if network and width > 1 else 0.0
+        return _seconds_of(rows, self._plain_s) * self._plain_steps(rows, width) + draft_s
 
-    def seconds(self, rows: int, width: int) -> float:
-        """Return the expected seconds of a forward, once a plain one was measured."""
-        return self._plain_s(rows) * self._plain_steps(rows, width)
-
-    def hopeful_seconds(self, rows: int, width: int) -> float:
+    def hopeful_seconds(self, rows: int, width: int, network: str | None = None) -> float:
         """Return `seconds`, but now and then, for a shape that is hardly known, the lowest that is possible: those of
         the widest known forward that is narrower. Otherwise no width after a sudden rise would ever be tried."""
-        expected = self.seconds(rows, width)
-        if self._forwards - self._tried_at < _TRIAL_EVERY or self._is_known(rows, width):
+        expected = self.seconds(rows, width, network)
+        if self._forwards - self._tried_at < TRIAL_EVERY or self._is_known(rows, width):
             return expected
         narrower = max((each for each in range(1, width) if self._is_known(rows, each)), default=None)
-        return expected if narrower is None else min(expected, self.seconds(rows, narrower))
+        return expected if narrower is None else min(expected, self.seconds(rows, narrower, network))
 
     def _is_known(self, rows: int, width: int) -> bool:
         if width == 1:
             return rows in self._plain
         shape = self._shapes.get((rows, width))
         return shape is not None and shape.is_known(self._forwards)
-
-    def _plain_s(self, rows: int) -> float:
-        """Return the seconds of a plain step."""
-        return _seconds_of(rows, self._plain)
 
     def _plain_steps(self, rows: int, width: int) -> float:
         """Return the cost of a forward in plain steps."""
@@ -184,7 +192,7 @@ class ForwardCosts:
         return self._measured_steps(rows, width, estimate) if (rows, width) in self._shapes else estimate
 
     def _measured_steps(self, rows: int, width: int, estimate: float | None = None) -> float:
-        return self._shapes[rows, width].plain_steps(self._plain_s(rows), self._forwards, estimate)
+        return self._shapes[rows, width].plain_steps(self.seconds(rows, 1), self._forwards, estimate)
 
     def _excess(self, rows: int, width: int) -> float:
         """Return the cost of a width beyond a plain step's, as a share of it: between those of the next narrower and
@@ -212,26 +220,18 @@ class ForwardCosts:
         return self._known_excess(nearest, width) * rows / nearest
 
 
-class _Timed(Protocol):
-    """Measured plain steps of some number of rows."""
-
-    @property
-    def seconds(self) -> float:
-        """What one of them takes."""
-
-
-def _seconds_of(rows: int, measured: Mapping[int, _Timed]) -> float:
+def _seconds_of(rows: int, measured: Mapping[int, float]) -> float:
     """Return the seconds of a plain step of this number of rows. If none was measured: on the line between those of
     fewer and of more rows; the usual part of those of more rows; or the same as those of fewer. `measured`: by rows."""
     if rows in measured:
-        return measured[rows].seconds
+        return measured[rows]
     fewer = max((each for each in measured if each < rows), default=None)
     more = min((each for each in measured if each > rows), default=None)
     if more is None:
-        return measured[_nearest(measured, rows)].seconds
+        return measured[_nearest(measured, rows)]
     if fewer is None:
-        return measured[more].seconds * max(rows / more, 1 - _ROW_COST * (more - rows))
-    low_s, high_s = measured[fewer].seconds, measured[more].seconds
+        return measured[more] * max(rows / more, 1 - ROW_COST * (more - rows))
+    low_s, high_s = measured[fewer], measured[more]
     return low_s + (high_s - low_s) * (rows - fewer) / (more - fewer)
 
 
@@ -240,7 +240,7 @@ def _nearest(numbers: Iterable[int], number: int) -> int:
 
 
 def _usual_excess(rows: int, width: int) -> float:
-    return (_TOKEN_COST + _ROW_TOKEN_COST * rows) * (width - 1)
+    return (TOKEN_COST + ROW_COST * rows) * (width - 1)
 
 
 def expected_tokens(offer: Offer | None, width: int) -> float:
@@ -257,80 +257,26 @@ def likeliest(offers: Sequence[Offer | None]) -> Offer | None:
     return max(filter(None, offers), key=lambda offer: expected_tokens(offer, 1 + len(offer.tokens)), default=None)
 
 
-def choose_width(offers: Sequence[Offer | None], costs: Costs, cap: int, budget_s: float | None = None) -> int:
+def choose_width(
+    offers: Sequence[Offer | None],
+    costs: ForwardCosts,
+    cap: int,
+    budget_s: float | None = None,
+    network: str | None = None,
+) -> int:
     """Return the tokens per row, 1 to `cap`, of a group's next forward: the most expected tokens per second.
 
-    `offers`: of each row. `budget_s`: most seconds of the forward; a plain step may always run."""
+    `offers`: of each row. `budget_s`: most seconds of the forward and of the network that drafts for it, if any; a
+    plain step may always run."""
     rows = len(offers)
     widest = min(cap, 1 + max((len(offer.tokens) for offer in offers if offer), default=0))
     if widest <= 1 or not costs.measured:
         return 1
-    if sum(expected_tokens(offer, widest) for offer in offers) <= _LEAST_GAIN * rows:
+    if sum(expected_tokens(offer, widest) for offer in offers) <= LEAST_GAIN * rows:
         return 1  # even if a wider forward cost no more
-    best, best_rate = 1, _LEAST_GAIN * rows / costs.seconds(rows, 1)
+    best, best_rate = 1, LEAST_GAIN * rows / costs.seconds(rows, 1)
     for width in range(2, widest + 1):
-        rate = sum(expected_tokens(offer, width) for offer in offers) / costs.hopeful_seconds(rows, width)
-        if rate > best_rate and (budget_s is None or costs.seconds(rows, width) <= budget_s):
+        rate = sum(expected_tokens(offer, width) for offer in offers) / costs.hopeful_seconds(rows, width, network)
+        if rate > best_rate and (budget_s is None or costs.seconds(rows, width, network) <= budget_s):
             best, best_rate = width, rate
     return best
-
-
-_UNMEASURED = 0.2  # plain steps for each token of a draft: a head is a layer of a few dozen, and an output head
-
-_DraftShape = tuple[int, int]  # rows, and tokens of a draft
-
-
-class DraftingCosts:
-    """Time that a network takes to draft, by rows and depth, the number of tokens of a draft. In plain steps of as many
-    rows, since rows grow longer and devices slow down."""
-
-    def __init__(self) -> None:
-        self._samples = dict[_DraftShape, deque[float]]()
-        self._known = dict[_DraftShape, float]()  # the lower quartiles
-
-    def observe(self, rows: int, depth: int, plain_steps: float) -> None:
-        """Record how long a draft for these rows has taken."""
-        samples = self._samples.setdefault((rows, depth), deque(maxlen=_SAMPLES))
-        samples.append(plain_steps)
-        if len(samples) >= _TRIALS:
-            self._known[rows, depth] = lower_quartile(samples)
-
-    def plain_steps(self, rows: int, depth: int) -> float:
-        """Return the expected time of a draft."""
-        exact = self._known.get((rows, depth))
-        if exact is not None:
-            return exact
-        if not self._known:
-            return _UNMEASURED * depth
-        nearest = min(self._known, key=lambda shape: _distance(shape, (rows, depth)))
-        return self._known[nearest] * depth / nearest[1]
-
-
-def _distance(shape: _DraftShape, other: _DraftShape) -> tuple[int, int]:
-    return abs(shape[0] - other[0]), abs(shape[1] - other[1])
-
-
-@dataclass(frozen=True, slots=True)
-class DraftedCosts:
-    """Costs of forwards together with the drafts that they verify."""
-
-    forwards: Costs
-    drafting: DraftingCosts
-
-    @property
-    def measured(self) -> bool:
-        """See `Costs`."""
-        return self.forwards.measured
-
-    def seconds(self, rows: int, width: int) -> float:
-        """See `Costs`."""
-        return self.forwards.seconds(rows, width) + self._drafting_s(rows, width)
-
-    def hopeful_seconds(self, rows: int, width: int) -> float:
-        """See `Costs`."""
-        return self.forwards.hopeful_seconds(rows, width) + self._drafting_s(rows, width)
-
-    def _drafting_s(self, rows: int, width: int) -> float:
-        if width <= 1:
-            return 0.0
-        return self.drafting.plain_steps(rows, width - 1) * self.forwards.seconds(rows, 1)

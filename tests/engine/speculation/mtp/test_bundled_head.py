@@ -13,7 +13,7 @@ from tests.engine.tiny import model_of
 from tests.support.stack import TINY_CHAT
 from worker.engine.cache.recurrent import Replay
 from worker.engine.checkpoint import read_json
-from worker.engine.model.head import with_head
+from worker.engine.model.drafter import with_head
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
 from worker.engine.speculation.mtp.proposer import HeadProposer

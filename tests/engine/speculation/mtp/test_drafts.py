@@ -10,11 +10,9 @@ import pytest
 
 from tests.engine.speculation.mtp.checkpoints import MTP_CONFIGS, ReferenceHead, head_tensors
 from tests.engine.tiny import VOCAB, build, prompt
-from worker.engine.speculation.mtp.drafts import HeadDrafts
-from worker.engine.speculation.mtp.head import Head
-from worker.engine.speculation.mtp.layouts import joined_experts, layout_of
-from worker.engine.speculation.mtp.prompt import PromptEntries, PromptHead
-from worker.engine.speculation.mtp.trunk import RecordingTrunk
+from worker.engine.speculation.mtp.head import Head, PromptEntries, PromptHead, Trunk
+from worker.engine.speculation.mtp.load import joined_experts, layout_of
+from worker.engine.speculation.mtp.proposer import HeadDrafts
 
 LAYOUTS = [*MTP_CONFIGS]
 DEPTH = 3
@@ -27,7 +25,7 @@ def head_of(name: str) -> Head:
     network = layout.build()
     named = {own: value for key, value in head_tensors(name).items() if (own := layout.rename(key))}
     network.load_weights([*joined_experts(named).items()])
-    return Head(network, RecordingTrunk(build(MTP_CONFIGS[name])))
+    return Head(network, Trunk(build(MTP_CONFIGS[name])))
 
 
 @cache

@@ -13,10 +13,10 @@ from tests.engine.speculation.oracle import verify_everything
 from tests.engine.speculation.scenarios import Drive, eventful, guided, joined, sparse, submit
 from tests.engine.tiny import model_of
 from worker.engine.cache.recurrent import Replay
-from worker.engine.model.head import Head
+from worker.engine.model.drafter import Head
 from worker.engine.model.load import Model
+from worker.engine.speculation.mtp.head import Trunk
 from worker.engine.speculation.mtp.proposer import HeadProposer
-from worker.engine.speculation.mtp.trunk import RecordingTrunk
 from worker.engine.speculation.speculator import Speculator
 
 LAYOUTS = [*MTP_CONFIGS]
@@ -100,6 +100,6 @@ def test_without_a_head_no_hidden_states_are_held() -> None:
     for _ in range(4):
         run.step()
     assert tiny.head is not None
-    assert isinstance(tiny.head.trunk, RecordingTrunk)
+    assert isinstance(tiny.head.trunk, Trunk)
     with pytest.raises(ValueError, match="No forward"):
         tiny.head.trunk.take_hidden()

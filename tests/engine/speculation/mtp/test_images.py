@@ -1,5 +1,6 @@
 """Rows with images, of which an MTP head has no entries, draw the same tokens with drafts of the head as without."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -12,13 +13,10 @@ from tests.engine.speculation.mtp.test_exact import Counting
 from tests.engine.speculation.oracle import verify_everything
 from tests.engine.speculation.scenarios import SAMPLINGS
 from tests.engine.vision import cases
-from worker.engine.batch.decode_batch import ComputedRow
-from worker.engine.batch.verifications import Verifications
 from worker.engine.cache.recurrent import Replay
 from worker.engine.model.load import Model
-from worker.engine.speculation.mtp.head import Head
-from worker.engine.speculation.mtp.layouts import layout_of
-from worker.engine.speculation.mtp.trunk import RecordingTrunk
+from worker.engine.speculation.mtp.head import Head, PromptEntries, Trunk
+from worker.engine.speculation.mtp.load import layout_of
 from worker.engine.speculation.speculator import Speculator
 
 FAMILY = "qwen3_5"
@@ -36,7 +34,7 @@ def seeing() -> Model:
     own, layout = cases.model(FAMILY), layout_of(CONFIGS[FAMILY])
     assert layout is not None
     mx.random.seed(5)
-    head = Head(layout.build(), RecordingTrunk(own.network))
+    head = Head(layout.build(), Trunk(own.network))
     mx.eval(head.network.parameters())
     return replace(own, head=head)
 
@@ -64,13 +62,14 @@ def answered(run: Run) -> Run:
 
 
 def test_rows_with_images_draw_with_a_head_what_they_draw_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries, join = dict[str, bool](), Verifications.join
+    entries, join = dict[str, bool](), Speculator.join
 
-    def joining(verifications: Verifications, group: object, rows: list[ComputedRow]) -> None:
-        entries.update({each.row.id: each.entries is not None for each in rows})
-        join(verifications, group, rows)  # type: ignore[arg-type]
+    def joining(speculator: Speculator, rows: Iterable[tuple[str, PromptEntries | None]]) -> None:
+        joined = [*rows]
+        entries.update({id: found is not None for id, found in joined})
+        join(speculator, joined)
 
-    monkeypatch.setattr(Verifications, "join", joining)
+    monkeypatch.setattr(Speculator, "join", joining)
     tiny = seeing()
     assert tiny.head is not None
     proposer = Counting(tiny.head, 3)

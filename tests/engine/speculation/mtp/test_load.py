@@ -16,15 +16,15 @@ from tests.engine.speculation.mtp.checkpoints import (
     write_with_head,
 )
 from tests.engine.tiny import prompt, write_checkpoint
-from worker.engine.speculation.mtp.head import MTPHead
-from worker.engine.speculation.mtp.layouts import HeadReport, report_head
+from worker.engine.speculation.mtp.head import MTPHead, Trunk
 from worker.engine.speculation.mtp.load import (
+    HeadReport,
     files_to_download,
     find_head,
     load_head,
     refuse_other_model,
+    report_head,
 )
-from worker.engine.speculation.mtp.trunk import Trunk
 from worker.engine.upstream.mlx_lm import load_model
 from worker.errors import CannotStart
 

@@ -1,4 +1,4 @@
-"""A multi-token-prediction (MTP) head, alone and together with the trunk whose parts it shares."""
+"""A multi-token-prediction (MTP) head, the trunk whose parts it shares, and its keys and values of prompts."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,53 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.engine.speculation.mtp.trunk import RecordingTrunk, Trunk
 from worker.engine.upstream.mlx_lm import KVCache
+
+
+class Trunk:
+    """A causal language model of mlx-lm in its two parts: the layers up to the final norm, and the output head. It
+    stands in for its network, and holds the hidden states of its last forward until they are taken."""
+
+    def __init__(self, network: nn.Module) -> None:
+        """`network`: of a layout for which there are heads."""
+        self._network = network
+        self._text = getattr(network, "language_model", network)
+        self._hidden: mx.array | None = None
+
+    def hidden(self, tokens: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Return the hidden states (rows, tokens, hidden_size) behind the final norm. Lazy; writes to `cache`."""
+        states: mx.array = self._text.model(tokens, cache)
+        return states
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Return the logits (rows, tokens, vocab) of hidden states. Lazy."""
+        head = self._text.lm_head if "lm_head" in self._text else self._text.model.embed_tokens.as_linear
+        logits: mx.array = head(hidden)
+        return logits
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Return the embeddings (rows, tokens, hidden_size) of tokens. Lazy."""
+        embedded: mx.array = self._text.model.embed_tokens(tokens)
+        return embedded
+
+    def __call__(self, tokens: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Return the logits (rows, tokens, vocab), as the network does. Lazy; writes to `cache`."""
+        self._hidden = self.hidden(tokens, cache)
+        return self.logits(self._hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+    def take_hidden(self) -> mx.array:
+        """Return the hidden states (rows, tokens, hidden_size) of the last forward. Lazy. Raises ValueError if there
+        was none since the last call."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:
+            raise ValueError("No forward has run since its hidden states were taken.")
+        return hidden
+
+
+Network = nn.Module | Trunk  # what computes logits from tokens and a cache
 
 
 class MTPHead(nn.Module):
@@ -65,7 +110,7 @@ class Head:
     """An MTP head and the trunk that it shares."""
 
     network: MTPHead
-    trunk: RecordingTrunk
+    trunk: Trunk
 
     def states(self, tokens: mx.array, hidden: mx.array, mask: Any, cache: Any) -> mx.array:
         """Return the head's hidden states (rows, tokens, hidden_size). `tokens`: those after the tokens of `hidden`.
@@ -83,3 +128,36 @@ def entry_shape(head: Head) -> tuple[mx.array, mx.array]:
     head.states(token, head.network.embed(token, head.trunk), None, cache)
     keys, values = cache.keys_and_values()
     return keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEntries:
+    """The head's entries of a prompt, which its row takes along when it joins a batch."""
+
+    cache: Any  # an mlx-lm cache
+    start: int  # position of the first entry's token
+
+
+class PromptHead:
+    """Computes the head's entries of one prompt, chunk by chunk. It ends at the first token that is not computed, if
+    some are dropped."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._cache = KVCache()
+        self._start: int | None = None
+
+    def feed(self, hidden: mx.array, after: Sequence[int], position: int) -> None:
+        """Add an entry for each hidden state (1, tokens, hidden_size). `after`: the token after each. `position`: of
+        the first one's token. Blocks."""
+        if self._start is None:
+            self._start = position
+        if position != self._start + self._cache.offset:
+            return
+        mask = self._cache.make_mask(len(after), return_array=False, window_size=None)
+        self._head.states(mx.array([list(after)]), hidden, mask, self._cache)
+        mx.eval(self._cache.state)
+
+    def finish(self) -> PromptEntries | None:
+        """Return the entries; None if there are none. The object must not be used afterwards."""
+        return None if self._start is None else PromptEntries(self._cache, self._start)

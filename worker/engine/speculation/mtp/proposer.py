@@ -2,21 +2,107 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
 from worker.engine.cache import slots
-from worker.engine.speculation.mtp.drafts import HeadDrafts
-from worker.engine.speculation.mtp.head import Head
-from worker.engine.speculation.mtp.prompt import PromptEntries
-from worker.engine.speculation.network_proposer import NetworkProposer
-from worker.engine.speculation.offer import DraftedRow
+from worker.engine.cache.kv import SlotKVCache
+from worker.engine.speculation.mtp.head import Head, PromptEntries, entry_shape
+from worker.engine.speculation.offer import DraftedRow, NetworkProposer, RowInput, SpeculatingRow, undelivered
+from worker.engine.speculation.tuning import HEAD_RATES
+from worker.outcomes import MAX_DRAFT
+
+
+class _HeadCache(SlotKVCache):
+    """Keys and values of a head, for rows of which some have no entries yet."""
+
+    def join(self, rows: Sequence[Any | None], ends: Sequence[int], shape: tuple[mx.array, mx.array]) -> None:
+        """Append rows: an mlx-lm cache, or None for a row without entries. `shape`: keys and values of any length.
+        Blocks."""
+        held = [row.keys_and_values() if row else None for row in rows]
+        added = [each[0].shape[2] if each else 0 for each in held]
+        self._make_room(added, ends, *shape)
+        for slot, each in enumerate(held, self.rows):
+            self._write_row(slot, each)
+        lengths, current = self._current()
+        self._set_rows([*lengths, *added], [*current, *added], [*self.slot_rows.ends, *ends])
+        mx.eval(self.state)
+
+    def _write_row(self, slot: int, held: tuple[mx.array, mx.array] | None) -> None:
+        if held:
+            self._fill(slot, *held)
+            return
+        for buffer in self.state:
+            buffer[slot : slot + 1] = 0
+
+    def continue_at(self, positions: list[int]) -> None:
+        """Set the position of each row's next token."""
+        lengths, _ = self._current()
+        self._set_rows(lengths, positions, self.slot_rows.ends)
+
+
+class HeadDrafts:
+    """The drafts of one batch, whose rows join and leave as those of the batch do. For the engine's thread."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._cache = _HeadCache()
+        self._starts: list[int] = []  # position of each row's first entry
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes of the head's keys and values."""
+        return self._cache.nbytes
+
+    def add(self, rows: Sequence[PromptEntries | None], ends: Sequence[int]) -> None:
+        """Append rows, with their entries if there are any. `ends`: the most tokens that each will have. Blocks."""
+        ends = [end + MAX_DRAFT for end in ends]
+        self._cache.join([row.cache if row else None for row in rows], ends, entry_shape(self._head))
+        self._starts += [row.start if row else 0 for row in rows]
+
+    def select(self, order: Sequence[int]) -> None:
+        """Keep row `order[i]` as row i, and drop the others. Blocks."""
+        self._cache.filter(order)
+        self._starts = [self._starts[index] for index in order]
+
+    def draft(
+        self, hidden: mx.array, after: Sequence[Sequence[int]], positions: Sequence[int], depth: int
+    ) -> list[list[int]]:
+        """Return `depth` tokens for each row. Blocks.
+
+        `hidden`: (rows, width, hidden_size), the trunk's states of the row's last tokens, without those that it did not
+        keep. `after`: the token after each of these; of a row without any, the drafts mean nothing. `positions`: of the
+        first of these tokens."""
+        counts = [len(tokens) for tokens in after]
+        self._cache.continue_at([at - start for at, start in zip(positions, self._starts, strict=True)])
+        states = self._fed(hidden, after, counts)
+        drafts = [self._head.likeliest(states)]
+        for _ in range(depth - 1):  # from its own states, which are dropped afterwards
+            mask = self._cache.make_mask(1)
+            states = self._head.states(drafts[-1], states, mask, self._cache)
+            drafts.append(self._head.likeliest(states))
+        self._cache.drop_last(depth - 1)
+        return cast("list[list[int]]", mx.concatenate(drafts, axis=1).tolist())
+
+    def _fed(self, hidden: mx.array, after: Sequence[Sequence[int]], counts: Sequence[int]) -> mx.array:
+        """Add the entries, and return the head's state of each row's last one, (rows, 1, hidden_size)."""
+        width = max(counts)
+        padded = mx.array([[*tokens, *[0] * (width - len(tokens))] for tokens in after], dtype=mx.int32)
+        self._cache.begin(width)
+        try:
+            states = self._head.states(padded, hidden[:, :width], self._cache.make_mask(width), self._cache)
+        except BaseException:
+            self._cache.roll_back()
+            raise
+        self._cache.commit(counts)
+        last = mx.maximum(mx.array([*counts]) - 1, 0)[:, None, None]
+        return mx.take_along_axis(states, last, axis=1)
+
 
 MTP = "mtp"
-DEPTH = 3  # tokens of a draft: the published heads are trained for one, and their later tokens are right less often
-_PRIORS = (0.75, 0.65, 0.55)  # by depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +115,6 @@ class FedTokens:
     after: tuple[tuple[int, ...], ...] | None = None  # the token after each; None: one was fed, the next is not known
 
 
-@dataclass(frozen=True, slots=True)
-class HeadInput:
-    """A row and its next input."""
-
-    id: str
-    answered: int  # tokens of its answer, its next input included
-    token: int
-    end: int  # the most tokens that it will have
-
-
 class _Batch:
     """The head's cache of a batch, whose rows may be in another order."""
 
@@ -46,7 +122,7 @@ class _Batch:
         self.drafts = HeadDrafts(head)
         self.ids: list[str] = []
 
-    def match(self, rows: Sequence[HeadInput], entries: dict[str, PromptEntries]) -> None:
+    def match(self, rows: Sequence[SpeculatingRow], entries: dict[str, PromptEntries]) -> None:
         """Drop the rows that have left the batch, and add those that have joined it."""
         self.keep({row.id for row in rows})
         if joining := [row for row in rows if row.id not in self.ids]:
@@ -67,9 +143,9 @@ class HeadProposer(NetworkProposer):
 
     A row that moves to another batch leaves its entries behind."""
 
-    def __init__(self, head: Head, depth: int = DEPTH) -> None:
+    def __init__(self, head: Head, depth: int = len(HEAD_RATES)) -> None:
         """`depth`: most tokens of a draft."""
-        super().__init__(MTP, [_PRIORS[min(at, len(_PRIORS) - 1)] for at in range(depth)])
+        super().__init__(MTP, [HEAD_RATES[min(at, len(HEAD_RATES) - 1)] for at in range(depth)])
         self._head = head
         self._batches = WeakKeyDictionary[Any, _Batch]()
         self._entries: dict[str, PromptEntries] = {}  # of rows that have not drafted yet
@@ -89,14 +165,20 @@ class HeadProposer(NetworkProposer):
         if entries:
             self._entries[id] = entries
 
-    def prepare(self, batch: Any, rows: Sequence[HeadInput], fed: FedTokens | None, depth: int | None = None) -> bool:
-        """Compute drafts for the rows of a batch after their next inputs. Returns False if there are none. Blocks.
-        `fed`: the last forward of the batch. `depth`: tokens of the drafts; None: the most."""
-        if fed is None or not rows:
+    def prepare(
+        self,
+        batch: Any,
+        inputs: Sequence[RowInput],
+        fed: FedTokens | None = None,
+        depth: int = MAX_DRAFT,
+        prefill_s: float = inf,
+    ) -> bool:
+        """Compute drafts, as far as `fed` has the rows' hidden states."""
+        if fed is None or not inputs:
             return False
         own = self._batches.setdefault(batch, _Batch(self._head))
-        own.match(rows, self._entries)
-        drafted = {row.id: row for row in rows}
+        own.match([each.row for each in inputs], self._entries)
+        drafted = {each.row.id: each for each in inputs}
         fed_at = {id: index for index, id in enumerate(fed.ids)}
         known = [id for id in own.ids if id in fed_at]
         if not known:
@@ -104,11 +186,10 @@ class HeadProposer(NetworkProposer):
         index = mx.array([fed_at.get(id, 0) for id in own.ids])
         after = [_after(drafted[id], fed_at.get(id), fed) for id in own.ids]
         positions = [fed.positions[fed_at[id]] if id in fed_at else 0 for id in own.ids]
-        depth = self.depth if depth is None else min(depth, self.depth)
-        drafts = own.drafts.draft(fed.hidden[index], after, positions, depth)
+        drafts = own.drafts.draft(fed.hidden[index], after, positions, min(depth, self.depth))
         for id, tokens in zip(own.ids, drafts, strict=True):
             if id in fed_at:
-                self.hold(id, drafted[id].answered, tokens)
+                self.hold(id, len(drafted[id].row.answer) + len(undelivered(drafted[id])), tokens)
         return True
 
     def leave(self, id: str) -> None:
@@ -123,7 +204,7 @@ class HeadProposer(NetworkProposer):
         self.leave(row.id)
 
 
-def _after(row: HeadInput, index: int | None, fed: FedTokens) -> tuple[int, ...]:
+def _after(row: RowInput, index: int | None, fed: FedTokens) -> tuple[int, ...]:
     """Return the tokens after those that were fed to the row; none if the forward had not this row."""
     if index is None:
         return ()
