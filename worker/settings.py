@@ -176,7 +176,7 @@ class Settings(BaseSettings):
     )
 
     speculation: Literal["auto", "off"] = Field(
-        "off",
+        "auto",
         description="Speculative decoding: `auto` verifies several tokens of a row in one forward when that is "
         "expected to be faster; `off` never does. Answers are the same.",
     )
