@@ -25,19 +25,24 @@ ROOT = Path(__file__).parent.parent
 ENV_EXAMPLE = ROOT / ".env.example"
 PAGE = ROOT / "docs" / "settings.md"
 
-# The first setting of each section; the sections follow the order of the fields.
-SECTIONS = {
-    "redis_url": "Server and model",
-    "max_rows": "Running batch and memory",
-    "speculation": "Speculation and SpecPrefill",
-    "context_tokens": "Requests",
-    "max_images": "Images",
-    "batch_dir": "Offline batches",
-    "lease_s": "Leases, shutdown and polling",
-    "metrics_port": "Monitoring and lifetimes",
+# Who sets what, those that matter first. Each setting is in one group.
+GROUPS = {
+    "The dozen that matter first": "redis_url model model_name max_rows step_ms memory_gb prefix_disk_dir batch_dir "
+    "metrics_port serve_host serve_keys serve_models",
+    "Who chooses the model": "vision trust_model_code context_tokens tool_grammar loop_guard allow_control_tokens "
+    "speculation mtp_model draft_model specprefill_draft_model specprefill_threshold specprefill_max_tokens "
+    "specprefill_keep_pct",
+    "Who owns the machine": "reserved_rows memory_headroom_gb prefix_cache_gb prefix_cache_per_tenant prefix_disk_gb "
+    "prefix_disk_daily_gb prefix_disk_key prefix_disk_bits prefix_warm",
+    "Who answers for the clients": "default_max_tokens max_output_tokens max_content_parts max_request_bytes "
+    "queue_limit max_images image_max_pixels image_max_bytes image_urls",
+    "Who plans offline batches": "batch_schedule batch_models batch_hours batch_off_hours_rows",
+    "Who operates the workers": "worker_name lease_s watchdog_s grace_s disconnect_grace_s poll_s keyspace_events "
+    "log_level log_ttl_s result_ttl_s",
+    "HTTP gateway": "serve_port serve_no_worker_s serve_heartbeat_s serve_disconnect_grace_s serve_max_body_bytes "
+    "serve_max_held_bytes serve_response_ttl_s serve_strict serve_max_connections_per_key serve_client_timeout_s "
+    "serve_cors_origins serve_drain_s",
 }
-
-_GATEWAY = "HTTP gateway"  # the last section
 
 _ENV_HEAD = """\
 # Settings of the worker and of the HTTP gateway, with their defaults. Copy this file to .env and change what you need.
@@ -51,34 +56,23 @@ _PAGE_HEAD = """\
 <!-- Written by python -m docs.settings_page: edit the descriptions in the code. -->
 
 A worker reads its settings from the environment and from a file `.env` in its working directory; the environment wins.
-[.env.example](../.env.example) has the same list, ready to copy. A worker does not start if a value is wrong or if a
-name that begins with `SLUICE_` is not a setting; the error names the variable and, for a misspelt one, the setting that
-is closest.
+[.env.example](../.env.example) is ready to copy. A wrong value, or a name that begins with `SLUICE_` and is no setting,
+ends the start. `sluice serve`, the [HTTP gateway](gateway.md), reads `SLUICE_REDIS_URL` and what begins with
+`SLUICE_SERVE_` from the same places. The tests read `SLUICE_TEST_REDIS_URL`, a server to use in place of their own.
 
-`python -m worker` takes no arguments. `sluice worker` has options for the settings that are changed most often
-(`sluice worker --help`), and the other commands of `sluice` take `--redis-url` and `--model`, or read
-`SLUICE_REDIS_URL` and `SLUICE_MODEL_NAME` from the environment. The tests read one more variable,
-`SLUICE_TEST_REDIS_URL`: a server to use in place of their own.
-
-`sluice serve`, the [HTTP gateway](gateway.md), reads `SLUICE_REDIS_URL` and the settings that begin with
-`SLUICE_SERVE_` ([below](#http-gateway)) from the same places, and refuses misspelt ones. Worker and gateway ignore each
-other's settings, so one `.env` serves both.
+In parentheses stand the default and, after a semicolon, the values that a setting takes.
 """
 _METRICS_HEAD = """\
 ## Metrics
 
 With `SLUICE_METRICS_PORT=9100` a worker serves these metrics to Prometheus at `http://<machine>:9100/metrics`. Names
-with the prefix `vllm:` are vLLM's and mean the same, so dashboards and alerts for vLLM work. Every metric has the label
-`model_name`; the table lists the others.
+with the prefix `vllm:` are vLLM's and mean the same. Every metric has the label `model_name`; others are
+named. What ends in `_total` is a counter.
 
-| metric | type | labels | description |
-|---|---|---|---|
 """
 _GATEWAY_METRICS_HEAD = """
 The HTTP gateway serves these at `/metrics` of its own port:
 
-| metric | type | labels | description |
-|---|---|---|---|
 """
 
 Setting = tuple[str, FieldInfo]  # its variable, and its field
@@ -114,10 +108,10 @@ def page() -> str:
     """Return the contents of docs/settings.md."""
     parts = [_PAGE_HEAD]
     for title, fields in sections():
-        parts.append(f"\n## {title}\n\n| setting | default | values | description |\n|---|---|---|---|\n")
-        parts += [_setting_row(name, field) for name, field in fields]
-    metrics = [_METRICS_HEAD, *_metric_rows(Metrics("default").registry)]
-    gateway_metrics = [_GATEWAY_METRICS_HEAD, *_metric_rows(_gateway_metrics().registry)]
+        parts.append(f"\n## {title}\n\n")
+        parts += [_setting_line(name, field) for name, field in fields]
+    metrics = [_METRICS_HEAD, *_metric_lines(Metrics("default").registry)]
+    gateway_metrics = [_GATEWAY_METRICS_HEAD, *_metric_lines(_gateway_metrics().registry)]
     return "".join([*parts, "\n", *metrics, *gateway_metrics])
 
 
@@ -131,15 +125,11 @@ def _gateway_metrics() -> GatewayMetrics:
 
 
 def sections() -> list[tuple[str, list[Setting]]]:
-    """Return the settings by section, in the order of the fields, the gateway's last. Raises KeyError if the first has
-    no section."""
-    found: list[tuple[str, list[Setting]]] = []
-    for name, field in Settings.model_fields.items():
-        if not found or name in SECTIONS:
-            found.append((SECTIONS[name], []))
-        found[-1][1].append((variable(name), field))
-    gateway = [(gateway_variable(name), field) for name, field in ServeSettings.model_fields.items()]
-    return [*found, (_GATEWAY, gateway)]
+    """Return the settings by group. Raises KeyError if a group names one that does not exist."""
+    fields = {name: (variable(name), field) for name, field in Settings.model_fields.items()}
+    of_gateway = {f"serve_{name}": (gateway_variable(name), each) for name, each in ServeSettings.model_fields.items()}
+    known = fields | of_gateway
+    return [(title, [known[name] for name in names.split()]) for title, names in GROUPS.items()]
 
 
 # .env.example
@@ -157,7 +147,7 @@ def _env_lines(name: str, field: FieldInfo) -> str:
 # docs/settings.md
 
 
-def _setting_row(name: str, field: FieldInfo) -> str:
+def _setting_line(name: str, field: FieldInfo) -> str:
     text, _, in_words = _description(field).partition(" Default: ")
     if field.is_required():
         default = "required"
@@ -165,25 +155,24 @@ def _setting_row(name: str, field: FieldInfo) -> str:
         default = f"`{_plain(field.default)}`"
     else:
         default = in_words.rstrip(".")
-    return f"| `{name}` | {default} | {_values(field)} | {_cell(text)} |\n"
+    values = _values(field)
+    return f"- `{name}` ({f'{default}; {values}' if values else default}): {_marked(text)}\n"
 
 
-def _metric_rows(registry: CollectorRegistry) -> Iterator[str]:
+def _metric_lines(registry: CollectorRegistry) -> Iterator[str]:
     for family in registry.collect():
         labels = dict.fromkeys(label for sample in family.samples for label in sample.labels)
-        shown = ", ".join(f"`{label}`" for label in labels if label not in ("model_name", "le")) or "–"
+        others = ", ".join(label for label in labels if label not in ("model_name", "le"))
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        yield f"| `{name}` | {family.type} | {shown} | {_cell(family.documentation)} |\n"
+        yield f"- `{name}`{f' ({others})' if others else ''}: {_marked(family.documentation)}\n"
 
 
 def _values(field: FieldInfo) -> str:
-    """Return the values that a setting takes, from its type and bounds."""
+    """Return the values that a setting takes, from its type and bounds; nothing for a text, or for true and false."""
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{word}`" for word in get_args(field.annotation))
-    if bool in kinds:
-        return "`true`, `false`"
-    return _range(field.metadata) if {int, float} & set(kinds) else "text"
+    return _range(field.metadata) if {int, float} & set(kinds) and bool not in kinds else ""
 
 
 def _range(metadata: list[Any]) -> str:
@@ -195,9 +184,9 @@ def _range(metadata: list[Any]) -> str:
     return low if above else f"{low} or more"
 
 
-def _cell(text: str) -> str:
-    """Return text for a table cell, with names of settings and what looks like code in backquotes."""
-    return re.sub(r"(?<!`)(SLUICE_\w+|<\|\w+\|>)", r"`\1`", text).replace("|", "\\|")
+def _marked(text: str) -> str:
+    """Return text for the page, with names of settings and what looks like code in backquotes."""
+    return re.sub(r"(?<!`)(SLUICE_\w+|<\|\w+\|>)", r"`\1`", text)
 
 
 def _description(field: FieldInfo) -> str:

@@ -15,6 +15,8 @@ from worker.settings import Settings
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(file for where in ("*.md", "docs/*.md", "examples/**/*.md", "models/**/*.md", "sluice/*.md")
                    for file in ROOT.glob(where))  # fmt: skip
+MAX_WORDS = 28_000
+MAX_TERMS = 48  # of the glossary
 CODE = ("docs", "models", "schemas", "scripts", "sluice", "tests", "worker", "examples")
 # Variables that no worker reads: of the tests, and of scripts/setup.
 OTHER_VARIABLES = {"SLUICE_TEST_REDIS_URL", "SLUICE_PYTHON"}
@@ -72,6 +74,15 @@ def test_the_readme_and_the_figures_are_short_and_the_readme_leads_to_every_page
     assert len((ROOT / "docs" / "performance.md").read_text().splitlines()) <= 250
     led_to = {path for path, _ in links(readme)}
     assert set(ROOT.glob("docs/*.md")) | {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"} <= led_to
+
+
+def test_the_documents_and_the_glossary_are_short() -> None:
+    """Words as `wc -w` counts them, in what people read to use or change Sluice; the changelog apart."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
+    assert sum(len(page.read_text().split()) for page in pages) <= MAX_WORDS
+    glossary = (ROOT / "docs" / "architecture.md").read_text().partition("\n## Glossary\n")[2]
+    terms = re.findall(r"^- \*\*(.+?)\*\*:", glossary, re.MULTILINE)
+    assert 40 <= len(set(terms)) == len(terms) <= MAX_TERMS
 
 
 @documents

@@ -86,8 +86,7 @@ class Settings(BaseSettings):
     )
     vision: Literal["auto", "off"] = Field(
         "auto",
-        description="auto serves images if the model supports them. off serves such a model for text only and does not "
-        "load its vision encoder.",
+        description="auto serves images if the model takes them; off serves text only.",
     )
     trust_model_code: bool = Field(
         False,
@@ -99,15 +98,13 @@ class Settings(BaseSettings):
         default_factory=lambda given: min(_RESERVED_ROWS, given.get("max_rows", _RESERVED_ROWS + 1) - 1),
         ge=0,
         examples=["2"],
-        description="Rows that offline jobs never take. If interactive jobs need more, the youngest offline rows are "
-        "preempted. Default: 2, or all but one of fewer rows.",
+        description="Rows that offline jobs never take. Default: 2, or all but one of fewer rows.",
     )
     step_ms: float = Field(
         100.0,
         gt=0,
-        description="Target time between two tokens of a row, in milliseconds; prompts are prefilled in chunks to meet "
-        "it. While interactive prompts wait, a gap may grow to three times this target, or to two and a half times the "
-        "decode time of all rows if that is longer.",
+        description="Target time between two tokens of a row, in milliseconds. While interactive prompts wait, a gap"
+        " may grow to three times this, or to two and a half times the decode time of all rows.",
     )
     memory_gb: float | None = Field(
         None,
@@ -117,99 +114,86 @@ class Settings(BaseSettings):
     memory_headroom_gb: float = Field(
         1.0,
         ge=0,
-        description="Memory that is kept free, in gigabytes. A request that can never fit is refused; one that does "
-        "not fit now waits.",
+        description="Memory that is kept free, in gigabytes.",
     )
     prefix_cache_gb: float | None = Field(
         None,
         ge=0,
-        description="Maximum size of the prefix cache, image features included, in gigabytes; running rows come first. "
-        "0 disables it. Default: a quarter of the memory that the model leaves.",
+        description="Maximum size of the prefix cache, image features included, in gigabytes. 0 disables it. "
+        "Default: a quarter of the memory that the model leaves.",
     )
-    prefix_cache_per_tenant: bool = Field(
-        False, description="Keep a prefix cache namespace for each tenant, so that no tenant reuses another's prefixes."
-    )
+    prefix_cache_per_tenant: bool = Field(False, description="Let no tenant reuse another's prefixes.")
 
     prefix_disk_dir: Path | None = Field(
         None,
         examples=["/var/lib/sluice/prefixes"],
-        description="Folder for cached prefixes that are evicted, or that the worker holds when it stops, so that they "
-        "survive both; workers of any models may share it. Only their owner can read the files, which hold prompts in "
-        "plain form unless `SLUICE_PREFIX_DISK_KEY` is set. Default: none, prefixes are kept in memory only.",
+        description="Folder in which cached prefixes survive eviction and restarts. The files hold prompts in plain "
+        "form unless `SLUICE_PREFIX_DISK_KEY` is set. Default: none, prefixes are kept in memory only.",
     )
     prefix_disk_gb: float = Field(
         20.0,
         gt=0,
-        description="Maximum size of all files in that folder, also those of other workers and programs, in gigabytes. "
-        "The least recently used prefixes are removed first; files of other programs never are.",
+        description="Maximum size of all files in SLUICE_PREFIX_DISK_DIR, in gigabytes.",
     )
     prefix_disk_daily_gb: float | None = Field(
         None,
         gt=0,
-        description="Maximum amount that all workers together write into that folder in a day, in gigabytes. It limits "
-        "the wear of the SSD. Default: five times `SLUICE_PREFIX_DISK_GB`.",
+        description="Maximum that all workers together write there in a day, in gigabytes. Default: five times "
+        "`SLUICE_PREFIX_DISK_GB`.",
     )
     prefix_disk_key: Annotated[str, AfterValidator(checked_key)] | None = Field(
         None,
         repr=False,
-        description="Key that encrypts the files in that folder with AES-256-GCM: 32 bytes in base64, such as "
-        "`openssl rand -base64 32` makes. Needs the extra `encryption`. Prefixes of another key, or "
-        "without one, are not found. Default: none, files are not encrypted.",
+        description="Key that encrypts these files: 32 bytes in base64 (`openssl rand -base64 32`). Needs the extra "
+        "`encryption`. Default: none, files are not encrypted.",
     )
     prefix_disk_bits: Literal["exact", "8"] = Field(
         "exact",
-        description="Bits of a KV value in that folder. 8 takes about half of the bytes, or a quarter if the model "
-        "computes in fp32; answers after a loaded prefix may then differ. Prefixes stored otherwise are not found.",
+        description="Bits of a KV value there. 8 takes half the bytes; answers after a loaded prefix may then differ.",
     )
     prefix_warm: Path | None = Field(
         None,
         examples=["/etc/sluice/prompts.json"],
-        description="JSON file of system prompts and conversations that the worker computes at its start, beside the "
-        "jobs, so that the first requests with them find them in the prefix cache. With `SLUICE_PREFIX_DISK_DIR` they "
-        "are written there and pinned. Default: none.",
+        description="JSON file of prompts that the worker computes at its start. Default: none.",
     )
 
     loop_guard: bool = Field(
         True,
-        description="End what repeats the same tokens, up to 512, over and over: reasoning after 3,072 tokens, an "
-        "answer after 8,192. A request decides for itself with `loop_guard`.",
+        description="End what repeats the same tokens over and over, unless a request has `loop_guard: false`.",
     )
 
     speculation: Literal["auto", "off"] = Field(
         "auto",
         description="Speculative decoding: `auto` verifies several tokens of a row in one forward when that is "
-        "expected to be faster; `off` never does. Answers are the same.",
+        "faster. Answers are the same.",
     )
     mtp_model: str | None = Field(
         None,
         min_length=1,
-        description="Speculation: the original checkpoint of the model, as a folder or a hub id, whose multi-token "
-        "prediction (MTP) head drafts; conversions have often lost it. Needs `SLUICE_SPECULATION=auto`. Default: the "
-        "head in the model's own folder, if that has one.",
+        description="Speculation: the checkpoint whose multi-token prediction (MTP) head drafts. Default: the head "
+        "in the model's own folder, if that has one.",
     )
     draft_model: str | None = Field(
         None,
         min_length=1,
-        description="Speculation: a smaller model that drafts, as a folder or a hub id. It must have the same "
-        "tokenizer as the model; it may be the one of `SLUICE_SPECPREFILL_DRAFT_MODEL`. Needs "
-        "`SLUICE_SPECULATION=auto`. Default: none.",
+        description="Speculation: a smaller model with the same tokenizer that drafts. Default: none.",
     )
 
     specprefill_draft_model: str | None = Field(
         None,
         min_length=1,
-        description="SpecPrefill: the draft model that scores long prompts, as a folder or a hub id. It must have the "
-        "same tokenizer as the model. Default: none, prompts are computed whole.",
+        description="SpecPrefill: a smaller model with the same tokenizer that scores long prompts. Default: none, "
+        "prompts are computed whole.",
     )
     specprefill_threshold: int = Field(
         8192,
         ge=1,
-        description="SpecPrefill: shortest prompt that it applies to, in tokens that are not in the prefix cache.",
+        description="SpecPrefill: shortest prompt that is scored, in tokens that are not cached.",
     )
     specprefill_max_tokens: int = Field(
         196_608,
         ge=1,
-        description="SpecPrefill: longest prompt that is scored, in tokens; longer ones are computed whole.",
+        description="SpecPrefill: longest prompt that is scored, in tokens.",
     )
     specprefill_keep_pct: float = Field(
         0.3,
@@ -221,14 +205,13 @@ class Settings(BaseSettings):
     context_tokens: int | None = Field(
         None,
         ge=2,
-        description="Maximum length of prompt and answer together, in tokens, if less than the model's context. "
-        "Default: the model's context.",
+        description="Maximum length of prompt and answer together, in tokens. Default: the model's context.",
     )
     default_max_tokens: int | None = Field(
         None,
         ge=1,
-        description="Maximum length of an answer, in tokens, if the request has no max_tokens. Without one, memory is "
-        "reserved as the answer grows. Default: what the context leaves.",
+        description="Maximum length of an answer, in tokens, if the request has no max_tokens. Default: what the "
+        "context leaves.",
     )
     max_output_tokens: int | None = Field(
         None,
@@ -242,18 +225,18 @@ class Settings(BaseSettings):
     allow_control_tokens: bool = Field(
         False,
         description="Read control tokens such as <|im_end|> in a request's text as tokens. If false they are plain "
-        "text, so no message can end its turn and forge another one.",
+        "text.",
     )
     tool_grammar: bool = Field(
         True,
-        description="Hold all calls to the schemas of their functions, by a grammar that begins with each. If false, "
-        "only calls that a request forces, and those of functions with strict: true.",
+        description="Hold all calls to the schemas of their functions. If false, only forced calls, and those of "
+        "functions with strict: true.",
     )
     queue_limit: int = Field(
         10_000,
         ge=1,
-        description="Maximum number of jobs in a lane. Beyond it our client's submit raises QueueFull with the time to "
-        "wait; other producers are not limited.",
+        description="Maximum number of jobs in a lane. Beyond it our client's submit raises QueueFull; other "
+        "producers are not limited.",
     )
 
     max_images: int = Field(
@@ -265,13 +248,12 @@ class Settings(BaseSettings):
         25_000_000,
         ge=1,
         le=175_000_000,  # Pillow takes 178,956,970 at the most
-        description="Maximum pixels of an image. All images of a request together may have four times as many, as sent "
-        "and as prepared for the model.",
+        description="Maximum pixels of an image. All images of a request together may have four times as many.",
     )
     image_max_bytes: int = Field(
         20_000_000,
         ge=1,
-        description="Maximum size of an image file, in bytes. As base64 in a request it is a third larger.",
+        description="Maximum size of an image file, in bytes.",
     )
     image_urls: bool = Field(
         False, description="Fetch images from http and https URLs too; only from public addresses."
@@ -280,8 +262,7 @@ class Settings(BaseSettings):
     batch_dir: str | None = Field(
         None,
         min_length=1,
-        description="Folder for offline batches: the workers run the files in its inbox/. Workers that share the work "
-        "name the same folder. Default: none.",
+        description="Folder for offline batches: the workers run the files in its inbox/. Default: none.",
     )
     batch_schedule: Annotated[str, AfterValidator(_checked_schedule)] = Field(
         "* * * * *", description="When files are taken from the inbox: a crontab expression, in UTC."
@@ -289,8 +270,8 @@ class Settings(BaseSettings):
     batch_models: Annotated[str, AfterValidator(_checked_models)] | None = Field(
         None,
         min_length=1,
-        description="Served models for the model names in batch files, such as gpt-4o-mini=default,gpt-*=big,*=tiny; a "
-        "name that ends in * is any other name with this beginning. Default: names are taken as they are.",
+        description="Served models for the model names in batch files, such as gpt-4o-mini=default,gpt-*=big. "
+        "Default: names are taken as they are.",
     )
     batch_hours: Annotated[str, AfterValidator(_checked_hours)] | None = Field(
         None,
@@ -305,7 +286,7 @@ class Settings(BaseSettings):
     watchdog_s: float = Field(
         60.0,
         gt=0,
-        description="The watchdog ends the process if its event loop or engine stops for this many seconds.",
+        description="Seconds without progress of event loop or engine after which the process ends.",
     )
     grace_s: float = Field(
         30.0, ge=0, description="Seconds that running rows may continue after SIGTERM before they are requeued."
@@ -336,8 +317,8 @@ class Settings(BaseSettings):
         default_factory=lambda given: max(_RESULT_TTL_S, given.get("log_ttl_s", 0)),
         ge=1,
         examples=["3600"],
-        description="Seconds that a job's result and state are kept after its end; at least as long as its events. "
-        "Default: 3600, or as long as its events if those are kept longer.",
+        description="Seconds that a job's result and state are kept after its end. Default: 3600, or as long as its "
+        "events if those are kept longer.",
     )
 
     @field_validator("redis_url", mode="before")

@@ -51,8 +51,8 @@ class ServeSettings(BaseSettings):
     port: int = Field(8000, ge=0, le=65_535, description="Port to listen on; 0 takes any free one.")
     models: str | None = Field(
         None,
-        description="Names that requests may use for served models, such as gpt-4o-mini=default,claude-*=big,*=tiny; "
-        "a name that ends in * is any other name with this beginning. Default: only the served names themselves.",
+        description="Names that requests may use for served models, such as gpt-4o-mini=default,claude-*=big. "
+        "Default: only the served names themselves.",
     )
     no_worker_s: float = Field(
         10.0, ge=0, description="Seconds that a request waits for a worker of its model before it is refused with 503."
@@ -63,31 +63,29 @@ class ServeSettings(BaseSettings):
     disconnect_grace_s: float = Field(
         3.0,
         ge=0,
-        description="Seconds that a job continues after its client has left. If the client sends the same request "
-        "again meanwhile, it gets the job's answer from the beginning. 0 cancels at once.",
+        description="Seconds that a job continues after its client has left. The same request, sent again meanwhile,"
+        " returns to it.",
     )
     max_body_bytes: int = Field(
         16_000_000,
         ge=1_000,
-        description="Maximum size of a request's body, in bytes. A larger one is refused: 413.",
+        description="Maximum size of a request's body, in bytes.",
     )
     max_held_bytes: int = Field(
         default_factory=lambda given: max(_MAX_HELD_BYTES, given.get("max_body_bytes", 0)),
         ge=1_000,
         examples=["256000000"],
         description="Maximum bytes of bodies and stored answers that each process holds at once; a key may hold a "
-        "quarter of them. Further requests are refused: 429 for the key, 503 for the process. Default: 256000000, or "
-        "one body of the maximum size if that is more.",
+        "quarter. Default: 256000000, or one body of the maximum size if that is more.",
     )
     response_ttl_s: int = Field(
         86_400,
         ge=60,
-        description="Seconds that /v1/responses keeps a response after its last use, for previous_response_id.",
+        description="Seconds that /v1/responses keeps a response after its last use.",
     )
     strict: bool = Field(
         False,
-        description="Refuse every field and part of a request that is not supported, also in the history and where it "
-        "only describes. Without it such ones are left out, or replaced by a text.",
+        description="Refuse every field and part of a request that is not supported, also in the history.",
     )
     keys: Path | None = Field(
         None,
@@ -97,23 +95,19 @@ class ServeSettings(BaseSettings):
     max_connections_per_key: int = Field(
         1_000,
         ge=1,
-        description="Requests of one key that each process answers at once; each choice of `n` is one. Further ones "
-        "are refused: 429.",
+        description="Requests of one key that each process answers at once.",
     )
     client_timeout_s: float = Field(
         30.0,
         gt=0,
-        description="Seconds that a client may take to send its headers, to send its body (longer if 10 kB arrive each "
-        "second), and to go on reading its answer. Then its connection is closed.",
+        description="Seconds that a client may take to send its headers or body, and to go on reading its answer.",
     )
     cors_origins: str | None = Field(
         None,
         description="Web sites whose pages may call the gateway from a browser, such as "
         "https://a.example,https://b.example; * is any. Default: none.",
     )
-    drain_s: float = Field(
-        30.0, ge=0, description="Seconds that open responses may take after SIGTERM. Then their connections are closed."
-    )
+    drain_s: float = Field(30.0, ge=0, description="Seconds that open responses may take after SIGTERM.")
 
     @field_validator("max_held_bytes")
     @classmethod

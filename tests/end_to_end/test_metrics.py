@@ -205,7 +205,7 @@ def test_a_port_that_is_taken_keeps_the_worker_from_starting(redis_url: str, ref
 
 def test_the_page_lists_every_metric_and_no_other(run: Run) -> None:
     of_workers, _ = (ROOT / "docs" / "settings.md").read_text().split("The HTTP gateway serves these at `/metrics`")
-    rows = re.findall(r"^\| `([a-z]+:\w+)` \|", of_workers, re.MULTILINE)
+    rows = re.findall(r"^- `([a-z]+:\w+)`", of_workers, re.MULTILINE)
     assert sorted(rows) == sorted(family_name(name, run.page) for name in run.page.names)
 
 

@@ -274,7 +274,7 @@ def test_what_was_tried_is_written_in_pieces_of_one_version_each() -> None:
     assert rows == {"llm": Row("llm", "1.0", {**first.cells, "tools": Failure("")}, day=date(2026, 1, 2))}
     assert kept.startswith("# Clients\n")
     assert kept.endswith("\nThe end.\n")
-    assert f"llm, gateway: {fault.reason}" in kept
+    assert f"- gateway, llm: {fault.reason}" in kept
     assert tried.with_table(kept, rows) == kept
     more = tried.merge(rows, [Row("llm", "1.0", {"tools": Passed()})], date(2026, 1, 3))["llm"]
     assert more.cells == {**first.cells, "tools": Passed()}
@@ -283,20 +283,11 @@ def test_what_was_tried_is_written_in_pieces_of_one_version_each() -> None:
     assert newer["llm"] == Row("llm", "1.1", {"tools": Passed()}, day=date(2026, 1, 3))
 
 
-def test_a_page_ends_with_what_was_tried() -> None:
-    row = Row("llm", "1.0", {"start": Passed(), "tools": Failure("no call")}, day=date(2026, 1, 2))
-    page = tried.with_paragraphs("# llm\n\nText\n", [row])
-    assert page == "# llm\n\nText\n\n**Tried** with 1.0 on 2026-01-02: start. What fails: tools.\n"
-    assert tried.with_paragraphs(page, [row]) == page
-
-
-def test_the_pages_have_what_the_table_has() -> None:
-    rows = tried.read_rows((PAGES / "README.md").read_text("utf-8"))
+def test_every_program_is_in_the_table_as_a_run_would_write_it() -> None:
+    readme = (PAGES / "README.md").read_text("utf-8")
+    rows = tried.read_rows(readme)
     assert set(rows) == set(PROGRAMS)
-    for page in PAGES.glob("*.md"):
-        text = page.read_text("utf-8")
-        own = [row for row in rows.values() if tried.page_of(row.program) == page.stem]
-        assert tried.with_paragraphs(text, own) == text
+    assert tried.with_table(readme, rows) == readme
 
 
 def test_only_the_known_failure_of_a_program_is_its_own_fault() -> None:

@@ -11,13 +11,12 @@ PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
 
 def row_of(family: str) -> tuple[str, ...]:
-    """Return the family's row: its name, calls, forced calls, thoughts and images."""
+    """Return the family's row: its name, calls, thoughts and images."""
     template, types = SHOWN[family]
     dialect, _, thoughts = FOUND[template]
     assert {*types} <= {*_KNOWN}
-    forced = {"": "", "minicpm5": "in tags"}.get(dialect, "yes")
     begins = "`analysis`" if dialect == "harmony" else thoughts and f"`{thoughts.removesuffix('<|message|>')}`"
-    return family, dialect and f"`{dialect}`", forced, begins.replace("|", "\\|"), "yes" if types else ""
+    return family, dialect and f"`{dialect}`", begins.replace("|", "\\|"), "yes" if types else ""
 
 
 def _table(heading: str) -> list[tuple[str, ...]]:
@@ -27,7 +26,7 @@ def _table(heading: str) -> list[tuple[str, ...]]:
 
 
 def test_the_page_about_models_shows_what_is_found_out_about_each_family() -> None:
-    assert _table("| family | calls | forced | thoughts | images |") == [row_of(family) for family in SHOWN]
+    assert _table("| family | calls | thoughts | images |") == [row_of(family) for family in SHOWN]
 
 
 def test_the_page_about_models_names_each_dialect() -> None:
