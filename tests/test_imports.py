@@ -48,7 +48,7 @@ TABLE = {
     "worker.json_bytes": May(others="pydantic_core"),
     "worker.schedule_times": May(others="cronsim"),
     "worker.turns": May("sluice.contract.keys"),
-    "worker.process": May("worker.errors"),
+    "worker.process": May("sluice.log_lines worker.errors"),
     "worker.environment": May("worker.errors", "dotenv pydantic_core pydantic_settings"),
     "worker.bounded_json": May("sluice.contract.keys worker.errors worker.process worker.turns"),
     "worker.engine.options": May("worker.engine.memory worker.prefix_store.store"),
@@ -112,7 +112,9 @@ TABLE = {
     # < admission_controller < vision < model < prefill < engine < thread.
     "worker.engine": May(f"worker.errors worker.monitoring.health worker.prefix_store {NUMBERS}", "mlx mlx_lm"),
     "worker.engine.upstream": May(others="mlx mlx_lm"),
-    "worker.engine.upstream.transformers": May(others="jinja2 tokenizers transformers"),  # its templates' parser
+    "worker.engine.upstream.transformers": May(
+        others="huggingface_hub jinja2 tokenizers transformers"
+    ),  # its templates' parser
     "worker.engine.upstream.mlx_vlm": May(others="mlx_vlm PIL"),
     "worker.engine.isolation": May(),
     "worker.engine.cache": May(

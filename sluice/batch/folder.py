@@ -1,6 +1,7 @@
 """A folder of runs: files arrive in `inbox`, run in `running`, and move to `done` or `failed`."""
 
 import asyncio
+import errno
 import logging
 import shutil
 import time
@@ -68,7 +69,11 @@ def run_paths(run_dir: Path) -> RunPaths:
 
 async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
     """Copy a file into the inbox, where it appears only when complete, and return the new run's status. Raises OSError,
-    or `ServerUnreachable` if the status cannot be stored."""
+    also if the folder does not exist, since its name may be misspelt, or `ServerUnreachable` if the status cannot be
+    stored."""
+    if not folder.root.is_dir():
+        missing = "there is no such folder; give that of the workers, or make it first"
+        raise NotADirectoryError(errno.ENOTDIR, missing, str(folder.root))
     folder.make()
     run_id = new_run_id(file.stem)
     partial, final = folder.inbox / f".{run_id}.part", folder.inbox / f"{run_id}.jsonl"

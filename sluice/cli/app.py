@@ -1,7 +1,7 @@
 """All commands, and the place that turns an error into a message and an exit code."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -62,11 +62,22 @@ def sluice(
     """
 
 
+def _hide_types(command: Any) -> None:
+    """Let the help of a command and of those below it name arguments without the types of Python, as options are."""
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = lambda ctx: None
+    for each in getattr(command, "commands", {}).values():
+        _hide_types(each)
+
+
 def run() -> None:
     """Run the command line; errors become a message and an exit code."""
     replace_unencodable()
+    command = typer.main.get_command(app)
+    _hide_types(command)
     try:
-        app(prog_name="sluice")
+        command(prog_name="sluice")
     except CliError as error:
         print(f"sluice: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -24,6 +24,7 @@ _RETRY = re.compile(r"-\d+-r\d+\Z")
 def new_run_id(stem: str = "") -> str:
     """Return a unique run id. `stem`: the input file's name without its suffix, a readable part of the id."""
     word = re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:40].strip("-")
+    word = re.sub(r"^batch(?:[._-]+|$)", "", word)  # the id begins with that
     return f"batch_{word}_{uuid.uuid4().hex[:12]}" if word else f"batch_{uuid.uuid4().hex}"
 
 

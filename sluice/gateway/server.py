@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import gc
+import logging
 import os
 import signal
 import socket
@@ -16,10 +17,10 @@ from sluice.client import Client
 from sluice.gateway.app import app
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.keys.file import BadKeyFile
-from sluice.gateway.monitoring.log_lines import set_up_logging
 from sluice.gateway.protection.local import LocalOnly
 from sluice.gateway.protection.protocol import MAX_HEADER_BYTES, protocol
 from sluice.gateway.settings import CannotServe, ServeSettings
+from sluice.log_lines import line_handler
 
 _GARBAGE_OBJECTS = 10_000  # allocated containers between two collections, instead of 700
 
@@ -31,6 +32,12 @@ def run(redis_url: str, settings: ServeSettings) -> None:
     set_up_logging()
     with listen(settings) as listening:
         asyncio.run(_serve(listening, redis_url, settings))
+
+
+def set_up_logging() -> None:
+    """Log to stderr; libraries from WARNING on."""
+    logging.basicConfig(level=logging.WARNING, handlers=[line_handler()])
+    logging.getLogger("sluice.gateway").setLevel(logging.INFO)
 
 
 def listen(settings: ServeSettings) -> socket.socket:

@@ -186,6 +186,8 @@ def test_a_run_has_one_feeder_until_that_one_dies(tmp_path: Path) -> None:
     ("stem", "begins"),
     [
         ("report", "batch_report_"),
+        ("batch-2026", "batch_2026_"),
+        ("batch", "batch_"),
         ("", "batch_"),
         ("Ümläut & co", "batch_ml-ut-co_"),
         ("x" * 99, f"batch_{'x' * 40}_"),
@@ -197,6 +199,7 @@ def test_a_run_is_named_after_its_file_and_its_jobs_can_be(stem: str, begins: st
 
     run_id = new_run_id(stem)
     assert run_id.startswith(begins)
+    assert not run_id.startswith("batch_batch")
     assert is_run_id(run_id)
     check_job_id(line_job_id(run_id, 50_000, 99))
     assert new_run_id(stem) != run_id

@@ -234,6 +234,7 @@ def test_the_exit_code_says_how_the_run_stands_also_when_it_is_reported_again(sl
 @pytest.mark.usefixtures("alive")
 def test_a_submitted_file_is_fed_and_can_be_asked_for_from_anywhere(sluice: Command, tmp_path: Path) -> None:
     many = write(tmp_path / "in.jsonl", *(count(k) for k in range(4)), line("bad", temperature=9))
+    (tmp_path / "runs").mkdir()
     code, said, _ = sluice("batch", "submit", str(many), "--dir", "runs")
     run_id = said.strip()
     assert (code, json.loads(sluice("batch", "status", run_id, "--json")[1])["status"]) == (0, "validating")
@@ -309,6 +310,7 @@ def test_no_runs_are_a_sentence_and_no_failure(sluice: Command) -> None:
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "the end of stdin"])
 def test_a_feeder_that_is_told_to_stop_leaves_its_run_for_the_next(sluice: Command, tmp_path: Path, how: str) -> None:
+    (tmp_path / "runs").mkdir()
     sluice("batch", "submit", str(write(tmp_path / "in.jsonl", count(1))), "--dir", "runs")
     command = ["batch", "feed", "runs", "--take", "--models", "*=nobody", "--until-eof"]
     with sluice.running(*command, stdin=subprocess.PIPE) as process:
@@ -325,11 +327,20 @@ def test_a_feeder_that_is_told_to_stop_leaves_its_run_for_the_next(sluice: Comma
 @pytest.mark.parametrize("name", ["missing", "folder", "pipe"])
 def test_what_cannot_be_submitted_is_named(sluice: Command, tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
+    (tmp_path / "runs").mkdir()
     os.mkfifo(tmp_path / "pipe")
     code, out, err = sluice("batch", "submit", name, "--dir", "runs")
     assert (code, out, name in err, "None" in err) == (2, "", True, False)
     assert list((tmp_path / "runs" / "inbox").iterdir()) == []
     assert sluice("batch", "list", "--json")[1] == ""
+
+
+def test_a_folder_that_does_not_exist_is_refused_and_not_made(sluice: Command, tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", count(1))
+    code, out, err = sluice("batch", "submit", "in.jsonl", "--dir", "rusn")
+    assert (code, out) == (2, "")
+    assert err.endswith("rusn: there is no such folder; give that of the workers, or make it first.\n")
+    assert not (tmp_path / "rusn").exists()
 
 
 def wait_for(folder: Path, pattern: str) -> Iterator[Path]:

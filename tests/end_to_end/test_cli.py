@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import chdir, closing, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,6 +57,7 @@ class Command:
         """Run the command with --help in this process, in which no module of the worker can be imported meanwhile.
         Return exit code and stdout."""
         packages = "schemas", "worker"
+        import_module("sluice.cli.app")  # the worker's commands are found once, when this is imported
         hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in packages}
         sys.modules.update(dict.fromkeys([*packages, *hidden]))
         try:
@@ -546,6 +548,21 @@ def test_missing_extra_is_told_in_one_sentence(sluice: Command, missing: str, ar
 def test_help_teaches_with_an_example_and_needs_no_worker(sluice: Command, command: str) -> None:
     code, out = sluice.help(*command.split())
     assert (code, f"    sluice {command}" in out) == (0, True)
+
+
+@pytest.mark.parametrize("group", ["", "batch", "dead", "keys", "prefix", "queue"])
+def test_the_summary_of_each_command_is_whole_on_80_columns(group: str, tmp_path: Path) -> None:
+    code, out, _ = run_here(*group.split(), "--help", env={**os.environ, "COLUMNS": "80"}, folder=tmp_path)
+    summaries = out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert (code, len(summaries) > 1) == (0, True)
+    assert [line for line in summaries if line.endswith("...") or len(line) > 80] == []
+
+
+@pytest.mark.parametrize("command", ["cancel", "chat", "check", "batch run", "batch submit", "dead show", "prefix pin"])
+def test_the_help_of_an_argument_has_no_type_of_python(command: str, tmp_path: Path) -> None:
+    code, out, _ = run_here(*command.split(), "--help", env=os.environ, folder=tmp_path)
+    arguments = out.partition("Arguments:\n")[2].partition("\n\n")[0]
+    assert (code, bool(arguments), "<" in arguments) == (0, True, False)
 
 
 def test_the_command_starts_where_no_worker_is_installed(sluice: Command) -> None:

@@ -20,9 +20,9 @@ import worker.jobs
 from sluice import Client
 from sluice.gateway import ServeSettings, app
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.monitoring.log_lines import TerminalFormatter, wrapped
 from sluice.gateway.server import listen
 from sluice.gateway.settings import CannotServe
+from sluice.log_lines import LineFormatter, wrapped
 from tests.fakes import ByteTokenizer, FakeChat, FakeEngine, worker_context
 from tests.gateway.chat.test_routes import PATH, data_of, request, text_of, until_running
 from tests.gateway.gateways import gateway_process, serving
@@ -42,7 +42,7 @@ def test_a_line_for_a_terminal_ends_at_words() -> None:
 def test_a_line_for_a_terminal_without_a_width_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     line = f"POST /v1/chat/completions 200 {'a' * 32} " * 9
     record = logging.makeLogRecord({"msg": line, "levelno": logging.INFO, "levelname": "INFO"})
-    formatter = TerminalFormatter("%(message)s")
+    formatter = LineFormatter("%(message)s")
     leader, follower = pty.openpty()
     with open(leader, "rb"), open(follower, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)

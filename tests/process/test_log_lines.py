@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker.process.daemon import LineFormatter, escaped, set_up_logging
+from sluice.log_lines import LineFormatter, escaped
+from worker.process.daemon import set_up_logging
 
 FORGED = "x\n2026-01-01 00:00:00,000 I sluice.queue: job y finished"
 
@@ -67,7 +68,7 @@ def test_the_worker_logs_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SETUPS = {
     "worker": "from worker.process.daemon import set_up_logging; set_up_logging({level!r})",
-    "gateway": "from sluice.gateway.monitoring.log_lines import set_up_logging; set_up_logging()",
+    "gateway": "from sluice.gateway.server import set_up_logging; set_up_logging()",
 }
 
 

@@ -9,6 +9,7 @@ import typer
 from sluice.cli.errors import CliError, needs_worker
 from sluice.cli.options import AsJson
 from sluice.cli.terminal.output import print_json, print_table
+from sluice.cli.terminal.view import say_that_it_reads
 
 if TYPE_CHECKING:
     from worker.engine.model.check import ModelReport
@@ -24,7 +25,7 @@ def check(
     model: Annotated[str, typer.Argument(metavar="FOLDER_OR_HUB_ID", help="The model, as in SLUICE_MODEL.")],
     as_json: AsJson = False,
 ) -> None:
-    """Report how a worker on this machine would run a model, without loading the weights.
+    """Report how a worker would run a model here, without its weights.
 
     Prints the memory that the model takes, the number of rows that fit in the rest, if rows can share a batch, and if
     the model reasons, accepts images, calls tools, and supports JSON schemas. For a model on the hub, the weights are
@@ -53,6 +54,7 @@ def check(
 
 
 def _inspect(model: str) -> Facts:
+    say_that_it_reads(model)
     with needs_worker():
         from worker.engine.device import memory_for_model
         from worker.engine.model.check import check

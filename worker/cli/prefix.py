@@ -33,7 +33,7 @@ prefix = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @prefix.callback()
 def about() -> None:
-    """Show the cached prefixes on this machine's disk; pin or drop them.
+    """Show, pin, drop and compute the cached prefixes on disk.
 
     They are in the folder that workers have as SLUICE_PREFIX_DISK_DIR. No worker has to run. Tenants of encrypted
     prefixes are shown if SLUICE_PREFIX_DISK_KEY is set. Both are read from the environment or `.env`, as workers do.
@@ -107,7 +107,7 @@ def drop(
     ] = False,
     folder: Folder = None,
 ) -> None:
-    """Delete a prefix, all prefixes of a tenant, or outdated ones, from disk.
+    """Delete a prefix, those of a tenant, or outdated ones from disk.
 
     Files that other prefixes share are kept; a pinned prefix and one that continues it are two. A tenant has prefixes
     of its own only if workers run with SLUICE_PREFIX_CACHE_PER_TENANT. What running workers hold in memory is not

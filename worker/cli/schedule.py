@@ -32,10 +32,11 @@ def schedule(
     ] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Show when the workers will start the files of the inbox, in UTC and in local time.
+    """Show when the workers will start the files of the inbox.
 
-    Uses the settings that a worker here would have, from the environment or .env; an option overrides both. If the
-    schedule restricts both the day of the month and the day of the week, a day that matches either one counts.
+    In UTC and in local time. Uses the settings that a worker here would have, from the environment or .env; an
+    option overrides both. If the schedule restricts both the day of the month and the day of the week, a day that
+    matches either one counts.
 
     \b
     Examples:

@@ -10,6 +10,7 @@ from sluice.cli.errors import CliError, needs_worker
 from sluice.cli.options import AsJson
 from sluice.cli.terminal.inputs import MAX_REQUEST_BYTES, read_request, read_text
 from sluice.cli.terminal.output import print_json
+from sluice.cli.terminal.view import say_that_it_reads
 
 if TYPE_CHECKING:
     from schemas import ChatRequest
@@ -74,9 +75,10 @@ def parse(
         typer.Option(metavar="PATH", help="The request that it answers, as JSON, for its tools and stop strings."),
     ] = None,
 ) -> None:
-    """Print what is read of an answer, as JSON: its content, reasoning and tool calls, and what was put right in them.
+    """Print what is read of an answer: content, reasoning and calls.
 
-    Without a request, calls of any function are read, and the answer is taken not to begin within reasoning.
+    It is JSON, with what was put right in the calls. Without a request, calls of any function are read, and the
+    answer is taken not to begin within reasoning.
 
     \b
     Examples:
@@ -117,6 +119,7 @@ def _read(deltas: list[Any], output: Any) -> dict[str, Any]:
 
 
 def _open(model: str) -> "tuple[MLXTokenizer, TextCodec]":
+    say_that_it_reads(model)
     with needs_worker():
         from worker.engine.model.check import open_tokenizer
         from worker.errors import CannotStart

@@ -4,12 +4,12 @@ import asyncio
 import gc
 import logging
 import os
-import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from sluice.log_lines import line_handler
 from worker.errors import CannotStart
 
 logger = logging.getLogger("sluice")
@@ -138,38 +138,7 @@ def is_due(objects: int, remaining: int) -> bool:
     return objects <= _FEW or objects - remaining >= _MANY_MORE
 
 
-_LONGEST = 4_000  # characters of a message
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-
-
 def set_up_logging(level: str) -> None:
     """Log to stderr from this level on; libraries from WARNING on, as httpx logs every request of a download."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
-    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[handler])
+    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[line_handler()])
     logging.getLogger("sluice").setLevel(level)
-
-
-class LineFormatter(logging.Formatter):
-    """Escapes control characters in messages and indents tracebacks, so that no text of a client can look like a
-    record. Shortens long messages."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the record's line without its traceback."""
-        record.message = escaped(shortened(record.message))
-        return super().formatMessage(record)
-
-    def formatException(self, ei: object) -> str:
-        """Return the traceback, its lines escaped and indented."""
-        lines = super().formatException(ei).split("\n")  # type: ignore[arg-type]
-        return "\n".join(f"  {escaped(line)}" for line in lines)
-
-
-def shortened(text: str) -> str:
-    """Return the text, cut at `_LONGEST` characters."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
-
-
-def escaped(text: str) -> str:
-    """Return the text with control characters, line separators and lone surrogates as Python escapes."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -28,9 +28,9 @@ batch = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @batch.callback()
 def about() -> None:
-    """Run files in OpenAI's Batch format offline: interactive jobs go first.
+    """Run files of requests offline, in OpenAI's Batch format.
 
-    Each line of the input is a request, and each line of the output an answer:
+    Interactive jobs go first. Each line of the input is a request, and each line of the output an answer:
 
     \b
       {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
@@ -55,9 +55,10 @@ def submit(
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a file into the workers' folder, to be run at a time of their schedule, and print the run's id.
+    """Copy a file into the workers' folder, and print the run's id.
 
-    The answers will be in DIR/done/ID/output.jsonl. With --json, print the status object instead of the id.
+    It is run at a time of their schedule. The answers will be in DIR/done/ID/output.jsonl. With --json, print the
+    status object instead of the id.
 
     \b
     Example:
@@ -135,7 +136,9 @@ def results(
     errors: Annotated[bool, typer.Option("--errors", help="Fetch the failed lines instead.")] = False,
     redis_url: RedisUrl = REDIS_URL,
 ) -> None:
-    """Fetch the answers of a run, even if it has not ended, on the machine that has its files.
+    """Fetch the answers of a run, even if it has not ended.
+
+    It has to run on the machine that has the files of the run.
 
     \b
     Examples:

@@ -35,7 +35,7 @@ def about() -> None:
 
 @queue.command("list")
 def list_queues(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
-    """List every queue that holds jobs, with the number of workers that serve its model.
+    """List every queue that holds jobs, and how many workers serve it.
 
     A job stays in its queue while it runs, and is counted there. With --json, print an object for each queue. A key
     that only looks like a queue, for example without a lane, is shown with its `problem` and what would be right.

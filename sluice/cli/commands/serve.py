@@ -21,10 +21,11 @@ def serve(
         str | None, typer.Option(metavar="URL", help="SLUICE_REDIS_URL: URL of the Redis server.")
     ] = None,
 ) -> None:
-    """Serve the queue over HTTP, to clients of OpenAI's and Anthropic's APIs, until Ctrl-C or SIGTERM.
+    """Serve the queue over HTTP, to OpenAI's and Anthropic's clients.
 
-    Any number of these processes may serve one queue. Each setting is a variable SLUICE_SERVE_..., read from the
-    environment or from .env in this folder; an option overrides both. .env.example in the repository lists them.
+    It runs until Ctrl-C or SIGTERM. Any number of these processes may serve one queue. Each setting is a variable
+    SLUICE_SERVE_..., read from the environment or from .env in this folder; an option overrides both. .env.example
+    in the repository lists them.
 
     \b
     Example:

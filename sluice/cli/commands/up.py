@@ -60,11 +60,12 @@ def up(
         ),
     ] = None,
 ) -> None:
-    """Serve one model on this machine only: start a server, a worker and the HTTP gateway, until Ctrl-C or SIGTERM.
+    """Serve one model here: start a server, a worker and the gateway.
 
-    No Redis is needed. OpenAI clients reach the gateway at http://127.0.0.1:8000/v1. When the model is loaded, the
-    command prints how other terminals reach it. The worker reads its settings from SLUICE_... and .env, as `sluice
-    worker` does, and the gateway its own, SLUICE_SERVE_..., both except SLUICE_REDIS_URL.
+    They run until Ctrl-C or SIGTERM. No Redis is needed. OpenAI clients reach the gateway at
+    http://127.0.0.1:8000/v1. When the model is loaded, the command prints how other terminals reach it. The worker
+    reads its settings from SLUICE_... and .env, as `sluice worker` does, and the gateway its own, SLUICE_SERVE_...,
+    both except SLUICE_REDIS_URL.
 
     \b
     Example:

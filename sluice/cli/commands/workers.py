@@ -34,7 +34,7 @@ Depths = dict[str, dict[str, int]]  # jobs by model and lane
 
 
 def workers(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
-    """List the live workers, the jobs in their queues, and the queues without a worker.
+    """List the live workers, their queues, and those without a worker.
 
     A worker that is draining has been stopped: it ends its jobs and takes no more. A job stays in its queue while it
     runs, and is counted there. With --json, print an object for each worker; `queued`

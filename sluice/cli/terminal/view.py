@@ -223,6 +223,12 @@ def note(text: str, style: str = "dim") -> None:
     notes.print(Text(printable(text), style), soft_wrap=not notes.is_terminal)
 
 
+def say_that_it_reads(model: str) -> None:
+    """Print on a terminal what the next seconds are for: the libraries are imported, and a model's files are read."""
+    if notes.is_terminal:
+        note(f"reading {model}, without its weights; this takes some seconds")
+
+
 def printable(text: str) -> str:
     """Replace control characters and lone surrogates."""
     return _UNPRINTABLE.sub("\ufffd", text)

@@ -10,6 +10,7 @@ from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
 from tests.support.stack import TINY_CHAT
 from worker.engine.model.check import check
 from worker.engine.model.load import fingerprint, not_served, open_model
+from worker.engine.upstream.transformers import hub_errors
 from worker.errors import CannotStart
 
 
@@ -49,6 +50,30 @@ def test_unknown_hub_id_is_refused_with_a_suggested_folder(tmp_path: Path, monke
         open_model("models/tiny-chta")
     with pytest.raises(CannotStart, match="is not a local folder, and could not be downloaded: no such repository"):
         open_model("mlx-community/unheard-of")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (hub_errors.RepositoryNotFoundError, "Hugging Face has no such public model; check the name."),
+        (hub_errors.GatedRepoError, "Hugging Face asks for a login that may read it: run hf auth login."),
+        (hub_errors.HFValidationError, "no id of Hugging Face, such as mlx-community/Qwen3-4B-4bit; check the name."),
+        (
+            hub_errors.LocalEntryNotFoundError,
+            "Hugging Face cannot be reached from here; check the name, or give a folder.",
+        ),
+    ],
+)
+def test_why_a_hub_id_is_not_downloaded_is_told_in_our_words(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], said: str
+) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise error.__new__(error, "theirs")
+
+    monkeypatch.setattr("worker.engine.model.load.download", download)
+    with pytest.raises(CannotStart) as refused:
+        open_model("mlx-community/unheard-of")
+    assert str(refused.value) == f"SLUICE_MODEL=mlx-community/unheard-of is not a local folder, and {said}"
 
 
 def test_a_file_in_place_of_a_folder_is_refused() -> None:

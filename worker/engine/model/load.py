@@ -21,6 +21,7 @@ from worker.engine.model.profile import profile, weights_bytes, why_not_batched
 from worker.engine.speculation.draft_model import DraftNetwork
 from worker.engine.speculation.mtp.head import Head
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, download, load_model, load_tokenizer
+from worker.engine.upstream.transformers import hub_errors
 from worker.engine.vision.load import TEXT_ONLY, Vision, is_vision_model, open_vision, refuse_unlike
 from worker.engine.vision.memory_profile import with_encoder_cost
 from worker.errors import CannotStart
@@ -212,7 +213,20 @@ def model_folder(path_or_hub_id: str, *, name: str, only: list[str] | None = Non
     except (OSError, ValueError) as error:
         if similar:  # after the hub, which may have this name although a local folder has a similar one
             raise CannotStart(missing) from error
-        raise CannotStart(f"{name} is not a local folder, and could not be downloaded: {error}") from error
+        raise CannotStart(f"{name} is not a local folder, and {_why_not_downloaded(error)}") from error
+
+
+def _why_not_downloaded(error: OSError | ValueError) -> str:
+    match error:
+        case hub_errors.GatedRepoError():
+            return "Hugging Face asks for a login that may read it: run hf auth login."
+        case hub_errors.RepositoryNotFoundError():
+            return "Hugging Face has no such public model; check the name."
+        case hub_errors.HFValidationError():
+            return "no id of Hugging Face, such as mlx-community/Qwen3-4B-4bit; check the name."
+        case hub_errors.LocalEntryNotFoundError() | hub_errors.OfflineModeIsEnabled() | ConnectionError():
+            return "Hugging Face cannot be reached from here; check the name, or give a folder."
+    return f"could not be downloaded: {error}"
 
 
 def fingerprint(path: Path) -> str:

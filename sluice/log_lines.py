@@ -1,0 +1,69 @@
+"""Writes the log of workers and gateways: a line for each record in files, lines that end at words on a terminal."""
+
+import logging
+import os
+import re
+import sys
+import textwrap
+
+_LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+_SHORT_LINE, _SHORT_TIME = "%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"
+_INDENT = " " * len("21:30:00 I ")
+_MIN_COLUMNS = 40
+_LONGEST = 4_000  # characters of a message
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def line_handler() -> logging.Handler:
+    """Return a handler that writes to stderr: with short times if that is a terminal."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(_SHORT_LINE, _SHORT_TIME) if sys.stderr.isatty() else LineFormatter(_LINE))
+    return handler
+
+
+class LineFormatter(logging.Formatter):
+    """Escapes control characters in messages and indents tracebacks, so that no text of a client can look like a
+    record. Shortens long messages. On a terminal, lines break between words, and further ones are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the record's lines, without its traceback."""
+        record.message = escaped(shortened(record.message))
+        return wrapped(super().formatMessage(record), _columns())
+
+    def formatException(self, ei: object) -> str:
+        """Return the traceback, its lines escaped and indented."""
+        lines = super().formatException(ei).split("\n")  # type: ignore[arg-type]
+        return "\n".join(f"  {escaped(line)}" for line in lines)
+
+
+def _columns() -> int:
+    """Return the width of the terminal; 0 if it has none, or is gone."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
+def wrapped(line: str, columns: int) -> str:
+    """Return the line in lines of at most `columns` characters, or 40, as far as its words allow that; in one line if
+    `columns` is 0."""
+    if columns == 0:
+        return line
+    lines = textwrap.wrap(
+        line,
+        max(columns, _MIN_COLUMNS),
+        subsequent_indent=_INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)
+
+
+def shortened(text: str) -> str:
+    """Return the text, cut at `_LONGEST` characters."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
+
+
+def escaped(text: str) -> str:
+    """Return the text with control characters, line separators and lone surrogates as Python escapes."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
