@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -65,6 +66,14 @@ def wait_until_it_answers(address: str) -> None:
 async def openai(backend: str, worker: WorkerProcess, redis_url: str) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(base_url=backend, api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.mark.parametrize("sdk", ["openai", "anthropic"])
+def test_the_example_for_each_sdk_prints_the_answer(backend: str, capsys: pytest.CaptureFixture[str], sdk: str) -> None:
+    page = (ROOT / "docs" / "gateway.md").read_text()
+    (source,) = re.findall(rf"```python\n(from {sdk} import .*?)```", page, re.DOTALL)
+    exec(source.replace("http://127.0.0.1:8000", backend.removesuffix("/v1")), {})
+    assert capsys.readouterr().out == "1 2 3 4 5 6 7 8 9 10 11 12"
 
 
 async def whole(openai: AsyncOpenAI, request: Said, **fields: Any) -> ChatCompletion:
