@@ -163,7 +163,7 @@ class Settings(BaseSettings):
     )
 
     speculation: Literal["auto", "off"] = Field(
-        "auto",
+        "off",
         description="Speculative decoding: `auto` verifies several tokens of a row in one forward when that is "
         "faster. Answers are the same.",
     )
