@@ -92,7 +92,7 @@ class Model:
         """Return the grammar state without a trial in a child process. `clock`: of the time that drafts take."""
         wish = constraint_of(asked)
         assert wish
-        grammar = Grammars(markup_of(self.tokenizer, self.dialect)).grammar(wish, reasoned=False)
+        grammar = Grammars(markup_of(self.tokenizer, self.dialect)).grammar(wish, has_thought=False)
         matcher, drafts = (compile_grammar(self.vocabulary, grammar) for _ in range(2))
         return RowGrammar(matcher, frozenset({EOS, OTHER_EOS}), drafts=drafts, clock=clock)
 
@@ -108,7 +108,7 @@ class Model:
         constraint = constraint_of(asked, hold_calls=hold)
         assert constraint
         assert constraint.in_text
-        grammar = self.guides._grammars.grammar(constraint, reasoned=False)
+        grammar = self.guides._grammars.grammar(constraint, has_thought=False)
         matcher, drafts = (compile_grammar(self.vocabulary, grammar) for _ in range(2))
         matchers = Future[CallMatchers | None]()
         new_grammar = partial(RowGrammar, ends=frozenset({EOS, OTHER_EOS}), clock=lambda: 0.0)

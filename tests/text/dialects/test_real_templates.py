@@ -14,7 +14,7 @@ from tests.text.dialects.real_templates import TemplateTokenizer, fetch, tokeniz
 from tests.text.real_tokenizers import fetch_tokenizers, opened
 from worker.engine.tokenizer import MLXTokenizer
 from worker.text.grammar.lark import Grammar
-from worker.text.grammar.tool_grammars import Function, tool_calls
+from worker.text.grammar.tool_grammars import HeldFunction, tool_calls
 from worker.text.output.formats import ModelFormat, _rendered
 from worker.text.prompt.template_inputs import TemplateInputs
 
@@ -139,7 +139,7 @@ def _allows(dialect: str, text: str) -> bool:
 
 
 def _allows_all(dialect: str, given: bytes) -> bool:
-    grammar, functions = Grammar({}), [Function("weather", SCHEMA), Function("now")]
+    grammar, functions = Grammar({}), [HeldFunction("weather", SCHEMA), HeldFunction("now")]
     matcher = LLMatcher(
         LLTokenizer("byte"), grammar.starting_with(tool_calls(BY_NAME[dialect], grammar, functions, True)), log_level=0
     )

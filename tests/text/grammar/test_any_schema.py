@@ -15,7 +15,7 @@ from worker.errors import JobFailure
 from worker.text.grammar.attempt import question
 from worker.text.grammar.builder import Grammars, OutputConstraint
 from worker.text.grammar.constraint import markup_of
-from worker.text.grammar.tool_grammars import Function
+from worker.text.grammar.tool_grammars import HeldFunction
 
 HUGE = st.sampled_from([10**400, -(10**400), 10**4299 - 1, 10**4300 - 1, 1e308, 5e-324, -0.0, 2**63])
 NAMES = st.sampled_from(["a", "b", "$defs", "type", "", "a b", "</parameter>", "é"])
@@ -58,9 +58,9 @@ def of(parameters: Any) -> dict[str, Any]:
 def test_parameters_end_in_a_grammar_or_in_a_refusal(format: str, parameters: Any) -> None:
     grammars = Grammars(markup_of(model(format).tokenizer, model(format).dialect))
     with suppress(JobFailure):
-        wish = OutputConstraint(None, (Function("weather", parameters),), allows_many=True)
+        wish = OutputConstraint(None, (HeldFunction("weather", parameters),), allows_many=True)
         _, parts = grammars.grammar_as_text(wish)
-        grammars.grammar(wish, reasoned=True, rewritten=parts.schemas)
+        grammars.grammar(wish, has_thought=True, rewritten=parts.schemas)
 
 
 @settings(deadline=None, max_examples=examples(150))
@@ -74,7 +74,7 @@ def test_a_response_s_schema_ends_in_a_grammar_or_in_a_refusal(schema: Any) -> N
     with suppress(JobFailure):
         wish = OutputConstraint(schema, (), allows_many=True)
         spelled, parts = grammars.grammar_as_text(wish)
-        grammar = grammars.grammar(wish, reasoned=False, rewritten=parts.schemas)
+        grammar = grammars.grammar(wish, has_thought=False, rewritten=parts.schemas)
         assert json.loads(spelled)["grammars"][1:] == json.loads(grammar)["grammars"][1:]
 
 
@@ -82,6 +82,6 @@ def test_equal_wishes_ask_the_same_question() -> None:
     markup, text = markup_of(model().tokenizer, model().dialect), {"type": "string"}
     schema = {"type": "object", "properties": {"a": text, "b": text, "".join(["a", "b"]): text}}
     wishes = [
-        OutputConstraint(each, (Function("f", None),), False) for each in (schema, json.loads(json.dumps(schema)))
+        OutputConstraint(each, (HeldFunction("f", None),), False) for each in (schema, json.loads(json.dumps(schema)))
     ]
-    assert len({question(markup, wish, reasoned=True) for wish in wishes}) == 1
+    assert len({question(markup, wish, has_thought=True) for wish in wishes}) == 1

@@ -66,7 +66,7 @@ def matchers(schema: dict[str, Any]) -> tuple[LLMatcher, LLMatcher]:
     own = model()
     constraint = constraint_of(request(**by({"type": "object", **schema} if "properties" in schema else schema)))
     assert constraint
-    written = Grammars(markup_of(own.tokenizer, own.dialect)).grammar(constraint, reasoned=False)
+    written = Grammars(markup_of(own.tokenizer, own.dialect)).grammar(constraint, has_thought=False)
     return compile_twice(own.vocabulary, written)
 
 

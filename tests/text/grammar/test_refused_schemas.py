@@ -32,7 +32,7 @@ from worker.text.grammar.constraint import constraint_of, is_quick
 from worker.text.grammar.errors import TOO_MANY_STATES
 from worker.text.grammar.guide import GrammarStates
 from worker.text.grammar.row.grammar import RowGrammar
-from worker.text.grammar.tool_grammars import Function
+from worker.text.grammar.tool_grammars import HeldFunction
 from worker.text.prompt.prompt import Prompt
 from worker.text.tokenizer import Vocabulary
 
@@ -308,19 +308,19 @@ async def test_what_a_process_finds_out_does_not_depend_on_its_search_being_ende
     monkeypatch.setattr(attempt, "_SEARCH_CPU_S", float("inf"))
     grammars = Grammars(Markup({}, "hermes"))
     nothing = {"type": "object", "properties": {"a": {"type": "string", "enum": [1]}}, "required": ["a"]}
-    functions = Function("f", {"type": "object"}), Function("g", nothing)
-    found = [*attempt._verdicts(grammars, OutputConstraint(None, functions, allows_many=False), reasoned=False)]
+    functions = HeldFunction("f", {"type": "object"}), HeldFunction("g", nothing)
+    found = [*attempt._verdicts(grammars, OutputConstraint(None, functions, allows_many=False), has_thought=False)]
     assert isinstance(found[0], CompileError)
     places = ("", "tools: g", "tools: g: #/properties/a")
     assert found == [CompileError(found[0].message, place) for place in places]
 
 
 async def test_a_process_sends_each_kind_of_verdict() -> None:
-    markup, fine = Markup({}, "hermes"), Function("f", {"type": "object"})
+    markup, fine = Markup({}, "hermes"), HeldFunction("f", {"type": "object"})
     trial = Child("worker.text.grammar.attempt")
 
     def verdict(constraint: OutputConstraint) -> Verdict:
-        asked = question(markup, constraint, reasoned=False)
+        asked = question(markup, constraint, has_thought=False)
         return attempt.verdict_of(trial.ask(None, asked, attempt.LIMITS).head)
 
     compiled = verdict(OutputConstraint(None, (fine,), allows_many=False))

@@ -37,7 +37,7 @@ from worker.text.dialects.tag_calls import TagCalls
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.sandbox import compile_grammar
-from worker.text.grammar.tool_grammars import Function
+from worker.text.grammar.tool_grammars import HeldFunction
 from worker.text.prompt.prompt import Prompt
 
 
@@ -117,9 +117,9 @@ async def test_a_forced_call_may_have_elements(members: str, fine: bool) -> None
 @pytest.mark.parametrize("schema", [None, {"type": "object"}])
 @pytest.mark.parametrize("many", [True, False])
 def test_a_forced_call_begins_after_the_opening_in_the_prompt(schema: Schema | None, many: bool) -> None:
-    constraint = OutputConstraint(schema, (Function("clock"),), allows_many=many)
+    constraint = OutputConstraint(schema, (HeldFunction("clock"),), allows_many=many)
     markup = Markup({}, "functionary_v3.2", opened=">>>", answer=">>>all\n")
-    grammar = Grammars(markup).grammar(constraint, reasoned=False)
+    grammar = Grammars(markup).grammar(constraint, has_thought=False)
     for text, fine in (
         ("clock\n{}", True),
         ("clock\n{}>>>clock\n{}", many),
@@ -482,14 +482,14 @@ async def test_large_parameters_are_held_in_some_form(format: str, asked: Schema
 
 
 def test_a_call_may_follow_the_name_of_its_recipient() -> None:
-    constraint = OutputConstraint(None, (Function("clock"),), allows_many=False)
+    constraint = OutputConstraint(None, (HeldFunction("clock"),), allows_many=False)
     call = BY_NAME["muse_spark"].write([("clock", {})])
     for header, text, fine in (
         (("to=", "<|message|>"), f" to=clock<|message|>{call}", True),
         (("to=", "<|message|>"), call, True),
         ((), f" to=clock<|message|>{call}", False),
     ):
-        grammar = Grammars(Markup({}, "muse_spark", header)).grammar(constraint, reasoned=False)
+        grammar = Grammars(Markup({}, "muse_spark", header)).grammar(constraint, has_thought=False)
         matcher = compile_grammar(LLTokenizer("byte"), grammar)
         assert (matcher.try_consume_tokens([*text.encode()]) == len(text)) == fine
 

@@ -13,7 +13,7 @@ from tests.text.grammar.schema.answers import Schema
 from worker.text.grammar.attempt import try_strings
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.sandbox import Uncompilable, compile_grammar, error_of
-from worker.text.grammar.tool_grammars import Function, tool_calls
+from worker.text.grammar.tool_grammars import HeldFunction, tool_calls
 
 WORDS = r"^$|(^(?:\S+\s+){0,99}\S+$)"
 
@@ -121,7 +121,7 @@ def test_a_long_string_does_not_end_a_stream(more: Schema, vocabulary: LLTokeniz
 def test_a_parameter_between_tags_is_tried_too() -> None:
     for pattern, fine in ((r"^\s+$", True), (r"\s.{1,60}\s", False)):
         grammar, parameters = Grammar({}), closed(text=string(pattern))
-        grammar.starting_with(tool_calls(BY_NAME["qwen3_coder"], grammar, [Function("f", parameters)], False))
+        grammar.starting_with(tool_calls(BY_NAME["qwen3_coder"], grammar, [HeldFunction("f", parameters)], False))
         if fine:
             try_strings(grammar)
         else:

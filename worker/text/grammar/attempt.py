@@ -29,7 +29,7 @@ from worker.text.grammar.sandbox import TRIAL_LIMITS, Uncompilable, compile_gram
 from worker.text.grammar.schema.references import NAMED, References, members
 from worker.text.grammar.schema.rewrite import names_alone, relaxed
 from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword
-from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, Function
+from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, HeldFunction
 
 # Tries the strings of a grammar whose cost a client's patterns decide: each from its begin to some hundred characters.
 #
@@ -273,11 +273,11 @@ _VERDICTS: dict[str, Callable[..., Verdict]] = {
 }
 
 
-def question(markup: Markup, constraint: OutputConstraint, *, reasoned: bool) -> bytes:
+def question(markup: Markup, constraint: OutputConstraint, *, has_thought: bool) -> bytes:
     """Return the body of a request to the process: equal bytes for equal arguments."""
     functions = [(function.name, function.parameters, function.strict) for function in constraint.functions]
     asked = constraint.schema, functions, constraint.allows_many, constraint.in_text
-    return marshal.dumps((astuple(markup), asked, reasoned), _STABLE)
+    return marshal.dumps((astuple(markup), asked, has_thought), _STABLE)
 
 
 def verdict_of(answer: list[str]) -> Verdict:
@@ -296,15 +296,15 @@ def answer(task: None, question: bytes, send: Send) -> None:
 
 
 def _answer(question: bytes, send: Send) -> None:
-    markup, (schema, functions, *more), reasoned = marshal.loads(question)
-    constraint = OutputConstraint(schema, tuple(Function(*each) for each in functions), *more)
+    markup, (schema, functions, *more), has_thought = marshal.loads(question)
+    constraint = OutputConstraint(schema, tuple(HeldFunction(*each) for each in functions), *more)
     grammars = Grammars(Markup(*markup))
-    verdicts, not_held = _verdicts(grammars, constraint, reasoned), list[str]()
+    verdicts, not_held = _verdicts(grammars, constraint, has_thought), list[str]()
     first = next(verdicts)
     if not isinstance(first, CompiledGrammar):
         functions = tuple(_enforceable(grammars, constraint, function, not_held) for function in constraint.functions)
         if functions != constraint.functions:
-            verdicts = _verdicts(grammars, replace(constraint, functions=functions), reasoned)
+            verdicts = _verdicts(grammars, replace(constraint, functions=functions), has_thought)
             first = next(verdicts)
     for verdict in chain([first], verdicts):
         if isinstance(verdict, CompiledGrammar):
@@ -312,11 +312,11 @@ def _answer(question: bytes, send: Send) -> None:
         send([type(verdict).__name__, *astuple(verdict)], b"")
 
 
-def _verdicts(grammars: Grammars, constraint: OutputConstraint, reasoned: bool) -> Iterator[Verdict]:
+def _verdicts(grammars: Grammars, constraint: OutputConstraint, has_thought: bool) -> Iterator[Verdict]:
     vocabulary = LLTokenizer("byte")
     try:
         text, parts = grammars.grammar_as_text(constraint)
-        grammar = grammars.grammar(constraint, reasoned=reasoned, rewritten=parts.schemas)
+        grammar = grammars.grammar(constraint, has_thought=has_thought, rewritten=parts.schemas)
         _compile(vocabulary, text, parts)
     except JobFailure as refusal:
         yield RefusedConstraint(refusal.type, refusal.message, refusal.param)
@@ -327,7 +327,9 @@ def _verdicts(grammars: Grammars, constraint: OutputConstraint, reasoned: bool) 
         yield CompiledGrammar(grammar)
 
 
-def _enforceable(grammars: Grammars, constraint: OutputConstraint, function: Function, not_held: list[str]) -> Function:
+def _enforceable(
+    grammars: Grammars, constraint: OutputConstraint, function: HeldFunction, not_held: list[str]
+) -> HeldFunction:
     """Return the function with as much of its schema as can be enforced, and add what is left out to `not_held`. Of a
     strict one that is unknown formats alone."""
     if function.parameters in (None, ANY_ARGUMENTS) or (function.strict and _search_ended()):
@@ -350,7 +352,7 @@ def _enforceable(grammars: Grammars, constraint: OutputConstraint, function: Fun
     return looser
 
 
-def _wrong(grammars: Grammars, constraint: OutputConstraint, function: Function) -> str:
+def _wrong(grammars: Grammars, constraint: OutputConstraint, function: HeldFunction) -> str:
     """Return why a function's schema cannot be enforced; empty if it can be. After the time for searches, none can."""
     place = f"tools: {function.name}"
     if _search_ended():

@@ -8,7 +8,7 @@ from worker.errors import JobFailure
 from worker.text.grammar import tool_grammars
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.schema.unsupported import Schema
-from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, AnyDialect, Function
+from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, AnyDialect, HeldFunction
 from worker.text.output.harmony import MARKERS, HarmonyCalls
 
 
@@ -18,7 +18,7 @@ class OutputConstraint:
     calls in its answer, whose other text is free."""
 
     schema: Schema | None
-    functions: tuple[Function, ...]
+    functions: tuple[HeldFunction, ...]
     allows_many: bool  # more than one call is allowed
     in_text: bool = False
 
@@ -30,7 +30,7 @@ class OutputConstraint:
         return replace(self, functions=functions)
 
     @property
-    def optional(self) -> list[Function]:
+    def optional(self) -> list[HeldFunction]:
         """Functions whose schemas need not be enforced, if that is not possible."""
         return [each for each in self.functions if not each.strict and each.parameters != ANY_ARGUMENTS]
 
@@ -71,20 +71,20 @@ class Grammars:
             self._dialect, HarmonyCalls
         )  # a thought is a message like others, in the grammar too
 
-    def grammar(self, constraint: OutputConstraint, *, reasoned: bool, rewritten: Sequence[Schema] = ()) -> str:
+    def grammar(self, constraint: OutputConstraint, *, has_thought: bool, rewritten: Sequence[Schema] = ()) -> str:
         """Return the grammar. Raises `JobFailure` if it cannot be written.
 
-        `reasoned`: the answer may follow a think marker, after which models write empty lines. `rewritten`: the schemas
-        of `grammar_as_text`, if they are known.
+        `has_thought`: the answer may follow a think marker, after which models write empty lines. `rewritten`: the
+        schemas of `grammar_as_text`, if they are known.
         """
-        return self._written(Grammar(self._markup.markers, rewritten), constraint, reasoned)
+        return self._written(Grammar(self._markup.markers, rewritten), constraint, has_thought)
 
     def grammar_as_text(self, constraint: OutputConstraint) -> tuple[str, Grammar]:
         """Return the grammar with its markers as text, for a vocabulary of single bytes, and its parts."""
         parts = Grammar({})
-        return self._written(parts, constraint, reasoned=False), parts
+        return self._written(parts, constraint, has_thought=False), parts
 
-    def _written(self, grammar: Grammar, constraint: OutputConstraint, reasoned: bool) -> str:
+    def _written(self, grammar: Grammar, constraint: OutputConstraint, has_thought: bool) -> str:
         if constraint.in_text and self._dialect:
             calls = tool_grammars.calls_in_text
             return grammar.starting_with(calls(self._dialect, grammar, constraint.functions, constraint.allows_many))
@@ -95,12 +95,12 @@ class Grammars:
             ways.append(self._calls(grammar, self._dialect, constraint))
         if not ways:
             raise JobFailure("unsupported", "tool_choice: this model cannot call tools; leave it out.")
-        return grammar.starting_with(f"{self._before(grammar, reasoned)} ({' | '.join(ways)})")
+        return grammar.starting_with(f"{self._before(grammar, has_thought)} ({' | '.join(ways)})")
 
-    def _before(self, grammar: Grammar, reasoned: bool) -> str:
+    def _before(self, grammar: Grammar, has_thought: bool) -> str:
         if self._harmony:
             return _analysis(grammar)
-        return "/[ \\n]{0,4}/" if reasoned else ""
+        return "/[ \\n]{0,4}/" if has_thought else ""
 
     def _answer(self, grammar: Grammar, schema: Schema) -> str:
         if self._harmony:

@@ -19,7 +19,7 @@ from worker.text.grammar import attempt, sandbox
 from worker.text.grammar.attempt import CompileError, Verdict
 from worker.text.grammar.builder import Markup, OutputConstraint
 from worker.text.grammar.errors import TOO_EXPENSIVE
-from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, HARMONY, Function, texts_of
+from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, HARMONY, HeldFunction, texts_of
 from worker.text.output.formats import ModelFormat
 from worker.text.prompt.size_limit import cost_in_characters
 from worker.text.threads import Pool
@@ -43,7 +43,7 @@ def constraint_of(request: ChatRequest, *, hold_calls: bool = False) -> OutputCo
     """
     many = request.parallel_tool_calls is not False
     functions = tuple(
-        Function(each.name, each.parameters, bool(each.strict))
+        HeldFunction(each.name, each.parameters, bool(each.strict))
         for each in (tool.function for tool in request.offered_tools)
     )
     match request.tool_choice:
@@ -69,7 +69,7 @@ def _in_text(request: ChatRequest, many: bool, *, hold_calls: bool) -> OutputCon
     if not (held := {tool.function.name for tool in request.held_tools(every=hold_calls)}):
         return None
     functions = tuple(
-        Function(each.name, each.parameters if each.name in held else ANY_ARGUMENTS, bool(each.strict))
+        HeldFunction(each.name, each.parameters if each.name in held else ANY_ARGUMENTS, bool(each.strict))
         for each in (tool.function for tool in request.offered_tools)
     )
     return OutputConstraint(None, functions, many, in_text=True)

@@ -117,7 +117,7 @@ class GrammarStates:
         begun = await run(self._begun, self._tokenizer, request, prompt)
         reasoning = None if begun else self._reasoning_state(prompt)
         matchers = partial(
-            self._matchers, self._tokenizer, reasoned=reasoning is not None, lane=lane, tenant=tenant, drafts=drafts
+            self._matchers, self._tokenizer, has_thought=reasoning is not None, lane=lane, tenant=tenant, drafts=drafts
         )
         try:
             matcher, ahead = await matchers(constraint, warn=warn)
@@ -184,7 +184,7 @@ class GrammarStates:
                 continue
             try:
                 matcher, ahead = await self._matchers(
-                    vocabulary, each, reasoned=False, lane=lane, tenant=tenant, drafts=drafts
+                    vocabulary, each, has_thought=False, lane=lane, tenant=tenant, drafts=drafts
                 )
             except JobFailure as failure:
                 if strict and last:
@@ -236,15 +236,15 @@ class GrammarStates:
         vocabulary: LLTokenizer,
         constraint: OutputConstraint,
         *,
-        reasoned: bool,
+        has_thought: bool,
         lane: Lane,
         tenant: str,
         drafts: bool,
         warn: Callable[[str], None] = lambda line: None,
     ) -> tuple[LLMatcher, LLMatcher | None]:
         quick = is_quick(constraint)
-        compile_in_child = partial(self._compile_in_child, constraint, reasoned, lane, tenant, warn)
-        written = partial(self._grammars.grammar, constraint, reasoned=reasoned)
+        compile_in_child = partial(self._compile_in_child, constraint, has_thought, lane, tenant, warn)
+        written = partial(self._grammars.grammar, constraint, has_thought=has_thought)
         compiled = partial(self._compiler.compile, lane, tenant, vocabulary, drafts=drafts)
         if quick:
             with suppress(Uncompilable, *[JobFailure] * bool(constraint.optional)):
@@ -256,11 +256,11 @@ class GrammarStates:
             _refuse(constraint.field, str(error))
 
     async def _compile_in_child(
-        self, constraint: OutputConstraint, reasoned: bool, lane: Lane, tenant: str, warn: Callable[[str], None]
+        self, constraint: OutputConstraint, has_thought: bool, lane: Lane, tenant: str, warn: Callable[[str], None]
     ) -> str:
         """Return a grammar that a child process has compiled, so compiling it here is safe. Raises `JobFailure`."""
         question_bytes = await self._compiler.run(
-            lane, tenant, partial(question, self._markup, constraint, reasoned=reasoned)
+            lane, tenant, partial(question, self._markup, constraint, has_thought=has_thought)
         )
         match await self._compiler.verdict(lane, tenant, question_bytes):
             case CompiledGrammar(grammar, not_held):

@@ -20,7 +20,7 @@ from worker.text.output.harmony import RECIPIENT, HarmonyCalls
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class HeldFunction:
     """A function that a request offers."""
 
     name: str
@@ -69,7 +69,7 @@ def in_json(dialect: AnyDialect | None) -> bool:
 
 
 def tool_calls(
-    dialect: AnyDialect, grammar: Grammar, functions: Sequence[Function], many: bool, opened: str = ""
+    dialect: AnyDialect, grammar: Grammar, functions: Sequence[HeldFunction], many: bool, opened: str = ""
 ) -> str:
     """Return the rule for a call of one of the functions, or for several calls if `many`. `opened`: the opening of the
     first call, if the prompt has it. Raises `JobFailure`."""
@@ -79,7 +79,7 @@ def tool_calls(
     return calls if opened else grammar.rule(f"{_GAP} {calls}")
 
 
-def calls_in_text(dialect: AnyDialect, grammar: Grammar, functions: Sequence[Function], many: bool) -> str:
+def calls_in_text(dialect: AnyDialect, grammar: Grammar, functions: Sequence[HeldFunction], many: bool) -> str:
     """Return the rule for a call from its opening to its end, within text that is free before and after: a section with
     several calls only if one opening begins it. What follows the name of a function with `ANY_ARGUMENTS` is free, too,
     unless it is JSON. Raises `JobFailure`."""
@@ -96,7 +96,7 @@ class _CallGrammar:
     def __init__(
         self,
         grammar: Grammar,
-        functions: Sequence[Function],
+        functions: Sequence[HeldFunction],
         many: bool,
         opened: str = "",
         *,
@@ -131,7 +131,7 @@ class _CallGrammar:
         """Return the rule for calls that have an opening each, so that in text each of them begins anew."""
         return call if self._in_text else self._repeated(call, between)
 
-    def _named(self) -> tuple[list[Function], list[Function]]:
+    def _named(self) -> tuple[list[HeldFunction], list[HeldFunction]]:
         """Return the functions whose arguments are held, and in text those that are free after the name."""
         free = [each for each in self._functions if self._in_text and each.parameters == ANY_ARGUMENTS]
         return [each for each in self._functions if each not in free], free
@@ -167,10 +167,10 @@ class _CallGrammar:
         opens, closes = spaced(r" \["), spaced(r"\] ")
         return self._grammar.rule(f"{opens} {self._repeated(call, '/,/')} {closes}")
 
-    def _objects(self, dialect: JsonCalls, functions: Sequence[Function]) -> str:
+    def _objects(self, dialect: JsonCalls, functions: Sequence[HeldFunction]) -> str:
         return self._grammar.rule(any_of([self._object(dialect, function) for function in functions]))
 
-    def _object(self, dialect: JsonCalls, function: Function) -> str:
+    def _object(self, dialect: JsonCalls, function: HeldFunction) -> str:
         name, key = re.escape(function.name), dialect.keys[0]
         before, after = dialect.ids
         head = f'"{name}" : ' if dialect.named_by_key else f'"{key}" : "{name}" , "{dialect.keys[1]}" : '
@@ -179,7 +179,7 @@ class _CallGrammar:
         begins, ends = spaced(rf" \{{ {first}{head}"), spaced(rf"{last} \}} ")
         return self._grammar.rule(f"{begins} {self._as_json(function)} {ends}")
 
-    def _as_json(self, function: Function) -> str:
+    def _as_json(self, function: HeldFunction) -> str:
         if function.name not in self._arguments:
             self._arguments[function.name] = self._grammar.json(arguments_of(function), _field(function))
         return self._arguments[function.name]
@@ -203,7 +203,7 @@ class _CallGrammar:
             any_of([self._with_header(form, function) for function in self._functions for form in forms])
         )
 
-    def _with_header(self, form: str, function: Function) -> str:
+    def _with_header(self, form: str, function: HeldFunction) -> str:
         """Return the rule for one call, from the dialect's form of it."""
         parts = list[str]()
         for part in re.split(r"(\{[a-z]+\})", form):
@@ -227,7 +227,7 @@ class _CallGrammar:
         """
         gap, marker = _GAP if dialect.gap else "", self._grammar.marker
         has_marker = dialect.openings[0] != dialect.function[0]
-        tags, objects = list[str](), list[Function]()
+        tags, objects = list[str](), list[HeldFunction]()
         held, free = self._named()
         for function in held:
             try:
@@ -256,13 +256,13 @@ class _CallGrammar:
             ways.append(f"{begins} {self._objects(JsonCalls('', ()), objects)} {ends}")
         return self._each_opened(self._grammar.rule(any_of(ways)), gap)
 
-    def _in_tags(self, dialect: TagCalls, function: Function, gap: str) -> str:
+    def _in_tags(self, dialect: TagCalls, function: HeldFunction, gap: str) -> str:
         """Return the rule for one call. Raises `Unwritable`."""
         parameters = TagParameters(self._grammar, dialect, arguments_of(function), _field(function), gap).rules()
         end = f"{gap} {self._grammar.marker(dialect.end)}" if dialect.end else ""
         return self._grammar.rule(f"{any_of(self._heads(dialect, function))} {' '.join(parameters)} {end}")
 
-    def _heads(self, dialect: TagCalls, function: Function) -> list[str]:
+    def _heads(self, dialect: TagCalls, function: HeldFunction) -> list[str]:
         """Return the forms of the tag with a function's name."""
         heads = [self._grammar.marker(tag(dialect.function, function.name))]
         if dialect.index:
@@ -313,7 +313,7 @@ class _CallGrammar:
         return self._each_opened(self._grammar.rule(any_of(ways)), "")
 
 
-def harmony(grammar: Grammar, functions: Sequence[Function]) -> str:
+def harmony(grammar: Grammar, functions: Sequence[HeldFunction]) -> str:
     """Return the rule for <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}
 
     It allows one call, because the token that ends a call ends the answer.
@@ -326,7 +326,7 @@ def harmony(grammar: Grammar, functions: Sequence[Function]) -> str:
     return grammar.rule(f"{grammar.marker('<|channel|>')} {any_of(each)}")
 
 
-def harmony_in_text(grammar: Grammar, functions: Sequence[Function]) -> str:
+def harmony_in_text(grammar: Grammar, functions: Sequence[HeldFunction]) -> str:
     """Return the rule for a call from the recipient in its header on. The channel may follow the recipient."""
     channel, constrain = grammar.marker("<|channel|>"), grammar.marker("<|constrain|>")
     between = grammar.rule(f'({channel} /commentary|analysis/)? / ?/ (({constrain})? "json")?')
@@ -344,11 +344,11 @@ def harmony_json(grammar: Grammar, schema: Schema, field: str) -> str:
     return f"/ ?/ {kind} {grammar.marker('<|message|>')} {grammar.json(schema, field)}"
 
 
-def _field(function: Function) -> str:
+def _field(function: HeldFunction) -> str:
     return f"tools: {function.name}"
 
 
-def arguments_of(function: Function) -> Schema:
+def arguments_of(function: HeldFunction) -> Schema:
     """Return the schema of a function's arguments: an object, without properties if the function names none."""
     schema = {"type": "object", **(function.parameters or {})}
     if schema["type"] != "object":

@@ -44,7 +44,7 @@ def grammar(format: str = "hermes", thinking: str = "closed", **fields: Any) -> 
     constraint = constraint_of(request(**fields))
     assert constraint
     begun = REASONING[thinking]
-    written = Grammars(markup_of(own.tokenizer, own.dialect)).grammar(constraint, reasoned=begun is not None)
+    written = Grammars(markup_of(own.tokenizer, own.dialect)).grammar(constraint, has_thought=begun is not None)
     thought = None if begun is None else ThoughtState(thought_mask(), begun=begun)
     matcher, drafts = (compile_grammar(own.vocabulary, written) for _ in range(2))
     return RowGrammar(matcher, frozenset(ENDS), thought, drafts=drafts, clock=lambda: 0.0)

@@ -26,7 +26,7 @@ from worker.text.grammar.attempt import CompiledGrammar, question, try_strings
 from worker.text.grammar.builder import Markup, OutputConstraint
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.sandbox import Uncompilable, compile_grammar
-from worker.text.grammar.tool_grammars import Function
+from worker.text.grammar.tool_grammars import HeldFunction
 
 pytestmark = [pytest.mark.slow, pytest.mark.registry]
 
@@ -163,8 +163,8 @@ def test_no_foreign_schema_of_a_tool_refuses_a_forced_call(packages: Path, monke
     for schema in found:
         verdicts = list[list[Any]]()
         parameters = {**schema, "type": "object"} if isinstance(schema, dict) else {}
-        constraint = OutputConstraint(None, (Function("f", parameters, strict=False),), allows_many=False)
-        asked = question(Markup({}, "hermes"), constraint, reasoned=False)
+        constraint = OutputConstraint(None, (HeldFunction("f", parameters, strict=False),), allows_many=False)
+        asked = question(Markup({}, "hermes"), constraint, has_thought=False)
         attempt._answer(asked, lambda head, body: verdicts.append(head))  # noqa: B023
         kind, *fields = verdicts[0]
         if kind != CompiledGrammar.__name__:
