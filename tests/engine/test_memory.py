@@ -15,6 +15,7 @@ from tests.selection import examples
 from tests.support.chaos.churn import churn, growth
 from worker.engine.admission.grouping import StepCost
 from worker.engine.admission.tuning import MAX_OVERTAKES
+from worker.engine.batch import groups
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.load import Model
 
@@ -126,6 +127,36 @@ def test_rows_are_divided_by_length_if_that_admits_more(wide_model: Model) -> No
     run.step()
     assert len(run.active) >= 8, "one group would have four"
     assert run.drain()["1"] == alone(wide_model.network, prompt(30, 1), 20)
+
+
+def test_rows_change_their_groups_only_if_memory_holds_both_groups_meanwhile(
+    wide_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group that gains short rows and loses a long one is large until this one has left."""
+    mixed = True
+
+    def regrouped(lengths: list[list[int]], *_: object) -> list[list[int]]:
+        order = sorted(range(8), key=[tokens for group in lengths for tokens in group].__getitem__)
+        shorts, longs = order[:6], order[6:]
+        return [[*longs[:1], *shorts[:3]], [*longs[1:], *shorts[3:]]] if mixed else [longs, shorts]
+
+    run = Run(wide_model, step_s=1.0)
+    run.group_by(EACH_ALONE)
+    for i in range(8):
+        run.add(str(i), prompt(1000 if i < 2 else 30, i % 6), max_tokens=60)
+    run.until(lambda: len(run.engine._running) == 8)
+    monkeypatch.setattr(groups, "regroup", regrouped)
+    run.group_by(EACH_ALONE)
+    run.step()
+    assert [*map(len, run.engine._running.lengths)] == [4, 4]
+    limits, mixed = run.engine._admission._limits, False
+    limit = wide_model.costs.peak_bytes([[1060, 90, 90, 90]] * 2)
+    run.engine._admission._limits = replace(limits, max_bytes=limit)
+    while len(run.engine):
+        run.group_by(EACH_ALONE)
+        run.step()
+        assert mx.get_peak_memory() <= limit
+    assert run.generated["7"] == alone(wide_model.network, prompt(30, 1), 60)
 
 
 def test_request_that_never_fits_is_refused_at_once_with_the_numbers(wide_model: Model) -> None:

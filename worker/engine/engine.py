@@ -7,7 +7,8 @@ report     compare the step's memory with its prediction, and return what has be
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -186,14 +187,18 @@ class Engine:
         if any(row.must_grow(self._admission.tokens_ahead) for row in self._active.values()):
             self._admission.mark_dirty()
         if self._admission.needs_decision:
-            groups = {row.id: number for number, row in self._running}
-            plan = self._admission.decide([*self._active_estimates(groups)], self._running.decoding())
+            plan = self._admission.decide([*self._active_estimates(self._running)], self._running.decoding())
             yield from self._apply(plan)
 
-    def _active_estimates(self, groups: Mapping[str, int]) -> Iterator[RowEstimate]:
-        """Yield the estimates of the active rows. `groups`: group number by row id; rows in prefill have none."""
+    def _active_estimates(self, groups: Iterable[tuple[int, Row]]) -> Iterator[RowEstimate]:
+        """Yield the estimates of the active rows, one for each of its groups. `groups`: their numbers and rows; rows in
+        prefill have none."""
+        numbers = defaultdict[str, list[int]](list)
+        for number, row in groups:
+            numbers[row.id].append(number)
         for row in self._active.values():
-            yield self._admission.estimate(row, groups.get(row.id), self._prefills.images(row.id))
+            for group in numbers.get(row.id, (None,)):
+                yield self._admission.estimate(row, group, self._prefills.images(row.id))
 
     def _apply(self, plan: AdmissionPlan) -> Iterator[Outcome]:
         prefix_bytes = self._caches.nbytes
@@ -398,9 +403,9 @@ class Engine:
 
     def _make_room(self, groups: list[list[Row]]) -> bool:
         """Limit the prefix cache to the memory that all active rows leave with these groups, which may evict prefixes.
-        Returns False, and changes nothing, if the rows do not fit."""
-        numbers = {row.id: number for number, group in enumerate(groups) for row in group}
-        headroom = self._admission.headroom(self._active_estimates(numbers), self._running.decoding(groups))
+        A row that moves may be in two. Returns False, and changes nothing, if the rows do not fit."""
+        numbered = ((number, row) for number, group in enumerate(groups) for row in group)
+        headroom = self._admission.headroom(self._active_estimates(numbered), self._running.decoding(groups))
         if headroom < 0:
             return False
         self._caches.set_limit(min(headroom, self._admission.free_bytes))

@@ -311,10 +311,11 @@ class Groups:
         better = regroup([group.lengths for group in trusted], self._cost.cost(), classes)
         rows = [row for group in trusted for row in group.rows]
         targets = [[rows[i] for i in group] for group in better or ()]
-        if not targets or not self._make_room(targets):
+        moves = [*_destinations(targets, trusted, self._new_group)]
+        if not moves or not self._make_room(_meanwhile(moves, trusted)):
             return
         self._stopwatch.invalidate()
-        for destination, members in _destinations(targets, trusted, self._new_group):
+        for destination, members in moves:
             for row in members:
                 if row not in destination.rows:
                     with self._in_transit(row):
@@ -375,3 +376,11 @@ def _destinations(
         else:
             groups = [group for group in groups if group is not destination]
         yield destination, members
+
+
+def _meanwhile(moves: Sequence[tuple[DecodeBatch, list[Row]]], groups: Sequence[DecodeBatch]) -> list[list[Row]]:
+    """Return the rows of each group at the most while rows move: a group that gains some may not have lost others yet,
+    and one that loses all of them is large until the last has left. `moves`: the rows that each group will have."""
+    gaining = [list(dict.fromkeys([*destination.rows, *members])) for destination, members in moves]
+    kept = [destination for destination, _ in moves]
+    return gaining + [group.rows for group in groups if group not in kept and len(group.rows) > 1]
