@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, Worker, settled
-from tests.engine.tiny import FAMILIES, build, model_of, prompt
+from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, Worker, ends_on_disk, settled
+from tests.engine.tiny import FAMILIES, alone, build, model_of, prompt
 from worker.engine.cache.segments import KVSegment, StateSnapshot
 from worker.engine.model.load import Model
-from worker.engine.prefix.tensors import Arrays, exact_tensor, group_size, quantized_tensors, stored_bytes
+from worker.engine.prefix.tensors import Arrays, exact_tensor, group_size, quantized_tensors
 from worker.prefix_store.format import Header, Tensor
 from worker.prefix_store.names import FileName
 from worker.prefix_store.writer import Writer
@@ -84,7 +84,6 @@ def test_a_quantized_array_is_right_to_a_step(dtype: mx.Dtype, most: float, size
 def test_an_array_that_cannot_be_quantized_is_stored_exactly(shape: tuple[int, ...], dtype: mx.Dtype) -> None:
     array = mx.zeros(shape, dtype)
     assert group_size(array) is None
-    assert stored_bytes([array], 8) == array.nbytes
 
 
 @pytest.mark.parametrize("values", [1, 64, 1000, 10**9])
@@ -107,17 +106,6 @@ def test_exact_arrays_follow_quantized_ones_in_order() -> None:
     assert found[0].tolist() == arrays[1].tolist()
     assert found[1].shape == arrays[0].shape
     assert found[2].tolist() == arrays[2].tolist()
-
-
-def test_predicted_bytes_are_those_of_the_tensors() -> None:
-    arrays = [mx.zeros((1, 2, 7, 96), mx.bfloat16), mx.zeros((1, 2, 7, 128)), mx.zeros((1, 2, 7, 20))]
-    sizes = [group_size(array) for array in arrays]
-    assert sizes == [32, 64, None]
-    tensors = [tensor for array, size in zip(arrays, sizes, strict=True) if size
-               for tensor in quantized_tensors(array, size)]  # fmt: skip
-    written = sum(len(tensor.content()) for tensor in tensors) + arrays[2].nbytes
-    assert stored_bytes(arrays, 8) == written
-    assert stored_bytes(arrays, None) == sum(array.nbytes for array in arrays)
 
 
 # Prefixes
@@ -334,17 +322,26 @@ def test_without_memory_nothing_is_written_and_the_worker_goes_on(
     monkeypatch.undo()
 
 
-def test_a_preempted_row_continues_from_kv_of_8_bits(tmp_path: Path) -> None:
-    run = Worker("llama", tmp_path, opened=wide("llama"), bits=8)
-    run.add("row", prompt(300, 4), max_tokens=ANSWER, lane="batch")
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_row_whose_answer_has_begun_does_not_continue_from_kv_of_8_bits(tmp_path: Path, family: str) -> None:
+    """Neither after a preemption nor on another worker, although its prompt is on disk."""
+    opened, tokens = wide(family), prompt(300, 4)
+    run = Worker(family, tmp_path, opened=opened, bits=8)
+    run.add("row", tokens, max_tokens=ANSWER, lane="batch")
     run.until(lambda: len(run.generated["row"]) >= 2)
     run.preempt("row")
+    said = [*run.generated["row"]]
     run.spill()
     run.engine._caches.set_limit(0)
     settled(run)
+    assert 0 < max(ends_on_disk(run, tmp_path)) < len(tokens), "its prompt is on disk, and no answer"
     run.engine._caches.set_limit(10**9)
     run.readmit()
-    while len(run.engine):
-        run.step()
-    run.close()
-    assert run.cached["row"] >= 300
+    other = Worker(family, tmp_path, opened=opened, bits=8)
+    other.add("row", tokens, max_tokens=ANSWER, resume_tokens=said)
+    for each in run, other:
+        while len(each.engine):
+            each.step()
+        assert each.cached["row"] == 0
+        assert each.generated["row"] == alone(opened.network, tokens, ANSWER)
+        each.close()

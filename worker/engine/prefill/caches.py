@@ -46,6 +46,11 @@ class EngineCaches:
         """Number of KV segments, state snapshots and images evicted so far."""
         return sum(cache.evicted for cache in self._all)
 
+    def may_load(self, request: GenerationRequest) -> bool:
+        """Return True if a prefix of this request may be loaded from disk. An answer that has begun does not continue
+        from KV that is rounded there."""
+        return self._disk is not None and (self._disk.exact or not request.resume_tokens)
+
     def touch(self, requests: Iterable[GenerationRequest]) -> None:
         """Mark the prefixes and images of these requests as most recently used, so that they are evicted last."""
         for request in requests:

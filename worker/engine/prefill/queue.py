@@ -90,7 +90,7 @@ class PrefillQueue:
 
     def expect(self, request: GenerationRequest) -> None:
         """Let the disk begin with the prefix of a request that waits to be admitted, until it is added or removed."""
-        if self._caches.prefix is None or not self._caches.prefix.disk:
+        if self._caches.prefix is None or not self._caches.may_load(request):
             return
         with isolate(f"{request.id}: reading a prefix ahead"):
             dense = len(request.tokens) if request.kept_ranges is None else dense_prefix_len(request.kept_ranges)
@@ -140,7 +140,7 @@ class PrefillQueue:
         """Yield the stages that load a prefix, load the features of images, and encode images, as far as there may be
         such work. `dense`: number of first tokens that may be loaded."""
         load = None
-        if (prefix := self._caches.prefix) and prefix.disk:
+        if (prefix := self._caches.prefix) and self._caches.may_load(row.request):
             row_bytes = self._model.costs.row_bytes(row.end)
             load = Load(row.request, dense, prefix, self._load_limit_s, row_bytes)
             yield load

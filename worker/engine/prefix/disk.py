@@ -15,14 +15,13 @@ from worker.engine.cache.segments import (
     StateSnapshot,
     copy_segment,
     is_sliceable,
-    kv_buffers,
     needs_states,
     snapshot_state,
     token_bytes,
 )
 from worker.engine.cache.slots import materialize
 from worker.engine.isolation import isolate
-from worker.engine.prefix.tensors import Arrays, restored_segment, stored_bytes, stored_segment
+from worker.engine.prefix.tensors import Arrays, restored_segment, stored_segment
 from worker.engine.prefix.tree import MAX_SEGMENT_TOKENS, Evicted, Found, Node, PrefixTree
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.errors import CannotStart
@@ -98,6 +97,7 @@ class DiskPrefixes:
         Raises `CannotStart`."""
         self._network = network
         self._bits = bits
+        self.exact = bits is None  # KV is stored as it was computed
         self._token_bytes = token_bytes
         self.tree = Tree(stateful=needs_states(network))
         self._kinds = " ".join(type(layer).__name__ for layer in layers(make_prompt_cache(network)))
@@ -153,7 +153,10 @@ class DiskPrefixes:
         to be faster than computing it: nodes that hold its first tokens, then copies of the rest. What exceeds the
         write queue is dropped; all of it if the rest is useless without the state at its end. The row must have
         computed exactly these tokens, at consecutive positions. Blocks while tokens that no prefix holds are copied. A
-        failure is logged. `limit_of`: see `LoadLimit`."""
+        failure is logged. Nothing is written if KV is rounded on disk: the row has to continue as it began. `limit_of`:
+        see `LoadLimit`."""
+        if not self.exact:
+            return
         with isolate(f"writing the cache of a row of {len(tokens)} tokens to disk"):
             self._spill_row(namespace, tokens, cache, limit_of)
 
@@ -168,11 +171,9 @@ class DiskPrefixes:
         kv_bytes += [(end - begin) * token_bytes(cache) for begin, end in pairwise([start, *ends])]
         state_bytes = [node.snapshot.nbytes if node.snapshot else 0 for node in nodes]
         state_bytes += [0] * (len(ends) - 1) + [state.nbytes]
-        share = self._kv_share(cache)
-        file_bytes = tuple(round(share * kv) + held for kv, held in zip(kv_bytes, state_bytes, strict=True))
+        file_bytes = tuple(map(sum, zip(kv_bytes, state_bytes, strict=True)))
         load = LoadSize(len(tokens) - stored, stored, file_bytes, self.store.reader.bytes_per_s)
-        held_bytes = sum(kv_bytes) + sum(state_bytes)
-        if limit_of(load) is None or (state.layers and held_bytes > self.store.writer.room_bytes):
+        if limit_of(load) is None or (state.layers and sum(file_bytes) > self.store.writer.room_bytes):
             return
         materialize(state.layers)
         if not all(map(self._write_node, nodes)):
@@ -192,11 +193,6 @@ class DiskPrefixes:
         path = [node for node in path if node.end <= matched and node.end < len(tokens)]
         nodes = [node for node in path if node.end > stored]
         return path if nodes and nodes[0].end - len(nodes[0].tokens) < stored else nodes
-
-    def _kv_share(self, cache: Sequence[Any]) -> float:
-        """Return the bytes that the KV of a cache takes in a file, for each byte that it takes in memory."""
-        held_bytes = sum(buffer.nbytes for buffer in kv_buffers(cache))
-        return stored_bytes(kv_buffers(cache), self._bits) / held_bytes if held_bytes else 1.0
 
     def pin(self, namespace: str, tokens: tuple[int, ...], attempt: Storing) -> Storing:
         """Let what the tree holds along these tokens be written and pinned, as far as it can wait to be written now.

@@ -52,17 +52,6 @@ def group_size(array: mx.array) -> int | None:
     return next((size for size in _GROUP_SIZES if array.shape[-1] % size == 0), None)
 
 
-def stored_bytes(arrays: Iterable[mx.array], bits: int | None) -> int:
-    """Return the bytes of the tensors of these arrays. `bits`: of a quantized value; None: all are stored exactly."""
-    return sum(_quantized_bytes(array) if bits and group_size(array) else array.nbytes for array in arrays)
-
-
-def _quantized_bytes(array: mx.array) -> int:
-    size = group_size(array)
-    assert size is not None, "the array is quantized"
-    return array.size * BITS // 8 + 2 * (array.size // size) * array.dtype.size
-
-
 def quantized_tensors(array: mx.array, size: int) -> Iterator[Tensor]:
     """Yield the tensors of a quantized array: packed values, scales, biases. They are computed when they are written.
     `size`: see `group_size`."""
