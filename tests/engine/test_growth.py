@@ -33,7 +33,7 @@ SEEDS = 0, 1, 2, 6  # of prompts whose answers have more than 1,000 tokens
 @pytest.fixture
 def wide_model(monkeypatch: pytest.MonkeyPatch) -> Model:
     """Return a model whose weights include what other tests have left in memory."""
-    monkeypatch.setattr(growth, "_FIRST", FIRST)
+    monkeypatch.setattr(growth, "FIRST_ANSWER", FIRST)
     monkeypatch.setattr(growth, "KNOWN_ANSWERS", 1_000)
     for module in growth, admission:
         monkeypatch.setattr(module, "BUFFER_TOKENS", FIRST)

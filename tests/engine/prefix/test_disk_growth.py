@@ -25,7 +25,7 @@ FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])  # 
 def short_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes a prefix faster than a disk reads it, and its answers are short."""
     monkeypatch.setattr("worker.engine.prefill.queue.load_limit_s", lambda *_, **__: 60.0)
-    monkeypatch.setattr(growth, "_FIRST", FIRST)
+    monkeypatch.setattr(growth, "FIRST_ANSWER", FIRST)
     monkeypatch.setattr(growth, "KNOWN_ANSWERS", 1_000)
     for module in growth, admission:
         monkeypatch.setattr(module, "BUFFER_TOKENS", FIRST)
