@@ -7,7 +7,6 @@ report     compare the step's memory with its prediction, and return what has be
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -191,13 +190,10 @@ class Engine:
             yield from self._apply(plan)
 
     def _active_estimates(self, groups: Iterable[tuple[int, Row]]) -> Iterator[RowEstimate]:
-        """Yield the estimates of the active rows, one for each of its groups. `groups`: their numbers and rows; rows in
-        prefill have none."""
-        numbers = defaultdict[str, list[int]](list)
-        for number, row in groups:
-            numbers[row.id].append(number)
+        """Yield an estimate for each group of each active row. `groups`: numbers and rows; rows in prefill have none."""
+        numbered = [*groups]
         for row in self._active.values():
-            for group in numbers.get(row.id, (None,)):
+            for group in [number for number, each in numbered if each is row] or [None]:
                 yield self._admission.estimate(row, group, self._prefills.images(row.id))
 
     def _apply(self, plan: AdmissionPlan) -> Iterator[Outcome]:
@@ -402,10 +398,10 @@ class Engine:
         return ()
 
     def _make_room(self, groups: list[list[Row]]) -> bool:
-        """Limit the prefix cache to the memory that all active rows leave with these groups, which may evict prefixes.
-        A row that moves may be in two. Returns False, and changes nothing, if the rows do not fit."""
-        numbered = ((number, row) for number, group in enumerate(groups) for row in group)
-        headroom = self._admission.headroom(self._active_estimates(numbered), self._running.decoding(groups))
+        """Limit the prefix cache to what all rows leave with these groups, of which one that moves may be in two. May
+        evict prefixes. Returns False, and changes nothing, if the rows do not fit."""
+        rows = self._active_estimates((number, row) for number, group in enumerate(groups) for row in group)
+        headroom = self._admission.headroom(rows, self._running.decoding(groups))
         if headroom < 0:
             return False
         self._caches.set_limit(min(headroom, self._admission.free_bytes))
