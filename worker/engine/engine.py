@@ -190,10 +190,12 @@ class Engine:
             yield from self._apply(plan)
 
     def _active_estimates(self, groups: Iterable[tuple[int, Row]]) -> Iterator[RowEstimate]:
-        """Yield an estimate for each group of each active row. `groups`: numbers and rows; rows in prefill have none."""
-        numbered = [*groups]
+        """Yield an estimate for each group of each active row; rows in prefill have none. `groups`: with numbers."""
+        numbers: dict[str, list[int]] = {}
+        for number, row in groups:
+            numbers.setdefault(row.id, []).append(number)
         for row in self._active.values():
-            for group in [number for number, each in numbered if each is row] or [None]:
+            for group in numbers.get(row.id, (None,)):
                 yield self._admission.estimate(row, group, self._prefills.images(row.id))
 
     def _apply(self, plan: AdmissionPlan) -> Iterator[Outcome]:
