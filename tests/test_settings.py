@@ -208,9 +208,9 @@ def example() -> dict[str, str]:
     return {pair[1]: pair[2] for pair in pairs if pair}
 
 
-def test_the_example_lists_every_setting_in_order() -> None:
+def test_the_example_lists_every_setting_once() -> None:
     gateway = [gateway_variable(name) for name in ServeSettings.model_fields]
-    assert list(example()) == [*(variable(name) for name in Settings.model_fields), *gateway]
+    assert sorted(example()) == sorted([*(variable(name) for name in Settings.model_fields), *gateway])
 
 
 def test_the_example_shows_the_defaults() -> None:

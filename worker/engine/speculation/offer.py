@@ -145,7 +145,9 @@ class Acceptance:
     ) -> None:
         """`prior`: the rate of a kind of which no token was compared. `memory`: weight that an observation keeps when
         the next one is made. `all_rows`: learns from this row too."""
-        self._prior, self._memory, self._all_rows = prior, memory, all_rows
+        self._prior = prior
+        self._memory = memory
+        self._all_rows = all_rows
         self._counts = dict[Kind, tuple[float, float]]()  # right ones, and all
 
     def of_row(self) -> "Acceptance":
