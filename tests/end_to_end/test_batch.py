@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion
 from sluice import Batch as BatchStatus
 from sluice import Client
 from sluice.contract import keys
+from sluice.contract.batch import NO_LINES
 from tests.batch.helpers import ids, line, read, write
 from tests.end_to_end.test_cli import Command
 from tests.support.stack import ROOT, Server, WorkerProcess
@@ -293,7 +294,7 @@ def test_who_has_read_enough_of_the_results_hears_no_complaint(sluice: Command, 
 
 
 def ended_run(**files: str) -> BatchStatus:
-    told: dict[str, Any] = {"input_file_id": "in.jsonl", **files}
+    told: dict[str, Any] = {"input_file_id": "in.jsonl", "request_counts": NO_LINES, **files}
     return BatchStatus(id="batch_1", completion_window="24h", status="completed", created_at=1, **told)
 
 

@@ -458,7 +458,7 @@ def test_worker_that_cannot_start_says_why_and_exits_with_2(sluice: Command) -> 
         (("worker", "--model", "a", "b"), "", "b: unknown argument. See: sluice worker --help"),
         (("submit",), "", "either a message or --file"),
         (("submit", "--file", "nope.json"), "", "cannot read nope.json: No such file"),
-        (("submit", "--file", "-"), '{"messages": [}', "stdin is not JSON: Expecting value at line 1, column 15"),
+        (("submit", "--file", "-"), '{"messages": [}', "stdin is not JSON: Expecting value at line 1 column 15: '}'"),
         (("submit", "--file", "-"), '{"message": []}', "stdin is not a request: it must look like"),
         (("submit", "--file", "-"), '{"messages": [], "seed": 1e999}', "the job cannot be queued"),
     ],

@@ -1,5 +1,4 @@
 """The engine: in each step, prompt chunks within the step's time budget, then one decode of all running rows.
-
 admit      rows that outgrow their reservation first, then waiting requests that memory has room for
 prefill    plan the prompts' chunks, compute them, and let rows whose prompt is computed join the running ones
 decode     a token of every running row, or several that verify drafts; rows that end leave
