@@ -2,7 +2,7 @@
 
 from schemas.batch import BatchLine, BatchOutput
 from schemas.chat import ChatRequest
-from schemas.events import Event, FinalEvent
+from schemas.events import FinalEvent, JobEvent
 from schemas.explain import explain, field_of
 from schemas.result import ChatCompletion, CountResult
 from sluice.contract.batch import Batch
@@ -17,8 +17,8 @@ __all__ = [
     "ChatCompletion",
     "ChatRequest",
     "CountResult",
-    "Event",
     "FinalEvent",
+    "JobEvent",
     "explain",
     "field_of",
 ]

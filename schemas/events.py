@@ -21,7 +21,7 @@ from sluice.contract.events import (
 
 describe(Usage, Timings, JobError, Started, Progress, Delta, Resumed, Restarted, Finished, Failed, Cancelled)
 
-Event = Annotated[
+JobEvent = Annotated[
     Started | Progress | Delta | Resumed | Restarted | Finished | Failed | Cancelled,
     Field(discriminator="type"),
 ]

@@ -18,7 +18,7 @@ _ABOUT = (
 Mode = Literal["validation", "serialization"]
 _PARTS: dict[str, tuple[Any, Mode]] = {
     "Request": (schemas.ChatRequest, "validation"),
-    "Event": (schemas.Event, "serialization"),
+    "Event": (schemas.JobEvent, "serialization"),
     "Result": (schemas.ChatCompletion, "serialization"),
     "CountResult": (schemas.CountResult, "serialization"),
     "BatchLine": (schemas.BatchLine, "validation"),

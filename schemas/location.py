@@ -7,7 +7,7 @@ from typing import Any
 
 from schemas.chat import ChatRequest
 
-Schema = dict[str, Any]
+LocatedSchema = dict[str, Any]
 
 _MAX_QUOTED = 40
 
@@ -21,7 +21,7 @@ class ErrorLocation:
 
 
 @cache  # generating it takes 20 ms, which only a request with an error needs
-def _request() -> Schema:
+def _request() -> LocatedSchema:
     return ChatRequest.model_json_schema()
 
 
@@ -36,7 +36,7 @@ def locate(loc: tuple[int | str, ...]) -> ErrorLocation:
     return ErrorLocation(path, tuple(name for option in _options(here) for name in option.get("properties", ())))
 
 
-def _options(schema: Schema) -> list[Schema]:
+def _options(schema: LocatedSchema) -> list[LocatedSchema]:
     """Return the schemas that a value may match, with references resolved. A tagged union is one of them."""
     if "$ref" in schema:
         return _options(_request()["$defs"][schema["$ref"].removeprefix("#/$defs/")])
@@ -45,7 +45,7 @@ def _options(schema: Schema) -> list[Schema]:
     return [schema]
 
 
-def _chosen(schema: Schema, tag: int | str) -> Schema | None:
+def _chosen(schema: LocatedSchema, tag: int | str) -> LocatedSchema | None:
     """Return the member of a tagged union, or None if there is no such union."""
     for union in _options(schema):
         if tag in union.get("discriminator", {}).get("mapping", ()):
@@ -56,7 +56,7 @@ def _chosen(schema: Schema, tag: int | str) -> Schema | None:
     return None
 
 
-def _inside(schema: Schema, step: int | str) -> Schema:
+def _inside(schema: LocatedSchema, step: int | str) -> LocatedSchema:
     """Return the schema of a field or an item. Empty if any value is allowed, or none."""
     for option in _options(schema):
         found = option.get("items") if isinstance(step, int) else option.get("properties", {}).get(step)

@@ -34,7 +34,9 @@ def json_type(value: object) -> str | None:
 
 _STRING_OR_PARTS = Discriminator(json_type, "wrong_type", "must be a string or a list of parts")
 _StringContent = Annotated[Text, Tag("string")]
-Content = Annotated[_StringContent | Annotated[list[Part], Field(fail_fast=True), Tag("array")], _STRING_OR_PARTS]
+MessageContent = Annotated[
+    _StringContent | Annotated[list[Part], Field(fail_fast=True), Tag("array")], _STRING_OR_PARTS
+]
 TextContent = Annotated[
     _StringContent | Annotated[list[TextPart], Field(fail_fast=True), Tag("array")], _STRING_OR_PARTS
 ]
@@ -66,7 +68,7 @@ class DeveloperMessage(Strict):
 
 class UserMessage(Strict):
     role: Literal["user"]
-    content: Content
+    content: MessageContent
     name: Text | None = None
 
 

@@ -13,7 +13,7 @@ from sluice.contract.scripts import source
 from sluice.errors import CancelNotStored
 from sluice.transport.retries import Retries
 
-Outcome = Literal["cancelled", "requested", "ended"]
+CancelOutcome = Literal["cancelled", "requested", "ended"]
 
 _PER_CALL = 100  # queues, or jobs, in one call
 
@@ -25,7 +25,7 @@ class Cancellation:
         self._redis, self._retries = redis, retries
         self._script = redis.register_script(source("cancel"))
 
-    async def cancel(self, job_id: str) -> Outcome:
+    async def cancel(self, job_id: str) -> CancelOutcome:
         """Cancel one job; the outcomes are those of `Client.cancel`. Raises `CancelNotStored`."""
         call_id = _new_call_id()
         outcome, error = await self._cancel(job_id, [], call_id)
@@ -90,7 +90,7 @@ def _args(job_id: str | bytes, keep_ms: int | str, call_id: str = "") -> list[An
     return [job_id, keys.JOB_LIFE_S * 1000, keys.LOG_TTL_S * 1000, keys.RESULT_TTL_S * 1000, keep_ms, call_id]
 
 
-def _parse_outcome(outcome: bytes) -> Outcome:
+def _parse_outcome(outcome: bytes) -> CancelOutcome:
     match outcome:
         case b"cancelled":
             return "cancelled"

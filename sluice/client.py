@@ -11,11 +11,11 @@ from redis.asyncio import Redis
 
 from sluice.batch.options import WINDOW, RunOptions, RunPaths
 from sluice.batch.registry import BatchRegistry
-from sluice.cancellation import Cancellation, Outcome
+from sluice.cancellation import Cancellation, CancelOutcome
 from sluice.contract import keys
 from sluice.contract.batch import Batch, new_run_id
 from sluice.contract.events import Event
-from sluice.contract.keys import Function, Lane
+from sluice.contract.keys import JobFunction, Lane
 from sluice.dead_letters import DeadLetter, DeadLetters
 from sluice.errors import UnknownJob
 from sluice.presence import Attendances, Workers, serves
@@ -90,7 +90,7 @@ class Client:
         lane: Lane | None = None,
         id: str | None = None,
         wait_worker_s: float | None = None,
-        function: Function = "chat",
+        function: JobFunction = "chat",
         extra_keys: Sequence[ExtraKey] = (),
     ) -> Submitted:
         """Queue a chat: the body of an OpenAI chat completion, or only its messages. With "count" as `function`, its
@@ -172,7 +172,7 @@ class Client:
         async with asyncio.timeout(timeout):
             return await self._results.wait(job_id)
 
-    async def cancel(self, job_id: str) -> Outcome:
+    async def cancel(self, job_id: str) -> CancelOutcome:
         """Cancel a job and return the outcome.
 
         "cancelled": the job was still queued and has ended, with or without a live worker. "requested": the job runs,
@@ -270,16 +270,16 @@ class Client:
     async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:
         """Copy a file into the folder that is the workers' SLUICE_BATCH_DIR; they run it at its scheduled time. Raises
         OSError."""
-        from sluice.batch.folder import Folder, submit
+        from sluice.batch.folder import RunFolder, submit
 
-        return await submit(self._redis, Folder(Path(folder).absolute()), Path(input))
+        return await submit(self._redis, RunFolder(Path(folder).absolute()), Path(input))
 
     async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:
         """Make one pass over such a folder: resume its runs, and start the files of the inbox if `take`. Returns when
         these runs have ended. `models` is the model mapping of new runs, as for `batch`. Raises OSError."""
-        from sluice.batch.folder import Folder, feed
+        from sluice.batch.folder import RunFolder, feed
 
-        await feed(self._redis, Folder(Path(folder).absolute()), take=take, models=models)
+        await feed(self._redis, RunFolder(Path(folder).absolute()), take=take, models=models)
 
     async def batch_status(self, batch_id: str) -> Batch:
         """Return the status of a run, whichever host feeds it. Raises `UnknownBatch`."""

@@ -28,7 +28,7 @@ class DeadLetter:
     body: str  # arq's serialized job, as it was queued
 
     @property
-    def function(self) -> keys.Function:
+    def function(self) -> keys.JobFunction:
         """The kind of the job: `count` for a token count, `chat` for all others."""
         match json.loads(self.body):
             case {"f": "count"}:

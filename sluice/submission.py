@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
 from sluice.contract import keys
-from sluice.contract.keys import Function, Lane
+from sluice.contract.keys import JobFunction, Lane
 from sluice.contract.refusals import is_full
 from sluice.contract.scripts import source
 from sluice.errors import NoWorker, QueueFull, ServerFull
@@ -61,7 +61,7 @@ class NewJob:
     request: dict[str, Any]
     model: str
     lane: Lane
-    function: Function = "chat"
+    function: JobFunction = "chat"
     extra_keys: Sequence[ExtraKey] = ()
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ def new_job(
     lane: Lane | None = None,
     *,
     id: str | None = None,
-    function: Function = "chat",
+    function: JobFunction = "chat",
     extra_keys: Sequence[ExtraKey] = (),
 ) -> NewJob:
     """Return the job for a request or only its messages, with a random id and the request's lane unless given."""

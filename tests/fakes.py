@@ -15,7 +15,7 @@ from worker.queue.job.job import Job, JobResult
 from worker.request import GenerationRequest
 from worker.settings import Settings
 from worker.text.codec import TextCodec
-from worker.text.tokenizer import Conversation
+from worker.text.tokenizer import TemplateMessages
 
 PLAIN_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -74,8 +74,8 @@ class ByteTokenizer:
         return b"".join(self.vocab[token] for token in ids).decode("utf-8", "replace")
 
     def render(
-        self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any],
-        images: Mapping[str, str] | None = None,
+        self, conversation: TemplateMessages, *, tools: list[dict[str, Any]], continues: bool,
+        variables: dict[str, Any], images: Mapping[str, str] | None = None,
     ) -> str:  # fmt: skip
         self.threads.add(threading.current_thread())
         template = Environment().from_string(self.template)

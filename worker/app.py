@@ -32,7 +32,7 @@ from worker.settings import Settings
 if TYPE_CHECKING:
     from worker.batch_dir import BatchDirectory
     from worker.chat.context import WorkerContext
-    from worker.chat.warm import Body, Warmed
+    from worker.chat.warm import WarmBody, Warmed
     from worker.engine.model.load import Model
     from worker.engine.thread import EngineThread
     from worker.queue.worker import QueueWorker
@@ -121,7 +121,7 @@ async def _serve(
     logger.info("stopped")
 
 
-def _to_warm(settings: Settings) -> "list[Body]":
+def _to_warm(settings: Settings) -> "list[WarmBody]":
     """Return the requests whose prompts are computed at the start. Raises `CannotStart`."""
     if settings.prefix_warm is None:
         return []
@@ -134,7 +134,7 @@ def _to_warm(settings: Settings) -> "list[Body]":
 
 
 @asynccontextmanager
-async def _warming(engine: "EngineThread", context: "WorkerContext", bodies: "list[Body]") -> AsyncIterator[None]:
+async def _warming(engine: "EngineThread", context: "WorkerContext", bodies: "list[WarmBody]") -> AsyncIterator[None]:
     """Compute these prompts beside the block, until it ends."""
     if not bodies:
         yield

@@ -16,14 +16,14 @@ class HasBytes(Protocol):
 T = TypeVar("T", bound=HasBytes)
 
 
-Evicted = tuple[str, bytes, T]  # namespace, digest, value
+EvictedValue = tuple[str, bytes, T]  # namespace, digest, value
 
 
 class ByteLRU(Generic[T]):
     """LRU cache by namespace and digest. Not thread-safe."""
 
     def __init__(
-        self, max_bytes: int, on_evict: Callable[[Sequence[Evicted[T]]], object] = lambda evicted: None
+        self, max_bytes: int, on_evict: Callable[[Sequence[EvictedValue[T]]], object] = lambda evicted: None
     ) -> None:
         """`max_bytes`: the upper limit of `set_limit`, and the limit at first. `on_evict`: receives what is evicted at
         once, the least recently used first."""
@@ -55,7 +55,7 @@ class ByteLRU(Generic[T]):
         self._shrink()
 
     def _shrink(self) -> None:
-        evicted = list[Evicted[T]]()
+        evicted = list[EvictedValue[T]]()
         while self.nbytes > self._limit:
             (namespace, digest), value = self._entries.popitem(last=False)
             self.nbytes -= value.nbytes

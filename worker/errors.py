@@ -49,7 +49,7 @@ def context_exceeded(context: int, size: str) -> JobFailure:
     )
 
 
-class Cancelled(Exception):
+class CancelJob(Exception):
     """Ends the job as `cancelled`. `reason` is sent in the final event."""
 
     def __init__(self, reason: str) -> None:

@@ -8,7 +8,7 @@ from random import Random
 from scripts.simulation.arrivals import Arrival, Request
 from scripts.simulation.costs import Costs
 from scripts.simulation.policies import Planner
-from worker.engine.step.cost import Chunk, Forward
+from worker.engine.step.cost import Forward, PromptChunk
 
 MAX_ROWS = 32
 NOISE = 0.04  # standard deviation of the logarithm of a forward's seconds
@@ -149,7 +149,7 @@ class Machine:
         for row, chunk in zip(rows, forward.chunks, strict=True):
             self._advance(row, chunk)
 
-    def _advance(self, row: Request, chunk: Chunk) -> None:
+    def _advance(self, row: Request, chunk: PromptChunk) -> None:
         row.done += chunk.tokens
         if chunk.joins:
             seconds = self._noisy(self._costs.overheads.join_s)

@@ -6,7 +6,7 @@ from math import inf
 
 from scripts.simulation.arrivals import Request
 from scripts.simulation.costs import Costs
-from worker.engine.step.budget import Running
+from worker.engine.step.budget import DecodingRows
 from worker.engine.step.cost import CostEstimate, Forward
 from worker.engine.step.plan import Order, PromptState, StepLimits, in_order
 from worker.engine.step.planner import StepPlanner
@@ -124,7 +124,7 @@ class Planner:
         added_s = rows.added_step_s(0)
         return self._steps.plan([self._state_of(request, now_s, added_s) for request in waiting], rows, 0.0, MAX_CHUNK)
 
-    def _limits(self, found: StepLimits, rows: Running) -> StepLimits:
+    def _limits(self, found: StepLimits, rows: DecodingRows) -> StepLimits:
         """Return the worker's limits, as far as the policy has none of its own."""
         if not self.policy.large:
             found = replace(found, shared_s=0.0)

@@ -17,12 +17,12 @@ from sluice.batch.files import LineResult, ResultFiles
 from sluice.batch.job_store import JobStore, StoredJob
 from sluice.batch.source import Line, Source
 from sluice.batch.transitions import (
-    JobCancelled,
     JobEnded,
     JobGone,
     JobQueued,
     JobRejected,
     JobToRetry,
+    JobWasCancelled,
     LineAction,
     LineError,
     LineEvent,
@@ -86,7 +86,7 @@ class InFlightLine:
                 self.due = time.monotonic() + wait_s
             case LineAction.CLOSE, RunEnded(error):
                 self.run_error = error
-            case LineAction.RECORD, JobEnded(outcome) | JobCancelled(outcome) | RunEnded(outcome):
+            case LineAction.RECORD, JobEnded(outcome) | JobWasCancelled(outcome) | RunEnded(outcome):
                 return outcome
             case LineAction.RECORD_RUN_ERROR, _:
                 return self.run_error
@@ -259,7 +259,7 @@ def _job_event(stored: StoredJob, entry: InFlightLine) -> LineEvent | None:
         case {"type": "failed", "error": dict(error)}:
             return _failure_event(error, entry.failures)
         case {"type": "cancelled", "reason": str(reason)}:
-            return JobCancelled(_line_error("cancelled", cancelled_sentence(reason), errors.JobCancelled(reason)))
+            return JobWasCancelled(_line_error("cancelled", cancelled_sentence(reason), errors.JobCancelled(reason)))
         case {"choices": [dict(choice), *_]} if entry.wants_json and (problem := _json_problem(choice)):
             return JobEnded(LineError("answer_not_json", problem, 200, stored.result))
     return JobEnded(stored.result)

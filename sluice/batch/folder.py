@@ -27,7 +27,7 @@ _SETTLED_S = 2.0  # a file that has not changed for this long is complete
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class RunFolder:
     """Paths of a folder of runs."""
 
     root: Path
@@ -67,7 +67,7 @@ def run_paths(run_dir: Path) -> RunPaths:
     return RunPaths(run_dir / "input.jsonl", run_dir / "output.jsonl", run_dir / "errors.jsonl", run_dir / "run")
 
 
-async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
+async def submit(redis: Redis, folder: RunFolder, file: Path) -> Batch:
     """Copy a file into the inbox, where it appears only when complete, and return the new run's status. Raises OSError,
     also if the folder does not exist, since its name may be misspelt, or `ServerUnreachable` if the status cannot be
     stored."""
@@ -87,7 +87,7 @@ async def submit(redis: Redis, folder: Folder, file: Path) -> Batch:
     return batch
 
 
-async def feed(redis: Redis, folder: Folder, *, take: bool, models: Mapping[str, str]) -> None:
+async def feed(redis: Redis, folder: RunFolder, *, take: bool, models: Mapping[str, str]) -> None:
     """Make one pass: with `take`, start the files of the inbox; then run each run in `running` that no other process
     feeds, the oldest first and up to eight at once. Return when they have ended.
 
@@ -109,7 +109,7 @@ async def feed(redis: Redis, folder: Folder, *, take: bool, models: Mapping[str,
             group.create_task(feed_run(file.parent))
 
 
-async def _resume(redis: Redis, folder: Folder, run_dir: Path, models: Mapping[str, str]) -> None:
+async def _resume(redis: Redis, folder: RunFolder, run_dir: Path, models: Mapping[str, str]) -> None:
     if not run_paths(run_dir).input.exists():
         return  # another feeder has moved it, or is moving it here
     try:
@@ -123,7 +123,7 @@ async def _resume(redis: Redis, folder: Folder, run_dir: Path, models: Mapping[s
         logger.error("%s waits for the next pass: %s", run_dir.name, error)
 
 
-async def _feed(redis: Redis, folder: Folder, run_dir: Path, state: StateFile, models: Mapping[str, str]) -> None:
+async def _feed(redis: Redis, folder: RunFolder, run_dir: Path, state: StateFile, models: Mapping[str, str]) -> None:
     saved = state.load()
     batch = saved.batch if saved else None
     if batch is None or not batch.ended:
@@ -175,7 +175,7 @@ def _moved(batch: Batch, new: Path) -> Batch:
     )
 
 
-def _take(folder: Folder, file: Path) -> None:
+def _take(folder: RunFolder, file: Path) -> None:
     keeps_id = is_run_id(file.stem) and not folder.has(file.stem)
     run_dir = folder.running / (file.stem if keeps_id else new_run_id(file.stem))
     run_dir.mkdir(exist_ok=True)

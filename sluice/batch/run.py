@@ -19,7 +19,7 @@ from sluice.batch.job_store import JobStore
 from sluice.batch.options import DEFAULT_WINDOW, RunOptions, RunPaths, parse_window
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.served import describe_unserved, describe_unused, give_options, set_mapping
-from sluice.batch.source import Line, Scan, Source, sorted_for_reuse
+from sluice.batch.source import FileScan, Line, Source, sorted_for_reuse
 from sluice.batch.transitions import RunAction, RunEvent, run_step
 from sluice.contract.batch import NO_LINES, Batch, BatchDetails, BatchState, Problem, Problems, RequestCounts
 from sluice.errors import BatchRefused
@@ -180,7 +180,7 @@ class Run:
                     await self._feed(source, scan.lines, results)
         return self._saved.batch
 
-    def _report_unused(self, scan: Scan) -> None:
+    def _report_unused(self, scan: FileScan) -> None:
         if (
             not self._options.models_from_setting
             and not scan.problems
@@ -188,7 +188,7 @@ class Run:
         ):
             logger.warning("%s", message)
 
-    async def _check_served(self, scan: Scan) -> tuple[Problem, ...]:
+    async def _check_served(self, scan: FileScan) -> tuple[Problem, ...]:
         """Return a problem if the file is to be refused for a model without a worker; otherwise only log a warning."""
         served = await Workers(self._redis, self._retries, waits_out_outages=True).models()
         mapped = {name: to for name, to in self._saved.models.items() if name == "*" or name in scan.named_models}

@@ -37,7 +37,7 @@ class Line:
 
 
 @dataclass(slots=True)
-class Scan:
+class FileScan:
     """The contents of a file. If there are problems, no line is run."""
 
     lines: list[Line] = field(default_factory=list)
@@ -97,9 +97,9 @@ class Source:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def scan(self) -> Scan:
+    def scan(self) -> FileScan:
         """Check every line, in file order. Blocks while it reads the file."""
-        found, first_lines = Scan(), dict[bytes, int]()
+        found, first_lines = FileScan(), dict[bytes, int]()
         if (size := os.fstat(self._file.fileno()).st_size) > MAX_BYTES:
             found.add(Problem("file_too_large", f"the file is {size:,} bytes; the limit is {MAX_BYTES:,}."))
             return found

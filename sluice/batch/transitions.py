@@ -125,7 +125,7 @@ class JobToRetry:
 
 
 @dataclass(frozen=True, slots=True)
-class JobCancelled:
+class JobWasCancelled:
     """The job was cancelled, by the run itself or by another client."""
 
     error: LineError
@@ -145,7 +145,7 @@ class RunEnded:
     error: LineError
 
 
-LineEvent = JobQueued | JobRejected | JobGone | JobToRetry | JobCancelled | JobEnded | RunEnded
+LineEvent = JobQueued | JobRejected | JobGone | JobToRetry | JobWasCancelled | JobEnded | RunEnded
 
 
 class LineAction(Enum):
@@ -173,12 +173,12 @@ LINE_STEPS: Mapping[tuple[LineState, type[LineEvent]], LineStep] = {
     (LineState.WAITING, RunEnded): LineStep(LineState.ENDED, LineAction.RECORD),
     (LineState.QUEUED, JobGone): LineStep(LineState.WAITING, LineAction.RETRY),
     (LineState.QUEUED, JobToRetry): LineStep(LineState.WAITING, LineAction.RETRY),
-    (LineState.QUEUED, JobCancelled): LineStep(LineState.ENDED, LineAction.RECORD),
+    (LineState.QUEUED, JobWasCancelled): LineStep(LineState.ENDED, LineAction.RECORD),
     (LineState.QUEUED, JobEnded): LineStep(LineState.ENDED, LineAction.RECORD),
     (LineState.QUEUED, RunEnded): LineStep(LineState.CLOSING, LineAction.CLOSE),
     (LineState.CLOSING, JobGone): LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
     (LineState.CLOSING, JobToRetry): LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
-    (LineState.CLOSING, JobCancelled): LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
+    (LineState.CLOSING, JobWasCancelled): LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
     (LineState.CLOSING, JobEnded): LineStep(LineState.ENDED, LineAction.RECORD),
     (LineState.CLOSING, RunEnded): LineStep(LineState.ENDED, LineAction.RECORD),
 }

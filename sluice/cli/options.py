@@ -10,7 +10,7 @@ from sluice.contract.keys import Lane
 RedisUrl = Annotated[
     str, typer.Option("--redis-url", metavar="URL", envvar="SLUICE_REDIS_URL", help="URL of the Redis server.")
 ]
-Model = Annotated[
+ModelName = Annotated[
     str | None,
     typer.Option(
         "--model",

@@ -26,9 +26,9 @@ from sluice.http_errors import ErrorForm
 
 logger = logging.getLogger("sluice.gateway")
 
-Interface = Callable[[Gateway], Sequence[Route]]
+RoutesOf = Callable[[Gateway], Sequence[Route]]
 
-INTERFACES: Sequence[Interface] = (
+INTERFACES: Sequence[RoutesOf] = (
     chat.routes,
     responses.routes,
     messages.routes,

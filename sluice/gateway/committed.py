@@ -13,14 +13,14 @@ from sluice.gateway.messages.body import (
     AssistantBlock,
     ResultBlock,
     SystemBlock,
-    SystemMessage,
+    SystemTurn,
     UserBlock,
-    UserMessage,
+    UserTurn,
     fields_by_type,
 )
 from sluice.gateway.responses.conversation import HOSTED_CALLS, ITEMS
 
-Body = dict[str, Any]
+CommittedBody = dict[str, Any]
 
 
 _HINTS = ("cache_control", "prompt_cache_retention", "prompt_cache_options", "provider_specific_fields")
@@ -36,7 +36,7 @@ _BLOCKS = {role: fields_by_type(union) for role, union in (
 )}  # fmt: skip
 
 
-def chat(body: Body) -> tuple[Body, list[str]]:
+def chat(body: CommittedBody) -> tuple[CommittedBody, list[str]]:
     """Read the body of a chat completion."""
     ignored = _Ignored()
     read = ignored.without(body, _HINTS)
@@ -93,7 +93,7 @@ def _chat_part(part: Any, is_past: bool, ignored: "_Ignored") -> Any:
     return ignored.only(part, known, "content") if is_past else ignored.without(part, _HINTS, "content")
 
 
-def messages(body: Body) -> tuple[Body, list[str]]:
+def messages(body: CommittedBody) -> tuple[CommittedBody, list[str]]:
     """Read the body of Anthropic's Messages."""
     ignored = _Ignored()
     read = ignored.without(body, ("container",)) if body.get("container", "") is None else dict(body)
@@ -110,9 +110,9 @@ def _message(message: Any, is_past: bool, ignored: "_Ignored") -> Any:
     if not isinstance(message, dict):
         return message
     if message.get("role") == "system":
-        known = SystemMessage.model_fields
+        known = SystemTurn.model_fields
     else:
-        known = UserMessage.model_fields
+        known = UserTurn.model_fields
         message = ignored.without(message, ("output_config",), "messages")
     read = ignored.only(message, known, "messages") if is_past else message
     blocks = _BLOCKS.get(str(read.get("role")))
@@ -147,7 +147,7 @@ def _is_readable(block: Mapping[str, Any]) -> bool:
     return block.get("type") != "document"
 
 
-def _search_result(block: Mapping[str, Any], ignored: "_Ignored") -> Body:
+def _search_result(block: Mapping[str, Any], ignored: "_Ignored") -> CommittedBody:
     """Return the text of a search result that a client has found itself."""
     parts = block.get("content")
     found = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
@@ -155,7 +155,7 @@ def _search_result(block: Mapping[str, Any], ignored: "_Ignored") -> Body:
     return {"type": "text", "text": "\n".join(texts)} if texts else _said("search_result", ignored)
 
 
-def responses(body: Body) -> tuple[Body, list[str]]:
+def responses(body: CommittedBody) -> tuple[CommittedBody, list[str]]:
     """Read the body of a response. What hosted tools have left in its input is dropped later."""
     ignored = _Ignored()
     read = dict(body)
@@ -192,7 +192,7 @@ def _newest(messages: list[Any]) -> int:
     return 1 + max(answers, default=-1)
 
 
-def _said(kind: Any, ignored: "_Ignored") -> Body:
+def _said(kind: Any, ignored: "_Ignored") -> CommittedBody:
     """Return the text that stands for a part which is not read here."""
     name = kind[:40] if isinstance(kind, str) else "part"
     ignored.add(name)
@@ -223,11 +223,11 @@ class _Ignored:
             return value
         return self._kept(value, lambda name: name not in names, place)
 
-    def only(self, value: Mapping[str, Any], names: Collection[str], place: str) -> Body:
+    def only(self, value: Mapping[str, Any], names: Collection[str], place: str) -> CommittedBody:
         """Return an object with these fields alone."""
         return self._kept(value, lambda name: name in names, place)
 
-    def _kept(self, value: Mapping[str, Any], keeps: Callable[[str], bool], place: str) -> Body:
+    def _kept(self, value: Mapping[str, Any], keeps: Callable[[str], bool], place: str) -> CommittedBody:
         for name in value:
             if not keeps(name):
                 self.add(f"{place}.{name}" if place else name)

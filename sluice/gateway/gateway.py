@@ -18,14 +18,14 @@ from sluice.gateway.disconnect import unless_disconnected
 from sluice.gateway.errors import ApiError
 from sluice.gateway.idempotency import IdempotencyKeys
 from sluice.gateway.jobs.jobs import AnswerJobs, Jobs, StoredAnswer
-from sluice.gateway.jobs.submission import Submission
+from sluice.gateway.jobs.submission import JobSubmission
 from sluice.gateway.keys.limits import Limits
 from sluice.gateway.keys.store import KeyStore
-from sluice.gateway.monitoring.metrics import AnswerTimer, Metrics
+from sluice.gateway.monitoring.metrics import AnswerTimer, GatewayMetrics
 from sluice.gateway.protection.memory import Memory
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.threads import in_thread_if_long
-from sluice.gateway.workers import QueueWatch, Workers
+from sluice.gateway.workers import QueueWatch, ServedModels
 from sluice.presence import mapped_name
 from sluice.transport.retries import Retries
 
@@ -44,8 +44,8 @@ class Gateway:
         self.client = client
         self.settings = settings
         self.retries = Retries(client.redis, _OUTAGE_S)
-        self.workers = Workers(client, self.retries)
-        self.metrics = Metrics()
+        self.workers = ServedModels(client, self.retries)
+        self.metrics = GatewayMetrics()
         limits = Limits(client.redis, self.retries)
         self._authentication = (
             Authentication(KeyStore(settings.keys), limits, settings.max_connections_per_key) if settings.keys else None
@@ -55,7 +55,7 @@ class Gateway:
         queue_watch = QueueWatch(client, self.workers, settings.no_worker_s)
         counted = limits if settings.keys else None
         self.jobs = Jobs(client, self.retries, queue_watch, counted, settings.disconnect_grace_s)
-        self.submission = Submission(client, self.workers, settings, self.jobs)
+        self.submission = JobSubmission(client, self.workers, settings, self.jobs)
         self.draining = False
 
     @property

@@ -1,5 +1,5 @@
 """Tools of a request, as functions of the contract: custom tools become functions with one string, and namespaces are
-flattened. `Tools` restores both in a response, and `CustomCalls` in a chat completion."""
+flattened. `RequestTools` restores both in a response, and `CustomCalls` in a chat completion."""
 
 import json
 import re
@@ -33,7 +33,7 @@ _NAMESPACE_FIELDS = {"type", "name", "description", "tools"}
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CalledTool:
     """The tool that a function stands for."""
 
     name: str
@@ -42,7 +42,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Grammar:
+class InputGrammar:
     """The grammar of a custom tool's input. `param` is its place in the request."""
 
     syntax: str
@@ -56,18 +56,18 @@ class Grammar:
 
 
 @dataclass(frozen=True)
-class Tools:
+class RequestTools:
     """The tools of a request, by the names of their functions."""
 
     functions: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of the contract
-    targets: Mapping[str, Target] = field(default_factory=dict)
-    grammars: Mapping[str, Grammar] = field(default_factory=dict)  # of custom tools' inputs
+    targets: Mapping[str, CalledTool] = field(default_factory=dict)
+    grammars: Mapping[str, InputGrammar] = field(default_factory=dict)  # of custom tools' inputs
     offered: tuple[dict[str, Any], ...] = ()  # as the request has them, without hosted tools
     dropped: tuple[str, ...] = ()  # types of hosted tools
 
-    def target(self, function: str) -> Target:
+    def target(self, function: str) -> CalledTool:
         """Return the tool that a function stands for."""
-        return self.targets.get(function, Target(function))
+        return self.targets.get(function, CalledTool(function))
 
     def function(self, namespace: str | None, name: str) -> str:
         """Return the name of a tool's function, which need not be offered any more."""
@@ -80,10 +80,10 @@ class Tools:
         return {(target.namespace, target.name): function for function, target in newest_first}
 
 
-def read_tools(value: object) -> Tools:
+def read_tools(value: object) -> RequestTools:
     """Return the tools of a request. Raises `ApiError`."""
     if value is None:
-        return Tools()
+        return RequestTools()
     reader = _Reader()
     for param, tool in fields.entries(value, "tools"):
         reader.add(fields.mapping(tool, param), param)
@@ -118,14 +118,14 @@ class _Reader:
 
     def __init__(self) -> None:
         self._functions = dict[str, dict[str, Any]]()
-        self._targets = dict[str, Target]()
-        self._grammars = dict[str, Grammar]()
+        self._targets = dict[str, CalledTool]()
+        self._grammars = dict[str, InputGrammar]()
         self._offered = list[dict[str, Any]]()
         self._dropped = list[str]()
 
-    def tools(self) -> Tools:
+    def tools(self) -> RequestTools:
         """Return the tools read so far."""
-        return Tools(
+        return RequestTools(
             self._functions, self._targets, self._grammars, tuple(self._offered), tuple(dict.fromkeys(self._dropped))
         )
 
@@ -159,7 +159,7 @@ class _Reader:
         name = fields.text(tool.get("name"), f"{param}.name")
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", name):
             raise refusal(f"{param}.name", "it must have 1 to 128 letters, digits, '_', '-' or '.'.")
-        target = Target(name, namespace, kind == "custom")
+        target = CalledTool(name, namespace, kind == "custom")
         function = self._free_name(target, param)
         body = kinds[kind](tool, param, function)
         if about and not body.get("description"):
@@ -167,7 +167,7 @@ class _Reader:
         self._functions[function] = {"type": "function", "function": {"name": function, **body}}
         self._targets[function] = target
 
-    def _free_name(self, target: Target, param: str) -> str:
+    def _free_name(self, target: CalledTool, param: str) -> str:
         function = flattened(target.namespace, target.name)
         if function in self._targets and target.namespace is not None:
             function = _shortened(function, f"{target.namespace}\0{target.name}", always=True)
@@ -196,7 +196,7 @@ class _Reader:
         return _without_nulls(description=about or None, parameters=schema)
 
 
-def _read_grammar(value: object, param: str) -> Grammar | None:
+def _read_grammar(value: object, param: str) -> InputGrammar | None:
     """Return the grammar of a custom tool's input, or None for any text. Raises `ApiError`."""
     format, param = _unnested(fields.optional_mapping(value, param), param)
     if format.get("type", "text") == "text":
@@ -206,7 +206,7 @@ def _read_grammar(value: object, param: str) -> Grammar | None:
     definition = fields.text(format.get("definition"), f"{param}.definition")
     if len(definition) > MAX_DEFINITION:
         raise refusal(f"{param}.definition", f"it has more than {MAX_DEFINITION:,} characters; send a shorter one.")
-    return Grammar(fields.one_of(format.get("syntax"), ("lark", "regex"), f"{param}.syntax"), definition, param)
+    return InputGrammar(fields.one_of(format.get("syntax"), ("lark", "regex"), f"{param}.syntax"), definition, param)
 
 
 def _without_nulls(**values: Any) -> dict[str, Any]:
@@ -220,7 +220,7 @@ MAX_GRAMMAR_CHARACTERS = 20_000
 MAX_PATTERN_CHARACTERS = 40_000  # of their expressions; a worker compiles these
 
 
-def read_tool_choice(value: object, tools: Tools) -> dict[str, Any]:
+def read_tool_choice(value: object, tools: RequestTools) -> dict[str, Any]:
     """Return the fields `tools` and `tool_choice` of the chat completion. Raises `ApiError`: for a hosted tool that is
     forced, for a tool that is not offered, and for forced tools whose grammars cannot be enforced or are too long."""
     choice, functions = _read(value, tools)
@@ -233,7 +233,7 @@ def read_tool_choice(value: object, tools: Tools) -> dict[str, Any]:
     return {"tools": offered, **({} if choice is None else {"tool_choice": choice})}
 
 
-def _read(value: object, tools: Tools) -> tuple[Any, list[str]]:
+def _read(value: object, tools: RequestTools) -> tuple[Any, list[str]]:
     """Return the chat completion's choice, and the functions to offer."""
     if value is None or isinstance(value, str):
         return value if value is None else fields.one_of(value, _MODES, "tool_choice"), list(tools.functions)
@@ -250,7 +250,7 @@ def _read(value: object, tools: Tools) -> tuple[Any, list[str]]:
     return mode, [function for function in tools.functions if function in names]
 
 
-def _find(choice: dict[str, Any], param: str, tools: Tools) -> str:
+def _find(choice: dict[str, Any], param: str, tools: RequestTools) -> str:
     """Return the function of the tool that an object names. Raises `ApiError`."""
     kind = fields.text(choice.get("type"), f"{param}.type")
     if kind in HOSTED:
@@ -272,7 +272,7 @@ def _forced(choice: Any, functions: list[str]) -> frozenset[str]:
     return frozenset(functions if choice == "required" else ())
 
 
-def _patterns(forced: Iterable[str], tools: Tools) -> dict[str, str]:
+def _patterns(forced: Iterable[str], tools: RequestTools) -> dict[str, str]:
     """Return the regular expressions of the grammars of functions one of which must be called. Raises `ApiError` if a
     grammar has none, and if the grammars are many or long."""
     grammars = {function: tools.grammars[function] for function in forced if function in tools.grammars}
@@ -291,7 +291,7 @@ def _check_size(size: int, limit: int, unit: str) -> None:
         raise refusal("tools", f"{problem}, or use tool_choice 'auto'.")
 
 
-def _pattern(grammar: Grammar) -> str:
+def _pattern(grammar: InputGrammar) -> str:
     """Return the regular expression of a grammar. Raises `ApiError` if there is none for it."""
     pattern = grammar.pattern()
     if pattern is None:
@@ -309,7 +309,7 @@ def _held(tool: dict[str, Any], pattern: str | None) -> dict[str, Any]:
     return {**tool, "function": {**tool["function"], "parameters": {**schema, "properties": properties}}}
 
 
-def _dropped(tools: Tools) -> str:
+def _dropped(tools: RequestTools) -> str:
     return f"; {', '.join(tools.dropped)} run only at OpenAI" if tools.dropped else ""
 
 
@@ -374,7 +374,7 @@ def whole_input(arguments: str, so_far: str) -> str:
     return arguments
 
 
-def read_chat_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], Tools]:
+def read_chat_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], RequestTools]:
     """Return the body of a chat completion with functions in place of custom tools, of their calls in its history, and
     of a choice of allowed tools; and its tools, none if it has no custom ones. Raises `ApiError`."""
     read = dict(body)
@@ -383,7 +383,7 @@ def read_chat_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], Tools]:
     choice = body.get("tool_choice")
     is_ours = isinstance(choice, dict) and choice.get("type") in ("allowed_tools", "custom")
     if not is_ours and not any(map(_is_custom, _listed(body.get("tools")))):
-        return read, Tools()
+        return read, RequestTools()
     tools = read_tools(body.get("tools"))
     if tools.dropped:
         problem = f"{tools.dropped[0]} runs only at OpenAI; leave it out."
@@ -417,7 +417,7 @@ def _as_function(call: dict[str, Any]) -> dict[str, Any]:
 class CustomCalls:
     """Restores the calls of custom tools in one choice of a chat completion, from those of their functions."""
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: RequestTools) -> None:
         self._tools = tools
         self._written = dict[int, tuple[list[str], InputText]]()  # of the calls of custom tools that are open
 

@@ -32,7 +32,7 @@ POLL_S = 0.25  # between two checks for a worker, at least
 Worker = Mapping[str, str]  # the fields that a worker publishes
 
 
-class Workers:
+class ServedModels:
     """Answers which models are served, for any number of requests at once."""
 
     def __init__(self, client: Client, retries: Retries) -> None:
@@ -118,7 +118,7 @@ def no_worker(model: str) -> ApiError:
 class QueueWatch:
     """Checks waiting jobs. A job that starts before its first check costs a timer alone."""
 
-    def __init__(self, client: Client, workers: Workers, no_worker_s: float) -> None:
+    def __init__(self, client: Client, workers: ServedModels, no_worker_s: float) -> None:
         self._client, self._workers = client, workers
         self._no_worker_s = no_worker_s
         self._every_s = max(POLL_S, no_worker_s / 4)

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from sluice import Batch, Client
 from sluice.batch.lines import Models
-from sluice.batch.source import Scan, Source
+from sluice.batch.source import FileScan, Source
 from tests.fakes import FakeChat
 from tests.queue.helpers import until
 from worker.errors import JobFailure
@@ -41,7 +41,7 @@ def write(path: Path, *lines: Mapping[str, Any]) -> Path:
     return path
 
 
-def scan(path: Path, models: Models = ANY) -> Scan:
+def scan(path: Path, models: Models = ANY) -> FileScan:
     with Source(path, models) as source:
         return source.scan()
 

@@ -12,30 +12,30 @@ from redis.asyncio import Redis
 from sluice import Batch, Client
 from sluice.batch import folder as folders
 from sluice.batch.files import StateFile
-from sluice.batch.folder import Folder
+from sluice.batch.folder import RunFolder
 from tests.batch.helpers import ANY, Chat, ids, says, write
 from tests.queue.helpers import until
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    made = Folder(tmp_path / "runs")
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "runs")
     made.make()
     return made
 
 
-def put(folder: Folder, name: str, *custom_ids: str, age_s: float = 60, **more: object) -> Path:
+def put(folder: RunFolder, name: str, *custom_ids: str, age_s: float = 60, **more: object) -> Path:
     file = write(folder.inbox / name, *(says(custom_id, **more) for custom_id in custom_ids))
     then = time.time() - age_s
     os.utime(file, (then, then))
     return file
 
 
-async def feed(client: Client, folder: Folder, *, take: bool = True) -> None:
+async def feed(client: Client, folder: RunFolder, *, take: bool = True) -> None:
     await client.feed_batches(folder.root, take=take, models=ANY)
 
 
-def there(folder: Folder) -> dict[str, list[str]]:
+def there(folder: RunFolder) -> dict[str, list[str]]:
     """Return the names of runs and files in each subfolder, without the random part of an id."""
     parts = (folder.inbox, folder.running, folder.done, folder.failed)
     return {part.name: sorted(_stem(path.name) for path in part.iterdir()) for part in parts if any(part.iterdir())}
@@ -45,7 +45,7 @@ def _stem(name: str) -> str:
     return name.removeprefix("batch_").rpartition("_")[0] or name
 
 
-async def test_a_file_in_the_inbox_is_taken_fed_and_done(client: Client, chat: Chat, folder: Folder) -> None:
+async def test_a_file_in_the_inbox_is_taken_fed_and_done(client: Client, chat: Chat, folder: RunFolder) -> None:
     put(folder, "report.jsonl", "a", "b")
     await feed(client, folder, take=False)
     assert there(folder) == {"inbox": ["report.jsonl"]}
@@ -58,7 +58,7 @@ async def test_a_file_in_the_inbox_is_taken_fed_and_done(client: Client, chat: C
     assert sorted(ids(home / "output.jsonl")) == ["a", "b"]
 
 
-async def test_who_hears_of_the_end_finds_the_answers(client: Client, chat: Chat, folder: Folder) -> None:
+async def test_who_hears_of_the_end_finds_the_answers(client: Client, chat: Chat, folder: RunFolder) -> None:
     submitted = await client.submit_batch(put(folder, "../in.jsonl", "a"), folder.root)
     feeding = asyncio.create_task(feed(client, folder))
     events = [batch async for batch in client.batch_events(submitted.id)]
@@ -68,7 +68,7 @@ async def test_who_hears_of_the_end_finds_the_answers(client: Client, chat: Chat
 
 
 async def test_a_submitted_file_keeps_the_id_that_its_submit_said(
-    client: Client, chat: Chat, folder: Folder, tmp_path: Path
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path
 ) -> None:
     submitted = await client.submit_batch(write(tmp_path / "my file.jsonl", says("a")), folder.root)
     assert (submitted.status, submitted.id.startswith("batch_my-file_")) == ("validating", True)
@@ -79,7 +79,7 @@ async def test_a_submitted_file_keeps_the_id_that_its_submit_said(
     assert [path.name for path in folder.done.iterdir()] == [submitted.id]
 
 
-async def test_an_id_that_comes_again_gets_another(client: Client, chat: Chat, folder: Folder) -> None:
+async def test_an_id_that_comes_again_gets_another(client: Client, chat: Chat, folder: RunFolder) -> None:
     name = "batch_again_0123456789ab"
     for custom_id in ("a", "b"):
         put(folder, f"{name}.jsonl", custom_id)
@@ -88,7 +88,7 @@ async def test_an_id_that_comes_again_gets_another(client: Client, chat: Chat, f
     assert len(list(folder.done.iterdir())) == 2
 
 
-async def test_a_run_that_waits_can_be_cancelled(client: Client, chat: Chat, folder: Folder, tmp_path: Path) -> None:
+async def test_a_run_that_waits_can_be_cancelled(client: Client, chat: Chat, folder: RunFolder, tmp_path: Path) -> None:
     submitted = await client.submit_batch(write(tmp_path / "in.jsonl", says("a")), folder.root)
     await client.cancel_batch(submitted.id)
     await feed(client, folder)
@@ -96,7 +96,7 @@ async def test_a_run_that_waits_can_be_cancelled(client: Client, chat: Chat, fol
     assert (there(folder), chat.began) == ({"failed": ["in"]}, [])
 
 
-async def test_a_bad_file_ends_in_failed_and_the_next_is_run(client: Client, chat: Chat, folder: Folder) -> None:
+async def test_a_bad_file_ends_in_failed_and_the_next_is_run(client: Client, chat: Chat, folder: RunFolder) -> None:
     put(folder, "bad.jsonl", "a", "a", age_s=100)
     put(folder, "good.jsonl", "a")
     await feed(client, folder)
@@ -105,7 +105,7 @@ async def test_a_bad_file_ends_in_failed_and_the_next_is_run(client: Client, cha
 
 
 async def test_files_are_taken_oldest_first(
-    client: Client, chat: Chat, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    client: Client, chat: Chat, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folders, "_MAX_CONCURRENT_RUNS", 1)
     for k in (2, 3, 1):
@@ -115,7 +115,7 @@ async def test_files_are_taken_oldest_first(
 
 
 async def test_a_run_whose_model_nobody_serves_holds_up_no_other_and_the_log_names_the_setting(
-    client: Client, chat: Chat, folder: Folder, caplog: pytest.LogCaptureFixture
+    client: Client, chat: Chat, folder: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(folder, "early.jsonl", "a", age_s=100, model="nobody")
     put(folder, "late.jsonl", "b")
@@ -128,7 +128,7 @@ async def test_a_run_whose_model_nobody_serves_holds_up_no_other_and_the_log_nam
 
 
 async def test_a_run_with_a_file_in_it_that_no_run_wrote_ends_as_failed(
-    client: Client, chat: Chat, folder: Folder
+    client: Client, chat: Chat, folder: RunFolder
 ) -> None:
     for name, file in ("batch_one_0123456789ab", "run"), ("batch_two_0123456789ab", "output.jsonl"):
         home = folder.running / name
@@ -144,7 +144,7 @@ async def test_a_run_with_a_file_in_it_that_no_run_wrote_ends_as_failed(
 
 
 async def test_a_file_that_is_still_written_is_left(
-    client: Client, chat: Chat, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    client: Client, chat: Chat, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folders, "_SETTLED_S", 1.0)
     for name in (".hidden.jsonl", "half.jsonl.part", "half.tmp", "notes.txt"):
@@ -160,7 +160,7 @@ async def test_a_file_that_is_still_written_is_left(
 
 
 async def test_a_run_that_nobody_feeds_is_gone_on_with_by_the_models_it_began_with(
-    client: Client, chat: Chat, folder: Folder
+    client: Client, chat: Chat, folder: RunFolder
 ) -> None:
     put(folder, "in.jsonl", *(f"r{k}" for k in range(40)))
     feeding = asyncio.create_task(feed(client, folder))
@@ -178,7 +178,7 @@ async def leave_pass(task: "asyncio.Task[None]") -> None:
     await asyncio.wait([task])
 
 
-async def test_a_run_that_somebody_feeds_is_let_be(client: Client, chat: Chat, folder: Folder) -> None:
+async def test_a_run_that_somebody_feeds_is_let_be(client: Client, chat: Chat, folder: RunFolder) -> None:
     home = folder.running / "batch_in_0123456789ab"
     home.mkdir()
     write(home / "input.jsonl", says("a"))
@@ -189,7 +189,7 @@ async def test_a_run_that_somebody_feeds_is_let_be(client: Client, chat: Chat, f
     assert there(folder) == {"done": ["in"]}
 
 
-async def test_of_many_feeders_each_file_is_taken_by_one(client: Client, chat: Chat, folder: Folder) -> None:
+async def test_of_many_feeders_each_file_is_taken_by_one(client: Client, chat: Chat, folder: RunFolder) -> None:
     for k in range(6):
         put(folder, f"{k}.jsonl", f"r{k}")
     await asyncio.gather(*(feed(client, folder) for _ in range(4)))
@@ -199,7 +199,7 @@ async def test_of_many_feeders_each_file_is_taken_by_one(client: Client, chat: C
 
 
 async def test_an_end_that_nobody_was_told_of_is_made_good_by_the_next_pass(
-    client: Client, db: Redis, chat: Chat, folder: Folder
+    client: Client, db: Redis, chat: Chat, folder: RunFolder
 ) -> None:
     put(folder, "in.jsonl", "a")
     await feed(client, folder)
@@ -216,14 +216,14 @@ async def test_an_end_that_nobody_was_told_of_is_made_good_by_the_next_pass(
     assert len(chat.began) == 1
 
 
-async def test_what_is_no_run_is_let_be(client: Client, folder: Folder) -> None:
+async def test_what_is_no_run_is_let_be(client: Client, folder: RunFolder) -> None:
     (folder.running / "notes.txt").write_text("hello")
     (folder.running / "empty").mkdir()
     await feed(client, folder)
     assert there(folder) == {"running": ["empty", "notes.txt"]}
 
 
-async def test_an_input_that_changed_while_the_run_lay_ends_it(client: Client, chat: Chat, folder: Folder) -> None:
+async def test_an_input_that_changed_while_the_run_lay_ends_it(client: Client, chat: Chat, folder: RunFolder) -> None:
     put(folder, "in.jsonl", "a", then="hang")
     feeding = asyncio.create_task(feed(client, folder))
     await until(lambda: bool(chat.running))
@@ -237,7 +237,7 @@ async def test_an_input_that_changed_while_the_run_lay_ends_it(client: Client, c
 
 
 async def test_what_is_no_file_stays_in_the_inbox_and_is_named(
-    client: Client, chat: Chat, folder: Folder, caplog: pytest.LogCaptureFixture
+    client: Client, chat: Chat, folder: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder.inbox / "folder.jsonl").mkdir()
     os.mkfifo(folder.inbox / "pipe.jsonl")

@@ -12,7 +12,7 @@ from sluice import Batch, Client
 from sluice.batch import run
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.run import Run
-from sluice.batch.source import Scan, Source
+from sluice.batch.source import FileScan, Source
 from sluice.contract import keys
 from sluice.contract.batch import NO_LINES, BatchState
 from tests.batch.helpers import Chat, leave, says, started, write
@@ -64,10 +64,10 @@ async def test_a_run_that_only_reads_its_file_is_heard_of(
     monkeypatch.setattr(run, "_TOUCH_EVERY_S", 0.02)
     reading, read_on = threading.Event(), threading.Event()
 
-    def slow(self: Source) -> Scan:
+    def slow(self: Source) -> FileScan:
         reading.set()
         read_on.wait(10)
-        return Scan()
+        return FileScan()
 
     monkeypatch.setattr(Source, "scan", slow)
     task = asyncio.create_task(client.batch(write(tmp_path / "in.jsonl", says("a")), out))

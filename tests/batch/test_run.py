@@ -19,7 +19,7 @@ from sluice.batch import dispatcher, files, run
 from sluice.batch.files import StateFile
 from sluice.batch.job_store import JobStore
 from sluice.batch.registry import BatchRegistry
-from sluice.batch.source import Scan, Source, prefix_key
+from sluice.batch.source import FileScan, Source, prefix_key
 from sluice.contract import keys
 from sluice.contract.batch import NO_LINES
 from tests.batch.helpers import ANY, Chat, holds, ids, leave, left, line, read, says, started, write
@@ -323,10 +323,10 @@ async def test_a_run_that_was_left_while_its_file_was_read_goes_on_as_the_same_r
 ) -> None:
     many, started_reading = write(tmp_path / "in.jsonl", says("a", model="gpt-4o-mini")), threading.Event()
 
-    def slow(self: Source) -> Scan:
+    def slow(self: Source) -> FileScan:
         started_reading.set()
         time.sleep(0.1)
-        return Scan()
+        return FileScan()
 
     with monkeypatch.context() as patched:
         patched.setattr(Source, "scan", slow)

@@ -12,12 +12,12 @@ from sluice.batch.source import Line
 from sluice.batch.transitions import (
     LINE_STEPS,
     RUN_STEPS,
-    JobCancelled,
     JobEnded,
     JobGone,
     JobQueued,
     JobRejected,
     JobToRetry,
+    JobWasCancelled,
     LineAction,
     LineError,
     LineEvent,
@@ -38,7 +38,7 @@ EVENTS: tuple[LineEvent, ...] = (
     JobRejected(0.0),
     JobGone(0.0),
     JobToRetry(0.0),
-    JobCancelled(LineError("cancelled", "The job was cancelled.")),
+    JobWasCancelled(LineError("cancelled", "The job was cancelled.")),
     JobEnded(b"{}"),
     RunEnded(RUN_ERROR),
 )

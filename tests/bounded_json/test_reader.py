@@ -12,11 +12,11 @@ import pytest
 
 from worker.bounded_json import __main__ as child
 from worker.bounded_json.__main__ import answer, parse
-from worker.bounded_json.reader import SMALL_BYTES, Reader
+from worker.bounded_json.reader import SMALL_BYTES, BodyReader
 from worker.bounded_json.strict import MAX_BODY_VALUES, TOO_DEEP
 from worker.errors import JobFailure
 from worker.process.child import ChildCrashed, ChildFailed, Children
-from worker.process.frames import Frame, Kind, LimitExceeded, Limits
+from worker.process.frames import Frame, FrameKind, FrameLimits, LimitExceeded
 
 MEGABYTE = 1_000_000
 
@@ -27,7 +27,7 @@ def lists(count: int) -> bytes:
 
 async def refusal(body: bytes) -> JobFailure:
     with pytest.raises(JobFailure) as raised:
-        await Reader().parse(body, "interactive")
+        await BodyReader().parse(body, "interactive")
     return raised.value
 
 
@@ -36,7 +36,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The length of each body that a child process was given."""
     given, ask = list[int](), Children.ask
 
-    async def watched(children: Children, task: Any, body: bytes, limits: Limits) -> Frame:
+    async def watched(children: Children, task: Any, body: bytes, limits: FrameLimits) -> Frame:
         given.append(len(body))
         return await ask(children, task, body, limits)
 
@@ -54,7 +54,7 @@ async def test_more_values_than_a_worker_reads_are_refused_by_their_number(child
 
 async def test_as_many_values_as_a_worker_reads_are_read_without_a_process(children: list[int]) -> None:
     body = lists(MAX_BODY_VALUES // 2 - 2)
-    assert await Reader().parse(body, "interactive") == json.loads(body)
+    assert await BodyReader().parse(body, "interactive") == json.loads(body)
     assert children == []
 
 
@@ -71,7 +71,7 @@ async def test_as_many_values_as_a_worker_reads_are_read_without_a_process(child
 async def test_a_long_string_is_read_whole_whatever_is_in_it(text: str) -> None:
     for ascii_only in (True, False):
         body = json.dumps({"a": [text, 0.5, None, 10**30]}, ensure_ascii=ascii_only).encode()
-        assert await Reader().parse(body, "interactive") == {"a": [text, 0.5, None, 10**30]}
+        assert await BodyReader().parse(body, "interactive") == {"a": [text, 0.5, None, 10**30]}
 
 
 async def test_a_dear_body_that_is_wrong_is_refused_with_the_same_sentence() -> None:
@@ -135,7 +135,7 @@ DEAR = {
 
 @pytest.mark.parametrize("name", DEAR)
 async def test_sixteen_megabytes_take_the_event_loop_a_moment_at_a_time(name: str) -> None:
-    reading = asyncio.ensure_future(Reader().parse(DEAR[name], "interactive"))
+    reading = asyncio.ensure_future(BodyReader().parse(DEAR[name], "interactive"))
     longest_s, last = 0.0, time.thread_time()  # of this thread alone: the machine may be busy
     while not reading.done():
         await asyncio.sleep(0.001)
@@ -145,7 +145,7 @@ async def test_sixteen_megabytes_take_the_event_loop_a_moment_at_a_time(name: st
 
 
 async def test_a_dear_body_keeps_no_ordinary_one_and_no_other_lane_waiting(children: list[int]) -> None:
-    reader = Reader()
+    reader = BodyReader()
     dear = [asyncio.ensure_future(reader.parse(lists(MAX_BODY_VALUES), "batch")) for _ in range(3)]
     while not children:
         await asyncio.sleep(0.01)
@@ -159,7 +159,7 @@ async def test_a_dear_body_keeps_no_ordinary_one_and_no_other_lane_waiting(child
 
 
 async def test_large_work_leaves_the_event_loop_s_thread_and_small_work_does_not() -> None:
-    reader, ours = Reader(), threading.current_thread()
+    reader, ours = BodyReader(), threading.current_thread()
     assert await reader.run(threading.current_thread, size=SMALL_BYTES, lane="batch") is ours
     assert await reader.run(threading.current_thread, size=SMALL_BYTES + 1, lane="batch") is not ours
 
@@ -186,7 +186,7 @@ async def test_a_body_is_refused_by_the_reason_why_its_process_failed(
 
 
 async def test_tenants_take_turns_in_a_lanes_thread() -> None:
-    reader, go, order = Reader(), threading.Event(), list[str]()
+    reader, go, order = BodyReader(), threading.Event(), list[str]()
     size = SMALL_BYTES + 1
     works = [reader.run(go.wait, size=size, lane="interactive", tenant="greedy")]
     works += [reader.run(order.append, f"greedy {i}", size=size, lane="interactive", tenant="greedy") for i in range(5)]
@@ -201,13 +201,13 @@ async def test_tenants_take_turns_in_a_lanes_thread() -> None:
 async def test_a_tenants_dear_bodies_do_not_hold_up_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     order = list[int]()
 
-    async def noted(children: Children, task: Any, body: bytes, limits: Limits) -> Frame:
+    async def noted(children: Children, task: Any, body: bytes, limits: FrameLimits) -> Frame:
         order.append(len(body))
         await asyncio.sleep(0.01)
-        return Frame(Kind.ANSWER, None, marshal.dumps(None))
+        return Frame(FrameKind.ANSWER, None, marshal.dumps(None))
 
     monkeypatch.setattr(Children, "ask", noted)
-    reader, other = Reader(), lists(2 * MAX_BODY_VALUES)
+    reader, other = BodyReader(), lists(2 * MAX_BODY_VALUES)
     greedy = [
         asyncio.ensure_future(reader.parse(lists(MAX_BODY_VALUES + 1), "interactive", "greedy")) for _ in range(5)
     ]

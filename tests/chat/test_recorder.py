@@ -1,6 +1,6 @@
 import pytest
 
-from worker.chat.recorder import Pace
+from worker.chat.recorder import TokenPace
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from worker.chat.recorder import Pace
     ],
 )
 def test_a_rate_is_told_from_the_second_token_on(at: list[float], rate: float) -> None:
-    pace = Pace()
+    pace = TokenPace()
     for when in at:
         pace.count(when)
     assert pace.tokens_per_s() == rate

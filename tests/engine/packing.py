@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from worker.engine.step import planner
-from worker.engine.step.cost import Chunk, Forward
+from worker.engine.step.cost import Forward, PromptChunk
 from worker.engine.step.plan import PromptState, StepLimits
 
 CHUNKS = (5, 16, 3, 30)  # tokens, by step
@@ -39,8 +39,8 @@ def _forwards(waiting: list[PromptState], most: int) -> Iterator[Forward]:
             yield Forward((_chunk(row, min(most, row.remaining)),))
 
 
-def _chunk(row: PromptState, tokens: int) -> Chunk:
-    return Chunk(row.id, tokens, joins=tokens == row.remaining)
+def _chunk(row: PromptState, tokens: int) -> PromptChunk:
+    return PromptChunk(row.id, tokens, joins=tokens == row.remaining)
 
 
 def _uncut(row: PromptState) -> int:

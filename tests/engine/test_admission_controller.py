@@ -8,14 +8,14 @@ import mlx.core as mx
 
 from sluice.contract.keys import Lane
 from worker.engine.admission.classes import Decoding
-from worker.engine.admission.decision import Admit, Decision, Limits, Refuse
+from worker.engine.admission.decision import AdmissionLimits, Admit, Decision, Refuse
 from worker.engine.admission.grouping import StepCost
 from worker.engine.admission.plan import AdmissionPlan, plan_admission
 from worker.engine.admission_controller import AdmissionController, WaitingRequest
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.pending import PendingTokens
 from worker.engine.batch.row import Row
-from worker.engine.cache.slots import Snapshot
+from worker.engine.cache.slots import RowSnapshot
 from worker.engine.memory import NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
 from worker.engine.upstream.mlx_lm import KVCache
 from worker.request import GenerationRequest, PromptImage, SpecPrefillParams
@@ -37,7 +37,7 @@ def preempted(id: str, tokens: int, held: int = 100) -> WaitingRequest:
     layer = KVCache()
     layer.keys = layer.values = mx.zeros((1, 1, held, 125))
     layer.offset = held
-    kept = PreemptedRow(Row.of(sized(id, tokens, "batch")), Snapshot([layer], None), PendingTokens.known([1]))
+    kept = PreemptedRow(Row.of(sized(id, tokens, "batch")), RowSnapshot([layer], None), PendingTokens.known([1]))
     return WaitingRequest(kept.row.request, kept, preempted=True)
 
 
@@ -205,7 +205,7 @@ def test_row_in_prefill_is_counted_in_the_group_of_its_class() -> None:
     admission = AdmissionController(KILO, limit=10**9)
     rows = [admission.estimate(Row.of(sized("long", 2000)), 0), admission.estimate(Row.of(sized("short", 200)), None)]
     decoding = Decoding(StepCost(), [[900]], [[2000]])
-    planned = plan_admission([], rows, decoding, (200,), Limits(KILO, 10**9, 100))
+    planned = plan_admission([], rows, decoding, (200,), AdmissionLimits(KILO, 10**9, 100))
     assert planned.reservation.peak_bytes == KILO.peak_bytes([[2000], [200]])
 
 

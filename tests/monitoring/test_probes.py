@@ -13,7 +13,7 @@ import pytest
 from tests.scrape import scrape
 from tests.support.stack import free_port
 from worker.errors import CannotStart
-from worker.monitoring.health import Health, Heartbeat, Part
+from worker.monitoring.health import Health, HealthPart, Heartbeat
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes
 from worker.monitoring.serving import served_metrics
@@ -37,7 +37,7 @@ def told(port: int, path: str) -> tuple[int, dict[str, str]]:
     return answer.status, json.loads(body)
 
 
-def serving(parts: Mapping[str, Part], **pulses: Heartbeat) -> Health:
+def serving(parts: Mapping[str, HealthPart], **pulses: Heartbeat) -> Health:
     health = Health(60)
     health.set_checks(pulses, parts)
     return health

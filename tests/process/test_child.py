@@ -13,9 +13,9 @@ import pytest
 from tests.support.stack import ROOT
 from worker.errors import JobFailure
 from worker.process.child import Child, ChildCrashed, ChildFailed
-from worker.process.frames import Frame, Kind, LimitExceeded, Limits
+from worker.process.frames import Frame, FrameKind, FrameLimits, LimitExceeded
 
-LIMITS = Limits(cpu_s=20, address_bytes=1 << 40, wall_s=60.0)
+LIMITS = FrameLimits(cpu_s=20, address_bytes=1 << 40, wall_s=60.0)
 
 
 def pid(child: Child) -> int:
@@ -31,7 +31,7 @@ def child() -> Iterator[Child]:
 
 
 def test_a_process_answers_one_request_after_the_other(child: Child) -> None:
-    assert child.ask("echo", b"\x00\n\xff", LIMITS) == Frame(Kind.ANSWER, "echo", b"\x00\n\xff")
+    assert child.ask("echo", b"\x00\n\xff", LIMITS) == Frame(FrameKind.ANSWER, "echo", b"\x00\n\xff")
     first = pid(child)
     large = b"x" * 10_000_000
     assert child.ask("echo", large, LIMITS).body == large
@@ -39,7 +39,7 @@ def test_a_process_answers_one_request_after_the_other(child: Child) -> None:
 
 
 def test_the_last_of_several_answers_counts(child: Child) -> None:
-    assert child.ask("twice", b"x", LIMITS) == Frame(Kind.ANSWER, "second", b"x")
+    assert child.ask("twice", b"x", LIMITS) == Frame(FrameKind.ANSWER, "second", b"x")
 
 
 def test_a_refusal_is_raised_as_the_child_raised_it(child: Child) -> None:
@@ -82,7 +82,7 @@ def test_an_answer_counts_if_the_process_ends_while_it_looks_for_a_better_one(ch
 
 def test_a_process_that_takes_too_much_cpu_time_exceeds_its_limit(child: Child) -> None:
     with pytest.raises(LimitExceeded):
-        child.ask("spin", b"", Limits(cpu_s=1, address_bytes=1 << 40, wall_s=60.0))
+        child.ask("spin", b"", FrameLimits(cpu_s=1, address_bytes=1 << 40, wall_s=60.0))
 
 
 MEMORY = ["no memory", *(["fill"] if sys.platform == "linux" else [])]  # macOS does not limit address space
@@ -91,12 +91,12 @@ MEMORY = ["no memory", *(["fill"] if sys.platform == "linux" else [])]  # macOS 
 @pytest.mark.parametrize("task", MEMORY)
 def test_a_process_that_takes_too_much_memory_exceeds_its_limit(child: Child, task: str) -> None:
     with pytest.raises(LimitExceeded):
-        child.ask(task, b"", Limits(cpu_s=20, address_bytes=1 << 29, wall_s=60.0))
+        child.ask(task, b"", FrameLimits(cpu_s=20, address_bytes=1 << 29, wall_s=60.0))
 
 
 def test_each_request_has_its_own_limits(child: Child) -> None:
     for limit in (1 << 30, 1 << 40, 1 << 31):
-        assert child.ask("echo", b"", Limits(cpu_s=1, address_bytes=limit, wall_s=60.0)).head == "echo"
+        assert child.ask("echo", b"", FrameLimits(cpu_s=1, address_bytes=limit, wall_s=60.0)).head == "echo"
 
 
 def test_a_process_that_sends_something_else_is_ended() -> None:

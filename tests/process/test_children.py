@@ -13,9 +13,9 @@ import pytest
 from worker.errors import JobFailure
 from worker.process import child as module
 from worker.process.child import ChildFailed, Children
-from worker.process.frames import Limits
+from worker.process.frames import FrameLimits
 
-LIMITS = Limits(cpu_s=20, address_bytes=1 << 40, wall_s=60.0)
+LIMITS = FrameLimits(cpu_s=20, address_bytes=1 << 40, wall_s=60.0)
 OBEDIENT = "tests.process.obedient"
 Process = subprocess.Popen[bytes]
 
@@ -89,7 +89,7 @@ async def test_a_failure_harms_no_other_request(children: Children) -> None:
 
 async def test_a_process_that_takes_too_long_is_ended(children: Children, started: list[Process]) -> None:
     with pytest.raises(TimeoutError):
-        await children.ask("sleep", b"", Limits(cpu_s=20, address_bytes=1 << 40, wall_s=0.2))
+        await children.ask("sleep", b"", FrameLimits(cpu_s=20, address_bytes=1 << 40, wall_s=0.2))
     assert [process.returncode for process in started] == [-signal.SIGKILL]
     assert (await children.ask("echo", b"x", LIMITS)).body == b"x"
 

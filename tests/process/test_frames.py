@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.process.frames import BadFrame, Frame, Kind, read_frame, write_frame
+from worker.process.frames import BadFrame, Frame, FrameKind, read_frame, write_frame
 
 FRAMES = st.builds(
     Frame,
-    st.sampled_from(Kind),
+    st.sampled_from(FrameKind),
     st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner)),
     st.binary(),
 )

@@ -18,7 +18,7 @@ from worker.queue.cron import Cron
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim
 from worker.queue.job.functions import JobFunctions
-from worker.queue.job.job import Interruption, Job, JobResult
+from worker.queue.job.job import Job, JobInterruption, JobResult
 from worker.queue.running import CancelRequests, RunningJobs
 from worker.queue.server.redis_server import RedisServer, ServerClock, connect
 from worker.queue.worker import QueueWorker, ServedModel
@@ -50,7 +50,7 @@ class HeldJobs(JobFunctions):
     def __init__(self, *, stubborn: bool = False) -> None:
         """`stubborn`: an interruption does not end a job."""
         super().__init__([], {})
-        self.ended: dict[str, Interruption | None] = {}
+        self.ended: dict[str, JobInterruption | None] = {}
         self.wakes = 0
         self._released, self._stubborn = asyncio.Event(), stubborn
 

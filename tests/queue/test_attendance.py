@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 from redis.asyncio import Redis
 
-from schemas import Event as AnyEvent
+from schemas import JobEvent as AnyEvent
 from sluice import Client, JobFailed, SyncClient, openai, sse
 from sluice.contract import keys
 from sluice.contract.events import Event, Failed, Progress

@@ -16,7 +16,7 @@ from tests.keyspace import check_all_ended, check_job_keys
 from tests.queue.held import HeldJobs, claim_of
 from tests.queue.helpers import BATCH, QUEUE, ask, ended, listening, put, settings, types, until, working
 from tests.support.stack import free_port
-from worker.errors import Cancelled
+from worker.errors import CancelJob
 from worker.queue.job.claims import lease_key
 from worker.queue.running import _BATCH, _MAX_PENDING, CancelRequests, RunningJobs
 
@@ -269,10 +269,10 @@ async def test_the_jobs_that_have_a_key_are_interrupted_and_no_others(db: Redis)
     requests = CancelRequests(db, settings("redis://unused"), held.jobs)
     await requests.check(["a", "b", "elsewhere"])
     reasons = {job_id: held.jobs[job_id].interruption for job_id in ("a", "b", "c")}
-    assert isinstance(reasons.pop("a"), Cancelled)
+    assert isinstance(reasons.pop("a"), CancelJob)
     assert reasons == {"b": None, "c": None}
     await requests.check_running()
-    assert (held.jobs["b"].interruption, isinstance(held.jobs["c"].interruption, Cancelled)) == (None, True)
+    assert (held.jobs["b"].interruption, isinstance(held.jobs["c"].interruption, CancelJob)) == (None, True)
     await held.release()
 
 

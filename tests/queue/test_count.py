@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from schemas import CountResult
 from sluice import Client, JobFailed, NoWorker
 from sluice.contract import keys
-from sluice.contract.keys import Function
+from sluice.contract.keys import JobFunction
 from tests.fakes import ByteTokenizer, FakeEngine, worker_context
 from tests.keyspace import check_all_ended
 from tests.queue.helpers import ended, envelope, put, settings, types, working
@@ -150,4 +150,4 @@ async def test_counts_are_answered_while_all_rows_are_taken(redis_url: str, db: 
 
 
 def test_the_client_submits_what_a_worker_runs() -> None:
-    assert set(get_args(Function)) == {chat.__name__, count.__name__}
+    assert set(get_args(JobFunction)) == {chat.__name__, count.__name__}

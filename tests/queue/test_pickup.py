@@ -11,7 +11,7 @@ from sluice.contract import keys
 from tests.line import Line
 from tests.queue.held import HoldingWorker, holding
 from tests.queue.helpers import ended, envelope, field, lapse, put, types, until
-from worker.errors import Cancelled, OwnershipLost
+from worker.errors import CancelJob, OwnershipLost
 from worker.queue.job.claims import lease_key
 
 BODY = envelope({})
@@ -49,7 +49,7 @@ async def test_a_sweep_finds_the_cancel_keys_of_running_jobs(redis_url: str, db:
         await db.set(keys.cancel("a"), "1")
         await parts.worker.poll()
         await until(lambda: not parts.held.jobs.ids())
-        assert isinstance(parts.held.ended["a"], Cancelled)
+        assert isinstance(parts.held.ended["a"], CancelJob)
 
 
 async def test_a_job_of_ours_that_is_claimed_again_is_interrupted_and_requeued(redis_url: str, db: Redis) -> None:

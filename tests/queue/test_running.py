@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from tests.queue.held import HeldJobs, claim_of
 from tests.waiting import until
-from worker.errors import Cancelled, OwnershipLost, Requeue
+from worker.errors import CancelJob, OwnershipLost, Requeue
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ async def test_an_interruption_reaches_one_job_and_tells_if_it_runs_here(held: H
     await held.start(claim_of("a"), claim_of("b"))
     assert (held.jobs.cancel("a"), held.jobs.cancel("elsewhere")) == (True, False)
     await until(lambda: held.jobs.ids() == ["b"])
-    assert isinstance(held.ended["a"], Cancelled)
+    assert isinstance(held.ended["a"], CancelJob)
     await held.release()
 
 

@@ -7,13 +7,13 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from schemas import ChatCompletion, CountResult, Event, FinalEvent
+from schemas import ChatCompletion, CountResult, FinalEvent, JobEvent
 from sluice.contract import events
 from sluice.contract.events import EVENTS, FINAL, ProgressPhase, parse_event
 from tests.schemas import page
 from worker import outcomes
 
-EVENT: TypeAdapter[Any] = TypeAdapter(Event)
+EVENT: TypeAdapter[Any] = TypeAdapter(JobEvent)
 FINAL_EVENT: TypeAdapter[Any] = TypeAdapter(FinalEvent)
 TYPES = list(EVENTS)
 TOLD = {"role": "assistant", "index": 0}

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from sluice.contract.keys import Lane
 from worker.engine.admission.classes import Decoding
-from worker.engine.admission.decision import Limits, RowEstimate, group_lengths
+from worker.engine.admission.decision import AdmissionLimits, RowEstimate, group_lengths
 from worker.engine.admission.grouping import StepCost
 from worker.engine.admission.plan import NO_GROUP, AdmissionPlan, AnswerLengths, in_groups, plan_admission
 from worker.engine.admission.tuning import QUANTILE
@@ -88,7 +88,7 @@ class Machine:
         """`full_rows`: that fit into memory as long as `context`."""
         self._rule = rule
         one, two = (COSTS.peak_bytes([[context] * number]) for number in (1, 2))
-        self.limits = Limits(COSTS, one + round((full_rows - 1) * (two - one)), MAX_ROWS)
+        self.limits = AdmissionLimits(COSTS, one + round((full_rows - 1) * (two - one)), MAX_ROWS)
         self._lengths = AnswerLengths(rule.quantile or QUANTILE)
         self._arriving = [(row.at_s, int(row.id), row) for row in rows]
         heapq.heapify(self._arriving)

@@ -27,7 +27,7 @@ SMALL_BYTES = 16_384  # parsed and validated in at most 5 ms
 _T = TypeVar("_T")
 
 
-class Reader:
+class BodyReader:
     """Parses bodies; a worker has one. Uses at most one thread and one child process for each lane."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import Any, NoReturn
 
-from worker.process.frames import Limits
+from worker.process.frames import FrameLimits
 
 _MOST_DIGITS = 4300  # Python's own limit for the text of a whole number
 _ECHOED = 20  # characters
@@ -102,10 +102,10 @@ def count_values(text: bytes) -> int:
     return count
 
 
-def limits(length: int) -> Limits:
+def limits(length: int) -> FrameLimits:
     """Return the limits of the child process for a body of `length` bytes."""
     cpu_s = 5 + length // 2_000_000
-    return Limits(cpu_s, (1 << 30) + 40 * length, wall_s=10.0 * cpu_s)  # its priority is low, and others may run
+    return FrameLimits(cpu_s, (1 << 30) + 40 * length, wall_s=10.0 * cpu_s)  # its priority is low, and others may run
 
 
 def _values(part: bytes) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from worker.bounded_json.reader import Reader
+from worker.bounded_json.reader import BodyReader
 from worker.chat.images import ImageInputs
 from worker.monitoring.sink import MetricsSink
 from worker.outcomes import OutcomeListener
@@ -12,7 +12,7 @@ from worker.settings import Settings
 from worker.text.codec import TextCodec
 
 
-class Engine(Protocol):
+class EngineInterface(Protocol):
     """The engine thread's interface for jobs."""
 
     def submit(self, request: GenerationRequest, listener: OutcomeListener) -> None:
@@ -27,7 +27,7 @@ class WorkerContext:
     """Objects and figures that all jobs of a worker share."""
 
     settings: Settings
-    engine: Engine
+    engine: EngineInterface
     codec: TextCodec
     images: ImageInputs | None  # None for a text model
     fingerprint: str
@@ -36,4 +36,4 @@ class WorkerContext:
     generation: dict[str, Any]  # the model's own sampling defaults
     end_tokens: frozenset[int]  # that end an answer
     metrics: MetricsSink
-    reader: Reader = field(default_factory=Reader)
+    reader: BodyReader = field(default_factory=BodyReader)

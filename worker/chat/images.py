@@ -19,7 +19,7 @@ _PIXEL_BYTES = 12  # of a preprocessed image: three channels in float32
 _CACHE_BYTES = 300_000_000  # two photos of 12 megapixels after Qwen's preprocessing
 
 
-class ImageProcessor(Protocol):
+class ImagePreprocessor(Protocol):
     """The model's image processor. See `worker.engine.vision.processors`."""
 
     def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
@@ -32,7 +32,7 @@ class ImageProcessor(Protocol):
 class ImageInputs:
     """Prepares images for a worker with a vision model."""
 
-    def __init__(self, settings: Settings, processor: ImageProcessor) -> None:
+    def __init__(self, settings: Settings, processor: ImagePreprocessor) -> None:
         self._loader, self._processor = ImageLoader(settings), processor
         self._max_prepared_pixels = REQUEST_FACTOR * settings.image_max_pixels
         self._cache = ByteLRU[ProcessedImage](_CACHE_BYTES)

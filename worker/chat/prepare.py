@@ -14,7 +14,7 @@ from worker.chat.context import WorkerContext
 from worker.chat.images import images_digest
 from worker.chat.request import output_tokens, read_request
 from worker.chat.speculation import prediction_tokens
-from worker.errors import Cancelled, JobFailure
+from worker.errors import CancelJob, JobFailure
 from worker.queue.job.job import Job, JobResult
 from worker.request import PromptImage
 from worker.text.prompt.prompt import Prompt
@@ -44,7 +44,7 @@ async def read(job: Job, context: WorkerContext, body: Any) -> ChatRequest:
     )
     request = await context.reader.run(validate, size=claim.body_bytes, lane=claim.lane, tenant=claim.tenant)
     if request.on_disconnect == "cancel":
-        job.log.on_abandoned = partial(job.interrupt, Cancelled("disconnected"))
+        job.log.on_abandoned = partial(job.interrupt, CancelJob("disconnected"))
     return request
 
 

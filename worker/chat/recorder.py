@@ -37,7 +37,7 @@ _ECHOED = {"tenant", "safety_identifier", "user", "prompt_cache_key", "metadata"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CompletedAnswer:
     """An answer's part of the result."""
 
     output: OutputDelta
@@ -67,7 +67,7 @@ def completion(
     job: Job,
     request: ChatRequest,
     context: WorkerContext,
-    answer: Answer,
+    answer: CompletedAnswer,
     calls: Sequence[dict[str, Any]],
     faulty: Sequence[FaultyCall],
 ) -> dict[str, object]:
@@ -120,7 +120,7 @@ def _message(output: OutputDelta, calls: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def _extension(
-    job: Job, request: ChatRequest, context: WorkerContext, answer: Answer, faulty: Sequence[FaultyCall]
+    job: Job, request: ChatRequest, context: WorkerContext, answer: CompletedAnswer, faulty: Sequence[FaultyCall]
 ) -> dict[str, object]:
     warnings = [
         *warnings_of(request, parses_tools=context.codec.parses_tools, left_out_calls=answer.left_out_calls),
@@ -191,7 +191,7 @@ _PROGRESS_EVERY_S = 0.25
 _GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are merged, so that a batch does not fill Redis
 
 
-class Pace:
+class TokenPace:
     """Token rate of one attempt, by the engine's times: several tokens may reach the event loop at once."""
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class JobRecorder:
         self._emitted: list[OutputDelta] = []
         self._emitted_logprobs: list[bytes] = []
         self._rows = self._steps = 0
-        self._pace = Pace()
+        self._pace = TokenPace()
         self._specprefill = SpecPrefillReport(kept=None)
         self._speculation = SpeculationReceipt()
         self._cut_short = False  # the worker's memory has ended the answer
@@ -366,7 +366,7 @@ class JobRecorder:
         spent = f"{self._job.usage.completion_tokens} tokens in {timings['ttft_s'] + timings['decode_s']:.3f} s"
         rate = f", {timings['tokens_per_s']:.1f} tokens/s" if timings["tokens_per_s"] else ""
         logger.info("%s finished: %s, %s%s", self._job.claim.job_id, finish_reason, spent, rate)
-        answered = Answer(
+        answered = CompletedAnswer(
             output=concat(self._emitted),
             left_out_calls=output.left_out_calls,
             repaired=output.repaired,

@@ -33,7 +33,7 @@ _KINDS: dict[type, str] = {
 # Templates refuse a conversation without a user's turn. What two of these have in common is what all share.
 _QUESTIONS = ("…", "Hello")
 
-Body = dict[str, Any]  # of a request
+WarmBody = dict[str, Any]  # of a request
 # Writes the cached prefix of a namespace's tokens to disk; waits until it is written, or refused.
 StorePrefix = Callable[[str, tuple[int, ...]], Awaitable[StoreResult]]
 
@@ -66,7 +66,7 @@ class Warmed:
         return self.stored.missing.value if self.stored.missing else ""
 
 
-def read_conversations(path: Path) -> list[Body]:
+def read_conversations(path: Path) -> list[WarmBody]:
     """Read the file, and return a request body for each conversation. Blocks. Raises `BadWarmFile`."""
     try:
         content = json.loads(path.expanduser().read_bytes())
@@ -85,7 +85,7 @@ def _are_messages(content: Any) -> bool:
     return isinstance(content, list) and any(isinstance(each, dict) and "role" in each for each in content)
 
 
-def _body(number: int, conversation: Any) -> Body:
+def _body(number: int, conversation: Any) -> WarmBody:
     match conversation:
         case str():
             return {"messages": [{"role": "system", "content": conversation}]}
@@ -98,7 +98,7 @@ def _body(number: int, conversation: Any) -> Body:
     raise BadWarmFile(f"conversation {number} is {kind}; give {form}.")
 
 
-async def warm(context: WorkerContext, store: StorePrefix, bodies: Sequence[Body]) -> AsyncIterator[Warmed]:
+async def warm(context: WorkerContext, store: StorePrefix, bodies: Sequence[WarmBody]) -> AsyncIterator[Warmed]:
     """Compute the prompts of these requests one after the other, and store their prefixes. Yields a result for each."""
     for number, body in enumerate(bodies, start=1):
         try:
@@ -107,7 +107,7 @@ async def warm(context: WorkerContext, store: StorePrefix, bodies: Sequence[Body
             yield Warmed(number, problem=failure.message)
 
 
-async def warm_and_log(context: WorkerContext, store: StorePrefix, bodies: Sequence[Body]) -> None:
+async def warm_and_log(context: WorkerContext, store: StorePrefix, bodies: Sequence[WarmBody]) -> None:
     """Compute and store the prompts of these requests, and log what cannot be computed."""
     began = asyncio.get_running_loop().time()
     results = list[Warmed]()
@@ -132,7 +132,7 @@ def _log_problem(result: Warmed) -> None:
         )  # fmt: skip
 
 
-async def _warm_one(context: WorkerContext, store: StorePrefix, number: int, body: Body) -> Warmed:
+async def _warm_one(context: WorkerContext, store: StorePrefix, number: int, body: WarmBody) -> Warmed:
     """Raises `JobFailure`."""
     request = await _generation_request(context, number, body)
     row = _Row()
@@ -146,7 +146,7 @@ async def _warm_one(context: WorkerContext, store: StorePrefix, number: int, bod
     return Warmed(number, len(prefix), row.cached, stored)
 
 
-async def _generation_request(context: WorkerContext, number: int, body: Body) -> GenerationRequest:
+async def _generation_request(context: WorkerContext, number: int, body: WarmBody) -> GenerationRequest:
     bodies = [*_complete(body)]
     prompts = [await _prompt(context, each) for each in bodies]
     tokens, boundaries, namespace = prompts[0]
@@ -160,7 +160,7 @@ async def _generation_request(context: WorkerContext, number: int, body: Body) -
     return GenerationRequest(f"warm {number}", tokens, 1, lane=_LANE, namespace=namespace, boundaries=boundaries)
 
 
-def _complete(body: Body) -> Iterator[Body]:
+def _complete(body: WarmBody) -> Iterator[WarmBody]:
     """Yield the request; or if it has no user's turn, the request with different ones."""
     messages = body["messages"]
     if any(isinstance(message, dict) and message.get("role") == "user" for message in messages):
@@ -170,7 +170,7 @@ def _complete(body: Body) -> Iterator[Body]:
         yield {**body, "messages": [*messages, {"role": "user", "content": question}]}
 
 
-async def _prompt(context: WorkerContext, body: Body) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+async def _prompt(context: WorkerContext, body: WarmBody) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """Return the tokens of a request's prompt, its boundaries and its namespace. Raises `JobFailure`."""
     settings = context.settings
     request = await asyncio.to_thread(read_request, body, settings.model_name, max_parts=settings.max_content_parts)

@@ -21,12 +21,12 @@ _DIR = "SLUICE_PREFIX_DISK_DIR"
 _KEY = "SLUICE_PREFIX_DISK_KEY"
 _NO_FOLDER = f"no folder: give --dir, or set {_DIR}."
 
-Folder = Annotated[
+FolderOption = Annotated[
     Path | None,
     typer.Option("--dir", metavar="FOLDER", help=f"The folder. Default: {_DIR} from the environment or `.env`."),
 ]
 _ID_HELP = "Id of a prefix, as in `sluice prefix list`, or its first digits."
-Id = Annotated[str, typer.Argument(help=_ID_HELP, metavar="ID")]
+PrefixId = Annotated[str, typer.Argument(help=_ID_HELP, metavar="ID")]
 
 prefix = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -45,7 +45,7 @@ def about() -> None:
 
 
 @prefix.command("list")
-def list_prefixes(folder: Folder = None, as_json: AsJson = False) -> None:
+def list_prefixes(folder: FolderOption = None, as_json: AsJson = False) -> None:
     """List the prefixes on disk, the most recently used first.
 
     The sizes count files that several prefixes share once for each. RAM is what running workers hold of them in memory;
@@ -72,7 +72,7 @@ def list_prefixes(folder: Folder = None, as_json: AsJson = False) -> None:
 
 
 @prefix.command()
-def pin(id: Id, folder: Folder = None) -> None:
+def pin(id: PrefixId, folder: FolderOption = None) -> None:
     """Keep a prefix from being removed for space.
 
     It still counts for the quota. Exit codes: 0, or 2 if there is no such prefix.
@@ -84,7 +84,7 @@ def pin(id: Id, folder: Folder = None) -> None:
 
 
 @prefix.command()
-def unpin(id: Id, folder: Folder = None) -> None:
+def unpin(id: PrefixId, folder: FolderOption = None) -> None:
     """Let a pinned prefix be removed for space again.
 
     Files that other pinned prefixes share stay pinned. Exit codes: 0, 1 if the prefix is not pinned, or 2 if there is
@@ -105,7 +105,7 @@ def drop(
     outdated: Annotated[
         bool, typer.Option("--outdated", help="Drop all that no worker can use any more instead, also pinned ones.")
     ] = False,
-    folder: Folder = None,
+    folder: FolderOption = None,
 ) -> None:
     """Delete a prefix, those of a tenant, or outdated ones from disk.
 
@@ -182,7 +182,7 @@ def warm(
     model: Annotated[
         str | None, typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: the model of the workers.")
     ] = None,
-    folder: Folder = None,
+    folder: FolderOption = None,
 ) -> None:
     """Compute the prompts of a file, write them to disk, and pin them.
 

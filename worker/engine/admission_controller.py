@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from worker.engine.admission.classes import Bounds, Decoding
-from worker.engine.admission.decision import Limits, RowEstimate, group_lengths, image_demand
+from worker.engine.admission.decision import AdmissionLimits, RowEstimate, group_lengths, image_demand
 from worker.engine.admission.plan import (
     NO_GROUP,
     AdmissionPlan,
@@ -160,7 +160,7 @@ class AdmissionController:
     def __init__(self, costs: MemoryModel, limit: int, rows: int = MAX_ROWS) -> None:
         """`costs`: predicts memory. `limit`: bytes that the model and all rows may take. `rows`: most rows that are
         active at once. Resets MLX's peak memory."""
-        self._limits = Limits(costs, limit, rows)  # with costs before correction
+        self._limits = AdmissionLimits(costs, limit, rows)  # with costs before correction
         self.calibration = Calibration()
         self._waiting: dict[str, WaitingRequest] = {}
         self.needs_decision = False  # True if a new plan may differ from the last one; set by `mark_dirty`
@@ -347,7 +347,7 @@ class AdmissionController:
             likely=min(most, self._lengths.likely(row.request.lane, drawn)),
         )
 
-    def _corrected(self) -> Limits:
+    def _corrected(self) -> AdmissionLimits:
         """Return the limits with costs that are corrected by measurements."""
         return replace(self._limits, costs=replace(self._limits.costs, factor=self.calibration.factor))
 

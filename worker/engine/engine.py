@@ -28,7 +28,7 @@ from worker.engine.prefill.task import ComputedPrompt
 from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.budget import GapLimit
-from worker.engine.step.cost import Chunk, Forward
+from worker.engine.step.cost import Forward, PromptChunk
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.outcomes import (
     CutShort,
@@ -284,7 +284,7 @@ class Engine:
                 yield self._fail(chunk.id)
         yield from self._join(joining)
 
-    def _advance(self, chunk: Chunk) -> Iterator[Outcome]:
+    def _advance(self, chunk: PromptChunk) -> Iterator[Outcome]:
         """Compute a chunk of one prompt."""
         advanced = self._prefills.advance(chunk)
         yield from advanced.outcomes

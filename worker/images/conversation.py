@@ -9,7 +9,7 @@ from schemas.messages import ImagePart, ImageUrl, Message
 from worker.errors import JobFailure
 from worker.images.image import Image
 from worker.process.child import ChildFailed, Children
-from worker.process.frames import LimitExceeded, Limits
+from worker.process.frames import FrameLimits, LimitExceeded
 from worker.settings import Settings
 
 # Decodes images in child processes.
@@ -42,7 +42,7 @@ class Decoders:
         task = {"is_url": is_url, "max_bytes": max_bytes, "max_pixels": max_pixels, "low": low}
         memory = _BASE_BYTES + _PIXEL_BYTES * max_pixels + 4 * len(source)
         try:
-            answer = await self._children.ask(task, source, Limits(_LONGEST_S, memory, self._timeout_s))
+            answer = await self._children.ask(task, source, FrameLimits(_LONGEST_S, memory, self._timeout_s))
         except TimeoutError:
             raise JobFailure("too_large", f"the image took longer to decode than {self._timeout_s:g} s.") from None
         except LimitExceeded:

@@ -46,7 +46,7 @@ class Heartbeat:
         return 0.0 if beat is None else time.monotonic() - beat
 
 
-Part = Callable[[], str | None]
+HealthPart = Callable[[], str | None]
 
 _SILENT_S = 10.0  # longer than any step of the engine, and any pause of the event loop that is not a hang
 
@@ -57,10 +57,10 @@ class Health:
     def __init__(self, watchdog_s: float) -> None:
         """`watchdog_s`: seconds after which a stalled process ends itself; probes report the stall earlier."""
         self._silent_s = min(_SILENT_S, watchdog_s / 2)
-        self._alive: Mapping[str, Part] = {}
-        self._ready: Mapping[str, Part] = {"model": lambda: "it is loading"}
+        self._alive: Mapping[str, HealthPart] = {}
+        self._ready: Mapping[str, HealthPart] = {"model": lambda: "it is loading"}
 
-    def set_checks(self, heartbeats: Mapping[str, Heartbeat], parts: Mapping[str, Part]) -> None:
+    def set_checks(self, heartbeats: Mapping[str, Heartbeat], parts: Mapping[str, HealthPart]) -> None:
         """Set the checks of a loaded worker: alive while its heartbeats beat, and ready if its parts are too."""
         self._alive = {name: self._is_stalled(heartbeat) for name, heartbeat in heartbeats.items()}
         self._ready = {"model": lambda: None, **parts}
@@ -73,7 +73,7 @@ class Health:
         """Return "ok" or the problem, by part; those of `alive` included."""
         return _run_checks({**self._alive, **self._ready})
 
-    def _is_stalled(self, heartbeat: Heartbeat) -> Part:
+    def _is_stalled(self, heartbeat: Heartbeat) -> HealthPart:
         def part() -> str | None:
             silent_s = heartbeat.stalled_s()
             return f"no heartbeat for {silent_s:.0f} s" if silent_s > self._silent_s else None
@@ -81,5 +81,5 @@ class Health:
         return part
 
 
-def _run_checks(parts: Mapping[str, Part]) -> dict[str, str]:
+def _run_checks(parts: Mapping[str, HealthPart]) -> dict[str, str]:
     return {name: part() or "ok" for name, part in parts.items()}

@@ -55,7 +55,7 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class FileContent:
     """What a file says about itself."""
 
     tenant: str  # empty if it has none
@@ -77,7 +77,7 @@ class Listing:
         self._outdated = outdated_digests(records)
         self._memory = read_memory(path, self._scan.memory)
         self._hits = {model: read_hits(path, model) for model in {name.model for name in self._scan.names}}
-        self._contents = dict[FileName, Content | None]()
+        self._contents = dict[FileName, FileContent | None]()
         self.nbytes = self._scan.nbytes  # of all files, also those of others
         self.memory_bytes = self._memory.nbytes  # that workers hold in memory, also of prefixes that are not on disk
         self.stale = self._scan.stale  # files of other versions of the store, by path relative to the folder
@@ -114,14 +114,14 @@ class Listing:
             return ""
         return content.tenant if content else None
 
-    def content(self, prefix: StoredPrefix) -> Content | None:
+    def content(self, prefix: StoredPrefix) -> FileContent | None:
         """Return what the last file of a prefix says about itself; None if it is gone, or cannot be read or
         decrypted."""
         with suppress(FileNotFoundError):
             return self._content_of(prefix)
         return None
 
-    def _content_of(self, prefix: StoredPrefix) -> Content | None:
+    def _content_of(self, prefix: StoredPrefix) -> FileContent | None:
         """Return what the last file of a prefix says; None if it cannot be read or decrypted. Raises
         FileNotFoundError."""
         name = prefix.files[-1]
@@ -129,12 +129,12 @@ class Listing:
             self._contents[name] = self._read(name)
         return self._contents[name]
 
-    def _read(self, name: FileName) -> Content | None:
+    def _read(self, name: FileName) -> FileContent | None:
         for encryption in {self._encryption, None}:  # workers with and without a key may share the folder
             try:
                 header = read_file_header(self._folder.path / str(name), name, encryption)
                 is_image = header.tokens[0] >= IMAGE_FEATURES
-                return Content(header.namespace, "image" if is_image else "prefix", header.created_s)
+                return FileContent(header.namespace, "image" if is_image else "prefix", header.created_s)
             except FileNotFoundError:
                 raise
             except (BadFile, OSError):

@@ -141,7 +141,7 @@ class Destination:
         """Called when the thread ends; on the writer's thread too."""
 
 
-class Reading:
+class ChainReading:
     """A chain of files that is being read, for one or several callers. It is given up when all of them have dropped
     it. `segments` is set before `done`."""
 
@@ -195,19 +195,19 @@ class Reader:
         self._began_s: float | None = None  # time at which what is read now was begun
         self._given_up_s = float("-inf")  # time at which a caller last gave up
         self._closed = threading.Event()
-        self._queue: queue.SimpleQueue[weakref.ref[Reading] | weakref.ref[ReadAhead] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[weakref.ref[ChainReading] | weakref.ref[ReadAhead] | None] = queue.SimpleQueue()
         # Several callers that want the same files share one reading; others the files that both chains have.
-        self._readings = weakref.WeakSet[Reading]()  # that callers hold
+        self._readings = weakref.WeakSet[ChainReading]()  # that callers hold
         self._segments = weakref.WeakValueDictionary[tuple[FileName, bool], LoadedSegment]()  # True: with its state
         self.thread = threading.Thread(target=self._run, name="prefix-reader", daemon=True)
 
-    def read(self, chain: Chain) -> Reading:
+    def read(self, chain: Chain) -> ChainReading:
         """Start to read a chain, or return the reading of the same files that is under way. It is given up if all
         callers drop the returned object."""
         for reading in [*self._readings]:
             if reading.chain.files == chain.files and not reading.done:
                 return reading
-        reading = Reading(chain)
+        reading = ChainReading(chain)
         self._readings.add(reading)
         self._queue.put(weakref.ref(reading))
         return reading
@@ -252,7 +252,7 @@ class Reader:
         began_s = self._began_s
         return began_s is not None and began_s <= self._given_up_s
 
-    def give_up(self, reading: Reading, waited_s: float) -> None:
+    def give_up(self, reading: ChainReading, waited_s: float) -> None:
         """Record that a caller computes the prefix instead, after `waited_s` seconds: until the reading has ended,
         nothing is found. Logs the first one of several."""
         was_overdue = self.is_overdue
@@ -290,7 +290,7 @@ class Reader:
                 self._process(chain, reading)
             asked = None
 
-    def _next(self) -> "weakref.ref[Reading] | weakref.ref[ReadAhead] | None":
+    def _next(self) -> "weakref.ref[ChainReading] | weakref.ref[ReadAhead] | None":
         """Return what was asked for next. While nothing is, read ahead."""
         while self._page_cache.has_work:
             try:
@@ -301,7 +301,7 @@ class Reader:
                 self._began_s = None
         return self._queue.get()
 
-    def _process(self, chain: Chain, reference: "weakref.ref[Reading]") -> None:
+    def _process(self, chain: Chain, reference: "weakref.ref[ChainReading]") -> None:
         """Read a chain, and hand over what was read of it, also after an error."""
         segments = list[LoadedSegment]()
         self._began_s = time.monotonic()
@@ -320,7 +320,7 @@ class Reader:
             del reading, segments  # what no caller holds is freed now
             self._destination.on_read()
 
-    def _read_chain(self, chain: Chain, reference: "weakref.ref[Reading]", segments: list[LoadedSegment]) -> None:
+    def _read_chain(self, chain: Chain, reference: "weakref.ref[ChainReading]", segments: list[LoadedSegment]) -> None:
         """Read the files of a chain into `segments`, up to the first bad one, or until no caller waits. Of the states,
         only the last one is read: callers continue there."""
         began, unlimited = time.perf_counter(), self._unlimited.is_set()
@@ -379,7 +379,7 @@ class Reader:
                     return
                 del segments[at:]
 
-    def _is_wanted(self, reference: "weakref.ref[Reading]") -> bool:
+    def _is_wanted(self, reference: "weakref.ref[ChainReading]") -> bool:
         reading = reference()
         return reading is not None and not reading.done and not self._closed.is_set()
 

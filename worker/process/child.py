@@ -11,7 +11,7 @@ from threading import Event
 from typing import Any
 
 from worker.errors import JobFailure
-from worker.process.frames import BadFrame, Frame, Kind, LimitExceeded, Limits, read_frame, write_frame
+from worker.process.frames import BadFrame, Frame, FrameKind, FrameLimits, LimitExceeded, read_frame, write_frame
 
 _ROOT = Path(__file__).parents[2]  # the folder of the package `worker`
 _CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
@@ -41,7 +41,7 @@ class Children:
         self._ahead = self._threads.submit(self._start_ahead) if ahead else None
         self._closed = False
 
-    async def ask(self, task: Any, body: bytes, limits: Limits) -> Frame:
+    async def ask(self, task: Any, body: bytes, limits: FrameLimits) -> Frame:
         """Return the answer of a process to a request; waits for a free one. `task`: a JSON value.
 
         Raises `JobFailure` if the process refuses the request, `LimitExceeded`, `ChildFailed` and TimeoutError. If it
@@ -82,7 +82,7 @@ class Children:
         if self._closed:
             self._end_idle()
 
-    def _ask(self, child: "Child", task: Any, body: bytes, limits: Limits) -> Frame:
+    def _ask(self, child: "Child", task: Any, body: bytes, limits: FrameLimits) -> Frame:
         """Ask a process, and end it unless it is reused. Blocks."""
         try:
             return child.ask(task, body, limits)
@@ -131,7 +131,7 @@ class Child:
         """Start the process, without waiting until it can serve. Raises OSError."""
         self._process = start(self._module)
 
-    def ask(self, task: Any, body: bytes, limits: Limits) -> Frame:
+    def ask(self, task: Any, body: bytes, limits: FrameLimits) -> Frame:
         """Return the answer to a request. `task`: a JSON value. Blocks for long, so it belongs in a thread.
 
         Raises `JobFailure` if the process refuses the request. Raises `LimitExceeded` and `ChildFailed`; then it has
@@ -139,7 +139,7 @@ class Child:
         """
         answers = list[Frame]()
         try:
-            self._exchange(Frame(Kind.REQUEST, [limits, task], body), answers)
+            self._exchange(Frame(FrameKind.REQUEST, [limits, task], body), answers)
         except (OSError, BadFrame, LimitExceeded) as error:
             failure = self._failure(error)
             if not answers:
@@ -154,13 +154,13 @@ class Child:
         assert process.stdin
         assert process.stdout
         write_frame(process.stdin, request)
-        while (frame := read_frame(process.stdout)).kind is Kind.ANSWER:
+        while (frame := read_frame(process.stdout)).kind is FrameKind.ANSWER:
             answers.append(frame)
         match frame.kind:
-            case Kind.REFUSED:
+            case FrameKind.REFUSED:
                 type, message, param = frame.head
                 raise JobFailure(type, message, param=param)
-            case Kind.EXCEEDED:
+            case FrameKind.EXCEEDED:
                 raise LimitExceeded
         if not answers:
             raise BadFrame

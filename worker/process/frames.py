@@ -23,7 +23,7 @@ _LENGTHS = Struct("!BII")  # kind, bytes of the head, bytes of the body
 _MAX_BYTES = 1 << 30  # an image of 175 megapixels has half of it
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Kind of a frame, with the content of its head."""
 
     REQUEST = 1  # the fields of `Limits`, and the task
@@ -36,12 +36,12 @@ class Kind(IntEnum):
 class Frame(NamedTuple):
     """A message of the protocol."""
 
-    kind: Kind
+    kind: FrameKind
     head: Any = None  # a JSON value
     body: bytes = b""
 
 
-class Limits(NamedTuple):
+class FrameLimits(NamedTuple):
     """Limits of one request to a child process."""
 
     cpu_s: int  # SIGXCPU ends the process when it has used as much; for the first request, since its start
@@ -71,7 +71,7 @@ def read_frame(pipe: IO[bytes]) -> Frame:
     if head_bytes + body_bytes > _MAX_BYTES:
         raise BadFrame
     try:
-        return Frame(Kind(kind), json.loads(_read(pipe, head_bytes)), _read(pipe, body_bytes))
+        return Frame(FrameKind(kind), json.loads(_read(pipe, head_bytes)), _read(pipe, body_bytes))
     except (ValueError, RecursionError):  # an unknown kind, or a head that is not JSON
         raise BadFrame from None
 
@@ -84,13 +84,13 @@ def _read(pipe: IO[bytes], length: int) -> bytes:
 
 
 Send = Callable[[Any, bytes], None]  # sends an answer: its head, a JSON value, and its body
-Handler = Callable[[Any, bytes, Send], None]
+FrameHandler = Callable[[Any, bytes, Send], None]
 
 _NICENESS = 10  # a decode step comes first when all cores are busy
 _WATCH_S = 0.5  # interval of the check that the worker still runs
 
 
-def serve(handle: Handler) -> None:
+def serve(handle: FrameHandler) -> None:
     """Call the handler with the task and body of each request, until the worker closes the pipe. It sends one answer or
     more, of which the last counts, or raises `JobFailure`, `LimitExceeded` or MemoryError. Ends the process soon after
     the worker has ended, also within a request. Other output goes to stderr."""
@@ -106,20 +106,20 @@ def serve(handle: Handler) -> None:
         pass
 
 
-def _reply(handle: Handler, request: Frame, answers: IO[bytes]) -> Frame:
+def _reply(handle: FrameHandler, request: Frame, answers: IO[bytes]) -> Frame:
     """Handle a request, and return the frame that ends the answer."""
     limits, task = request.head
-    _limit_resources(Limits(*limits))
+    _limit_resources(FrameLimits(*limits))
     try:
-        handle(task, request.body, lambda head, body: write_frame(answers, Frame(Kind.ANSWER, head, body)))
+        handle(task, request.body, lambda head, body: write_frame(answers, Frame(FrameKind.ANSWER, head, body)))
     except JobFailure as refusal:
-        return Frame(Kind.REFUSED, [refusal.type, refusal.message, refusal.param])
+        return Frame(FrameKind.REFUSED, [refusal.type, refusal.message, refusal.param])
     except (MemoryError, LimitExceeded):
-        return Frame(Kind.EXCEEDED)
-    return Frame(Kind.DONE)
+        return Frame(FrameKind.EXCEEDED)
+    return Frame(FrameKind.DONE)
 
 
-def _limit_resources(limits: Limits) -> None:
+def _limit_resources(limits: FrameLimits) -> None:
     """Limit the process for one request."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit(resource.RLIMIT_CPU, int(time.process_time()) + limits.cpu_s)

@@ -16,11 +16,11 @@ from redis.exceptions import RedisError
 from sluice.contract import keys
 from sluice.contract.keys import Lane
 from sluice.contract.scripts import source
-from worker.errors import Cancelled, OwnershipLost
+from worker.errors import CancelJob, OwnershipLost
 from worker.monitoring.sink import MetricsSink
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim
-from worker.queue.job.job import Interruption, Job
+from worker.queue.job.job import Job, JobInterruption
 from worker.queue.scripts import JOB_LIFE_MS, script
 from worker.settings import Settings
 
@@ -81,21 +81,21 @@ class RunningJobs:
         self._wake()
         task.result()  # `run` does not raise; if it does, the loop's exception handler logs it
 
-    def interrupt(self, job_id: str, why: Interruption) -> bool:
+    def interrupt(self, job_id: str, why: JobInterruption) -> bool:
         """Interrupt a job. Returns False if it does not run here."""
         job = self._jobs.get(job_id)
         if job is not None:
             job.interrupt(why)
         return job is not None
 
-    def interrupt_all(self, why: Callable[[], Interruption]) -> None:
+    def interrupt_all(self, why: Callable[[], JobInterruption]) -> None:
         """Interrupt every job, each with a reason of its own."""
         for job in list(self._jobs.values()):
             job.interrupt(why())
 
     def cancel(self, job_id: str) -> bool:
         """Interrupt a job whose client asked for it. Returns False if it does not run here."""
-        return self.interrupt(job_id, Cancelled("requested"))
+        return self.interrupt(job_id, CancelJob("requested"))
 
     def ownership_lost(self, claim: Claim) -> None:
         """Interrupt the job of a claim that another attempt has replaced. For any thread."""

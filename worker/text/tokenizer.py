@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol
 
-Conversation = list[dict[str, Any]]
+TemplateMessages = list[dict[str, Any]]
 
 
 class Detokenizer(Protocol):
@@ -24,7 +24,7 @@ class Detokenizer(Protocol):
         """Return the text that was held back, at the end of the answer."""
 
 
-class ControlTokens(Protocol):
+class ControlTokenEscapes(Protocol):
     """Escapes control tokens, which structure a chat, in texts that only quote them."""
 
     def found_in(self, text: str) -> bool:
@@ -81,7 +81,7 @@ class Tokenizer(Protocol):
         """The markers around a tool call, or None. The second is empty if a call ends with the answer."""
 
     @property
-    def control_tokens(self) -> ControlTokens:
+    def control_tokens(self) -> ControlTokenEscapes:
         """The vocabulary's control tokens."""
 
     def encode(self, text: str) -> list[int]:
@@ -91,8 +91,8 @@ class Tokenizer(Protocol):
         """Return mlx-lm's own detokenizer for this tokenizer."""
 
     def render(
-        self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any],
-        images: Mapping[str, str] | None = None,
+        self, conversation: TemplateMessages, *, tools: list[dict[str, Any]], continues: bool,
+        variables: dict[str, Any], images: Mapping[str, str] | None = None,
     ) -> str:  # fmt: skip
         """Render the conversation with the chat template.
 

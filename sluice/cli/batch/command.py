@@ -21,7 +21,7 @@ from sluice.cli.terminal.view import note
 from sluice.contract.batch import Batch
 from sluice.errors import UnknownBatch
 
-Id = Annotated[str, typer.Argument(help="Id of the run.", metavar="ID")]
+RunId = Annotated[str, typer.Argument(help="Id of the run.", metavar="ID")]
 
 batch = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -73,7 +73,7 @@ def submit(
 
 
 @batch.command()
-def status(id: Id, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
+def status(id: RunId, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
     """Show the status of a run.
 
     A run is paused while no process feeds it. If `batch run` started it, run the same command again to resume it; a run
@@ -113,7 +113,7 @@ def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
 
 
 @batch.command()
-def cancel(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
+def cancel(id: RunId, redis_url: RedisUrl = REDIS_URL) -> None:
     """Request the cancellation of a run. Answers are kept; the other lines end as `batch_cancelled`.
 
     Exit codes: 0, or 2 if there is no such run.
@@ -128,7 +128,7 @@ def cancel(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
 
 @batch.command()
 def results(
-    id: Id,
+    id: RunId,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Write the answers to this file.  [default: stdout]"),

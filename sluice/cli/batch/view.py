@@ -35,7 +35,7 @@ def read_models(options: list[str]) -> dict[str, str]:
     return {name.strip(): served.strip() for name, _, served in pairs}
 
 
-class Pace:
+class RunPace:
     """Rates over the last minute."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class ProgressView:
     """Shows the progress of a run: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self) -> None:
-        self._pace = Pace()
+        self._pace = RunPace()
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[more]}")
         self._bar = Progress(*columns, console=notes, disable=not notes.is_terminal, transient=True)
         self._task = self._bar.add_task("reading the file", total=None, more="")

@@ -8,7 +8,7 @@ import typer
 
 from sluice.cli import option_values
 from sluice.cli.errors import CliError
-from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, Model, RedisUrl
+from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, ModelName, RedisUrl
 from sluice.cli.terminal.conversation import Conversation
 from sluice.cli.terminal.follow import ask, check_images, exit_code
 from sluice.cli.terminal.inputs import read_image, read_message
@@ -38,7 +38,7 @@ def chat(
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; repeatable.")] = None,
     lane: LaneChoice = None,
-    model: Model = None,
+    model: ModelName = None,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:

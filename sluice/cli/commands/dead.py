@@ -18,7 +18,7 @@ from sluice.dead_letters import DeadLetter
 from sluice.errors import UnknownJob
 from sluice.submission import Submitted
 
-Id = Annotated[str, typer.Argument(help="Id of the job, as in `sluice dead list`.", metavar="ID")]
+JobId = Annotated[str, typer.Argument(help="Id of the job, as in `sluice dead list`.", metavar="ID")]
 
 dead = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -58,7 +58,7 @@ def list_letters(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> No
 
 
 @dead.command()
-def show(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
+def show(id: JobId, redis_url: RedisUrl = REDIS_URL) -> None:
     """Show a dead letter: the error and the request.
 
     The request goes to stdout as JSON, all else to stderr. Exit codes: 0, or 2 if there is no such letter.
@@ -80,7 +80,7 @@ def show(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
 
 
 @dead.command()
-def retry(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
+def retry(id: JobId, redis_url: RedisUrl = REDIS_URL) -> None:
     """Submit a dead letter again under a new id, and print that id.
 
     The letter is deleted. Exit codes: 0, 2 if there is no such letter, 4 if the queue is full; then the letter is kept.
@@ -96,7 +96,7 @@ def retry(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
 
 
 @dead.command()
-def drop(id: Id, redis_url: RedisUrl = REDIS_URL) -> None:
+def drop(id: JobId, redis_url: RedisUrl = REDIS_URL) -> None:
     """Delete a dead letter and its request.
 
     Exit codes: 0, or 2 if there is no such letter.

@@ -10,7 +10,7 @@ import typer
 
 from sluice.cli import option_values
 from sluice.cli.errors import CliError, connected
-from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, Model, RedisUrl
+from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, ModelName, RedisUrl
 from sluice.cli.terminal.follow import EXIT_CODES, submit_job
 from sluice.cli.terminal.inputs import read_message, read_request
 from sluice.cli.terminal.output import print_json
@@ -43,7 +43,7 @@ def submit(
         ),
     ] = None,
     lane: LaneChoice = None,
-    model: Model = None,
+    model: ModelName = None,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:

@@ -29,7 +29,7 @@ _FIELDS: dict[str, Callable[[str], Any]] = {
     "images": lambda value: value == "yes",  # if the model accepts images
 }  # parsers of the fields of a worker's hash
 
-Worker = dict[str, Any]
+WorkerFields = dict[str, Any]
 Depths = dict[str, dict[str, int]]  # jobs by model and lane
 
 
@@ -62,7 +62,7 @@ def workers(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
     _print_depths(depths)
 
 
-async def _read_all(url: str) -> tuple[list[Worker], Depths, list[Queue]]:
+async def _read_all(url: str) -> tuple[list[WorkerFields], Depths, list[Queue]]:
     async with connected(url) as client:
         alive = list(filter(None, map(_parse, await client.workers())))
         alive.sort(key=lambda worker: (worker["model"], worker["name"]))
@@ -70,7 +70,7 @@ async def _read_all(url: str) -> tuple[list[Worker], Depths, list[Queue]]:
         return alive, depths, await client.queues()
 
 
-def _parse(fields: dict[str, str]) -> Worker | None:
+def _parse(fields: dict[str, str]) -> WorkerFields | None:
     """Return the parsed fields; None for a foreign value under a worker's key."""
     try:
         known = {"state": "running", **fields}  # which workers of earlier versions do not publish
@@ -83,7 +83,7 @@ async def _depth(client: Client, model: str) -> dict[str, int]:
     return {lane: await client.queued(model, lane) for lane in LANES}
 
 
-def _print_workers(alive: list[Worker]) -> None:
+def _print_workers(alive: list[WorkerFields]) -> None:
     print_table(
         "Workers",
         {

@@ -49,7 +49,7 @@ def print_line(raw: bytes, event: Event) -> None:
 
 
 @dataclass
-class Answer:
+class ShownAnswer:
     """The answer of the current attempt."""
 
     text: str = ""
@@ -86,7 +86,7 @@ class View:
     """Prints the events of one job for people."""
 
     def __init__(self, *, announce: bool = False) -> None:
-        self.answer = Answer()
+        self.answer = ShownAnswer()
         self._from_start = False  # True if the events since the start of the attempt were shown
         self._call: Call | None = None  # incomplete; printed when other output follows
         self._announce = announce
@@ -127,7 +127,7 @@ class View:
                 self._note_last(f"cancelled: {event.reason}")
 
     def _reset(self) -> None:
-        self.answer = Answer()
+        self.answer = ShownAnswer()
         self._call = None
         self._from_start = True
 

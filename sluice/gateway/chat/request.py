@@ -8,7 +8,7 @@ from typing import Any
 
 from sluice.gateway.errors import ApiError
 from sluice.gateway.fields import flag, refusal
-from sluice.gateway.tools import Tools, read_chat_tools
+from sluice.gateway.tools import RequestTools, read_chat_tools
 from sluice.http_errors import ErrorForm
 from sluice.openai import wants_usage
 
@@ -18,14 +18,14 @@ _SEVERAL = re.compile(rf"{ID_PREFIX}[0-9a-f]{{32}}-n(\d{{1,3}})")
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRequest:
+class ChatFields:
     """The fields of a request that the gateway handles itself. `body` is the request of one choice, without `n`."""
 
     body: dict[str, Any]
     choices: int
     stream: bool
     include_usage: bool
-    tools: Tools
+    tools: RequestTools
 
     def choice(self, index: int) -> dict[str, Any]:
         """Return the request of a choice: with a seed of its own, if the request has one."""
@@ -35,7 +35,7 @@ class ChatRequest:
         return {**self.body, "seed": _derived(seed, index)}
 
 
-def read_request(body: Mapping[str, Any], length: int, max_bytes: int) -> ChatRequest:
+def read_request(body: Mapping[str, Any], length: int, max_bytes: int) -> ChatFields:
     """Read a request whose body has `length` bytes. Raises `ApiError`; the worker checks all other fields."""
     choices = 1 if body.get("n") is None else body["n"]
     if type(choices) is not int or not 1 <= choices <= MAX_CHOICES:
@@ -45,7 +45,7 @@ def read_request(body: Mapping[str, Any], length: int, max_bytes: int) -> ChatRe
         raise ApiError(ErrorForm.BODY_TOO_LARGE, message, param="n")
     stream = flag(body.get("stream"), "stream", False)
     one, tools = read_chat_tools({name: value for name, value in body.items() if name != "n"})
-    return ChatRequest(one, choices, stream, wants_usage(body), tools)
+    return ChatFields(one, choices, stream, wants_usage(body), tools)
 
 
 def _derived(seed: int, index: int) -> int:

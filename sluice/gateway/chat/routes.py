@@ -26,7 +26,7 @@ from sluice.gateway.models import requested_model
 from sluice.gateway.monitoring.access import identify
 from sluice.gateway.monitoring.metrics import AnswerTimer
 from sluice.gateway.threads import json_response
-from sluice.gateway.tools import Tools
+from sluice.gateway.tools import RequestTools
 from sluice.http_errors import ErrorForm
 
 _PATH = "/v1/chat/completions"
@@ -52,7 +52,7 @@ class _Accepted:
     model: str  # as the request names it
     stream: bool
     include_usage: bool
-    tools: Tools
+    tools: RequestTools
     ignored: tuple[str, ...] = ()
 
 

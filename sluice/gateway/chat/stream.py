@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from sluice.cancellation import Outcome
+from sluice.cancellation import CancelOutcome
 from sluice.contract.events import Event, Finished, Progress
 from sluice.gateway import sse
 from sluice.gateway.body import told
 from sluice.gateway.errors import ApiError, openai_body
-from sluice.gateway.tools import CustomCalls, Tools
+from sluice.gateway.tools import CustomCalls, RequestTools
 from sluice.openai import Answer, usage_of
 from sluice.streaming.streams import LAST_SEQ
 
@@ -24,7 +24,7 @@ async def frames(
     *,
     include_usage: bool,
     seen: Sequence[int] = (),
-    tools: Tools | None = None,
+    tools: RequestTools | None = None,
     ignored: Sequence[str] = (),
 ) -> AsyncGenerator[bytes]:
     """Yield the frames of an answer with a choice for each job, without those of the events of each job up to `seen`.
@@ -35,7 +35,7 @@ async def frames(
     seen = seen or [-1] * len(job_ids)
     position = list(seen)
     answers = [Answer(include_usage=include_usage, index=i, id=job_ids[0]) for i in range(len(job_ids))]
-    calls = [CustomCalls(tools or Tools()) for _ in job_ids]
+    calls = [CustomCalls(tools or RequestTools()) for _ in job_ids]
     finished: dict[int, Finished] = {}
     async with aclosing(merged([events(job_id) for job_id in job_ids])) as merged_events:
         async for index, event in merged_events:
@@ -127,10 +127,10 @@ async def _read(
             items.put_nowait((index, item))
 
 
-Usage = Mapping[str, Any]
+UsageFields = Mapping[str, Any]
 
 
-def completion_of(results: Sequence[Mapping[str, Any]], tools: Tools | None = None) -> dict[str, Any]:
+def completion_of(results: Sequence[Mapping[str, Any]], tools: RequestTools | None = None) -> dict[str, Any]:
     """Return one completion with a choice for each result; one result is returned unchanged, but for the calls of
     custom tools."""
     if tools is not None and tools.targets:
@@ -143,18 +143,18 @@ def completion_of(results: Sequence[Mapping[str, Any]], tools: Tools | None = No
     return {**first, "choices": choices, "usage": total_usage([result["usage"] for result in results]), "sluice": ours}
 
 
-def _with_custom_calls(result: Mapping[str, Any], tools: Tools) -> dict[str, Any]:
+def _with_custom_calls(result: Mapping[str, Any], tools: RequestTools) -> dict[str, Any]:
     (choice,) = result["choices"]
     return {**result, "choices": [{**choice, "message": CustomCalls(tools).in_message(choice["message"])}]}
 
 
-def outcome_of(outcomes: Sequence[Outcome]) -> Outcome:
+def outcome_of(outcomes: Sequence[CancelOutcome]) -> CancelOutcome:
     """Return the outcome of cancelling all choices: "requested" while one runs, "ended" if all had ended before."""
-    order: Sequence[Outcome] = ("requested", "cancelled", "ended")
+    order: Sequence[CancelOutcome] = ("requested", "cancelled", "ended")
     return next(outcome for outcome in order if outcome in outcomes)
 
 
-def total_usage(usages: Sequence[Usage]) -> dict[str, Any]:
+def total_usage(usages: Sequence[UsageFields]) -> dict[str, Any]:
     """Return the usage of all choices: the prompt's of the first, since it is the same, and the sum of the rest."""
     first = dict(usages[0])
     if len(usages) == 1:
@@ -165,6 +165,6 @@ def total_usage(usages: Sequence[Usage]) -> dict[str, Any]:
     return {**first, **total, **({"completion_tokens_details": details} if details else {})}
 
 
-def _sums(counts: Sequence[Usage]) -> dict[str, Any]:
+def _sums(counts: Sequence[UsageFields]) -> dict[str, Any]:
     names = dict.fromkeys(name for each in counts for name in each)
     return {name: sum(each.get(name) or 0 for each in counts) for name in names}

@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from sluice.cancellation import Outcome
+from sluice.cancellation import CancelOutcome
 from sluice.client import Client
 from sluice.contract import keys
 from sluice.contract.events import Event, parse_event
@@ -158,7 +158,7 @@ class Jobs:
             pipe.get(keys.result(job_id))
             return await pipe.execute()
 
-    async def cancel(self, job_id: str) -> Outcome:
+    async def cancel(self, job_id: str) -> CancelOutcome:
         """Cancel a job, as `Client.cancel` does."""
         return await self._client.cancel(job_id)
 

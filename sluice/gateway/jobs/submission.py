@@ -16,17 +16,17 @@ from sluice.gateway.jobs.jobs import AnswerJobs, Jobs
 from sluice.gateway.keys.limits import estimate
 from sluice.gateway.models import model_missing, model_not_found, requested_model, served_name
 from sluice.gateway.settings import ServeSettings
-from sluice.gateway.workers import POLL_S, Workers, no_worker
+from sluice.gateway.workers import POLL_S, ServedModels, no_worker
 from sluice.http_errors import ErrorForm
 from sluice.submission import ExtraKey, NewJob, Submitted, lane_of
 
 _Sent = dict[str, asyncio.Task[Submitted]]  # submissions by the id of the job
 
 
-class Submission:
+class JobSubmission:
     """Submits jobs."""
 
-    def __init__(self, client: Client, workers: Workers, settings: ServeSettings, jobs: Jobs) -> None:
+    def __init__(self, client: Client, workers: ServedModels, settings: ServeSettings, jobs: Jobs) -> None:
         self._client, self._workers = client, workers
         self._settings, self._jobs = settings, jobs
 
@@ -36,7 +36,7 @@ class Submission:
         bodies: Mapping[str, Mapping[str, Any]],
         answer: AnswerJobs,
         *,
-        function: keys.Function = "chat",
+        function: keys.JobFunction = "chat",
         extra_keys: Sequence[ExtraKey] = (),
     ) -> Sequence[Submitted]:
         """Queue a chat completion or a token count for each id, once a worker serves their model, and return the

@@ -10,71 +10,71 @@ from sluice.http_errors import ErrorForm
 
 # Anthropic's marks for its cache. Prefixes are cached here with or without them, so their content is not read.
 CacheControl = dict[str, Any] | None
-Text = Annotated[str, Field(min_length=0)]  # a constraint makes pydantic refuse half of a surrogate pair
+BodyText = Annotated[str, Field(min_length=0)]  # a constraint makes pydantic refuse half of a surrogate pair
 
 
-class Strict(BaseModel):
+class StrictBody(BaseModel):
     """Base of incoming models: unknown names are refused, and nothing is coerced."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class TextBlock(Strict):
+class TextBlock(StrictBody):
     type: Literal["text"]
-    text: Text
+    text: BodyText
     cache_control: CacheControl = None
     citations: list[Any] | None = None  # of an earlier answer, sent back
 
 
-class Base64Source(Strict):
+class Base64Source(StrictBody):
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: str
 
 
-class UrlSource(Strict):
+class UrlSource(StrictBody):
     type: Literal["url"]
     url: str = Field(min_length=1)
 
 
-class ImageBlock(Strict):
+class ImageBlock(StrictBody):
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
     cache_control: CacheControl = None
 
 
-class PlainTextSource(Strict):
+class PlainTextSource(StrictBody):
     type: Literal["text"]
     media_type: Literal["text/plain"]
-    data: Text
+    data: BodyText
 
 
-class DocumentBlock(Strict):
+class DocumentBlock(StrictBody):
     """A document in plain text; PDF files are refused."""
 
     type: Literal["document"]
     source: Annotated[PlainTextSource, Field(description="Only plain text.")]
-    title: Text | None = None
-    context: Text | None = None
+    title: BodyText | None = None
+    context: BodyText | None = None
     citations: dict[str, Any] | None = None
     cache_control: CacheControl = None
 
 
-class ThinkingBlock(Strict):
+class ThinkingBlock(StrictBody):
     type: Literal["thinking"]
-    thinking: Text
+    thinking: BodyText
     signature: str | None = None
 
 
-class RedactedThinkingBlock(Strict):
+class RedactedThinkingBlock(StrictBody):
     type: Literal["redacted_thinking"]
     data: str
 
 
-class ToolUseBlock(Strict):
+class ToolUseBlock(StrictBody):
     type: Literal["tool_use"]
-    id: Text
-    name: Text
+    id: BodyText
+    name: BodyText
     input: dict[str, Any]
     cache_control: CacheControl = None
     caller: dict[str, Any] | None = None  # the model itself, in every call that we answer with
@@ -90,12 +90,12 @@ def _shape(value: object) -> str | None:
 
 
 _STRING_OR_BLOCKS = Discriminator(_shape, "wrong_type", "Input should be a string or a list of content blocks")
-_String = Annotated[Text, Tag("string")]
+_String = Annotated[BodyText, Tag("string")]
 
 
-class ToolResultBlock(Strict):
+class ToolResultBlock(StrictBody):
     type: Literal["tool_result"]
-    tool_use_id: Text
+    tool_use_id: BodyText
     content: (
         Annotated[
             _String | Annotated[list[ResultBlock], Field(fail_fast=True), Tag("array")],
@@ -112,13 +112,13 @@ UserBlock = Annotated[TextBlock | ImageBlock | DocumentBlock | ToolResultBlock, 
 AssistantBlock = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
 ]
-TextContent = Annotated[
+TextBlocks = Annotated[
     _String | Annotated[list[TextBlock], Field(fail_fast=True), Tag("array")],
     _STRING_OR_BLOCKS,
 ]
 
 
-class UserMessage(Strict):
+class UserTurn(StrictBody):
     role: Literal["user"]
     content: Annotated[
         _String | Annotated[list[UserBlock], Field(fail_fast=True), Tag("array")],
@@ -126,7 +126,7 @@ class UserMessage(Strict):
     ]
 
 
-class AssistantMessage(Strict):
+class AssistantTurn(StrictBody):
     role: Literal["assistant"]
     content: Annotated[
         _String | Annotated[list[AssistantBlock], Field(fail_fast=True), Tag("array")],
@@ -137,13 +137,13 @@ class AssistantMessage(Strict):
 _MAX_MESSAGE_CHARACTERS = 500
 
 
-class CustomTool(Strict):
+class CustomTool(StrictBody):
     """A tool that the client runs."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
-    description: Text | None = None
+    description: BodyText | None = None
     strict: bool | None = None
     cache_control: CacheControl = None
     allowed_callers: list[Literal["direct"]] | None = None
@@ -152,7 +152,7 @@ class CustomTool(Strict):
     eager_input_streaming: bool | None = None
 
 
-class HostedTool(Strict, extra="allow"):
+class HostedTool(StrictBody, extra="allow"):
     """A tool that Anthropic defines, such as its web search; no worker has it."""
 
     type: str
@@ -169,58 +169,58 @@ def _kind_of_tool(tool: object) -> str:
     return "custom" if kind in (None, "custom") else "hosted"
 
 
-Tool = Annotated[
+OfferedTool = Annotated[
     Annotated[CustomTool, Tag("custom")] | Annotated[HostedTool, Tag("hosted")], Discriminator(_kind_of_tool)
 ]
 
 
-class AutoChoice(Strict):
+class AutoChoice(StrictBody):
     type: Literal["auto"]
     disable_parallel_tool_use: bool | None = None
 
 
-class AnyChoice(Strict):
+class AnyChoice(StrictBody):
     type: Literal["any"]
     disable_parallel_tool_use: bool | None = None
 
 
-class NamedChoice(Strict):
+class NamedChoice(StrictBody):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool | None = None
 
 
-class NoChoice(Strict):
+class NoChoice(StrictBody):
     type: Literal["none"]
 
 
-ToolChoice = Annotated[AutoChoice | AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")]
+ToolChoiceOption = Annotated[AutoChoice | AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")]
 
 
-class ThinkingOn(Strict):
+class ThinkingOn(StrictBody):
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1)
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ThinkingAdaptive(Strict):
+class ThinkingAdaptive(StrictBody):
     type: Literal["adaptive", "between_tools"]
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ThinkingOff(Strict):
+class ThinkingOff(StrictBody):
     type: Literal["disabled"]
 
 
-Thinking = Annotated[ThinkingOn | ThinkingAdaptive | ThinkingOff, Field(discriminator="type")]
+ThinkingOption = Annotated[ThinkingOn | ThinkingAdaptive | ThinkingOff, Field(discriminator="type")]
 
 
-class OutputFormat(Strict):
+class OutputFormat(StrictBody):
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class Effort(Strict):
+class Effort(StrictBody):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -228,17 +228,17 @@ class OutputConfig(Effort):
     format: OutputFormat | None = None
 
 
-class ToolReference(Strict):
+class ToolReference(StrictBody):
     type: Literal["tool_reference"]
-    name: Text
+    name: BodyText
 
 
-class ToolDefinition(Strict):
+class ToolDefinition(StrictBody):
     type: Literal["tool_definition"]
-    definition: Tool
+    definition: OfferedTool
 
 
-class ToolAddition(Strict):
+class ToolAddition(StrictBody):
     """A tool that is offered from here on: one of `tools`, or another."""
 
     type: Literal["tool_addition"]
@@ -246,7 +246,7 @@ class ToolAddition(Strict):
     cache_control: CacheControl = None
 
 
-class ToolRemoval(Strict):
+class ToolRemoval(StrictBody):
     """A tool that is not offered from here on."""
 
     type: Literal["tool_removal"]
@@ -257,7 +257,7 @@ class ToolRemoval(Strict):
 SystemBlock = Annotated[TextBlock | ToolAddition | ToolRemoval, Field(discriminator="type")]
 
 
-class SystemMessage(Strict):
+class SystemTurn(StrictBody):
     """Instructions within a conversation. `output_config` holds from here on; a text that is to be cleared is read
     until the next message of the user."""
 
@@ -270,25 +270,25 @@ class SystemMessage(Strict):
     clear_at: Literal["next_user_message", "never"] | None = None
 
 
-Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+Message = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
 
 
-class Metadata(Strict):
+class Metadata(StrictBody):
     user_id: Annotated[str, Field(min_length=1, max_length=4_096)] | None = None
 
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
-class CountBody(Strict):
+class CountBody(StrictBody):
     """The body of `POST /v1/messages/count_tokens`."""
 
     model: str
     messages: list[Message] = Field(min_length=1, fail_fast=True)
-    system: TextContent | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    system: TextBlocks | None = None
+    tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoiceOption | None = None
+    thinking: ThinkingOption | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     cache_control: CacheControl = None

@@ -11,7 +11,7 @@ from sluice.contract.keys import TENANT_CHARACTERS
 from sluice.gateway.errors import ApiError
 from sluice.gateway.messages.body import (
     AnyChoice,
-    AssistantMessage,
+    AssistantTurn,
     Base64Source,
     CountBody,
     CustomTool,
@@ -22,28 +22,28 @@ from sluice.gateway.messages.body import (
     MessagesBody,
     NamedChoice,
     NoChoice,
+    OfferedTool,
     OutputFormat,
-    SystemMessage,
+    SystemTurn,
     TextBlock,
-    Thinking,
     ThinkingBlock,
     ThinkingOff,
     ThinkingOn,
-    Tool,
+    ThinkingOption,
     ToolAddition,
-    ToolChoice,
+    ToolChoiceOption,
     ToolDefinition,
     ToolReference,
     ToolRemoval,
     ToolResultBlock,
     ToolUseBlock,
-    UserMessage,
+    UserTurn,
 )
 from sluice.http_errors import ErrorForm
 
 logger = logging.getLogger("sluice.gateway")
 
-Part = dict[str, Any]
+TranslatedPart = dict[str, Any]
 
 # Claude Code's first line of `system`: it says nothing to a model, and differs in each conversation, so that no two
 # would have a common beginning.
@@ -84,7 +84,7 @@ def _user(user_id: str | None) -> str | None:
     return hashlib.sha256(user_id.encode()).hexdigest()
 
 
-def _thinking(thinking: Thinking | None) -> dict[str, Any]:
+def _thinking(thinking: ThinkingOption | None) -> dict[str, Any]:
     """Return the budget, and the variables that chat templates read; other templates ignore them. Without `thinking`
     the template decides."""
     if thinking is None:
@@ -96,7 +96,7 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any]:
 
 def _output(body: CountBody) -> dict[str, Any]:
     config = body.output_config
-    later = [message.output_config for message in body.messages if isinstance(message, SystemMessage)]
+    later = [message.output_config for message in body.messages if isinstance(message, SystemTurn)]
     efforts = [each.effort for each in (config, *later) if each and each.effort]
     effort = {"reasoning_effort": efforts[-1]} if efforts else {}
     wanted: OutputFormat | None = (config.format if config else None) or body.output_format
@@ -108,13 +108,13 @@ def _output(body: CountBody) -> dict[str, Any]:
 
 def _messages(message: Message) -> list[dict[str, Any]]:
     match message:
-        case UserMessage(content=str(text)):
+        case UserTurn(content=str(text)):
             return [{"role": "user", "content": text}]
-        case UserMessage():
+        case UserTurn():
             return _user_messages(message)
-        case AssistantMessage():
+        case AssistantTurn():
             return [_assistant_message(message)]
-        case SystemMessage(content=content):
+        case SystemTurn(content=content):
             text = _text(content)
             return [{"role": "system", "content": text}] if text else []
     raise AssertionError(message)
@@ -126,11 +126,11 @@ def _shown(messages: Sequence[Message]) -> list[Message]:
     return [
         message
         for at, message in enumerate(messages)
-        if not (isinstance(message, SystemMessage) and message.clear_at == "next_user_message" and at < last)
+        if not (isinstance(message, SystemTurn) and message.clear_at == "next_user_message" and at < last)
     ]
 
 
-def _user_messages(message: UserMessage) -> list[dict[str, Any]]:
+def _user_messages(message: UserTurn) -> list[dict[str, Any]]:
     """Return the tool results, each as a message, and then the rest as one. The contract's tool messages are text, so
     the images of results follow in the user's message."""
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
@@ -155,13 +155,13 @@ def _tool_message(result: ToolResultBlock) -> dict[str, Any]:
     }
 
 
-def _result_images(result: ToolResultBlock) -> list[Part]:
+def _result_images(result: ToolResultBlock) -> list[TranslatedPart]:
     images = [block for block in result.content or () if isinstance(block, ImageBlock)]
     label = [{"type": "text", "text": f"The images of the result {result.tool_use_id}:"}] if images else []
     return [*label, *map(_part, images)]
 
 
-def _part(block: TextBlock | ImageBlock | DocumentBlock) -> Part:
+def _part(block: TextBlock | ImageBlock | DocumentBlock) -> TranslatedPart:
     match block:
         case TextBlock(text=text):
             return {"type": "text", "text": text}
@@ -175,7 +175,7 @@ def _part(block: TextBlock | ImageBlock | DocumentBlock) -> Part:
     raise AssertionError(block)
 
 
-def _assistant_message(message: AssistantMessage) -> dict[str, Any]:
+def _assistant_message(message: AssistantTurn) -> dict[str, Any]:
     """Return an earlier answer. Redacted thinking is dropped: only Anthropic can read it."""
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
@@ -212,7 +212,7 @@ def _told(block: TextBlock | ToolAddition | ToolRemoval) -> str:
             return f"The tool {tool.name} is not available any more."
 
 
-def _name(tool: Tool) -> str:
+def _name(tool: OfferedTool) -> str:
     return tool.title if isinstance(tool, HostedTool) else tool.name
 
 
@@ -233,17 +233,17 @@ def tool_fields(body: CountBody) -> dict[str, Any]:
     return {"tools": [_function(tool) for tool in custom], **_choice(body.tool_choice)}
 
 
-def _added_tools(messages: Sequence[Message]) -> Iterator[Tool]:
+def _added_tools(messages: Sequence[Message]) -> Iterator[OfferedTool]:
     """Yield the tools that are defined within the conversation."""
     for message in messages:
-        if not isinstance(message, SystemMessage) or isinstance(message.content, str):
+        if not isinstance(message, SystemTurn) or isinstance(message.content, str):
             continue
         for block in message.content:
             if isinstance(block, ToolAddition) and isinstance(block.tool, ToolDefinition):
                 yield block.tool.definition
 
 
-def _check_choice(choice: ToolChoice | None, custom: Sequence[Tool], hosted: Sequence[str]) -> None:
+def _check_choice(choice: ToolChoiceOption | None, custom: Sequence[OfferedTool], hosted: Sequence[str]) -> None:
     match choice:
         case NamedChoice(name=name) if name in hosted:
             raise _refused(f"{name!r} is a tool that only Anthropic's servers have; offer a custom tool.")
@@ -265,7 +265,7 @@ def _function(tool: CustomTool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, "parameters": tool.input_schema, **optional}}
 
 
-def _choice(choice: ToolChoice | None) -> dict[str, Any]:
+def _choice(choice: ToolChoiceOption | None) -> dict[str, Any]:
     if choice is None:
         return {}
     single = not isinstance(choice, NoChoice) and choice.disable_parallel_tool_use

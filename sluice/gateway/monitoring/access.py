@@ -11,7 +11,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sluice.gateway.monitoring.metrics import Metrics
+from sluice.gateway.monitoring.metrics import GatewayMetrics
 
 logger = logging.getLogger("sluice.gateway.access")
 
@@ -31,7 +31,7 @@ def identify(request: Request, job_id: str) -> None:
 class AccessLog:
     """Logs and counts each response, and gives it an `x-request-id` if it has none."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Mapping[Any, str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, paths: Mapping[Any, str]) -> None:
         """`paths`: the path of each route, by its endpoint."""
         self._app = app
         self._metrics, self._paths = metrics, paths

@@ -12,7 +12,7 @@ from sluice.errors import JobCancelled, JobFailed, SluiceError
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1800)
 
 
-class Metrics:
+class GatewayMetrics:
     """Counts requests, and measures what their clients wait for."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ _CANCELLED, _FAILED = "abort", "error"  # vLLM's reasons
 class AnswerTimer:
     """Measures the answer to one request, by the events or the results of its jobs."""
 
-    def __init__(self, metrics: Metrics, model: str, started: float, *, stream: bool) -> None:
+    def __init__(self, metrics: GatewayMetrics, model: str, started: float, *, stream: bool) -> None:
         """`model`: a served name; `started`: when the request came, by the monotonic clock; `stream`: the client sees
         the first token before the end."""
         self._metrics, self._model = metrics, model

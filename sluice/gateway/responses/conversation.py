@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 
 from sluice.gateway import fields
 from sluice.gateway.fields import refusal
-from sluice.gateway.tools import INPUT, Tools
+from sluice.gateway.tools import INPUT, RequestTools
 from sluice.http_errors import ErrorForm
 
-Part = dict[str, Any]
+ChatPart = dict[str, Any]
 
 _TEXT_TYPES = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _DETAILS = {"auto": "auto", "low": "low", "high": "high", "original": "high"}
 
 
-def _read_parts(value: object, param: str, *, images: bool) -> list[Part]:
+def _read_parts(value: object, param: str, *, images: bool) -> list[ChatPart]:
     """Return the parts of a message's or an output's content, a string or a list. Raises `ApiError`."""
     if isinstance(value, str):
         return [_text(value)]
@@ -26,21 +26,21 @@ def _read_parts(value: object, param: str, *, images: bool) -> list[Part]:
     return [_read_part(fields.mapping(part, place), place, images) for place, part in fields.entries(value, param)]
 
 
-def _text_of(parts: list[Part]) -> str:
+def _text_of(parts: list[ChatPart]) -> str:
     """Return the text of parts without images."""
     return "".join(part["text"] for part in parts if part["type"] == "text")
 
 
-def _is_image(part: Part) -> bool:
+def _is_image(part: ChatPart) -> bool:
     """Return True for the part of an image."""
     return bool(part["type"] == "image_url")
 
 
-def _text(text: str) -> Part:
+def _text(text: str) -> ChatPart:
     return {"type": "text", "text": text}
 
 
-def _read_part(part: dict[str, Any], param: str, images: bool) -> Part:
+def _read_part(part: dict[str, Any], param: str, images: bool) -> ChatPart:
     kind = fields.text(part.get("type"), f"{param}.type")
     if kind in _TEXT_TYPES:
         return _text(fields.text(part.get("text"), f"{param}.text"))
@@ -52,7 +52,7 @@ def _read_part(part: dict[str, Any], param: str, images: bool) -> Part:
     raise refusal(f"{param}.type", f"{kind[:40]!r} is not supported here; use {usable}.", ErrorForm.UNSUPPORTED_VALUE)
 
 
-def _read_image(part: dict[str, Any], param: str) -> Part:
+def _read_image(part: dict[str, Any], param: str) -> ChatPart:
     if part.get("file_id") is not None:
         raise refusal(f"{param}.file_id", "no files are stored here; send the image as a data: URL in image_url.")
     detail = part.get("detail")
@@ -61,7 +61,7 @@ def _read_image(part: dict[str, Any], param: str) -> Part:
     return {"type": "image_url", "image_url": {"url": url, "detail": _DETAILS[detail]}}
 
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 
 # What OpenAI's hosted tools leave in a conversation. It has no text for a model, and is dropped.
 HOSTED_CALLS = frozenset(
@@ -73,7 +73,7 @@ HOSTED_CALLS = frozenset(
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-def read_conversation(items: Sequence[Any], tools: Tools, param: str = "input") -> list[Message]:
+def read_conversation(items: Sequence[Any], tools: RequestTools, param: str = "input") -> list[ChatMessage]:
     """Return the messages of a conversation. Raises `ApiError`, which names an item as `input[3]`."""
     builder = _Builder(tools)
     for index, item in enumerate(items):
@@ -92,11 +92,11 @@ def dropped_types(items: Sequence[Any]) -> list[str]:
 class _Builder:
     """Joins the items of one turn of the assistant, its reasoning, text and calls, into one message."""
 
-    def __init__(self, tools: Tools) -> None:
-        self.messages = list[Message]()
+    def __init__(self, tools: RequestTools) -> None:
+        self.messages = list[ChatMessage]()
         self._tools = tools
-        self._turn: Message = {}  # the assistant's, not yet among the messages
-        self._images = list[Part]()  # from outputs of tools, which take text alone in a chat completion
+        self._turn: ChatMessage = {}  # the assistant's, not yet among the messages
+        self._images = list[ChatPart]()  # from outputs of tools, which take text alone in a chat completion
 
     def add(self, item: dict[str, Any], param: str) -> None:
         """Add an item. Raises `ApiError`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sluice.gateway.responses.request import ResponseRequest
-from sluice.gateway.tools import Tools, read_tools
+from sluice.gateway.tools import RequestTools, read_tools
 
 PREFIX = "resp_"
 
@@ -14,7 +14,7 @@ Response = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseHead:
     """The fields that a response repeats from its request, and how its output is to be written."""
 
     id: str
@@ -34,14 +34,14 @@ class Head:
         """True if the response goes on without a reader."""
         return bool(self.echo["background"])
 
-    def tools(self) -> Tools:
+    def tools(self) -> RequestTools:
         """Return the tools of the request."""
         return read_tools(self.echo["tools"])
 
 
-def new_head(request: ResponseRequest, id: str, created_at: int, model: str) -> Head:
+def new_head(request: ResponseRequest, id: str, created_at: int, model: str) -> ResponseHead:
     """Return the head of a new response."""
-    return Head(
+    return ResponseHead(
         id,
         created_at,
         _echo(request, model),
@@ -51,7 +51,7 @@ def new_head(request: ResponseRequest, id: str, created_at: int, model: str) -> 
     )
 
 
-def skeleton(head: Head) -> Response:
+def skeleton(head: ResponseHead) -> Response:
     """Return the response without output, status and usage."""
     return {
         "id": head.id,

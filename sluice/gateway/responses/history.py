@@ -17,7 +17,7 @@ from sluice.gateway.fields import one_of, refusal
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.models import requested_model
 from sluice.gateway.responses.conversation import dropped_types, read_conversation
-from sluice.gateway.responses.head import PREFIX, Head, Response, new_head, skeleton
+from sluice.gateway.responses.head import PREFIX, Response, ResponseHead, new_head, skeleton
 from sluice.gateway.responses.record import MAX_BYTES, Record, from_completion, parse_record, with_ids
 from sluice.gateway.responses.request import ResponseRequest
 from sluice.gateway.responses.store import Store
@@ -33,7 +33,7 @@ _ITEM_ID = re.compile(r"[a-z]+_(\w+)_(?:in)?\d+")  # of an item, with the end of
 
 
 @dataclass(frozen=True)
-class Conversation:
+class EarlierResponses:
     """The responses before a new one, oldest first, and their items."""
 
     ids: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class History:
             return True
         return await self._gateway.client.state(record.head.id) in ("queued", "running")
 
-    async def conversation(self, caller: Caller, response_id: str) -> Conversation:
+    async def conversation(self, caller: Caller, response_id: str) -> EarlierResponses:
         """Return the conversation up to a response, it included. Raises `ApiError`, which names
         `previous_response_id`."""
         last = await self.find(caller, response_id, _PREVIOUS)
@@ -89,7 +89,7 @@ class History:
         if response["status"] in ("queued", "in_progress"):
             raise refusal(_PREVIOUS, "the response has not ended yet; wait for it, or cancel it.")
         items = await self._items(caller, ids[:-1], [response_id])
-        return Conversation(ids, (*items, *last.items, *_completed_output(response)))
+        return EarlierResponses(ids, (*items, *last.items, *_completed_output(response)))
 
     async def items(self, caller: Caller, record: Record) -> tuple[dict[str, Any], ...]:
         """Return the items that a response was made from."""
@@ -136,7 +136,7 @@ class History:
         found = await self._store.read_all(ids)
         return await in_thread_if_long(length, _joined, ids, found)
 
-    async def _ended(self, head: Head) -> Response:
+    async def _ended(self, head: ResponseHead) -> Response:
         """Return the response of a job that has ended, from its log, or else from its result."""
         state = ResponseState(head)
         if not await self._store.has_log(head.id):
@@ -149,7 +149,7 @@ class History:
         except UnknownJob:
             return await self._from_result(head)
 
-    async def _from_result(self, head: Head) -> Response:
+    async def _from_result(self, head: ResponseHead) -> Response:
         try:
             completion = await self._gateway.client.result(head.id, timeout=_RESULT_S)
             return from_completion(head, completion).response
@@ -203,12 +203,12 @@ def not_found(response_id: str, param: str | None = None) -> ApiError:
     return ApiError(ErrorForm.NOT_FOUND, f"There is no response {name}, or it has expired.", param=param)
 
 
-def _nothing_else(head: Head) -> dict[str, Any]:
+def _nothing_else(head: ResponseHead) -> dict[str, Any]:
     """Return the fields of a final event of which nothing but the ending is known."""
     return {"id": head.id, "seq": 0, "attempt": 1, "ts": 0.0, "usage": Usage(0, 0, 0)}
 
 
-def _state_after(head: Head, event: Event) -> Response:
+def _state_after(head: ResponseHead, event: Event) -> Response:
     state = ResponseState(head)
     state.add(event)
     return state.response
@@ -229,7 +229,7 @@ class NewResponse:
     dropped: tuple[str, ...]  # hosted tools and their items, which have no effect here
 
 
-def new_response(request: ResponseRequest, before: Conversation, id: str, tenant: str | None) -> NewResponse:
+def new_response(request: ResponseRequest, before: EarlierResponses, id: str, tenant: str | None) -> NewResponse:
     """Return a response that continues a conversation. Raises `ApiError`, which names the field."""
     messages = read_conversation(request.items, request.tools)
     if before.items:

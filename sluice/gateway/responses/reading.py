@@ -11,7 +11,7 @@ from sluice.gateway import sse
 from sluice.gateway.errors import ApiError, from_client, openai_body
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.monitoring.metrics import AnswerTimer
-from sluice.gateway.responses.head import Head, Response
+from sluice.gateway.responses.head import Response, ResponseHead
 from sluice.gateway.responses.store import Store
 from sluice.gateway.responses.stream import ResponseState
 from sluice.openai import exceeds_context
@@ -30,7 +30,7 @@ _FIRST_EVENT_S = 1.0  # within which a failure still becomes an HTTP status
 class Reading:
     """One reader of a job's events. `timer`: of the request that they answer."""
 
-    def __init__(self, gateway: Gateway, store: Store, head: Head, *, timer: AnswerTimer | None = None) -> None:
+    def __init__(self, gateway: Gateway, store: Store, head: ResponseHead, *, timer: AnswerTimer | None = None) -> None:
         self._gateway = gateway
         self._store = store
         self._head = head

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sluice.contract.events import Delta, Event, Finished, Timings, Usage, parse_as
-from sluice.gateway.responses.head import Head
+from sluice.gateway.responses.head import ResponseHead
 from sluice.gateway.responses.stream import ResponseState
 
 VERSION = 1  # of the format; gateways take a record of another version for absent
@@ -17,7 +17,7 @@ MAX_BYTES = 16_000_000  # of a conversation, as stored; a job's body is not long
 class Record:
     """A stored response: its head, its tenant, its input items, and the responses that it continues."""
 
-    head: Head
+    head: ResponseHead
     tenant: str | None
     items: tuple[dict[str, Any], ...]  # with ids
     previous: tuple[str, ...]  # ids, oldest first
@@ -46,7 +46,7 @@ def parse_record(raw: bytes) -> Record | None:
     if read.get("version") != VERSION:
         return None
     flags = (read["summary"], read["enclosed"], read["logprobs"])
-    head = Head(read["id"], read["created_at"], read["echo"], *flags)
+    head = ResponseHead(read["id"], read["created_at"], read["echo"], *flags)
     return Record(head, read["tenant"], tuple(read["items"]), tuple(read["previous"]))
 
 
@@ -68,7 +68,7 @@ def _with_id(item: dict[str, Any], suffix: str) -> dict[str, Any]:
     return named
 
 
-def from_completion(head: Head, completion: Mapping[str, Any]) -> ResponseState:
+def from_completion(head: ResponseHead, completion: Mapping[str, Any]) -> ResponseState:
     """Return the response of a job's stored result, for a job whose log has expired.
 
     It is that of the log, but for output that the model interleaved: the result has all text in one piece. The tokens

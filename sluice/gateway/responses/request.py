@@ -6,7 +6,7 @@ from typing import Any
 
 from sluice.gateway import fields
 from sluice.gateway.fields import refusal
-from sluice.gateway.tools import Tools, read_tool_choice, read_tools
+from sluice.gateway.tools import RequestTools, read_tool_choice, read_tools
 from sluice.http_errors import ErrorForm
 
 # Fields that a chat completion has under the same name: OpenAI's, and then the contract's own. A worker checks them.
@@ -46,7 +46,7 @@ class ResponseRequest:
 
     body: Mapping[str, Any]
     items: tuple[Any, ...]  # the input's, not yet read
-    tools: Tools
+    tools: RequestTools
     chat: Mapping[str, Any]  # the chat completion, without its messages
     includes: frozenset[str]
     stream: bool

@@ -25,8 +25,8 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs.jobs import AnswerJobs, Available, StoredAnswer
 from sluice.gateway.monitoring.access import identify
-from sluice.gateway.responses.head import PREFIX, Head, Response, skeleton
-from sluice.gateway.responses.history import Conversation, History, NewResponse, new_response, page
+from sluice.gateway.responses.head import PREFIX, Response, ResponseHead, skeleton
+from sluice.gateway.responses.history import EarlierResponses, History, NewResponse, new_response, page
 from sluice.gateway.responses.reading import Reading
 from sluice.gateway.responses.record import Record, parse_record
 from sluice.gateway.responses.request import ResponseRequest, read_request
@@ -58,7 +58,7 @@ def routes(gateway: Gateway) -> list[Route]:
 class _Accepted:
     """A request whose job is queued, or was before. `response` is the answer if no event has to be awaited."""
 
-    head: Head
+    head: ResponseHead
     stream: bool
     response: Response | None = None
 
@@ -105,7 +105,7 @@ class _Responses:
         return await unless_disconnected(http, accepting)
 
     async def _new(self, caller: Caller, request: ResponseRequest, body: Body, response_id: str) -> NewResponse:
-        before = Conversation()
+        before = EarlierResponses()
         request = replace(request, items=await self._history.resolved(caller, request.items))
         if request.previous is not None:
             before = await self._history.conversation(caller, request.previous)

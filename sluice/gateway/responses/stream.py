@@ -13,12 +13,12 @@ from sluice.contract import events
 from sluice.contract.events import Cancelled, Delta, Failed, Finished, JobError, Restarted, Started, Usage
 from sluice.errors import JobFailed
 from sluice.gateway.responses.conversation import enclosed
-from sluice.gateway.responses.head import Head, Response, skeleton
-from sluice.gateway.tools import InputText, Target, whole_input
+from sluice.gateway.responses.head import Response, ResponseHead, skeleton
+from sluice.gateway.tools import CalledTool, InputText, whole_input
 from sluice.http_errors import SERVER, ErrorForm
 from sluice.openai import error_reply
 
-Event = dict[str, Any]  # a stream event, not yet numbered
+StreamEvent = dict[str, Any]  # a stream event, not yet numbered
 Item = dict[str, Any]
 
 
@@ -26,15 +26,15 @@ class OutputItem(Protocol):
     """An item that is being written."""
 
     @abstractmethod
-    def opening(self) -> list[Event]:
+    def opening(self) -> list[StreamEvent]:
         """Return the events that begin the item."""
 
     @abstractmethod
-    def append(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+    def append(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[StreamEvent]:
         """Add text, and return its events."""
 
     @abstractmethod
-    def closing(self, status: str) -> list[Event]:
+    def closing(self, status: str) -> list[StreamEvent]:
         """Return the events that end the item."""
 
     @abstractmethod
@@ -42,35 +42,35 @@ class OutputItem(Protocol):
         """Return the item with what has been written of it."""
 
 
-def _added(index: int, item: Item) -> Event:
+def _added(index: int, item: Item) -> StreamEvent:
     return {"type": "response.output_item.added", "output_index": index, "item": item}
 
 
-def _done(index: int, item: Item) -> Event:
+def _done(index: int, item: Item) -> StreamEvent:
     return {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
 class MessageItem(OutputItem):
     """Text of the answer."""
 
-    def __init__(self, head: Head, index: int) -> None:
+    def __init__(self, head: ResponseHead, index: int) -> None:
         self._head = head
         self._index = index
         self._id = f"msg_{head.suffix}_{index}"
         self._text = list[str]()
         self._logprobs = list[dict[str, Any]]()
 
-    def opening(self) -> list[Event]:
+    def opening(self) -> list[StreamEvent]:
         item = {**self.item("in_progress"), "content": []}
         return [_added(self._index, item), self._event("response.content_part.added", part=self._part())]
 
-    def append(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+    def append(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[StreamEvent]:
         entries = [_logprob(each) for each in logprobs] if self._head.logprobs else []
         self._text.append(text)
         self._logprobs += entries
         return [self._event("response.output_text.delta", delta=text, logprobs=entries)]
 
-    def closing(self, status: str) -> list[Event]:
+    def closing(self, status: str) -> list[StreamEvent]:
         whole, part = "".join(self._text), self._part()
         return [
             self._event("response.output_text.done", text=whole, logprobs=self._logprobs),
@@ -85,7 +85,7 @@ class MessageItem(OutputItem):
         logprobs = list(self._logprobs)
         return {"type": "output_text", "text": "".join(self._text), "annotations": [], "logprobs": logprobs}
 
-    def _event(self, kind: str, **more: Any) -> Event:
+    def _event(self, kind: str, **more: Any) -> StreamEvent:
         return {"type": kind, "item_id": self._id, "output_index": self._index, "content_index": 0, **more}
 
 
@@ -98,22 +98,22 @@ def _logprob(entry: dict[str, Any]) -> dict[str, Any]:
 class ReasoningItem(OutputItem):
     """Reasoning before the answer: in `summary` if the request asked for a summary, else in `content`."""
 
-    def __init__(self, head: Head, index: int) -> None:
+    def __init__(self, head: ResponseHead, index: int) -> None:
         self._head = head
         self._index = index
         self._id = f"rs_{head.suffix}_{index}"
         self._text = list[str]()
 
-    def opening(self) -> list[Event]:
+    def opening(self) -> list[StreamEvent]:
         item = {**self._item([], "in_progress"), "encrypted_content": None}
         part = self._part("")
         return [_added(self._index, item), self._event(f"{self._part_events}.added", part=part)]
 
-    def append(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+    def append(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[StreamEvent]:
         self._text.append(text)
         return [self._event(f"{self._text_events}.delta", delta=text)]
 
-    def closing(self, status: str) -> list[Event]:
+    def closing(self, status: str) -> list[StreamEvent]:
         whole = "".join(self._text)
         return [
             self._event(f"{self._text_events}.done", text=whole),
@@ -141,7 +141,7 @@ class ReasoningItem(OutputItem):
         written = {"summary": parts} if self._head.summary else {"summary": [], "content": parts}
         return {"id": self._id, "type": "reasoning", "status": status, **written}
 
-    def _event(self, kind: str, **more: Any) -> Event:
+    def _event(self, kind: str, **more: Any) -> StreamEvent:
         place = "summary_index" if self._head.summary else "content_index"
         return {"type": kind, "item_id": self._id, "output_index": self._index, place: 0, **more}
 
@@ -149,21 +149,21 @@ class ReasoningItem(OutputItem):
 class FunctionCallItem(OutputItem):
     """A call of a function."""
 
-    def __init__(self, head: Head, index: int, call_id: str, target: Target) -> None:
+    def __init__(self, head: ResponseHead, index: int, call_id: str, target: CalledTool) -> None:
         self._index = index
         self._id = f"fc_{head.suffix}_{index}"
         self._call_id = call_id
         self._target = target
         self._arguments = list[str]()
 
-    def opening(self) -> list[Event]:
+    def opening(self) -> list[StreamEvent]:
         return [_added(self._index, self.item("in_progress"))]
 
-    def append(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+    def append(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[StreamEvent]:
         self._arguments.append(text)
         return [self._event("delta", delta=text)]
 
-    def closing(self, status: str) -> list[Event]:
+    def closing(self, status: str) -> list[StreamEvent]:
         item = self.item(status)
         return [self._event("done", name=self._target.name, arguments=item["arguments"]), _done(self._index, item)]
 
@@ -179,14 +179,14 @@ class FunctionCallItem(OutputItem):
             **_namespace(self._target),
         }
 
-    def _event(self, kind: str, **more: Any) -> Event:
+    def _event(self, kind: str, **more: Any) -> StreamEvent:
         return _call_event("response.function_call_arguments", kind, self._id, self._index, more)
 
 
 class CustomCallItem(OutputItem):
     """A call of a custom tool, whose function has its input as the one argument."""
 
-    def __init__(self, head: Head, index: int, call_id: str, target: Target) -> None:
+    def __init__(self, head: ResponseHead, index: int, call_id: str, target: CalledTool) -> None:
         self._index = index
         self._id = f"ctc_{head.suffix}_{index}"
         self._call_id = call_id
@@ -194,15 +194,15 @@ class CustomCallItem(OutputItem):
         self._arguments = list[str]()
         self._input = InputText()
 
-    def opening(self) -> list[Event]:
+    def opening(self) -> list[StreamEvent]:
         return [_added(self._index, {**self.item("in_progress"), "input": ""})]
 
-    def append(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+    def append(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[StreamEvent]:
         self._arguments.append(text)
         more = self._input.feed(text)
         return [self._event("delta", delta=more)] if more else []
 
-    def closing(self, status: str) -> list[Event]:
+    def closing(self, status: str) -> list[StreamEvent]:
         item = self.item(status)
         return [self._event("done", input=item["input"]), _done(self._index, item)]
 
@@ -218,15 +218,15 @@ class CustomCallItem(OutputItem):
             **_namespace(self._target),
         }
 
-    def _event(self, kind: str, **more: Any) -> Event:
+    def _event(self, kind: str, **more: Any) -> StreamEvent:
         return _call_event("response.custom_tool_call_input", kind, self._id, self._index, more)
 
 
-def _call_event(prefix: str, kind: str, id: str, index: int, more: dict[str, Any]) -> Event:
+def _call_event(prefix: str, kind: str, id: str, index: int, more: dict[str, Any]) -> StreamEvent:
     return {"type": f"{prefix}.{kind}", "item_id": id, "output_index": index, **more}
 
 
-def _namespace(target: Target) -> dict[str, str]:
+def _namespace(target: CalledTool) -> dict[str, str]:
     return {} if target.namespace is None else {"namespace": target.namespace}
 
 
@@ -249,7 +249,7 @@ _RESTARTED = (
 class ResponseState:
     """The state of a response after some of the log's events."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: ResponseHead) -> None:
         self._head = head
         self._targets = head.tools()
         self._status = "queued" if head.background else "in_progress"
@@ -276,12 +276,12 @@ class ResponseState:
         still = [] if self._open is None else [self._open.item("in_progress")]
         return {**skeleton(self._head), "status": self._status, "output": self._closed + still, **self._ending}
 
-    def opening(self) -> list[Event]:
+    def opening(self) -> list[StreamEvent]:
         """Return the events that precede the log's."""
         kinds = ("response.created", "response.queued") if self._head.background else ("response.created",)
         return self._numbered({"type": kind, "response": self.response} for kind in kinds)
 
-    def add(self, event: events.Event) -> list[Event]:
+    def add(self, event: events.Event) -> list[StreamEvent]:
         """Return the events for the next event of the log."""
         match event:
             case Restarted() if self._closed or self._open:
@@ -298,25 +298,25 @@ class ResponseState:
                 return self._numbered(self._break_off("cancelled", "response.incomplete", usage))
         return []
 
-    def _numbered(self, events: Iterable[Event]) -> list[Event]:
+    def _numbered(self, events: Iterable[StreamEvent]) -> list[StreamEvent]:
         numbered = [{**event, "sequence_number": number} for number, event in enumerate(events, self._next)]
         self._next += len(numbered)
         return numbered
 
-    def _start(self) -> Iterator[Event]:
+    def _start(self) -> Iterator[StreamEvent]:
         self._status = "in_progress"
         if not self._started:
             self._started = True
             yield {"type": "response.in_progress", "response": self.response}
 
-    def _restart(self) -> Iterator[Event]:
+    def _restart(self) -> Iterator[StreamEvent]:
         self._closed = []
         self._open = None
         self._call = None
         reason = {"code": "restarted", "message": _RESTARTED, "param": None}
         yield {"type": "error", **reason, "error": {**reason, "type": SERVER}}
 
-    def _write(self, event: Delta) -> Iterator[Event]:
+    def _write(self, event: Delta) -> Iterator[StreamEvent]:
         if event.reasoning:
             yield from self._append(ReasoningItem, event.reasoning)
         if event.content or (event.logprobs and isinstance(self._open, MessageItem)):
@@ -326,13 +326,13 @@ class ResponseState:
 
     def _append(
         self, kind: type[ReasoningItem | MessageItem], text: str, logprobs: tuple[dict[str, Any], ...] = ()
-    ) -> Iterator[Event]:
+    ) -> Iterator[StreamEvent]:
         if not isinstance(self._open, kind):
             yield from self._replace(kind(self._head, self._next_index()))
         assert self._open is not None
         yield from self._open.append(text, logprobs)
 
-    def _append_call(self, delta: dict[str, Any]) -> Iterator[Event]:
+    def _append_call(self, delta: dict[str, Any]) -> Iterator[StreamEvent]:
         function = delta["function"]
         if self._call != delta["index"] or not isinstance(self._open, FunctionCallItem | CustomCallItem):
             target = self._targets.target(function.get("name", ""))
@@ -346,18 +346,18 @@ class ResponseState:
     def _next_index(self) -> int:
         return len(self._closed) + (self._open is not None)
 
-    def _replace(self, item: OutputItem) -> Iterator[Event]:
+    def _replace(self, item: OutputItem) -> Iterator[StreamEvent]:
         yield from self._close("completed")
         self._open = item
         yield from item.opening()
 
-    def _close(self, status: str) -> Iterator[Event]:
+    def _close(self, status: str) -> Iterator[StreamEvent]:
         if self._open is not None:
             yield from self._open.closing(status)
             self._closed.append(self._open.item(status))
         self._open, self._call = None, None
 
-    def _finish(self, event: Finished) -> Iterator[Event]:
+    def _finish(self, event: Finished) -> Iterator[StreamEvent]:
         is_cut = event.finish_reason == "length"
         yield from self._close("incomplete" if is_cut else "completed")
         self._status = "incomplete" if is_cut else "completed"
@@ -366,7 +366,7 @@ class ResponseState:
         self._ending = {**ended_at, **details, "usage": as_usage(event.usage)}
         yield {"type": f"response.{self._status}", "response": self.response}
 
-    def _fail(self, error: JobError, usage: Usage) -> Iterator[Event]:
+    def _fail(self, error: JobError, usage: Usage) -> Iterator[StreamEvent]:
         """End with the failure. Before one of a prompt that is too long, OpenAI's API sends the event `error`, by which
         its libraries know it; Codex knows it by the final event."""
         form = error_reply(JobFailed(error)).form
@@ -376,7 +376,7 @@ class ResponseState:
             yield {"type": "error", **reason, "error": {**reason, "type": form.type}}
         yield from self._break_off("failed", "response.failed", usage, error={"code": code, "message": error.message})
 
-    def _break_off(self, status: str, kind: str, usage: Usage, **ending: Any) -> Iterator[Event]:
+    def _break_off(self, status: str, kind: str, usage: Usage, **ending: Any) -> Iterator[StreamEvent]:
         """End without closing the open item: clients must not act upon half a call."""
         if self._open is not None:
             self._closed.append(self._open.item("incomplete"))

@@ -16,7 +16,7 @@ from worker.engine.admission.classes import (
     rows_after,
     still_waiting,
 )
-from worker.engine.admission.decision import Limits, RowEstimate, admit_in_turn
+from worker.engine.admission.decision import AdmissionLimits, RowEstimate, admit_in_turn
 from worker.engine.admission.decision import group_lengths as by_groups
 from worker.engine.admission.grouping import StepCost
 from worker.engine.memory import KVLayers, MemoryModel
@@ -51,7 +51,7 @@ def chosen(
         here = classed(running, bounds)
         if KILO.peak_bytes(by_groups(here)) > limit:
             return None
-        decided = admit_in_turn(classed(waiting, bounds), here, Limits(KILO, limit))
+        decided = admit_in_turn(classed(waiting, bounds), here, AdmissionLimits(KILO, limit))
         return Trial(bounds, [each.tokens for each in rows_after(here, decided)], still_waiting(decided))
 
     return choose_bounds(

@@ -12,9 +12,9 @@ from sluice.contract.keys import Lane
 from tests.engine.admission.plain_admission import plainly_in_turn
 from worker.engine.admission.decision import (
     Admission,
+    AdmissionLimits,
     Admit,
     Decision,
-    Limits,
     Refuse,
     RowEstimate,
     Wait,
@@ -44,7 +44,7 @@ def admit(
     max_rows: int = MAX_ROWS,
 ) -> Decision:
     """`held_bytes`: of other rows."""
-    admission = Admission(running, Limits(costs, limit, max_rows))
+    admission = Admission(running, AdmissionLimits(costs, limit, max_rows))
     admission.set_held_bytes(held_bytes + candidate.held_bytes)
     return admission.decide(candidate)
 
@@ -126,9 +126,9 @@ def test_no_more_rows_are_admitted_than_the_limit(
     waiting: list[RowEstimate], first: list[RowEstimate], max_rows: int
 ) -> None:
     plenty = 10**12
-    running = admitted(admit_in_turn(first, [], Limits(COSTS, plenty, max_rows)))
+    running = admitted(admit_in_turn(first, [], AdmissionLimits(COSTS, plenty, max_rows)))
     renamed = [each._replace(id=f"new {each.id}") for each in waiting]
-    decisions = admit_in_turn(renamed, running, Limits(COSTS, plenty, max_rows))
+    decisions = admit_in_turn(renamed, running, AdmissionLimits(COSTS, plenty, max_rows))
     parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.preempt}
     inside = [each for each in [*running, *admitted(decisions)] if each.id not in parked]
     assert len(inside) <= max_rows
@@ -143,9 +143,9 @@ def test_no_row_is_preempted_if_that_does_not_suffice() -> None:
 
 @given(rows, rows, limits)
 def test_admitted_rows_stay_within_memory(waiting: list[RowEstimate], first: list[RowEstimate], limit: int) -> None:
-    running = admitted(admit_in_turn(first, [], Limits(COSTS, limit)))
+    running = admitted(admit_in_turn(first, [], AdmissionLimits(COSTS, limit)))
     renamed = [each._replace(id=f"new {each.id}") for each in waiting]
-    decisions = admit_in_turn(renamed, running, Limits(COSTS, limit))
+    decisions = admit_in_turn(renamed, running, AdmissionLimits(COSTS, limit))
     parked = {id for _, decision in decisions if isinstance(decision, Admit) for id in decision.preempt}
     inside = [each for each in [*running, *admitted(decisions)] if each.id not in parked]
     assert COSTS.peak_bytes(group_lengths(inside)) <= limit
@@ -155,7 +155,7 @@ def test_admitted_rows_stay_within_memory(waiting: list[RowEstimate], first: lis
 def test_exactly_the_rows_that_do_not_fit_alone_are_refused(
     waiting: list[RowEstimate], running: list[RowEstimate], limit: int
 ) -> None:
-    for each, decision in admit_in_turn(waiting, running, Limits(COSTS, limit)):
+    for each, decision in admit_in_turn(waiting, running, AdmissionLimits(COSTS, limit)):
         assert isinstance(decision, Refuse) == (room_for(each) > limit)
 
 
@@ -188,15 +188,15 @@ def test_preempted_row_is_never_refused_and_is_admitted_alone() -> None:
 
 def test_preempted_row_is_not_overtaken_forever() -> None:
     never, small = row("never", 4000, passed=MAX_OVERTAKES)._replace(preempted=True), row("small", 200)
-    decisions = admit_in_turn([never, small], [small], Limits(COSTS, room_for(small, small)))
+    decisions = admit_in_turn([never, small], [small], AdmissionLimits(COSTS, room_for(small, small)))
     assert decisions == [(never, Wait(overtaken=MAX_OVERTAKES)), (small, Wait())]
 
 
 def test_saved_caches_of_waiting_rows_count_as_used() -> None:
     new, rest = row("new"), row("rest", 9000)._replace(preempted=True, held_bytes=500)
     limit = room_for(row("here"), new)  # far from enough for the other one
-    assert admitted(admit_in_turn([new, rest], [row("here")], Limits(COSTS, limit + 499))) == []
-    assert admitted(admit_in_turn([new, rest], [row("here")], Limits(COSTS, limit + 500))) == [new]
+    assert admitted(admit_in_turn([new, rest], [row("here")], AdmissionLimits(COSTS, limit + 499))) == []
+    assert admitted(admit_in_turn([new, rest], [row("here")], AdmissionLimits(COSTS, limit + 500))) == [new]
 
 
 def test_saved_caches_cause_no_refusal() -> None:
@@ -205,7 +205,7 @@ def test_saved_caches_cause_no_refusal() -> None:
 
 def test_own_saved_cache_does_not_delay_a_row() -> None:
     rest = row("rest")._replace(held_bytes=10**9)
-    assert admitted(admit_in_turn([rest, row("new")], [], Limits(COSTS, room_for(rest, row("new"))))) == [
+    assert admitted(admit_in_turn([rest, row("new")], [], AdmissionLimits(COSTS, room_for(rest, row("new"))))) == [
         rest,
         row("new"),
     ]
@@ -214,13 +214,13 @@ def test_own_saved_cache_does_not_delay_a_row() -> None:
 def test_waiting_row_counts_the_rows_that_overtake_it() -> None:
     here, big = row("here", 4000), row("big", 4000, group=1, passed=3)
     small, later = row("small", 200, group=2), row("later", 200, group=2)
-    decisions = admit_in_turn([big, small, later], [here], Limits(COSTS, room_for(here, small, later)))
+    decisions = admit_in_turn([big, small, later], [here], AdmissionLimits(COSTS, room_for(here, small, later)))
     assert decisions == [(big, Wait(overtaken=5)), (small, Admit()), (later, Admit())]
 
 
 def test_row_overtaken_too_often_is_overtaken_no_more() -> None:
     here, big, small = row("here", 4000), row("big", 4000, group=1, passed=MAX_OVERTAKES), row("small", 200, group=2)
-    decisions = admit_in_turn([big, small], [here], Limits(COSTS, room_for(here, small)))
+    decisions = admit_in_turn([big, small], [here], AdmissionLimits(COSTS, room_for(here, small)))
     assert decisions == [(big, Wait(overtaken=MAX_OVERTAKES)), (small, Wait())]
 
 
@@ -228,7 +228,7 @@ def test_row_overtaken_too_often_is_overtaken_no_more() -> None:
 def test_row_is_not_overtaken_by_more_rows_in_one_round_either(passed: int) -> None:
     here, big = row("here", 4000), row("big", 8000, group=1, passed=passed)
     small = [row(str(i), 200, group=2) for i in range(2 * MAX_OVERTAKES)]
-    decisions = admit_in_turn([big, *small], [here], Limits(COSTS, room_for(here, *small)))
+    decisions = admit_in_turn([big, *small], [here], AdmissionLimits(COSTS, room_for(here, *small)))
     assert admitted(decisions) == small[: MAX_OVERTAKES - passed]
     assert decisions[0] == (big, Wait(overtaken=MAX_OVERTAKES))
 
@@ -247,7 +247,7 @@ def test_no_row_that_waits_is_overtaken_by_more_rows_than_the_limit(
             row(f"{number} {i}", each, lane, group=each)._replace(age=100 * number + i)
             for i, (each, lane) in enumerate(arrived)
         ]
-        decisions = admit_in_turn(waiting, running, Limits(COSTS, room_for(row("most", tokens))))
+        decisions = admit_in_turn(waiting, running, AdmissionLimits(COSTS, room_for(row("most", tokens))))
         begun = [each for each in admitted(decisions) if not each.preempted]
         waiting = [each._replace(overtaken=d.overtaken) for each, d in decisions if isinstance(d, Wait)]
         for each in waiting:
@@ -262,7 +262,7 @@ def test_no_row_that_waits_is_overtaken_by_more_rows_than_the_limit(
 def test_overtaken_offline_row_does_not_block_interactive_ones() -> None:
     here, big = row("here", 4000), row("big", 4000, "batch", group=1, passed=MAX_OVERTAKES)
     offline, talk = row("offline", 200, "batch", group=2), row("talk", 200, group=2)
-    decisions = admit_in_turn([big, offline, talk], [here], Limits(COSTS, room_for(here, offline, talk)))
+    decisions = admit_in_turn([big, offline, talk], [here], AdmissionLimits(COSTS, room_for(here, offline, talk)))
     assert decisions == [(talk, Admit()), (big, Wait(overtaken=MAX_OVERTAKES)), (offline, Wait())]
 
 
@@ -272,7 +272,7 @@ def test_large_row_is_admitted_despite_an_endless_stream_of_small_ones(lane: Lan
     limit = room_for(row("big", 4000))
     for turn in range(100):
         waiting.append(row(f"small {turn}", 400, lane))
-        decisions = admit_in_turn(waiting, running, Limits(COSTS, limit))
+        decisions = admit_in_turn(waiting, running, AdmissionLimits(COSTS, limit))
         running += admitted(decisions)
         waiting = [each._replace(overtaken=d.overtaken) for each, d in decisions if isinstance(d, Wait)]
         if any(each.id == "big" for each in running):
@@ -372,7 +372,7 @@ def test_each_decision_is_that_of_the_rules_written_plainly(
     limit = costs.resident_bytes + int(share * (spare - costs.resident_bytes))
     decided = [
         (each, Refuse("") if isinstance(decision, Refuse) else decision)
-        for each, decision in admit_in_turn(waiting, running, Limits(costs, limit, max_rows))
+        for each, decision in admit_in_turn(waiting, running, AdmissionLimits(costs, limit, max_rows))
     ]
     assert decided == plainly_in_turn(waiting, running, costs, limit, max_rows)
 
@@ -390,7 +390,7 @@ def test_a_long_queue_before_a_full_memory_takes_few_predictions(lane: Lane, mon
         return predicted(self, rows, longest)
 
     monkeypatch.setattr(MemoryModel, "group_bytes", counted)
-    decided = admit_in_turn(waiting, running, Limits(COSTS, room_for(*running)))
+    decided = admit_in_turn(waiting, running, AdmissionLimits(COSTS, room_for(*running)))
     assert any(isinstance(decision, Wait) for _, decision in decided)
     # Most rows are decided by comparing their lengths with one that did not fit. Rows that are preempted are counted.
     assert calls < (len(waiting) / 4 if lane == "interactive" else 12 * len(waiting))

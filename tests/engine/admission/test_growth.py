@@ -11,7 +11,7 @@ from sluice.contract.keys import Lane
 from tests.support.growing_memory import COSTS as COSTS_OF_ROWS
 from tests.support.growing_memory import STEP, Machine, Row, Rule
 from worker.engine.admission.classes import Decoding
-from worker.engine.admission.decision import Limits, RowEstimate, group_lengths
+from worker.engine.admission.decision import AdmissionLimits, RowEstimate, group_lengths
 from worker.engine.admission.plan import AdmissionPlan, AnswerLengths, Growth, in_groups, must_grow, plan_growth
 from worker.engine.memory import BUFFER_TOKENS, KVLayers, MemoryModel
 
@@ -38,7 +38,7 @@ def room_for(*rows: RowEstimate) -> int:
 
 def grown(active: Sequence[RowEstimate], max_bytes: int) -> Growth:
     """`active`: the oldest first."""
-    return plan_growth([each._replace(age=age) for age, each in enumerate(active)], Limits(COSTS, max_bytes))
+    return plan_growth([each._replace(age=age) for age, each in enumerate(active)], AdmissionLimits(COSTS, max_bytes))
 
 
 def test_row_that_must_grow_gets_what_is_likely_if_there_is_room() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from sluice.contract.keys import Lane
 from worker.engine.admission.classes import Decoding
-from worker.engine.admission.decision import Admit, Limits, RowEstimate, admit_in_turn
+from worker.engine.admission.decision import AdmissionLimits, Admit, RowEstimate, admit_in_turn
 from worker.engine.admission.grouping import StepCost
 from worker.engine.admission.plan import NO_GROUP, AdmissionPlan, plan_admission
 from worker.engine.memory import KVLayers, MemoryModel
@@ -22,7 +22,7 @@ def row(id: str, tokens: int, lane: Lane = "interactive", held_bytes: int = 0) -
 
 
 def plan(waiting: list[RowEstimate], active: list[RowEstimate], limit: int, max_rows: int = 100) -> AdmissionPlan:
-    return plan_admission(waiting, active, IDLE, (), Limits(COSTS, limit, max_rows))
+    return plan_admission(waiting, active, IDLE, (), AdmissionLimits(COSTS, limit, max_rows))
 
 
 def rows(prefix: str, held: st.SearchStrategy[int]) -> st.SearchStrategy[list[RowEstimate]]:
@@ -43,7 +43,7 @@ def test_every_waiting_row_has_one_decision_and_the_reservation_is_that_of_the_r
     held = sum(each.held_bytes for each in waiting if each.id not in planned.drop_caches)
     lengths = [[each.tokens for each in after]] if after else []
     assert planned.reservation.peak_bytes == COSTS.peak_bytes(lengths)
-    assert planned.shares == planned.reservation.shares(Limits(COSTS, limit, 100), held)
+    assert planned.shares == planned.reservation.shares(AdmissionLimits(COSTS, limit, 100), held)
     assert {*planned.drop_caches} <= {each.id for each in waiting if each.held_bytes}
     assert {*planned.preempt} <= {each.id for each in active if each.lane == "batch"}
 
@@ -54,7 +54,7 @@ def test_saved_caches_keep_no_row_out_and_no_more_are_dropped_than_needed(
 ) -> None:
     def admitted(dropped: tuple[str, ...]) -> set[str]:
         kept = [each._replace(group=0, held_bytes=0 if each.id in dropped else each.held_bytes) for each in waiting]
-        decided = admit_in_turn(kept, [each._replace(group=0) for each in active], Limits(COSTS, limit, 100))
+        decided = admit_in_turn(kept, [each._replace(group=0) for each in active], AdmissionLimits(COSTS, limit, 100))
         return {each.id for each, decision in decided if isinstance(decision, Admit)}
 
     planned, holding = plan(waiting, active, limit), tuple(each.id for each in waiting if each.held_bytes)
@@ -108,6 +108,6 @@ def test_rows_are_preempted_in_the_order_of_their_admission_s_decisions() -> Non
 @pytest.mark.parametrize(("spare", "must_tighten"), [(1999, True), (2000, False)])
 def test_buffers_must_be_tightened_if_the_rows_do_not_fit_beside_their_slack(spare: int, must_tighten: bool) -> None:
     decoding = Decoding(StepCost(), [[100]], [[200]], [COSTS.rectangle_bytes([200]) + 2000])
-    limits = Limits(COSTS, COSTS.peak_bytes([[200]]) + spare, 100)
+    limits = AdmissionLimits(COSTS, COSTS.peak_bytes([[200]]) + spare, 100)
     reservation = plan_admission([], [row("here", 200)._replace(group=0)], decoding, (), limits).reservation
     assert (reservation.must_tighten, reservation.slack_bytes) == (must_tighten, 0 if must_tighten else 2000)

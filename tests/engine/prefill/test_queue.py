@@ -13,7 +13,7 @@ from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.step.budget import StepBudget, longest_gap_s
-from worker.engine.step.cost import Chunk, CostEstimate
+from worker.engine.step.cost import CostEstimate, PromptChunk
 from worker.engine.step.tuning import FIRST_STEP_WITHIN_S
 from worker.request import GenerationRequest
 
@@ -33,7 +33,7 @@ def begin(
     made.add(Row.of(GenerationRequest(id, prompt(tokens + 1, 0), 1, lane=lane, boundaries=boundaries)))
 
 
-def planned(made: PrefillQueue, running: Running | None = None, *, forward_s: float = 0.0) -> list[Chunk]:
+def planned(made: PrefillQueue, running: Running | None = None, *, forward_s: float = 0.0) -> list[PromptChunk]:
     made.begin_step(forward_s)
     return [chunk for forward in made.plan(running or Running(), 0.0, ROOM) for chunk in forward.chunks]
 
@@ -54,13 +54,13 @@ def test_interactive_backlog_gets_the_longest_gap_and_an_offline_one_the_rest_of
 def test_interactive_prompts_get_the_longest_gap_if_only_offline_rows_decode() -> None:
     made = prefills()
     begin(made, "a", 60)
-    assert planned(made, Running(num_interactive=0)) == [Chunk("a", 60, joins=True)]
+    assert planned(made, Running(num_interactive=0)) == [PromptChunk("a", 60, joins=True)]
 
 
 def test_small_backlog_gets_the_rest_of_the_target() -> None:
     made = prefills()
     begin(made, "a", 60)
-    assert planned(made) == [Chunk("a", 20)]
+    assert planned(made) == [PromptChunk("a", 20)]
 
 
 def test_offline_prompt_gets_no_time_left_of_the_interactive_share() -> None:
@@ -76,10 +76,10 @@ def test_delayed_join_happens_in_the_next_step_without_computing() -> None:
     for _ in range(50):
         made.observe_join(15, 10**8, 10.0)
     [chunk] = planned(made, Running(copied=10**8))
-    assert chunk == Chunk("a", 15)
+    assert chunk == PromptChunk("a", 15)
     assert made.advance(chunk).tokens == 15
     [join] = planned(made, Running(copied=10**8))
-    assert join == Chunk("a", 0, joins=True)
+    assert join == PromptChunk("a", 0, joins=True)
     assert made.advance(join).tokens == 0
     through = made.pop_computed("a")
     assert through is not None
@@ -91,8 +91,8 @@ def test_row_that_makes_the_decode_step_too_long_joins_in_the_next() -> None:
     made = prefills()
     begin(made, "a", 15)
     begin(made, "a backlog", 5000)
-    assert planned(made, Running(added_s=MOST_S))[0] == Chunk("a", 15)
-    assert planned(made, Running(added_s=MOST_S / 2))[0] == Chunk("a", 15, joins=True)
+    assert planned(made, Running(added_s=MOST_S))[0] == PromptChunk("a", 15)
+    assert planned(made, Running(added_s=MOST_S / 2))[0] == PromptChunk("a", 15, joins=True)
 
 
 def test_a_computed_row_joins_before_any_other_prompt() -> None:
@@ -100,10 +100,10 @@ def test_a_computed_row_joins_before_any_other_prompt() -> None:
     begin(made, "a", 15)
     made.observe_join(15, 0, MOST_S)
     [chunk] = planned(made)
-    assert chunk == Chunk("a", 15)
+    assert chunk == PromptChunk("a", 15)
     made.advance(chunk)
     begin(made, "short", 2)
-    assert planned(made)[0] == Chunk("a", 0, joins=True)
+    assert planned(made)[0] == PromptChunk("a", 0, joins=True)
 
 
 def test_buffers_that_the_decode_step_copies_leave_less_time() -> None:
@@ -144,10 +144,10 @@ def test_cut_counts_as_a_pass_if_snapshots_are_taken() -> None:
     fits = int((MOST_S - 0.05) * TOKENS_PER_S) - 10  # in a single pass, and not in two
     begin(made, "a backlog", 5000)
     begin(made, "a", fits, boundaries=(fits - 40,))
-    assert planned(made, forward_s=0.05) == [Chunk("a", fits - 40)]
+    assert planned(made, forward_s=0.05) == [PromptChunk("a", fits - 40)]
     made.remove("a")
     begin(made, "b", fits)
-    assert planned(made, forward_s=0.05) == [Chunk("b", fits, joins=True)]
+    assert planned(made, forward_s=0.05) == [PromptChunk("b", fits, joins=True)]
 
 
 def test_planning_changes_nothing() -> None:
@@ -186,7 +186,7 @@ def test_what_is_planned_together_is_computed_together(family: str) -> None:
     made, shared = prefills(family), list[int]()
     for number in range(16):
         made.add(Row.of(GenerationRequest(str(number), prompt(60, number), 1)))
-        made.advance(Chunk(str(number), 20))
+        made.advance(PromptChunk(str(number), 20))
     for longest in cycle([150, 300, 1000]):
         made.begin_step(0.02)
         for forward in made.plan(Running(rows=0, started=False), 0.0, longest):

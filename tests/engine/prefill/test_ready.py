@@ -17,7 +17,7 @@ from worker.engine.options import EngineOptions
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.stage import Ended, Phase, Stage
 from worker.engine.prefill.task import PromptTask
-from worker.engine.step.cost import Chunk
+from worker.engine.step.cost import PromptChunk
 from worker.engine.thread import EngineThread
 from worker.outcomes import Encoded, Outcome, Sampled
 from worker.request import GenerationRequest
@@ -78,11 +78,11 @@ def test_prompt_that_is_not_ready_is_neither_planned_nor_computed(arrivals: dict
     begin(made, "late", 100)
     made.begin_step(0.0)
     assert (made.has_work, made.plan(Running(), 0.0, ROOM)) == (False, [])
-    advanced = made.advance(Chunk("late", 100, joins=True))
+    advanced = made.advance(PromptChunk("late", 100, joins=True))
     assert (advanced.tokens, advanced.outcomes, made.pop_computed("late")) == (0, (), None)
     arrivals["late"].arrive()
     assert made.has_work
-    assert made.advance(Chunk("late", 100, joins=True)).tokens == 100
+    assert made.advance(PromptChunk("late", 100, joins=True)).tokens == 100
 
 
 def test_engine_needs_no_step_while_all_active_prompts_wait(arrivals: dict[str, Arrival]) -> None:

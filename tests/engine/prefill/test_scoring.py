@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.tiny import CANNOT_BATCH, FAMILIES, VOCAB, build, network, prompt
 from tests.selection import examples
 from tests.support.stack import TINY_CHAT
-from worker.engine.prefill.scoring import LOOKAHEAD, Draft, Scores, attention, probe_attention, why_not_draft
+from worker.engine.prefill.scoring import LOOKAHEAD, DraftScorer, Scores, attention, probe_attention, why_not_draft
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_model, load_tokenizer, make_prompt_cache
 
@@ -28,11 +28,11 @@ DRAFTS = [family for family in FAMILIES if family not in REFUSED]
 PROMPT = prompt(100, 1)
 
 
-def draft(family: str, *, prefix_bytes: int = 10**9) -> Draft:
-    return Draft(network(family), prefix_bytes)
+def draft(family: str, *, prefix_bytes: int = 10**9) -> DraftScorer:
+    return DraftScorer(network(family), prefix_bytes)
 
 
-def scored(draft: Draft, tokens: tuple[int, ...] = PROMPT, *, chunk: int = 10**6, namespace: str = "") -> Scores:
+def scored(draft: DraftScorer, tokens: tuple[int, ...] = PROMPT, *, chunk: int = 10**6, namespace: str = "") -> Scores:
     scoring = draft.scoring(namespace, tokens)
     while scoring.remaining:
         scoring.advance(chunk)
@@ -50,7 +50,7 @@ def test_each_token_gets_a_score_for_any_chunks(family: str) -> None:
 
 def test_skipped_tokens_score_zero_and_do_not_change_other_scores() -> None:
     with_images = (*PROMPT[:20], *[VOCAB + 7] * 30, *PROMPT[20:60], VOCAB + 7, *PROMPT[60:])
-    blind = Draft(network("llama"), 10**9, skip_token_id=VOCAB + 7)
+    blind = DraftScorer(network("llama"), 10**9, skip_token_id=VOCAB + 7)
     scoring = blind.scoring("", with_images, (20, 40, 60, 130))
     assert (scoring.remaining, scoring._request.boundaries) == (len(PROMPT) - 1 + LOOKAHEAD, (20, 20, 30, 99))
     scores, whole = scored(blind, with_images), scored(draft("llama"))
@@ -108,7 +108,7 @@ def test_prefixes_and_scores_of_another_namespace_are_not_found() -> None:
 
 
 def test_an_identical_prompt_is_not_scored_again() -> None:
-    busy = Draft(Counted(network("llama")), prefix_bytes=0)
+    busy = DraftScorer(Counted(network("llama")), prefix_bytes=0)
     first, computed = scored(busy), busy.network.computed
     assert scored(busy) == first
     assert busy.network.computed == computed
@@ -137,7 +137,7 @@ class Counted:
 @given(st.integers(2, 60), st.lists(st.integers(0, 40), max_size=12))
 def test_each_step_computes_at_most_its_tokens(tokens: int, steps: list[int]) -> None:
     counted = Counted(network("llama"))
-    scoring = Draft(counted, prefix_bytes=0).scoring("", prompt(tokens, 3))
+    scoring = DraftScorer(counted, prefix_bytes=0).scoring("", prompt(tokens, 3))
     assert scoring.total == scoring.remaining
     for step in steps:
         before, remaining = counted.computed, scoring.remaining
@@ -188,7 +188,7 @@ def test_recording_attention_changes_no_result() -> None:
 def test_non_finite_scores_raise_and_are_not_cached() -> None:
     broken = build(FAMILIES["llama"])
     broken.model.embed_tokens.weight[PROMPT[50]] = mx.nan
-    asked = Draft(broken, prefix_bytes=10**9)
+    asked = DraftScorer(broken, prefix_bytes=10**9)
     for _ in range(2):
         with pytest.raises(ArithmeticError, match="not finite"):
             scored(asked)
@@ -204,7 +204,7 @@ def test_relevant_sentence_scores_highest() -> None:
     text = f"{fillers}The secret code of Lima is 3 1 9 0. {needle} {fillers}Question: what is the secret code of Oslo?"
     asked = [{"role": "user", "content": text}]
     tokens = tuple(tokenizer.apply_chat_template(asked, add_generation_prompt=True))
-    scores = scored(Draft(chat, prefix_bytes=0), tokens)
+    scores = scored(DraftScorer(chat, prefix_bytes=0), tokens)
     end = next(at for at in range(len(tokens)) if needle in tokenizer.decode(tokens[:at]))
     question = len(tokens) - 20
     best = max(range(20, question), key=scores.__getitem__)
@@ -230,9 +230,9 @@ def test_attention_not_computed_by_mlx_is_refused_by_name() -> None:
 def test_model_that_cannot_batch_can_be_a_draft(family: str) -> None:
     built = build(CANNOT_BATCH[family])
     assert why_not_draft(WORDS, WORDS, built) is None
-    growing, longer = Draft(built, 10**9), PROMPT + prompt(60, 2)
+    growing, longer = DraftScorer(built, 10**9), PROMPT + prompt(60, 2)
     scored(growing)
-    assert scored(growing, longer, chunk=13) == pytest.approx(scored(Draft(built, 0), longer), rel=1e-3)
+    assert scored(growing, longer, chunk=13) == pytest.approx(scored(DraftScorer(built, 0), longer), rel=1e-3)
 
 
 def test_checking_a_draft_computes_nothing() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.engine.driver import Run
 from tests.engine.tiny import FAMILIES, alone, model, network, prompt
 from worker.engine.model.load import DraftModel, Model
-from worker.engine.prefill.scoring import Draft
+from worker.engine.prefill.scoring import DraftScorer
 from worker.request import Range, SpecPrefillParams
 
 LONG, ANSWER = 200, 10
@@ -201,7 +201,7 @@ def test_row_removed_during_scoring_leaves_nothing() -> None:
 
 
 def test_draft_reuses_its_prefix_of_a_growing_conversation() -> None:
-    draft = Draft(network("llama"), 1 << 24)
+    draft = DraftScorer(network("llama"), 1 << 24)
     first = draft.scoring("", prompt(150, 1))
     first.advance(1000)
     assert draft.scoring("", prompt(LONG, 1)).remaining < LONG - 140 + 10

@@ -8,10 +8,10 @@ import pytest
 
 from tests.engine.tiny import network, prompt
 from worker.engine.batch.row import Row
-from worker.engine.prefill.scoring import LOOKAHEAD, Draft
+from worker.engine.prefill.scoring import LOOKAHEAD, DraftScorer
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.specprefill import Score
-from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
+from worker.engine.prefill.stage import Ended, Phase, Stage, StageProgress
 from worker.engine.prefill.task import PromptTask
 from worker.engine.prefix.cache import PrefixCache
 from worker.outcomes import Encoded, Outcome, Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
@@ -29,7 +29,7 @@ def task_of(
 
 
 def scored_task(params: SpecPrefillParams = PARAMS, prefix: PrefixCache | None = None) -> PromptTask:
-    request, draft = replace(REQUEST, specprefill=params), Draft(network("llama"), prefix_bytes=0)
+    request, draft = replace(REQUEST, specprefill=params), DraftScorer(network("llama"), prefix_bytes=0)
     score = Score(request, params, draft, lambda scored, tokens, keep: True, window=0, tokens_in_draft=int)
     spans = ComputeSpans(network("qwen3"), request)
     return PromptTask(Row.of(request), spans, first=[score], prefix=prefix)
@@ -134,11 +134,11 @@ class Rehearse(Stage):
     def report(self) -> Outcome:
         return Encoded("row", self.done, self.total)
 
-    def advance(self, tokens: int) -> Progress | Ended:
+    def advance(self, tokens: int) -> StageProgress | Ended:
         if self._error:
             raise self._error
         self.remaining -= tokens
-        return Progress(tokens)
+        return StageProgress(tokens)
 
 
 def test_stage_of_a_further_kind_reports_its_own_progress_before_the_prefix_is_loaded(prefix: PrefixCache) -> None:
@@ -158,8 +158,8 @@ def test_failure_of_a_stage_without_a_fallback_is_raised() -> None:
 def test_stage_reports_done_with_its_last_tokens() -> None:
     spans = ComputeSpans(network("qwen3"), replace(REQUEST, kept_ranges=((0, 50), (90, LONG))))
     assert spans.total == LONG - 40 - 1
-    assert spans.advance(80) == Progress(50), "a forward ends before the first dropped token"
-    assert spans.advance(80) == Progress(80)
+    assert spans.advance(80) == StageProgress(50), "a forward ends before the first dropped token"
+    assert spans.advance(80) == StageProgress(80)
     assert spans.start == 170
     assert spans.advance(80) == Ended(LONG - 40 - 1 - 130)
 

@@ -25,7 +25,7 @@ from worker.engine.model.load import Model
 from worker.engine.prefix.cache import PrefixCache
 from worker.outcomes import Logprobs, Outcome, Sampled
 from worker.prefix_store.index import Chain
-from worker.prefix_store.reader import Reader, Reading
+from worker.prefix_store.reader import ChainReading, Reader
 from worker.request import GenerationRequest
 
 BOUNDARY = 40
@@ -241,7 +241,7 @@ def logits_after(prefix: PrefixCache, talk: Talk) -> Any:
     return raw(talk.opened.network(mx.array([talk.turn.tokens[length:]]), cache=cache))
 
 
-def wait_for(reading: Reading) -> None:
+def wait_for(reading: ChainReading) -> None:
     until = time.monotonic() + 20
     while not reading.done:
         assert time.monotonic() < until
@@ -373,7 +373,7 @@ def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a reading end before the step that begins it, so that rows from disk and from memory share their steps."""
     read = Reader.read
 
-    def read_at_once(reader: Reader, chain: Chain) -> Reading:
+    def read_at_once(reader: Reader, chain: Chain) -> ChainReading:
         reading = read(reader, chain)
         wait_for(reading)
         return reading

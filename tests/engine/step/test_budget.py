@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.step.budget import Backlog, GapLimit, Running, StepBudget, longest_gap_s
+from worker.engine.step.budget import Backlog, DecodingRows, GapLimit, StepBudget, longest_gap_s
 from worker.engine.step.cost import CostEstimate, PromptCost
 from worker.engine.step.tuning import (
     ALONE_STEPS,
@@ -39,7 +39,7 @@ class Machine:
         """Return the seconds of each step of a prompt that advances as far as there is time."""
         lasted = list[float]()
         while done < tokens:
-            spare_s = self._budget.spare_s(Running(1, 1, self.decode_s), 0.0, Backlog())
+            spare_s = self._budget.spare_s(DecodingRows(1, 1, self.decode_s), 0.0, Backlog())
             fitting = self.learned.now.longest_chunk(spare_s["batch"], done)
             chunk = min(tokens - done, max(MIN_CHUNK, fitting))
             seconds = self.cost.chunk_s(chunk, done) * self._dice.uniform(1 - self.noise, 1 + self.noise)
@@ -50,7 +50,7 @@ class Machine:
 
 
 LANES: tuple[Lane, ...] = get_args(Lane)
-ONE = Running(1, 1)
+ONE = DecodingRows(1, 1)
 MUCH = Backlog(seconds=10.0)
 DECODES = st.floats(0, 2)
 BACKLOGS = st.builds(Backlog, st.floats(0, 5), st.floats(0, 5))
@@ -62,7 +62,7 @@ def budget(*, forward_s: float = 0.0, token_s: float = 1e-6) -> StepBudget:
     return StepBudget(STEP_S, costs)
 
 
-def spare_s(decode_s: float, lane: Lane, waiting: Backlog = MUCH, running: Running = ONE) -> float:
+def spare_s(decode_s: float, lane: Lane, waiting: Backlog = MUCH, running: DecodingRows = ONE) -> float:
     """Return the seconds that a decode step of `decode_s` leaves."""
     return budget().spare_s(replace(running, decode_s=decode_s), 0.0, waiting)[lane]
 
@@ -70,11 +70,11 @@ def spare_s(decode_s: float, lane: Lane, waiting: Backlog = MUCH, running: Runni
 @pytest.mark.parametrize("lane", LANES)
 @given(decode_s=DECODES, waiting=BACKLOGS)
 def test_step_may_take_longer_if_no_row_decodes(lane: Lane, decode_s: float, waiting: Backlog) -> None:
-    assert spare_s(decode_s, lane, waiting, Running(0, 0)) == ALONE_STEPS * STEP_S
+    assert spare_s(decode_s, lane, waiting, DecodingRows(0, 0)) == ALONE_STEPS * STEP_S
 
 
 def test_a_shared_forward_may_take_longer_only_if_no_row_decodes() -> None:
-    assert budget().shared_s(Running(0, 0)) == SHARED_ALONE_STEPS * STEP_S > ALONE_STEPS * STEP_S
+    assert budget().shared_s(DecodingRows(0, 0)) == SHARED_ALONE_STEPS * STEP_S > ALONE_STEPS * STEP_S
     assert budget().shared_s(ONE) == 0.0
 
 
@@ -85,14 +85,14 @@ def test_offline_prompts_get_the_time_that_decoding_leaves(decode_s: float, wait
 
 @given(DECODES)
 def test_interactive_prompts_get_the_longest_gap_if_only_offline_rows_decode(decode_s: float) -> None:
-    step_s = decode_s + spare_s(decode_s, "interactive", Backlog(), Running(4, 0))
+    step_s = decode_s + spare_s(decode_s, "interactive", Backlog(), DecodingRows(4, 0))
     assert step_s * budget().overrun == pytest.approx(longest_gap_s(STEP_S, decode_s), abs=1e-6)
 
 
 def test_offline_prompts_get_time_for_a_chunk_that_is_worth_its_pass_if_only_offline_rows_decode() -> None:
     made = budget(forward_s=0.04, token_s=0.001)
-    assert made.spare_s(Running(4, 0, 0.12), 0.0, MUCH)["batch"] == pytest.approx(0.04 + 0.04, rel=0.05)
-    assert made.spare_s(Running(4, 1, 0.12), 0.0, MUCH)["batch"] == pytest.approx(STEP_S - 0.12, abs=1e-6)
+    assert made.spare_s(DecodingRows(4, 0, 0.12), 0.0, MUCH)["batch"] == pytest.approx(0.04 + 0.04, rel=0.05)
+    assert made.spare_s(DecodingRows(4, 1, 0.12), 0.0, MUCH)["batch"] == pytest.approx(STEP_S - 0.12, abs=1e-6)
 
 
 @given(DECODES, BACKLOGS)
@@ -136,17 +136,17 @@ def test_share_computes_what_waits_by_the_time_that_the_oldest_may_wait() -> Non
 
 def test_time_of_a_chunk_that_is_worth_its_pass_is_left_within_the_longest_gap() -> None:
     large = budget(forward_s=0.05, token_s=0.001)
-    spare = large.spare_s(Running(1, 1, 0.09), 0.0, Backlog(0.01, 0.0))
+    spare = large.spare_s(DecodingRows(1, 1, 0.09), 0.0, Backlog(0.01, 0.0))
     assert spare["interactive"] == pytest.approx(0.05 + 0.05, rel=0.05)
     assert spare["batch"] == pytest.approx(0.01, abs=1e-6)
     slow = budget(forward_s=0.1, token_s=0.001)
-    spare = slow.spare_s(Running(1, 1, 0.14), 0.0, Backlog(0.01, 0.0))
+    spare = slow.spare_s(DecodingRows(1, 1, 0.14), 0.0, Backlog(0.01, 0.0))
     assert spare["interactive"] == pytest.approx(longest_gap_s(STEP_S, 0.14) / slow.overrun - 0.14, abs=1e-6)
 
 
 @given(st.sampled_from(LANES), st.floats(0, 0.5), st.floats(0, 0.5))
 def test_elapsed_time_of_the_step_is_not_left_for_prompts(lane: Lane, decode_s: float, other_s: float) -> None:
-    made, running = budget(), Running(1, 1, decode_s)
+    made, running = budget(), DecodingRows(1, 1, decode_s)
     before_s = made.spare_s(running, 0.0, MUCH)[lane]
     assert made.spare_s(running, other_s, MUCH)[lane] == pytest.approx(before_s - other_s, abs=1e-9)
 
@@ -163,7 +163,7 @@ def after_gaps(*seconds: float) -> StepBudget:
 
 
 def test_gaps_that_end_early_leave_more_time_for_prompts() -> None:
-    waiting, running = Backlog(10.0, 1.0), Running(1, 1, 0.1)
+    waiting, running = Backlog(10.0, 1.0), DecodingRows(1, 1, 0.1)
     earlier, later = (made.spare_s(running, 0.0, waiting)["interactive"] for made in (budget(), after_gaps()))
     assert later > earlier
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.step.budget import Backlog, Overruns, Running, StepBudget
+from worker.engine.step.budget import Backlog, DecodingRows, Overruns, StepBudget
 from worker.engine.step.cost import CostEstimate, StepKind
 from worker.engine.step.tuning import GAP_STEPS, MOST_OVERRUN, OF_GAPS, OVERRAN, STALL
 
@@ -26,7 +26,7 @@ def after(*ratios: float, usual: int = 150) -> Overruns:
 
 def worst_s(budget: StepBudget, decode_s: float) -> float:
     """Return the seconds that a gap is planned to last while much waits."""
-    return decode_s + budget.spare_s(Running(4, 4, decode_s), 0.0, Backlog(10.0, 1.0))["interactive"]
+    return decode_s + budget.spare_s(DecodingRows(4, 4, decode_s), 0.0, Backlog(10.0, 1.0))["interactive"]
 
 
 def gaps_s(budget: StepBudget, decode_s: float, ratios: Iterable[tuple[float, StepKind]]) -> list[float]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sluice.contract.keys import Lane
 from worker.engine.step.budget import Backlog
-from worker.engine.step.cost import Chunk, Forward, PromptCost
+from worker.engine.step.cost import Forward, PromptChunk, PromptCost
 from worker.engine.step.plan import PromptState, StepLimits, in_order, may_advance, plan
 from worker.engine.step.tuning import (
     AGING,
@@ -35,11 +35,11 @@ def waiting(
 
 def planned(
     rows: Iterable[PromptState], seconds: float, cost: PromptCost = SECOND_A_TOKEN, step: int = 1
-) -> list[Chunk]:
+) -> list[PromptChunk]:
     return chunks_of(plan([replace(row, cost=cost) for row in rows], limits(seconds), step, UNBOUNDED))
 
 
-def chunks_of(forwards: Iterable[Forward]) -> list[Chunk]:
+def chunks_of(forwards: Iterable[Forward]) -> list[PromptChunk]:
     return [chunk for forward in forwards for chunk in forward.chunks]
 
 
@@ -246,7 +246,7 @@ def test_the_plan_depends_on_the_rows_and_not_on_their_order(
 
 def test_chunk_has_at_most_the_longest_number_of_tokens() -> None:
     rows = [waiting("a", 900), waiting("b", 900)]
-    assert chunks_of(plan(rows, limits(1000), 1, longest=300)) == [Chunk("a", 300), Chunk("b", 300)]
+    assert chunks_of(plan(rows, limits(1000), 1, longest=300)) == [PromptChunk("a", 300), PromptChunk("b", 300)]
 
 
 def test_a_chunk_deep_in_a_prompt_is_shorter() -> None:
@@ -257,35 +257,37 @@ def test_a_chunk_deep_in_a_prompt_is_shorter() -> None:
 
 def test_row_joins_in_a_step_that_has_time_for_it() -> None:
     cost = PromptCost(token_s=1.0, joined_s=0.1)
-    assert planned([waiting("a", 100, done=900)], 200, cost) == [Chunk("a", 100, joins=True)]
-    assert planned([waiting("a", 100, done=900)], 199, cost) == [Chunk("a", 100)]
-    assert planned([waiting("a", 0, done=1000)], 100, cost) == [Chunk("a", 0, joins=True)]
-    assert planned([waiting("a", 0, done=1000)], 50, cost) == [Chunk("a", 0, joins=True)]  # it will not get cheaper
+    assert planned([waiting("a", 100, done=900)], 200, cost) == [PromptChunk("a", 100, joins=True)]
+    assert planned([waiting("a", 100, done=900)], 199, cost) == [PromptChunk("a", 100)]
+    assert planned([waiting("a", 0, done=1000)], 100, cost) == [PromptChunk("a", 0, joins=True)]
+    assert planned([waiting("a", 0, done=1000)], 50, cost) == [
+        PromptChunk("a", 0, joins=True)
+    ]  # it will not get cheaper
     rows = [waiting("b", 0, done=900), waiting("a", 0, done=1000)]
-    assert planned(rows, 190, cost) == [Chunk("b", 0, joins=True), Chunk("a", 0, joins=True)]
-    assert planned(rows, 189, cost) == [Chunk("b", 0, joins=True)]
+    assert planned(rows, 190, cost) == [PromptChunk("b", 0, joins=True), PromptChunk("a", 0, joins=True)]
+    assert planned(rows, 189, cost) == [PromptChunk("b", 0, joins=True)]
 
 
 def test_a_row_that_makes_buffers_grow_joins_in_a_step_that_has_time_for_it() -> None:
     cost = PromptCost(token_s=1.0, grown_s=0.1)
     row = replace(waiting("a", 100), join_copy_bytes=500)
-    assert planned([row], 150, cost) == [Chunk("a", 100, joins=True)]
-    assert planned([row], 149, cost) == [Chunk("a", 100)]
+    assert planned([row], 150, cost) == [PromptChunk("a", 100, joins=True)]
+    assert planned([row], 149, cost) == [PromptChunk("a", 100)]
 
 
 def test_a_cut_costs_a_pass_over_the_weights() -> None:
     cost = PromptCost(forward_s=10.0, token_s=1.0)
     row = replace(waiting("a", 100), cuts=(96,))
-    assert planned([row], 120, cost) == [Chunk("a", 100, joins=True)]
-    assert planned([row], 112, cost) == [Chunk("a", 96)]
-    assert planned([row], 106, cost) == [Chunk("a", 96)]  # rather than a pass for a token or two
-    assert planned([replace(row, cuts=(10,))], 60, cost) == [Chunk("a", 40)]
+    assert planned([row], 120, cost) == [PromptChunk("a", 100, joins=True)]
+    assert planned([row], 112, cost) == [PromptChunk("a", 96)]
+    assert planned([row], 106, cost) == [PromptChunk("a", 96)]  # rather than a pass for a token or two
+    assert planned([replace(row, cuts=(10,))], 60, cost) == [PromptChunk("a", 40)]
 
 
 def test_small_rest_of_a_prompt_is_computed_with_its_last_chunk() -> None:
     cost = PromptCost(forward_s=20.0, token_s=1.0)
-    assert planned([waiting("a", 55)], 70, cost) == [Chunk("a", 55, joins=True)]
-    assert planned([waiting("a", 56)], 70, cost) == [Chunk("a", 50)]
+    assert planned([waiting("a", 55)], 70, cost) == [PromptChunk("a", 55, joins=True)]
+    assert planned([waiting("a", 56)], 70, cost) == [PromptChunk("a", 50)]
 
 
 def test_long_prompt_shares_no_forward_of_a_few_tokens() -> None:
@@ -548,16 +550,16 @@ def test_an_image_and_a_score_may_be_computed_in_one_step() -> None:
 def test_each_prompt_costs_what_its_own_model_takes() -> None:
     draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
     assert chunks_of(plan([waiting("a", 40), draft], limits(80), 1, UNBOUNDED)) == [
-        Chunk("a", 40, joins=True),
-        Chunk("scored", 400),
+        PromptChunk("a", 40, joins=True),
+        PromptChunk("scored", 400),
     ]
 
 
 def test_prompt_with_the_least_time_is_first_not_the_one_with_the_fewest_tokens() -> None:
     draft = replace(waiting("scored", 500), cost=PromptCost(token_s=0.1))
     assert chunks_of(plan([waiting("a", 60), draft], limits(100), 1, UNBOUNDED)) == [
-        Chunk("scored", 500, joins=True),
-        Chunk("a", 50),
+        PromptChunk("scored", 500, joins=True),
+        PromptChunk("a", 50),
     ]
 
 
@@ -565,7 +567,7 @@ def test_interactive_row_joins_in_the_step_of_its_last_chunk_if_that_takes_littl
     cost = PromptCost(forward_s=0.04, token_s=0.001, join_s=0.009)
     row = replace(waiting("a", 60), cost=cost)
     [forward] = plan([row], limits(0.1), 1, UNBOUNDED)
-    assert forward.chunks == (Chunk("a", 60, joins=True),)
+    assert forward.chunks == (PromptChunk("a", 60, joins=True),)
     slow = replace(row, cost=replace(cost, join_s=0.011))
     [forward] = plan([slow], limits(0.1), 1, UNBOUNDED)
-    assert forward.chunks == (Chunk("a", 60, joins=False),)
+    assert forward.chunks == (PromptChunk("a", 60, joins=False),)

@@ -17,7 +17,7 @@ from worker.engine.batch.row import Row
 from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.engine.step.cost import Chunk
+from worker.engine.step.cost import PromptChunk
 from worker.engine.vision.encoder import EncoderRun, Features
 from worker.engine.vision.feature_cache import FeatureCache
 from worker.outcomes import Encoded, Sampled
@@ -218,7 +218,7 @@ def with_an_image(caches: EngineCaches, *ids: str) -> PrefillQueue:
     return queue
 
 
-def planned(queue: PrefillQueue) -> list[Chunk]:
+def planned(queue: PrefillQueue) -> list[PromptChunk]:
     forwards = queue.plan(Groups(cases.model("qwen3_5").network, lambda groups: True), 0.0, 10**9)
     return [chunk for forward in forwards for chunk in forward.chunks]
 
@@ -227,7 +227,7 @@ def test_image_that_one_prompt_has_encoded_is_missing_in_no_other() -> None:
     queue = with_an_image(EngineCaches(cases.model("qwen3_5"), 1 << 24), "a", "bb")
     assert queue.images("bb").largest > 0
     while queue.images("a").largest:
-        queue.advance(Chunk("a", 10**6))
+        queue.advance(PromptChunk("a", 10**6))
     assert queue.images("bb").largest == 0
 
 
@@ -237,7 +237,7 @@ def test_plan_is_made_from_the_images_that_were_missing_when_the_step_began() ->
     before = planned(queue)
     assert [chunk.id for chunk in before] == ["a"]
     while other.images("bb").largest:
-        other.advance(Chunk("bb", 10**6))
+        other.advance(PromptChunk("bb", 10**6))
     assert planned(queue) == before
     queue.begin_step(0.0)
     assert planned(queue) != before

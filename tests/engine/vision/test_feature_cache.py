@@ -21,7 +21,7 @@ from worker.engine.vision.feature_cache import FeatureCache
 from worker.outcomes import Loaded, Outcome
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import IMAGE_FEATURES
-from worker.prefix_store.reader import Reader, Reading
+from worker.prefix_store.reader import ChainReading, Reader
 
 ALL = pytest.mark.parametrize("family", [*CONFIGS])
 ANSWER = 8
@@ -134,7 +134,7 @@ def test_features_that_a_third_prompt_uses_survive_a_crash(
     run.close()
 
 
-def readings_of(task: PromptTask) -> list[Reading]:
+def readings_of(task: PromptTask) -> list[ChainReading]:
     stages = (stage for stage in task._first if isinstance(stage, LoadImages))
     return [reading for stage in stages for _, reading in stage._readings]
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from sluice.cancellation import Outcome
+from sluice.cancellation import CancelOutcome
 from sluice.gateway.chat.stream import outcome_of
 from tests.fakes import FakeChat
 from tests.gateway.chat.test_routes import PATH, data_of, request, until_idle
@@ -61,6 +61,6 @@ async def test_a_choice_that_fails_ends_the_answer_and_cancels_the_others(
     ],
 )
 def test_the_outcome_of_several_choices_is_that_of_the_one_that_lasts_longest(
-    outcomes: list[Outcome], whole: Outcome
+    outcomes: list[CancelOutcome], whole: CancelOutcome
 ) -> None:
     assert outcome_of(outcomes) == whole

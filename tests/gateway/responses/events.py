@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from sluice.contract.events import EVENTS, Event, JobError, Timings, Usage
-from sluice.gateway.responses.head import Head, new_head
+from sluice.gateway.responses.head import ResponseHead, new_head
 from sluice.gateway.responses.request import read_request
 from sluice.gateway.responses.stream import ResponseState
 
@@ -22,7 +22,7 @@ TOOLS: list[Said] = [
 ]
 
 
-def head(**body: Any) -> Head:
+def head(**body: Any) -> ResponseHead:
     """Return the head of a response to a request."""
     return new_head(read_request({"input": "Hi.", **body}), ID, 1000, "default")
 
@@ -36,7 +36,7 @@ def log(*events: Said, start: int = 0) -> list[Event]:
     return made
 
 
-def stream_events(head: Head, log: Iterable[Event]) -> Iterator[Said]:
+def stream_events(head: ResponseHead, log: Iterable[Event]) -> Iterator[Said]:
     """Yield the numbered events of a response for a job's log, as far as it is given."""
     state = ResponseState(head)
     yield from state.opening()

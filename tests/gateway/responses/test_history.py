@@ -18,7 +18,7 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses import history as module
 from sluice.gateway.responses.conversation import read_conversation
 from sluice.gateway.responses.head import skeleton
-from sluice.gateway.responses.history import Conversation, History, NewResponse, new_response
+from sluice.gateway.responses.history import EarlierResponses, History, NewResponse, new_response
 from sluice.gateway.responses.record import Record, parse_record
 from sluice.gateway.responses.request import read_request
 from sluice.gateway.responses.store import Store, final_key, record_key
@@ -53,7 +53,7 @@ def history(client: Client, store: RecordStore) -> History:
 async def put(store: RecordStore, number: int, *, tenant: str | None = "ada", status: str = "completed") -> Record:
     """Store response `number`, which continues all those before it, and has ended unless it is in progress."""
     request = read_request({"input": f"Q{number}"})
-    before = Conversation(tuple(f"resp_{each}" for each in range(number)))
+    before = EarlierResponses(tuple(f"resp_{each}" for each in range(number)))
     new = new_response(request, before, f"resp_{number}", tenant)
     await store.put(new.record.head.id, new.written)
     if status != "in_progress":
@@ -98,7 +98,7 @@ async def test_a_conversation_is_the_inputs_and_outputs_of_its_responses(history
 async def answered(store: RecordStore, number: int, tenant: str = "ada") -> list[dict[str, Any]]:
     """Store response `number` with every kind of output item, and return these."""
     request = read_request({"input": f"Q{number}", "tools": TOOLS})
-    new = new_response(request, Conversation(), f"resp_{number}", tenant)
+    new = new_response(request, EarlierResponses(), f"resp_{number}", tenant)
     state = ResponseState(new.record.head)
     written = log(
         started(), delta(reasoning="Hm."), delta(content="Yes."), call(0, "get_weather", "{}"),

@@ -10,7 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from sluice.contract.events import Event
-from sluice.gateway.responses.head import Head
+from sluice.gateway.responses.head import ResponseHead
 from sluice.gateway.responses.record import from_completion
 from sluice.gateway.responses.stream import ResponseState
 from tests.gateway.openai_required import lacking
@@ -41,7 +41,7 @@ HEADS = st.builds(
 )
 
 
-def events(head: Head, *said: Said) -> list[Said]:
+def events(head: ResponseHead, *said: Said) -> list[Said]:
     return list(stream_events(head, log(*said)))
 
 
@@ -192,14 +192,14 @@ def test_reasoning_tokens_are_those_of_the_job_s_usage() -> None:
 
 
 @given(HEADS, logs())
-def test_every_event_is_one_of_openai_s(head: Head, log: list[Event]) -> None:
+def test_every_event_is_one_of_openai_s(head: ResponseHead, log: list[Event]) -> None:
     for event in stream_events(head, log):
         STREAM_EVENT.validate_python(json.loads(json.dumps(event)))
         assert list(lacking(event)) == []
 
 
 @given(HEADS, logs())
-def test_numbers_count_up_from_zero_and_a_longer_log_only_adds_events(head: Head, log: list[Event]) -> None:
+def test_numbers_count_up_from_zero_and_a_longer_log_only_adds_events(head: ResponseHead, log: list[Event]) -> None:
     whole = list(stream_events(head, log))
     assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
     for end in range(len(log)):
@@ -208,7 +208,7 @@ def test_numbers_count_up_from_zero_and_a_longer_log_only_adds_events(head: Head
 
 
 @given(HEADS, logs())
-def test_the_final_event_has_the_response_that_is_retrieved(head: Head, log: list[Event]) -> None:
+def test_the_final_event_has_the_response_that_is_retrieved(head: ResponseHead, log: list[Event]) -> None:
     state = ResponseState(head)
     made = [*state.opening(), *(event for each in log for event in state.add(each))]
     Response.model_validate(state.response)
@@ -218,7 +218,9 @@ def test_the_final_event_has_the_response_that_is_retrieved(head: Head, log: lis
 
 
 @given(HEADS, logs())
-def test_items_are_added_and_done_in_order_at_the_places_they_have_in_the_output(head: Head, log: list[Event]) -> None:
+def test_items_are_added_and_done_in_order_at_the_places_they_have_in_the_output(
+    head: ResponseHead, log: list[Event]
+) -> None:
     added, done = list[Said](), dict[int, Said]()
     response: Said = {}
     for event in stream_events(head, log):

@@ -15,7 +15,7 @@ from sluice.contract import keys
 from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import envelope, field, log, put, settings, types
-from worker.errors import Cancelled, JobFailure
+from worker.errors import CancelJob, JobFailure
 from worker.monitoring.metrics import Metrics
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims
@@ -146,7 +146,7 @@ async def test_a_job_that_is_interrupted_ends_by_the_reason(db: Redis, runner: R
     job = await runner.start()
     while not runner.chat.running:
         await asyncio.sleep(0.005)
-    job.interrupt(Cancelled("requested"))
+    job.interrupt(CancelJob("requested"))
     assert job.task is not None
     await asyncio.wait_for(job.task, 60)
     assert (await log(db, "a"))[-1]["reason"] == "requested"

@@ -26,7 +26,7 @@ from worker.queue.worker import QueueWorker, ServedModel
 from worker.request import GenerationRequest
 from worker.settings import Settings, read_settings
 from worker.text.codec import TextCodec
-from worker.text.tokenizer import Conversation
+from worker.text.tokenizer import TemplateMessages
 
 _FAULTS = {"poison": 1_000_000, "block": 2_000_000}  # added to the number, in the first token of the prompt
 
@@ -78,8 +78,8 @@ class PacedTokenizer:
         return PacedDetokenizer()
 
     def render(
-        self, conversation: Conversation, *, tools: list[dict[str, Any]], continues: bool, variables: dict[str, Any],
-        images: Mapping[str, str] | None = None,
+        self, conversation: TemplateMessages, *, tools: list[dict[str, Any]], continues: bool,
+        variables: dict[str, Any], images: Mapping[str, str] | None = None,
     ) -> str:  # fmt: skip
         """Return the text of the last message."""
         return str(conversation[-1]["content"])

@@ -14,7 +14,7 @@ from tests.text.prompt.test_template_compat import TAKE_TOOLS, whys
 from tests.text.templated import TEMPLATES, rendered
 from worker.text.prompt.template_compat import NeedsAdaptation, TemplateAdapter
 from worker.text.prompt.template_inputs import TemplateFailed
-from worker.text.tokenizer import Conversation
+from worker.text.tokenizer import TemplateMessages
 
 WHY = "accepts system messages only at the front: later ones are marked in user turns or results"
 
@@ -105,7 +105,7 @@ async def test_ids_that_are_accepted_stay_when_a_later_one_is_not() -> None:
 def test_a_request_that_the_template_refuses_says_nothing_about_the_next() -> None:
     adapter, refuses = TemplateAdapter(), [True]
 
-    def render(said: Conversation, tools: list[Said]) -> str:
+    def render(said: TemplateMessages, tools: list[Said]) -> str:
         if refuses[0]:
             raise TemplateFailed
         return Environment().from_string(EACH).render(messages=said)
@@ -119,7 +119,7 @@ def test_a_request_that_the_template_refuses_says_nothing_about_the_next() -> No
 def test_a_template_is_tried_on_a_thread_and_not_on_the_event_loop() -> None:
     adapter = TemplateAdapter()
 
-    def render(said: Conversation, tools: list[Said]) -> str:
+    def render(said: TemplateMessages, tools: list[Said]) -> str:
         return Environment().from_string(EACH).render(messages=said)
 
     with pytest.raises(NeedsAdaptation):

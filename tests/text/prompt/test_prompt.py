@@ -12,7 +12,7 @@ from tests.text.templated import TEMPLATES, prompt, rendered, request
 from worker.errors import CannotStart, JobFailure
 from worker.text.codec import TextCodec
 from worker.text.prompt.prompt import Prompts
-from worker.text.tokenizer import Conversation
+from worker.text.tokenizer import TemplateMessages
 
 HELLO = user("Hello")
 LOOK: Said = {"type": "function", "function": {"name": "look"}}
@@ -257,7 +257,7 @@ async def test_a_short_prompt_stays_on_the_loop() -> None:
 )
 async def test_only_the_first_trial_of_a_short_prompt_is_on_the_loop(template: str) -> None:
     class Counting(ByteTokenizer):
-        def render(self, conversation: Conversation, **how: Any) -> str:
+        def render(self, conversation: TemplateMessages, **how: Any) -> str:
             on_the_loop.append(threading.current_thread() is threading.main_thread())
             return super().render(conversation, **how)
 
@@ -276,7 +276,7 @@ class PacedTokenizer(ByteTokenizer):
 
     seconds = 0.0
 
-    def render(self, conversation: Conversation, **how: Any) -> str:
+    def render(self, conversation: TemplateMessages, **how: Any) -> str:
         ends = time.thread_time() + self.seconds
         while time.thread_time() < ends:
             pass
@@ -295,7 +295,7 @@ async def test_a_template_is_not_rendered_on_the_loop_before_it_was_quick_elsewh
 
 async def test_a_template_that_takes_too_long_for_one_word_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     class EndlessTokenizer(ByteTokenizer):
-        def render(self, conversation: Conversation, **how: Any) -> str:
+        def render(self, conversation: TemplateMessages, **how: Any) -> str:
             ended.wait(30)
             return ""
 
@@ -333,7 +333,7 @@ async def test_a_long_prompt_leaves_the_loop(messages: list[Said], rest: Said) -
 
 async def test_the_loop_goes_on_while_a_long_prompt_is_rendered() -> None:
     class SlowTokenizer(ByteTokenizer):
-        def render(self, conversation: Conversation, **how: Any) -> str:
+        def render(self, conversation: TemplateMessages, **how: Any) -> str:
             assert ticked.wait(5), "the loop stood still"
             return super().render(conversation, **how)
 

@@ -12,7 +12,7 @@ from tests.text.conversations import Said, assistant, call, calling, numbered, r
 from tests.text.templated import TEMPLATES, rendered
 from worker.text.prompt.template_compat import Finding, Flaw, TemplateAdapter
 from worker.text.prompt.template_inputs import TemplateFailed
-from worker.text.tokenizer import Conversation
+from worker.text.tokenizer import TemplateMessages
 
 LOOK: Said = {"type": "function", "function": {"name": "look", "description": "Look at it."}}
 CONVERSATIONS = examples(150)  # with tools, and as many without
@@ -122,9 +122,9 @@ async def test_where_tools_take_the_first_turn_for_a_user_s_llama_gets_one(first
 
 
 def adapted(
-    template: str, conversation: Conversation, think: tuple[str, str] | None = None
+    template: str, conversation: TemplateMessages, think: tuple[str, str] | None = None
 ) -> tuple[str, list[Finding]]:
-    def render(said: Conversation, tools: list[Said]) -> str:
+    def render(said: TemplateMessages, tools: list[Said]) -> str:
         try:
             return Environment().from_string(template).render(messages=said, tools=tools)
         except TemplateError as error:
@@ -133,7 +133,7 @@ def adapted(
     return TemplateAdapter(think).adapt(conversation, [], render)
 
 
-def whys(template: str, conversation: Conversation, think: tuple[str, str] | None = None) -> list[str]:
+def whys(template: str, conversation: TemplateMessages, think: tuple[str, str] | None = None) -> list[str]:
     return [finding.why for finding in adapted(template, conversation, think)[1]]
 
 

@@ -77,7 +77,7 @@ _WAIT = Wait()
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AdmissionLimits:
     """The memory and the number of rows that admission may use."""
 
     costs: MemoryModel  # corrected by measurements
@@ -86,7 +86,7 @@ class Limits:
 
 
 def admit_in_turn(
-    waiting: Sequence[RowEstimate], active: Sequence[RowEstimate], limits: Limits
+    waiting: Sequence[RowEstimate], active: Sequence[RowEstimate], limits: AdmissionLimits
 ) -> list[tuple[RowEstimate, Decision]]:
     """Return the decision for each waiting row, interactive rows first, otherwise in the given order. `active`: rows
     in prefill and decoding rows, the oldest first. All interactive rows are decided before an offline one that waits
@@ -113,7 +113,7 @@ class Admission:
     """Active rows during one round of decisions. Stores the lengths that did not fit, so most rows of a long queue are
     decided by a comparison."""
 
-    def __init__(self, active: Sequence[RowEstimate], limits: Limits) -> None:
+    def __init__(self, active: Sequence[RowEstimate], limits: AdmissionLimits) -> None:
         self._limits = limits
         self._held_bytes = 0
         self._nothing = Occupancy(limits.costs)
@@ -232,7 +232,7 @@ def victims(row: RowEstimate, active: Sequence[RowEstimate]) -> list[RowEstimate
     return own if row.lane == "batch" else [*(other for other in reversed(active) if other.lane == "batch"), *own]
 
 
-def longest_answer(row: RowEstimate, limits: Limits) -> int:
+def longest_answer(row: RowEstimate, limits: AdmissionLimits) -> int:
     """Return the tokens of the longest answer for which the row fits alone, at most what is likely; 0 if none does."""
     alone = Occupancy(limits.costs)
     return bisect(range(1, row.likely + 1), limits.max_bytes, key=lambda tokens: alone.peak_with(row.reserving(tokens)))
@@ -277,7 +277,7 @@ def _count_overtaken(decided: list[tuple[RowEstimate, Decision]]) -> list[tuple[
     return counted[::-1]
 
 
-def _refusal(candidate: RowEstimate, limits: Limits, longest: int) -> str:
+def _refusal(candidate: RowEstimate, limits: AdmissionLimits, longest: int) -> str:
     """`longest`: tokens of the longest row that fits alone."""
     costs = limits.costs
     available = limits.max_bytes - costs.resident_bytes
@@ -306,7 +306,7 @@ def _shorten(candidate: RowEstimate, excess: int) -> str:
     return f"the prompt{'' if candidate.grows else ' or max_tokens'} by about {_rounded_up(excess):,}"
 
 
-def _largest_scale(candidate: RowEstimate, limits: Limits) -> int:
+def _largest_scale(candidate: RowEstimate, limits: AdmissionLimits) -> int:
     """Return the largest share of their pixels, in percent, with which the images fit; 0 if none does."""
 
     def peak_bytes(percent: int) -> int:

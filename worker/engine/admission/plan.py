@@ -11,9 +11,9 @@ from itertools import starmap
 from sluice.contract.keys import Lane
 from worker.engine.admission.classes import Bounds, Decoding, Trial, choose_bounds, class_of, rows_after, still_waiting
 from worker.engine.admission.decision import (
+    AdmissionLimits,
     Admit,
     Decision,
-    Limits,
     Refuse,
     RowEstimate,
     Wait,
@@ -66,7 +66,7 @@ class Growth:
     preempt: Sequence[str] = ()  # in order
 
 
-def plan_growth(active: Sequence[RowEstimate], limits: Limits) -> Growth:
+def plan_growth(active: Sequence[RowEstimate], limits: AdmissionLimits) -> Growth:
     """Return how the rows that must grow do. `active`: the oldest first, with their groups. Saved caches count as free:
     the caller drops them."""
     rows = {row.id: row for row in active}
@@ -97,7 +97,7 @@ def must_grow(row: RowEstimate) -> bool:
 
 
 def _make_room(
-    row: RowEstimate, rows: Mapping[str, RowEstimate], preempted: list[str], limits: Limits
+    row: RowEstimate, rows: Mapping[str, RowEstimate], preempted: list[str], limits: AdmissionLimits
 ) -> RowEstimate | None:
     """Return the row as it grows, and reduce `preempted` to those that must be preempted for it; None if all of them
     are too few."""
@@ -112,7 +112,7 @@ def _without(rows: Mapping[str, RowEstimate], *ids: str) -> list[RowEstimate]:
     return [row for id, row in rows.items() if id not in ids]
 
 
-def _grown_beside(row: RowEstimate, others: Sequence[RowEstimate], limits: Limits) -> RowEstimate | None:
+def _grown_beside(row: RowEstimate, others: Sequence[RowEstimate], limits: AdmissionLimits) -> RowEstimate | None:
     """Return the row with a reservation that fits, the likely one or the least; in its group, or else in a new one."""
     occupancy = Occupancy(limits.costs, others)
     groups = {other.group for other in others}
@@ -148,7 +148,7 @@ class Reservation:
     slack_bytes: int = 0  # of the groups' buffers, beyond the needs of their rows; 0 if `must_tighten`
     must_tighten: bool = False  # the memory of the slack is needed: see `Groups.tighten`
 
-    def shares(self, limits: Limits, held_bytes: int) -> MemoryShares:
+    def shares(self, limits: AdmissionLimits, held_bytes: int) -> MemoryShares:
         """Return the use of what is left: longer chunks come first. `held_bytes`: of all saved caches."""
         free = limits.max_bytes - held_bytes - self.slack_bytes
         longest_chunk = limits.costs.longest_chunk(self.lengths, free, self.images)
@@ -177,7 +177,11 @@ class AdmissionPlan:
 
 
 def plan_admission(
-    waiting: Sequence[RowEstimate], active: Sequence[RowEstimate], decoding: Decoding, bounds: Bounds, limits: Limits
+    waiting: Sequence[RowEstimate],
+    active: Sequence[RowEstimate],
+    decoding: Decoding,
+    bounds: Bounds,
+    limits: AdmissionLimits,
 ) -> AdmissionPlan:
     """Return the plan for these rows. `waiting`: interactive and offline rows, in the order of the queue. `active`:
     rows in prefill and decoding rows, the oldest first. Rows without a group get the one of their length class."""
@@ -206,7 +210,7 @@ def best_bounds(
     active: Sequence[RowEstimate],
     decoding: Decoding,
     bounds_now: Bounds,
-    limits: Limits,
+    limits: AdmissionLimits,
 ) -> Bounds:
     """Return the best bounds, assuming that the decoding rows are moved into their classes. Tries the first waiting
     rows only. For the parameters see `plan_admission`."""
@@ -240,7 +244,7 @@ def in_groups(rows: Iterable[RowEstimate], decoding: Decoding, bounds: Bounds) -
 
 
 def _decide(
-    waiting: Sequence[RowEstimate], active: Sequence[RowEstimate], limits: Limits
+    waiting: Sequence[RowEstimate], active: Sequence[RowEstimate], limits: AdmissionLimits
 ) -> tuple[Decided, tuple[str, ...]]:
     """Return the decisions, and the rows whose saved caches must be dropped for them: as few as admit the same rows as
     without any saved cache, and preempt the same ones of their lanes, the youngest first. Rows are preempted the
@@ -265,7 +269,9 @@ def _decide(
     return decided, tuple(dropped)
 
 
-def _reserve(active: Sequence[RowEstimate], buffers: Sequence[int], limits: Limits, held_bytes: int) -> Reservation:
+def _reserve(
+    active: Sequence[RowEstimate], buffers: Sequence[int], limits: AdmissionLimits, held_bytes: int
+) -> Reservation:
     """Return the reservation for these rows. `buffers`: allocated bytes of each group's buffers."""
     lengths = group_lengths(active)
     images = image_demand(active)

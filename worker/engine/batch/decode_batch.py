@@ -46,7 +46,7 @@ class PreemptedRow:
     """A row outside its batch, with everything that it needs to continue."""
 
     row: Row
-    snapshot: slots.Snapshot
+    snapshot: slots.RowSnapshot
     pending: PendingTokens
 
 

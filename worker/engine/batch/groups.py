@@ -13,7 +13,7 @@ from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, Preempted
 from worker.engine.batch.pending import StepToken
 from worker.engine.batch.row import Row
 from worker.engine.batch.timing import Stopwatch
-from worker.engine.isolation import Attempt, isolate
+from worker.engine.isolation import Isolation, isolate
 from worker.engine.speculation.mtp.head import Network
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.budget import GapLimit
@@ -348,7 +348,7 @@ class Groups:
     def _drop_empty(self) -> None:
         self._groups = [group for group in self._groups if group.rows]
 
-    def _isolate(self, group: DecodeBatch, action: str) -> Attempt:
+    def _isolate(self, group: DecodeBatch, action: str) -> Isolation:
         """Lose the rows of the group, and no others, if the body raises."""
         return isolate(f"{action} of {len(group.rows)} rows", partial(self._lose, group))
 

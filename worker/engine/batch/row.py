@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from worker.engine.sampling.processors import needs_prompt
-from worker.engine.sampling.sampler import Kind, draw_key, kind_of
+from worker.engine.sampling.sampler import SamplingKind, draw_key, kind_of
 from worker.request import GenerationRequest, GrammarState, Range
 
 
@@ -17,7 +17,7 @@ class Row:
 
     request: GenerationRequest
     prompt_ids: mx.array | None  # the distinct tokens of the prompt, if a logits processor needs them
-    kind: Kind
+    kind: SamplingKind
     drawn: int  # number of draws: tokens of the answer from all attempts, the pending one included
     answer: list[int]  # tokens delivered so far, by all attempts
     reserved: int  # tokens of the answer that memory is reserved for

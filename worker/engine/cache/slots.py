@@ -23,7 +23,7 @@ from worker.engine.upstream.mlx_lm import CacheList
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RowSnapshot:
     """Copy of one row outside its batch, such as a preempted one. Owns its memory."""
 
     row: list[Any]
@@ -149,15 +149,15 @@ def compact_order(rows: int, leaving: Collection[int]) -> list[int]:
     return [movers.pop() if index in leaving else index for index in range(staying)]
 
 
-def snapshot(batch: Sequence[Any], index: int) -> Snapshot:
+def snapshot(batch: Sequence[Any], index: int) -> RowSnapshot:
     """Copy one row out of the batch. Blocks."""
     row = [layer.extract(index) for layer in batch]
     materialize(row)
     positions = (layer.position(index) for layer in layers(batch))
-    return Snapshot(row, next((position for position in positions if position is not None), None))
+    return RowSnapshot(row, next((position for position in positions if position is not None), None))
 
 
-def restore(preempted: Snapshot) -> list[Any]:
+def restore(preempted: RowSnapshot) -> list[Any]:
     """Return caches to compute on, or to join with `preempted.position`. They share memory with the snapshot until they
     are written."""
     return copy.deepcopy(preempted.row)

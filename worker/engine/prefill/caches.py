@@ -6,7 +6,7 @@ from typing import Any
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
 from worker.engine.model.load import Model
-from worker.engine.prefill.scoring import Draft
+from worker.engine.prefill.scoring import DraftScorer
 from worker.engine.prefix.cache import PrefixCache
 from worker.engine.prefix.disk import DiskPrefixes
 from worker.engine.vision.feature_cache import FeatureCache, StoredFeatures
@@ -110,8 +110,8 @@ class EngineCaches:
             self.features.forget_non_finite(row.request.namespace, row.request.images)
 
 
-def _draft_of(model: Model, prefix_bytes: int) -> Draft | None:
+def _draft_of(model: Model, prefix_bytes: int) -> DraftScorer | None:
     if model.draft is None:
         return None
     skip_token_id = model.vision.family.placeholder if model.vision else None
-    return Draft(model.draft.network, prefix_bytes, model.draft.context, skip_token_id)
+    return DraftScorer(model.draft.network, prefix_bytes, model.draft.context, skip_token_id)

@@ -3,13 +3,13 @@
 import time
 
 from worker.engine.memory import ImageDemand
-from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
+from worker.engine.prefill.stage import Ended, Phase, Stage, StageProgress
 from worker.engine.vision.encoder import Encode, EncoderRun
 from worker.engine.vision.feature_cache import StoredFeatures, restored
 from worker.engine.vision.inputs import MultimodalInputs
 from worker.outcomes import Encoded, Loaded
 from worker.prefix_store.policy import LoadLimit
-from worker.prefix_store.reader import Reading
+from worker.prefix_store.reader import ChainReading
 from worker.request import GenerationRequest, PromptImage
 
 
@@ -43,7 +43,7 @@ class LoadImages(Stage):
         self._token_bytes = token_bytes
         self._decided = False
         self._reported = False
-        self._readings: list[tuple[PromptImage, Reading]] = []
+        self._readings: list[tuple[PromptImage, ChainReading]] = []
         self._total = 0
         self._began_s = self._limit_s = 0.0
 
@@ -94,11 +94,11 @@ class LoadImages(Stage):
             self._readings = [(image, self._stored.store.reader.read(chain)) for image, chain in found]
             self._total = self.remaining
 
-    def advance(self, tokens: int) -> Progress | Ended:
+    def advance(self, tokens: int) -> StageProgress | Ended:
         """Take the features that were read, and give up the others if they take too long."""
         if not self._reported:
             self._reported = True
-            return Progress(0)
+            return StageProgress(0)
         loaded, readings = 0, self._readings
         self._readings = []
         for image, reading in readings:
@@ -167,14 +167,14 @@ class EncodeImages(Stage):
         have encoded some of them."""
         self._missing = self._inputs.missing(start)
 
-    def advance(self, tokens: int) -> Progress | Ended:
+    def advance(self, tokens: int) -> StageProgress | Ended:
         """Encode about `tokens` tokens, at least one layer of one image. Blocks."""
         computed = 0
         while self._missing:
             computed += self._encode_first(tokens - computed)
             if self._encoder_run or computed >= tokens:
                 break
-        return Progress(computed) if self.needed else Ended(computed)
+        return StageProgress(computed) if self.needed else Ended(computed)
 
     def _tokens_left(self, image: PromptImage) -> int:
         run = self._encoder_run

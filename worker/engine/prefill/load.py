@@ -2,7 +2,7 @@
 
 import time
 
-from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
+from worker.engine.prefill.stage import Ended, Phase, Stage, StageProgress
 from worker.engine.prefix.cache import PrefixCache, StartedLoad
 from worker.outcomes import Loaded
 from worker.prefix_store.policy import LoadLimit
@@ -79,7 +79,7 @@ class Load(Stage):
             self._namespace, self._key, self._limit_of, self._row_bytes
         )
 
-    def advance(self, tokens: int) -> Progress | Ended:
+    def advance(self, tokens: int) -> StageProgress | Ended:
         """Insert what was read into the prefix cache, or give up. Blocks while the memory of a part is copied, if the
         prefix cache has divided it otherwise."""
         assert self._load is not None, "the stage has ended"
@@ -88,7 +88,7 @@ class Load(Stage):
         if load.reading.done:
             return self._insert(load)
         if not self._is_late(load):
-            return Progress(0)
+            return StageProgress(0)
         assert self._prefix.disk is not None, "what was read is on disk"
         self._prefix.disk.store.reader.give_up(load.reading, time.monotonic() - self._began_s)
         self._load = None

@@ -19,14 +19,14 @@ from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.images import EncodeImages, LoadImages
 from worker.engine.prefill.load import Load
-from worker.engine.prefill.scoring import Draft
+from worker.engine.prefill.scoring import DraftScorer
 from worker.engine.prefill.spans import ComputeSpans, dense_prefix_len, window_of
 from worker.engine.prefill.specprefill import Score
 from worker.engine.prefill.stage import Phase, Stage
 from worker.engine.prefill.task import Advanced, PromptTask
 from worker.engine.prefill.together import SharedForwards
 from worker.engine.prefix.tree import shared_length
-from worker.engine.step.cost import Chunk, CostEstimate, Forward, PromptCost
+from worker.engine.step.cost import CostEstimate, Forward, PromptChunk, PromptCost
 from worker.engine.step.plan import PromptState
 from worker.engine.step.planner import RunningRows, StepPlanner
 from worker.engine.vision.inputs import MultimodalInputs
@@ -152,7 +152,7 @@ class PrefillQueue:
             yield LoadImages(row.request, inputs, stored, self._image_load_limit_s, load, token_bytes)
         yield EncodeImages(row.id, inputs, self._model.vision.family.encode)
 
-    def _score_stages(self, request: GenerationRequest, draft: Draft, window: int) -> list[Stage]:
+    def _score_stages(self, request: GenerationRequest, draft: DraftScorer, window: int) -> list[Stage]:
         """Return the stage that may score the prompt. There is none if nothing may be dropped, or if an earlier attempt
         has chosen the tokens to keep or has computed all of them."""
         if request.specprefill is None or request.kept_ranges is not None or request.resume_tokens:
@@ -285,7 +285,7 @@ class PrefillQueue:
         self._costs["prefill"].observe_chunk(shared.tokens, mean(shared.done), shared.seconds, rows=len(shared.done))
         return shared.memory_tokens
 
-    def advance(self, chunk: Chunk) -> Advanced:
+    def advance(self, chunk: PromptChunk) -> Advanced:
         """Compute a chunk, or take it from a forward that it shared with others. Blocks."""
         done = self._tasks[chunk.id].advance(chunk.tokens)
         if done.images != NO_IMAGES:  # other prompts may need the same image

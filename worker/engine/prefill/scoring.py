@@ -41,7 +41,7 @@ _MEMO = 16  # prompts; 13 MB if each has 200,000 tokens
 Scores = Sequence[float]  # one for each token of a prompt
 
 
-class Draft:
+class DraftScorer:
     """A draft model with its prefix cache, and the scores of recent prompts. For the engine's thread."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Scoring:
     """The scoring of one prompt. It may be dropped at any time; then only entries in the draft's prefix cache
     remain."""
 
-    def __init__(self, draft: Draft, request: GenerationRequest) -> None:
+    def __init__(self, draft: DraftScorer, request: GenerationRequest) -> None:
         self._draft = draft
         self._tokens = request.prompt
         self._request = _without_skipped(request, draft.skip_token_id)

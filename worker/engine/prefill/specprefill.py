@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from worker.engine.prefill.scoring import LOOKAHEAD, Draft, Scores, Scoring
-from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
+from worker.engine.prefill.scoring import LOOKAHEAD, DraftScorer, Scores, Scoring
+from worker.engine.prefill.stage import Ended, Phase, Stage, StageProgress
 from worker.outcomes import Scored, SpecPrefillApplied, SpecPrefillSkipped
 from worker.request import GenerationRequest, Range, SpecPrefillParams, tokens_in
 
@@ -91,7 +91,7 @@ class Score(Stage):
         self,
         request: GenerationRequest,
         params: SpecPrefillParams,
-        draft: Draft,
+        draft: DraftScorer,
         is_worthwhile: IsWorthwhile,
         window: int,
         tokens_in_draft: Callable[[int], int],
@@ -154,7 +154,7 @@ class Score(Stage):
         assert self._scoring is not None, "not decided yet"
         self._scoring.load_prefix()
 
-    def advance(self, tokens: int) -> Progress | Ended:
+    def advance(self, tokens: int) -> StageProgress | Ended:
         """Compute up to `tokens` tokens with the draft, or a single one of its lookahead. Blocks. Raises
         ArithmeticError if the draft's scores are not finite."""
         assert self._scoring is not None, "not decided yet"
@@ -162,7 +162,7 @@ class Score(Stage):
         computed = self._scoring.advance(tokens)
         self._seconds += time.perf_counter() - began
         if self._scoring.scores is None:
-            return Progress(computed)
+            return StageProgress(computed)
         return Ended(
             computed, SpecPrefillApplied(self._request.id, self._kept_ranges(self._scoring.scores), self._seconds)
         )

@@ -9,7 +9,7 @@ from worker.outcomes import Phase as Phase
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class StageProgress:
     """Result of an advance that did not end the stage. `tokens`: number of tokens computed."""
 
     tokens: int
@@ -114,5 +114,5 @@ class Stage(Protocol):
         """Load what caches of the stage's own hold, so that `advance` only computes. Blocks."""
         return
 
-    def advance(self, tokens: int) -> Progress | Ended:
+    def advance(self, tokens: int) -> StageProgress | Ended:
         """Compute about `tokens` tokens. Called only if the stage is ready. Blocks."""

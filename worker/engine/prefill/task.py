@@ -14,7 +14,7 @@ from worker.engine.isolation import isolate
 from worker.engine.memory import NO_IMAGES, ImageDemand
 from worker.engine.prefill.reuse import Beginning, PrefixReuse
 from worker.engine.prefill.spans import ComputeSpans, PackRow
-from worker.engine.prefill.stage import Ended, Phase, Progress, Stage
+from worker.engine.prefill.stage import Ended, Phase, Stage, StageProgress
 from worker.engine.prefix.cache import PrefixCache
 from worker.outcomes import Outcome, SpecPrefillApplied, SpecPrefillSkipped
 from worker.prefix_store.policy import LoadLimit
@@ -201,7 +201,7 @@ class PromptTask:
             shared=shared,
         )
 
-    def _compute(self, tokens: int) -> Progress | Ended:
+    def _compute(self, tokens: int) -> StageProgress | Ended:
         """Compute a chunk in forwards that end at the cuts, and insert into the prefix cache."""
         spans, start = self._spans, self._spans.length
         if packed := self._packed:
@@ -214,9 +214,9 @@ class PromptTask:
             stop = next((cut for cut in self._reuse.cuts if spans.length < cut < end), end)
             spans.advance(stop - spans.length)
             self._reuse.insert_if_due(spans.length, spans.cache)
-        return Progress(spans.length - start) if spans.remaining else Ended(spans.length - start)
+        return StageProgress(spans.length - start) if spans.remaining else Ended(spans.length - start)
 
-    def _conclude(self, result: Progress | Ended | None) -> None:
+    def _conclude(self, result: StageProgress | Ended | None) -> None:
         """Apply the choice of tokens to compute, if the result has one, and continue from the cache that it has
         loaded."""
         if isinstance(result, Ended) and result.loaded:

@@ -30,7 +30,7 @@ from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.outcomes import NotStored, StoreResult
 from worker.prefix_store.index import Chain
 from worker.prefix_store.policy import LoadLimit, store_result
-from worker.prefix_store.reader import ReadAhead, Reading
+from worker.prefix_store.reader import ChainReading, ReadAhead
 
 GRID = 2048  # tokens between state snapshots that are not at a boundary
 
@@ -39,7 +39,7 @@ GRID = 2048  # tokens between state snapshots that are not at a boundary
 class StartedLoad:
     """A prefix that is read from disk for one prompt."""
 
-    reading: Reading
+    reading: ChainReading
     limit_s: float  # after which the prompt is computed instead
     for_row: bool = False  # into the memory of the prompt's row: see `PrefixCache.read_for_row`
 
@@ -219,7 +219,7 @@ class PrefixCache:
             return None
         return StartedLoad(self.disk.store.reader.read(chain), limit_s, for_row=True)
 
-    def restore_row(self, reading: Reading, tokens: int) -> tuple[list[Any], int] | None:
+    def restore_row(self, reading: ChainReading, tokens: int) -> tuple[list[Any], int] | None:
         """Return a new cache of one row with what was read for it, and room for `tokens` tokens, and the prefix's
         length; None if nothing was read, or after a failure, which is logged. The caller owns the cache. Blocks until
         it is computed."""
@@ -241,7 +241,7 @@ class PrefixCache:
         path, matched = self._tree.walk(namespace, tokens)
         self._tree.touch(Found(matched, tuple(path)))
 
-    def insert_read(self, reading: Reading) -> int:
+    def insert_read(self, reading: ChainReading) -> int:
         """Insert what was read, as far as it fits. Returns the length of the prefix that the cache holds then. Blocks
         if the cache has divided the prefix otherwise, which makes copies. A failure is logged."""
         chain = reading.chain

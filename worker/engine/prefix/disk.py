@@ -29,7 +29,7 @@ from worker.outcomes import NotStored
 from worker.prefix_store.encryption import NoCryptography
 from worker.prefix_store.index import Chain
 from worker.prefix_store.policy import LoadLimit, LoadSize, writes_early
-from worker.prefix_store.reader import LoadedSegment, Reading
+from worker.prefix_store.reader import ChainReading, LoadedSegment
 from worker.prefix_store.records import Held, HeldNode
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment, WriteReport
@@ -102,7 +102,7 @@ class DiskPrefixes:
         self.tree = Tree(stateful=needs_states(network))
         self._kinds = " ".join(type(layer).__name__ for layer in layers(make_prompt_cache(network)))
         self._shown, self._shown_s = (0, 0), 0.0  # version and bytes of the tree when it was shown, and the time
-        self._readings: list[weakref.ref[Reading]] = []  # whose content is not inserted yet, in the order of begin
+        self._readings: list[weakref.ref[ChainReading]] = []  # whose content is not inserted yet, in the order of begin
         stored_as = f" KV of {bits} bits" if bits else ""  # exact prefixes and others are never mixed
         try:
             self.store = PrefixStore(options, f"{fingerprint} {self._kinds}{stored_as}", Arrays(wake))
@@ -279,7 +279,7 @@ class DiskPrefixes:
         kv_bytes = self._token_bytes * (len(chain.tokens) - chain.start)
         return kv_bytes + min(chain.nbytes, states + max(chain.sizes))
 
-    def _loading(self) -> list[Reading]:
+    def _loading(self) -> list[ChainReading]:
         """Return the readings that callers hold, without those that have ended with nothing."""
         held = [reading for reference in self._readings if (reading := reference()) is not None]
         readings = [reading for reading in held if reading.segments or not reading.done]
@@ -321,7 +321,7 @@ class DiskPrefixes:
         """Return True if these files are being read, so that reading them takes no more memory."""
         return any(reading.chain.files == chain.files and not reading.done for reading in self._loading())
 
-    def read(self, chain: Chain) -> Reading:
+    def read(self, chain: Chain) -> ChainReading:
         """Start to read files for the tree, which counts their bytes until their content is inserted: see
         `Reader.read`."""
         reading = self.store.reader.read(chain)
@@ -337,14 +337,14 @@ class DiskPrefixes:
                 break
             reading.cancel()
 
-    def restore(self, reading: Reading, *, for_row: bool = False) -> list[Restored]:
+    def restore(self, reading: ChainReading, *, for_row: bool = False) -> list[Restored]:
         """Return what was read, file by file, which is the caller's to insert. `for_row`: not into the tree. Raises
         ValueError if it is not of this network."""
         if not for_row:
             self._end_load(reading)
         return [self._restored(segment) for segment in reading.segments]
 
-    def _end_load(self, reading: Reading) -> None:
+    def _end_load(self, reading: ChainReading) -> None:
         self._readings = [weakref.ref(each) for each in self._loading() if each is not reading]
 
     def _restored(self, loaded: LoadedSegment) -> Restored:

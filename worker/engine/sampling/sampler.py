@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 _LEAST = 1e-30  # the smallest temperature and top_p that float32 can divide by and compare with
 
 
-class Kind(NamedTuple):
+class SamplingKind(NamedTuple):
     """Sampling method. Rows of one kind are drawn in one call; their temperatures, seeds, top_p and min_p may
     differ."""
 
@@ -24,21 +24,21 @@ class Kind(NamedTuple):
     min_p: bool = False
 
 
-GREEDY = Kind(greedy=True)
+GREEDY = SamplingKind(greedy=True)
 
 
-def kind_of(sampling: Sampling) -> Kind:
+def kind_of(sampling: Sampling) -> SamplingKind:
     """Return the kind of these sampling parameters."""
     if sampling.temperature == 0 or sampling.top_k == 1:
         return GREEDY
-    return Kind(False, sampling.top_k, sampling.top_p < 1, sampling.min_p > 0)
+    return SamplingKind(False, sampling.top_k, sampling.top_p < 1, sampling.min_p > 0)
 
 
 class Drawing(Protocol):
     """The part of a row that drawing uses."""
 
     request: GenerationRequest
-    kind: Kind
+    kind: SamplingKind
 
     def next_key(self) -> tuple[int, int]:
         """Return the random key of the next draw as two 32-bit halves, and advance."""
@@ -49,7 +49,7 @@ class Sampler:
     row draws bit for bit what it would draw alone."""
 
     def __init__(self, rows: Sequence[Drawing]) -> None:
-        self._indices: dict[Kind, list[int]] = {}
+        self._indices: dict[SamplingKind, list[int]] = {}
         for index, row in enumerate(rows):
             self._indices.setdefault(row.kind, []).append(index)
         self._alike = [_RowsAlike(kind, [rows[i] for i in at]) for kind, at in self._indices.items()]
@@ -79,7 +79,7 @@ def draw(logprobs: mx.array, rows: Sequence[Drawing]) -> mx.array:
 class _RowsAlike:
     """Rows of one kind, which are drawn in one call."""
 
-    def __init__(self, kind: Kind, rows: Sequence[Drawing]) -> None:
+    def __init__(self, kind: SamplingKind, rows: Sequence[Drawing]) -> None:
         self._kind, self._rows = kind, rows
         self._samplings = [row.request.sampling for row in rows]
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from worker.engine.sampling.logprobs import StepLogprobs
 from worker.engine.sampling.processors import masked, processors_for
-from worker.engine.sampling.sampler import Kind, draw, draw_key
+from worker.engine.sampling.sampler import SamplingKind, draw, draw_key
 from worker.outcomes import Logprobs
 from worker.request import GenerationRequest, GrammarState
 
@@ -18,7 +18,7 @@ class SampledRow(Protocol):
 
     request: GenerationRequest
     prompt_ids: mx.array | None
-    kind: Kind
+    kind: SamplingKind
     drawn: int
     answer: list[int]
     last_unfed: bool  # its next input is in the answer

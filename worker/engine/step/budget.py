@@ -149,7 +149,7 @@ _LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class DecodingRows:
     """The rows that decode."""
 
     rows: int
@@ -188,12 +188,12 @@ class StepBudget:
         left_s = longest_gap_s(self._step_s, decode_s) / self.overrun - cost_s
         return cost_s / left_s if left_s > 0 else inf
 
-    def shared_s(self, running: Running) -> float:
+    def shared_s(self, running: DecodingRows) -> float:
         """Return the seconds that a step's first forward may take, although they exceed `spare_s`, if several
         interactive prompts share it; 0 if rows decode."""
         return 0.0 if running.rows else SHARED_ALONE_STEPS * self._step_s
 
-    def spare_s(self, running: Running, elapsed_s: float, backlog: Backlog) -> dict[Lane, float]:
+    def spare_s(self, running: DecodingRows, elapsed_s: float, backlog: Backlog) -> dict[Lane, float]:
         """Return the seconds that each lane's prompts may take in a step; 0 or less leaves no time. Both lanes share
         the step: time that interactive prompts take is not left for offline ones. `elapsed_s`: seconds of the step so
         far, before the next decode step. `backlog`: the interactive prompts that wait."""

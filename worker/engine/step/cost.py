@@ -129,7 +129,7 @@ class CostEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PromptChunk:
     """Tokens that one prompt advances by in a step."""
 
     id: str
@@ -143,7 +143,7 @@ class Forward:
     and, unless these are `padded`, the same number of tokens. None of them crosses a cut of its prompt, although it may
     end at one."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PromptChunk, ...]
     seconds: float = 0.0  # expected, with the joins of its rows and the time that these add to the decode step
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 
 from sluice.contract.keys import Lane
-from worker.engine.step.cost import Chunk, Forward, PromptCost
+from worker.engine.step.cost import Forward, PromptChunk, PromptCost
 from worker.engine.step.tuning import (
     AGING,
     FIRST_TOKEN_S,
@@ -141,14 +141,14 @@ def plan(
 
 
 def _shared(
-    chunk: Chunk, rows: Sequence[PromptState], left_s: float, longest: int, packed_tokens: PackedTokens
+    chunk: PromptChunk, rows: Sequence[PromptState], left_s: float, longest: int, packed_tokens: PackedTokens
 ) -> Forward:
     """Return the forward that computes the first row's chunk, together with chunks of other rows as far as time and
     `longest` allow. A chunk that others share ends at a cut at the latest. Shorter chunks are padded to the longest,
     unless that takes more time than another forward."""
     row = rows[0]
     tokens = width = min(chunk.tokens, _uncut(row))
-    first = Chunk(row.id, tokens, chunk.joins and tokens == chunk.tokens)
+    first = PromptChunk(row.id, tokens, chunk.joins and tokens == chunk.tokens)
     members, held = [(row, first)], row.done
     seconds = _forward_s(row, tokens) + (_join_s(row) if first.joins else 0.0)
     for other in rows[1:]:
@@ -171,7 +171,7 @@ def _shared(
         most_held = max(held, other.done)
         if packed_tokens(len(members) + 1, wider, most_held) > longest:
             continue  # another may hold fewer tokens
-        members.append((other, Chunk(other.id, own, joins)))
+        members.append((other, PromptChunk(other.id, own, joins)))
         seconds += more_s
         width, held = wider, most_held
     if len(members) == 1:
@@ -205,7 +205,7 @@ def _uncut(row: PromptState) -> int:
     return min([row.remaining, *(cut - row.done for cut in row.cuts if cut > row.done)])
 
 
-def _chunk(row: PromptState, seconds: float, longest: int, *, forced: bool) -> Chunk | None:
+def _chunk(row: PromptState, seconds: float, longest: int, *, forced: bool) -> PromptChunk | None:
     """Return the longest chunk that takes at most `seconds`, or None if it is not worth its pass over the weights. A
     `forced` one is never None, however short.
 
@@ -221,8 +221,8 @@ def _chunk(row: PromptState, seconds: float, longest: int, *, forced: bool) -> C
         tokens = min(row.remaining, max(tokens, MIN_CHUNK))
     joins = tokens == row.remaining and _forward_s(row, tokens) + _join_s(row) <= limit_s
     if tokens == 0 and not joins:
-        return Chunk(row.id, 0, joins=True) if forced else None
-    return Chunk(row.id, tokens, joins)
+        return PromptChunk(row.id, 0, joins=True) if forced else None
+    return PromptChunk(row.id, tokens, joins)
 
 
 def _fitting(row: PromptState, seconds: float, longest: int) -> int:

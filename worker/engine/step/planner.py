@@ -4,7 +4,7 @@ does."""
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from worker.engine.step.budget import Backlog, FirstStep, Running, StepBudget
+from worker.engine.step.budget import Backlog, DecodingRows, FirstStep, StepBudget
 from worker.engine.step.cost import CostEstimate, Forward, StepKind, step_kind
 from worker.engine.step.plan import Order, PackedTokens, PromptState, StepLimits, in_order, may_advance, no_copies, plan
 from worker.engine.step.tuning import FAR_MORE
@@ -43,10 +43,10 @@ class RunningRows(Protocol):
         """Return the expected seconds that their decode step takes longer once a row of `length` tokens has joined."""
 
 
-LimitsRule = Callable[[StepLimits, Running], StepLimits]
+LimitsRule = Callable[[StepLimits, DecodingRows], StepLimits]
 
 
-def _as_found(limits: StepLimits, rows: Running) -> StepLimits:
+def _as_found(limits: StepLimits, rows: DecodingRows) -> StepLimits:
     return limits
 
 
@@ -89,16 +89,16 @@ class StepPlanner:
             self._planned = planned_s, step_kind(forwards)
         return forwards
 
-    def _limits(self, prompts: Iterable[PromptState], rows: Running, elapsed_s: float) -> StepLimits:
+    def _limits(self, prompts: Iterable[PromptState], rows: DecodingRows, elapsed_s: float) -> StepLimits:
         spare_s = self._budget.spare_s(rows, elapsed_s, Backlog.of(prompts))
         return StepLimits(spare_s, self._budget.shared_s(rows), enough_s=rows.decode_s)
 
-    def _decoding(self, running: RunningRows) -> Running:
+    def _decoding(self, running: RunningRows) -> DecodingRows:
         """Return the rows of which one has begun its answer; none if none has, since no reader notices a pause then."""
         if not running.started:
-            return Running(0, 0)
+            return DecodingRows(0, 0)
         copying_s = running.step_copy_bytes * self._costs.now.grown_s
-        return Running(len(running), running.num_interactive, self._decode_s(running) + copying_s)
+        return DecodingRows(len(running), running.num_interactive, self._decode_s(running) + copying_s)
 
     def _decode_s(self, running: RunningRows) -> float:
         """Return the expected seconds of the next decode step, without those of copying buffers. With far more rows

@@ -6,7 +6,7 @@ So they share its quota, its index, its threads and its encryption with the pref
 import json
 from collections.abc import Iterable, Sequence
 
-from worker.byte_lru import ByteLRU, Evicted
+from worker.byte_lru import ByteLRU, EvictedValue
 from worker.engine.isolation import isolate
 from worker.engine.prefix.tensors import exact_tensor
 from worker.engine.vision.encoder import Features
@@ -14,7 +14,7 @@ from worker.prefix_store.format import StoredSegment
 from worker.prefix_store.index import Chain
 from worker.prefix_store.names import IMAGE_FEATURES
 from worker.prefix_store.policy import LoadSize, writes_early
-from worker.prefix_store.reader import Reading
+from worker.prefix_store.reader import ChainReading
 from worker.prefix_store.store import PrefixStore
 from worker.prefix_store.writer import NewSegment
 from worker.request import PromptImage
@@ -54,7 +54,7 @@ class StoredFeatures:
         self.store.forget(namespace, _path(image.digest, image.tokens))
 
 
-def restored(reading: Reading) -> Features | None:
+def restored(reading: ChainReading) -> Features | None:
     """Return the features that were read; None if the file was bad. They share the memory of what was read."""
     if not reading.segments:
         return None
@@ -109,7 +109,7 @@ class FeatureCache(ByteLRU[Features]):
             if self.stored:
                 self.stored.forget(namespace, image)
 
-    def _spill(self, evicted: Sequence[Evicted[Features]]) -> None:
+    def _spill(self, evicted: Sequence[EvictedValue[Features]]) -> None:
         """Let evicted features be written, the most recently used first. What exceeds the write queue is dropped."""
         for namespace, digest, features in reversed(evicted):
             self._forget_uses((namespace, digest))

@@ -7,7 +7,7 @@ from typing import Any
 from arq.worker import Function
 
 from sluice.contract import keys
-from worker.bounded_json.reader import Reader
+from worker.bounded_json.reader import BodyReader
 from worker.errors import JobFailure
 from worker.queue.job.claims import Claim
 from worker.queue.job.job import Job, JobResult
@@ -16,11 +16,11 @@ from worker.queue.job.job import Job, JobResult
 class JobFunctions:
     """The functions of a worker, the context that they share, and the reader of the bodies that name them."""
 
-    def __init__(self, functions: Sequence[Function], ctx: dict[Any, Any], reader: Reader | None = None) -> None:
+    def __init__(self, functions: Sequence[Function], ctx: dict[Any, Any], reader: BodyReader | None = None) -> None:
         """`ctx`: their first argument, as arq passes it. Each call gets a copy, with the running `Job` as its "job"."""
         self._ctx = ctx
         self._by_name = {function.name: function for function in functions}
-        self._reader = reader or Reader()
+        self._reader = reader or BodyReader()
 
     async def open(self, claim: Claim, body: bytes, max_bytes: int) -> Callable[[Job], Awaitable[JobResult]]:
         """Return the call that a body asks for, which is made by passing it the job. Nothing in the body is executed.

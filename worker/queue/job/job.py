@@ -5,12 +5,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from worker.errors import Cancelled, JobFailure, OwnershipLost, Requeue
+from worker.errors import CancelJob, JobFailure, OwnershipLost, Requeue
 from worker.monitoring.sink import CallFault
 from worker.queue.job.channel import JobLog
 from worker.queue.job.claims import Claim
 
-Interruption = Cancelled | Requeue | OwnershipLost | JobFailure
+JobInterruption = CancelJob | Requeue | OwnershipLost | JobFailure
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Job:
     log: JobLog
     task: asyncio.Task[None] | None = None
     usage: RunningUsage = field(default_factory=RunningUsage)
-    interruption: Interruption | None = None
+    interruption: JobInterruption | None = None
     began: bool = False  # before that, cancelling the task would skip its ending, or the load of its events
     is_ending: bool = False  # its ending is being written: too late to interrupt it
 
@@ -83,7 +83,7 @@ class Job:
             self.log.store({"probation": 0})
             self.on_probation_end()
 
-    def interrupt(self, why: Interruption) -> None:
+    def interrupt(self, why: JobInterruption) -> None:
         """Stop the job by cancelling its task. The first reason counts; after the ending is begun, none does."""
         if self.interruption is None and self.task is not None and not self.is_ending:
             self.interruption = why

@@ -9,13 +9,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.contract import keys
-from worker.errors import Cancelled, JobFailure, OwnershipLost, Requeue
+from worker.errors import CancelJob, JobFailure, OwnershipLost, Requeue
 from worker.json_bytes import dumps, dumps_with_items
 from worker.monitoring.sink import MetricsSink
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim, Claims
 from worker.queue.job.functions import JobFunctions
-from worker.queue.job.job import Interruption, Job, JobResult
+from worker.queue.job.job import Job, JobInterruption, JobResult
 from worker.queue.server.redis_server import until_redis_answers
 
 logger = logging.getLogger("sluice.queue")
@@ -61,7 +61,7 @@ class Endings:
             )
             self._metrics.faulty_calls(job.claim.lane, answer.faulty_calls)
 
-    async def end(self, job: Job, why: Interruption) -> None:
+    async def end(self, job: Job, why: JobInterruption) -> None:
         """End a job that did not finish, by the reason: fail, cancel or requeue it, or log that it is lost."""
         job.begin_ending()
         job_id, usage = job.claim.job_id, job.usage.as_event()
@@ -72,7 +72,7 @@ class Endings:
                 logger.info("job %s failed: %s%s", job_id, why.type, field)
                 if await _write_ending(job, self._fail(job, why)):
                     self._metrics.failed(job.claim.lane, why.type)
-            case Cancelled():
+            case CancelJob():
                 logger.info("job %s cancelled: %s", job_id, why.reason)
                 ending = self._publisher.finish(job.log, "cancelled", reason=why.reason, usage=usage)
                 if await _write_ending(job, ending):
@@ -161,7 +161,7 @@ class JobRunner:
             result = dumps_with_items(answer.result)
         except asyncio.CancelledError:
             await self._endings.end(job, job.interruption or Requeue())
-        except (JobFailure, Cancelled, Requeue, OwnershipLost) as why:
+        except (JobFailure, CancelJob, Requeue, OwnershipLost) as why:
             await self._endings.end(job, why)
         except Exception:  # the border of a job: an error in one request ends that request alone
             logger.exception("job %s failed", job.claim.job_id)
@@ -180,7 +180,7 @@ class JobRunner:
 
     async def _call(self, job: Job) -> JobResult:
         if job.claim.cancelled:
-            raise Cancelled("requested")
+            raise CancelJob("requested")
         if job.claim.expired:
             raise JobFailure("deadline", "The job's deadline passed while it waited in the queue.", retryable=True)
         body = await self._body(job.claim)

@@ -6,7 +6,7 @@ from typing import Any
 
 from worker.text.dialects.json_text import Repair, whole
 
-Schema = Mapping[str, Any]
+ValueSchema = Mapping[str, Any]
 
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 # What people who write schemas by hand call types, as Python or other languages do.
@@ -30,11 +30,11 @@ _SURE = frozenset({Repair.LITERAL, Repair.COMMA})  # what was wrong with a value
 class Parameters:
     """The schemas of a function's parameters, by name."""
 
-    def __init__(self, schema: Any, root: Schema | None = None) -> None:
+    def __init__(self, schema: Any, root: ValueSchema | None = None) -> None:
         """`schema`: that of the function's arguments; anything else than an object names no parameters. `root`: the
         schema in which references are resolved, if not this one."""
         schema = schema if isinstance(schema, dict) else {}
-        self._root: Schema = schema if root is None else root
+        self._root: ValueSchema = schema if root is None else root
         properties = schema.get("properties")
         self._properties: dict[str, Any] = properties if isinstance(properties, dict) else {}
         self._others = schema.get("additionalProperties")
@@ -109,7 +109,7 @@ class Parameters:
 class _Reading:
     """Collects the types that a schema allows, through references and combinations."""
 
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: ValueSchema) -> None:
         self._root = root
         self._steps = self._depth = 0
         self.constants: set[str] | None = None  # texts that `enum` and `const` allow
@@ -124,7 +124,7 @@ class _Reading:
         self._depth -= 1
         return types or _TYPES
 
-    def parts(self, schema: Any) -> Iterator[Schema]:
+    def parts(self, schema: Any) -> Iterator[ValueSchema]:
         """Yield the schema and those that it combines or refers to."""
         self._steps += 1
         if not isinstance(schema, dict) or self._steps > _MOST_STEPS or self._depth > _DEEPEST:
@@ -138,7 +138,7 @@ class _Reading:
                 yield from self.parts(branch)
         self._depth -= 1
 
-    def _combined(self, schema: Schema) -> frozenset[str]:
+    def _combined(self, schema: ValueSchema) -> frozenset[str]:
         types = self._own(schema)
         if isinstance(ref := schema.get("$ref"), str):
             types &= self.types(self._resolved(ref))
@@ -151,7 +151,7 @@ class _Reading:
             types |= {"null"}
         return types
 
-    def _own(self, schema: Schema) -> frozenset[str]:
+    def _own(self, schema: ValueSchema) -> frozenset[str]:
         values = schema.get("enum") if isinstance(schema.get("enum"), list) else None
         if "const" in schema:
             values = [schema["const"]]

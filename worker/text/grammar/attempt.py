@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from sluice.contract.events import ErrorType
 from worker.errors import JobFailure
-from worker.process.frames import LimitExceeded, Limits, Send, serve
+from worker.process.frames import FrameLimits, LimitExceeded, Send, serve
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
 from worker.text.grammar.errors import TOO_EXPENSIVE, grammar_error
 from worker.text.grammar.lark import Grammar, literal
@@ -235,7 +235,7 @@ def _patterns(schema: Any) -> Iterator[str]:
                 waiting += found.get("allOf", []) + found.get("anyOf", [])
 
 
-LIMITS = Limits(cpu_s=2, address_bytes=2 << 30, wall_s=60.0)  # real schemas take 0.2 s, process start included
+LIMITS = FrameLimits(cpu_s=2, address_bytes=2 << 30, wall_s=60.0)  # real schemas take 0.2 s, process start included
 _SEARCH_CPU_S = 1.0  # CPU time after which no further part is tried
 _STACK_BYTES = 4 << 20  # at most half of the stack of the worker's own threads
 _STABLE = 2  # version of marshal's format that writes equal values as equal bytes

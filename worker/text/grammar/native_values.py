@@ -39,7 +39,7 @@ _OPEN_OBJECT, _CLOSE_OBJECT = spaced(r"\{ "), spaced(r" \}")
 _PLAIN = r"[^{}\\\x00-\x1f]"
 
 
-class Unwritable(Exception):
+class NotNative(Exception):
     """A schema cannot be expressed in a dialect's own form. The message is the keyword that prevents it."""
 
 
@@ -48,9 +48,9 @@ class _TooLarge(Exception):
 
 
 def allow_only(schema: Schema, keywords: Collection[str]) -> None:
-    """Raise `Unwritable` for a schema that has another keyword."""
+    """Raise `NotNative` for a schema that has another keyword."""
     if unknown := sorted((schema.keys() & KEYWORDS) - {*keywords}):
-        raise Unwritable(unknown[0])
+        raise NotNative(unknown[0])
 
 
 def string_terminal(schema: Schema, but: Sequence[str] = ()) -> str:
@@ -62,16 +62,16 @@ def string_terminal(schema: Schema, but: Sequence[str] = ()) -> str:
         parts.append(f"/(?s:.{{{minimum},{maximum}}})/")
     if "pattern" in schema:
         if not isinstance(schema["pattern"], str):
-            raise Unwritable("pattern")
+            raise NotNative("pattern")
         try:
             parts.append(f"/{Pattern(schema['pattern']).whole()}/")
         except UnsupportedPattern as error:
-            raise Unwritable(f"pattern {quoted(schema['pattern'])}: {error}") from error
+            raise NotNative(f"pattern {quoted(schema['pattern'])}: {error}") from error
     name = schema.get("format")
     if name in FORMATS:
         parts += [f"/{pattern.whole()}/" for pattern in patterns(name)]
     elif name is not None and "pattern" not in schema:
-        raise Unwritable(f"format {quoted(name)}")
+        raise NotNative(f"format {quoted(name)}")
     return " & ".join(parts)
 
 
@@ -79,15 +79,15 @@ def lengths(schema: Schema) -> tuple[int, int | str]:
     """Return the bounds of a string's length; an empty string for one that is open."""
     minimum, maximum = (schema.get(name) for name in ("minLength", "maxLength"))
     if not all(each is None or (type(each) is int and each >= 0) for each in (minimum, maximum)):
-        raise Unwritable("minLength or maxLength of that value")
+        raise NotNative("minLength or maxLength of that value")
     if minimum is not None and minimum > _LONGEST:
-        raise Unwritable(f"a minLength of over {_LONGEST:,}")
+        raise NotNative(f"a minLength of over {_LONGEST:,}")
     return minimum or 0, "" if maximum is None or maximum >= UNLIMITED else maximum
 
 
 def branches(schema: Any, references: References) -> list[Schema]:
     """Return the alternatives of a schema, each of one type if it names types: without references, and without `anyOf`
-    or lists of types at the top. Raises `Unwritable`."""
+    or lists of types at the top. Raises `NotNative`."""
     waiting, found = [schema], list[Schema]()
     for _ in range(_MOST_BRANCHES):
         if not waiting:
@@ -106,24 +106,24 @@ def branches(schema: Any, references: References) -> list[Schema]:
             case True:
                 found.append({})
             case _:
-                raise Unwritable("such a schema")
+                raise NotNative("such a schema")
     if waiting:
-        raise Unwritable("so many alternatives")
+        raise NotNative("so many alternatives")
     return found
 
 
 def target(reference: Any, references: References) -> Any:
-    """Return the schema that a `$ref` points to. Raises `Unwritable`."""
+    """Return the schema that a `$ref` points to. Raises `NotNative`."""
     try:
         return references.target(reference, "#").schema
     except UnsupportedKeyword as error:
-        raise Unwritable("this $ref") from error
+        raise NotNative("this $ref") from error
 
 
 def of_type(name: Any, schema: Schema) -> list[Schema]:
     """Return the part of a schema with several types that holds for one of them; none if no value of it is listed."""
     if not isinstance(name, str) or name not in TYPES:
-        raise Unwritable("such a type")
+        raise NotNative("such a type")
     others = KEYWORDS - OF_STRINGS if name == "string" else OF_STRINGS
     listed = schema.keys() & {"const", "enum"}
     kept = {key: value for key, value in schema.items() if key not in others - listed} | {"type": name}
@@ -139,10 +139,10 @@ def listed_values(schema: Schema) -> list[Any]:
     allow_only(schema, {"type", key})
     found = [schema["const"]] if key == "const" else schema["enum"]
     if not isinstance(found, list):
-        raise Unwritable(key)
+        raise NotNative(key)
     if fitting := [value for value in found if "type" not in schema or _is_of(value, schema["type"])]:
         return fitting
-    raise Unwritable(key)
+    raise NotNative(key)
 
 
 def _is_of(value: Any, name: str) -> bool:
@@ -156,9 +156,9 @@ def in_any_case(value: Any) -> tuple[str, ...]:
 
 
 def any_of(texts: Sequence[str]) -> str:
-    """Return a rule's body for one of the alternatives. Raises `Unwritable` if there is none."""
+    """Return a rule's body for one of the alternatives. Raises `NotNative` if there is none."""
     if not texts:
-        raise Unwritable("no alternatives")
+        raise NotNative("no alternatives")
     return f"({' | '.join(dict.fromkeys(texts))})"
 
 
@@ -188,15 +188,15 @@ class NativeValues:
         self._targets = dict[str, str]()  # rules of schemas that are referred to, by the reference
 
     def keywords(self) -> str:
-        """Return the rule for the arguments, each after its name: city="Oslo", days=2. Raises `Unwritable`."""
+        """Return the rule for the arguments, each after its name: city="Oslo", days=2. Raises `NotNative`."""
         self._check_object(self._root)
         properties = self._root.get("properties", {})
         if wrong := [name for name in properties if not name.isidentifier()]:
-            raise Unwritable(f"the name {quoted(wrong[0])}")
+            raise NotNative(f"the name {quoted(wrong[0])}")
         try:
             members = {name: f"{literal(f'{name}=')} {self._named(name, each)}" for name, each in properties.items()}
         except _TooLarge as error:
-            raise Unwritable("so many parts") from error
+            raise NotNative("so many parts") from error
         return self._members(self._root, members)
 
     def whole(self) -> str:
@@ -223,7 +223,7 @@ class NativeValues:
         self._depth += 1
         try:
             return self._grammar.rule(any_of(self._forms_of(schema)))
-        except Unwritable:
+        except NotNative:
             return self._json(schema)
         finally:
             self._depth -= 1
@@ -243,7 +243,7 @@ class NativeValues:
                 return [self._branch(each) for name in types for each in of_type(name, schema)]
             case dict():
                 return [self._branch(schema)]
-        raise Unwritable("a schema of true or false")
+        raise NotNative("a schema of true or false")
 
     def _branch(self, schema: Schema) -> str:
         if schema.keys() & {"const", "enum"}:
@@ -314,7 +314,7 @@ class NativeValues:
             return self._dictionary(others)
         try:
             self._check_object(schema)
-        except Unwritable:
+        except NotNative:
             return self._json(schema)
         properties = schema.get("properties", {})
         members = {name: f"{self._key(name)} {self._named(name, each)}" for name, each in properties.items()}
@@ -331,18 +331,18 @@ class NativeValues:
         return f"{self._grammar.terminal(_OPEN_OBJECT)} {members} {self._grammar.terminal(_CLOSE_OBJECT)}"
 
     def _check_object(self, schema: Schema) -> None:
-        """Raise `Unwritable` for the schema of an object whose members are not known by name."""
+        """Raise `NotNative` for the schema of an object whose members are not known by name."""
         allow_only(schema, {"type", "properties", "required", "additionalProperties"})
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, dict) or not is_names(required):
-            raise Unwritable("such properties")
+            raise NotNative("such properties")
         others = schema.get("additionalProperties", True)
         if isinstance(others, dict) and others.keys() & KEYWORDS:
-            raise Unwritable("additionalProperties")
+            raise NotNative("additionalProperties")
         if not properties and others is not False:
-            raise Unwritable("additionalProperties")
+            raise NotNative("additionalProperties")
         if not {*required} <= properties.keys():
-            raise Unwritable("required names that are not in properties")
+            raise NotNative("required names that are not in properties")
 
     def _key(self, name: str) -> str:
         is_bare = self._quote and re.fullmatch(r"[\w-]+", name)

@@ -17,7 +17,7 @@ from worker.text.grammar.native_values import (
     NUMBERS,
     WORDS,
     NativeValues,
-    Unwritable,
+    NotNative,
     allow_only,
     any_of,
     branches,
@@ -63,22 +63,22 @@ class TagParameters:
         self._never = [f"(?s:.*)({'|'.join(map(escaped, self._marks))})(?s:.*)", _CDATA]
 
     def rules(self) -> list[str]:
-        """Return a rule for each parameter, in the schema's order, which calls must follow. Raises `Unwritable`."""
+        """Return a rule for each parameter, in the schema's order, which calls must follow. Raises `NotNative`."""
         return list(self._rules())
 
     def _rules(self) -> Iterator[str]:
         allow_only(self._root, {"type", "properties", "required", "additionalProperties"})
         properties, required = self._root.get("properties", {}), self._root.get("required", [])
         if not isinstance(properties, dict) or not is_names(required):
-            raise Unwritable("such properties")
+            raise NotNative("such properties")
         others = self._root.get("additionalProperties", True)
         if not properties and isinstance(others, dict) and others.keys() & KEYWORDS:
-            raise Unwritable("additionalProperties")
+            raise NotNative("additionalProperties")
         if others not in (True, {}) and not properties.keys() >= {*required}:
-            raise Unwritable("required names that are not in properties")
+            raise NotNative("required names that are not in properties")
         for name in dict.fromkeys([*properties, *required]):
             if not _NAME.fullmatch(name):
-                raise Unwritable(f"the name {quoted(name)}")
+                raise NotNative(f"the name {quoted(name)}")
             yield f"({self._gap} {self._rule(name, properties.get(name, {}))}){'' if name in required else '?'}"
 
     def _rule(self, name: str, schema: Any) -> str:
@@ -86,7 +86,7 @@ class TagParameters:
             return self._typed(name, schema)
         try:
             forms = self._values(name, schema)
-        except Unwritable:
+        except NotNative:
             if self._reads.may_be_string(name):  # JSON of a string would be read as its text
                 raise
             forms = [f"{self._nested(name, schema)} {self._end(name)}"]
@@ -109,22 +109,22 @@ class TagParameters:
         if self._dialect.item and "$ref" not in json.dumps(schema):
             try:
                 return self._elements(name, schema)
-            except Unwritable:
+            except NotNative:
                 pass  # it is read in JSON, too
         return self._json(name, schema)
 
     def _elements(self, name: str, schema: Any) -> str:
-        """Return the rule for the elements of a list or an object. Raises `Unwritable`."""
+        """Return the rule for the elements of a list or an object. Raises `NotNative`."""
         item, within = self._dialect.item, schema
         is_list = isinstance(schema, dict) and schema.get("type") == "array"
         if is_list:
             allow_only(schema, {"type", "items", "minItems", "maxItems"})
             within = {"properties": {item: schema.get("items", {})}, "required": [item]}
         elif not isinstance(schema, dict) or schema.get("type") != "object" or not schema.get("properties"):
-            raise Unwritable("elements without names")
+            raise NotNative("elements without names")
         few, many = (schema.get("minItems", 0), schema.get("maxItems", "")) if is_list else (1, 1)
         if not (is_list and few) and not schema.get("required") and self._reads.may_be_string(name):
-            raise Unwritable("nothing, which is read as a text")
+            raise NotNative("nothing, which is read as a text")
         rules = TagParameters(self._grammar, self._dialect, within, f"{self._field}: {name}", "").rules()
         elements = self._grammar.rule(" ".join(rules))
         return self._grammar.rule(f"({elements}){{{few},{many}}}") if is_list else elements
@@ -132,18 +132,18 @@ class TagParameters:
     def _json(self, name: str, schema: Any) -> str:
         field = f"{self._field}: {name}"
         if any(mark in json.dumps(schema, ensure_ascii=False) for mark in self._marks):
-            raise Unwritable("a tag of its calls in them")
+            raise NotNative("a tag of its calls in them")
         python, never = self._dialect.python, self._never[:1]
         return NativeValues(self._grammar, self._root, field, python=python, but=never).value(schema)
 
     def _values(self, name: str, schema: Any) -> list[str]:
         """Return a rule for each alternative of the value, with the tag that ends it. All texts are one alternative,
-        since the lexer matches one terminal at a time. Raises `Unwritable`."""
+        since the lexer matches one terminal at a time. Raises `NotNative`."""
         found, types = branches(schema, self._references), self._reads.other_types(name)
         as_json = [each for each in found if self._is_json(each)]
         texts = [text for each in found if each not in as_json for text in self._texts(name, each, types, as_json)]
         if any(self._type(each) not in types for each in as_json):
-            raise Unwritable("types that a text does not show")
+            raise NotNative("types that a text does not show")
         rules = [f"{self._nested(name, each)} {self._end(name)}" for each in as_json]
         if self._dialect.cdata:
             texts += [f'"<![CDATA[" ({text}) "]]>"' for text in texts]
@@ -159,9 +159,9 @@ class TagParameters:
         return name in ("object", "array") or (name in NUMBERS and bool(schema.keys() & KEYWORDS - {"type"}))
 
     def _type(self, schema: Schema) -> str:
-        """Return the type of an alternative. Raises `Unwritable` if it does not name one."""
+        """Return the type of an alternative. Raises `NotNative` if it does not name one."""
         if not isinstance(name := schema.get("type", ""), str) or (not name and schema.keys() & KEYWORDS):
-            raise Unwritable(min(schema.keys() & KEYWORDS))
+            raise NotNative(min(schema.keys() & KEYWORDS))
         return name
 
     def _texts(self, name: str, schema: Schema, types: Collection[str], as_json: Collection[Schema]) -> list[str]:
@@ -178,13 +178,13 @@ class TagParameters:
                     others.append(_NUMBER_BEGINS)
                 return [string_terminal(schema, [*dict.fromkeys([*self._never, *others])])]
             case kind if kind not in types:
-                raise Unwritable("types that a text does not show")
+                raise NotNative("types that a text does not show")
             case ("integer" | "number") as kind:
                 return [f"/{NUMBERS[kind]}/"]
             case ("boolean" | "null") as kind:
                 allow_only(schema, {"type"})
                 return [f"/{'|'.join(WORDS[kind])}/"]
-        raise Unwritable("such a type")
+        raise NotNative("such a type")
 
     def _listed(self, name: str, schema: Schema) -> list[str]:
         """Return the terminals of the values of an `enum` or `const` that are read back as what they are."""
@@ -196,7 +196,7 @@ class TagParameters:
                 if not spells and _is_equal(json.loads(read), value):
                     found.append(literal(text))
         if not found:
-            raise Unwritable("this enum or const")
+            raise NotNative("this enum or const")
         return found
 
     def _typed(self, name: str, schema: Any) -> str:
@@ -205,7 +205,7 @@ class TagParameters:
         try:
             for each in branches(schema, self._references):
                 self._add_typed(each, texts, others)
-        except Unwritable:  # then strings are JSON too
+        except NotNative:  # then strings are JSON too
             texts, others = [], {self._attribute("object"): [schema]}
         ways = [
             f"{self._head(name, attribute)} {self._json(name, each)} {self._end(name)}"

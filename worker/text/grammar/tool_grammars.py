@@ -13,7 +13,7 @@ from worker.text.dialects.pythonic import GemmaCalls, PythonicCalls
 from worker.text.dialects.table import by_name
 from worker.text.dialects.tag_calls import TagCalls, tag
 from worker.text.grammar.lark import Grammar, literal, spaced
-from worker.text.grammar.native_values import NativeValues, Unwritable, any_of
+from worker.text.grammar.native_values import NativeValues, NotNative, any_of
 from worker.text.grammar.schema.unsupported import Schema
 from worker.text.grammar.tag_values import TagParameters
 from worker.text.output.harmony import RECIPIENT, HarmonyCalls
@@ -232,7 +232,7 @@ class _CallGrammar:
         for function in held:
             try:
                 tags.append(self._in_tags(dialect, function, gap))
-            except Unwritable as keyword:
+            except NotNative as keyword:
                 if not has_marker:
                     self._as_json(function)  # if that fails too, its error says more
                     message = f"tools: {function.name}: this model's calls do not support parameters with {keyword}."
@@ -257,7 +257,7 @@ class _CallGrammar:
         return self._each_opened(self._grammar.rule(any_of(ways)), gap)
 
     def _in_tags(self, dialect: TagCalls, function: HeldFunction, gap: str) -> str:
-        """Return the rule for one call. Raises `Unwritable`."""
+        """Return the rule for one call. Raises `NotNative`."""
         parameters = TagParameters(self._grammar, dialect, arguments_of(function), _field(function), gap).rules()
         end = f"{gap} {self._grammar.marker(dialect.end)}" if dialect.end else ""
         return self._grammar.rule(f"{any_of(self._heads(dialect, function))} {' '.join(parameters)} {end}")
@@ -278,7 +278,7 @@ class _CallGrammar:
             try:
                 rule = NativeValues(self._grammar, arguments_of(function), _field(function), python=True).keywords()
                 calls.append(self._grammar.rule(f"{literal(f'{function.name}(')} {rule} {literal(')')}"))
-            except Unwritable:
+            except NotNative:
                 pass  # it is called in JSON
         objects = self._objects(dialect.as_json, self._functions)
         ways, comma = [self._listed(objects), self._repeated(objects, "")], spaced(", ")

@@ -6,7 +6,7 @@ from worker.text.dialects.cursor import BLANK, Cursor, Markers, NotACall
 from worker.text.dialects.dialect import CallBegan, CallEnded, Dialect, Functions, Repaired
 from worker.text.dialects.json_text import Repair
 from worker.text.dialects.table import Thoughts
-from worker.text.output.events import Content, Event, Events, Reasoning
+from worker.text.output.events import Content, OutputEvent, OutputEvents, Reasoning
 
 _LONGEST_HEADER = 300  # characters; a function's name has at most 128
 _BLANKS = re.compile(r"[ \t\r\n]+")
@@ -37,7 +37,7 @@ class AnswerReader:
         self._opening: str | None = None  # of the calls that are being read, before the first; None: none are
         self._recording = list[str]()  # of them, up to the event that reports a call
 
-    def read(self) -> Events:
+    def read(self) -> OutputEvents:
         """Yield the answer's events."""
         cursor = self._cursor
         if self._opened:
@@ -76,7 +76,7 @@ class AnswerReader:
             self._begun = self._begun or changed
         return changed
 
-    def _bare_calls(self) -> Events:
+    def _bare_calls(self) -> OutputEvents:
         """Read calls without a marker, as long as the answer begins, or goes on after a call, as they do."""
         while not self._begun:
             while (char := (yield from self._cursor.next())) and char in BLANK:
@@ -85,7 +85,7 @@ class AnswerReader:
                 return
             yield from self._calls("")
 
-    def _from_within_marker(self) -> Events:
+    def _from_within_marker(self) -> OutputEvents:
         """Read what follows the marker with which the prompt has ended: the rest of a longer one, or a call."""
         longer = self._thoughts.answer if self._thoughts else ()
         rests = [each.removeprefix(self._opened) for each in longer if each.startswith(self._opened)]
@@ -136,7 +136,7 @@ class AnswerReader:
             found += [*self._dialect.openings, self._dialect.closing * closes]
         return markers_of(tuple(found))
 
-    def _cross(self, marker: str) -> Events:
+    def _cross(self, marker: str) -> OutputEvents:
         thoughts = self._thoughts
         if thoughts and marker == thoughts.begin:
             self._reasons = self._at_start = True
@@ -157,7 +157,7 @@ class AnswerReader:
         else:
             self._unclosed = False
 
-    def _skip_header(self, begins: str, ends: str) -> Events:
+    def _skip_header(self, begins: str, ends: str) -> OutputEvents:
         recording = self._cursor.record()
         try:
             yield from self._cursor.until(Markers((ends,)), _LONGEST_HEADER)
@@ -165,7 +165,7 @@ class AnswerReader:
         except NotACall:
             yield Content(begins + self._cursor.recorded(recording))
 
-    def _calls(self, opening: str, *, written: bool = True) -> Events:
+    def _calls(self, opening: str, *, written: bool = True) -> OutputEvents:
         """Read calls from behind an opening that the model has `written`, or the prompt."""
         called = False
         for event in self._read_calls(opening, written=written):
@@ -181,7 +181,7 @@ class AnswerReader:
             self._called, self._begun = True, False
             self._thought = False
 
-    def _read_calls(self, opening: str, *, written: bool = True) -> Events:
+    def _read_calls(self, opening: str, *, written: bool = True) -> OutputEvents:
         """Yield the events of calls. What turns out to be none is text, as the model wrote it."""
         assert self._dialect is not None
         self._opening, self._recording = opening if written else "", self._cursor.record()
@@ -196,7 +196,7 @@ class AnswerReader:
             yield self._kind(self._opening + self._cursor.recorded(self._recording))
         self._opening = None
 
-    def _weighed_calls(self, opening: str) -> Events:
+    def _weighed_calls(self, opening: str) -> OutputEvents:
         """Read calls within reasoning. They are made if nothing follows them but its end, which some models leave out
         before they call. Else the model has only weighed them: they are text of its reasoning."""
         cursor, dialect = self._cursor, self._dialect
@@ -204,7 +204,7 @@ class AnswerReader:
         assert self._thoughts is not None
         cursor.put_back(opening)
         recording, end = cursor.record(), self._thoughts.end
-        events = list[Event]()
+        events = list[OutputEvent]()
         may_follow = Markers((*dialect.openings, end))  # its end is the last
         are_calls = True
         marker = cursor.take(len(opening))

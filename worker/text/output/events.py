@@ -23,8 +23,8 @@ class Reasoning:
     text: str
 
 
-Event = Content | Reasoning | CallEvent
-Events = Generator[Event | None, None, None]  # None when more text is needed
+OutputEvent = Content | Reasoning | CallEvent
+OutputEvents = Generator[OutputEvent | None, None, None]  # None when more text is needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ToolArguments:
 ToolCallEvent = ToolCallBegan | ToolArguments
 
 
-Delta = dict[str, Any]
+DeltaFields = dict[str, Any]
 
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
@@ -86,13 +86,13 @@ class ToolCalls:
         return "call_" + blake2b(f"{self._job_id}/{index}".encode(), digest_size=12).hexdigest()
 
 
-def as_deltas(events: Iterable[ToolCallEvent]) -> tuple[Delta, ...]:
+def as_deltas(events: Iterable[ToolCallEvent]) -> tuple[DeltaFields, ...]:
     """Return the events as OpenAI's deltas, one for each call."""
     deltas = tuple(map(_as_delta, events))
     return merge_deltas(deltas) if len(deltas) > 1 else deltas
 
 
-def _as_delta(event: ToolCallEvent) -> Delta:
+def _as_delta(event: ToolCallEvent) -> DeltaFields:
     match event:
         case ToolCallBegan(index, id, function):
             return {"index": index, "id": id, "type": "function", "function": {"name": function, "arguments": ""}}
@@ -100,9 +100,9 @@ def _as_delta(event: ToolCallEvent) -> Delta:
             return {"index": index, "function": {"arguments": text}}
 
 
-def merge_deltas(deltas: Iterable[Delta]) -> tuple[Delta, ...]:
+def merge_deltas(deltas: Iterable[DeltaFields]) -> tuple[DeltaFields, ...]:
     """Merge consecutive deltas of a call: one for each call, with its fragments of arguments joined."""
-    calls = list[tuple[Delta, list[str]]]()
+    calls = list[tuple[DeltaFields, list[str]]]()
     for delta in deltas:
         if not calls or calls[-1][0]["index"] != delta["index"]:
             calls.append((delta, []))
@@ -110,11 +110,11 @@ def merge_deltas(deltas: Iterable[Delta]) -> tuple[Delta, ...]:
     return tuple(_with_arguments(first, "".join(written)) for first, written in calls)
 
 
-def _with_arguments(delta: Delta, arguments: str) -> Delta:
+def _with_arguments(delta: DeltaFields, arguments: str) -> DeltaFields:
     return {**delta, "function": {**delta["function"], "arguments": arguments}}
 
 
-def message_tool_calls(deltas: Iterable[Delta]) -> list[dict[str, Any]]:
+def message_tool_calls(deltas: Iterable[DeltaFields]) -> list[dict[str, Any]]:
     """Return a message's `tool_calls`. A call that was cut off is included, incomplete."""
     calls = merge_deltas(deltas)
     return [{"id": call["id"], "type": call["type"], "function": call["function"]} for call in calls]

@@ -18,7 +18,7 @@ from worker.text.output.answer import AnswerReader
 from worker.text.output.harmony import HarmonyReader
 from worker.text.output.thought import Closing, ThoughtFormat
 from worker.text.prompt.prompt import Thinking
-from worker.text.tokenizer import Conversation, Tokenizer, Vocabulary
+from worker.text.tokenizer import TemplateMessages, Tokenizer, Vocabulary
 
 Proof = Literal["read back", "by its markers", "none"]
 
@@ -89,7 +89,7 @@ def _answers(tokenizer: Tokenizer, opening: str) -> Iterator[str]:
 
 
 def _rendered(
-    tokenizer: Tokenizer, conversation: Conversation, tools: list[dict[str, Any]] = _TOOLS,
+    tokenizer: Tokenizer, conversation: TemplateMessages, tools: list[dict[str, Any]] = _TOOLS,
     variables: dict[str, Any] | None = None,
 ) -> str | None:  # fmt: skip
     try:

@@ -15,7 +15,7 @@ from worker.text.dialects.cursor import Cursor, Markers
 from worker.text.dialects.dialect import CallBegan, CallEnded, Functions, read_arguments, repaired
 from worker.text.dialects.json_text import JsonText, Repair
 from worker.text.dialects.table import Thoughts
-from worker.text.output.events import Content, Events, Reasoning
+from worker.text.output.events import Content, OutputEvents, Reasoning
 
 _HEADERS = ("<|start|>", "<|channel|>")
 _TEXT = "<|message|>"
@@ -103,7 +103,7 @@ class HarmonyReader:
         """False: each call has a header."""
         return False
 
-    def read(self) -> Events:
+    def read(self) -> OutputEvents:
         """Yield the answer's events."""
         while not (self._only_before_content and self._has_content):
             text, marker = self._cursor.before(_ALL)
@@ -120,13 +120,13 @@ class HarmonyReader:
         if self._channel is None and "<|" not in self._header:
             yield Content(self._header)
 
-    def _rest(self) -> Events:
+    def _rest(self) -> OutputEvents:
         while not self._cursor.ended or self._cursor.waiting:
             yield Content(self._cursor.take(len(self._cursor.waiting)))
             if not self._cursor.ended:
                 yield None
 
-    def _text(self, text: str) -> Events:
+    def _text(self, text: str) -> OutputEvents:
         if self._channel is None:
             self._header += text
             if _may_be_header(self._header):
@@ -139,7 +139,7 @@ class HarmonyReader:
         text, self._separator = self._separator + text, ""
         yield self._channel(text)
 
-    def _marker(self, marker: str) -> Events:
+    def _marker(self, marker: str) -> OutputEvents:
         if marker == _TEXT:
             if self._channel is None:
                 yield from self._begin()
@@ -154,7 +154,7 @@ class HarmonyReader:
         self._channel, self._is_call = None, False
         self._header = marker if marker in _HEADERS else ""
 
-    def _begin(self) -> Events:
+    def _begin(self) -> OutputEvents:
         """Begin the message whose header has ended."""
         header, self._header = self._header, ""
         recipient = _RECIPIENT.search(header)
@@ -179,7 +179,7 @@ class HarmonyReader:
         self._separator = "\n\n" if self._channel in self._used_channels else ""
         yield self._channel("")
 
-    def _call(self, function: str) -> Events:
+    def _call(self, function: str) -> OutputEvents:
         self._in_call = True
         yield CallBegan(function)
         repairs = set[Repair]()

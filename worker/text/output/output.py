@@ -12,7 +12,16 @@ from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded, Repaired
 from worker.text.dialects.json_text import Repair
 from worker.text.dialects.values import Parameters
-from worker.text.output.events import Content, Delta, Event, Events, Reasoning, ToolCalls, as_deltas, merge_deltas
+from worker.text.output.events import (
+    Content,
+    DeltaFields,
+    OutputEvent,
+    OutputEvents,
+    Reasoning,
+    ToolCalls,
+    as_deltas,
+    merge_deltas,
+)
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import unquoted
 from worker.text.output.thought import ANSWER_LOOP, LoopDetector, Thought
@@ -130,7 +139,7 @@ class OutputDelta:
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: tuple[Delta, ...] = ()  # one for each call
+    tool_calls: tuple[DeltaFields, ...] = ()  # one for each call
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.tool_calls)
@@ -179,7 +188,7 @@ class Output:
         reader = model_format.reader(
             self._cursor, thinking, functions or None, only_before_content=by_schema, continues=continues
         )
-        self._events: Events | None = reader.read() if reader else None
+        self._events: OutputEvents | None = reader.read() if reader else None
         self._calls = ToolCalls(job_id, parallel=request.parallel_tool_calls is not False)
         self.left_out_calls = False  # the answer has calls, which the request does not allow
         self._repairs = set[Repair]()
@@ -263,7 +272,7 @@ class Output:
         delta = self._read(self._events)
         return delta if self.stopped else delta + self._delta(self._channel.flush())
 
-    def _read(self, events: Events) -> OutputDelta:
+    def _read(self, events: OutputEvents) -> OutputDelta:
         delta = _NOTHING
         for event in events:
             if event is None:
@@ -280,7 +289,7 @@ class Output:
     def _delta(self, text: str) -> OutputDelta:
         return OutputDelta(text) if self._current is Content else OutputDelta(reasoning=text)
 
-    def _handle(self, event: Event) -> OutputDelta:
+    def _handle(self, event: OutputEvent) -> OutputDelta:
         match event:
             case Content(text) | Reasoning(text):
                 kind = type(event)

@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 from typing import Any
 from unicodedata import normalize
 
-from worker.text.prompt.template_inputs import TemplateFailed, Tools
-from worker.text.tokenizer import Conversation, Vocabulary
+from worker.text.prompt.template_inputs import TemplateFailed, TemplateTools
+from worker.text.tokenizer import TemplateMessages, Vocabulary
 
 Form = Callable[[str], str]
 
@@ -88,12 +88,12 @@ class Codec:
 class Rendered:
     """One request's rendered prompt, with what is needed to render variations of it."""
 
-    conversation: Conversation
-    tools: Tools
+    conversation: TemplateMessages
+    tools: TemplateTools
     text: str
     tokens: Sequence[int]
     thinks: bool  # the text ends within a think block
-    render: Callable[[Conversation], str]  # renders another conversation with the same tools
+    render: Callable[[TemplateMessages], str]  # renders another conversation with the same tools
     marks: Collection[str]  # characters that mark the images' positions in the contents
     codec: Codec
 
@@ -151,7 +151,7 @@ def _offsets(rendered: Rendered) -> list[int]:
     return [*ends, *starts[system : system + 1], *reversed(starts)]
 
 
-def _compare(rendered: Rendered, mark: str, conversations: list[Conversation]) -> _Comparison | None:
+def _compare(rendered: Rendered, mark: str, conversations: list[TemplateMessages]) -> _Comparison | None:
     """Compare the prompt with the first of these conversations that the template accepts. None if it accepts none."""
     for conversation in conversations:
         try:
@@ -180,7 +180,7 @@ def _is_begun(message: dict[str, Any]) -> bool:
     return message["role"] == "assistant" and "tool_calls" not in message
 
 
-def _with_answer(conversation: Conversation, rendered: Rendered) -> Conversation:
+def _with_answer(conversation: TemplateMessages, rendered: Rendered) -> TemplateMessages:
     *before, last = conversation
     if not _is_begun(last):
         return [*conversation, _ANSWER]
@@ -188,7 +188,7 @@ def _with_answer(conversation: Conversation, rendered: Rendered) -> Conversation
     return [*before, _ANSWER] if rendered.thinks else conversation
 
 
-def _with_calls(conversation: Conversation, rendered: Rendered) -> list[Conversation]:
+def _with_calls(conversation: TemplateMessages, rendered: Rendered) -> list[TemplateMessages]:
     """Return conversations continued with a tool call and its result, one for each form of arguments.
 
     Templates that drop earlier reasoning keep it in front of a call, so they render these differently.
@@ -196,7 +196,7 @@ def _with_calls(conversation: Conversation, rendered: Rendered) -> list[Conversa
     *before, answer = _with_answer(conversation, rendered)
     result = {"role": "tool", "tool_call_id": _CALL, "content": "…"}
     name = rendered.tools[0]["function"]["name"]
-    ways: list[Conversation] = []
+    ways: list[TemplateMessages] = []
     for arguments in _NO_ARGUMENTS:
         call = {"id": _CALL, "type": "function", "function": {"name": name, "arguments": arguments}}
         ways.append([*before, {**answer, "tool_calls": [call]}, result])

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from worker.text.tokenizer import ControlTokens, Conversation
+from worker.text.tokenizer import ControlTokenEscapes, TemplateMessages
 
 _ANSWER_FIELDS = ("content", "reasoning_content")
 
@@ -19,7 +19,7 @@ Mark = Callable[[str], str]
 class Inputs(NamedTuple):
     """Inputs of a chat template that come from the request."""
 
-    conversation: Conversation
+    conversation: TemplateMessages
     tools: list[dict[str, Any]]
     variables: dict[str, Any]
 
@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 class ControlTokenEscaping:
     """Escapes control tokens in the inputs of a chat template; a worker has one."""
 
-    def __init__(self, tokens: ControlTokens, kept_markers: Iterable[str] = ()) -> None:
+    def __init__(self, tokens: ControlTokenEscapes, kept_markers: Iterable[str] = ()) -> None:
         """`kept_markers`: markers that stay unescaped in assistant messages."""
         self._tokens = tokens
         longest_first = sorted(filter(None, kept_markers), key=len, reverse=True)

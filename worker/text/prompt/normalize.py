@@ -8,13 +8,13 @@ from pydantic import TypeAdapter
 
 from schemas.base import MAX_CHARACTERS, AnyJsonObject
 from schemas.messages import AssistantMessage, Message
-from worker.text.tokenizer import Conversation
+from worker.text.tokenizer import TemplateMessages
 
 BETWEEN = "\n\n"  # between the contents of merged messages
 _ARGUMENTS = TypeAdapter(AnyJsonObject)
 
 
-def normalize(messages: list[Message]) -> Conversation:
+def normalize(messages: list[Message]) -> TemplateMessages:
     """Return the conversation with adjacent turns of a role merged; system messages stay at their places.
 
     Turns with tool calls, and tool results, are not merged. Every text and image occurs once, in order. A conversation
@@ -24,7 +24,7 @@ def normalize(messages: list[Message]) -> Conversation:
     return merged([turn for at, turn in enumerate(plain) if at == 0 or turn["role"] != "system" or turn["content"]])
 
 
-def merged(conversation: Conversation) -> Conversation:
+def merged(conversation: TemplateMessages) -> TemplateMessages:
     """Merge adjacent messages of a role. Turns with tool calls, and tool results, stay separate."""
 
     def run(message: dict[str, Any]) -> str | int:
@@ -47,7 +47,7 @@ def joined(contents: Iterable[Any]) -> Any:
     return parts
 
 
-def _one(messages: Conversation) -> dict[str, Any]:
+def _one(messages: TemplateMessages) -> dict[str, Any]:
     first, *rest = messages
     if not rest:
         return first

@@ -28,9 +28,15 @@ from worker.text.prompt.template_compat import (
     TemplateAdapter,
     Think,
 )
-from worker.text.prompt.template_inputs import TemplateFailed, TemplateInputs, Tools, Variables, template_variables
+from worker.text.prompt.template_inputs import (
+    TemplateFailed,
+    TemplateInputs,
+    TemplateTools,
+    Variables,
+    template_variables,
+)
 from worker.text.threads import LARGE, Check, TextThreads, never
-from worker.text.tokenizer import Conversation, Tokenizer
+from worker.text.tokenizer import TemplateMessages, Tokenizer
 
 logger = logging.getLogger("sluice.text")
 
@@ -167,7 +173,7 @@ class Prompts:
         tokens = self._tokenizer.control_tokens
         return self._escaping.escaped(inputs), Codec(tokens.encode, tokens.unmark)
 
-    def _render_opening(self, conversation: Conversation, rendering: "_Rendering", codec: Codec) -> tuple[str, str]:
+    def _render_opening(self, conversation: TemplateMessages, rendering: "_Rendering", codec: Codec) -> tuple[str, str]:
         try:
             text, begun = _opening(conversation, self._think, rendering.text_of)
         except TemplateFailed as failed:
@@ -193,8 +199,8 @@ class _Rendering:
     """Renders one request's conversation, and variations of it."""
 
     def __init__(
-        self, template: Callable[..., str], adapt: Adapt, accepted: TemplateInputs, tools: Tools, variables: Variables,
-        check: Check,
+        self, template: Callable[..., str], adapt: Adapt, accepted: TemplateInputs, tools: TemplateTools,
+        variables: Variables, check: Check,
     ) -> None:  # fmt: skip
         """`template`: a tokenizer's `render` with the arguments that are the same in all trials."""
         self._template = template
@@ -205,7 +211,7 @@ class _Rendering:
         self.findings: list[Finding] = []  # reasons for the changes that were made
         self.slowest_s = 0.0  # processor time of the trial that took most
 
-    def text_of(self, conversation: Conversation, continues: bool) -> str:
+    def text_of(self, conversation: TemplateMessages, continues: bool) -> str:
         """Return the template's text, with the changes that it needs. `continues`: leave the last turn open."""
         try:
             text, findings = self._adapt(conversation, self.tools, partial(self._render, continues))
@@ -230,20 +236,22 @@ class _Rendering:
         self.input_changes += changes
         return True
 
-    def _render_short(self, tools: Tools, variables: Variables) -> str:
+    def _render_short(self, tools: TemplateTools, variables: Variables) -> str:
         return self._rendered([{"role": "user", "content": "Hello"}], tools, variables, continues=False)
 
-    def render_predicted(self, conversation: Conversation) -> str:
+    def render_predicted(self, conversation: TemplateMessages) -> str:
         """Render a predicted conversation in one trial, with the same changes as the request's own."""
         for finding in self.findings:
             if isinstance(finding, Adaptation):
                 conversation = finding.change(conversation)
         return self._render(False, conversation, self.tools)
 
-    def _render(self, continues: bool, conversation: Conversation, tools: Tools) -> str:
+    def _render(self, continues: bool, conversation: TemplateMessages, tools: TemplateTools) -> str:
         return self._rendered(conversation, tools, self._variables, continues=continues)
 
-    def _rendered(self, conversation: Conversation, tools: Tools, variables: Variables, *, continues: bool) -> str:
+    def _rendered(
+        self, conversation: TemplateMessages, tools: TemplateTools, variables: Variables, *, continues: bool
+    ) -> str:
         """Render once. Raises `TemplateFailed`."""
         self._check()
         began = time.thread_time()
@@ -262,7 +270,9 @@ def _inputs(request: ChatRequest, variables: dict[str, Any]) -> Inputs:
     return Inputs(normalize(request.messages), tools, variables)
 
 
-def _opening(conversation: Conversation, think: Think, text_of: Callable[[Conversation, bool], str]) -> tuple[str, str]:
+def _opening(
+    conversation: TemplateMessages, think: Think, text_of: Callable[[TemplateMessages, bool], str]
+) -> tuple[str, str]:
     """Return the template's text up to the answer, and the beginning of the answer, for the caller to append.
 
     A trailing assistant message is continued; else the template opens a new turn.
@@ -309,7 +319,7 @@ def _thinking(text: str, begun: str, think: Think) -> Thinking:
     return "closed" if text.endswith(end) else "none"
 
 
-def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conversation, dict[str, str]]:
+def _flattened(conversation: TemplateMessages, images: Sequence[str]) -> tuple[TemplateMessages, dict[str, str]]:
     """Return the conversation with strings for contents, and the images' texts by the characters that mark them.
 
     Many templates accept only strings. Raises `JobFailure` for images in the newest messages if the model is a text
@@ -328,7 +338,7 @@ def _flattened(conversation: Conversation, images: Sequence[str]) -> tuple[Conve
     return flat, dict(zip(marks, images, strict=True))
 
 
-def _without_past_images(conversation: Conversation) -> Conversation:
+def _without_past_images(conversation: TemplateMessages) -> TemplateMessages:
     """Return the conversation with a text for each image that its client cannot take back: before the last turn of the
     assistant, and beside a result of a tool. Refused, it would end the session."""
     answers = [at for at, message in enumerate(conversation) if message["role"] == "assistant"]
@@ -346,7 +356,7 @@ def _with_images_told(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": told}
 
 
-def _unused_characters(conversation: Conversation, count: int) -> list[str]:
+def _unused_characters(conversation: TemplateMessages, count: int) -> list[str]:
     """Return `count` characters that occur in no content."""
     written = set("".join(text for message in conversation for text in _texts(message["content"])))
     return list(islice((mark for mark in map(chr, _FOR_IMAGES) if mark not in written), count))

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from schemas.messages import ImagePart
 from worker.errors import context_exceeded, prompt_too_large
 from worker.text.threads import Check
-from worker.text.tokenizer import Conversation
+from worker.text.tokenizer import TemplateMessages
 
 # At most 32 kB of UTF-8, which the slowest tokenizers encode in about 20 ms.
 _SLICE = 8_192  # characters
@@ -35,7 +35,7 @@ class PromptLimit:
         self._encode, self._context = encode, context
         self._think = {_ENDS_THOUGHTS, *(think or ())}
 
-    def check_contents(self, conversation: Conversation, check: Check) -> int:
+    def check_contents(self, conversation: TemplateMessages, check: Check) -> int:
         """Count the tokens of the contents before they are rendered, if their characters exceed the context.
 
         Returns the number of characters that were counted. Raises `JobFailure` if the contents exceed the context.

@@ -11,9 +11,9 @@ from itertools import chain, count
 from typing import Any, NamedTuple
 
 from worker.text.prompt.normalize import joined, merged
-from worker.text.tokenizer import Conversation
+from worker.text.tokenizer import TemplateMessages
 
-Message = dict[str, Any]
+TemplateMessage = dict[str, Any]
 WriteCalls = Callable[[Sequence[tuple[str, dict[str, Any]]]], str]  # of functions with their arguments
 
 
@@ -21,10 +21,10 @@ class Adaptation(NamedTuple):
     """One change, with its reason."""
 
     why: str  # the template's restriction, and the change; logged
-    change: Callable[[Conversation], Conversation]
+    change: Callable[[TemplateMessages], TemplateMessages]
 
 
-def _lone_results_as_user(conversation: Conversation) -> Conversation:
+def _lone_results_as_user(conversation: TemplateMessages) -> TemplateMessages:
     called, turns = set[str](), []
     for message in conversation:
         called |= {call["id"] for call in _calls(message)}
@@ -33,21 +33,21 @@ def _lone_results_as_user(conversation: Conversation) -> Conversation:
     return merged(turns)
 
 
-def _thoughts_in_content(conversation: Conversation) -> Conversation:
+def _thoughts_in_content(conversation: TemplateMessages) -> TemplateMessages:
     return [_with_reasoning_in_content(turn) if _calls(turn) and turn["content"] else turn for turn in conversation]
 
 
-def _with_reasoning_in_content(turn: Message) -> Message:
+def _with_reasoning_in_content(turn: TemplateMessage) -> TemplateMessage:
     return {**_without("reasoning_content", turn), "content": joined([turn.get("reasoning_content"), turn["content"]])}
 
 
-def _one_call_a_turn(conversation: Conversation) -> Conversation:
+def _one_call_a_turn(conversation: TemplateMessages) -> TemplateMessages:
     return [message for turn, results in _exchanges(conversation) for message in _call_by_call(turn, results)]
 
 
-def _exchanges(conversation: Conversation) -> list[tuple[Message, list[Message]]]:
+def _exchanges(conversation: TemplateMessages) -> list[tuple[TemplateMessage, list[TemplateMessage]]]:
     """Return each message with the tool results after it."""
-    exchanges: list[tuple[Message, list[Message]]] = []
+    exchanges: list[tuple[TemplateMessage, list[TemplateMessage]]] = []
     for message in conversation:
         if message["role"] == "tool" and exchanges:
             exchanges[-1][1].append(message)
@@ -56,12 +56,12 @@ def _exchanges(conversation: Conversation) -> list[tuple[Message, list[Message]]
     return exchanges
 
 
-def _call_by_call(turn: Message, results: list[Message]) -> Conversation:
+def _call_by_call(turn: TemplateMessage, results: list[TemplateMessage]) -> TemplateMessages:
     """Return one turn for each call, followed by its own results."""
     if len(_calls(turn)) < 2:
         return [turn, *results]
     first, *further = _calls(turn)
-    own: dict[str, list[Message]] = {}
+    own: dict[str, list[TemplateMessage]] = {}
     for result in results:
         own.setdefault(result["tool_call_id"], []).append(result)
     turns = [{**turn, "tool_calls": [first]}, *own.pop(first["id"], ())]
@@ -70,32 +70,32 @@ def _call_by_call(turn: Message, results: list[Message]) -> Conversation:
     return [*turns, *chain.from_iterable(own.values())]
 
 
-def results_by_call(conversation: Conversation) -> Conversation:
+def results_by_call(conversation: TemplateMessages) -> TemplateMessages:
     """Return the conversation with the results after a turn in the order of its calls, as some templates write them."""
 
-    def in_order(turn: Message, results: list[Message]) -> list[Message]:
+    def in_order(turn: TemplateMessage, results: list[TemplateMessage]) -> list[TemplateMessage]:
         places = {call["id"]: at for at, call in enumerate(_calls(turn))}
         return sorted(results, key=lambda result: places.get(result["tool_call_id"], len(places)))
 
     return [message for turn, results in _exchanges(conversation) for message in (turn, *in_order(turn, results))]
 
 
-def _arguments_as_objects(conversation: Conversation) -> Conversation:
+def _arguments_as_objects(conversation: TemplateMessages) -> TemplateMessages:
     return _each_arguments(conversation, lambda given: {"arguments": given} if isinstance(given, str) else given)
 
 
-def _arguments_as_text(conversation: Conversation) -> Conversation:
+def _arguments_as_text(conversation: TemplateMessages) -> TemplateMessages:
     return _each_arguments(conversation, lambda given: given if isinstance(given, str) else _json(given))
 
 
-def _each_arguments(conversation: Conversation, change: Callable[[Any], Any]) -> Conversation:
+def _each_arguments(conversation: TemplateMessages, change: Callable[[Any], Any]) -> TemplateMessages:
     def changed(call: dict[str, Any]) -> dict[str, Any]:
         return {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
 
     return _each_call(conversation, changed)
 
 
-def _short_ids(conversation: Conversation) -> Conversation:
+def _short_ids(conversation: TemplateMessages) -> TemplateMessages:
     short: dict[str, str] = {}
 
     def of(id: str) -> str:
@@ -106,14 +106,14 @@ def _short_ids(conversation: Conversation) -> Conversation:
     return [{**each, "tool_call_id": of(each["tool_call_id"])} if each["role"] == "tool" else each for each in renamed]
 
 
-def _calls_as_text(write: WriteCalls) -> Callable[[Conversation], Conversation]:
-    def change(conversation: Conversation) -> Conversation:
+def _calls_as_text(write: WriteCalls) -> Callable[[TemplateMessages], TemplateMessages]:
+    def change(conversation: TemplateMessages) -> TemplateMessages:
         return [_with_calls_in_content(message, write) for message in conversation]
 
     return change
 
 
-def _with_calls_in_content(message: Message, write: WriteCalls) -> Message:
+def _with_calls_in_content(message: TemplateMessage, write: WriteCalls) -> TemplateMessage:
     if not _calls(message):
         return message
     calls = write([_written(call["function"]) for call in _calls(message)])
@@ -130,46 +130,46 @@ def write_as_json(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return "\n".join(_json({"name": name, "arguments": arguments}) for name, arguments in calls)
 
 
-def _results_as_user(conversation: Conversation) -> Conversation:
+def _results_as_user(conversation: TemplateMessages) -> TemplateMessages:
     return merged([_turn("user", turn["content"]) if turn["role"] == "tool" else turn for turn in conversation])
 
 
-def _text_apart(conversation: Conversation) -> Conversation:
+def _text_apart(conversation: TemplateMessages) -> TemplateMessages:
     return [part for turn in conversation for part in _text_and_calls(turn)]
 
 
-def _text_and_calls(turn: Message) -> Conversation:
+def _text_and_calls(turn: TemplateMessage) -> TemplateMessages:
     if not (_calls(turn) and turn["content"]):
         return [turn]
     return [_without("tool_calls", turn), {**_turn("assistant"), "tool_calls": turn["tool_calls"]}]
 
 
-def _without_empty_answers(conversation: Conversation) -> Conversation:
+def _without_empty_answers(conversation: TemplateMessages) -> TemplateMessages:
     return merged([turn for turn in conversation if not _is_empty_answer(turn)])
 
 
-def _is_empty_answer(turn: Message) -> bool:
+def _is_empty_answer(turn: TemplateMessage) -> bool:
     said = turn["content"] or _calls(turn) or turn.get("reasoning_content")
     return turn["role"] == "assistant" and not said
 
 
-def _as_parts(conversation: Conversation) -> Conversation:
+def _as_parts(conversation: TemplateMessages) -> TemplateMessages:
     return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in conversation]
 
 
-def _system_first(conversation: Conversation) -> Conversation:
+def _system_first(conversation: TemplateMessages) -> TemplateMessages:
     system, turns = split_system(conversation)
     return conversation if system else [_turn("system"), *turns]
 
 
-def _user_first(conversation: Conversation) -> Conversation:
+def _user_first(conversation: TemplateMessages) -> TemplateMessages:
     system, turns = split_system(conversation)
     return conversation if turns and turns[0]["role"] == "user" else [*system, _turn("user"), *turns]
 
 
-def _turns_between(conversation: Conversation) -> Conversation:
+def _turns_between(conversation: TemplateMessages) -> TemplateMessages:
     # Mistral's templates skip calls and results when they check that the roles alternate.
-    turns: Conversation = []
+    turns: TemplateMessages = []
     last = None
     for message in conversation:
         if message["role"] in ("user", "assistant") and not _calls(message):
@@ -180,14 +180,14 @@ def _turns_between(conversation: Conversation) -> Conversation:
     return turns
 
 
-def _later_systems_in_turns(conversation: Conversation) -> Conversation:
+def _later_systems_in_turns(conversation: TemplateMessages) -> TemplateMessages:
     """Put each system text behind the first turn into the tool result before it, else into a user turn at its place.
 
     Only the turns before a text decide where it goes, so that the prompt of a longer conversation begins with this one.
     It joins a result, since templates drop the thoughts before the last user turn.
     """
-    turns: Conversation = []
-    marked: Message | None = None  # the last turn, if it is a system text
+    turns: TemplateMessages = []
+    marked: TemplateMessage | None = None  # the last turn, if it is a system text
     for at, message in enumerate(conversation):
         if at > 0 and message["role"] == "system":
             system = f"<system>\n{message['content']}\n</system>"
@@ -202,7 +202,7 @@ def _later_systems_in_turns(conversation: Conversation) -> Conversation:
     return merged(turns)
 
 
-def _system_in_user(conversation: Conversation) -> Conversation:
+def _system_in_user(conversation: TemplateMessages) -> TemplateMessages:
     system, turns = split_system(conversation)
     if not system:
         return conversation
@@ -210,7 +210,7 @@ def _system_in_user(conversation: Conversation) -> Conversation:
     return [{**user, "content": joined([system[0]["content"], user["content"]])}, *rest]
 
 
-def split_system(conversation: Conversation) -> tuple[Conversation, Conversation]:
+def split_system(conversation: TemplateMessages) -> tuple[TemplateMessages, TemplateMessages]:
     """Return the system message, as a list of at most one, and the other messages."""
     start = 1 if conversation and conversation[0]["role"] == "system" else 0
     return conversation[:start], conversation[start:]
@@ -228,7 +228,7 @@ class CallMarks:
         self._stem = next(unused)
         self._names, self._words = list[int](), list[int]()
 
-    def add_to(self, conversation: Conversation) -> Conversation:
+    def add_to(self, conversation: TemplateMessages) -> TemplateMessages:
         """Return the conversation with marks in its calls."""
         return _each_call(conversation, self._marked)
 
@@ -258,20 +258,20 @@ class CallMarks:
         return f"{self._stem}{number}z"
 
 
-def _calls(message: Message) -> list[dict[str, Any]]:
+def _calls(message: TemplateMessage) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = message.get("tool_calls", [])
     return calls
 
 
-def _each_call(conversation: Conversation, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Conversation:
+def _each_call(conversation: TemplateMessages, change: Callable[[dict[str, Any]], dict[str, Any]]) -> TemplateMessages:
     return [{**turn, "tool_calls": list(map(change, _calls(turn)))} if _calls(turn) else turn for turn in conversation]
 
 
-def _turn(role: str, content: Any = "") -> Message:
+def _turn(role: str, content: Any = "") -> TemplateMessage:
     return {"role": role, "content": content}
 
 
-def _without(field: str, message: Message) -> Message:
+def _without(field: str, message: TemplateMessage) -> TemplateMessage:
     return {name: value for name, value in message.items() if name != field}
 
 

@@ -21,8 +21,8 @@ from worker.text.prompt.template_changes import (
     split_system,
     write_as_json,
 )
-from worker.text.prompt.template_inputs import TemplateFailed, Tools
-from worker.text.tokenizer import Conversation
+from worker.text.prompt.template_inputs import TemplateFailed, TemplateTools
+from worker.text.tokenizer import TemplateMessages
 
 
 class Flaw(Enum):
@@ -41,8 +41,8 @@ class Flaw(Enum):
 Finding = Adaptation | Flaw
 Think = tuple[str, str] | None
 Ladder = tuple[Adaptation, ...]
-Render = Callable[[Conversation, Tools], str]
-Adapt = Callable[[Conversation, Tools, Render], tuple[str, list[Finding]]]
+Render = Callable[[TemplateMessages, TemplateTools], str]
+Adapt = Callable[[TemplateMessages, TemplateTools, Render], tuple[str, list[Finding]]]
 
 
 _PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
@@ -66,7 +66,9 @@ class TemplateAdapter:
         self._needed = defaultdict[Ladder, set[Adaptation]](set)  # needed by any request so far
         self._takes_later_systems: bool | None = None  # not known before the first conversation that has one
 
-    def render_unchanged(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
+    def render_unchanged(
+        self, conversation: TemplateMessages, tools: TemplateTools, render: Render
+    ) -> tuple[str, list[Finding]]:
         """Return what `adapt` returns for a conversation in which at most system messages were changed, with one trial.
         Raises `NeedsAdaptation`."""
         if _has_later_systems(conversation) and self._takes_later_systems is None:
@@ -78,7 +80,7 @@ class TemplateAdapter:
             raise NeedsAdaptation
         return text, changes
 
-    def adapt(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
+    def adapt(self, conversation: TemplateMessages, tools: TemplateTools, render: Render) -> tuple[str, list[Finding]]:
         """Return the template's text, and the changes that it needed; none if it accepts the conversation unchanged.
 
         A text that omits a part of the conversation is not accepted, unless every text omits something: then the first
@@ -98,8 +100,8 @@ class TemplateAdapter:
         return text, [*changes, *findings]
 
     def _with_systems_taken(
-        self, conversation: Conversation, tools: Tools, render: Render
-    ) -> tuple[Conversation, list[Finding]]:
+        self, conversation: TemplateMessages, tools: TemplateTools, render: Render
+    ) -> tuple[TemplateMessages, list[Finding]]:
         """Return the conversation with its later system messages as the template takes them, and the change.
 
         The template decides, and no single conversation: else a turn that follows could change what is before it.
@@ -113,7 +115,9 @@ class TemplateAdapter:
             return conversation, []
         return LATER_SYSTEMS.change(conversation), [LATER_SYSTEMS]
 
-    def _in_parts(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]] | None:
+    def _in_parts(
+        self, conversation: TemplateMessages, tools: TemplateTools, render: Render
+    ) -> tuple[str, list[Finding]] | None:
         """Return what `adapt` returns if all contents are lists of parts; None if that does not help."""
         try:
             text, findings = self._adapted(
@@ -125,7 +129,9 @@ class TemplateAdapter:
         printed = any(sign in text and sign not in str(conversation) for sign in _PRINTED_PARTS)
         return None if Flaw.OMITS in findings or printed else (text, [*findings, AS_PARTS])
 
-    def _adapted(self, conversation: Conversation, tools: Tools, render: Render) -> tuple[str, list[Finding]]:
+    def _adapted(
+        self, conversation: TemplateMessages, tools: TemplateTools, render: Render
+    ) -> tuple[str, list[Finding]]:
         trials = _Trials(tools, render, self._think)
         text = trials.complete_text(conversation)
         if text is not None:
@@ -143,7 +149,7 @@ class TemplateAdapter:
         return trials.first_text()
 
     def _with_all_text(
-        self, text: str, changes: list[Adaptation], conversation: Conversation, trials: "_Trials"
+        self, text: str, changes: list[Adaptation], conversation: TemplateMessages, trials: "_Trials"
     ) -> tuple[str, list[Finding]]:
         """Return the text, or one in which the text beside calls is not dropped, if the template accepts that."""
         if trials.has_text_beside_calls(conversation, text):
@@ -153,14 +159,14 @@ class TemplateAdapter:
         more = trials.complete_text(apart)
         return (text, list(changes)) if more is None else (more, list(with_apart))
 
-    def _ladders_for(self, tools: Tools) -> Iterator[Ladder]:
+    def _ladders_for(self, tools: TemplateTools) -> Iterator[Ladder]:
         for ladder in self._ladders:
             if tools:
                 yield (*ladder, SYSTEM_FIRST)
             yield (*ladder, SYSTEM_IN_USER)
 
     def _fewest(
-        self, ladder: Ladder, effective: Ladder, conversation: Conversation, trials: "_Trials"
+        self, ladder: Ladder, effective: Ladder, conversation: TemplateMessages, trials: "_Trials"
     ) -> tuple[list[Adaptation], str] | None:
         """Return those of the ladder's `effective` changes that the template needs, and its text. None if all of them
         together fail."""
@@ -186,14 +192,14 @@ class TemplateAdapter:
 class _Trials:
     """Renderings of one request's conversation, and the parts that each of them omits."""
 
-    def __init__(self, tools: Tools, render: Render, think: Think) -> None:
+    def __init__(self, tools: TemplateTools, render: Render, think: Think) -> None:
         self._tools = tools
         self._render = render
         self._think = think
         self._texts: list[tuple[str, list[Finding]]] = []  # each with its flaws
         self._errors: list[Exception] = []
 
-    def complete_text(self, conversation: Conversation) -> str | None:
+    def complete_text(self, conversation: TemplateMessages) -> str | None:
         """Return the template's text, or None if it refuses the conversation or omits a part of it."""
         try:
             text = self._render(conversation, self._tools)
@@ -204,7 +210,7 @@ class _Trials:
         self._texts.append((text, missing))
         return None if missing else text
 
-    def has_text_beside_calls(self, conversation: Conversation, text: str) -> bool:
+    def has_text_beside_calls(self, conversation: TemplateMessages, text: str) -> bool:
         """True if the template's text holds the text beside each call."""
         beside = [turn["content"] for turn in conversation if "tool_calls" in turn and turn["content"]]
         return not beside or _in_order(beside, text)
@@ -215,7 +221,7 @@ class _Trials:
             raise self._errors[0]
         return self._texts[0]
 
-    def _missing(self, conversation: Conversation, text: str) -> list[Finding]:
+    def _missing(self, conversation: TemplateMessages, text: str) -> list[Finding]:
         missing = list[Finding]()
         written = _is_in(conversation, text, self._think) and self._has_calls(conversation, text)
         if not written or self._renders_same(text, _with_other_results(conversation), self._tools):
@@ -227,7 +233,7 @@ class _Trials:
             missing.append(Flaw.NO_TOOLS)
         return missing
 
-    def _has_calls(self, conversation: Conversation, text: str) -> bool:
+    def _has_calls(self, conversation: TemplateMessages, text: str) -> bool:
         """True if the text shows each call, in order.
 
         A function's name in the text proves nothing, since a user may have written it. So each call is rendered again
@@ -241,7 +247,7 @@ class _Trials:
         except TemplateFailed:  # the template refuses a name with a mark
             return not self._renders_same(text, _with_fewer_calls(conversation), self._tools)
 
-    def _renders_same(self, text: str, conversation: Conversation, tools: Tools) -> bool:
+    def _renders_same(self, text: str, conversation: TemplateMessages, tools: TemplateTools) -> bool:
         """True if this conversation renders to the same text, so that the text omits the difference."""
         if not conversation:
             return False
@@ -251,21 +257,21 @@ class _Trials:
             return False
 
 
-def _has_later_systems(conversation: Conversation) -> bool:
+def _has_later_systems(conversation: TemplateMessages) -> bool:
     return any(message["role"] == "system" for message in conversation[1:])
 
 
-def _takes_later_systems(render: Callable[[Conversation], str]) -> bool:
+def _takes_later_systems(render: Callable[[TemplateMessages], str]) -> bool:
     """Return True if the template writes each system message where it stands, in nobody else's name, and leaves what is
     before it as it was. Raises `TemplateFailed` if it fails without system messages."""
     words = [f"later{number}x" for number in range(10)]
 
-    def said(*roles: str, by: str = "system") -> Conversation:
+    def said(*roles: str, by: str = "system") -> TemplateMessages:
         return [
             {"role": by if role == "system" and at else role, "content": words[at]} for at, role in enumerate(roles)
         ]
 
-    def written(conversation: Conversation) -> str:
+    def written(conversation: TemplateMessages) -> str:
         try:
             return render(conversation)
         except TemplateFailed:
@@ -286,7 +292,7 @@ def _takes_later_systems(render: Callable[[Conversation], str]) -> bool:
     return True
 
 
-def _effective(ladder: Ladder, conversation: Conversation) -> Ladder:
+def _effective(ladder: Ladder, conversation: TemplateMessages) -> Ladder:
     """Return those of the ladder's changes that change the conversation, one after the other."""
     matter = list[Adaptation]()
     for adaptation in ladder:
@@ -297,13 +303,13 @@ def _effective(ladder: Ladder, conversation: Conversation) -> Ladder:
     return tuple(matter)
 
 
-def _changed(conversation: Conversation, adaptations: Iterable[Adaptation]) -> Conversation:
+def _changed(conversation: TemplateMessages, adaptations: Iterable[Adaptation]) -> TemplateMessages:
     for adaptation in adaptations:
         conversation = adaptation.change(conversation)
     return conversation
 
 
-def _with_fewer_calls(conversation: Conversation) -> Conversation:
+def _with_fewer_calls(conversation: TemplateMessages) -> TemplateMessages:
     """Return the turns with only their first call, or without calls if no turn has more than one.
 
     gpt-oss's template writes only the first call of a turn.
@@ -314,7 +320,7 @@ def _with_fewer_calls(conversation: Conversation) -> Conversation:
     ]
 
 
-def _with_other_results(conversation: Conversation) -> Conversation:
+def _with_other_results(conversation: TemplateMessages) -> TemplateMessages:
     """Return the conversation with other texts of lone results; empty if there are none. Their own may be anywhere in a
     template's text."""
     if any("tool_calls" in turn for turn in conversation) or all(turn["role"] != "tool" for turn in conversation):
@@ -322,7 +328,7 @@ def _with_other_results(conversation: Conversation) -> Conversation:
     return [{**turn, "content": f"{turn['content']}~"} if turn["role"] == "tool" else turn for turn in conversation]
 
 
-def _with_first_as_user(conversation: Conversation) -> Conversation:
+def _with_first_as_user(conversation: TemplateMessages) -> TemplateMessages:
     """Return the conversation with a first assistant turn as a user turn.
 
     Llama 3.1's template writes the tools and the first turn, of either role, as one user turn.
@@ -333,7 +339,7 @@ def _with_first_as_user(conversation: Conversation) -> Conversation:
     return [*system, {"role": "user", "content": turns[0]["content"]}, *turns[1:]]
 
 
-def _is_in(conversation: Conversation, text: str, think: Think) -> bool:
+def _is_in(conversation: TemplateMessages, text: str, think: Think) -> bool:
     """True if the text holds each content, in order within its role; results may be in the order of their calls.
 
     Some templates silently omit contents. That is accepted for reasoning, and for text that comes with a call.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from schemas import ChatRequest
 from schemas.chat import TEMPLATE_FIELDS
 
-Tools = list[dict[str, Any]]
+TemplateTools = list[dict[str, Any]]
 Variables = dict[str, Any]
 
 _EFFORT = "reasoning_effort"
@@ -81,7 +81,7 @@ class TemplateInputs:
         # By what was requested; None: the template accepts none.
         self._efforts: dict[str, str | None] = dict(_efforts_named_in(template))
 
-    def known(self, tools: Tools, variables: Variables) -> tuple[Tools, Variables, list[str]]:
+    def known(self, tools: TemplateTools, variables: Variables) -> tuple[TemplateTools, Variables, list[str]]:
         """Return the input with what earlier requests needed, and why the effort was changed."""
         given = self._with_effort(variables)
         effort = given.get(_EFFORT)
@@ -89,8 +89,8 @@ class TemplateInputs:
         return _with_changes(tools, self._changes), given, whys
 
     def settle(
-        self, tools: Tools, variables: Variables, render: Callable[[Tools, Variables], str]
-    ) -> tuple[Tools, Variables, list[str]] | None:
+        self, tools: TemplateTools, variables: Variables, render: Callable[[TemplateTools, Variables], str]
+    ) -> tuple[TemplateTools, Variables, list[str]] | None:
         """Return a form of the input with which the template renders a short conversation, and why it was changed.
         None if the input is accepted as it is, or in no form. `render` raises `TemplateFailed`."""
         efforts = [variables.get(_EFFORT), *_nearest(variables.get(_EFFORT))]
@@ -105,8 +105,13 @@ class TemplateInputs:
         return None
 
     def _settled(
-        self, tools: Tools, given: Variables, changes: tuple[ToolChange, ...], asked: Variables, effort: str | None
-    ) -> tuple[Tools, Variables, list[str]] | None:
+        self,
+        tools: TemplateTools,
+        given: Variables,
+        changes: tuple[ToolChange, ...],
+        asked: Variables,
+        effort: str | None,
+    ) -> tuple[TemplateTools, Variables, list[str]] | None:
         whys = [each.why for each in changes]
         if effort != asked.get(_EFFORT):
             if isinstance(asked[_EFFORT], str):
@@ -139,7 +144,7 @@ def _efforts_named_in(template: str) -> dict[str, str]:
     return {each: other for each, other in nearest.items() if each not in named and other}
 
 
-def _with_changes(tools: Tools, changes: tuple[ToolChange, ...]) -> Tools:
+def _with_changes(tools: TemplateTools, changes: tuple[ToolChange, ...]) -> TemplateTools:
     for each in changes:
         tools = [{**tool, "function": each.change(tool["function"])} for tool in tools]
     return tools

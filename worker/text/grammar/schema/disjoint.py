@@ -11,7 +11,7 @@ from typing import Any
 from worker.text.grammar.schema import unsupported as values
 from worker.text.grammar.schema.unsupported import Budget, Schema, UnsupportedKeyword
 
-Resolve = Callable[[Any], Any]  # from a reference to its target
+ResolveReference = Callable[[Any], Any]  # from a reference to its target
 _STEPS = 20_000  # of proofs; without a proof by then, schemas are taken as not disjoint
 _MAX_DEPTH = 12
 _MAX_BOUND = 10**300  # bounds beyond it are ignored
@@ -20,7 +20,7 @@ _MAX_BOUND = 10**300  # bounds beyond it are ignored
 class Disjointness:
     """Proofs about the parts of one schema. They share a limited number of steps; each raises `BudgetExceeded`."""
 
-    def __init__(self, resolve: Resolve, budget: Budget | None = None) -> None:
+    def __init__(self, resolve: ResolveReference, budget: Budget | None = None) -> None:
         self._resolve = resolve
         self._left = _STEPS
         self._budget = budget or Budget()

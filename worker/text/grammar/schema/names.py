@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from worker.text.grammar.schema.disjoint import Disjointness, kinds
-from worker.text.grammar.schema.patterns import Pattern, Reading, Steps
+from worker.text.grammar.schema.patterns import Pattern, PatternReading, Steps
 from worker.text.grammar.schema.regex import UnsupportedPattern, contains, union
 from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword, quoted
 
@@ -123,7 +123,7 @@ class _Properties:
         one: fewer names are allowed.
         """
         if self._rest in (True, {}):
-            return [(pattern.written(Reading.POSSIBLY), value) for pattern, value in self._patterns]
+            return [(pattern.written(PatternReading.POSSIBLY), value) for pattern, value in self._patterns]
         self._check_undisputed(self._named, f"{self._at}/patternProperties")
         if self._rest is not False and self._disputed:
             instead = "write out their classes, or use additionalProperties: false"
@@ -131,7 +131,7 @@ class _Properties:
                 f"{self._at}/patternProperties", f"\\w and similar classes differ between validators; {instead}"
             )
         less = self._disputed if len(self._patterns) > 1 else ()
-        return [(pattern.written(Reading.SURELY, less), value) for pattern, value in self._patterns]
+        return [(pattern.written(PatternReading.SURELY, less), value) for pattern, value in self._patterns]
 
     def _check_undisputed(self, names: Iterable[str], at: str) -> None:
         for name in names if self._disputed else ():

@@ -14,10 +14,10 @@ from worker.text.grammar.schema import regex
 from worker.text.grammar.schema.regex import (
     WRITABLE,
     Anchor,
+    CharacterRanges,
     Chars,
     Either,
-    Node,
-    Ranges,
+    RegexNode,
     Repeated,
     Sequenced,
     UnsupportedPattern,
@@ -34,7 +34,7 @@ _NOTHING = "[a&&b]"
 _NO_MATCH_NEEDED = Sequenced(())
 
 
-class Reading(Enum):
+class PatternReading(Enum):
     """Strings that a written expression matches if the dialects differ."""
 
     SURELY = "those that match in every dialect"
@@ -62,7 +62,7 @@ class Pattern:
         self._branches = [_Branch(items) for items in _expanded(regex.read(text), len(text) + 1, self._steps)]
 
     @cached_property
-    def disputed(self) -> Ranges:
+    def disputed(self) -> CharacterRanges:
         """Characters that are in one of its classes by only one of the dialects."""
         nodes = (node for branch in self._branches for node in branch.nodes())
         classes = dict.fromkeys(node for node in nodes if isinstance(node, Chars) and node.letters)
@@ -70,11 +70,11 @@ class Pattern:
         found = [without(each.possibly(), each.surely()) for each in classes]
         return intersection(union(*found), WRITABLE)
 
-    def written(self, reading: Reading = Reading.SURELY, less: Ranges = ()) -> str:
+    def written(self, reading: PatternReading = PatternReading.SURELY, less: CharacterRanges = ()) -> str:
         """Return an expression that is anchored at both ends. `less`: characters to leave out of its classes."""
         return f"^{self.whole(reading, less)}$"
 
-    def whole(self, reading: Reading = Reading.SURELY, less: Ranges = ()) -> str:
+    def whole(self, reading: PatternReading = PatternReading.SURELY, less: CharacterRanges = ()) -> str:
         """Return an expression that must match the whole string, without anchors."""
         writer = _Writer(reading, less)
         return f"(?:{'|'.join(writer.branch(branch) for branch in self._branches)})"
@@ -88,7 +88,7 @@ class Pattern:
 class _Branch:
     """One alternative of a pattern. Its anchors are removed, and stored as `at_start` and `at_end`."""
 
-    def __init__(self, items: list[Node]) -> None:
+    def __init__(self, items: list[RegexNode]) -> None:
         begun, ended = 0, len(items)
         while begun < ended and items[begun] == Anchor(end=False):
             begun += 1
@@ -99,7 +99,7 @@ class _Branch:
         if any(isinstance(node, Anchor) for node in self.nodes()):
             raise UnsupportedPattern("^ and $ are supported only at the ends of an alternative; remove them")
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[RegexNode]:
         return _within(self.body)
 
     def matches(self, match: "_Match") -> bool:
@@ -107,21 +107,21 @@ class _Branch:
         return max(match.positions) in ends if self.at_end else bool(ends)
 
 
-def _within(node: Node) -> Iterator[Node]:
+def _within(node: RegexNode) -> Iterator[RegexNode]:
     waiting = [node]
     while waiting:
         yield (node := waiting.pop())
         waiting += regex.parts(node)
 
 
-def _expanded(node: Node, size: int, steps: Steps) -> list[list[Node]]:
+def _expanded(node: RegexNode, size: int, steps: Steps) -> list[list[RegexNode]]:
     """Return the alternatives, each a sequence of nodes, with the groups at its ends expanded if they hold an anchor.
 
     `size`: at least the number of nodes, all of which may be visited for each alternative.
     """
     ways, count = [[node]], 0
     for side in (0, -1):
-        done = list[list[Node]]()
+        done = list[list[RegexNode]]()
         while ways:
             if (count := count + 1) > _MAX_BRANCHES * 8 or len(done) > _MAX_BRANCHES:
                 raise UnsupportedPattern("its groups have too many ^ and $; write it with fewer")
@@ -136,10 +136,10 @@ def _expanded(node: Node, size: int, steps: Steps) -> list[list[Node]]:
     return ways
 
 
-def _opened(way: list[Node], side: int) -> list[list[Node]] | None:
+def _opened(way: list[RegexNode], side: int) -> list[list[RegexNode]] | None:
     """Return the alternatives without the outermost group on that side. None if it needs no expansion."""
     own, other = Anchor(end=side == -1), list(way)
-    outer = list[Node]()
+    outer = list[RegexNode]()
     while other and other[side] == own:
         outer.append(other.pop(side))
     if not other or isinstance(other[side], Anchor) or own not in _within(other[side]):
@@ -156,7 +156,7 @@ def _opened(way: list[Node], side: int) -> list[list[Node]] | None:
     return [outer + each + other if side == 0 else other + each + outer for each in inner]
 
 
-def _least(node: Node, side: int) -> Node:
+def _least(node: RegexNode, side: int) -> RegexNode:
     """Return what an expression must match if anything may stand at this side of it: 0 is its begin, -1 its end.
 
     With [a-z]{1,255} at an open end, derivre would count letters that make no difference, in each of thousands of
@@ -178,7 +178,7 @@ def _least(node: Node, side: int) -> Node:
     return node
 
 
-def _least_of(items: Sequence[Node], side: int) -> Node:
+def _least_of(items: Sequence[RegexNode], side: int) -> RegexNode:
     left = list(items)
     while left:
         found = _least(left.pop(side), side)
@@ -194,7 +194,7 @@ class _Match:
         self._text, self._steps = text, steps
         self.positions = {*range(len(text) + 1)}
 
-    def ends(self, node: Node, starts: set[int]) -> set[int]:
+    def ends(self, node: RegexNode, starts: set[int]) -> set[int]:
         self._steps.take(len(starts) + 1)
         match node:
             case Chars() if node.properties:
@@ -211,7 +211,7 @@ class _Match:
                 return self._of_repeat(item, starts, minimum, maximum)
         return starts
 
-    def _of_repeat(self, item: Node, starts: set[int], minimum: int, maximum: int | None) -> set[int]:
+    def _of_repeat(self, item: RegexNode, starts: set[int], minimum: int, maximum: int | None) -> set[int]:
         for _ in range(minimum):
             before, starts = starts, self.ends(item, starts)
             if starts == before:
@@ -224,13 +224,13 @@ class _Match:
 
 
 class _Writer:
-    def __init__(self, reading: Reading, less: Ranges) -> None:
+    def __init__(self, reading: PatternReading, less: CharacterRanges) -> None:
         self._reading, self._less = reading, less
         self._anything, self._left = f"{self._set(WRITABLE)}*", _MAX_CHARACTERS
         self._classes = dict[Chars, str]()
 
     def branch(self, branch: _Branch) -> str:
-        body: Node = branch.body
+        body: RegexNode = branch.body
         if not branch.at_start:
             body = _least(body, 0)
         if not branch.at_end:
@@ -238,7 +238,7 @@ class _Writer:
         before, after = ("" if anchored else self._anything for anchored in (branch.at_start, branch.at_end))
         return before + self._node(body) + after if body != _NO_MATCH_NEEDED else before or after
 
-    def _node(self, node: Node) -> str:
+    def _node(self, node: RegexNode) -> str:
         match node:
             case Chars():
                 return self._counted(node)
@@ -261,21 +261,21 @@ class _Writer:
     def _class(self, chars: Chars) -> str:
         if chars.properties:
             return self._with_properties(chars)
-        return self._set(chars.surely() if self._reading is Reading.SURELY else chars.possibly())
+        return self._set(chars.surely() if self._reading is PatternReading.SURELY else chars.possibly())
 
     def _with_properties(self, chars: Chars) -> str:
         """Return a class with Unicode properties by name, which the regex engine supports."""
         plain = Chars(chars.ranges, chars.letters)
-        ranges = plain.possibly() if chars.negated == (self._reading is Reading.SURELY) else plain.surely()
+        ranges = plain.possibly() if chars.negated == (self._reading is PatternReading.SURELY) else plain.surely()
         own = f"[{'^' if chars.negated else ''}{_spelled(ranges)}{''.join(chars.properties)}]"
         return f"[{own}&&{self._set(WRITABLE)}]"
 
-    def _set(self, ranges: Ranges) -> str:
+    def _set(self, ranges: CharacterRanges) -> str:
         ranges = without(intersection(ranges, WRITABLE), self._less)
         return f"[{_spelled(ranges)}]" if ranges else _NOTHING
 
 
-def _spelled(ranges: Ranges) -> str:
+def _spelled(ranges: CharacterRanges) -> str:
     return "".join(_one(low) if low == high else f"{_one(low)}-{_one(high)}" for low, high in ranges)
 
 

@@ -12,14 +12,14 @@ from operator import itemgetter
 # JSON Schema's patterns are ECMA-262's, while many clients validate with Python's. A string must match a pattern in
 # both.
 
-Ranges = tuple[tuple[int, int], ...]  # of code points, both ends included, sorted, with gaps between them
+CharacterRanges = tuple[tuple[int, int], ...]  # of code points, both ends included, sorted, with gaps between them
 
 _LAST = 0x10FFFF
 _ASSIGNED = 0x40000  # no digit, letter or space comes later
-ALL: Ranges = ((0, _LAST),)
+ALL: CharacterRanges = ((0, _LAST),)
 # Characters that a string of an answer can contain. The grammar allows no \u escapes, which other control characters
 # would need.
-WRITABLE: Ranges = ((0x08, 0x0A), (0x0C, 0x0D), (0x20, 0x7E), (0x80, 0xD7FF), (0xE000, _LAST))
+WRITABLE: CharacterRanges = ((0x08, 0x0A), (0x0C, 0x0D), (0x20, 0x7E), (0x80, 0xD7FF), (0xE000, _LAST))
 
 _LINE_ENDS = {"ecma": "\n\r\u2028\u2029", "python": "\n"}
 _ECMA = {
@@ -33,7 +33,7 @@ _ECMA = {
 DIALECTS = ("ecma", "python")
 
 
-def union(*sets: Ranges) -> Ranges:
+def union(*sets: CharacterRanges) -> CharacterRanges:
     """Return the characters of any of the sets."""
     merged = list[tuple[int, int]]()
     for low, high in sorted(each for ranges in sets for each in ranges):
@@ -44,7 +44,7 @@ def union(*sets: Ranges) -> Ranges:
     return tuple(merged)
 
 
-def complement(ranges: Ranges) -> Ranges:
+def complement(ranges: CharacterRanges) -> CharacterRanges:
     """Return all characters but these."""
     gaps, begin = list[tuple[int, int]](), 0
     for low, high in ranges:
@@ -54,17 +54,17 @@ def complement(ranges: Ranges) -> Ranges:
     return (*gaps, (begin, _LAST)) if begin <= _LAST else tuple(gaps)
 
 
-def intersection(*sets: Ranges) -> Ranges:
+def intersection(*sets: CharacterRanges) -> CharacterRanges:
     """Return the characters of all the sets."""
     return complement(union(*map(complement, sets)))
 
 
-def without(ranges: Ranges, less: Ranges) -> Ranges:
+def without(ranges: CharacterRanges, less: CharacterRanges) -> CharacterRanges:
     """Return the characters of `ranges` that are not in `less`."""
     return intersection(ranges, complement(less)) if less else ranges
 
 
-def contains(ranges: Ranges, character: str) -> bool:
+def contains(ranges: CharacterRanges, character: str) -> bool:
     """True if the set contains the character."""
     code = ord(character)
     place = bisect_right(ranges, code, key=itemgetter(0))
@@ -72,7 +72,7 @@ def contains(ranges: Ranges, character: str) -> bool:
 
 
 @cache
-def named(letter: str, dialect: str) -> Ranges:
+def named(letter: str, dialect: str) -> CharacterRanges:
     r"""Return the characters of \d, \w, \s, their opposites (a capital letter), or `.`, by this dialect."""
     if letter == ".":
         return complement(union(*(((ord(end), ord(end)),) for end in _LINE_ENDS[dialect])))
@@ -81,7 +81,7 @@ def named(letter: str, dialect: str) -> Ranges:
     return _ECMA[letter] if dialect == "ecma" else _python_class(letter)
 
 
-def _python_class(letter: str) -> Ranges:
+def _python_class(letter: str) -> CharacterRanges:
     every = "".join(map(chr, range(_ASSIGNED)))
     return tuple((found.start(), found.end() - 1) for found in re.finditer(rf"\{letter}+", every))
 
@@ -115,21 +115,21 @@ class Anchor:
 class Chars:
     """One character of a class: in its ranges, in a class such as \\d, or with a Unicode property."""
 
-    ranges: Ranges = ()
+    ranges: CharacterRanges = ()
     letters: frozenset[str] = frozenset()  # names of classes, as in \d
     properties: tuple[str, ...] = ()
     negated: bool = False
 
-    def read(self, dialect: str) -> Ranges:
+    def read(self, dialect: str) -> CharacterRanges:
         """Return the characters of the class by this dialect, without those of its properties."""
         ranges = union(self.ranges, *(named(letter, dialect) for letter in self.letters))
         return complement(ranges) if self.negated else ranges
 
-    def surely(self) -> Ranges:
+    def surely(self) -> CharacterRanges:
         """Return the characters of the class that are in it by every dialect."""
         return _by_dialects(self)[0] if self.letters else self.read(DIALECTS[0])
 
-    def possibly(self) -> Ranges:
+    def possibly(self) -> CharacterRanges:
         """Return the characters of the class that are in it by any dialect."""
         return _by_dialects(self)[1] if self.letters else self.read(DIALECTS[0])
 
@@ -138,36 +138,36 @@ class Chars:
 class Sequenced:
     """Items that follow each other."""
 
-    items: tuple["Node", ...]
+    items: tuple["RegexNode", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Either:
     """Alternatives."""
 
-    options: tuple["Node", ...]
+    options: tuple["RegexNode", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
     """An item that occurs `minimum` to `maximum` times; without a limit if `maximum` is None."""
 
-    item: "Node"
+    item: "RegexNode"
     minimum: int
     maximum: int | None
 
 
-Node = Anchor | Chars | Sequenced | Either | Repeated
+RegexNode = Anchor | Chars | Sequenced | Either | Repeated
 
 
 @lru_cache(maxsize=256)
-def _by_dialects(chars: Chars) -> tuple[Ranges, Ranges]:
+def _by_dialects(chars: Chars) -> tuple[CharacterRanges, CharacterRanges]:
     """Return the characters of the class by every dialect, and by any."""
     found = [chars.read(dialect) for dialect in DIALECTS]
     return intersection(*found), union(*found)
 
 
-def read(pattern: str) -> Node:
+def read(pattern: str) -> RegexNode:
     """Parse a pattern. Raises `UnsupportedPattern`."""
     if len(pattern) > _MAX_CHARACTERS:
         raise UnsupportedPattern(f"it is longer than {_MAX_CHARACTERS:,} characters; shorten it")
@@ -178,7 +178,7 @@ def read(pattern: str) -> Node:
     return node
 
 
-def parts(node: Node) -> Sequence[Node]:
+def parts(node: RegexNode) -> Sequence[RegexNode]:
     """Return the nodes directly within a node."""
     match node:
         case Sequenced(items):
@@ -216,7 +216,7 @@ class _Parser:
             self._at = found.end()
         return found
 
-    def either(self, depth: int) -> Node:
+    def either(self, depth: int) -> RegexNode:
         if depth > _MAX_DEPTH:
             raise UnsupportedPattern("its groups are nested too deeply; flatten them")
         options = [self._sequence(depth)]
@@ -224,13 +224,13 @@ class _Parser:
             options.append(self._sequence(depth))
         return options[0] if len(options) == 1 else Either(tuple(options))
 
-    def _sequence(self, depth: int) -> Node:
-        items = list[Node]()
+    def _sequence(self, depth: int) -> RegexNode:
+        items = list[RegexNode]()
         while not self.ended() and not self._follows("|", ")"):
             items.append(self._repeated(self._one(depth)))
         return items[0] if len(items) == 1 else Sequenced(tuple(items))
 
-    def _one(self, depth: int) -> Node:
+    def _one(self, depth: int) -> RegexNode:
         match self._next():
             case "(":
                 return self._group(depth)
@@ -247,7 +247,7 @@ class _Parser:
             case other:
                 return _just(ord(other))
 
-    def _group(self, depth: int) -> Node:
+    def _group(self, depth: int) -> RegexNode:
         for opening, name in _LOOKS.items():
             if self._follows(opening[1:]):
                 raise UnsupportedPattern(f"{name} is not supported; remove it")
@@ -258,7 +258,7 @@ class _Parser:
             raise UnsupportedPattern("a group is not closed; close it")
         return node
 
-    def _repeated(self, item: Node) -> Node:
+    def _repeated(self, item: RegexNode) -> RegexNode:
         minimum, maximum = self._times()
         if (minimum, maximum) == (1, 1):
             return item
