@@ -42,7 +42,7 @@ MOST_DOOMED = 3  # more could fail one after another until the engine gives up, 
 def short_reservations() -> Iterator[None]:
     """Reserve little for answers without a stated limit while the context is open."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growth, "_FIRST", 3)
+        patch.setattr(growth, "FIRST_ANSWER", 3)
         patch.setattr(growth, "KNOWN_ANSWERS", 1_000)
         for module in growth, admission:
             patch.setattr(module, "BUFFER_TOKENS", 1)
