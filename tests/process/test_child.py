@@ -154,9 +154,9 @@ def test_a_process_ends_when_its_pipe_does() -> None:
 WORKER = """
 import threading, time
 from worker.process.child import Child
-from worker.process.frames import Limits
+from worker.process.frames import FrameLimits
 child = Child("tests.process.obedient")
-threading.Thread(target=child.ask, args=("sleep", b"", Limits(50, 1 << 40, 50.0)), daemon=True).start()
+threading.Thread(target=child.ask, args=("sleep", b"", FrameLimits(50, 1 << 40, 50.0)), daemon=True).start()
 while not child._process:
     time.sleep(0.001)
 print(child._process.pid, flush=True)

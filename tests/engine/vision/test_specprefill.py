@@ -213,7 +213,7 @@ def test_chunk_counts_its_computed_tokens() -> None:
     run.until(lambda: "thin" in run.kept_ranges)
     while not run.generated["thin"]:
         run.step()
-        chunks.append(run.engine._longest_chunk)
+        chunks.append(run.engine._now.longest_chunk)
     assert sum(chunks) == tokens_in(run.kept_ranges["thin"]) - 1
 
 
