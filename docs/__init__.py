@@ -1,1 +1,1 @@
-"""What writes the pages and documents that are generated."""
+"""Generators of pages and documents."""

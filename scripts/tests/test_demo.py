@@ -1,4 +1,4 @@
-"""What the demo shows."""
+"""Tests of the demo."""
 
 import io
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""What the error replies of a server mean, and which of them end by themselves."""
+"""Meanings of a server's error replies, and which of them end by themselves."""
 
 from redis.exceptions import (
     AuthenticationError,

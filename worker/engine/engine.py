@@ -58,7 +58,7 @@ class EngineBroken(Exception):
 
 @dataclass(slots=True)
 class _Step:
-    """What a step has done so far."""
+    """Counts of what a step has done so far."""
 
     began: float = 0.0
     rows: int = 0  # that decoded at its beginning

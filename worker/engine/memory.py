@@ -375,7 +375,7 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class StepDemand:
-    """What the memory of a step is predicted from, besides the saved caches of waiting rows."""
+    """Sizes from which the memory of a step is predicted, besides the saved caches of waiting rows."""
 
     lengths: Sequence[Sequence[int]]  # of the rows, in tokens, by group; each row in prefill is a group of its own
     buffers: Sequence[int]  # allocated bytes of the decoding groups, which come first in `lengths`

@@ -1,4 +1,4 @@
-"""What a run measures, and the figures of runs with drafts relative to runs without."""
+"""Measurements of a run, and the figures of runs with drafts relative to runs without."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from worker.outcomes import Outcome, Prefilled, Refused, RowFailed, Sampled, Spe
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What the clocks show, or the time between two readings of them. Other work of the machine makes steps take more
+    """Times of the clocks, or the time between two readings of them. Other work of the machine makes steps take more
     wall time, and hardly more CPU time."""
 
     wall_s: float = 0.0

@@ -38,7 +38,7 @@ class IdleProposer(Proposer):
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Where the drafts of a run come from."""
+    """Sources of the drafts of a run."""
 
     about: str
     speculator: Callable[[Model], Speculator]

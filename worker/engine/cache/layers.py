@@ -78,7 +78,7 @@ class PackedLayer(Protocol):
 
 
 class LayerKind:
-    """What differs between the kinds of layers; this class itself is the kind of those that are not listed, which a row
+    """Differences between the kinds of layers; this class itself is the kind of those that are not listed, which a row
     can only be computed with alone. `layer` is an mlx-lm cache of one sequence, or one in slots."""
 
     classes: tuple[type, ...] = ()  # of mlx-lm and in slots, exactly: a subclass may keep other state
