@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from prometheus_client import CollectorRegistry
 from pydantic.fields import FieldInfo
 
-from sluice.gateway.monitoring.metrics import GatewayMetrics as GatewayMetrics
+from sluice.gateway.monitoring import GatewayMetrics as GatewayMetrics
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.settings import variable as gateway_variable
 from worker.environment import variable

@@ -11,7 +11,7 @@ from sluice.contract import keys
 from sluice.contract.refusals import is_full, reason_of
 from sluice.contract.scripts import source
 from sluice.errors import CancelNotStored
-from sluice.transport.retries import Retries
+from sluice.transport import Retries
 
 CancelOutcome = Literal["cancelled", "requested", "ended"]
 

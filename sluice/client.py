@@ -1,6 +1,7 @@
 """The asyncio client for web backends: `submit`, `stream`, `result`, `cancel`."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
@@ -9,23 +10,57 @@ from typing import Any, Self
 
 from redis.asyncio import Redis
 
-from sluice.batch.options import WINDOW, RunOptions, RunPaths
 from sluice.batch.registry import BatchRegistry
+from sluice.batch.source import WINDOW, RunOptions, RunPaths
 from sluice.cancellation import Cancellation, CancelOutcome
 from sluice.contract import keys
 from sluice.contract.batch import Batch, new_run_id
-from sluice.contract.events import Event
+from sluice.contract.events import Event, JobError, parse_as
 from sluice.contract.keys import JobFunction, Lane
-from sluice.dead_letters import DeadLetter, DeadLetters
-from sluice.errors import UnknownJob
+from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.presence import Attendances, Workers, serves
-from sluice.queues import MisplacedJobs, Queue, Queues
-from sluice.results import Results
-from sluice.streaming.hub import Hub
-from sluice.streaming.streams import SILENCE_S, Streams
+from sluice.queues import DeadLetter, DeadLetters, MisplacedJobs, Queue, Queues
+from sluice.streaming import SILENCE_S, Hub, Streams
 from sluice.submission import ExtraKey, NewJob, Submission, Submitted, new_job
-from sluice.transport.connection import connect
-from sluice.transport.retries import Retries
+from sluice.transport import Retries, connect
+
+_INLINE_BYTES = 65_536  # a longer result is parsed in a thread
+_UNKNOWN_S = 10.0  # without a trace of the job, after which there is none
+
+
+class Results:
+    """Reads results, as soon as they are there."""
+
+    def __init__(self, redis: Redis, retries: Retries, streams: Streams) -> None:
+        self._redis, self._retries = redis, retries
+        self._streams = streams
+
+    async def wait(self, job_id: str) -> dict[str, Any]:
+        """Return the result of a job, waiting until it has ended. Raises as `Client.result`."""
+        stored = await self._read(job_id)
+        if stored is None:
+            async with aclosing(self._streams.follow(job_id, -1, _UNKNOWN_S)) as events:
+                async for _ in events:
+                    pass
+            stored = await self._read(job_id)
+        if stored is None:
+            raise UnknownJob(f"the result of job {job_id!r} has expired")
+        is_long = len(stored) > _INLINE_BYTES
+        return _completion(await asyncio.to_thread(json.loads, stored) if is_long else json.loads(stored))
+
+    async def _read(self, job_id: str) -> bytes | None:
+        key = keys.result(job_id)
+        stored: bytes | None = await self._retries.run_until_answered(lambda: self._redis.get(key))
+        return stored
+
+
+def _completion(stored: dict[str, Any]) -> dict[str, Any]:
+    match stored.get("type"):
+        case "failed":
+            raise JobFailed(parse_as(JobError, stored["error"]))
+        case "cancelled":
+            raise JobCancelled(stored["reason"])
+    return stored
 
 
 class Client:

@@ -10,8 +10,7 @@ from redis.exceptions import NoScriptError
 
 from sluice.contract import keys
 from sluice.contract.scripts import source
-from sluice.transport.retries import Command, Retries, raise_outage
-from sluice.transport.round_trips import RoundTrips
+from sluice.transport import Command, Retries, RoundTrips, raise_outage
 
 _PER_CALL = 100  # jobs in one pipeline, as in a cancellation
 

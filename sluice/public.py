@@ -17,7 +17,6 @@ from sluice.contract.events import (
     Timings,
     Usage,
 )
-from sluice.dead_letters import DeadLetter
 from sluice.errors import (
     BatchRefused,
     BatchTaken,
@@ -33,7 +32,7 @@ from sluice.errors import (
     UnknownJob,
     UnreadableLog,
 )
-from sluice.queues import Queue
+from sluice.queues import DeadLetter, Queue
 from sluice.submission import ExtraKey, Submitted
 from sluice.sync import SyncClient
 

@@ -20,7 +20,7 @@ from sluice.client import Client
 from sluice.contract import keys
 from sluice.contract.events import WAITING
 from sluice.errors import UnknownJob
-from sluice.streaming.streams import LAST_SEQ, ReadAhead
+from sluice.streaming import LAST_SEQ, ReadAhead
 from sluice.sync import iterating
 
 HEADERS = {

@@ -17,8 +17,7 @@ from sluice.contract.keys import JobFunction, Lane
 from sluice.contract.refusals import is_full
 from sluice.contract.scripts import source
 from sluice.errors import NoWorker, QueueFull, ServerFull
-from sluice.transport.retries import Retries, raise_outage, server_full
-from sluice.transport.round_trips import RoundTrips
+from sluice.transport import Retries, RoundTrips, raise_outage, server_full
 
 _FULL, _NO_WORKER = -1, -2  # submit.lua's return codes
 _MAX_ESTIMATE_S = 3600.0  # no rate is steady for longer

@@ -14,7 +14,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from sluice.client import Client
-from sluice.streaming.streams import ReadAhead
+from sluice.streaming import ReadAhead
 
 _CLOSE_S = 5.0  # longest wait for the thread to end; Client.aclose takes less
 _UNWIND_S = 1.0  # longest wait for cancelled calls to end

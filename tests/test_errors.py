@@ -12,8 +12,8 @@ from sluice.batch.lines import BadLine
 from sluice.batch.transitions import UnexpectedEvent
 from sluice.contract.events import JobError
 from sluice.errors import JobCancelled, JobFailed, NoWorker, QueueFull, SluiceError, UnknownJob
-from sluice.gateway.disconnect import ClientDisconnected
 from sluice.gateway.errors import ApiError
+from sluice.gateway.sse import ClientDisconnected
 from sluice.http_errors import ErrorForm
 from worker.errors import JobFailure
 from worker.text.grammar.schema.unsupported import UnsupportedKeyword

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from sluice import errors
 from sluice.batch.files import LineResult, ResultFiles
-from sluice.batch.job_store import JobStore, StoredJob
+from sluice.batch.registry import JobStore, StoredJob
 from sluice.batch.source import Line, Source
 from sluice.batch.transitions import (
     JobEnded,

@@ -13,12 +13,12 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.batch.files import StateFile
-from sluice.batch.options import RunOptions, RunPaths
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.run import Run, endless_retries, new_batch, publish
+from sluice.batch.source import RunOptions, RunPaths
 from sluice.contract.batch import Batch, Problem, Problems, is_run_id, new_run_id
 from sluice.errors import BatchRefused, BatchTaken
-from sluice.transport.retries import Retries
+from sluice.transport import Retries
 
 logger = logging.getLogger("sluice.batch")
 

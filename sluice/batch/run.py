@@ -5,26 +5,122 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from sluice.batch import rerun
 from sluice.batch.dispatcher import LineDispatcher
 from sluice.batch.files import ResultFiles, RunState, StateFile
-from sluice.batch.job_store import JobStore
-from sluice.batch.options import DEFAULT_WINDOW, RunOptions, RunPaths, parse_window
-from sluice.batch.registry import BatchRegistry
-from sluice.batch.served import describe_unserved, describe_unused, give_options, set_mapping
-from sluice.batch.source import FileScan, Line, Source, sorted_for_reuse
+from sluice.batch.registry import BatchRegistry, JobStore
+from sluice.batch.source import (
+    DEFAULT_WINDOW,
+    FileScan,
+    Line,
+    RunOptions,
+    RunPaths,
+    Source,
+    parse_window,
+    sorted_for_reuse,
+)
 from sluice.batch.transitions import RunAction, RunEvent, run_step
 from sluice.contract.batch import NO_LINES, Batch, BatchDetails, BatchState, Problem, Problems, RequestCounts
-from sluice.errors import BatchRefused
+from sluice.errors import BatchRefused, describe_served
 from sluice.presence import Workers
-from sluice.transport.retries import Retries
+from sluice.transport import Retries
+from sluice.wording import counted
+
+
+def _difference(saved: RunState, options: RunOptions, sha256: str) -> str | None:
+    """Return how the saved run differs from the requested one, as a noun phrase; None if it can be resumed."""
+    if saved.sha256 not in ("", sha256):
+        return "another input"
+    # Without a digest the file had not been read to its end, so no line was queued under another mapping.
+    if saved.sha256 and options.models is not None and dict(options.models) != dict(saved.models):
+        names = ", ".join(f"{name}={served}" for name, served in saved.models.items())
+        return f"other models ({names or 'those named in the file'})"
+    return None
+
+
+def _can_be_replaced(saved: RunState, paths: RunPaths) -> bool:
+    """Return True if the saved run has not ended and has no results, so that replacing it loses nothing."""
+    return not saved.batch.ended and not _has_lines(paths)
+
+
+def _refused(saved: RunState, paths: RunPaths, difference: str) -> BatchRefused:
+    """Return the error for a run that cannot be resumed."""
+    files = ", ".join(str(path) for path in (paths.output, paths.errors, paths.state) if path.exists())
+    if saved.batch.ended:
+        status = saved.batch.status
+        rest = f"has ended ({status}) and was started with {difference}: name another output, or remove {files}"
+    else:
+        rest = f"was started with {difference}: use the same to resume it, or name another output"
+    return BatchRefused(f"{paths.output} is the output of {saved.batch.id}, which {rest}")
+
+
+def _replaced(batch: Batch, difference: str, now: float) -> Batch:
+    """Return the status of a run that another replaces."""
+    problem = Problem(
+        "replaced", f"It was started with {difference}, and was replaced by another run before a line was answered."
+    )
+    return replace(batch, errors=Problems((problem,))).enter("failed", now)
+
+
+def _has_lines(paths: RunPaths) -> bool:
+    return any(path.exists() and path.stat().st_size for path in (paths.output, paths.errors))
+
+
+_MAX_NAMED = 5
+
+Remedy = Callable[[Mapping[str, str]], str]  # describes how to map names in the file, or "*" for all, to served models
+
+
+def describe_unserved(
+    models: Mapping[str, int], served: Collection[str], mapped: Mapping[str, str], remedy: Remedy
+) -> str | None:
+    """Return a message about the models without a worker, with a remedy; None if all are served.
+
+    `models`: number of lines by served name, `mapped`: the mapping that led to these names.
+    """
+    missing = sorted(model for model in models if model not in served)
+    if not missing:
+        return None
+    missing_text = ", ".join(f"{model} ({counted(models[model], 'line')})" for model in missing[:_MAX_NAMED])
+    more = f" and {counted(len(missing) - _MAX_NAMED, 'more model')}" if len(missing) > _MAX_NAMED else ""
+    name = next(iter(served)) if len(served) == 1 else "NAME"
+    names = [source for model in missing[:_MAX_NAMED] for source in _sources(model, mapped)]
+    advice = remedy(dict.fromkeys(names, name))
+    return f"no worker serves {missing_text}{more}, and {describe_served(served)}. Start one, or {advice}"
+
+
+def give_options(models: Mapping[str, str]) -> str:
+    """Return the remedy for a run that is started by a command."""
+    options = (f"--model {name}" if source == "*" else f"--map {source}={name}" for source, name in models.items())
+    return f"send the lines to another model: {' '.join(options)}"
+
+
+def set_mapping(models: Mapping[str, str]) -> str:
+    """Return the remedy for a run in a worker's folder, which keeps the mapping that it was started with."""
+    pairs = ",".join(f"{source}={name}" for source, name in models.items())
+    return f"set {pairs} in the workers' SLUICE_BATCH_MODELS, cancel this run, and submit its file again"
+
+
+def describe_unused(mapped: Mapping[str, str], named: Collection[str]) -> str | None:
+    """Return a message about the names in the mapping that no line has; None if all occur."""
+    names = [name for name in mapped if name != "*" and name not in named]
+    if not names:
+        return None
+    maps = " ".join(f"--map {name}={mapped[name]}" for name in names[:_MAX_NAMED])
+    more = f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
+    return f"{maps}{more}: no line of the file names this model"
+
+
+def _sources(model: str, mapped: Mapping[str, str]) -> list[str]:
+    """Return the names in the mapping that lead to `model`; `model` itself if there is none."""
+    return [source for source, target in mapped.items() if target == model] or [model]
+
 
 logger = logging.getLogger("sluice.batch")
 
@@ -62,15 +158,15 @@ async def run(redis: Redis, paths: RunPaths, options: RunOptions, on_progress: O
 async def _check_options(redis: Redis, paths: RunPaths, options: RunOptions, state: StateFile, sha256: str) -> None:
     """Refuse the files of a different run, but replace one that has no results. Raises `BatchRefused`."""
     saved = state.load()
-    if saved is None or saved.batch.status == "failed" or not (different := rerun.difference(saved, options, sha256)):
+    if saved is None or saved.batch.status == "failed" or not (different := _difference(saved, options, sha256)):
         return
-    if not rerun.can_be_replaced(saved, paths):
-        raise rerun.refused(saved, paths, different)
+    if not _can_be_replaced(saved, paths):
+        raise _refused(saved, paths, different)
     logger.warning(
         "%s has no results, and was started with %s: it is replaced by %s", saved.batch.id, different, options.id
     )
     retries = endless_retries(redis)
-    old = rerun.replaced(saved.batch, different, time.time())
+    old = _replaced(saved.batch, different, time.time())
     await JobStore(redis, retries).delete_run(old.id, old.sluice.models)
     state.save(replace(saved, batch=old))
     await publish(retries, BatchRegistry(redis).announce, old)

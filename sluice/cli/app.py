@@ -7,17 +7,13 @@ import typer
 
 from sluice import __version__
 from sluice.cli import worker_commands
-from sluice.cli.batch.command import batch
-from sluice.cli.commands.cancel import cancel
+from sluice.cli.commands.batch import batch
 from sluice.cli.commands.chat import chat
 from sluice.cli.commands.dead import dead
+from sluice.cli.commands.jobs import cancel, submit, tail
 from sluice.cli.commands.keys import keys
-from sluice.cli.commands.queue import queue
-from sluice.cli.commands.serve import serve
-from sluice.cli.commands.submit import submit
-from sluice.cli.commands.tail import tail
-from sluice.cli.commands.up import up
-from sluice.cli.commands.workers import workers
+from sluice.cli.commands.queue import queue, workers
+from sluice.cli.commands.up import serve, up
 from sluice.cli.errors import CliError
 from sluice.cli.terminal.output import replace_unencodable
 

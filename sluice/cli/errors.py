@@ -19,7 +19,7 @@ from sluice.contract import keys
 from sluice.contract.redis_url import UNREADABLE, redacted
 from sluice.contract.refusals import reason_of
 from sluice.errors import NoWorker, QueueFull, ServerFull, UnknownJob, UnreadableLog
-from sluice.transport.connection import wrong_credentials
+from sluice.transport import wrong_credentials
 
 INSTALL = "in a checkout of Sluice, run ./scripts/setup worker,server"  # worker, gateway, embedded server
 _EXIT_QUEUE_FULL = 4

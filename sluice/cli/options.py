@@ -1,11 +1,53 @@
 """Options that several commands share."""
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import typer
 
-from sluice.cli import option_values
-from sluice.contract.keys import Lane
+from sluice.contract.keys import LANES, Lane
+
+N = TypeVar("N", int, float)
+
+
+def integer(minimum: int | None = None, maximum: int | None = None) -> Callable[[str | int], int]:
+    """Return a parser of whole numbers within these bounds."""
+
+    def read(value: str | int) -> int:
+        try:
+            return _within(int(value), minimum, maximum)
+        except ValueError:
+            raise typer.BadParameter(f"it must be a whole number, not {str(value)!r}.") from None
+
+    return read
+
+
+def number(minimum: float | None = None) -> Callable[[str | float], float]:
+    """Return a parser of numbers that are at least `minimum`."""
+
+    def read(value: str | float) -> float:
+        try:
+            return _within(float(value), minimum, None)
+        except ValueError:
+            raise typer.BadParameter(f"it must be a number, not {str(value)!r}.") from None
+
+    return read
+
+
+def lane(value: str) -> Lane:
+    """Parse a lane. Raises typer.BadParameter."""
+    if value not in LANES:
+        raise typer.BadParameter(f"it must be {' or '.join(LANES)}, not {value!r}.")
+    return value
+
+
+def _within(value: N, minimum: N | None, maximum: N | None) -> N:
+    if minimum is not None and value < minimum:
+        raise typer.BadParameter(f"it must be at least {minimum}, not {value}.")
+    if maximum is not None and value > maximum:
+        raise typer.BadParameter(f"it must be at most {maximum}, not {value}.")
+    return value
+
 
 RedisUrl = Annotated[
     str, typer.Option("--redis-url", metavar="URL", envvar="SLUICE_REDIS_URL", help="URL of the Redis server.")
@@ -23,7 +65,7 @@ LaneChoice = Annotated[
     Lane | None,
     typer.Option(
         "--lane",
-        parser=option_values.lane,
+        parser=lane,
         metavar="[interactive|batch]",
         help="`batch` is for offline work, which waits for interactive jobs.  [default: interactive, or batch for a "
         "request whose service_tier is flex]",

@@ -1,28 +1,110 @@
-"""The application: the routes of all interfaces."""
+"""The application: the routes of all interfaces, what surrounds them, and the server that runs them."""
 
+import asyncio
+import errno
+import gc
 import logging
+import os
 import re
+import signal
+import socket
+import sys
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from types import FrameType
 
+import uvicorn
+from redis.exceptions import RedisError
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.client import Client
-from sluice.gateway import catalog, chat, messages, openapi, page, responses
+from sluice.errors import SluiceError
+from sluice.gateway import catalog, chat, health, messages, openapi, page, responses
+from sluice.gateway.caller import Balance, Meter, anthropic_headers, openai_headers
 from sluice.gateway.catalog import ANTHROPIC_HEADER
 from sluice.gateway.errors import ApiError, anthropic_response, new_id, openai_response
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.monitoring import health
-from sluice.gateway.monitoring.access import REQUEST_ID, AccessLog
-from sluice.gateway.protection.middleware import Protection
-from sluice.gateway.settings import ServeSettings
+from sluice.gateway.key_file import BadKeyFile
+from sluice.gateway.monitoring import REQUEST_ID, AccessLog
+from sluice.gateway.protection import MAX_HEADER_BYTES, MIN_BYTES_PER_S, HeldBytes, LocalOnly, protocol
+from sluice.gateway.settings import CannotServe, ServeSettings
+from sluice.gateway.sse import CONNECTION, DISCONNECT_WATCH, DisconnectWatch
 from sluice.http_errors import ErrorForm
+from sluice.log_lines import line_handler
+
+# The middleware around every request: a time limit for the body, the headers about limits, and the release of what it
+# holds.
+
+_ANTHROPIC_PATH = "/v1/messages"
+
+
+class Protection:
+    """ASGI middleware: limits the time of a body, adds the headers about limits, and frees what a request held."""
+
+    def __init__(self, app: ASGIApp, *, timeout_s: float) -> None:
+        """`timeout_s`: seconds that any body may take; a longer one has to arrive with 10 kB/s."""
+        self._app, self._timeout_s = app, timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        state = scope.setdefault("state", {})
+        state[CONNECTION] = receive
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start" and isinstance(meter := state.get("meter"), Meter):
+                MutableHeaders(scope=message).update(await _headers(meter, scope["path"]))
+            await send(message)
+
+        try:
+            await self._app(scope, _TimedBody(receive, self._timeout_s), send_with_headers)
+        finally:
+            if isinstance(meter := state.get("meter"), Meter):
+                meter.leave()
+            if isinstance(held := state.get("held"), HeldBytes):
+                held.release()
+            if isinstance(watch := state.get(DISCONNECT_WATCH), DisconnectWatch):
+                watch.close()
+
+
+class _TimedBody:
+    """Receives messages; a body that arrives too slowly raises `ApiError` 408."""
+
+    def __init__(self, receive: Receive, timeout_s: float) -> None:
+        self._receive, self._deadline = receive, asyncio.get_running_loop().time() + timeout_s
+        self._more_body = True
+
+    async def __call__(self) -> Message:
+        if not self._more_body:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(ErrorForm.TIMEOUT, "The body did not arrive in time; send it faster.") from None
+        self._more_body = message.get("more_body", False)
+        self._deadline += len(message.get("body", b"")) / MIN_BYTES_PER_S
+        return message
+
+
+async def _headers(meter: Meter, path: str) -> dict[str, str]:
+    """Return the headers about the caller's limits; none if the server does not answer."""
+    try:
+        balance: Balance = await meter.balance()
+    except (SluiceError, RedisError):
+        return {}
+    if path.startswith(_ANTHROPIC_PATH):
+        return {**openai_headers(balance), **anthropic_headers(balance, datetime.now(UTC))}
+    return openai_headers(balance)
+
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -131,3 +213,99 @@ def _response(request: Request, error: ApiError, id: str | None = None) -> Respo
     if id is not None:
         response.headers["x-request-id"] = id
     return response
+
+
+_GARBAGE_OBJECTS = 10_000  # allocated containers between two collections, instead of 700
+
+
+def run(redis_url: str, settings: ServeSettings) -> None:
+    """Serve until Ctrl-C or SIGTERM, and finish the open responses. Raises `CannotServe`."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(0))  # uvicorn raises its signal again when it has drained
+    set_up_logging()
+    with listen(settings) as listening:
+        asyncio.run(_serve(listening, redis_url, settings))
+
+
+def set_up_logging() -> None:
+    """Log to stderr; libraries from WARNING on."""
+    logging.basicConfig(level=logging.WARNING, handlers=[line_handler()])
+    logging.getLogger("sluice.gateway").setLevel(logging.INFO)
+
+
+def listen(settings: ServeSettings) -> socket.socket:
+    """Return a socket that listens at the address of the settings. Raises `CannotServe`."""
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        problem = f"cannot listen on {settings.host} port {settings.port}: {_reason(error)}"
+        raise CannotServe(problem) from None
+
+
+def _reason(error: OSError) -> str:
+    """Return why the gateway cannot listen, and what to change."""
+    match error:
+        case OSError(errno=errno.EADDRINUSE):
+            return "another process listens there; choose another port with --port."
+        case OSError(errno=errno.EACCES):
+            return "this user may not listen there; choose a port from 1024 on with --port."
+        case OSError(errno=errno.EADDRNOTAVAIL) | socket.gaierror():
+            return "this machine does not have that address; choose another with --host."
+    system = os.strerror(error.errno or 0)  # `strerror` of the error repeats the address
+    return f"{system}; choose another with --host and --port."
+
+
+async def _serve(listening: socket.socket, redis_url: str, settings: ServeSettings) -> None:
+    try:
+        client = Client(redis_url)
+    except ValueError as error:
+        raise CannotServe(f"SLUICE_REDIS_URL: {error}") from None
+    async with client:
+        application = _application(client, settings)
+        config = uvicorn.Config(
+            application if settings.keys else LocalOnly(application, settings.allowed_origins),
+            http=protocol(settings.client_timeout_s),
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=int(settings.drain_s),
+        )
+        if settings.keys is None:
+            print("sluice: no keys are set (SLUICE_SERVE_KEYS), so only this machine is answered", file=sys.stderr)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        print(f"sluice: serving at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
+        _collect_garbage_rarely()
+        await _Server(config, application.state.gateway).serve(sockets=[listening])
+
+
+def _collect_garbage_rarely() -> None:
+    """Exempt the loaded modules from garbage collection, and let more be allocated between two collections: a burst of
+    requests would run it all the time, and find nothing."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GARBAGE_OBJECTS)
+
+
+def _application(client: Client, settings: ServeSettings) -> Starlette:
+    try:
+        return app(client, settings)
+    except BadKeyFile as error:
+        raise CannotServe(f"SLUICE_SERVE_KEYS: {error}") from None
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that tells the gateway when it begins to drain."""
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+        super().__init__(config)
+        self._gateway = gateway
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain, in a signal handler."""
+        self._gateway.drain()
+        super().handle_exit(sig, frame)

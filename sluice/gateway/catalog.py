@@ -11,8 +11,7 @@ from starlette.routing import Route
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import Handler, anthropic_endpoint, endpoint
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.models import model_not_found, served_name
-from sluice.gateway.workers import Worker
+from sluice.gateway.workers import Worker, model_not_found, served_name
 from sluice.presence import mapped_name
 
 ANTHROPIC_HEADER = "anthropic-version"  # requests with this header get Anthropic's form

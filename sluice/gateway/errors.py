@@ -14,7 +14,7 @@ from sluice.contract.refusals import is_full, reason_of
 from sluice.errors import JobFailed, NoWorker, QueueFull, ServerFull, ServerUnreachable, SluiceError
 from sluice.http_errors import ErrorForm
 from sluice.openai import error_reply, is_of_image
-from sluice.transport.retries import is_transient, server_full
+from sluice.transport import is_transient, server_full
 
 logger = logging.getLogger("sluice.gateway")
 

@@ -12,22 +12,19 @@ from starlette.responses import Response
 
 from sluice.client import Client
 from sluice.gateway import idempotency, sse
-from sluice.gateway.body import Body, Interface, read_body
-from sluice.gateway.caller import LOCAL, Authentication, Caller
-from sluice.gateway.disconnect import unless_disconnected
+from sluice.gateway.body import Body, Interface, in_thread_if_long, read_body
+from sluice.gateway.caller import LOCAL, Authentication, Caller, Limits
 from sluice.gateway.errors import ApiError
 from sluice.gateway.idempotency import IdempotencyKeys
-from sluice.gateway.jobs.jobs import AnswerJobs, Jobs, StoredAnswer
-from sluice.gateway.jobs.submission import JobSubmission
-from sluice.gateway.keys.limits import Limits
-from sluice.gateway.keys.store import KeyStore
-from sluice.gateway.monitoring.metrics import AnswerTimer, GatewayMetrics
-from sluice.gateway.protection.memory import Memory
+from sluice.gateway.jobs import AnswerJobs, Jobs, JobSubmission, StoredAnswer
+from sluice.gateway.key_file import KeyStore
+from sluice.gateway.monitoring import AnswerTimer, GatewayMetrics
+from sluice.gateway.protection import Memory
 from sluice.gateway.settings import ServeSettings
-from sluice.gateway.threads import in_thread_if_long
+from sluice.gateway.sse import unless_disconnected
 from sluice.gateway.workers import QueueWatch, ServedModels
 from sluice.presence import mapped_name
-from sluice.transport.retries import Retries
+from sluice.transport import Retries
 
 logger = logging.getLogger("sluice.gateway")
 

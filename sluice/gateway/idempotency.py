@@ -17,12 +17,11 @@ from starlette.requests import Request
 
 from sluice.contract import keys
 from sluice.errors import SluiceError
-from sluice.gateway.body import Body
+from sluice.gateway.body import Body, in_thread_if_long
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError, was_refused
-from sluice.gateway.threads import in_thread_if_long
 from sluice.http_errors import ErrorForm
-from sluice.transport.retries import Retries
+from sluice.transport import Retries
 
 logger = logging.getLogger("sluice.gateway")
 

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sluice.contract.keys import MODEL_NAME
-from sluice.gateway.protection.local import is_loopback
+from sluice.gateway.protection import is_loopback
 
 PREFIX = "SLUICE_SERVE_"
 REDIS_URL = "SLUICE_REDIS_URL"  # shared with the workers

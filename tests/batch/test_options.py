@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.batch.options import RunPaths
+from sluice.batch.source import RunPaths
 from sluice.errors import BatchRefused
 
 

@@ -17,8 +17,7 @@ from redis.exceptions import NoPermissionError
 from sluice import Batch, BatchRefused, BatchTaken, Client, UnknownBatch
 from sluice.batch import dispatcher, files, run
 from sluice.batch.files import StateFile
-from sluice.batch.job_store import JobStore
-from sluice.batch.registry import BatchRegistry
+from sluice.batch.registry import BatchRegistry, JobStore
 from sluice.batch.source import FileScan, Source, prefix_key
 from sluice.contract import keys
 from sluice.contract.batch import NO_LINES

@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Batch, Client
-from sluice.batch.served import describe_unserved, describe_unused, give_options, set_mapping
+from sluice.batch.run import describe_unserved, describe_unused, give_options, set_mapping
 from tests.batch.helpers import Chat, holds, ids, leave, left, says, write
 from tests.queue.helpers import settings, until, working
 

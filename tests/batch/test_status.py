@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 import schemas
 from sluice.batch.files import LineResult
-from sluice.batch.options import parse_window
+from sluice.batch.source import parse_window
 from sluice.batch.transitions import LineError
 from sluice.contract.batch import (
     NO_LINES,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from schemas import ChatRequest
-from schemas.result import SpeculationReport
+from schemas.outputs import SpeculationReport
 from tests.support.stack import ROOT
 from worker.chat.speculation import Counts, SpeculationReceipt, draft_limit, why_no_drafts
 from worker.engine.speculation.copies import COPY

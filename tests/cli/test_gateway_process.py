@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.cli.gateway_process import GatewayProcess
+from sluice.cli.commands.up import GatewayProcess
 from tests.support.stack import free_port
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from sluice.cli.app import app
 from sluice.cli.errors import CliError
-from sluice.gateway.keys.file import digest, read
+from sluice.gateway.key_file import digest, read
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +123,6 @@ def test_what_cannot_be_done_is_told_in_a_sentence(arguments: list[str], sentenc
 def test_without_the_extra_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "sluice.gateway.keys.file", None)
+    monkeypatch.setitem(sys.modules, "sluice.gateway.key_file", None)
     with pytest.raises(CliError, match=re.escape("run ./scripts/setup worker,server")):
         run(*command, "--file", "keys.json")

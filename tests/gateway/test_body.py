@@ -14,7 +14,7 @@ from starlette.requests import Request
 from sluice.gateway import ServeSettings
 from sluice.gateway.body import read_body, zstd
 from sluice.gateway.errors import ApiError
-from sluice.gateway.protection.memory import Memory
+from sluice.gateway.protection import Memory
 from tests.gateway.gateways import serving
 
 PATH = "/v1/chat/completions"

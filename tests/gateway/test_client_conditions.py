@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from sluice.contract.events import Failed, JobError, Usage
 from sluice.gateway import ServeSettings
 from sluice.gateway.errors import ApiError, anthropic_response, openai_response
-from sluice.gateway.keys.file import digest
+from sluice.gateway.key_file import digest
 from sluice.gateway.responses.stream import ResponseState
 from sluice.http_errors import ErrorForm
 from tests.gateway.gateways import events, serving

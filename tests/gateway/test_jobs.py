@@ -9,11 +9,11 @@ from redis.asyncio import Redis
 
 from sluice import Client, JobFailed
 from sluice.gateway import ServeSettings
+from sluice.gateway.caller import Limits
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.jobs.jobs import Jobs
-from sluice.gateway.keys.file import Key, digest
-from sluice.gateway.keys.limits import Limits
-from sluice.transport.retries import Retries
+from sluice.gateway.jobs import Jobs
+from sluice.gateway.key_file import Key, digest
+from sluice.transport import Retries
 
 KEY = Key(id="k-1", sha256=digest("secret"), tenant="acme", tokens_per_minute=6_000)
 FAILED: dict[str, Any] = {

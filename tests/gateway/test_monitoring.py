@@ -19,8 +19,8 @@ from redis.asyncio import Redis
 import worker.jobs
 from sluice import Client
 from sluice.gateway import ServeSettings, app
+from sluice.gateway.app import listen
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.server import listen
 from sluice.gateway.settings import CannotServe
 from sluice.log_lines import LineFormatter, wrapped
 from tests.fakes import ByteTokenizer, FakeChat, FakeEngine, worker_context

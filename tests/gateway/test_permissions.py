@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice.gateway import ServeSettings
-from sluice.gateway.keys.file import digest
+from sluice.gateway.key_file import digest
 from tests.gateway.gateways import serving
 from tests.support.stack import ROOT
 from tests.waiting import until

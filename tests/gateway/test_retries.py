@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
-from sluice.gateway.keys.file import digest
+from sluice.gateway.key_file import digest
 from tests.fakes import FakeChat
 from tests.gateway.gateways import HttpGateway, serving
 from tests.queue.helpers import field

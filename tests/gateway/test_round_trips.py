@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio.connection import AbstractConnection
 
 from sluice.gateway import ServeSettings
-from sluice.gateway.keys.file import digest
+from sluice.gateway.key_file import digest
 from tests.fakes import FakeChat
 from tests.gateway.gateways import HttpGateway, serving
 from tests.waiting import until

@@ -12,7 +12,7 @@ from sluice import Client, QueueFull
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.responses.store import record_key
+from sluice.gateway.responses.history import record_key
 from tests.gateway.gateways import HttpGateway, serving
 from tests.line import Line
 from tests.queue.helpers import field

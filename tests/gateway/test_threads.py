@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sluice.gateway.threads import in_thread_if_long, is_long, json_response, to_json
+from sluice.gateway.body import in_thread_if_long, is_long, json_response, to_json
 
 
 @pytest.mark.parametrize(

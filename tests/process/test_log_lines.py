@@ -68,7 +68,7 @@ def test_the_worker_logs_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SETUPS = {
     "worker": "from worker.process.daemon import set_up_logging; set_up_logging({level!r})",
-    "gateway": "from sluice.gateway.server import set_up_logging; set_up_logging()",
+    "gateway": "from sluice.gateway.app import set_up_logging; set_up_logging()",
 }
 
 

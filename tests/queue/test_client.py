@@ -72,7 +72,7 @@ async def test_a_late_subscriber_hears_the_same(db: Redis, client: Client, chat:
 async def test_a_late_subscriber_does_not_wait_for_what_was_said(
     db: Redis, client: Client, chat: FakeChat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.streaming.streams.SILENCE_S", 60)
+    monkeypatch.setattr("sluice.streaming.SILENCE_S", 60)
     await client.submit(TEN, id="a")
     await ended(db, "a")
     assert await asyncio.wait_for(seqs(client, "a"), 30) == list(range(12))
@@ -112,7 +112,7 @@ async def test_a_stream_as_json_is_the_log_itself(db: Redis, client: Client, cha
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.streaming.streams.SILENCE_S", 0.1)
+    monkeypatch.setattr("sluice.streaming.SILENCE_S", 0.1)
 
 
 @pytest.mark.usefixtures("_impatient")

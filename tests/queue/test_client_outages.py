@@ -21,8 +21,8 @@ from sluice import Client, ServerUnreachable, Submitted
 from sluice.batch.registry import BatchRegistry
 from sluice.contract import keys
 from sluice.contract.batch import NO_LINES, Batch
-from sluice.dead_letters import DeadLetter
-from sluice.transport.retries import Retries
+from sluice.queues import DeadLetter
+from sluice.transport import Retries
 from tests.line import Line
 from tests.queue.streaming import HELLO, behind, event, say, seqs, subscribed
 from tests.support.stack import Server
@@ -35,10 +35,8 @@ OWN = pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mar
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the client take a connection, or a server, for dead after a fifth of the time."""
     waits = {
-        "sluice.transport.retries": {"ANSWER_S": 0.4, "_PING_S": 0.6, "_CALL_S": 1.0},
-        "sluice.transport.connection": {"_ANSWER_S": 0.4},
-        "sluice.streaming.hub": {"_QUIET_S": 0.2, "ANSWER_S": 0.4},
-        "sluice.streaming.streams": {"SILENCE_S": 0.2},
+        "sluice.transport": {"ANSWER_S": 0.4, "_PING_S": 0.6, "_CALL_S": 1.0},
+        "sluice.streaming": {"_QUIET_S": 0.2, "SILENCE_S": 0.2, "ANSWER_S": 0.4},
         "sluice.client": {"SILENCE_S": 0.2},
     }
     for module, values in waits.items():
@@ -66,7 +64,7 @@ async def test_a_stream_goes_on_within_seconds_of_a_black_hole(db: Redis, redis_
 async def test_a_stream_after_a_black_hole_hears_the_channel_again(
     db: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.streaming.streams.SILENCE_S", 3600)  # the list is read only after a gap
+    monkeypatch.setattr("sluice.streaming.SILENCE_S", 3600)  # the list is read only after a gap
     async with behind(redis_url) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
         await subscribed(db, keys.channel("a"))
@@ -92,7 +90,7 @@ async def test_a_black_hole_is_noticed_again_if_redis_py_loses_the_first_cancell
             lost.append("cancellation")
 
     monkeypatch.setattr(PubSub, "get_message", loses_the_first)
-    monkeypatch.setattr("sluice.streaming.streams.SILENCE_S", 3600)
+    monkeypatch.setattr("sluice.streaming.SILENCE_S", 3600)
     async with behind(redis_url) as (line, client):
         stream = asyncio.create_task(seqs(client, "a"))
         await subscribed(db, keys.channel("a"))
@@ -333,7 +331,7 @@ async def test_a_stream_rides_out_a_script_that_keeps_the_server_busy(db: Redis,
 async def test_an_answer_that_takes_long_is_waited_for_at_the_second_try(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.transport.retries.ANSWER_S", 0.1)
+    monkeypatch.setattr("sluice.transport.ANSWER_S", 0.1)
     tries = []
 
     async def slow() -> str:
@@ -349,7 +347,7 @@ async def test_an_answer_that_takes_long_is_waited_for_at_the_second_try(
 async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
     redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.transport.retries.ANSWER_S", 0.05)
+    monkeypatch.setattr("sluice.transport.ANSWER_S", 0.05)
     hangs = chain([3600], repeat(0))
     async with Redis.from_url(redis_url) as redis:
         retries = Retries(redis, None, log=logging.getLogger("test"))

@@ -24,7 +24,7 @@ from sluice import CancelNotStored, Client, ServerFull, ServerUnreachable, Sluic
 from sluice.batch.run import endless_retries
 from sluice.contract import keys
 from sluice.openai import error_reply
-from sluice.transport.retries import is_transient
+from sluice.transport import is_transient
 from tests.queue.refusing import disk_full
 from tests.queue.streaming import HELLO, event, say, seqs, subscribed
 from tests.support.stack import Server
@@ -82,7 +82,7 @@ async def test_a_missing_permission_ends_a_stream(limited: Callable[..., Awaitab
 async def test_a_user_who_may_not_ping_streams_through_lost_connections(
     db: Redis, limited: Callable[..., Awaitable[Client]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.streaming.hub._QUIET_S", 0.1)
+    monkeypatch.setattr("sluice.streaming._QUIET_S", 0.1)
     client = await limited("-ping")
     stream = asyncio.create_task(seqs(client, "a"))
     await subscribed(db, keys.channel("a"))

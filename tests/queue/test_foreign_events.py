@@ -29,7 +29,7 @@ DELTA, LAST = event(0, "delta", token_ids=[1]), event(1, "cancelled", reason="re
 async def test_a_foreign_publication_is_skipped(
     db: Redis, client: Client, foreign: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.streaming.streams.SILENCE_S", 0.2)  # after which the list is read
+    monkeypatch.setattr("sluice.streaming.SILENCE_S", 0.2)  # after which the list is read
     await db.rpush(keys.log("a"), DELTA)
     seqs = []
     async for each in client.stream("a"):
@@ -116,7 +116,7 @@ async def test_a_wrong_number_ends_the_streams_of_a_blocking_client(db: Redis, r
 async def test_a_stream_from_beyond_the_end_waits_while_the_list_grows(
     db: Redis, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sluice.streaming.streams.SILENCE_S", 0.05)
+    monkeypatch.setattr("sluice.streaming.SILENCE_S", 0.05)
     await db.rpush(keys.log("a"), DELTA)
     reading = asyncio.create_task(seqs(client, "a", after=1))
     await asyncio.sleep(0.3)  # the list was read from beyond its end

@@ -6,7 +6,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Client
-from sluice.streaming.hub import Subscription
+from sluice.streaming import Subscription
 from tests.waiting import until
 
 

@@ -17,7 +17,7 @@ from sluice import Client
 from sluice.cancellation import Cancellation
 from sluice.contract import keys
 from sluice.submission import NewJob, Submission
-from sluice.transport.retries import Retries
+from sluice.transport import Retries
 from tests.queue.held import cancel_waiting
 from tests.queue.helpers import QUEUE, envelope, lapse, put, settings
 from tests.selection import examples

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from sluice.transport.interruption import Interruption
+from sluice.transport import Interruption
 
 
 class Late(Exception):

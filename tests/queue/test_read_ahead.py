@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from sluice.streaming.streams import ReadAhead
+from sluice.streaming import ReadAhead
 
 
 class Numbers:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from sluice.transport import round_trips
-from sluice.transport.round_trips import RoundTrips
+from sluice import transport
+from sluice.transport import RoundTrips
 
 
 class Server:
@@ -74,7 +74,7 @@ async def test_a_cancelled_call_leaves_the_others_of_its_round_trip(caplog: pyte
 async def test_a_round_trip_without_an_answer_holds_up_the_next_one_for_a_moment_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(round_trips, "_MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(transport, "_MAX_WAIT_S", 0.01)
     server = Server()
     trips = RoundTrips(server.send)
     tasks = await called(trips, 1) + await called(trips, 2)

@@ -10,9 +10,9 @@ import pytest
 from schemas import ChatRequest
 from sluice.contract import keys
 from sluice.contract.events import EVENTS, ErrorType, JobError, Timings, Usage
+from sluice.gateway.caller import limit_key, reservation_key
 from sluice.gateway.idempotency import left_key, registration_key
-from sluice.gateway.keys.limits import limit_key, reservation_key
-from sluice.gateway.responses.store import final_key, record_key
+from sluice.gateway.responses.history import final_key, record_key
 from tests.schemas import page
 from tests.schemas.bodies import HELLO, LOOK, chat
 from worker.bounded_json.strict import loads

@@ -10,8 +10,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from schemas import ChatRequest, explain, field_of
 from schemas.base import MAX_CHARACTERS, MAX_VALUES
-from schemas.explain import _SENTENCES
-from schemas.location import locate, quoted
+from schemas.explain import _SENTENCES, locate, quoted
 from tests.schemas.bodies import FULL, HELLO, LOOK, WEATHER, chat
 from tests.schemas.strategies import ANYTHING, JSON, NAMES, mutated
 from tests.selection import examples

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schemas import ChatRequest
-from schemas.speculation import DraftLimit
+from schemas.chat import DraftLimit
 from worker.chat.context import WorkerContext
 from worker.outcomes import PREDICTION, Sampled, Speculated
 from worker.queue.job.claims import Claim

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sluice.cli import option_values
 from sluice.cli.errors import CliError, needs_worker
-from sluice.cli.options import AsJson
+from sluice.cli.options import AsJson, integer
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
 
@@ -26,9 +25,7 @@ def schedule(
     ] = None,
     runs: Annotated[
         int,
-        typer.Option(
-            "-n", "--runs", parser=option_values.integer(1, 100), metavar="N", help="Number of start times to show."
-        ),
+        typer.Option("-n", "--runs", parser=integer(1, 100), metavar="N", help="Number of start times to show."),
     ] = 5,
     as_json: AsJson = False,
 ) -> None:

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli import option_values
 from sluice.cli.errors import CliError, no_worker
+from sluice.cli.options import integer
 
 
 def worker(
@@ -21,7 +21,7 @@ def worker(
         str | None, typer.Option(metavar="URL", help="SLUICE_REDIS_URL: URL of the Redis server.")
     ] = None,
     max_rows: Annotated[
-        int | None, typer.Option(parser=option_values.integer(), metavar="N", help="SLUICE_MAX_ROWS: jobs at once.")
+        int | None, typer.Option(parser=integer(), metavar="N", help="SLUICE_MAX_ROWS: jobs at once.")
     ] = None,
 ) -> None:
     """Serve one model until Ctrl-C or SIGTERM.

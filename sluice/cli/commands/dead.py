@@ -14,8 +14,8 @@ from sluice.cli.terminal.follow import mention_missing_worker
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.client import Client
-from sluice.dead_letters import DeadLetter
 from sluice.errors import UnknownJob
+from sluice.queues import DeadLetter
 from sluice.submission import Submitted
 
 JobId = Annotated[str, typer.Argument(help="Id of the job, as in `sluice dead list`.", metavar="ID")]

@@ -10,14 +10,13 @@ import typer
 from rich.console import JustifyMethod
 
 from sluice.cli.errors import CliError, needs_gateway
-from sluice.cli.option_values import integer, lane
-from sluice.cli.options import AsJson
+from sluice.cli.options import AsJson, integer, lane
 from sluice.cli.terminal.output import print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.contract.keys import LANES
 
 if TYPE_CHECKING:
-    from sluice.gateway.keys.file import KeyFile  # an extra of the package
+    from sluice.gateway.key_file import KeyFile  # an extra of the package
 
 File = Annotated[
     Path | None,
@@ -128,7 +127,7 @@ def revoke(
 def _create(file: Path | None, fields: dict[str, Any]) -> tuple[str, str]:
     """Add a new key to the file, and return it with its id."""
     with needs_gateway():
-        from sluice.gateway.keys.file import KeyFile, new_key
+        from sluice.gateway.key_file import KeyFile, new_key
     try:
         secret, key = new_key(**fields)
     except ValueError as error:
@@ -143,7 +142,7 @@ def _create(file: Path | None, fields: dict[str, Any]) -> tuple[str, str]:
 
 def _revoke(file: Path | None, id: str) -> None:
     with needs_gateway():
-        from sluice.gateway.keys.file import KeyFile
+        from sluice.gateway.key_file import KeyFile
     path = _path(file)
 
     def without(content: KeyFile) -> KeyFile:
@@ -158,7 +157,7 @@ def _revoke(file: Path | None, id: str) -> None:
 def _read(file: Path | None) -> list[dict[str, Any]]:
     """Return the keys without their hashes, and if they have expired."""
     with needs_gateway():
-        from sluice.gateway.keys.file import BadKeyFile, read
+        from sluice.gateway.key_file import BadKeyFile, read
     try:
         content = read(_path(file))
     except BadKeyFile as error:
@@ -170,7 +169,7 @@ def _read(file: Path | None) -> list[dict[str, Any]]:
 
 
 def _edit(path: Path, change: "Callable[[KeyFile], KeyFile]") -> None:
-    from sluice.gateway.keys.file import BadKeyFile, edit
+    from sluice.gateway.key_file import BadKeyFile, edit
 
     try:
         edit(path, change)

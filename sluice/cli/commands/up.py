@@ -1,25 +1,129 @@
-"""`sluice up`: starts and stops a server, a worker and the HTTP gateway on this machine together."""
+"""`sluice serve`, the HTTP gateway, and `sluice up`: a server, a worker and the gateway on this machine together."""
 
 import asyncio
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sluice.cli.embedded_server import EmbeddedServer, default_folder
-from sluice.cli.errors import INSTALL
-from sluice.cli.gateway_process import GatewayProcess
+from sluice.cli.embedded_server import EmbeddedServer, default_folder, pick_port
+from sluice.cli.errors import INSTALL, CliError, needs_gateway
+from sluice.cli.options import REDIS_URL
 from sluice.client import Client
 from sluice.errors import SluiceError
 
+if TYPE_CHECKING:
+    from sluice.gateway.settings import ServeSettings
+
+_PORT = 8000
+_EXIT_S = 5.0  # after which the process is killed
+
+
+class GatewayProcess:
+    """A process `sluice serve`. Without the extra `serve` it is none: `base_url` is None and `start` does nothing.
+    `serves` is True from the time when it answers."""
+
+    def __init__(self, redis_url: str, port: int | None) -> None:
+        """`port`: by default SLUICE_SERVE_PORT, else 8000, or a free one if that is in use. Raises `CliError` for an
+        invalid setting and a port in use."""
+        self._process: asyncio.subprocess.Process | None = None
+        self._redis_url = redis_url
+        self.base_url: str | None = None
+        self.needs_key = False
+        self.serves = False
+        if _is_installed():
+            settings = _settings()
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            self._port = _port(settings, port)
+            self._host = settings.host
+            self.base_url = f"http://{host}:{self._port}/v1"
+            self.needs_key = settings.keys is not None
+
+    async def start(self) -> None:
+        """Start the process, which prints its address; return when it answers or has ended."""
+        if self.base_url is None:
+            return
+        command = [sys.executable, "-m", "sluice.cli", "serve", "--port", str(self._port)]
+        env = {**os.environ, "SLUICE_REDIS_URL": self._redis_url}  # command lines are public
+        # Without its own session Ctrl-C would reach it twice, from the terminal and from `stop`.
+        self._process = await asyncio.create_subprocess_exec(
+            *command, start_new_session=True, stdin=subprocess.DEVNULL, env=env
+        )
+        while self._process.returncode is None and not self.serves:
+            await asyncio.sleep(_POLL_S)
+            self.serves = await _answers(self._host, self._port)
+
+    async def wait(self) -> int:
+        """Wait until the process has ended, and return its exit code; without a process, wait forever."""
+        if self._process is None:
+            await asyncio.get_running_loop().create_future()
+        assert self._process is not None
+        return await self._process.wait()
+
+    def drain(self) -> None:
+        """Let the process finish its open responses and end; called again, end at once."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    async def stop(self) -> None:
+        """End the process, and wait until it has ended."""
+        if self._process is None:
+            return
+        self.drain()
+        self.drain()
+        try:
+            async with asyncio.timeout(_EXIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+async def _answers(host: str, port: int) -> bool:
+    """Return True if an HTTP server answers there."""
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return bool(await reader.readline())
+    except OSError:
+        return False
+    finally:
+        writer.close()
+
+
+def _is_installed() -> bool:
+    return all(find_spec(name) for name in ("prometheus_client", "pydantic_settings", "starlette", "uvicorn"))
+
+
+def _settings() -> "ServeSettings":
+    from sluice.gateway.settings import CannotServe, read_settings
+
+    try:
+        return read_settings()
+    except CannotServe as error:
+        raise CliError(str(error)) from None
+
+
+def _port(settings: "ServeSettings", port: int | None) -> int:
+    is_set = "port" in settings.model_fields_set
+    wanted = settings.port if port is None and is_set else port
+    return pick_port(wanted, default=_PORT, option="--http-port")
+
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_POLL_S = 0.2  # between two checks if the worker is ready
+_POLL_S = 0.1  # between two checks if a process that was started is ready
 _SIGNAL_EVERY_S = 1.0  # between two signals to a worker that has lost its server
 _EXIT_SERVER_ENDED = 1
 
@@ -189,3 +293,37 @@ def _clients(gateway: GatewayProcess) -> str:
 
 def _print(sentence: str) -> None:
     print(f"sluice: {sentence}", file=sys.stderr, flush=True)
+
+
+def serve(
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="SLUICE_SERVE_HOST: address to listen on.  [default: 127.0.0.1]"),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65_535, metavar="PORT", help="SLUICE_SERVE_PORT: port to listen on.  [default: 8000]"),
+    ] = None,
+    redis_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="SLUICE_REDIS_URL: URL of the Redis server.")
+    ] = None,
+) -> None:
+    """Serve the queue over HTTP, to OpenAI's and Anthropic's clients.
+
+    It runs until Ctrl-C or SIGTERM. Any number of these processes may serve one queue. Each setting is a variable
+    SLUICE_SERVE_..., read from the environment or from .env in this folder; an option overrides both. .env.example
+    in the repository lists them.
+
+    \b
+    Example:
+      sluice serve --port 8000 --redis-url redis://localhost:6379/0
+    """
+    given = {"host": host, "port": port}
+    with needs_gateway():
+        from sluice.gateway.app import run
+        from sluice.gateway.settings import CannotServe, read_redis_url, read_settings
+    try:
+        settings = read_settings(**{name: value for name, value in given.items() if value is not None})
+        run(redis_url or read_redis_url(REDIS_URL), settings)
+    except CannotServe as error:
+        raise CliError(str(error)) from None

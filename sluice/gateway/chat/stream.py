@@ -13,7 +13,7 @@ from sluice.gateway.body import told
 from sluice.gateway.errors import ApiError, openai_body
 from sluice.gateway.tools import CustomCalls, RequestTools
 from sluice.openai import Answer, usage_of
-from sluice.streaming.streams import LAST_SEQ
+from sluice.streaming import LAST_SEQ
 
 Events = Callable[[str], AsyncGenerator[Event]]  # the events of a job, from the first
 

@@ -13,17 +13,16 @@ from starlette.routing import Route
 
 from sluice.contract.events import Event, Progress, Restarted
 from sluice.gateway import committed, sse
-from sluice.gateway.body import Body
+from sluice.gateway.body import Body, in_thread_if_long, json_response
 from sluice.gateway.caller import Caller
-from sluice.gateway.disconnect import unless_disconnected
 from sluice.gateway.errors import ApiError, anthropic_body, anthropic_endpoint, id_headers
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
-from sluice.gateway.jobs.jobs import AnswerJobs, Available, StoredAnswer
+from sluice.gateway.jobs import AnswerJobs, Available, StoredAnswer
 from sluice.gateway.messages.body import CountBody, MessagesBody, validate
 from sluice.gateway.messages.request import chat_request, prompt_fields
 from sluice.gateway.messages.stream import PING, UNCHANGED, MessageEvent, MessageStream, whole_message
-from sluice.gateway.threads import in_thread_if_long, json_response
+from sluice.gateway.sse import unless_disconnected
 from sluice.http_errors import ErrorForm
 from sluice.presence import mapped_name
 

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
-from sluice.gateway.jobs.jobs import Jobs
+from sluice.gateway.jobs import Jobs
 from tests.fakes import FakeChat
 from tests.gateway.gateways import HttpGateway, serving
 from tests.queue.helpers import field

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from sluice.gateway.keys import store as store_module
-from sluice.gateway.keys.file import BadKeyFile, Key, KeyFile, digest, edit, new_key, read
-from sluice.gateway.keys.store import KeyStore
+from sluice.gateway import key_file
+from sluice.gateway.key_file import BadKeyFile, Key, KeyFile, KeyStore, digest, edit, new_key, read
 
 ENTRY = {"id": "k-1", "sha256": digest("secret"), "tenant": "acme"}
 
@@ -29,7 +28,7 @@ def add(key: Key) -> Any:
 
 @pytest.fixture(autouse=True)
 def _looks_at_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "CHECK_S", 0.0)
+    monkeypatch.setattr(key_file, "CHECK_S", 0.0)
 
 
 def test_a_created_file_is_readable_by_its_owner_only_and_holds_no_secret(tmp_path: Path) -> None:
@@ -151,7 +150,7 @@ async def test_a_file_that_breaks_keeps_the_old_keys_and_logs_one_sentence(
 
 
 async def test_the_file_is_looked_at_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "CHECK_S", 60.0)
+    monkeypatch.setattr(key_file, "CHECK_S", 60.0)
     keys = KeyStore(write(tmp_path / "keys.json", ENTRY))
     write(tmp_path / "keys.json")
     assert await keys.find("secret") is not None

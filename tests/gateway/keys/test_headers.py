@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from sluice.gateway.keys.limits import Balance, anthropic_headers, openai_headers
+from sluice.gateway.caller import Balance, anthropic_headers, openai_headers
 
 NOW = datetime(2027, 1, 1, 12, 0, tzinfo=UTC)
 

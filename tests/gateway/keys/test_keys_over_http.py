@@ -14,8 +14,8 @@ import redis.asyncio
 
 from sluice import Client, QueueFull
 from sluice.gateway import ServeSettings
-from sluice.gateway.keys.file import digest
-from sluice.gateway.keys.limits import reservation_key
+from sluice.gateway.caller import reservation_key
+from sluice.gateway.key_file import digest
 from tests.fakes import FakeChat
 from tests.gateway.gateways import serving
 from tests.waiting import until

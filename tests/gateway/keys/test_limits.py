@@ -9,10 +9,10 @@ import redis.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sluice.gateway.caller import Balance, Exceeded, Limits, limit_key, refusal, reservation_key
 from sluice.gateway.errors import ApiError
-from sluice.gateway.keys.file import Key, digest
-from sluice.gateway.keys.limits import Balance, Exceeded, Limits, limit_key, refusal, reservation_key
-from sluice.transport.retries import Retries
+from sluice.gateway.key_file import Key, digest
+from sluice.transport import Retries
 
 Db = redis.asyncio.Redis
 

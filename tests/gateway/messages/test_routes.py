@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
-from sluice.gateway.keys.file import digest
+from sluice.gateway.key_file import digest
 from sluice.gateway.messages.stream import UNCHANGED
 from tests.fakes import TIMINGS, ByteTokenizer, FakeEngine, worker_context
 from tests.gateway.gateways import HttpGateway, serving

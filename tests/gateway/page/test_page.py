@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
-from sluice.gateway.keys.file import digest
+from sluice.gateway.key_file import digest
 from tests.gateway.gateways import HttpGateway, gateway_process, serving
 from tests.gateway.page.asking import ENDED, WORDS, ObedientChat, ask, do
 from tests.gateway.page.browser import Browser

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from sluice.gateway import ServeSettings
-from sluice.gateway.keys.file import digest
+from sluice.gateway.key_file import digest
 from tests.gateway.gateways import serving
 
 pytestmark = pytest.mark.usefixtures("fake_worker")

@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from sluice.gateway.protection.local import LocalOnly, is_loopback
+from sluice.gateway.protection import LocalOnly, is_loopback
 from sluice.gateway.settings import CannotServe, read_settings
 from tests.gateway.gateways import gateway_process
 from tests.support.stack import GatewayProcess

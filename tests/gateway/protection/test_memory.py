@@ -14,8 +14,8 @@ import redis.asyncio
 from sluice.contract import keys as names
 from sluice.gateway import ServeSettings
 from sluice.gateway.errors import ApiError
-from sluice.gateway.keys.file import digest
-from sluice.gateway.protection.memory import Memory
+from sluice.gateway.key_file import digest
+from sluice.gateway.protection import Memory
 from tests.fakes import FakeChat
 from tests.gateway.gateways import HttpGateway, serving
 from tests.waiting import until

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from sluice.gateway.protection.protocol import MAX_HEADER_BYTES, protocol
+from sluice.gateway.protection import MAX_HEADER_BYTES, protocol
 
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
 CLOSING = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
-from sluice.gateway.protection.protocol import MAX_HEADER_BYTES, protocol
+from sluice.gateway.protection import MAX_HEADER_BYTES, protocol
 from tests.gateway.gateways import gateway_process
 from tests.support.stack import GatewayProcess
 

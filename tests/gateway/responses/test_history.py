@@ -18,13 +18,20 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses import history as module
 from sluice.gateway.responses.conversation import read_conversation
 from sluice.gateway.responses.head import skeleton
-from sluice.gateway.responses.history import EarlierResponses, History, NewResponse, new_response
+from sluice.gateway.responses.history import (
+    EarlierResponses,
+    History,
+    NewResponse,
+    Store,
+    final_key,
+    new_response,
+    record_key,
+)
 from sluice.gateway.responses.record import Record, parse_record
 from sluice.gateway.responses.request import read_request
-from sluice.gateway.responses.store import Store, final_key, record_key
 from sluice.gateway.responses.stream import ResponseState
 from sluice.gateway.tools import read_tools
-from sluice.transport.retries import Retries
+from sluice.transport import Retries
 from tests.gateway.responses.events import TOOLS, call, delta, finished, log, started
 
 ADA, BOB = Caller(tenant="ada"), Caller(tenant="bob")

@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice.gateway import ServeSettings
-from sluice.gateway.keys.file import digest
+from sluice.gateway.key_file import digest
 from tests.gateway.gateways import HttpGateway, serving
 from tests.gateway.responses.test_openai_sdk import COUNT, ENDLESS, TWELVE
 from tests.waiting import until

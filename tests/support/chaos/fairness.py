@@ -8,7 +8,7 @@ import redis.asyncio
 from sluice import Client
 from sluice.cancellation import Cancellation
 from sluice.submission import NewJob, Submission
-from sluice.transport.retries import Retries
+from sluice.transport import Retries
 from tests.support.chaos.harness import Figure, chat_request, paced_worker, percentile, record
 from tests.support.chaos.pickup import queue_wait_s
 from worker.queue.job.claims import Claim, Claims

@@ -1,22 +1,23 @@
-"""`sluice submit`: queues a job without waiting for it."""
+"""`sluice submit`, `sluice tail` and `sluice cancel`: queue a job, follow it, cancel it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from sluice.cli import option_values
-from sluice.cli.errors import CliError, connected
-from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, ModelName, RedisUrl
-from sluice.cli.terminal.follow import EXIT_CODES, submit_job
+from sluice.cli.errors import CliError, check_job_id, connected
+from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, ModelName, RedisUrl, integer, number
+from sluice.cli.terminal.follow import CANCEL_WAIT_S, EXIT_CODES, exit_code, follow, mention_waiting, submit_job
 from sluice.cli.terminal.inputs import read_message, read_request
 from sluice.cli.terminal.output import print_json
-from sluice.cli.terminal.view import note, notes
+from sluice.cli.terminal.view import ShowEvent, event_printer, note, notes
 from sluice.client import Client
-from sluice.errors import JobCancelled, JobFailed
+from sluice.contract.events import Event
+from sluice.errors import CancelNotStored, JobCancelled, JobFailed, UnknownJob
 from sluice.submission import Submitted
 
 
@@ -36,7 +37,7 @@ def submit(
     wait_worker: Annotated[
         float | None,
         typer.Option(
-            parser=option_values.number(0),
+            parser=number(0),
             metavar="SECONDS",
             help="Wait up to this long for a worker of the model, and queue nothing without one; 0 does not wait.  "
             "[default: queue it without a worker too]",
@@ -112,3 +113,95 @@ async def _result(client: Client, job_id: str) -> tuple[str, dict[str, Any]]:
         return "failed", {"id": job_id, "type": "failed", "error": asdict(failed.error)}
     except JobCancelled as cancelled:
         return "cancelled", {"id": job_id, "type": "cancelled", "reason": cancelled.reason}
+
+
+_UNKNOWN_S = 1.0  # short, since an id is printed only after the job was queued
+
+
+def tail(
+    id: Annotated[str, typer.Argument(help="Id of the job, as printed by `sluice submit`.", metavar="ID")],
+    after: Annotated[
+        int, typer.Option(parser=integer(), metavar="SEQ", help="Show only the events after this `seq`.")
+    ] = -1,
+    redis_url: RedisUrl = REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Follow a job from its first event to its end.
+
+    Ctrl-C stops following; the job continues. Exit codes: 0 finished, 1 failed, 3 cancelled.
+
+    \b
+    Example:
+      sluice tail $(sluice submit "Count to 12.")
+    """
+    check_job_id(id)
+    last = asyncio.run(_tail(redis_url, id, event_printer(as_json=as_json, announce=True), after))
+    raise typer.Exit(exit_code(last))
+
+
+async def _tail(url: str, job_id: str, printer: AbstractContextManager[ShowEvent], after: int) -> Event:
+    async with connected(url) as client:
+        await mention_waiting(client, job_id)
+        with printer as show:
+            return await follow(client, job_id, show, after=after, unknown_s=_UNKNOWN_S)
+
+
+_UNKNOWN = "unknown: never submitted, or its events have expired"
+
+
+def cancel(
+    ids: Annotated[list[str], typer.Argument(help="Ids of the jobs.", metavar="ID")],
+    redis_url: RedisUrl = REDIS_URL,
+) -> None:
+    """Cancel queued or running jobs, and print the outcome of each.
+
+    A waiting job ends at once, even without a worker; a running job is ended by its worker.
+
+    Exit codes: 0 if all ids are known, else 2.
+
+    \b
+    Example:
+      sluice cancel report-7 report-8
+    """
+    for job_id in ids:
+        check_job_id(job_id)
+    outcomes = asyncio.run(_cancel_all(redis_url, ids))
+    for job_id, outcome in zip(ids, outcomes, strict=True):
+        print(f"{job_id}  {outcome}")
+    raise typer.Exit(2 if _UNKNOWN in outcomes else 0)
+
+
+async def _cancel_all(url: str, ids: list[str]) -> list[str]:
+    async with connected(url) as client:
+        return await asyncio.gather(*(_cancel(client, job_id) for job_id in ids))
+
+
+async def _cancel(client: Client, job_id: str) -> str:
+    """Cancel one job and return the outcome as text. An unknown id is skipped: the stored request would cancel a later
+    job with that id."""
+    match await client.state(job_id):
+        case None:
+            return _UNKNOWN
+        case "queued" | "running":
+            return await _request_cancel(client, job_id)
+        case state:
+            return f"already {state}"
+
+
+async def _request_cancel(client: Client, job_id: str) -> str:
+    try:
+        await client.cancel(job_id)
+    except CancelNotStored:
+        return f"{await _outcome(client, job_id)} (the workers got the request, but the full server did not store it)"
+    return await _outcome(client, job_id)
+
+
+async def _outcome(client: Client, job_id: str) -> str:
+    try:
+        async with asyncio.timeout(CANCEL_WAIT_S):
+            last = await follow(client, job_id, lambda *_: None)
+    except TimeoutError:
+        return f"requested; the worker that runs it has not answered in {CANCEL_WAIT_S:g} s"
+    except UnknownJob:
+        return _UNKNOWN
+    return "cancelled" if last.type == "cancelled" else f"already {last.type}"

@@ -1,11 +1,34 @@
-"""The stored result of a finished job: OpenAI's `chat.completion`, with additional fields under `sluice`."""
+"""What workers write: results, events, and the lines and reports of OpenAI's Batch API."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from schemas.base import Sent, TokenCount
-from sluice.contract.events import FinishReason, Timings
+from schemas.base import AnyJsonObject, Sent, Strict, TokenCount, describe
+from sluice.contract.batch import (
+    Batch,
+    BatchDetails,
+    BatchUsage,
+    InputTokens,
+    OutputTokens,
+    Problem,
+    Problems,
+    RequestCounts,
+)
+from sluice.contract.events import (
+    Cancelled,
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    JobError,
+    Progress,
+    Restarted,
+    Resumed,
+    Started,
+    Timings,
+    Usage,
+)
 from sluice.contract.keys import Lane
 
 
@@ -120,3 +143,52 @@ class ChatCompletion(Sent):
     choices: list[Choice] = Field(min_length=1, max_length=1)
     usage: CompletionUsage
     sluice: SluiceDetails
+
+
+describe(Usage, Timings, JobError, Started, Progress, Delta, Resumed, Restarted, Finished, Failed, Cancelled)
+
+JobEvent = Annotated[
+    Started | Progress | Delta | Resumed | Restarted | Finished | Failed | Cancelled,
+    Field(discriminator="type"),
+]
+FinalEvent = Annotated[Finished | Failed | Cancelled, Field(discriminator="type")]
+
+
+# Offline batches in the forms of OpenAI's Batch API: input line and output line; the object that reports a run is the
+# contract's.
+
+describe(Batch, RequestCounts, BatchUsage, InputTokens, OutputTokens, Problem, Problems, BatchDetails)
+
+
+class BatchLine(Strict):
+    """A line of the input file. `body` is a chat request, which is validated separately."""
+
+    custom_id: Annotated[str, Field(min_length=1, max_length=512)] = Field(
+        description="Chosen by the client and repeated in the answer. Unique in the file."
+    )
+    method: Literal["POST"]
+    url: Literal["/v1/chat/completions"]
+    body: AnyJsonObject = Field(description="A Request.")
+
+
+class BatchResponse(Sent):
+    status_code: int
+    request_id: str = Field(description="The job's id.")
+    body: dict[str, Any] = Field(description="A Result, or OpenAI's error object.")
+
+
+class BatchError(Sent):
+    code: str = Field(
+        description="The type of the job's error, or answer_not_json, batch_expired, batch_cancelled, cancelled."
+    )
+    message: str
+
+
+class BatchOutput(Sent):
+    """A line of the output file, which has `response`, or of the error file, which has `error`, and `response` too if a
+    job of the line has ended."""
+
+    id: str
+    custom_id: str
+    response: BatchResponse | None
+    error: BatchError | None

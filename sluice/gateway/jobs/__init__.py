@@ -1,1 +1,0 @@
-"""Jobs as all interfaces use them: submitted, watched, read and cancelled."""

@@ -1,1 +1,0 @@
-"""Probes, metrics and the access log of a gateway."""

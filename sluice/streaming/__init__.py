@@ -1,1 +1,0 @@
-"""Turns a job's channel and list into one stream of events."""
