@@ -75,7 +75,6 @@ TABLE = {
         standard=PURE,
     ),
     "worker.engine.speculation.tuning": May(standard=PURE),
-    "worker.engine.speculation.budget": May("worker.engine.speculation.tuning", standard=PURE),
     "worker.engine.speculation.offer": May(
         "worker.engine.speculation.tuning worker.outcomes worker.request", standard=PURE
     ),
@@ -152,9 +151,8 @@ TABLE = {
         f"worker.engine.upstream {NUMBERS}",
         "mlx",
     ),
-    "worker.engine.speculation.mtp.head": May("worker.engine.upstream", "mlx"),
-    "worker.engine.speculation.mtp.load": May(
-        "worker.engine.checkpoint worker.engine.speculation.mtp.head worker.engine.upstream worker.errors", "mlx"
+    "worker.engine.speculation.mtp_load": May(
+        "worker.engine.checkpoint worker.engine.speculation.mtp worker.engine.upstream worker.errors", "mlx"
     ),
     "worker.engine.model": May(
         "worker.engine.cache worker.engine.checkpoint worker.engine.device worker.engine.speculation "
@@ -176,10 +174,10 @@ TABLE = {
         "worker.schedule_times worker.settings",
         "redis",
     ),
-    "worker.queue.server": May("sluice.contract worker.errors worker.settings", "redis"),
+    "worker.queue.redis_server": May("sluice.contract worker.errors worker.settings", "redis"),
     "worker.queue.job": May(
         "sluice.contract worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.queue.scripts "
-        "worker.queue.server worker.outcomes worker.request worker.schedule_times worker.settings",
+        "worker.queue.redis_server worker.outcomes worker.request worker.schedule_times worker.settings",
         "arq pydantic pydantic_core redis",
     ),
     # Batch files: when to run them, and the process that does.
@@ -270,7 +268,7 @@ def holders(root: str) -> set[str]:
 
 def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     assert all(within(package, "worker.engine") for package in holders("mlx") | holders("mlx_lm"))
-    queue = {"worker.queue", "worker.queue.job", "worker.queue.server"}
+    queue = {"worker.queue", "worker.queue.job", "worker.queue.redis_server"}
     assert holders("arq") == {"worker.queue.job", "worker.parts"}
     assert holders("redis") == {
         *queue, "sluice", "sluice.contract", "sluice.cli", "sluice.cli.embedded_server", "sluice.gateway",

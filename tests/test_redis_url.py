@@ -18,7 +18,7 @@ from tests.queue.helpers import settings, until, working
 from tests.support.stack import free_port
 from worker.environment import variable
 from worker.errors import CannotStart
-from worker.queue.server.redis_server import connect
+from worker.queue.redis_server import connect
 from worker.settings import Settings, read_settings
 
 # Every word of four letters or digits that is a part of a password. No other part of these URLs or sentences has one.

@@ -26,7 +26,7 @@ from worker.process.daemon import (
     set_up_logging,
 )
 from worker.queue.presence import check_name_early
-from worker.queue.server.redis_server import RedisServer, connect
+from worker.queue.redis_server import RedisServer, connect
 from worker.settings import Settings
 
 if TYPE_CHECKING:

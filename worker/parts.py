@@ -14,9 +14,9 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.jobs import chat
 from worker.monitoring.sink import MetricsSink
 from worker.queue.cron import Cron
-from worker.queue.job.functions import JobFunctions
+from worker.queue.job.runner import JobFunctions
 from worker.queue.presence import Abilities
-from worker.queue.server.redis_server import RedisServer
+from worker.queue.redis_server import RedisServer
 from worker.queue.worker import QueueWorker, ServedModel
 from worker.settings import Settings
 from worker.text.codec import TextCodec

@@ -19,7 +19,7 @@ from models.training.curriculum import Cosine, Lesson
 from models.training.export import TOKENIZER, stored
 from models.training.plan import Plan
 from models.training.train import CLIP, CannotTrain, Step
-from worker.engine.speculation.mtp.head import MTPHead, Trunk
+from worker.engine.speculation.mtp import MTPHead, Trunk
 from worker.engine.upstream.decoder_layers import Qwen35Args, Qwen35Layer
 
 HEAD = "mtp.safetensors"

@@ -20,12 +20,11 @@ from rich.table import Table
 from models.random_checkpoints import random_checkpoint
 from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.groups import Groups
-from worker.engine.batch.pending import PendingTokens
-from worker.engine.batch.row import Row
+from worker.engine.batch.row import PendingTokens, Row
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
 from worker.engine.options import EngineOptions
-from worker.engine.step.budget import longest_gap_s
+from worker.engine.step.planner import longest_gap_s
 from worker.engine.upstream.mlx_lm import generation_stream, make_prompt_cache
 from worker.outcomes import Sampled
 from worker.request import GenerationRequest

@@ -26,8 +26,7 @@ from tests.support.stack import TINY_CHAT
 from tests.support.tekken import Tokens, read_tekken
 from worker.engine.batch import decode_batch
 from worker.engine.batch.decode_batch import DecodeBatch
-from worker.engine.batch.pending import PendingTokens, StepToken
-from worker.engine.batch.row import Row
+from worker.engine.batch.row import PendingTokens, Row, StepToken
 from worker.engine.engine import Engine
 from worker.engine.model.load import open_model
 from worker.engine.options import EngineOptions

@@ -18,7 +18,7 @@ from worker.engine.options import EngineOptions
 from worker.outcomes import Sampled
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim, Claims
-from worker.queue.server.redis_server import ServerClock
+from worker.queue.redis_server import ServerClock
 from worker.request import GenerationRequest, Sampling
 from worker.settings import Settings
 

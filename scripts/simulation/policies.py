@@ -6,10 +6,9 @@ from math import inf
 
 from scripts.simulation.arrivals import Request
 from scripts.simulation.costs import Costs
-from worker.engine.step.budget import DecodingRows
 from worker.engine.step.cost import CostEstimate, Forward
 from worker.engine.step.plan import Order, PromptState, StepLimits, in_order
-from worker.engine.step.planner import StepPlanner
+from worker.engine.step.planner import DecodingRows, StepPlanner
 from worker.engine.step.tuning import MAX_CHUNK
 
 _WARM_UP = (16, 64, 128) * 3  # tokens of the prompts that a worker has computed before

@@ -21,7 +21,7 @@ from tests.queue.helpers import ask, ended, settings, until, working
 from tests.support.stack import ROOT
 from worker.batch_dir import BatchDirectory
 from worker.errors import CannotStart
-from worker.queue.server.redis_server import ServerClock
+from worker.queue.redis_server import ServerClock
 
 NOON = datetime(2026, 3, 13, 12, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)

@@ -11,7 +11,7 @@ from worker.chat.speculation import Counts, SpeculationReceipt, draft_limit, why
 from worker.engine.speculation.copies import COPY
 from worker.engine.speculation.draft_model import DRAFT
 from worker.engine.speculation.forced import GRAMMAR, GUESS
-from worker.engine.speculation.mtp.proposer import MTP
+from worker.engine.speculation.mtp import MTP
 from worker.outcomes import PREDICTION, DraftUse, Sampled, Speculated
 from worker.settings import Settings
 

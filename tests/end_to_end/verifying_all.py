@@ -2,8 +2,7 @@
 loss."""
 
 from worker.__main__ import main
-from worker.engine.speculation.budget import DraftBudget
-from worker.engine.speculation.width import ForwardCosts
+from worker.engine.speculation.width import DraftBudget, ForwardCosts
 
 
 def run_worker() -> None:

@@ -13,8 +13,7 @@ from worker.engine.admission.grouping import StepCost
 from worker.engine.admission.plan import AdmissionPlan, plan_admission
 from worker.engine.admission_controller import AdmissionController, WaitingRequest
 from worker.engine.batch.decode_batch import PreemptedRow
-from worker.engine.batch.pending import PendingTokens
-from worker.engine.batch.row import Row
+from worker.engine.batch.row import PendingTokens, Row
 from worker.engine.cache.slots import RowSnapshot
 from worker.engine.memory import NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
 from worker.engine.upstream.mlx_lm import KVCache

@@ -15,9 +15,8 @@ from mlx_lm.utils import _get_classes
 
 from tests.support.stack import TINY_CHAT
 from worker.engine.cache.segments import needs_states
-from worker.engine.model.drafting import drafting
 from worker.engine.model.load import Model
-from worker.engine.model.profile import profile, weights_bytes
+from worker.engine.model.profile import drafting, profile, weights_bytes
 from worker.engine.upstream.mlx_lm import load_tokenizer
 
 VOCAB = 1024

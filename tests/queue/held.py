@@ -17,10 +17,10 @@ from worker.monitoring.metrics import Metrics
 from worker.queue.cron import Cron
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim
-from worker.queue.job.functions import JobFunctions
 from worker.queue.job.job import Job, JobInterruption, JobResult
+from worker.queue.job.runner import JobFunctions
+from worker.queue.redis_server import RedisServer, ServerClock, connect
 from worker.queue.running import CancelRequests, RunningJobs
-from worker.queue.server.redis_server import RedisServer, ServerClock, connect
 from worker.queue.worker import QueueWorker, ServedModel
 
 

@@ -19,11 +19,10 @@ from worker.json_bytes import dumps
 from worker.monitoring.metrics import Metrics
 from worker.queue.cron import Cron
 from worker.queue.job.claims import Claim, lease_key
-from worker.queue.job.functions import JobFunctions
-from worker.queue.job.runner import JobRunner
+from worker.queue.job.runner import JobFunctions, JobRunner
 from worker.queue.presence import Abilities
+from worker.queue.redis_server import RedisServer, ServerClock, connect
 from worker.queue.scripts import script
-from worker.queue.server.redis_server import RedisServer, ServerClock, connect
 from worker.queue.worker import QueueWorker, ServedModel
 from worker.settings import Settings
 

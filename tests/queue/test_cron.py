@@ -11,7 +11,7 @@ from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, envelope, put, settings, until, working
 from worker.queue.cron import Cron
-from worker.queue.server.redis_server import ServerClock, connect
+from worker.queue.redis_server import ServerClock, connect
 from worker.schedule_times import Crontab
 
 NOON = datetime(2026, 3, 13, 12, tzinfo=UTC)

@@ -22,7 +22,7 @@ from tests.queue.held import cancel_waiting
 from tests.queue.helpers import QUEUE, envelope, lapse, put, settings
 from tests.selection import examples
 from worker.queue.job.claims import Claim, Claims, lease_key
-from worker.queue.server.redis_server import connect
+from worker.queue.redis_server import connect
 
 BODY = envelope({"n": 1})
 INDEX = keys.index("default", "interactive")

@@ -11,7 +11,7 @@ from tests.waiting import until
 from worker.queue.job import channel
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims
-from worker.queue.server.redis_server import ServerClock, connect
+from worker.queue.redis_server import ServerClock, connect
 
 
 async def test_the_engine_is_paused_while_too_many_events_wait_and_continues_after(

@@ -17,7 +17,7 @@ from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, log, queue_worker, settings, types, until, working
 from worker.errors import CannotStart
 from worker.queue.presence import Presence, until_name_is_free
-from worker.queue.server.redis_server import ServerClock, connect
+from worker.queue.redis_server import ServerClock, connect
 
 NINES = "9" * 5000
 

@@ -16,7 +16,7 @@ from sluice.contract.keys import Lane
 from tests.fakes import FakeChat
 from tests.queue.helpers import ask, settings, until, working
 from worker.queue.job.claims import MAX_COUNTS, Claim, free_rows, offline_rows
-from worker.queue.server.redis_server import ServerClock
+from worker.queue.redis_server import ServerClock
 
 NOON = datetime(2026, 3, 13, 12, tzinfo=UTC)
 NIGHT = datetime(2026, 3, 13, 23, tzinfo=UTC)

@@ -16,7 +16,7 @@ from tests.queue.helpers import envelope, field, listening, put, settings, until
 from worker.queue.job import claims as claims_module
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims, WorkerRows
-from worker.queue.server.redis_server import ServerClock, connect
+from worker.queue.redis_server import ServerClock, connect
 
 BODY = envelope({})
 HANGS = envelope({"then": "hang"})

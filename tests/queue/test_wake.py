@@ -17,7 +17,7 @@ from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, enqueue, envelope, listening, put, settings, until, working
 from tests.support.stack import Server
 from worker.queue.job.claims import Claims
-from worker.queue.wake import ControlListener, allow_keyspace_events
+from worker.queue.running import ControlListener, allow_keyspace_events
 
 
 class Heard:
@@ -173,7 +173,7 @@ async def test_what_may_have_been_missed_is_looked_for_after_every_new_connectio
 
 @pytest.fixture
 def _soon_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.queue.wake._QUIET_S", 0.1)
+    monkeypatch.setattr("worker.queue.running._QUIET_S", 0.1)
 
 
 @pytest.mark.timing

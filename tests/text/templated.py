@@ -11,7 +11,7 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.text.output.formats import ModelFormat
 from worker.text.prompt.boundaries import Boundaries, TokenOffsets
-from worker.text.prompt.escaping import ControlTokenEscaping
+from worker.text.prompt.normalize import ControlTokenEscaping
 from worker.text.prompt.prompt import Prompt, Prompts
 from worker.text.tokenizer import Vocabulary
 

@@ -13,7 +13,7 @@ from sluice.cli.terminal.view import say_that_it_reads
 
 if TYPE_CHECKING:
     from worker.engine.model.check import ModelReport
-    from worker.engine.speculation.mtp.load import HeadReport
+    from worker.engine.speculation.mtp_load import HeadReport
 
 _ROW_LENGTHS = 2_048, 8_192, 32_768, 131_072  # in tokens
 _MTP_WITHOUT_WEIGHTS = "the files lack its weights; SLUICE_MTP_MODEL can give them"

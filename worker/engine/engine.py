@@ -15,8 +15,7 @@ from worker.engine.admission.decision import RowEstimate
 from worker.engine.admission.plan import AdmissionPlan
 from worker.engine.admission_controller import AdmissionController, WaitingRequest
 from worker.engine.batch.groups import Groups
-from worker.engine.batch.pending import StepToken
-from worker.engine.batch.row import Row
+from worker.engine.batch.row import Row, StepToken
 from worker.engine.device import memory_limit, runs_ahead
 from worker.engine.isolation import isolate
 from worker.engine.memory import NO_IMAGES, ImageDemand, StepDemand
@@ -27,8 +26,8 @@ from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.prefill.task import ComputedPrompt
 from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.speculation.speculator import Speculator
-from worker.engine.step.budget import GapLimit
 from worker.engine.step.cost import Forward, PromptChunk
+from worker.engine.step.planner import GapLimit
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.outcomes import (
     CutShort,

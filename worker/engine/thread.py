@@ -20,7 +20,7 @@ from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.speculation.copies import CopyProposer
 from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.forced import GrammarProposer
-from worker.engine.speculation.mtp.proposer import HeadProposer
+from worker.engine.speculation.mtp import HeadProposer
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.cost import StepTimes
 from worker.engine.upstream.streams import clear_streams

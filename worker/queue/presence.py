@@ -19,7 +19,7 @@ from sluice.contract.keys import LANES, Lane
 from worker import __version__
 from worker.errors import CannotStart
 from worker.queue.job.claims import offline_rows
-from worker.queue.server.redis_server import ServerClock
+from worker.queue.redis_server import ServerClock
 from worker.queue.services import wait_first
 from worker.settings import Settings
 

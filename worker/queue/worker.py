@@ -22,13 +22,11 @@ from worker.monitoring.sink import MetricsSink
 from worker.queue.cron import Cron
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import MAX_COUNTS, Claim, Claims, LeaseKeeper, Takeover, WorkerRows, worker_rows
-from worker.queue.job.functions import JobFunctions
-from worker.queue.job.runner import Endings, JobRunner
+from worker.queue.job.runner import Endings, JobFunctions, JobRunner
 from worker.queue.presence import Abilities, Presence
-from worker.queue.running import CancelRequests, RunningJobs
-from worker.queue.server.redis_server import Readiness, RedisServer, until_redis_answers
+from worker.queue.redis_server import Readiness, RedisServer, until_redis_answers
+from worker.queue.running import CancelRequests, ControlListener, RunningJobs
 from worker.queue.services import run_with_services, wait_first
-from worker.queue.wake import ControlListener
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")

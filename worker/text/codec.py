@@ -18,7 +18,7 @@ from worker.text.output.formats import ModelFormat
 from worker.text.output.output import Output
 from worker.text.output.thought import Thought, ThoughtFormat
 from worker.text.prompt.boundaries import Boundaries, DroppableRanges, TokenOffsets
-from worker.text.prompt.escaping import ControlTokenEscaping
+from worker.text.prompt.normalize import ControlTokenEscaping
 from worker.text.prompt.parting import Parting, next_parting
 from worker.text.prompt.prompt import Prompt, Prompts, template_trial
 from worker.text.prompt.template_changes import write_as_json

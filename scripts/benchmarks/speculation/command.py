@@ -27,7 +27,7 @@ from tests.support.stack import TINY_CHAT
 from worker.engine.checkpoint import read_json
 from worker.engine.model.drafter import with_drafter, with_head
 from worker.engine.model.load import Model, open_model
-from worker.engine.speculation.mtp.load import find_head
+from worker.engine.speculation.mtp_load import find_head
 from worker.errors import CannotStart
 
 SUMMARY = "speculation: tokens per forward and per second with drafts against none, and what a verify forward costs"

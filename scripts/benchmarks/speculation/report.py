@@ -13,7 +13,7 @@ from scripts.benchmarks.serve.report import seconds
 from scripts.benchmarks.serve.results import Verdict
 from scripts.benchmarks.speculation.cost import WIDTHS, Cost
 from scripts.benchmarks.speculation.figures import Result
-from worker.engine.step.budget import longest_gap_s
+from worker.engine.step.planner import longest_gap_s
 
 _NO_LOSS = 0.97  # of the speed without drafts
 _FREE_TEXT_ROWS = (8, 16)

@@ -12,8 +12,7 @@ from tests.engine.tiny import network, prompt
 from worker.engine.admission.grouping import StepCost
 from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch
 from worker.engine.batch.groups import Groups
-from worker.engine.batch.pending import PendingTokens
-from worker.engine.batch.row import Row
+from worker.engine.batch.row import PendingTokens, Row
 from worker.engine.speculation.copies import CopyProposer
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.upstream.mlx_lm import make_prompt_cache

@@ -5,8 +5,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from worker.engine.batch.pending import forward
-from worker.engine.batch.row import Row
+from worker.engine.batch.row import Row, forward
 from worker.request import GenerationRequest, Sampling
 
 BIASED = Sampling(logit_bias=((3, 100.0),))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from worker.engine.batch import timing
-from worker.engine.batch.timing import Stopwatch
+from worker.engine.batch import groups
+from worker.engine.batch.groups import Stopwatch
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(groups, "time", clock)
     return clock
 
 

@@ -20,7 +20,7 @@ from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.recurrent import SlotArraysCache
 from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.prefix import cache as prefix
-from worker.engine.vision.encoder import Features
+from worker.engine.vision.feature_cache import Features
 
 REFUSED, NOT_FINITE = (8, 24, 16), (9, 24, 16)  # images
 

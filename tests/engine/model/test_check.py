@@ -16,7 +16,7 @@ from tests.support.stack import TINY_CHAT
 from worker.engine.model import check as checking
 from worker.engine.model import load as opening
 from worker.engine.model.check import ModelReport
-from worker.engine.speculation.mtp.load import HeadReport
+from worker.engine.speculation.mtp_load import HeadReport
 from worker.errors import CannotStart
 
 

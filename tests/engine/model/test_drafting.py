@@ -7,9 +7,8 @@ import pytest
 
 from tests.engine.tiny import EVERY_FAMILY, network
 from worker.engine.cache.recurrent import NoRecurrence, Replay, Stepping
-from worker.engine.model import drafting as module
-from worker.engine.model.drafting import Drafting, drafting
-from worker.engine.model.profile import profile
+from worker.engine.model import profile as module
+from worker.engine.model.profile import Drafting, drafting, profile
 from worker.outcomes import MAX_DRAFT
 
 REPLAYED = "qwen3_5", "mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2"

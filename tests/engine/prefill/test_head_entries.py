@@ -14,7 +14,7 @@ from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.task import PromptTask
 from worker.engine.prefill.together import SharedForwards
 from worker.engine.prefix.cache import PrefixCache
-from worker.engine.speculation.mtp.head import PromptEntries, PromptHead
+from worker.engine.speculation.mtp import PromptEntries, PromptHead
 from worker.request import GenerationRequest
 
 NAME = "qwen3_5"

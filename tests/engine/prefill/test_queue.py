@@ -12,8 +12,8 @@ from worker.engine.batch.row import Row
 from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.engine.step.budget import StepBudget, longest_gap_s
 from worker.engine.step.cost import CostEstimate, PromptChunk
+from worker.engine.step.planner import StepBudget, longest_gap_s
 from worker.engine.step.tuning import FIRST_STEP_WITHIN_S
 from worker.request import GenerationRequest
 

@@ -21,8 +21,8 @@ from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.cache.layers import layers
+from worker.engine.prefill.scoring import why_not_sparse
 from worker.engine.prefill.spans import ComputeSpans, Ranges, dense_prefix_len, window_of
-from worker.engine.prefill.sparse import why_not_sparse
 from worker.engine.prefill.task import PromptTask
 from worker.engine.prefix.cache import PrefixCache
 from worker.engine.upstream.hooks import UnsupportedRope, rope_at

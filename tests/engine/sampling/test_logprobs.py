@@ -13,7 +13,7 @@ from tests.engine.driver import answer, answers, tokens
 from tests.engine.tiny import CONFIGS, EOS, prompt, write_checkpoint
 from tests.selection import examples
 from worker.engine.model.load import Model, open_model
-from worker.engine.sampling.logprobs import StepLogprobs
+from worker.engine.sampling.sampler import StepLogprobs
 from worker.outcomes import Logprobs
 from worker.request import GenerationRequest, Sampling
 

@@ -8,12 +8,11 @@ import pytest
 from worker.engine.cache.recurrent import Recurrence, Replay
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
-from worker.engine.speculation.budget import DraftBudget
 from worker.engine.speculation.draft_model import PrefillChunks
 from worker.engine.speculation.offer import DraftedRow, Offer, Proposer
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.speculation.tuning import MAX_PREFILL
-from worker.engine.speculation.width import ForwardCosts
+from worker.engine.speculation.width import DraftBudget, ForwardCosts
 from worker.outcomes import MAX_DRAFT
 
 WRONG = range(10, 250)  # tokens that take the place of right ones

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.selection import examples
-from worker.engine.speculation.budget import DraftBudget
 from worker.engine.speculation.tuning import (
     ASK_CREDIT,
     ASK_SHARE,
@@ -22,7 +21,7 @@ from worker.engine.speculation.tuning import (
     RESUMED,
     STALLED,
 )
-from worker.engine.speculation.width import ForwardCosts
+from worker.engine.speculation.width import DraftBudget, ForwardCosts
 
 PROPOSERS = ("copies", "grammar", "mtp")
 MOST = 30.0  # plain steps that a step with drafts takes

@@ -12,7 +12,7 @@ from tests.engine.speculation.oracle import pause_nothing, recurrence_of
 from tests.engine.tiny import model, prompt
 from worker.engine.speculation.offer import DraftedRow, Offer, Proposer
 from worker.engine.speculation.speculator import Speculator
-from worker.engine.step.budget import GapLimit
+from worker.engine.step.planner import GapLimit
 from worker.outcomes import MAX_DRAFT, Speculated
 from worker.request import GenerationRequest
 

@@ -18,9 +18,8 @@ from worker.engine.model.calibration import calibrated
 from worker.engine.model.drafter import added, with_head_costs
 from worker.engine.model.load import Model
 from worker.engine.speculation.draft_model import DraftModelProposer
-from worker.engine.speculation.mtp.head import Head, Trunk
-from worker.engine.speculation.mtp.load import layout_of
-from worker.engine.speculation.mtp.proposer import HeadProposer
+from worker.engine.speculation.mtp import Head, HeadProposer, Trunk
+from worker.engine.speculation.mtp_load import layout_of
 from worker.engine.speculation.speculator import Speculator
 from worker.outcomes import Speculated
 from worker.request import Sampling

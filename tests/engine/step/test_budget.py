@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.step.budget import Backlog, DecodingRows, GapLimit, StepBudget, longest_gap_s
 from worker.engine.step.cost import CostEstimate, PromptCost
+from worker.engine.step.planner import Backlog, DecodingRows, GapLimit, StepBudget, longest_gap_s
 from worker.engine.step.tuning import (
     ALONE_STEPS,
     COMPUTED_WITHIN_S,

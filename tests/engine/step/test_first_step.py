@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.step.budget import FirstStep, StepBudget
 from worker.engine.step.cost import CostEstimate
+from worker.engine.step.planner import FirstStep, StepBudget
 from worker.engine.step.tuning import FIRST_STEP_AT_MOST_S, FIRST_STEP_WITHIN_S, GAP_STEPS
 
 STEP_S = 0.1

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.step.budget import Backlog, DecodingRows, Overruns, StepBudget
 from worker.engine.step.cost import CostEstimate, StepKind
+from worker.engine.step.planner import Backlog, DecodingRows, Overruns, StepBudget
 from worker.engine.step.tuning import GAP_STEPS, MOST_OVERRUN, OF_GAPS, OVERRAN, STALL
 
 STEP_S = 0.1

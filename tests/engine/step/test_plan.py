@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.contract.keys import Lane
-from worker.engine.step.budget import Backlog
 from worker.engine.step.cost import Forward, PromptChunk, PromptCost
 from worker.engine.step.plan import PromptState, StepLimits, in_order, may_advance, plan
+from worker.engine.step.planner import Backlog
 from worker.engine.step.tuning import (
     AGING,
     FIRST_TOKEN_S,

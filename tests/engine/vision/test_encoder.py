@@ -18,8 +18,7 @@ from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.step.cost import PromptChunk
-from worker.engine.vision.encoder import EncoderRun, Features
-from worker.engine.vision.feature_cache import FeatureCache
+from worker.engine.vision.feature_cache import EncoderRun, FeatureCache, Features
 from worker.outcomes import Encoded, Sampled
 from worker.request import PromptImage, Sampling
 

@@ -14,10 +14,9 @@ from tests.engine.prefix.test_disk import Worker, settled, settled_writes
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from tests.engine.vision.test_encoder import counted
-from worker.engine.prefill.images import LoadImages
+from worker.engine.prefill.load import LoadImages
 from worker.engine.prefill.task import PromptTask
-from worker.engine.vision.encoder import Features
-from worker.engine.vision.feature_cache import FeatureCache
+from worker.engine.vision.feature_cache import FeatureCache, Features
 from worker.outcomes import Loaded, Outcome
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import IMAGE_FEATURES

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.driver import Run
 from tests.engine.vision import cases
 from tests.engine.vision.cases import image_request, prompt
-from worker.engine.vision.encoder import Features
+from worker.engine.vision.feature_cache import Features
 
 FAMILIES = "qwen3_5", "gemma3", "pixtral"
 BAD, GOOD = (1, 24, 16), (2, 32, 16)

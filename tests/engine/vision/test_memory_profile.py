@@ -16,9 +16,8 @@ from tests.engine.vision import cases
 from worker.engine.memory import CHUNK, ImageDemand, MemoryModel
 from worker.engine.model.load import Model, open_model
 from worker.engine.tokenizer import MLXTokenizer
-from worker.engine.vision.encoder import EncoderRun
-from worker.engine.vision.load import Vision, open_vision
-from worker.engine.vision.memory_profile import with_encoder_cost
+from worker.engine.vision.feature_cache import EncoderRun
+from worker.engine.vision.load import Vision, open_vision, with_encoder_cost
 from worker.engine.vision.processors import ProcessedImage
 from worker.request import GenerationRequest, PromptImage
 

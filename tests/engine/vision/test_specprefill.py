@@ -22,9 +22,8 @@ from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt, prompt
 from tests.selection import examples
 from worker.engine.model.load import DraftModel, Model
-from worker.engine.prefill.scoring import LOOKAHEAD, with_draft
-from worker.engine.prefill.sparse import why_not_sparse
-from worker.engine.vision.encoder import Encode, EncoderRun
+from worker.engine.prefill.scoring import LOOKAHEAD, why_not_sparse, with_draft
+from worker.engine.vision.feature_cache import Encode, EncoderRun
 from worker.errors import CannotStart
 from worker.request import GenerationRequest, PromptImage, Range, SpecPrefillParams, tokens_in
 
@@ -226,7 +225,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         digests.append(prompt_image.digest)
         return EncoderRun(prompt_image, encode)
 
-    monkeypatch.setattr("worker.engine.prefill.images.EncoderRun", noted)
+    monkeypatch.setattr("worker.engine.prefill.load.EncoderRun", noted)
     return digests
 
 

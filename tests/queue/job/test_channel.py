@@ -27,8 +27,8 @@ from tests.support.stack import Server
 from worker.errors import OwnershipLost
 from worker.queue.job.channel import JobLog, Publisher
 from worker.queue.job.claims import Claim, Claims, lease_key
+from worker.queue.redis_server import ServerClock, connect
 from worker.queue.scripts import source
-from worker.queue.server.redis_server import ServerClock, connect
 
 BODY = envelope({"n": 1})
 USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}

@@ -22,7 +22,7 @@ from tests.selection import examples
 from worker.bounded_json.strict import loads
 from worker.queue.job.claims import Claim, Claims, lease_key
 from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
-from worker.queue.server.redis_server import connect
+from worker.queue.redis_server import connect
 
 BODY = envelope({"n": 1})
 Claimer = Callable[..., Claims]

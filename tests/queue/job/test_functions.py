@@ -11,9 +11,9 @@ from tests.queue.held import claim_of
 from tests.queue.helpers import envelope
 from worker.errors import JobFailure
 from worker.queue.job.channel import JobLog
-from worker.queue.job.functions import JobFunctions
 from worker.queue.job.job import Job, JobResult
-from worker.queue.server.redis_server import ServerClock
+from worker.queue.job.runner import JobFunctions
+from worker.queue.redis_server import ServerClock
 
 ANSWER = JobResult("stop", TIMINGS, {})
 CLAIM = claim_of("a")

@@ -19,10 +19,9 @@ from worker.errors import CancelJob, JobFailure
 from worker.monitoring.metrics import Metrics
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims
-from worker.queue.job.functions import JobFunctions
 from worker.queue.job.job import Job
-from worker.queue.job.runner import Endings, JobRunner
-from worker.queue.server.redis_server import ServerClock, connect
+from worker.queue.job.runner import Endings, JobFunctions, JobRunner
+from worker.queue.redis_server import ServerClock, connect
 from worker.settings import Settings
 
 LARGE = "x" * 100_000  # does not come with the claim

@@ -25,7 +25,7 @@ from tests.queue.helpers import (
 )
 from tests.support.stack import Server, free_port
 from worker.errors import CannotStart
-from worker.queue.server.redis_server import RedisServer, ServerInfo, connect, refusal, warnings
+from worker.queue.redis_server import RedisServer, ServerInfo, connect, refusal, warnings
 
 SOUND = ServerInfo({"redis_version": "7.0.0", "maxmemory_policy": "noeviction"}, {"save": "3600 1", "appendonly": "no"})
 

@@ -3,7 +3,7 @@ import time
 
 from redis.asyncio import Redis
 
-from worker.queue.server.redis_server import ServerClock
+from worker.queue.redis_server import ServerClock
 
 SLOW_S = 0.2
 

@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from tests.support.stack import Server, free_port
 from tests.waiting import until
-from worker.queue.server.redis_server import until_redis_answers
+from worker.queue.redis_server import until_redis_answers
 
 
 async def test_a_long_outage_is_told_again_with_its_length_and_its_end(caplog: pytest.LogCaptureFixture) -> None:

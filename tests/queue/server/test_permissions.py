@@ -13,8 +13,7 @@ from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ask, ended, listening, put, settings, types, until, working
 from tests.support.stack import ROOT, Server
 from worker.queue.cron import Cron
-from worker.queue.server.permissions import EXEC, MULTI, NEEDED, Need, acl_command, describe, forbidden
-from worker.queue.server.redis_server import connect
+from worker.queue.redis_server import EXEC, MULTI, NEEDED, Need, acl_command, connect, describe, forbidden
 from worker.schedule_times import Crontab
 
 ALL = ("+@all", "~*", "&*")

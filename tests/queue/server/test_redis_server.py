@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 from tests.queue.helpers import settings
 from tests.support.stack import free_port
 from worker.errors import CannotStart
-from worker.queue.server.redis_server import RedisServer, ServerClock, connect
+from worker.queue.redis_server import RedisServer, ServerClock, connect
 
 
 class CountingClock(ServerClock):

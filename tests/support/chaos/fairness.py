@@ -12,7 +12,7 @@ from sluice.transport import Retries
 from tests.support.chaos.harness import Figure, chat_request, paced_worker, percentile, record
 from tests.support.chaos.pickup import queue_wait_s
 from worker.queue.job.claims import Claim, Claims
-from worker.queue.server.redis_server import connect
+from worker.queue.redis_server import connect
 from worker.settings import Settings
 
 _AT_ONCE = 500  # jobs submitted in one round trip

@@ -20,8 +20,8 @@ from worker.monitoring.health import Health
 from worker.monitoring.serving import served_metrics
 from worker.outcomes import OutcomeListener, Sampled
 from worker.process.daemon import set_up_logging
-from worker.queue.job.functions import JobFunctions
-from worker.queue.server.redis_server import RedisServer, connect
+from worker.queue.job.runner import JobFunctions
+from worker.queue.redis_server import RedisServer, connect
 from worker.queue.worker import QueueWorker, ServedModel
 from worker.request import GenerationRequest
 from worker.settings import Settings, read_settings

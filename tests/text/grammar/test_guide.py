@@ -24,7 +24,7 @@ from tests.text.guided import (
     spelled,
 )
 from tests.text.structured import Schema, allowed, walk
-from worker.text.grammar.errors import TOO_MANY_STATES
+from worker.text.grammar.attempt import TOO_MANY_STATES
 from worker.text.grammar.guide import GrammarStates
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.prompt.prompt import Prompt, Thinking

@@ -21,6 +21,7 @@ from worker.process.child import Child
 from worker.process.frames import Frame
 from worker.text.grammar import attempt, guide, lark
 from worker.text.grammar.attempt import (
+    TOO_MANY_STATES,
     CompiledGrammar,
     CompileError,
     RefusedConstraint,
@@ -29,7 +30,6 @@ from worker.text.grammar.attempt import (
 )
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
 from worker.text.grammar.constraint import constraint_of, is_quick
-from worker.text.grammar.errors import TOO_MANY_STATES
 from worker.text.grammar.guide import GrammarStates
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.tool_grammars import HeldFunction

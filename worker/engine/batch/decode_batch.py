@@ -6,14 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from worker.engine.batch.pending import BatchSampling, PendingTokens, StepToken, forward
-from worker.engine.batch.row import Row
+from worker.engine.batch.row import BatchSampling, PendingTokens, Row, StepToken, forward
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.recurrent import Recurrence
 from worker.engine.cache.verification import verification
-from worker.engine.speculation.mtp.head import Network, PromptEntries, Trunk
-from worker.engine.speculation.mtp.proposer import FedTokens
+from worker.engine.speculation.mtp import FedTokens, Network, PromptEntries, Trunk
 from worker.engine.speculation.verify import Accepted, draw_positions, positions_after, take_back
 
 # At most `max_draft` tokens of which none ends an answer; None for a row whose next input ends its answer.

@@ -11,7 +11,6 @@ import mlx.nn as nn
 from worker.engine import device
 from worker.engine.checkpoint import tensor_names
 from worker.engine.memory import MemoryModel
-from worker.engine.model.drafting import Drafting, drafting
 from worker.engine.model.load import (
     model_folder,
     open_text,
@@ -20,8 +19,8 @@ from worker.engine.model.load import (
     why_not_loaded,
     why_not_served,
 )
-from worker.engine.model.profile import ModelProfile, profile, weights_bytes, why_not_batched
-from worker.engine.speculation.mtp.load import HeadReport, report_head
+from worker.engine.model.profile import Drafting, ModelProfile, drafting, profile, weights_bytes, why_not_batched
+from worker.engine.speculation.mtp_load import HeadReport, report_head
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.engine.vision.load import Vision, open_vision, refuse_unready, vision_unsupported_reason

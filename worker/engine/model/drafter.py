@@ -13,12 +13,11 @@ import mlx.nn as nn
 from worker.engine.checkpoint import read_json, tensor_names
 from worker.engine.memory import KVLayers, MemoryModel
 from worker.engine.model.calibration import calibrated
-from worker.engine.model.drafting import Drafting, drafting
 from worker.engine.model.load import Model, context_of, model_folder, refuse_undraftable
-from worker.engine.model.profile import profile, weights_bytes
+from worker.engine.model.profile import Drafting, drafting, profile, weights_bytes
 from worker.engine.speculation.draft_model import DraftNetwork
-from worker.engine.speculation.mtp.head import Head, Trunk, entry_shape
-from worker.engine.speculation.mtp.load import (
+from worker.engine.speculation.mtp import Head, Trunk, entry_shape
+from worker.engine.speculation.mtp_load import (
     files_to_download,
     find_head,
     load_head,

@@ -16,14 +16,12 @@ from worker.engine.cache.segments import needs_states
 from worker.engine.checkpoint import is_path, read_json, refuse_code, similar_folder
 from worker.engine.memory import MemoryModel, format_bytes
 from worker.engine.model.calibration import calibrated
-from worker.engine.model.drafting import NO_DRAFTS, Drafting, drafting
-from worker.engine.model.profile import profile, weights_bytes, why_not_batched
+from worker.engine.model.profile import NO_DRAFTS, Drafting, drafting, profile, weights_bytes, why_not_batched
 from worker.engine.speculation.draft_model import DraftNetwork
-from worker.engine.speculation.mtp.head import Head
+from worker.engine.speculation.mtp import Head
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, download, load_model, load_tokenizer
 from worker.engine.upstream.transformers import hub_errors
-from worker.engine.vision.load import TEXT_ONLY, Vision, is_vision_model, open_vision, refuse_unlike
-from worker.engine.vision.memory_profile import with_encoder_cost
+from worker.engine.vision.load import TEXT_ONLY, Vision, is_vision_model, open_vision, refuse_unlike, with_encoder_cost
 from worker.errors import CannotStart
 
 _UNKNOWN_CONTEXT = 4096  # tokens, if a config has no length: short enough to be safe

@@ -17,8 +17,7 @@ from worker.engine.model.load import Model
 from worker.engine.model.profile import weights_bytes
 from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
-from worker.engine.prefill.images import EncodeImages, LoadImages
-from worker.engine.prefill.load import Load
+from worker.engine.prefill.load import EncodeImages, Load, LoadImages
 from worker.engine.prefill.scoring import DraftScorer
 from worker.engine.prefill.spans import ComputeSpans, dense_prefix_len, window_of
 from worker.engine.prefill.specprefill import Score

@@ -3,6 +3,7 @@
 After SpecPrefill (arXiv 2502.02789). MLX's attention function is replaced during a forward and receives queries, keys
 and masks as they are compared, so this module depends on no model family."""
 
+import copy
 import hashlib
 import math
 from array import array
@@ -17,20 +18,56 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.batch.row import Row
+from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.segments import is_sliceable, needs_states
 from worker.engine.model.drafter import tokens_read, why_not_same_tokens
 from worker.engine.model.load import DraftModel, Model, context_of, model_folder
 from worker.engine.model.profile import profile, weights_bytes
 from worker.engine.prefill.spans import ComputeSpans
-from worker.engine.prefill.sparse import why_not_sparse
 from worker.engine.prefill.task import PromptTask
 from worker.engine.prefix.cache import PrefixCache
 from worker.engine.tokenizer import MLXTokenizer
-from worker.engine.upstream.hooks import observed_attention
+from worker.engine.upstream.hooks import UnsupportedRope, observed_attention, rope_at
 from worker.engine.upstream.mlx_lm import load_model, load_tokenizer, make_prompt_cache
 from worker.errors import CannotStart
 from worker.request import GenerationRequest
+
+# Sparse prompts: some of their tokens are dropped, and each of the others has its original position.
+#
+# A cache counts its tokens, and models use that count as the position of the next one. Therefore MLX's rope is
+# replaced during a forward by one that receives the positions. Decoding replaces nothing, since slots store a row's
+# position separately from its length.
+
+_TRIAL = 4  # tokens
+
+
+def why_not_sparse(network: nn.Module, context: int) -> str | None:
+    """Return why SpecPrefill cannot be used with this model for prompts of up to `context` tokens; None if it can. The
+    model's rows must be able to share a batch.
+
+    Computes a few tokens, so it loads the weights. Blocks. Must not run while another thread computes."""
+    cache = make_prompt_cache(network)
+    try:
+        with rope_at([*range(_TRIAL)], 0):
+            network(mx.zeros((1, _TRIAL), mx.int32), cache=cache)
+        # Some models use positions only beyond a threshold. The nearest come first, since position tables are finite.
+        first, *others = (_logits_at(network, cache, position) for position in (_TRIAL, _TRIAL + 1, context - 1))
+    except UnsupportedRope as error:
+        return f"This model rotates tokens by positions of its own: {error}."
+    if all(mx.array_equal(first, other, equal_nan=True) for other in others):
+        return None
+    return "This model uses token positions not only in MLX's rope, but also in a table or a scale."
+
+
+def _logits_at(network: nn.Module, cache: list[Any], position: int) -> mx.array:
+    """Return the logits of a row's next token at a position of which only the rope replacement is informed. Lazy. If
+    they differ between positions, the model uses the position elsewhere."""
+    batch = slots.batch_of(copy.deepcopy(cache), position)
+    with rope_at([_TRIAL], position):
+        logits: mx.array = network(mx.zeros((1, 1), mx.int32), cache=batch)
+    return logits
+
 
 # Queries whose attention is recorded: the prompt's last token, and the first tokens of an answer. On the tiny model, 4
 # gave scores of little use, and 16 no better ones than 8.

@@ -9,14 +9,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.engine.batch.pending import PendingTokens, forward
-from worker.engine.batch.row import Row
+from worker.engine.batch.row import PendingTokens, Row, forward
 from worker.engine.cache import slots
 from worker.engine.cache.kinds import kind_of
 from worker.engine.cache.layers import layers
 from worker.engine.cache.pack import Pack
 from worker.engine.prefill.stage import Ended, Phase, Stage, StageProgress
-from worker.engine.speculation.mtp.head import Head, PromptEntries, PromptHead
+from worker.engine.speculation.mtp import Head, PromptEntries, PromptHead
 from worker.engine.upstream.hooks import rope_at
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.vision.inputs import MultimodalInputs

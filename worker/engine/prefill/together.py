@@ -12,7 +12,7 @@ from worker.engine.memory import MemoryModel
 from worker.engine.prefill.reuse import Beginning
 from worker.engine.prefill.spans import PackRow
 from worker.engine.prefill.task import PromptTask
-from worker.engine.speculation.mtp.head import Head
+from worker.engine.speculation.mtp import Head
 from worker.engine.step.tuning import MAX_CHUNK
 
 

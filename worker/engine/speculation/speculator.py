@@ -11,9 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from worker.engine.cache.recurrent import NoRecurrence, Recurrence
 from worker.engine.memory import CHUNK, MemoryModel
-from worker.engine.speculation.budget import DraftBudget
-from worker.engine.speculation.mtp.head import PromptEntries
-from worker.engine.speculation.mtp.proposer import HeadProposer
+from worker.engine.speculation.mtp import HeadProposer, PromptEntries
 from worker.engine.speculation.offer import (
     DraftedRow,
     NetworkProposer,
@@ -26,8 +24,8 @@ from worker.engine.speculation.offer import (
 )
 from worker.engine.speculation.tuning import RETRIED, RETRIED_MOST, STALLED
 from worker.engine.speculation.verify import allowed
-from worker.engine.speculation.width import ForwardCosts, choose_width, expected_tokens, likeliest
-from worker.engine.step.budget import GapLimit
+from worker.engine.speculation.width import DraftBudget, ForwardCosts, choose_width, expected_tokens, likeliest
+from worker.engine.step.planner import GapLimit
 from worker.outcomes import Speculated
 
 

@@ -6,9 +6,8 @@ from typing import Protocol, cast
 
 import mlx.core as mx
 
-from worker.engine.sampling.logprobs import StepLogprobs
 from worker.engine.sampling.processors import masked, processors_for
-from worker.engine.sampling.sampler import SamplingKind, draw, draw_key
+from worker.engine.sampling.sampler import SamplingKind, StepLogprobs, draw, draw_key
 from worker.outcomes import Logprobs
 from worker.request import GenerationRequest, GrammarState
 

@@ -1,13 +1,217 @@
 """Plans the prompts of each step by measured costs. Knows nothing of models, so a simulation can plan as the engine
 does."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol, Self, get_args
 
-from worker.engine.step.budget import Backlog, DecodingRows, FirstStep, StepBudget
-from worker.engine.step.cost import CostEstimate, Forward, StepKind, step_kind
+from sluice.contract.keys import Lane
+from worker.engine.step.cost import PLAIN_STEP, CostEstimate, Forward, StepKind, step_kind
 from worker.engine.step.plan import Order, PackedTokens, PromptState, StepLimits, in_order, may_advance, no_copies, plan
-from worker.engine.step.tuning import FAR_MORE
+from worker.engine.step.tuning import (
+    ALONE_STEPS,
+    COMPUTED_WITHIN_S,
+    FAR_MORE,
+    FIRST_OVERRUN,
+    FIRST_STEP_AT_MOST_S,
+    FIRST_STEP_WITHIN_S,
+    GAP_DECODES,
+    GAP_STEPS,
+    LONG_GAP,
+    MOST_OVERRUN,
+    OF_GAPS,
+    OF_GAPS_ALIKE,
+    OVERRAN,
+    OVERRAN_ALIKE,
+    OVERRUN,
+    OVERRUN_GAPS,
+    OVERRUN_MARGIN,
+    OVERRUN_RANK,
+    SHARED_ALONE_STEPS,
+    STALL,
+    WITH_DRAFTS,
+)
+
+# The time that a step has for prefill: how long a gap between two tokens of a row may be, how much longer than planned
+# steps last, and how much time the waiting prompts need.
+#
+# An overrun that repeats is expected again; a single stall of the machine is not, since no plan prevents it.
+
+
+def longest_gap_s(step_s: float, decode_s: float) -> float:
+    """Return the most seconds that may pass between two tokens of a row while prompts wait. `step_s`: target of a
+    step."""
+    return max(GAP_STEPS * step_s, GAP_DECODES * decode_s)
+
+
+def half_gap_s(step_s: float) -> float:
+    """Return half of the longest gap of rows that decode fast. Decode steps that take more may make a longer gap, and
+    only gaps planned to last more are compared with their plan. `step_s`: target of a step."""
+    return GAP_STEPS * step_s / 2
+
+
+@dataclass(frozen=True, slots=True)
+class GapLimit:
+    """Limits the gap that a step makes between two tokens of its rows."""
+
+    step_s: float  # target of a step
+    elapsed_s: float = 0.0  # since the last step's report, most of which prompts have taken
+
+    def verify_s(self, decode_s: float, *, running: bool) -> float:
+        """Return the most seconds that the forwards of the step may take with drafts. `decode_s`: without. `running`:
+        a decode step runs, whose tokens are delivered at the end of this one."""
+        longest_s = longest_gap_s(self.step_s, decode_s)
+        most_s = min(WITH_DRAFTS * longest_s, longest_s - decode_s) if running else WITH_DRAFTS * longest_s
+        return most_s - self.elapsed_s
+
+
+class Overruns:
+    """Measured seconds of gaps relative to those planned, of the latest gaps that were planned to last long."""
+
+    def __init__(self) -> None:
+        self._gaps = deque(
+            [(FIRST_OVERRUN, PLAIN_STEP)] * OVERRUN_RANK, OVERRUN_GAPS
+        )  # ratio, and the kind of the step
+        self._expected: float | None = None  # by the gaps so far; None: not computed yet
+
+    def observe(self, ratio: float, kind: StepKind = PLAIN_STEP) -> None:
+        """Record a gap that lasted `ratio` times as long as planned."""
+        self._gaps.append((ratio, kind))
+        self._expected = None
+
+    @property
+    def expected(self) -> float:
+        """The most seconds that a gap is expected to last, relative to those that are planned."""
+        if self._expected is None:
+            self._expected = OVERRUN_MARGIN * min(MOST_OVERRUN, sorted(self._counted())[-OVERRUN_RANK])
+        return self._expected
+
+    def _counted(self) -> list[float]:
+        """Return the overruns that count: all but stalls that have not repeated. At least `OVERRUN_RANK`."""
+        gaps = [*self._gaps]
+        if max(ratio for ratio, _ in gaps) <= STALL:
+            return [ratio for ratio, _ in gaps]
+        repeating = _overran([ratio for ratio, _ in gaps[-OF_GAPS:]], OVERRAN)
+        kinds = {kind for _, kind in gaps}
+        alike = {
+            each
+            for each in kinds
+            if _overran([ratio for ratio, kind in gaps if kind == each][-OF_GAPS_ALIKE:], OVERRAN_ALIKE)
+        }
+        since = len(gaps) - OF_GAPS if repeating else len(gaps)
+        counted = [ratio for i, (ratio, kind) in enumerate(gaps) if ratio <= STALL or i >= since or kind in alike]
+        return [*counted, *[FIRST_OVERRUN] * max(0, OVERRUN_RANK - len(counted))]
+
+
+def _overran(ratios: Sequence[float], least: int) -> bool:
+    return sum(ratio > OVERRUN for ratio in ratios) >= least
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The interactive prompts that wait."""
+
+    seconds: float = 0.0  # that computing all of them takes
+    oldest_s: float = 0.0  # that the oldest has waited
+
+    @classmethod
+    def of(cls, waiting: Iterable[PromptState]) -> Self:
+        """Return the backlog of these prompts, each computed in forwards of its own. Offline ones do not count."""
+        rows = [row for row in waiting if row.lane == "interactive"]
+        return cls(sum(row.alone_s for row in rows), max((row.waited_s for row in rows), default=0.0))
+
+    def share_s(self, decode_s: float) -> float:
+        """Return the seconds that prompts need beside a decode step of `decode_s` to be computed in time: see
+        `COMPUTED_WITHIN_S`. Infinite if all of the time is not enough."""
+        left_s = COMPUTED_WITHIN_S - self.oldest_s
+        return inf if self.seconds >= left_s else decode_s * self.seconds / (left_s - self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """The first decode step of rows of which none has begun its answer, so that no reader notices a pause."""
+
+    rows: int  # that have joined
+    delayed_s: float  # since the first of them joined
+    slowdown: float  # of prompts, once these rows decode: see `StepBudget.slowdown`
+
+    def waits_for(self, prompts_s: Iterable[float]) -> bool:
+        """Return True if another prompt should be computed before the step. `prompts_s`: the seconds that each waiting
+        prompt takes. Prompts that come together take less time without decode steps between them: each second of them
+        costs the joined rows a second, and saves every waiting prompt `slowdown` seconds."""
+        waiting = [*prompts_s]
+        shortest_s = min(waiting, default=inf)
+        if shortest_s <= FIRST_STEP_WITHIN_S - self.delayed_s:
+            return True
+        in_time = shortest_s <= min(FIRST_STEP_WITHIN_S, FIRST_STEP_AT_MOST_S - self.delayed_s)
+        return in_time and self.rows < len(waiting) * self.slowdown
+
+
+_LANES: tuple[Lane, ...] = get_args(Lane)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingRows:
+    """The rows that decode."""
+
+    rows: int
+    interactive: int  # of them
+    decode_s: float = 0.0  # expected seconds of their next decode step
+
+
+class StepBudget:
+    """Limits the time that prompts take in a step, by the measured times of prefill and decoding."""
+
+    def __init__(self, step_s: float, costs: CostEstimate) -> None:
+        """`step_s`: target seconds of a step. `costs`: what chunks of prefill cost. It stays owned by the caller, who
+        lets it learn."""
+        self._step_s = step_s
+        self._costs = costs
+        self._overruns = Overruns()
+
+    def observe_gap(self, planned_s: float, seconds: float, kind: StepKind = PLAIN_STEP) -> None:
+        """Record the measured seconds of a gap between two tokens, which was planned to last `planned_s`. Short ones,
+        which could not become too long, are ignored. `kind`: of the step that has made it; by default no row joined,
+        and no forward was shared."""
+        longest_s = GAP_STEPS * self._step_s / self.overrun
+        if planned_s >= min(half_gap_s(self._step_s), LONG_GAP * longest_s):
+            self._overruns.observe(seconds / planned_s, kind)
+
+    @property
+    def overrun(self) -> float:
+        """The most seconds that a long gap is expected to last, relative to those that are planned."""
+        return self._overruns.expected
+
+    def slowdown(self, decode_s: float) -> float:
+        """Return the seconds by which each second of prompts takes longer next to interactive rows whose decode step
+        takes `decode_s`: for every chunk, such a step and another pass over the weights. Infinite if they leave no time
+        for prompts."""
+        cost_s = decode_s + self._costs.now.forward_s
+        left_s = longest_gap_s(self._step_s, decode_s) / self.overrun - cost_s
+        return cost_s / left_s if left_s > 0 else inf
+
+    def shared_s(self, running: DecodingRows) -> float:
+        """Return the seconds that a step's first forward may take, although they exceed `spare_s`, if several
+        interactive prompts share it; 0 if rows decode."""
+        return 0.0 if running.rows else SHARED_ALONE_STEPS * self._step_s
+
+    def spare_s(self, running: DecodingRows, elapsed_s: float, backlog: Backlog) -> dict[Lane, float]:
+        """Return the seconds that each lane's prompts may take in a step; 0 or less leaves no time. Both lanes share
+        the step: time that interactive prompts take is not left for offline ones. `elapsed_s`: seconds of the step so
+        far, before the next decode step. `backlog`: the interactive prompts that wait."""
+        if not running.rows:
+            return dict.fromkeys(_LANES, ALONE_STEPS * self._step_s)
+        taken_s = elapsed_s + running.decode_s
+        target_s = self._step_s - taken_s
+        most_s = longest_gap_s(self._step_s, running.decode_s) / self.overrun - taken_s
+        cost = self._costs.now
+        least_s = cost.chunk_s(cost.worthwhile, 0)
+        if not running.interactive:  # no gap that a reader notices
+            return {"interactive": max(target_s, most_s), "batch": max(target_s, min(least_s, most_s))}
+        wanted_s = max(backlog.share_s(running.decode_s), least_s)
+        return {"interactive": max(target_s, min(wanted_s, most_s)), "batch": target_s}
 
 
 class RunningRows(Protocol):

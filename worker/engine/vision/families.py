@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from worker.engine.cache.kinds import kind_of
 from worker.engine.upstream.hooks import recorded_layers
-from worker.engine.vision.encoder import Features
+from worker.engine.vision.feature_cache import Features
 from worker.engine.vision.inputs import Family, ImageSpans
 from worker.request import PromptImage
 

@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from worker.engine.vision.encoder import Features
-from worker.engine.vision.feature_cache import FeatureCache
+from worker.engine.vision.feature_cache import FeatureCache, Features
 from worker.request import GenerationRequest, PromptImage
 
 # Images among some tokens: the span of each as (start, end), counted from the first of these tokens, and its features.

@@ -15,8 +15,8 @@ from sluice.contract.refusals import reason_of
 from worker.errors import OwnershipLost
 from worker.json_bytes import dumps
 from worker.queue.job.claims import Claim, cleanup_keys
+from worker.queue.redis_server import ServerClock
 from worker.queue.scripts import JOB_LIFE_MS, arguments, script
-from worker.queue.server.redis_server import ServerClock
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")

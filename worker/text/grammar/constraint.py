@@ -16,9 +16,8 @@ from worker.errors import JobFailure
 from worker.process.child import ChildCrashed, ChildFailed, Children
 from worker.process.frames import LimitExceeded
 from worker.text.grammar import attempt, sandbox
-from worker.text.grammar.attempt import CompileError, Verdict
+from worker.text.grammar.attempt import TOO_EXPENSIVE, CompileError, Verdict
 from worker.text.grammar.builder import Markup, OutputConstraint
-from worker.text.grammar.errors import TOO_EXPENSIVE
 from worker.text.grammar.tool_grammars import ANY_ARGUMENTS, HARMONY, HeldFunction, texts_of
 from worker.text.output.formats import ModelFormat
 from worker.text.prompt.size_limit import cost_in_characters

@@ -17,15 +17,14 @@ from schemas.messages import Message
 from sluice.contract.keys import Lane
 from worker.errors import JobFailure
 from worker.text.dialects.values import Parameters
-from worker.text.grammar.attempt import CompiledGrammar, CompileError, RefusedConstraint, question
+from worker.text.grammar.attempt import CompiledGrammar, CompileError, RefusedConstraint, grammar_error, question
 from worker.text.grammar.builder import Grammars, OutputConstraint
 from worker.text.grammar.constraint import Compiler, constraint_of, is_quick, markup_of
-from worker.text.grammar.errors import grammar_error
 from worker.text.grammar.lark import param_of
 from worker.text.grammar.llg_tokenizer import ForcedText, llguidance_tokenizer
 from worker.text.grammar.row.calls import CallMatchers, CallsGrammar, Openings
 from worker.text.grammar.row.grammar import AllDraftsTime, RowGrammar
-from worker.text.grammar.row.numbers import FiniteNumbers
+from worker.text.grammar.row.reader import FiniteNumbers
 from worker.text.grammar.row.thought import ThoughtMask, ThoughtState
 from worker.text.grammar.sandbox import Uncompilable
 from worker.text.grammar.tool_grammars import dialect_named, in_json

@@ -16,8 +16,7 @@ from schemas import ChatRequest
 from sluice.contract.keys import Lane
 from worker.errors import CannotStart, JobFailure
 from worker.text.prompt.boundaries import Boundaries, Codec, DroppableRanges, Rendered
-from worker.text.prompt.escaping import ControlTokenEscaping, Inputs
-from worker.text.prompt.normalize import normalize
+from worker.text.prompt.normalize import ControlTokenEscaping, Inputs, normalize
 from worker.text.prompt.size_limit import PromptLimit, cost_in_characters
 from worker.text.prompt.template_changes import Adaptation, WriteCalls, write_as_json
 from worker.text.prompt.template_compat import (

@@ -16,7 +16,7 @@ from worker.engine.checkpoint import read_json
 from worker.engine.model.drafter import with_head
 from worker.engine.model.load import Model
 from worker.engine.speculation import speculator
-from worker.engine.speculation.mtp.proposer import HeadProposer
+from worker.engine.speculation.mtp import HeadProposer
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.upstream.mlx_lm import load_model
 

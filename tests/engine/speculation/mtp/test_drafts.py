@@ -10,9 +10,8 @@ import pytest
 
 from tests.engine.speculation.mtp.checkpoints import MTP_CONFIGS, ReferenceHead, head_tensors
 from tests.engine.tiny import VOCAB, build, prompt
-from worker.engine.speculation.mtp.head import Head, PromptEntries, PromptHead, Trunk
-from worker.engine.speculation.mtp.load import joined_experts, layout_of
-from worker.engine.speculation.mtp.proposer import HeadDrafts
+from worker.engine.speculation.mtp import Head, HeadDrafts, PromptEntries, PromptHead, Trunk
+from worker.engine.speculation.mtp_load import joined_experts, layout_of
 
 LAYOUTS = [*MTP_CONFIGS]
 DEPTH = 3

@@ -15,8 +15,7 @@ from tests.engine.tiny import model_of
 from worker.engine.cache.recurrent import Replay
 from worker.engine.model.drafter import Head
 from worker.engine.model.load import Model
-from worker.engine.speculation.mtp.head import Trunk
-from worker.engine.speculation.mtp.proposer import HeadProposer
+from worker.engine.speculation.mtp import HeadProposer, Trunk
 from worker.engine.speculation.speculator import Speculator
 
 LAYOUTS = [*MTP_CONFIGS]

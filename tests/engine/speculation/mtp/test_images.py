@@ -15,8 +15,8 @@ from tests.engine.speculation.scenarios import SAMPLINGS
 from tests.engine.vision import cases
 from worker.engine.cache.recurrent import Replay
 from worker.engine.model.load import Model
-from worker.engine.speculation.mtp.head import Head, PromptEntries, Trunk
-from worker.engine.speculation.mtp.load import layout_of
+from worker.engine.speculation.mtp import Head, PromptEntries, Trunk
+from worker.engine.speculation.mtp_load import layout_of
 from worker.engine.speculation.speculator import Speculator
 
 FAMILY = "qwen3_5"

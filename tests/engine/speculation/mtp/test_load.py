@@ -16,8 +16,8 @@ from tests.engine.speculation.mtp.checkpoints import (
     write_with_head,
 )
 from tests.engine.tiny import prompt, write_checkpoint
-from worker.engine.speculation.mtp.head import MTPHead, Trunk
-from worker.engine.speculation.mtp.load import (
+from worker.engine.speculation.mtp import MTPHead, Trunk
+from worker.engine.speculation.mtp_load import (
     HeadReport,
     files_to_download,
     find_head,

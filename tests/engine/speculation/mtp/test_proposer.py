@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.speculation.mtp.test_drafts import DEPTH, Sequence, head_of, reference_of, sequence
-from worker.engine.speculation.mtp.proposer import MTP, FedTokens, HeadProposer
+from worker.engine.speculation.mtp import MTP, FedTokens, HeadProposer
 from worker.engine.speculation.offer import Offer
 from worker.request import GenerationRequest
 

@@ -13,7 +13,7 @@ from tests.text.guided import ANY_OBJECT, CLOCK, by, model
 from tests.text.structured import allowed
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.row.grammar import RowGrammar
-from worker.text.grammar.row.numbers import FiniteNumbers, Place
+from worker.text.grammar.row.reader import FiniteNumbers, Place
 from worker.text.grammar.sandbox import compile_grammar
 
 NUMBERS = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "string"}}, "required": ["a", "b"]}

@@ -6,7 +6,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from worker.text.grammar.lark import Grammar
-from worker.text.grammar.row.numbers import FiniteNumbers
+from worker.text.grammar.row.reader import FiniteNumbers
 from worker.text.grammar.sandbox import compile_grammar
 
 Schema = dict[str, Any]

@@ -7,10 +7,9 @@ from functools import partial
 from llguidance import LLMatcher
 
 from worker.request import GrammarAhead, GrammarError
-from worker.text.grammar.errors import grammar_error
+from worker.text.grammar.attempt import grammar_error
 from worker.text.grammar.llg_tokenizer import ForcedText
-from worker.text.grammar.row.numbers import FiniteNumbers
-from worker.text.grammar.row.reader import GrammarReader
+from worker.text.grammar.row.reader import FiniteNumbers, GrammarReader
 from worker.text.grammar.row.thought import ThoughtState
 
 # Seconds that drafts may take for each token of the answer. A mask of 150,000 tokens mostly takes less than a tenth of

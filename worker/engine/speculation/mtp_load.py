@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from worker.engine.checkpoint import read_json, tensor_shapes
-from worker.engine.speculation.mtp.head import MTPHead, Trunk
+from worker.engine.speculation.mtp import MTPHead, Trunk
 from worker.engine.upstream.decoder_layers import (
     Glm4MoeArgs,
     Glm4MoeLayer,

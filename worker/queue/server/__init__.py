@@ -1,1 +1,0 @@
-"""The Redis server: checks at start, permissions, clock, outages."""
