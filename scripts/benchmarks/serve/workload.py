@@ -83,6 +83,7 @@ AGENT_SYSTEM_WORDS = 200
 AGENT_TURN_WORDS = 100, 300  # at least, at most
 AGENT_ANSWER_TOKENS = 32  # of a call, or of a sentence
 REMINDER_WORDS = 12
+REMINDER_MARK_WORDS = 16  # as many tokens as the marks around a message: 21 with the bench models' tokenizer
 _AGENT_TOOLS = {
     "read_file": ("path", "offset", "limit"),
     "run_command": ("command", "timeout"),
@@ -127,8 +128,8 @@ def burst(count: int, max_tokens: int, dice: Random) -> list[Chat]:
 def agents(count: int, dice: Random, *, reminders: bool = False) -> list[Chat]:
     """Return conversations that begin together, with one system prompt and the same tools, which no server has seen.
 
-    With `reminders`, a system message follows the user's in each turn, whose words that message lacks then: the
-    prompts are as long."""
+    With `reminders`, a system message follows the user's in each turn. The user's then lacks its words, and as many as
+    the marks around a message have tokens: the prompts are as long."""
     texts = Texts(dice)
     # Templates write either of the two first.
     system, tools = texts.draw(AGENT_SYSTEM_WORDS), tuple(_tool(name, texts) for name in _AGENT_TOOLS)
@@ -141,8 +142,10 @@ def agents(count: int, dice: Random, *, reminders: bool = False) -> list[Chat]:
 
 
 def _agent_turn(words: list[str], reminders: bool) -> Turn:
-    own = len(words) - (REMINDER_WORDS if reminders else 0)
-    return Turn(" ".join(words[:own]), AGENT_ANSWER_TOKENS, reminder=" ".join(words[own:]))
+    if not reminders:
+        return Turn(" ".join(words), AGENT_ANSWER_TOKENS)
+    own = len(words) - REMINDER_WORDS - REMINDER_MARK_WORDS
+    return Turn(" ".join(words[:own]), AGENT_ANSWER_TOKENS, reminder=" ".join(words[own : own + REMINDER_WORDS]))
 
 
 def _tool(name: str, texts: Texts) -> dict[str, Any]:
