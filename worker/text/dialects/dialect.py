@@ -7,7 +7,7 @@ The way of an answer, token by token:
 - The dialect, a row of `table` of one of five classes, yields the events of calls: their beginning, pieces of their
   arguments as JSON (`json_text` repairs them, `values` makes them of texts by the schema), their end. If the text is no
   call it raises `NotACall`, and the reader gives the text back as it was written.
-- `output.tool_calls` turns these events into OpenAI's deltas.
+- `output.events` turns these events into OpenAI's deltas.
 
 Readers are generators that wait for more text by yielding None, so how the text is cut changes nothing.
 """
