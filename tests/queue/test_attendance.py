@@ -15,10 +15,10 @@ from schemas import JobEvent as AnyEvent
 from sluice import Client, JobFailed, SyncClient, openai, sse
 from sluice.contract import keys
 from sluice.contract.events import Event, Failed, Progress
+from tests.client.streaming import HELLO
 from tests.fakes import FakeChat
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.queue.helpers import ended, settings, working
-from tests.queue.streaming import HELLO
 from worker.queue.job.claims import lease_key
 
 LATE = {"messages": HELLO, "deadline_s": 0.2}

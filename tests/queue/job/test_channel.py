@@ -18,10 +18,10 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 
 from sluice.contract import keys
+from tests.client.streaming import subscribed
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.line import Line
 from tests.queue.helpers import envelope, field, lapse, put, renew, settings
-from tests.queue.streaming import subscribed
 from tests.selection import examples
 from tests.support.stack import Server
 from worker.errors import OwnershipLost

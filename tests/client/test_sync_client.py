@@ -18,7 +18,7 @@ from redis import Redis
 from sluice import Client, ServerUnreachable, Submitted, SyncClient, UnknownJob
 from sluice.contract import keys
 from sluice.sync import blocking
-from tests.queue.streaming import HELLO, event
+from tests.client.streaming import HELLO, event
 from tests.support.stack import ROOT, Server
 
 FINAL = event(3, "cancelled")

@@ -23,8 +23,8 @@ from sluice.contract import keys
 from sluice.contract.batch import NO_LINES, Batch
 from sluice.queues import DeadLetter
 from sluice.transport import Retries
+from tests.client.streaming import HELLO, behind, event, say, seqs, subscribed
 from tests.line import Line
-from tests.queue.streaming import HELLO, behind, event, say, seqs, subscribed
 from tests.support.stack import Server
 
 GAP_S = 5.0  # the most that a dead connection may cost

@@ -25,8 +25,8 @@ from sluice.batch.run import endless_retries
 from sluice.contract import keys
 from sluice.openai import error_reply
 from sluice.transport import is_transient
+from tests.client.streaming import HELLO, event, say, seqs, subscribed
 from tests.queue.refusing import disk_full
-from tests.queue.streaming import HELLO, event, say, seqs, subscribed
 from tests.support.stack import Server
 
 

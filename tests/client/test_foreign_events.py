@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from sluice import Client, QueueFull, SyncClient, UnreadableLog, sse
 from sluice.contract import keys
-from tests.queue.streaming import seqs
+from tests.client.streaming import seqs
 
 FOREIGN = [
     b"\xff", b"", b"x", b"[]", b"{}", b"null", b"[" * 100_000, b'"type"', b'{"type":"delta"}', b'{"type":[]}',

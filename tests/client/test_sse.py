@@ -20,7 +20,7 @@ from starlette.routing import Route
 from sluice import Client, SyncClient, sse
 from sluice.contract import keys
 from sluice.sse import seq_of
-from tests.queue.streaming import HELLO, event
+from tests.client.streaming import HELLO, event
 from tests.support.stack import free_port
 
 LOG = [event(0), event(1, content="ü\u2028\n"), event(2, "cancelled")]
