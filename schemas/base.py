@@ -6,11 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator, with_config
 
-_MAX_NAMES = 1000  # the largest model has about thirty; each unknown name costs a microsecond and a kilobyte
 # OpenAI accepts 16 pairs of 512 characters as metadata, and schemas of 5,000 properties and 120,000 characters.
 MAX_VALUES = 30_000
 MAX_CHARACTERS = 1_000_000
-_MAX_LEVELS = 64  # far more than a JSON schema has, far fewer than a JSON writer can nest
 
 
 class Strict(BaseModel):
@@ -22,8 +20,9 @@ class Strict(BaseModel):
     @classmethod
     def _few_names(cls, value: object) -> object:
         """Limit the number of fields: reporting a megabyte of unknown names would block the event loop for seconds."""
-        if isinstance(value, dict) and len(value) > _MAX_NAMES:
-            raise ValueError(f"has {len(value):,} fields; at most {_MAX_NAMES:,} are read")
+        # The largest model has about thirty; each unknown name costs a microsecond and a kilobyte.
+        if isinstance(value, dict) and len(value) > 1000:
+            raise ValueError(f"has {len(value):,} fields; at most 1,000 are read")
         return value
 
 
@@ -48,7 +47,8 @@ def _check(value: dict[str, Any], max_values: int, max_characters: int) -> dict[
     level = list[Any]([value])
     values = 0
     characters = 0
-    for _ in range(_MAX_LEVELS):
+    max_levels = 64  # far more than a JSON schema has, far fewer than a JSON writer can nest
+    for _ in range(max_levels):
         items = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
         if any(isinstance(item, float) and not isfinite(item) for item in items):
             raise ValueError("holds a number that is not finite; send a number or null")
@@ -64,7 +64,7 @@ def _check(value: dict[str, Any], max_values: int, max_characters: int) -> dict[
         level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             return value
-    raise ValueError(f"is nested more than {_MAX_LEVELS} levels deep")
+    raise ValueError(f"is nested more than {max_levels} levels deep")
 
 
 def _is_text(value: str) -> bool:

@@ -19,11 +19,9 @@ from schemas.base import MAX_CHARACTERS, JsonObject, Strict, Text
 from schemas.messages import Message, TextContent, json_type
 from sluice.contract.keys import CACHE_KEY_CHARACTERS, MODEL_NAME, TENANT_CHARACTERS
 
-MOST_DRAFT_TOKENS = 7
-
 
 class DraftLimit(Strict):
-    max_tokens: int = Field(ge=0, le=MOST_DRAFT_TOKENS, description="The longest draft; 0 is off.")
+    max_tokens: int = Field(ge=0, le=7, description="The longest draft; 0 is off.")
 
 
 def _tag(value: object) -> str | None:
@@ -137,9 +135,6 @@ def _listed(stop: object) -> object:
     return [stop] if isinstance(stop, str) else stop
 
 
-_MOST_BIASES = 50_000  # a fifth of the largest vocabularies
-
-
 def _in_parts(bias: object, read: ValidatorFunctionWrapHandler) -> object:
     """Validate the entries four at a time, so that at most four errors are reported.
 
@@ -147,10 +142,8 @@ def _in_parts(bias: object, read: ValidatorFunctionWrapHandler) -> object:
     """
     if not isinstance(bias, dict):
         return read(bias)
-    if len(bias) > _MOST_BIASES:
-        raise PydanticCustomError(
-            "too_long", "", {"actual_length": f"{len(bias):,}", "max_length": f"{_MOST_BIASES:,}"}
-        )
+    if len(bias) > 50_000:  # a fifth of the largest vocabularies
+        raise PydanticCustomError("too_long", "", {"actual_length": f"{len(bias):,}", "max_length": "50,000"})
     entries, whole = iter(bias.items()), dict[str, float]()
     while part := dict(islice(entries, 4)):
         whole |= read(part)

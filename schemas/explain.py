@@ -15,8 +15,6 @@ from schemas.chat import ChatRequest
 
 LocatedSchema = dict[str, Any]
 
-_MAX_QUOTED = 40
-
 
 @dataclass(frozen=True, slots=True)
 class ErrorLocation:
@@ -79,12 +77,10 @@ def _longer(path: str, step: int | str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return the text in quotes, on one line, and cut if it is long."""
-    text_repr = repr(text[:_MAX_QUOTED])
-    return text_repr if len(text_repr) <= _MAX_QUOTED else f"{text_repr[: _MAX_QUOTED - 4]}...{text_repr[0]}"
+    """Return the text in quotes, on one line, and cut to 40 characters."""
+    text_repr = repr(text[:40])
+    return text_repr if len(text_repr) <= 40 else f"{text_repr[:36]}...{text_repr[0]}"
 
-
-_MAX_SENTENCES = 3  # more would not help if a body is wrong everywhere
 
 _SENTENCES = {
     "missing": "{where} is missing",
@@ -126,9 +122,9 @@ _LIKENESS = ((0, 0.88), (1, 0.85), (3, 0.76))
 def explain(error: ValidationError) -> str:
     """Return a sentence for each of the first three problems. Echoes only a few words of the input."""
     problems = _relevant(error.errors(include_url=False))
-    sentences = [_sentence(problem) for problem in problems[:_MAX_SENTENCES]]
-    if len(problems) > _MAX_SENTENCES:
-        sentences.append(f"And {len(problems) - _MAX_SENTENCES} more")
+    sentences = [_sentence(problem) for problem in problems[:3]]  # more are no help if a body is wrong everywhere
+    if len(problems) > 3:
+        sentences.append(f"And {len(problems) - 3} more")
     return " ".join(each if each.endswith("?") else f"{each}." for each in sentences)
 
 

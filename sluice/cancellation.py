@@ -1,7 +1,7 @@
 """Cancellation of jobs: immediate while a job is queued, through its worker when it runs."""
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,11 +11,9 @@ from sluice.contract import keys
 from sluice.contract.refusals import is_full, reason_of
 from sluice.contract.scripts import source
 from sluice.errors import CancelNotStored
-from sluice.transport import Retries
+from sluice.transport import MAX_CALLS, Retries
 
 CancelOutcome = Literal["cancelled", "requested", "ended"]
-
-_PER_CALL = 100  # queues, or jobs, in one call
 
 
 class Cancellation:
@@ -40,8 +38,8 @@ class Cancellation:
     async def cancel_all(self, job_ids: Sequence[str]) -> None:
         """Cancel jobs that `Submission` queued, riding out an outage. A server out of memory stores no request for
         running jobs; their workers receive it all the same."""
-        for start in range(0, len(job_ids), _PER_CALL):
-            await self._retries.run_until_answered(partial(self._cancel_some, job_ids[start : start + _PER_CALL]))
+        for start in range(0, len(job_ids), MAX_CALLS):
+            await self._retries.run_until_answered(partial(self._cancel_some, job_ids[start : start + MAX_CALLS]))
 
     async def _cancel_some(self, job_ids: Sequence[str]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -54,8 +52,8 @@ class Cancellation:
     async def end_waiting(self, queue: str, job_ids: Sequence[bytes]) -> int:
         """Cancel the given jobs that wait in this queue; others are unchanged. Returns the number of jobs cancelled."""
         ended, call_id = 0, _new_call_id()
-        for start in range(0, len(job_ids), _PER_CALL):
-            chunk = job_ids[start : start + _PER_CALL]
+        for start in range(0, len(job_ids), MAX_CALLS):
+            chunk = job_ids[start : start + MAX_CALLS]
             ended += await self._retries.run(partial(self._end_some, queue, chunk, call_id))
         return ended
 
@@ -67,8 +65,9 @@ class Cancellation:
         return sum(answer[0] == b"cancelled" for answer in answers)
 
     async def _search(self, job_id: str, error: Exception | None, call_id: str) -> tuple[bytes, Exception | None]:
-        for queues in _pages(sorted(await self._retries.scan(keys.QUEUES))):
-            outcome, error = await self._cancel(job_id, queues, call_id)
+        queues = sorted(await self._retries.scan(keys.QUEUES))
+        for start in range(0, len(queues), MAX_CALLS):
+            outcome, error = await self._cancel(job_id, queues[start : start + MAX_CALLS], call_id)
             if outcome == b"ended":
                 break  # a worker has received the request in the meantime
             if outcome != b"lost":
@@ -87,7 +86,7 @@ def _new_call_id() -> str:
 
 
 def _args(job_id: str | bytes, keep_ms: int | str, call_id: str = "") -> list[Any]:
-    return [job_id, keys.JOB_LIFE_S * 1000, keys.LOG_TTL_S * 1000, keys.RESULT_TTL_S * 1000, keep_ms, call_id]
+    return [job_id, *keys.LIVES_MS, keep_ms, call_id]
 
 
 def _parse_outcome(outcome: bytes) -> CancelOutcome:
@@ -97,8 +96,3 @@ def _parse_outcome(outcome: bytes) -> CancelOutcome:
         case b"ended":
             return "ended"
     return "requested"
-
-
-def _pages(queues: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    for start in range(0, len(queues), _PER_CALL):
-        yield queues[start : start + _PER_CALL]

@@ -24,11 +24,8 @@ from sluice.streaming import SILENCE_S, Hub, Streams
 from sluice.submission import ExtraKey, NewJob, Submission, Submitted, new_job
 from sluice.transport import Retries, connect
 
-_INLINE_BYTES = 65_536  # a longer result is parsed in a thread
-_UNKNOWN_S = 10.0  # without a trace of the job, after which there is none
 
-
-class Results:
+class _Results:
     """Reads results, as soon as they are there."""
 
     def __init__(self, redis: Redis, retries: Retries, streams: Streams) -> None:
@@ -39,13 +36,13 @@ class Results:
         """Return the result of a job, waiting until it has ended. Raises as `Client.result`."""
         stored = await self._read(job_id)
         if stored is None:
-            async with aclosing(self._streams.follow(job_id, -1, _UNKNOWN_S)) as events:
+            async with aclosing(self._streams.follow(job_id)) as events:
                 async for _ in events:
                     pass
             stored = await self._read(job_id)
         if stored is None:
             raise UnknownJob(f"the result of job {job_id!r} has expired")
-        is_long = len(stored) > _INLINE_BYTES
+        is_long = len(stored) > 65_536  # bytes: from here on parsing would hold up the event loop
         return _completion(await asyncio.to_thread(json.loads, stored) if is_long else json.loads(stored))
 
     async def _read(self, job_id: str) -> bytes | None:
@@ -96,7 +93,7 @@ class Client:
             raise ValueError("a client with decode_responses=True cannot be used: give one without, or just the url")
         self._retries, self._hub = Retries(self._redis, outage_s), Hub(self._redis)
         self._streams = Streams(self._redis, self._hub, self._retries)
-        self._results = Results(self._redis, self._retries, self._streams)
+        self._results = _Results(self._redis, self._retries, self._streams)
         self._submission = Submission(self._redis, self._retries)
         self._registry = BatchRegistry(self._redis)
         self._cancellation = Cancellation(self._redis, self._retries)

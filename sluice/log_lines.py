@@ -9,8 +9,6 @@ import textwrap
 _LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 _SHORT_LINE, _SHORT_TIME = "%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"
 _INDENT = " " * len("21:30:00 I ")
-_MIN_COLUMNS = 40
-_LONGEST = 4_000  # characters of a message
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -51,7 +49,7 @@ def wrapped(line: str, columns: int) -> str:
         return line
     lines = textwrap.wrap(
         line,
-        max(columns, _MIN_COLUMNS),
+        max(columns, 40),
         subsequent_indent=_INDENT,
         break_long_words=False,
         break_on_hyphens=False,
@@ -59,9 +57,9 @@ def wrapped(line: str, columns: int) -> str:
     return "\n".join(lines)
 
 
-def shortened(text: str) -> str:
-    """Return the text, cut at `_LONGEST` characters."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
+def shortened(text: str, max_characters: int = 4_000) -> str:
+    """Return the text, cut at `max_characters`."""
+    return text if len(text) <= max_characters else f"{text[:max_characters]}... ({len(text):,} characters)"
 
 
 def escaped(text: str) -> str:

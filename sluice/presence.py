@@ -10,9 +10,7 @@ from redis.exceptions import NoScriptError
 
 from sluice.contract import keys
 from sluice.contract.scripts import source
-from sluice.transport import Command, Retries, RoundTrips, raise_outage
-
-_PER_CALL = 100  # jobs in one pipeline, as in a cancellation
+from sluice.transport import MAX_CALLS, Command, Retries, RoundTrips, raise_outage
 
 
 def serves(worker: Mapping[str, str]) -> bool:
@@ -89,8 +87,8 @@ class Attendances:
     async def check_all(self, job_ids: Sequence[str]) -> list[Attendance | None]:
         """Check jobs, with the retries of a single call. As `check`, otherwise."""
         found = list[Attendance | None]()
-        for start in range(0, len(job_ids), _PER_CALL):
-            found += await self._retries.run(partial(self._run_all, job_ids[start : start + _PER_CALL]))
+        for start in range(0, len(job_ids), MAX_CALLS):
+            found += await self._retries.run(partial(self._run_all, job_ids[start : start + MAX_CALLS]))
         return found
 
     async def _wait_out(self, job_ids: Sequence[str]) -> Sequence[Attendance | None]:
@@ -106,10 +104,9 @@ class Attendances:
         return [None if isinstance(answer, Exception) else _attendance(answer) for answer in answers]
 
     async def _pipelined(self, job_ids: Sequence[str]) -> list[Any]:
-        lives = [keys.JOB_LIFE_S * 1000, keys.LOG_TTL_S * 1000, keys.RESULT_TTL_S * 1000]
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                pipe.evalsha(self._script.sha, 0, job_id, *lives)  # type: ignore[arg-type]
+                pipe.evalsha(self._script.sha, 0, job_id, *keys.LIVES_MS)  # type: ignore[arg-type]
             answers: list[Any] = await pipe.execute(raise_on_error=False)
         return answers
 

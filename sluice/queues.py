@@ -17,8 +17,6 @@ from sluice.errors import UnknownJob
 from sluice.presence import Attendances
 from sluice.transport import Retries
 
-_PAGE = 1000  # ids in one reply
-
 
 @dataclass(frozen=True, slots=True)
 class Queue:
@@ -102,24 +100,21 @@ class Queues:
     async def pages(self, model: str, lane: Lane, *, older_than_s: float = 0.0) -> AsyncGenerator[Sequence[bytes]]:
         """Yield pages of the ids of the jobs that were queued at least `older_than_s` seconds ago, oldest first. The
         ids are read before the first page is yielded."""
-        key = keys.queue(model, lane)
+        key, per_reply = keys.queue(model, lane), 1000
         until_ms = (await self._now() - older_than_s) * 1000 if older_than_s else "+inf"
         ids: list[bytes] = []
         while True:
-            read = partial(self._redis.zrangebyscore, key, "-inf", until_ms, start=len(ids), num=_PAGE)
+            read = partial(self._redis.zrangebyscore, key, "-inf", until_ms, start=len(ids), num=per_reply)
             page = await self._retries.run(read)
             ids += page
-            if len(page) < _PAGE:
+            if len(page) < per_reply:
                 break
-        for start in range(0, len(ids), _PAGE):
-            yield ids[start : start + _PAGE]
+        for start in range(0, len(ids), per_reply):
+            yield ids[start : start + per_reply]
 
     async def _now(self) -> float:
         seconds, microseconds = await self._retries.run(self._redis.time)
         return float(seconds + microseconds / 1e6)
-
-
-_YEAR_9999_S = 253_000_000_000  # the last year of `datetime`
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +194,7 @@ def _letter(id: bytes, stored: bytes) -> DeadLetter:
         case {
             "id": str(), "model": str(), "lane": "interactive" | "batch", "crashes": int(), "body": str(),
             "parked_at": int() | float() as parked_at, "error": {},
-        } as entry if 0 <= parked_at < _YEAR_9999_S:  # fmt: skip
+        } as entry if 0 <= parked_at < 253_000_000_000:  # in the years of `datetime`  # fmt: skip
             return parse_as(DeadLetter, {**entry, "id": readable_id})
     return DeadLetter(readable_id, "?", "interactive", 0, 0.0, _UNREADABLE, "")
 

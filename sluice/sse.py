@@ -28,7 +28,6 @@ HEADERS = {
     "Cache-Control": "no-store",
     "X-Accel-Buffering": "no",  # or nginx buffers the events
 }
-KEEP_ALIVE_S = 15.0  # proxies cut a connection after 30 to 60 seconds of silence
 RETRY = b"retry: 500\n\n"  # milliseconds; by default browsers reconnect after 3 to 5 seconds
 KEEP_ALIVE = b": keep-alive\n\n"
 UNKNOWN = b'event: unknown\ndata: {"message": "There is no such job, or its events have expired."}\n\n'
@@ -42,7 +41,7 @@ async def frames(
     job_id: str,
     *,
     last_event_id: str | None = None,
-    keep_alive_s: float = KEEP_ALIVE_S,
+    keep_alive_s: float = 15.0,  # proxies cut a connection after 30 to 60 seconds of silence
     unknown_s: float = 0.0,
 ) -> AsyncGenerator[bytes]:
     """Yield the body of an HTTP response: the events after `last_event_id`, up to the final one.

@@ -24,10 +24,8 @@ from sluice.transport import ANSWER_S, Interruption, Retries, RoundTrips, is_tra
 
 _IDLE_CHANNEL = "sluice:hub"  # keeps the connection subscribed when no stream is open; no client publishes on it
 _QUIET_S = 1.0  # of silence, after which the connection is tested
-_AFTER_STALL_S = 0.1  # for reading an answer that arrived while the process was stopped
 # redis-py raises AttributeError if one task sends while another finds the connection broken.
 _BROKEN = (RedisError, OSError, AttributeError)
-_MAX_BUFFERED = 4096  # events for one slow reader; if it falls further behind, it reads the list instead
 
 
 class Subscription:
@@ -40,7 +38,7 @@ class Subscription:
 
     def put(self, payload: bytes) -> None:
         """Buffer a message; if the buffer is full, drop all and mark a gap."""
-        if len(self._buffer) >= _MAX_BUFFERED:
+        if len(self._buffer) >= 4096:  # a reader that is so far behind reads the list instead
             self._buffer.clear()
             self._has_gap = True
         self._buffer.append(payload)
@@ -192,7 +190,7 @@ class Hub:
                     # Redis acknowledges it, and it needs no permission that the user might lack, as for PING.
                     await pubsub.subscribe(_IDLE_CHANNEL)
                 await asyncio.sleep(ANSWER_S)
-                await asyncio.sleep(_AFTER_STALL_S)
+                await asyncio.sleep(0.1)  # to read an answer that arrived while the process was stopped
                 if self._received == before:
                     raise RedisTimeoutError("a quiet connection does not answer")
 
@@ -220,7 +218,6 @@ async def _close(pubsub: PubSub) -> None:
 
 
 SILENCE_S = 1.0  # without a message, after which the list is read
-_MAX_AHEAD = 256  # items buffered for a slow consumer, in addition to the channel's buffer
 LAST_SEQ = 2**53  # integers beyond it do not survive JSON in every language
 
 T = TypeVar("T")
@@ -257,7 +254,9 @@ class Streams:
         self._attendances = Attendances(redis, retries)
         self._reads = RoundTrips[_Read, _Log](self._read_logs)
 
-    async def follow(self, job_id: str, after: int, unknown_s: float) -> AsyncGenerator[tuple[bytes, Event]]:
+    async def follow(
+        self, job_id: str, after: int = -1, unknown_s: float = 10.0
+    ) -> AsyncGenerator[tuple[bytes, Event]]:
         """Yield each event after `after` as the worker wrote it, and parsed; between them, `waiting` while no worker
         lives. A job that no worker has ends here when its deadline passes. Raises as `Client.stream` does."""
         keys.check_job_id(job_id)
@@ -420,7 +419,7 @@ class ReadAhead(Generic[T]):
                 async for item in self._source:
                     self._items.append(item)
                     self._ready.set()
-                    if len(self._items) >= _MAX_AHEAD:
+                    if len(self._items) >= 256:  # for a slow consumer, in addition to the channel's buffer
                         self._has_room.clear()
                         await self._has_room.wait()
         finally:

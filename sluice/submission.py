@@ -20,12 +20,6 @@ from sluice.errors import NoWorker, QueueFull, ServerFull
 from sluice.transport import Retries, RoundTrips, raise_outage, server_full
 
 _FULL, _NO_WORKER = -1, -2  # submit.lua's return codes
-_MAX_ESTIMATE_S = 3600.0  # no rate is steady for longer
-_UNKNOWN_RATE_WAIT_S = 60.0  # the estimate if no job has ended within the last minute
-_WORKER_POLL_S = 0.25  # between two checks of a submit that waits for a worker
-_MAX_DEADLINE_S = 1e9  # a longer deadline is ignored
-_MAX_TTL_S = 10**12  # far below what the server takes
-_SHARED_BYTES = 65_536  # of a body and extra keys; longer ones have a round trip of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +42,9 @@ class ExtraKey:
     ttl_s: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ttl_s <= _MAX_TTL_S:  # it would be refused after the body has been stored
-            raise ValueError(f"ttl_s must be from 1 to {_MAX_TTL_S:,} seconds, not {self.ttl_s!r}")
+        longest_s = 10**12  # far below what the server takes: it would refuse it after the body has been stored
+        if not 1 <= self.ttl_s <= longest_s:
+            raise ValueError(f"ttl_s must be from 1 to {longest_s:,} seconds, not {self.ttl_s!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +88,8 @@ class _Call:
 
     @property
     def is_long(self) -> bool:
-        """True if it delays the calls that share its round trip."""
-        return sum(len(arg) for arg in self.args if isinstance(arg, bytes)) > _SHARED_BYTES
+        """True if it delays the calls that share its round trip: its body and extra keys have more than 64 KiB."""
+        return sum(len(arg) for arg in self.args if isinstance(arg, bytes)) > 65_536
 
 
 class Submission:
@@ -170,7 +165,7 @@ class Submission:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise NoWorker(job.model, list(await served_models())) from None
-                await asyncio.sleep(min(_WORKER_POLL_S, left_s))
+                await asyncio.sleep(min(0.25, left_s))
 
     async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | ServerFull]:
         """Queue jobs in one round trip, and return an outcome for each. Raises redis-py's other errors; some of the
@@ -214,7 +209,8 @@ def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull | NoWorker:
         return NoWorker(job.model, ())
     if code == _FULL:
         length, limit, retry_after_s = fields
-        return QueueFull(length, limit, min(float(retry_after_s or _UNKNOWN_RATE_WAIT_S), _MAX_ESTIMATE_S))
+        estimate_s = float(retry_after_s or 60.0)  # unknown if no job has ended within the last minute
+        return QueueFull(length, limit, min(estimate_s, 3600.0))  # no rate is steady for longer
     state, served = fields
     return Submitted(job.id, bool(code), state.decode(), bool(served))
 
@@ -248,11 +244,11 @@ def _bounded_text(value: object, max_characters: int) -> str:
 
 
 def _deadline_text(value: object) -> str:
-    """Return a deadline as text, or empty if it is invalid: one that has already passed would end the job before its
-    error is found."""
+    """Return a deadline as text, or empty if it is invalid or longer than 10^9 s: one that has already passed would end
+    the job before its error is found."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    return str(value) if 0 < value <= _MAX_DEADLINE_S else ""
+    return str(value) if 0 < value <= 1e9 else ""
 
 
 def lane_of(request: Mapping[str, Any]) -> Lane:

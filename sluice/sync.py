@@ -16,9 +16,6 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from sluice.client import Client
 from sluice.streaming import ReadAhead
 
-_CLOSE_S = 5.0  # longest wait for the thread to end; Client.aclose takes less
-_UNWIND_S = 1.0  # longest wait for cancelled calls to end
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, T]]
@@ -65,7 +62,7 @@ class _Background:
                 self._closed = True
                 self._loop.call_soon_threadsafe(self._stopping.set)
         if threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSE_S)
+            self._thread.join(timeout=5.0)  # seconds; `Client.aclose` takes less
 
     def _schedule(self, work: Work[T]) -> Future[T] | None:
         """Schedule the coroutine; None after `close` and in a forked child. `close` cancels scheduled calls."""
@@ -84,7 +81,7 @@ class _Background:
         for call in calls:
             call.cancel()
         if calls:
-            await asyncio.wait(calls, timeout=_UNWIND_S)
+            await asyncio.wait(calls, timeout=1.0)
         await self.client.aclose()
 
 

@@ -125,7 +125,6 @@ Command = Callable[[], Any]  # sends one command; redis-py's type hints are unre
 # A dead connection costs the first limit only, since the next try opens a new one: less than 5 s in total.
 ANSWER_S = 2.0
 _PING_S = 3.0  # further tries begin with a PING, on a new connection
-_LONG_ANSWER_S = 30.0  # for the answer after a PING: it may be megabytes over a slow connection
 _BACKOFF_S = (0.0, 0.1, 0.2, 0.5)  # between tries; the first is for connections that died while they were idle
 _CALL_S = 5.0
 
@@ -238,7 +237,7 @@ class Retries:
                 return await command()
         async with time_limit(_PING_S):
             await self._ping()
-        async with time_limit(_LONG_ANSWER_S):
+        async with time_limit(30.0):  # the server is alive, but megabytes may come over a slow connection
             return await command()
 
     async def _ping(self) -> None:
@@ -279,7 +278,7 @@ def _outage_error(error: Exception, seconds: float) -> Exception:
     return ServerUnreachable(f"no answer for {seconds:.0f} s: {error}" if seconds >= 1 else str(error))
 
 
-_MAX_CALLS = 100  # in one round trip, since an answer may be a long list of events
+MAX_CALLS = 100  # in one round trip: others wait for it, and an answer may be a long list of events
 _MAX_WAIT_S = 0.05  # for the round trip before: a longer one is an outage, or has a long answer
 
 C = TypeVar("C")
@@ -318,7 +317,7 @@ class RoundTrips(Generic[C, A]):
         return answer
 
     def _trip(self) -> "_Trip[C, A]":
-        if self._filling is None or len(self._filling.calls) >= _MAX_CALLS:
+        if self._filling is None or len(self._filling.calls) >= MAX_CALLS:
             self._filling = _Trip()
             self._filling.task = self._last = asyncio.create_task(self._run(self._filling, self._last))
             self._last.add_done_callback(_retrieve)

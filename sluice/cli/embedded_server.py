@@ -17,10 +17,7 @@ from redis.exceptions import RedisError
 
 from sluice.cli.errors import INSTALL, CliError
 
-DEFAULT_PORT = 6379
 _HOST = "127.0.0.1"
-_POLL_S = 0.05  # between two checks if the server answers
-_STOP_S = 10.0  # to stop after SIGTERM; the append-only file has its data already
 
 
 def default_folder() -> Path:
@@ -52,7 +49,7 @@ def find_binary() -> str:
     raise CliError(f"{problem}: {INSTALL}; or start Redis and `sluice worker` yourself.")
 
 
-def pick_port(port: int | None, *, default: int = DEFAULT_PORT, option: str = "--port") -> int:
+def pick_port(port: int | None, *, default: int = 6379, option: str = "--port") -> int:
     """Return the given port; if None, the default or any free one. Raises `CliError` if the given one is in use.
     `option`: the one that gives it."""
     if port is None:
@@ -110,7 +107,7 @@ class EmbeddedServer:
         while not await self._answers():
             if self._process.returncode is not None:
                 raise CliError(f"the server did not start; see {self.log_file}.{self._last_log_line()}")
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(0.05)
         return self
 
     async def wait(self) -> int:
@@ -123,7 +120,7 @@ class EmbeddedServer:
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGTERM)
             try:
-                async with asyncio.timeout(_STOP_S):
+                async with asyncio.timeout(10.0):  # the append-only file has its data already
                     await self._process.wait()
             except TimeoutError:
                 self._process.kill()

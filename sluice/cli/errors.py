@@ -22,7 +22,6 @@ from sluice.errors import NoWorker, QueueFull, ServerFull, UnknownJob, Unreadabl
 from sluice.transport import wrong_credentials
 
 INSTALL = "in a checkout of Sluice, run ./scripts/setup worker,server"  # worker, gateway, embedded server
-_EXIT_QUEUE_FULL = 4
 
 _START_HINT = "`sluice up --model FOLDER_OR_HUB_ID` starts one with a worker; --redis-url selects another."
 _ACL_HINT = "docs/operations.md has its line under Users, for all commands: ACL SETUSER operator."
@@ -80,7 +79,7 @@ async def connected(url: str) -> AsyncIterator[Client]:
         except NoWorker as missing:
             raise CliError(f"{sentence(str(missing))} Nothing was queued. {start_worker(missing.model)}") from None
         except QueueFull as full:
-            raise CliError(_explain_full(full), exit_code=_EXIT_QUEUE_FULL) from None
+            raise CliError(_explain_full(full), exit_code=4) from None
 
 
 def start_worker(model: str) -> str:

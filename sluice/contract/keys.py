@@ -20,9 +20,9 @@ QUEUES = "sluice:queue:*"
 INDEX = ("lines", "suspects", "leases", "deadlines", "count-lines")
 CANCEL_S = 3600  # how long a cancel request is stored
 JOB_LIFE_S = 86_400  # life of a job that has not ended: arq's default for a queued body
-# For a job that a client ends: the defaults of SLUICE_LOG_TTL_S and SLUICE_RESULT_TTL_S.
-LOG_TTL_S = 600
-RESULT_TTL_S = 3600
+RESULT_TTL_S = 3600  # the default of SLUICE_RESULT_TTL_S
+# Lives of a job, and of the log and the result of one that a client ends (SLUICE_LOG_TTL_S is 600 by default), in ms.
+LIVES_MS = (JOB_LIFE_S * 1000, 600_000, RESULT_TTL_S * 1000)
 
 
 def queue(model: str, lane: Lane) -> str:

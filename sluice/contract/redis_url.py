@@ -6,7 +6,6 @@ from urllib.parse import parse_qsl
 _SCHEMES = ("redis", "rediss", "unix")
 _HOST = r"(?P<host>[^\s/?#@:\[\]]*|\[[0-9A-Fa-f:.]+\])"
 _SERVER = re.compile(_HOST + r"(?::(?P<port>\d*))?")
-_MAX_PORT = 65_535
 _OTHER_SCHEMES = ("http", "https", "tcp", "valkey", "valkeys")
 _HOST_AND_PORT = re.compile(r"[^\s/?#@:\[\]]+:\d{1,5}(?:/\d{0,4})?")
 
@@ -37,8 +36,8 @@ def _server_error(rest: str) -> str | None:
     if "@" in path or "#" in rest or not authority.isprintable():
         return UNREADABLE
     server = _SERVER.fullmatch(authority.rpartition("@")[2])
-    if server is None or int(server["port"] or 0) > _MAX_PORT:
-        return f"the port must be a number up to {_MAX_PORT}"
+    if server is None or int(server["port"] or 0) > 65_535:
+        return "the port must be a number up to 65535"
     if slash and not re.fullmatch(r"\d*/?", path):
         return "only the number of a database may follow the host"
     return None

@@ -64,9 +64,6 @@ def _call_at_eof(stop: Callable[[], None]) -> None:
     threading.Thread(target=read, daemon=True).start()
 
 
-_EXIT_STOPPED = 3
-
-
 def feed(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder with inbox, running, done and failed.")],
     take: Annotated[bool, typer.Option("--take", help="Start the files in the inbox too.")] = False,
@@ -94,18 +91,13 @@ def feed(
     logging.getLogger("sluice").setLevel("INFO")
     mapping = read_models(models.split(",") if models else [])
     finished = asyncio.run(stoppable(_feed(redis_url, folder, take, mapping), at_eof=until_eof))
-    raise typer.Exit(0 if finished else _EXIT_STOPPED)
+    raise typer.Exit(code=0 if finished else 3)
 
 
 async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> bool:
     async with connected(url) as client:
         await client.feed_batches(folder, take=take, models=models)
     return True
-
-
-_EXIT_FAILED_LINES = 1
-_EXIT_REFUSED = 2
-_EXIT_PAUSED = 3
 
 
 def run(
@@ -172,7 +164,7 @@ def run(
     batch = asyncio.run(stoppable(_run(redis_url, file, output, options)))
     if batch is None:
         note("paused. Run the same command again to resume.")
-        raise typer.Exit(_EXIT_PAUSED)
+        raise typer.Exit(code=3)
     if as_json:
         print_json(asdict(batch))
     elif batch.status != "failed":
@@ -200,10 +192,10 @@ async def _run(url: str, input: Path, output: Path, options: dict[str, Any]) -> 
 
 
 def _exit_code(batch: Batch) -> int:
-    if batch.status == "failed":
-        return _EXIT_REFUSED
+    if batch.status == "failed":  # the file was refused
+        return 2
     counts = batch.request_counts
-    return 0 if counts.completed == counts.total else _EXIT_FAILED_LINES
+    return 0 if counts.completed == counts.total else 1
 
 
 @contextmanager

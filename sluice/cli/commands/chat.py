@@ -54,7 +54,6 @@ else:
 
 _PROMPT, _CONTINUATION = "> ", "... "
 _QUOTES = '"""'
-_PASTE_S = 0.05  # within which the next line of a pasted text arrives
 
 
 def read_typed() -> str | None:
@@ -99,7 +98,8 @@ def _read_lines(first: str) -> str:
 
 
 def _is_input_pending() -> bool:
-    ready, _, _ = select.select([sys.stdin], [], [], _PASTE_S)
+    paste_s = 0.05  # within which the next line of a pasted text arrives
+    ready, _, _ = select.select([sys.stdin], [], [], paste_s)
     return bool(ready)
 
 

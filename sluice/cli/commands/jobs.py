@@ -115,9 +115,6 @@ async def _result(client: Client, job_id: str) -> tuple[str, dict[str, Any]]:
         return "cancelled", {"id": job_id, "type": "cancelled", "reason": cancelled.reason}
 
 
-_UNKNOWN_S = 1.0  # short, since an id is printed only after the job was queued
-
-
 def tail(
     id: Annotated[str, typer.Argument(help="Id of the job, as printed by `sluice submit`.", metavar="ID")],
     after: Annotated[
@@ -143,7 +140,8 @@ async def _tail(url: str, job_id: str, printer: AbstractContextManager[ShowEvent
     async with connected(url) as client:
         await mention_waiting(client, job_id)
         with printer as show:
-            return await follow(client, job_id, show, after=after, unknown_s=_UNKNOWN_S)
+            # Not unknown for long, since an id is printed only after the job was queued.
+            return await follow(client, job_id, show, after=after, unknown_s=1.0)
 
 
 _UNKNOWN = "unknown: never submitted, or its events have expired"

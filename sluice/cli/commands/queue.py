@@ -169,8 +169,6 @@ async def _purge_lane(client: Client, each: Queue, older_than_s: float) -> int:
         )
 
 
-_EXIT_NO_WORKER = 1
-
 _FIELDS: dict[str, Callable[[str], Any]] = {
     "name": str,
     "model": str,
@@ -208,7 +206,7 @@ def workers(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
         raise CliError(
             "no worker is alive on this server. Start one: sluice worker --model FOLDER_OR_HUB_ID; or select another "
             "server with --redis-url.",
-            exit_code=_EXIT_NO_WORKER,
+            exit_code=1,
         )
     if as_json:
         for worker in alive:

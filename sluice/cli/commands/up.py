@@ -23,9 +23,6 @@ from sluice.errors import SluiceError
 if TYPE_CHECKING:
     from sluice.gateway.settings import ServeSettings
 
-_PORT = 8000
-_EXIT_S = 5.0  # after which the process is killed
-
 
 class GatewayProcess:
     """A process `sluice serve`. Without the extra `serve` it is none: `base_url` is None and `start` does nothing.
@@ -58,7 +55,7 @@ class GatewayProcess:
             *command, start_new_session=True, stdin=subprocess.DEVNULL, env=env
         )
         while self._process.returncode is None and not self.serves:
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(0.1)
             self.serves = await _answers(self._host, self._port)
 
     async def wait(self) -> int:
@@ -81,7 +78,7 @@ class GatewayProcess:
         self.drain()
         self.drain()
         try:
-            async with asyncio.timeout(_EXIT_S):
+            async with asyncio.timeout(5.0):
                 await self._process.wait()
         except TimeoutError:
             self._process.kill()
@@ -119,13 +116,10 @@ def _settings() -> "ServeSettings":
 def _port(settings: "ServeSettings", port: int | None) -> int:
     is_set = "port" in settings.model_fields_set
     wanted = settings.port if port is None and is_set else port
-    return pick_port(wanted, default=_PORT, option="--http-port")
+    return pick_port(wanted, default=8000, option="--http-port")
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_POLL_S = 0.1  # between two checks if a process that was started is ready
-_SIGNAL_EVERY_S = 1.0  # between two signals to a worker that has lost its server
-_EXIT_SERVER_ENDED = 1
 
 
 def up(
@@ -228,7 +222,7 @@ class _Up:
         if not working.done():
             _print(f"the server has ended (exit code {serving.result()}); see {self._server.log_file}")
             await _stop_worker(worker, working)
-            return _EXIT_SERVER_ENDED
+            return 1
         serving.cancel()
         if not self._stopped:
             _print(f"the worker has ended (exit code {working.result()})")
@@ -255,7 +249,7 @@ class _Up:
                     for worker in await client.workers():
                         if float(worker["started_at"]) >= self._started_at:
                             return str(worker["model"])
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(0.1)
 
 
 async def _stop_worker(worker: asyncio.subprocess.Process, working: "asyncio.Task[int]") -> None:
@@ -264,7 +258,7 @@ async def _stop_worker(worker: asyncio.subprocess.Process, working: "asyncio.Tas
     while not working.done():
         with suppress(ProcessLookupError):
             worker.terminate()
-        await asyncio.wait([working], timeout=_SIGNAL_EVERY_S)
+        await asyncio.wait([working], timeout=1.0)
 
 
 def _print_instructions(url: str, model: str, gateway: GatewayProcess) -> None:

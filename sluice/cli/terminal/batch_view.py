@@ -14,11 +14,6 @@ from sluice.cli.terminal.view import note, notes
 from sluice.contract.batch import Batch, BatchDetails
 from sluice.wording import counted
 
-_PACE_WINDOW_S = 60.0
-_MIN_RATE_S = 1.0  # the shortest time over which a rate is computed
-_LINE_EVERY_S = 10.0  # if stderr is not a terminal
-_MAX_SHOWN = 20  # problems on a terminal; the status object has more
-
 
 def read_models(options: list[str]) -> dict[str, str]:
     """Parse options such as `gpt-4o-mini=default` into a mapping. Raises `CliError`."""
@@ -45,7 +40,7 @@ class RunPace:
         """Record a status."""
         now = time.monotonic()
         self._samples.append((now, _ended(batch), batch.usage.output_tokens))
-        while now - self._samples[0][0] > _PACE_WINDOW_S:
+        while now - self._samples[0][0] > 60.0:  # seconds
             self._samples.popleft()
 
     def tokens_per_s(self) -> float:
@@ -60,7 +55,7 @@ class RunPace:
     def _per_s(self, column: int) -> float:
         first, last = self._samples[0], self._samples[-1]
         seconds = last[0] - first[0]
-        return (last[column] - first[column]) / seconds if seconds >= _MIN_RATE_S else 0.0
+        return (last[column] - first[column]) / seconds if seconds >= 1.0 else 0.0
 
 
 class ProgressView:
@@ -91,7 +86,7 @@ class ProgressView:
         cut_off = [f"{batch.sluice.cut_off:,} cut off"] if batch.sluice.cut_off else []
         more = " · ".join([*cut_off, f"{counts.failed:,} failed", *([f"{rate:,.0f} tokens/s"] if rate else []), left])
         self._bar.update(self._task, description=batch.status, total=counts.total, completed=done, more=more)
-        if not notes.is_terminal and time.monotonic() - self._line_at >= _LINE_EVERY_S:
+        if not notes.is_terminal and time.monotonic() - self._line_at >= 10.0:  # seconds
             self._line_at = time.monotonic()
             note(f"{done:,} of {counted(counts.total, 'line')} · {more}")
 
@@ -124,13 +119,13 @@ def print_report(batch: Batch) -> None:
 
 
 def print_problems(batch: Batch) -> None:
-    """Print the first problems."""
+    """Print the first 20 problems; the status object has more."""
     problems = batch.errors.data if batch.errors else ()
-    for problem in problems[:_MAX_SHOWN]:
+    for problem in problems[:20]:
         place = f"line {problem.line:,}: " if problem.line else ""
         note(f"{place}{problem.code}: {problem.message}", style="red")
-    if len(problems) > _MAX_SHOWN:
-        note(f"and {len(problems) - _MAX_SHOWN:,} more: see --json.", style="red")
+    if len(problems) > 20:
+        note(f"and {len(problems) - 20:,} more: see --json.", style="red")
 
 
 def describe_state(batch: Batch) -> str:
@@ -162,4 +157,4 @@ def _time(batch: Batch) -> str:
 
 def _answer_tokens(batch: Batch) -> str:
     tokens, seconds = batch.usage.output_tokens, batch.sluice.seconds
-    return f"{tokens:,}, {tokens / seconds:,.0f} a second" if seconds >= _MIN_RATE_S else f"{tokens:,}"
+    return f"{tokens:,}, {tokens / seconds:,.0f} a second" if seconds >= 1.0 else f"{tokens:,}"

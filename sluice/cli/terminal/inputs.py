@@ -14,7 +14,6 @@ from sluice.wording import json_problem
 MAX_REQUEST_BYTES = 16_000_000  # the default of the workers' SLUICE_MAX_REQUEST_BYTES
 _MAX_BYTES = 256 * 1024 * 1024  # to queue: workers may have a higher limit
 _IMAGE_LIMIT = "SLUICE_IMAGE_MAX_BYTES"  # the worker's setting: largest image file in bytes
-_MAX_IMAGE_BYTES = 20_000_000  # its default
 
 
 def read_message(argument: str) -> str:
@@ -55,7 +54,7 @@ def _read_image_file(path: str, max_bytes: int) -> bytes:
 
 def _max_image_bytes() -> int:
     """Return the limit that workers with the settings of this environment have. Raises `CliError`."""
-    limit = os.environ.get(_IMAGE_LIMIT, "").strip() or str(_MAX_IMAGE_BYTES)
+    limit = os.environ.get(_IMAGE_LIMIT, "").strip() or "20000000"  # its default
     if not limit.isdecimal() or not 0 < len(limit) < 16:
         raise CliError(f"{_IMAGE_LIMIT} must be a number of bytes; correct or unset it.")
     return int(limit)

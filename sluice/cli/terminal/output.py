@@ -47,12 +47,9 @@ def print_table(
     console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(Text(printable(title), "table.title"), table)
 
 
-_MAX_S = 1e12  # a foreign score in a queue may be infinite
-
-
 def format_duration(seconds: float) -> str:
     """Return the largest two units of a duration: `3 d 4 h`, `5 min 7 s`; `0 s` below a second or if negative."""
-    left, parts = int(min(max(0.0, seconds), _MAX_S)), []
+    left, parts = int(min(max(0.0, seconds), 1e12)), []  # a foreign score in a queue may be infinite
     for unit, size_s in {"d": 86_400, "h": 3_600, "min": 60, "s": 1}.items():
         count, left = divmod(left, size_s)
         if count:

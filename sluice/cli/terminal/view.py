@@ -15,14 +15,12 @@ from rich.text import Text
 from sluice.contract.events import Cancelled, Delta, Event, Failed, Finished, Progress, Restarted, Resumed, Started
 from sluice.wording import counted
 
-_UNKNOWN_WIDTH = 80  # columns
-
 
 def console(*, stderr: bool = False, width: int | None = None) -> Console:
     """Return a console of this width, or else of the terminal's. COLUMNS=0 stands for an unknown width: rich would
     print a line for each character."""
     if width is None and re.fullmatch("0+", os.environ.get("COLUMNS", "")):
-        width = _UNKNOWN_WIDTH
+        width = 80
     return Console(stderr=stderr, width=width)
 
 
