@@ -15,8 +15,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the file is out of date")
     if not parser.parse_args().check:
         FILE.parent.mkdir(exist_ok=True)
-        FILE.write_text(generate.text(), "utf-8")
-    elif not FILE.is_file() or FILE.read_text("utf-8") != generate.text():
+        FILE.write_text(generate.contract_text(), "utf-8")
+    elif not FILE.is_file() or FILE.read_text("utf-8") != generate.contract_text():
         print(f"{FILE.name} is out of date: run python -m schemas", file=sys.stderr)
         return 1
     return 0

@@ -17,7 +17,7 @@ LocatedSchema = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorLocation:
+class _ErrorLocation:
     """Location in a request."""
 
     path: str  # messages[0].content[1].text; empty for the request itself
@@ -29,7 +29,7 @@ def _request() -> LocatedSchema:
     return ChatRequest.model_json_schema()
 
 
-def locate(loc: tuple[int | str, ...]) -> ErrorLocation:
+def locate(loc: tuple[int | str, ...]) -> _ErrorLocation:
     """Return the location that pydantic's `loc` stands for."""
     path, here = "", _request()
     for step in loc:
@@ -37,7 +37,7 @@ def locate(loc: tuple[int | str, ...]) -> ErrorLocation:
             here = chosen  # pydantic's name of a union's member, which is not in the request
         else:
             path, here = _longer(path, step), _inside(here, step)
-    return ErrorLocation(path, tuple(name for option in _options(here) for name in option.get("properties", ())))
+    return _ErrorLocation(path, tuple(name for option in _options(here) for name in option.get("properties", ())))
 
 
 def _options(schema: LocatedSchema) -> list[LocatedSchema]:
@@ -76,10 +76,10 @@ def _longer(path: str, step: int | str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def quoted(text: str) -> str:
-    """Return the text in quotes, on one line, and cut to 40 characters."""
-    text_repr = repr(text[:40])
-    return text_repr if len(text_repr) <= 40 else f"{text_repr[:36]}...{text_repr[0]}"
+def quoted(text: str, max_characters: int = 40) -> str:
+    """Return the text in quotes, on one line, and cut if it is long."""
+    text_repr = repr(text[:max_characters])
+    return text_repr if len(text_repr) <= max_characters else f"{text_repr[: max_characters - 4]}...{text_repr[0]}"
 
 
 _SENTENCES = {
@@ -123,8 +123,8 @@ def explain(error: ValidationError) -> str:
     """Return a sentence for each of the first three problems. Echoes only a few words of the input."""
     problems = _relevant(error.errors(include_url=False))
     sentences = [_sentence(problem) for problem in problems[:3]]  # more are no help if a body is wrong everywhere
-    if len(problems) > 3:
-        sentences.append(f"And {len(problems) - 3} more")
+    if unnamed := len(problems[3:]):
+        sentences.append(f"And {unnamed} more")
     return " ".join(each if each.endswith("?") else f"{each}." for each in sentences)
 
 

@@ -65,6 +65,6 @@ def contract() -> dict[str, Any]:
     }
 
 
-def text() -> str:
+def contract_text() -> str:
     """Return the contents of docs/contract.schema.json."""
     return json.dumps(contract(), indent=2, ensure_ascii=False) + "\n"

@@ -3,13 +3,13 @@
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from redis.asyncio import Redis
 
 from sluice.contract import keys
 from sluice.contract.refusals import is_full, reason_of
-from sluice.contract.scripts import source
+from sluice.contract.scripts import cancel_args, source
 from sluice.errors import CancelNotStored
 from sluice.transport import MAX_CALLS, Retries
 
@@ -44,7 +44,7 @@ class Cancellation:
     async def _cancel_some(self, job_ids: Sequence[str]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                await self._script(keys=[], args=_args(job_id, keep_ms=keys.CANCEL_S * 1000), client=pipe)
+                await self._script(keys=[], args=cancel_args(job_id, keep_ms=keys.CANCEL_S * 1000), client=pipe)
             for answer in await pipe.execute(raise_on_error=False):
                 if isinstance(answer, Exception) and not is_full(answer):
                     raise answer
@@ -60,7 +60,7 @@ class Cancellation:
     async def _end_some(self, queue: str, job_ids: Sequence[bytes], call_id: str) -> int:
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                await self._script(keys=[queue], args=_args(job_id, "", call_id), client=pipe)
+                await self._script(keys=[queue], args=cancel_args(job_id, call_id=call_id), client=pipe)
             answers: list[list[bytes]] = await pipe.execute()
         return sum(answer[0] == b"cancelled" for answer in answers)
 
@@ -75,7 +75,7 @@ class Cancellation:
         return b"requested", error
 
     async def _cancel(self, job_id: str, queues: Sequence[bytes], call_id: str) -> tuple[bytes, Exception | None]:
-        args = _args(job_id, keys.CANCEL_S * 1000, call_id)
+        args = cancel_args(job_id, keep_ms=keys.CANCEL_S * 1000, call_id=call_id)
         outcome, *errors = await self._retries.run(lambda: self._script(keys=list(queues), args=args))
         return outcome, errors[0] if errors else None
 
@@ -83,10 +83,6 @@ class Cancellation:
 def _new_call_id() -> str:
     """Return an id that the script stores with the jobs it ends, so that a resent call recognizes them."""
     return uuid.uuid4().hex
-
-
-def _args(job_id: str | bytes, keep_ms: int | str, call_id: str = "") -> list[Any]:
-    return [job_id, *keys.LIVES_MS, keep_ms, call_id]
 
 
 def _parse_outcome(outcome: bytes) -> CancelOutcome:

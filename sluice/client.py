@@ -302,16 +302,16 @@ class Client:
     async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:
         """Copy a file into the folder that is the workers' SLUICE_BATCH_DIR; they run it at its scheduled time. Raises
         OSError."""
-        from sluice.batch.folder import RunFolder, submit
+        from sluice.batch.folder import RunFolder, submit_file
 
-        return await submit(self._redis, RunFolder(Path(folder).absolute()), Path(input))
+        return await submit_file(self._redis, RunFolder(Path(folder).absolute()), Path(input))
 
     async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:
         """Make one pass over such a folder: resume its runs, and start the files of the inbox if `take`. Returns when
         these runs have ended. `models` is the model mapping of new runs, as for `batch`. Raises OSError."""
-        from sluice.batch.folder import RunFolder, feed
+        from sluice.batch.folder import RunFolder, feed_runs
 
-        await feed(self._redis, RunFolder(Path(folder).absolute()), take=take, models=models)
+        await feed_runs(self._redis, RunFolder(Path(folder).absolute()), take=take, models=models)
 
     async def batch_status(self, batch_id: str) -> Batch:
         """Return the status of a run, whichever host feeds it. Raises `UnknownBatch`."""

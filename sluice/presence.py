@@ -63,7 +63,7 @@ def mapped_name(name: str, mapped: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Attendance:
+class _Attendance:
     """What a check of a job found. `workers`: live workers of its model; None if its state names no model."""
 
     state: str | None
@@ -77,25 +77,25 @@ class Attendances:
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
         self._script = redis.register_script(source("attended"))
-        self._checks = RoundTrips[str, Attendance | None](self._wait_out)
+        self._checks = RoundTrips[str, _Attendance | None](self._wait_out)
 
-    async def check(self, job_id: str) -> Attendance | None:
+    async def check(self, job_id: str) -> _Attendance | None:
         """Check a job, waiting out an outage. Returns None if the server refuses the check, for example since the user
         may only read: a reader goes on without it. Readers share round trips."""
         return await self._checks.call(job_id)
 
-    async def check_all(self, job_ids: Sequence[str]) -> list[Attendance | None]:
+    async def check_all(self, job_ids: Sequence[str]) -> list[_Attendance | None]:
         """Check jobs, with the retries of a single call. As `check`, otherwise."""
-        found = list[Attendance | None]()
+        found = list[_Attendance | None]()
         for start in range(0, len(job_ids), MAX_CALLS):
             found += await self._retries.run(partial(self._run_all, job_ids[start : start + MAX_CALLS]))
         return found
 
-    async def _wait_out(self, job_ids: Sequence[str]) -> Sequence[Attendance | None]:
-        found: list[Attendance | None] = await self._retries.run_until_answered(partial(self._run_all, job_ids))
+    async def _wait_out(self, job_ids: Sequence[str]) -> Sequence[_Attendance | None]:
+        found: list[_Attendance | None] = await self._retries.run_until_answered(partial(self._run_all, job_ids))
         return found
 
-    async def _run_all(self, job_ids: Sequence[str]) -> list[Attendance | None]:
+    async def _run_all(self, job_ids: Sequence[str]) -> list[_Attendance | None]:
         answers = await self._pipelined(job_ids)
         if any(isinstance(answer, NoScriptError) for answer in answers):  # a check may be repeated
             await self._redis.script_load(self._script.script)
@@ -111,6 +111,6 @@ class Attendances:
         return answers
 
 
-def _attendance(answer: Sequence[Any]) -> Attendance:
+def _attendance(answer: Sequence[Any]) -> _Attendance:
     state, attempt, workers = answer
-    return Attendance(state and state.decode("utf-8", "replace"), attempt, None if workers < 0 else workers)
+    return _Attendance(state and state.decode("utf-8", "replace"), attempt, None if workers < 0 else workers)

@@ -19,7 +19,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from sluice.contract import keys
 from sluice.contract.events import WAITING, Event, parse_event
 from sluice.errors import UnknownJob, UnreadableLog
-from sluice.presence import Attendance, Attendances
+from sluice.presence import Attendances
 from sluice.transport import ANSWER_S, Interruption, Retries, RoundTrips, is_transient, raise_outage, time_limit
 
 _IDLE_CHANNEL = "sluice:hub"  # keeps the connection subscribed when no stream is open; no client publishes on it
@@ -271,7 +271,7 @@ class Streams:
                     found = await self._attendances.check(job_id)
                     if found and found.workers is not None and is_deserted != (found.workers == 0):
                         is_deserted = found.workers == 0
-                        yield _waiting(job_id, next_seq - 1, found, found.workers)
+                        yield _waiting(job_id, next_seq - 1, found.attempt, found.workers)
                 new_seqs = {event.seq for _, event in events if event.seq >= next_seq}
                 is_known = True
                 if not events or (new_seqs and max(new_seqs) - next_seq >= len(new_seqs)):
@@ -338,10 +338,10 @@ def _log_of(answers: Sequence[Any]) -> _Log | Exception:
     return _Log(items, last[0] if last else items[-1:], bool(bodies))
 
 
-def _waiting(job_id: str, last_seq: int, found: Attendance, workers: int) -> tuple[bytes, Event]:
+def _waiting(job_id: str, last_seq: int, attempt: int, workers: int) -> tuple[bytes, Event]:
     """Make the event that tells how many workers live. Its `seq` is that of the last event yielded, so that a reader
     which resumes after it misses none, and one which drops what it has drops this one."""
-    fields = {"type": "progress", "id": job_id, "seq": last_seq, "attempt": found.attempt, "ts": round(time.time(), 3)}
+    fields = {"type": "progress", "id": job_id, "seq": last_seq, "attempt": attempt, "ts": round(time.time(), 3)}
     raw = json.dumps({**fields, "phase": WAITING, "done": 0, "total": 0, "workers": workers}).encode()
     return raw, parse_event(raw)
 

@@ -19,9 +19,9 @@ def json_problem(error: ValueError | RecursionError) -> str:
         return "it is nested too deeply"
     if not isinstance(error, JSONDecodeError):
         return str(error)
-    # 20 characters on each side are enough to find the mistake, and too few to fill a message.
-    before = error.doc[max(error.pos - 20, 0) : error.pos]
-    there = error.doc[error.pos : error.pos + 20]
+    around = 20  # characters on each side of the mistake: enough to find it, and too few to fill a message
+    before = error.doc[max(error.pos - around, 0) : error.pos]
+    there = error.doc[error.pos : error.pos + around]
     place = f"line {error.lineno:,} column {error.colno:,}"
     after = f", after {before!a}" if before else ""
     return f"{error.msg.removesuffix(' at')} at {place}: {ascii(there) if there else 'the text ends'}{after}"

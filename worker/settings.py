@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from sluice.contract.keys import MODEL_NAME, is_model_name
+from sluice.contract.keys import MAX_REQUEST_BYTES, MODEL_NAME, RESULT_TTL_S, is_model_name
 from sluice.contract.redis_url import redacted, url_error
 from worker.engine.options import EngineOptions
 from worker.environment import PREFIX, describe, refuse_unknown, unique_worker_name, variable
@@ -22,7 +22,6 @@ from worker.schedule_times import Crontab, Hours
 
 _REDIS_URL = "redis://localhost:6379/0"
 _RESERVED_ROWS = 2  # of 16
-_RESULT_TTL_S = 3600
 _DAILY_QUOTAS = 5  # bytes written to disk in a day, as a multiple of the quota, if they are not set
 
 
@@ -221,7 +220,7 @@ class Settings(BaseSettings):
     max_content_parts: int = Field(
         10_000, ge=1, description="Maximum number of texts, images and tool calls in a conversation."
     )
-    max_request_bytes: int = Field(16_000_000, ge=1_000, description="Maximum size of a queued job, in bytes.")
+    max_request_bytes: int = Field(MAX_REQUEST_BYTES, ge=1_000, description="Maximum size of a queued job, in bytes.")
     allow_control_tokens: bool = Field(
         False,
         description="Read control tokens such as <|im_end|> in a request's text as tokens. If false they are plain "
@@ -314,7 +313,7 @@ class Settings(BaseSettings):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the worker's log.")
     log_ttl_s: int = Field(600, ge=1, description="Seconds that a job's events are kept after its end.")
     result_ttl_s: int = Field(
-        default_factory=lambda given: max(_RESULT_TTL_S, given.get("log_ttl_s", 0)),
+        default_factory=lambda given: max(RESULT_TTL_S, given.get("log_ttl_s", 0)),
         ge=1,
         examples=["3600"],
         description="Seconds that a job's result and state are kept after its end. Default: 3600, or as long as its "

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from sluice import errors
 from sluice.batch.files import LineResult, ResultFiles
-from sluice.batch.registry import JobStore, StoredJob
+from sluice.batch.registry import JobStore
 from sluice.batch.source import Line, Source
 from sluice.batch.transitions import (
     JobEnded,
@@ -35,18 +35,14 @@ from sluice.contract.events import JobError, parse_as
 from sluice.errors import QueueFull, ServerFull
 from sluice.openai import error_reply
 from sluice.submission import NewJob, Submitted
+from sluice.transport import MAX_CALLS
 from sluice.wording import cancelled_sentence
 
 _POLL_S = 0.25
-_MAX_WINDOW_BYTES = 64_000_000  # of all lines in the window, so that a run does not fill the server
-_MAX_QUEUED = 1 << 20  # lines, until the server runs out of memory
-_MAX_TRIES = 5
 _MAX_WAIT_S = 60.0
 _LOST_WAIT_S = 0.5  # before a line is queued again whose job the server has lost
 _FULL_WAIT_S = 5.0  # before a line that a full server rejected is queued again
 _CANCEL_WAIT_S = 5.0  # for workers to end cancelled jobs; then no live worker holds them
-_EXIT_WAIT_S = 1.0  # for the server, when the run is interrupted
-_CHUNK_JOBS, _CHUNK_BYTES = 64, 4_000_000  # in one round trip
 
 logger = logging.getLogger("sluice.batch")
 
@@ -106,7 +102,8 @@ class LineDispatcher:
         self._source = source
         self._store = store
         self._results = results
-        self._window, self._max_queued = window, _MAX_QUEUED
+        self._window = window
+        self._max_queued = 1 << 20  # lines, until the server runs out of memory
         self._waiting = defaultdict[str, deque[Line]](deque)  # by model, so that a slow model does not delay the others
         for line in lines:
             self._waiting[line.model].append(line)
@@ -142,15 +139,16 @@ class LineDispatcher:
             await asyncio.sleep(_POLL_S)
         await self._apply_to_all(run_ended)
         rest = (InFlightLine(line) for lines in self._waiting.values() for line in lines)
-        while chunk := list(islice(rest, _CHUNK_JOBS)):
+        while chunk := list(islice(rest, MAX_CALLS)):
             await _run_in_thread(self._results.add, [self._result(entry, run_ended.error) for entry in chunk])
         self._waiting.clear()
 
     def _fill(self) -> None:
+        max_bytes = 64_000_000  # of all lines in the window, so that a run does not fill the server
         bytes_queued = sum(entry.line.length for entry in self._in_flight.values())
         for model, lines in self._waiting.items():
             free = self._window - sum(entry.line.model == model for entry in self._in_flight.values())
-            while lines and free > 0 and (bytes_queued < _MAX_WINDOW_BYTES or not self._in_flight):
+            while lines and free > 0 and (bytes_queued < max_bytes or not self._in_flight):
                 line = lines.popleft()
                 self._in_flight[line.number] = InFlightLine(line)
                 bytes_queued += line.length
@@ -184,7 +182,7 @@ class LineDispatcher:
     async def _collect(self) -> None:
         queued = self._queued()
         jobs = await self._store.read([self._job_id(entry) for entry in queued])
-        events = [_job_event(stored, entry) for entry, stored in zip(queued, jobs, strict=True)]
+        events = [_job_event(entry, result, exists) for entry, (result, exists) in zip(queued, jobs, strict=True)]
         await self._apply((entry, event) for entry, event in zip(queued, events, strict=True) if event)
 
     async def _apply_to_all(self, event: LineEvent) -> None:
@@ -208,7 +206,7 @@ class LineDispatcher:
             await self._store.delete(jobs)
         except asyncio.CancelledError:  # with the lines in the files, no later run would delete these jobs
             with suppress(TimeoutError):
-                async with asyncio.timeout(_EXIT_WAIT_S):
+                async with asyncio.timeout(1.0):  # the run is interrupted
                     await self._store.delete(jobs)
             raise
 
@@ -251,18 +249,18 @@ def _submit_event(outcome: Submitted | QueueFull | ServerFull) -> LineEvent:
     return JobQueued()
 
 
-def _job_event(stored: StoredJob, entry: InFlightLine) -> LineEvent | None:
+def _job_event(entry: InFlightLine, result: bytes | None, exists: bool) -> LineEvent | None:
     """Return what has happened to a queued job of a line; None if it has not ended."""
-    if stored.result is None:
-        return None if stored.exists else JobGone(_LOST_WAIT_S)
-    match json.loads(stored.result):
+    if result is None:
+        return None if exists else JobGone(_LOST_WAIT_S)
+    match json.loads(result):
         case {"type": "failed", "error": dict(error)}:
             return _failure_event(error, entry.failures)
         case {"type": "cancelled", "reason": str(reason)}:
             return JobWasCancelled(_line_error("cancelled", cancelled_sentence(reason), errors.JobCancelled(reason)))
         case {"choices": [dict(choice), *_]} if entry.wants_json and (problem := _json_problem(choice)):
-            return JobEnded(LineError("answer_not_json", problem, 200, stored.result))
-    return JobEnded(stored.result)
+            return JobEnded(LineError("answer_not_json", problem, 200, result))
+    return JobEnded(result)
 
 
 def _line_error(code: str, message: str, error: errors.SluiceError) -> LineError:
@@ -291,16 +289,17 @@ def _json_problem(choice: dict[str, Any]) -> str | None:
 def _failure_event(failure: dict[str, Any], failures: int) -> LineEvent:
     """`failures`: of the line's earlier jobs."""
     error = parse_as(JobError, failure)
-    # A deadline is part of the request, so a missed one is not retried.
-    if not error.retryable or error.type == "deadline" or failures + 1 >= _MAX_TRIES:
+    # A deadline is part of the request, so a missed one is not retried. Others are tried five times.
+    if not error.retryable or error.type == "deadline" or failures + 1 >= 5:
         return JobEnded(_line_error(error.type, error.message, errors.JobFailed(error)))
     return JobToRetry(min(2**failures, _MAX_WAIT_S) * random.uniform(0.5, 1.5))
 
 
 def _chunks(entries: Sequence[InFlightLine]) -> Iterator[list[InFlightLine]]:
+    """Divide lines into those that one round trip queues: at most 4 MB, so that others do not wait for long."""
     chunk, size = list[InFlightLine](), 0
     for entry in entries:
-        if chunk and (len(chunk) == _CHUNK_JOBS or size + entry.line.length > _CHUNK_BYTES):
+        if chunk and (len(chunk) == MAX_CALLS or size + entry.line.length > 4_000_000):
             yield chunk
             chunk, size = [], 0
         chunk.append(entry)

@@ -17,7 +17,7 @@ from sluice.contract.batch import Batch, BatchUsage, InputTokens, OutputTokens, 
 from sluice.errors import BatchRefused, BatchTaken
 
 
-class RunCounts:
+class _RunCounts:
     """Counts of the lines in the result files, and their tokens."""
 
     def __init__(self) -> None:
@@ -25,11 +25,6 @@ class RunCounts:
         self.cut_off = 0
         self.failures = Counter[str]()
         self._tokens = Counter[str]()
-
-    @property
-    def failed(self) -> int:
-        """Number of failed lines."""
-        return self.failures.total()
 
     @property
     def usage(self) -> BatchUsage:
@@ -142,7 +137,7 @@ class ResultFiles:
         self._errors_path = errors
         self._output = AppendOnlyFile(output)
         self._errors = AppendOnlyFile(errors) if errors.exists() else None
-        self.counts, self.done = RunCounts(), set[bytes]()  # `done`: digests of the custom_ids in the files
+        self.counts, self.done = _RunCounts(), set[bytes]()  # `done`: digests of the custom_ids in the files
         try:
             for file in filter(None, [self._output, self._errors]):
                 self._load(file)

@@ -67,7 +67,7 @@ def run_paths(run_dir: Path) -> RunPaths:
     return RunPaths(run_dir / "input.jsonl", run_dir / "output.jsonl", run_dir / "errors.jsonl", run_dir / "run")
 
 
-async def submit(redis: Redis, folder: RunFolder, file: Path) -> Batch:
+async def submit_file(redis: Redis, folder: RunFolder, file: Path) -> Batch:
     """Copy a file into the inbox, where it appears only when complete, and return the new run's status. Raises OSError,
     also if the folder does not exist, since its name may be misspelt, or `ServerUnreachable` if the status cannot be
     stored."""
@@ -87,7 +87,7 @@ async def submit(redis: Redis, folder: RunFolder, file: Path) -> Batch:
     return batch
 
 
-async def feed(redis: Redis, folder: RunFolder, *, take: bool, models: Mapping[str, str]) -> None:
+async def feed_runs(redis: Redis, folder: RunFolder, *, take: bool, models: Mapping[str, str]) -> None:
     """Make one pass: with `take`, start the files of the inbox; then run each run in `running` that no other process
     feeds, the oldest first and up to eight at once. Return when they have ended.
 

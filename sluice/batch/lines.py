@@ -18,11 +18,6 @@ _FIELDS = ("custom_id", "method", "url", "body")
 _EXAMPLE = (
     f'A line looks like {{"custom_id": "a", "method": "{_METHOD}", "url": "{_URL}", "body": {{"messages": [...]}}}}.'
 )
-_MAX_CUSTOM_ID = 512  # characters
-_MAX_NAMED = 5  # problems of one line
-# More than a worker accepts. Python's own limit depends on the depth of the caller, so a line that was read once might
-# fail the second time.
-_MAX_LEVELS = 100
 _DEFAULT_MODEL = "default"
 
 
@@ -95,10 +90,10 @@ def _problems(value: dict[str, Any], models: Models) -> list[BadLine]:
 
 
 def _joined(problems: list[BadLine]) -> BadLine:
-    """Join several problems into one, with the code and field of the first."""
+    """Join several problems into one that names the first five, with the code and field of the first."""
     first = problems[0]
-    named = "; ".join(problem.message for problem in problems[:_MAX_NAMED])
-    more = f"; and {len(problems) - _MAX_NAMED:,} more" if len(problems) > _MAX_NAMED else ""
+    named = "; ".join(problem.message for problem in problems[:5])
+    more = f"; and {unnamed:,} more" if (unnamed := len(problems[5:])) else ""
     example = f" {_EXAMPLE}" if first.code in ("unknown_field", "missing_field") else ""
     return BadLine(first.code, f"{named}{more}.{example}", first.param)
 
@@ -142,12 +137,14 @@ def _object(text: str) -> dict[str, Any]:
 
 def _refuse_too_deep(value: dict[str, Any]) -> None:
     level: list[Any] = [value]
-    for _ in range(_MAX_LEVELS):
+    # More than a worker accepts. Python's own limit depends on the depth of the caller, so a line that was read once
+    # might fail the second time.
+    for _ in range(100):
         items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in level)
         level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             return
-    raise BadLine("invalid_json", f"the JSON is nested more than {_MAX_LEVELS} levels deep.")
+    raise BadLine("invalid_json", "the JSON is nested more than 100 levels deep.")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -155,8 +152,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check_custom_id(value: object, _: Models) -> None:
-    if not isinstance(value, str) or not 1 <= len(value) <= _MAX_CUSTOM_ID:
-        message = f"custom_id must be a string of 1 to {_MAX_CUSTOM_ID} characters, not {_quoted(value)}"
+    if not isinstance(value, str) or not 1 <= len(value) <= 512:
+        message = f"custom_id must be a string of 1 to 512 characters, not {_quoted(value)}"
         raise BadLine("invalid_custom_id", message, "custom_id")
     try:
         value.encode()

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from redis.asyncio import Redis
@@ -12,10 +11,9 @@ from sluice.contract import keys
 from sluice.contract.batch import Batch
 from sluice.errors import QueueFull, ServerFull, UnknownBatch
 from sluice.submission import NewJob, Submission, Submitted
-from sluice.transport import Retries
+from sluice.transport import MAX_CALLS, Retries
 
 _STATUS_TTL_S = 7 * 86_400  # after the last report on a run
-_PAUSED_AFTER_S = 10.0  # without a report; a feeder sends one every two seconds
 
 
 class BatchRegistry:
@@ -88,19 +86,8 @@ def _read(raw: bytes | None, left_ms: int) -> Batch | None:
     if raw is None:
         return None
     batch, silent_s = Batch.from_json(raw), _STATUS_TTL_S - left_ms / 1000
-    return batch.paused(time.time() - silent_s) if silent_s > _PAUSED_AFTER_S else batch
-
-
-_AT_ONCE = 64  # jobs, or results, in one round trip
-_BYTES_AT_ONCE = 4_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class StoredJob:
-    """A job's result as the worker wrote it, or None; `exists` is True if the server has the job's state."""
-
-    result: bytes | None
-    exists: bool
+    # A feeder reports every two seconds.
+    return batch.paused(time.time() - silent_s) if silent_s > 10.0 else batch
 
 
 class JobStore:
@@ -117,11 +104,12 @@ class JobStore:
         )
         return answers
 
-    async def read(self, ids: Sequence[str]) -> list[StoredJob]:
-        """Return each job as it is stored, in order."""
-        found: list[StoredJob] = []
-        for start in range(0, len(ids), _AT_ONCE):
-            found += await self._read(ids[start : start + _AT_ONCE])
+    async def read(self, ids: Sequence[str]) -> list[tuple[bytes | None, bool]]:
+        """Return for each job, in order, its result as the worker wrote it, or None; and True if the server has the
+        job's state."""
+        found: list[tuple[bytes | None, bool]] = []
+        for start in range(0, len(ids), MAX_CALLS):
+            found += await self._read(ids[start : start + MAX_CALLS])
         return found
 
     async def cancel(self, ids: Sequence[str]) -> None:
@@ -146,8 +134,8 @@ class JobStore:
         """Delete the run's queued or running jobs of these models."""
         for model in models:
             queued = await self._queued(f"{run_id}-*", model)
-            for start in range(0, len(queued), _AT_ONCE):
-                await self.delete([(job_id, model) for job_id in queued[start : start + _AT_ONCE]])
+            for start in range(0, len(queued), MAX_CALLS):
+                await self.delete([(job_id, model) for job_id in queued[start : start + MAX_CALLS]])
 
     async def _queued(self, pattern: str, model: str) -> list[str]:
         names, cursor = set[str](), None
@@ -157,7 +145,7 @@ class JobStore:
             names.update(member.decode() for member, _ in found)
         return list(names)
 
-    async def _read(self, ids: Sequence[str]) -> list[StoredJob]:
+    async def _read(self, ids: Sequence[str]) -> list[tuple[bytes | None, bool]]:
         async def send() -> tuple[list[bytes | None], int]:
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.mget([keys.result(job_id) for job_id in ids])
@@ -167,8 +155,8 @@ class JobStore:
 
         results, num_known = await self._retries.run_until_answered(send)
         if num_known == len(ids):
-            return [StoredJob(result, True) for result in results]
-        return [StoredJob(result, await self._exists(job_id)) for job_id, result in zip(ids, results, strict=True)]
+            return [(result, True) for result in results]
+        return [(result, await self._exists(job_id)) for job_id, result in zip(ids, results, strict=True)]
 
     async def _exists(self, job_id: str) -> bool:
         return bool(await self._retries.run_until_answered(lambda: self._redis.exists(keys.job(job_id))))

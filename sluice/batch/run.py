@@ -72,8 +72,6 @@ def _has_lines(paths: RunPaths) -> bool:
     return any(path.exists() and path.stat().st_size for path in (paths.output, paths.errors))
 
 
-_MAX_NAMED = 5
-
 Remedy = Callable[[Mapping[str, str]], str]  # describes how to map names in the file, or "*" for all, to served models
 
 
@@ -87,10 +85,11 @@ def describe_unserved(
     missing = sorted(model for model in models if model not in served)
     if not missing:
         return None
-    missing_text = ", ".join(f"{model} ({counted(models[model], 'line')})" for model in missing[:_MAX_NAMED])
-    more = f" and {counted(len(missing) - _MAX_NAMED, 'more model')}" if len(missing) > _MAX_NAMED else ""
+    listed, unlisted = missing[:5], len(missing[5:])
+    missing_text = ", ".join(f"{model} ({counted(models[model], 'line')})" for model in listed)
+    more = f" and {counted(unlisted, 'more model')}" if unlisted else ""
     name = next(iter(served)) if len(served) == 1 else "NAME"
-    names = [source for model in missing[:_MAX_NAMED] for source in _sources(model, mapped)]
+    names = [source for model in listed for source in _sources(model, mapped)]
     advice = remedy(dict.fromkeys(names, name))
     return f"no worker serves {missing_text}{more}, and {describe_served(served)}. Start one, or {advice}"
 
@@ -112,8 +111,8 @@ def describe_unused(mapped: Mapping[str, str], named: Collection[str]) -> str | 
     names = [name for name in mapped if name != "*" and name not in named]
     if not names:
         return None
-    maps = " ".join(f"--map {name}={mapped[name]}" for name in names[:_MAX_NAMED])
-    more = f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
+    maps = " ".join(f"--map {name}={mapped[name]}" for name in names[:5])
+    more = f" and {unlisted:,} more" if (unlisted := len(names[5:])) else ""
     return f"{maps}{more}: no line of the file names this model"
 
 
@@ -126,10 +125,8 @@ logger = logging.getLogger("sluice.batch")
 
 OnProgress = Callable[[Batch], None]
 
-_PUT_EVERY_S = 1.0
 _TOUCH_EVERY_S = 2.0
 _PUBLISH_S = 60.0
-_EXIT_WAIT_S = 1.0  # for the server, when the run is interrupted
 
 _EARLY_ENDINGS = {
     RunAction.EXPIRE_LINES: ("batch_expired", "The completion window ran out before this line was done."),
@@ -307,7 +304,7 @@ class Run:
     async def _report_pause(self) -> None:
         """Mark the run as paused, if the server answers; otherwise readers notice after ten seconds."""
         with suppress(RedisError, OSError):
-            async with asyncio.timeout(_EXIT_WAIT_S):
+            async with asyncio.timeout(1.0):  # the run is interrupted
                 await self._registry.put(self._status().paused(time.time()))
 
     def fail(self, problems: Sequence[Problem]) -> Batch:
@@ -371,7 +368,7 @@ class Run:
 
     async def _report(self, batch: Batch) -> None:
         self._on_progress(batch)
-        if time.monotonic() - self._put_at >= _PUT_EVERY_S:
+        if time.monotonic() - self._put_at >= 1.0:
             with suppress(RedisError, OSError):  # the next report follows within a second
                 await self._retries.run_for(lambda: self._registry.put(batch), 0.0)
             self._put_at = time.monotonic()
@@ -401,7 +398,7 @@ class _LineCounts:
             batch,
             model=next(iter(self.models)) if len(self.models) == 1 else None,
             error_file_id=str(self.results.errors_path) if self.results.errors_path else None,
-            request_counts=RequestCounts(self.models.total(), counts.completed, counts.failed),
+            request_counts=RequestCounts(self.models.total(), counts.completed, counts.failures.total()),
             usage=counts.usage,
             sluice=BatchDetails(
                 host=batch.sluice.host,

@@ -13,16 +13,14 @@ from typing import Any, BinaryIO, Self
 
 from sluice.batch.lines import BadLine, Models, Request, read_line
 from sluice.contract.batch import Problem, new_run_id
+from sluice.contract.keys import MAX_REQUEST_BYTES
 from sluice.errors import BatchRefused
 from sluice.presence import mapping_pair
 from sluice.wording import counted
 
 MAX_LINES = 50_000  # OpenAI's limits
 MAX_BYTES = 200 * 1024 * 1024
-MAX_LINE_BYTES = 16_000_000  # the default of a worker's SLUICE_MAX_REQUEST_BYTES
-_MAX_PROBLEMS = 1_000  # listed in the status object, to limit its size
 _BOM = b"\xef\xbb\xbf"
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,8 @@ class FileScan:
     named_models: set[str] = field(default_factory=set)  # the names in the mapping that lines use
 
     def add(self, problem: Problem) -> None:
-        """Add a problem; after the first thousand they are only counted."""
-        if len(self.problems) < _MAX_PROBLEMS:
+        """Add a problem; after the first thousand they are only counted, to limit the size of the status object."""
+        if len(self.problems) < 1_000:
             self.problems.append(problem)
         else:
             self.num_unlisted += 1
@@ -124,7 +122,7 @@ class Source:
         """Return the digest of the whole file, equal to that of `scan`. Blocks while it reads the file."""
         self._file.seek(0)
         sha256 = hashlib.sha256()
-        while read := self._file.read(_BLOCK_BYTES):
+        while read := self._file.read(1 << 20):
             sha256.update(read)
         return sha256.hexdigest()
 
@@ -144,12 +142,12 @@ class Source:
     def _raw_lines(self, sha256: "hashlib._Hash") -> Iterator[_Raw]:
         self._file.seek(0)
         offset, number = self._skip_bom(sha256), 0
-        while text := self._file.readline(MAX_LINE_BYTES + 1):
+        while text := self._file.readline(MAX_REQUEST_BYTES + 1):
             number += 1
             length = len(text)
             sha256.update(text)
             yield _Raw(number, offset, text)
-            if length > MAX_LINE_BYTES and not text.endswith(b"\n"):
+            if length > MAX_REQUEST_BYTES and not text.endswith(b"\n"):
                 length += self._skip_line(sha256)
             offset += length
 
@@ -163,7 +161,7 @@ class Source:
 
     def _skip_line(self, sha256: "hashlib._Hash") -> int:
         length = 0
-        while text := self._file.readline(MAX_LINE_BYTES):
+        while text := self._file.readline(MAX_REQUEST_BYTES):
             sha256.update(text)
             length += len(text)
             if text.endswith(b"\n"):
@@ -184,8 +182,8 @@ class Source:
         return Line(raw.number, raw.offset, len(raw.text), request.model, request.digest, prefix)
 
     def _read(self, raw: _Raw) -> Request:
-        if len(raw.text) > MAX_LINE_BYTES:
-            raise BadLine("line_too_long", f"the line is longer than {MAX_LINE_BYTES:,} bytes.")
+        if len(raw.text) > MAX_REQUEST_BYTES:
+            raise BadLine("line_too_long", f"the line is longer than {MAX_REQUEST_BYTES:,} bytes.")
         try:
             return read_line(raw.text, self._models)
         except BadLine as bad:
@@ -224,7 +222,7 @@ WINDOW = 256  # lines; more than a worker has rows, so that its next jobs are al
 
 DEFAULT_WINDOW = "24h"
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,4 +286,4 @@ def parse_window(window: str) -> int:
     found = re.fullmatch(r"([1-9]\d{0,8})([smhd])", window, re.ASCII)
     if found is None:
         raise ValueError(f"completion_window: {window!r} is not a number with a unit s, m, h or d, such as 24h")
-    return int(found[1]) * _UNITS_S[found[2]]
+    return int(found[1]) * UNITS_S[found[2]]

@@ -41,7 +41,7 @@ class RunAction(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class RunStep:
+class _RunStep:
     """A transition of a run: the state to enter and save, and then the action."""
 
     state: BatchState
@@ -50,28 +50,28 @@ class RunStep:
 
 # A resumed run is accepted in the state that was saved. One that was finalizing has all results, unless its files were
 # changed meanwhile: then it is fed again.
-RUN_STEPS: Mapping[tuple[BatchState, RunEvent], RunStep] = {
-    ("validating", RunEvent.ACCEPTED): RunStep("in_progress", RunAction.FEED),
-    ("validating", RunEvent.REFUSED): RunStep("failed", RunAction.END),
-    ("in_progress", RunEvent.ACCEPTED): RunStep("in_progress", RunAction.FEED),
-    ("in_progress", RunEvent.REFUSED): RunStep("failed", RunAction.END),
-    ("in_progress", RunEvent.LINES_DONE): RunStep("finalizing", RunAction.FEED),
-    ("in_progress", RunEvent.CANCEL_REQUESTED): RunStep("cancelling", RunAction.CANCEL_LINES),
-    ("in_progress", RunEvent.WINDOW_OVER): RunStep("in_progress", RunAction.EXPIRE_LINES),
-    ("in_progress", RunEvent.LINES_CLOSED): RunStep("expired", RunAction.END),
-    ("finalizing", RunEvent.ACCEPTED): RunStep("finalizing", RunAction.FEED),
-    ("finalizing", RunEvent.REFUSED): RunStep("failed", RunAction.END),
-    ("finalizing", RunEvent.LINES_DONE): RunStep("completed", RunAction.END),
-    ("finalizing", RunEvent.CANCEL_REQUESTED): RunStep("cancelling", RunAction.CANCEL_LINES),
-    ("finalizing", RunEvent.WINDOW_OVER): RunStep("finalizing", RunAction.EXPIRE_LINES),
-    ("finalizing", RunEvent.LINES_CLOSED): RunStep("expired", RunAction.END),
-    ("cancelling", RunEvent.ACCEPTED): RunStep("cancelling", RunAction.CANCEL_LINES),
-    ("cancelling", RunEvent.REFUSED): RunStep("failed", RunAction.END),
-    ("cancelling", RunEvent.LINES_CLOSED): RunStep("cancelled", RunAction.END),
+RUN_STEPS: Mapping[tuple[BatchState, RunEvent], _RunStep] = {
+    ("validating", RunEvent.ACCEPTED): _RunStep("in_progress", RunAction.FEED),
+    ("validating", RunEvent.REFUSED): _RunStep("failed", RunAction.END),
+    ("in_progress", RunEvent.ACCEPTED): _RunStep("in_progress", RunAction.FEED),
+    ("in_progress", RunEvent.REFUSED): _RunStep("failed", RunAction.END),
+    ("in_progress", RunEvent.LINES_DONE): _RunStep("finalizing", RunAction.FEED),
+    ("in_progress", RunEvent.CANCEL_REQUESTED): _RunStep("cancelling", RunAction.CANCEL_LINES),
+    ("in_progress", RunEvent.WINDOW_OVER): _RunStep("in_progress", RunAction.EXPIRE_LINES),
+    ("in_progress", RunEvent.LINES_CLOSED): _RunStep("expired", RunAction.END),
+    ("finalizing", RunEvent.ACCEPTED): _RunStep("finalizing", RunAction.FEED),
+    ("finalizing", RunEvent.REFUSED): _RunStep("failed", RunAction.END),
+    ("finalizing", RunEvent.LINES_DONE): _RunStep("completed", RunAction.END),
+    ("finalizing", RunEvent.CANCEL_REQUESTED): _RunStep("cancelling", RunAction.CANCEL_LINES),
+    ("finalizing", RunEvent.WINDOW_OVER): _RunStep("finalizing", RunAction.EXPIRE_LINES),
+    ("finalizing", RunEvent.LINES_CLOSED): _RunStep("expired", RunAction.END),
+    ("cancelling", RunEvent.ACCEPTED): _RunStep("cancelling", RunAction.CANCEL_LINES),
+    ("cancelling", RunEvent.REFUSED): _RunStep("failed", RunAction.END),
+    ("cancelling", RunEvent.LINES_CLOSED): _RunStep("cancelled", RunAction.END),
 }
 
 
-def run_step(state: BatchState, event: RunEvent) -> RunStep:
+def run_step(state: BatchState, event: RunEvent) -> _RunStep:
     """Return what follows an event of a run. Raises `UnexpectedEvent`."""
     if step := RUN_STEPS.get((state, event)):
         return step
@@ -160,31 +160,31 @@ class LineAction(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LineStep:
+class _LineStep:
     """A transition of a line."""
 
     state: LineState
     action: LineAction
 
 
-LINE_STEPS: Mapping[tuple[LineState, type[LineEvent]], LineStep] = {
-    (LineState.WAITING, JobQueued): LineStep(LineState.QUEUED, LineAction.NOTHING),
-    (LineState.WAITING, JobRejected): LineStep(LineState.WAITING, LineAction.POSTPONE),
-    (LineState.WAITING, RunEnded): LineStep(LineState.ENDED, LineAction.RECORD),
-    (LineState.QUEUED, JobGone): LineStep(LineState.WAITING, LineAction.RETRY),
-    (LineState.QUEUED, JobToRetry): LineStep(LineState.WAITING, LineAction.RETRY),
-    (LineState.QUEUED, JobWasCancelled): LineStep(LineState.ENDED, LineAction.RECORD),
-    (LineState.QUEUED, JobEnded): LineStep(LineState.ENDED, LineAction.RECORD),
-    (LineState.QUEUED, RunEnded): LineStep(LineState.CLOSING, LineAction.CLOSE),
-    (LineState.CLOSING, JobGone): LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
-    (LineState.CLOSING, JobToRetry): LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
-    (LineState.CLOSING, JobWasCancelled): LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
-    (LineState.CLOSING, JobEnded): LineStep(LineState.ENDED, LineAction.RECORD),
-    (LineState.CLOSING, RunEnded): LineStep(LineState.ENDED, LineAction.RECORD),
+LINE_STEPS: Mapping[tuple[LineState, type[LineEvent]], _LineStep] = {
+    (LineState.WAITING, JobQueued): _LineStep(LineState.QUEUED, LineAction.NOTHING),
+    (LineState.WAITING, JobRejected): _LineStep(LineState.WAITING, LineAction.POSTPONE),
+    (LineState.WAITING, RunEnded): _LineStep(LineState.ENDED, LineAction.RECORD),
+    (LineState.QUEUED, JobGone): _LineStep(LineState.WAITING, LineAction.RETRY),
+    (LineState.QUEUED, JobToRetry): _LineStep(LineState.WAITING, LineAction.RETRY),
+    (LineState.QUEUED, JobWasCancelled): _LineStep(LineState.ENDED, LineAction.RECORD),
+    (LineState.QUEUED, JobEnded): _LineStep(LineState.ENDED, LineAction.RECORD),
+    (LineState.QUEUED, RunEnded): _LineStep(LineState.CLOSING, LineAction.CLOSE),
+    (LineState.CLOSING, JobGone): _LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
+    (LineState.CLOSING, JobToRetry): _LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
+    (LineState.CLOSING, JobWasCancelled): _LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
+    (LineState.CLOSING, JobEnded): _LineStep(LineState.ENDED, LineAction.RECORD),
+    (LineState.CLOSING, RunEnded): _LineStep(LineState.ENDED, LineAction.RECORD),
 }
 
 
-def line_step(state: LineState, event: LineEvent) -> LineStep:
+def line_step(state: LineState, event: LineEvent) -> _LineStep:
     """Return what follows an event of a line. Raises `UnexpectedEvent`."""
     if step := LINE_STEPS.get((state, type(event))):
         return step

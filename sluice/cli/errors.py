@@ -53,10 +53,10 @@ def needs_worker() -> Iterator[None]:
     try:
         yield
     except ImportError as missing:
-        raise no_worker(missing) from None
+        raise worker_missing(missing) from None
 
 
-def no_worker(missing: ImportError | None) -> CliError:
+def worker_missing(missing: ImportError | None) -> CliError:
     """Return the error of a command that needs the worker where it, or a package of its, is not installed."""
     what = f" ({missing})" if missing else ""
     return CliError(f"the worker is not installed here{what}: {INSTALL}")
@@ -93,7 +93,7 @@ def sentence(text: str) -> str:
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
-def check_job_id(job_id: str) -> None:
+def refuse_bad_id(job_id: str) -> None:
     """Check a job id. Raises `CliError`."""
     try:
         keys.check_job_id(job_id)

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from sluice.cli.errors import no_worker
+from sluice.cli.errors import worker_missing
 
 _GROUP = "sluice.commands"
 _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -35,6 +35,6 @@ def _load(name: str) -> Any:
 def _missing(error: ImportError | None) -> Callable[[], None]:
     def missing() -> None:
         """Needs the worker, which is not installed here."""
-        raise no_worker(error)
+        raise worker_missing(error)
 
     return missing

@@ -18,6 +18,7 @@ WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"
 QUEUES = "sluice:queue:*"
 INDEX = ("lines", "suspects", "leases", "deadlines", "count-lines")
+MAX_REQUEST_BYTES = 16_000_000  # of a job's body: the default of SLUICE_MAX_REQUEST_BYTES
 CANCEL_S = 3600  # how long a cancel request is stored
 JOB_LIFE_S = 86_400  # life of a job that has not ended: arq's default for a queued body
 RESULT_TTL_S = 3600  # the default of SLUICE_RESULT_TTL_S

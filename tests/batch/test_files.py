@@ -99,7 +99,7 @@ def test_the_sums_are_the_same_for_whoever_goes_on(tmp_path: Path) -> None:
     again = open_in(tmp_path)
     for each in (answers, again):
         counts = each.counts
-        assert (counts.completed, counts.failed, counts.retried) == (3, 2, 1)
+        assert (counts.completed, counts.failures.total(), counts.retried) == (3, 2, 1)
         assert counts.failures == {"internal": 1, "too_large": 1}
         assert (counts.usage.input_tokens, counts.usage.output_tokens, counts.usage.total_tokens) == (9, 6, 15)
     assert again.errors_path == tmp_path / "err.jsonl"

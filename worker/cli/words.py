@@ -8,9 +8,10 @@ import typer
 
 from sluice.cli.errors import CliError, needs_worker
 from sluice.cli.options import AsJson
-from sluice.cli.terminal.inputs import MAX_REQUEST_BYTES, read_request, read_text
+from sluice.cli.terminal.inputs import read_request, read_text
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.view import say_that_it_reads
+from sluice.contract.keys import MAX_REQUEST_BYTES
 
 if TYPE_CHECKING:
     from schemas import ChatRequest

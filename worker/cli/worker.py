@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.errors import CliError, no_worker
+from sluice.cli.errors import CliError, worker_missing
 from sluice.cli.options import integer
 
 
@@ -57,4 +57,4 @@ def _serve(settings: dict[str, object]) -> None:
         except CannotStart as error:
             raise CliError(str(error)) from None
     except ModuleNotFoundError as missing:  # the worker imports most of its packages when it runs
-        raise no_worker(missing) from None
+        raise worker_missing(missing) from None

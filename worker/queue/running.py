@@ -17,7 +17,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from sluice.contract import keys
 from sluice.contract.keys import Lane
-from sluice.contract.scripts import source
+from sluice.contract.scripts import cancel_args, source
 from worker.errors import CancelJob, OwnershipLost
 from worker.monitoring.sink import MetricsSink
 from worker.queue.job.channel import Publisher
@@ -166,7 +166,7 @@ class CancelRequests:
         self._find_waiting = script(redis, "waiting")
         self._cancel = redis.register_script(source("cancel"))
         self._find_aborted = script(redis, "aborted")
-        self._log_ttl_ms, self._result_ttl_ms = settings.log_ttl_s * 1000, settings.result_ttl_s * 1000
+        self._lives_ms = JOB_LIFE_MS, settings.log_ttl_s * 1000, settings.result_ttl_s * 1000
         self._pending: dict[str, None] = {}  # in order of arrival
         self._added = asyncio.Event()
 
@@ -231,7 +231,7 @@ class CancelRequests:
         RedisError, OSError."""
         (outcome,) = await self._cancel(
             keys=self._queues,
-            args=[job_id, JOB_LIFE_MS, self._log_ttl_ms, self._result_ttl_ms, "", ""],
+            args=cancel_args(job_id, lives_ms=self._lives_ms),
         )
         return bool(outcome == b"cancelled")
 

@@ -220,7 +220,7 @@ batch = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @batch.callback()
-def about() -> None:
+def _about() -> None:
     """Run files of requests offline, in OpenAI's Batch format.
 
     Interactive jobs go first. Each line of the input is a request, and each line of the output an answer:

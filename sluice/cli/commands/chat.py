@@ -17,7 +17,7 @@ from sluice.contract.keys import Lane
 
 
 @dataclass
-class Conversation:
+class _Conversation:
     """Turns, options and pending images of a chat."""
 
     system: str | None = None
@@ -117,7 +117,7 @@ _KEYS = {
 }
 
 
-def run_repl(url: str, model: str, lane: Lane | None, conversation: Conversation) -> None:
+def run_repl(url: str, model: str, lane: Lane | None, conversation: _Conversation) -> None:
     """Read messages and commands from the terminal and print answers, until /quit or Ctrl-D. Raises `CliError` if the
     server does not answer."""
     asyncio.run(_print_greeting(url, model))
@@ -162,13 +162,13 @@ def _usage_error(word: str, rest: list[str]) -> str:
     return f"{word} takes no argument: write {word} alone"
 
 
-def _reset(conversation: Conversation) -> None:
+def _reset(conversation: _Conversation) -> None:
     conversation.turns.clear()
     conversation.images.clear()
     note("a new conversation has started")
 
 
-def _attach_image(url: str, model: str, conversation: Conversation, path: str) -> None:
+def _attach_image(url: str, model: str, conversation: _Conversation, path: str) -> None:
     try:
         image = read_image(path)
         asyncio.run(check_images(url, model))
@@ -185,7 +185,7 @@ async def _print_greeting(url: str, model: str) -> None:
             note(f"connected to {model}. Ctrl-C stops an answer, Ctrl-D quits, /help lists the commands.")
 
 
-def _ask(url: str, model: str, lane: Lane | None, conversation: Conversation, message: str) -> None:
+def _ask(url: str, model: str, lane: Lane | None, conversation: _Conversation, message: str) -> None:
     view = View()
     try:
         asyncio.run(ask(url, model, lane, conversation.request(message), view.active()))
@@ -235,7 +235,7 @@ def chat(
       sluice chat "What is this?" --image cat.jpg
     """
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": stop or None}
-    conversation = Conversation(system, {name: value for name, value in options.items() if value is not None})
+    conversation = _Conversation(system, {name: value for name, value in options.items() if value is not None})
     conversation.images += map(read_image, image or [])
     served = model or MODEL
     if image:

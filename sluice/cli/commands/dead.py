@@ -24,7 +24,7 @@ dead = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @dead.callback()
-def about() -> None:
+def _about() -> None:
     """Show the jobs that crashed workers; retry or drop them.
 
     A job becomes a dead letter after three crashes of workers on which it was the only suspect. It is kept until it is

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sluice.cli.errors import CliError, check_job_id, connected
+from sluice.cli.errors import CliError, connected, refuse_bad_id
 from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, ModelName, RedisUrl, integer, number
 from sluice.cli.terminal.follow import CANCEL_WAIT_S, EXIT_CODES, exit_code, follow, mention_waiting, submit_job
 from sluice.cli.terminal.inputs import read_message, read_request
@@ -131,7 +131,7 @@ def tail(
     Example:
       sluice tail $(sluice submit "Count to 12.")
     """
-    check_job_id(id)
+    refuse_bad_id(id)
     last = asyncio.run(_tail(redis_url, id, event_printer(as_json=as_json, announce=True), after))
     raise typer.Exit(exit_code(last))
 
@@ -162,7 +162,7 @@ def cancel(
       sluice cancel report-7 report-8
     """
     for job_id in ids:
-        check_job_id(job_id)
+        refuse_bad_id(job_id)
     outcomes = asyncio.run(_cancel_all(redis_url, ids))
     for job_id, outcome in zip(ids, outcomes, strict=True):
         print(f"{job_id}  {outcome}")

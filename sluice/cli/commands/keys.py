@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import JustifyMethod
 
+from sluice.batch.source import UNITS_S
 from sluice.cli.errors import CliError, needs_gateway
 from sluice.cli.options import AsJson, integer, lane
 from sluice.cli.terminal.output import print_json, print_table
@@ -27,14 +28,13 @@ File = Annotated[
         help="The file of the keys.  [default: SLUICE_SERVE_KEYS in .env]",
     ),
 ]
-_UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}
 _LIMIT = integer(1, 10**12)
 
 keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @keys.callback()
-def about() -> None:
+def _about() -> None:
     """Create, list and revoke the API keys of `sluice serve`.
 
     The file holds a hash of each key, not the key. Running gateways read it again within a second after a change.
@@ -198,7 +198,7 @@ def _expiry(text: str) -> datetime:
 
 def _named_time(text: str) -> datetime:
     if duration := re.fullmatch(r"(\d{1,6})([mhd])", text):
-        return datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=int(duration[1]) * _UNITS_S[duration[2]])
+        return datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=int(duration[1]) * UNITS_S[duration[2]])
     try:
         when = datetime.fromisoformat(text)
     except ValueError:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from sluice.batch.source import UNITS_S
 from sluice.cli.errors import CliError, connected
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, lane
 from sluice.cli.terminal.output import format_duration, print_json, print_table
@@ -20,12 +21,11 @@ from sluice.wording import counted
 
 queue = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 NO_WORKERS = "none"
 
 
 @queue.callback()
-def about() -> None:
+def _about() -> None:
     """List the queues with jobs; cancel their waiting jobs.
 
     \b
@@ -124,9 +124,9 @@ def _seconds(age: str | None) -> float:
     if age is None:
         return 0.0
     number, unit = age[:-1], age[-1:]
-    if unit not in _UNITS_S or not number.isascii() or not number.isdigit():
+    if unit not in UNITS_S or not number.isascii() or not number.isdigit():
         raise CliError(f"--older-than {age!r} is not a duration; one looks like 90s, 15m, 2h or 3d.")
-    return float(int(number) * _UNITS_S[unit])
+    return float(int(number) * UNITS_S[unit])
 
 
 async def _read(url: str) -> list[Queue]:

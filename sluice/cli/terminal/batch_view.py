@@ -30,7 +30,7 @@ def read_models(options: list[str]) -> dict[str, str]:
     return {name.strip(): served.strip() for name, _, served in pairs}
 
 
-class RunPace:
+class _RunPace:
     """Rates over the last minute."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ProgressView:
     """Shows the progress of a run: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self) -> None:
-        self._pace = RunPace()
+        self._pace = _RunPace()
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[more]}")
         self._bar = Progress(*columns, console=notes, disable=not notes.is_terminal, transient=True)
         self._task = self._bar.add_task("reading the file", total=None, more="")
@@ -124,8 +124,8 @@ def print_problems(batch: Batch) -> None:
     for problem in problems[:20]:
         place = f"line {problem.line:,}: " if problem.line else ""
         note(f"{place}{problem.code}: {problem.message}", style="red")
-    if len(problems) > 20:
-        note(f"and {len(problems) - 20:,} more: see --json.", style="red")
+    if unlisted := len(problems[20:]):
+        note(f"and {unlisted:,} more: see --json.", style="red")
 
 
 def describe_state(batch: Batch) -> str:

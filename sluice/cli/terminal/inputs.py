@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from sluice.cli.errors import CliError
 from sluice.wording import json_problem
 
-MAX_REQUEST_BYTES = 16_000_000  # the default of the workers' SLUICE_MAX_REQUEST_BYTES
 _MAX_BYTES = 256 * 1024 * 1024  # to queue: workers may have a higher limit
 _IMAGE_LIMIT = "SLUICE_IMAGE_MAX_BYTES"  # the worker's setting: largest image file in bytes
 

@@ -47,7 +47,7 @@ def print_line(raw: bytes, event: Event) -> None:
 
 
 @dataclass
-class ShownAnswer:
+class _ShownAnswer:
     """The answer of the current attempt."""
 
     text: str = ""
@@ -64,7 +64,7 @@ class ShownAnswer:
 
 
 @dataclass
-class Call:
+class _Call:
     """A tool call, received as its name and then fragments of its arguments."""
 
     function: str
@@ -84,9 +84,9 @@ class View:
     """Prints the events of one job for people."""
 
     def __init__(self, *, announce: bool = False) -> None:
-        self.answer = ShownAnswer()
+        self.answer = _ShownAnswer()
         self._from_start = False  # True if the events since the start of the attempt were shown
-        self._call: Call | None = None  # incomplete; printed when other output follows
+        self._call: _Call | None = None  # incomplete; printed when other output follows
         self._announce = announce
         self._status = notes.status("waiting in the queue", spinner_style="dim")
         self._open_stream: str | None = None  # the output with an unfinished line: "text" or "reasoning"
@@ -125,7 +125,7 @@ class View:
                 self._note_last(f"cancelled: {event.reason}")
 
     def _reset(self) -> None:
-        self.answer = ShownAnswer()
+        self.answer = _ShownAnswer()
         self._call = None
         self._from_start = True
 
@@ -165,7 +165,7 @@ class View:
     def _add_to_call(self, function: dict[str, Any]) -> None:
         if name := function.get("name"):
             self._end_call()
-            self._call = Call(name)
+            self._call = _Call(name)
             self._status.update("writing a tool call")
         if self._call:
             self._call.arguments += function.get("arguments") or ""
