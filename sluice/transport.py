@@ -10,7 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from redis.asyncio import Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, ConnectionError, RedisError, ResponseError
@@ -29,26 +29,28 @@ def connect(url: str) -> Redis:
         redis: Redis = Redis.from_url(url, **_options(url))
     except ValueError:
         raise _bad(url, UNREADABLE) from None
-    if not _options_fit(redis):
+    if not options_fit(redis.connection_pool):
         raise _bad(url, BAD_OPTION)
     return redis
 
 
-async def wrong_credentials(url: str) -> str:
-    """Return what is wrong with the credentials of a URL whose server has refused them. Connects to the server."""
-    options = connect(url).connection_pool.connection_kwargs
-    has_user, has_password = bool(options.get("username")), bool(options.get("password"))
-    return credentials_error(has_user=has_user, has_password=has_password, is_open=await _is_open(url))
+async def wrong_credentials(redis: Redis) -> str:
+    """Return what is wrong with the credentials of a client whose server has refused them. Connects to the server."""
+    given = redis.connection_pool.connection_kwargs
+    has_user, has_password = bool(given.get("username")), bool(given.get("password"))
+    return credentials_error(has_user=has_user, has_password=has_password, is_open=await _is_open(redis))
 
 
-async def _is_open(url: str) -> bool:
-    """Return True if the server answers without a password."""
-    redis = connect(url)
-    for name in ("username", "password"):
-        redis.connection_pool.connection_kwargs.pop(name, None)
+async def _is_open(redis: Redis) -> bool:
+    """Return True if the client's server answers without a password."""
+    pool = redis.connection_pool
+    given = {name: value for name, value in pool.connection_kwargs.items() if name not in ("username", "password")}
     try:
-        async with redis, asyncio.timeout(ANSWER_S):
-            await redis.ping()
+        async with (
+            Redis.from_pool(ConnectionPool(pool.connection_class, **given)) as anonymous,
+            asyncio.timeout(ANSWER_S),
+        ):
+            await anonymous.ping()
     except (RedisError, OSError, TimeoutError):
         return False
     return True
@@ -61,12 +63,11 @@ def _options(url: str) -> dict[str, Any]:
     return options if url.startswith("unix:") else {**options, "socket_keepalive": True}
 
 
-def _options_fit(redis: Redis) -> bool:
-    """Return True if redis-py accepts the options of the URL; redis-py itself checks them with the first command."""
-    pool = redis.connection_pool
+def options_fit(pool: ConnectionPool) -> bool:
+    """Return True if redis-py accepts the options of the pool's URL. It would check them with the first command."""
     try:
         pool.connection_class(**pool.connection_kwargs)
-        redis.get_encoder().encode("")  # type: ignore[no-untyped-call]
+        pool.get_encoder().encode("")  # type: ignore[no-untyped-call]
     except (RedisError, ValueError, TypeError, LookupError, AttributeError, NameError):
         return False
     return True

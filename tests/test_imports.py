@@ -174,7 +174,7 @@ TABLE = {
         "worker.schedule_times worker.settings",
         "redis",
     ),
-    "worker.queue.redis_server": May("sluice.contract worker.errors worker.settings", "redis"),
+    "worker.queue.redis_server": May("sluice.contract sluice.transport worker.errors worker.settings", "redis"),
     "worker.queue.job": May(
         "sluice.contract worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.queue.scripts "
         "worker.queue.redis_server worker.outcomes worker.request worker.schedule_times worker.settings",

@@ -19,7 +19,7 @@ from sluice.contract import keys
 from sluice.contract.redis_url import UNREADABLE, redacted
 from sluice.contract.refusals import reason_of
 from sluice.errors import NoWorker, QueueFull, ServerFull, UnknownJob, UnreadableLog
-from sluice.transport import wrong_credentials
+from sluice.transport import connect, wrong_credentials
 
 INSTALL = "in a checkout of Sluice, run ./scripts/setup worker,server"  # worker, gateway, embedded server
 
@@ -123,7 +123,7 @@ async def _explain(error: RedisError, url: str) -> str:
         case ServerFull():
             return f"the server at {server} takes no job, and nothing was queued: {reason_of(error)}."
         case AuthenticationError():
-            return f"the server at {server} refuses the connection: {await wrong_credentials(url)}."
+            return f"the server at {server} refuses the connection: {await wrong_credentials(connect(url))}."
         case NoPermissionError():
             return f"the server at {server} denies a command to its user: {sentence(str(error))} {_ACL_HINT}"
         case ConnectionError() | TimeoutError() if reason_of(error) is None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import AuthenticationError, ExecAbortError, NoPermissionError, RedisError, ResponseError
 
-from sluice.contract.redis_url import BAD_OPTION, UNREADABLE, credentials_error, redacted
+from sluice.contract.redis_url import BAD_OPTION, UNREADABLE, redacted
 from sluice.contract.refusals import is_full, is_temporary, reason_of
+from sluice.transport import options_fit, wrong_credentials
 from worker.errors import CannotStart
 from worker.settings import Settings
 
@@ -136,7 +137,7 @@ def connect(settings: Settings) -> Redis:
     """Return a client, which connects at its first command. Its key encoding preserves job ids of any bytes. Raises
     `CannotStart` if the URL is not valid."""
     pool = _pool(settings)
-    if not _options_fit(pool):
+    if not options_fit(pool) or pool.get_encoder().decode_responses:  # type: ignore[no-untyped-call]
         raise _bad_url(settings, BAD_OPTION)
     return Redis(connection_pool=pool)
 
@@ -155,17 +156,6 @@ def _pool(settings: Settings) -> BlockingConnectionPool:
         )
     except ValueError:
         raise _bad_url(settings, UNREADABLE) from None
-
-
-def _options_fit(pool: ConnectionPool) -> bool:
-    """True if redis-py accepts the options of the URL. Otherwise it would check them at the first command."""
-    try:
-        pool.connection_class(**pool.connection_kwargs)
-        encoder = pool.get_encoder()  # type: ignore[no-untyped-call]
-        encoder.encode("")
-    except (RedisError, ValueError, TypeError, LookupError, AttributeError, NameError):
-        return False
-    return not encoder.decode_responses
 
 
 def _bad_url(settings: Settings, why: str) -> CannotStart:
@@ -197,7 +187,6 @@ class ServerClock:
 
 logger = logging.getLogger("sluice.queue")
 
-_EARLY_S = 3.0
 _OLDEST = 7  # major version of Redis: SET with NX and GET came with it
 
 _CLUSTER = "it runs in cluster mode, where the worker's scripts cannot reach their keys; use a server without it."
@@ -277,10 +266,10 @@ class RedisServer:
             return 0.0
 
     async def check_early(self) -> None:
-        """Check the server before the model is loaded, which takes long, for at most `_EARLY_S` seconds. A server that
+        """Check the server before the model is loaded, which takes long, for at most three seconds. A server that
         does not answer is checked later. Raises `CannotStart`."""
         try:
-            async with asyncio.timeout(_EARLY_S):
+            async with asyncio.timeout(3.0):
                 await self._check()
         except (RedisError, OSError):
             pass
@@ -299,7 +288,7 @@ class RedisServer:
             if denied := await forbidden(self.client, NEEDED):
                 raise self._error(f"its user may not use {describe(denied)}. Run {acl_command(self._user(), denied)}")
         except AuthenticationError:
-            raise self._error(f"{await self._wrong_credentials()}.") from None
+            raise self._error(f"{await wrong_credentials(self.client)}.") from None
         except ResponseError as error:
             if is_temporary(error) or is_full(error):
                 raise
@@ -314,26 +303,8 @@ class RedisServer:
     def _error(self, why: str) -> CannotStart:
         return CannotStart(f"SLUICE_REDIS_URL={redacted(self._settings.redis_url)}: {why}")
 
-    async def _wrong_credentials(self) -> str:
-        given = self.client.connection_pool.connection_kwargs
-        has_user, has_password = bool(given.get("username")), bool(given.get("password"))
-        return credentials_error(has_user=has_user, has_password=has_password, is_open=await _is_open(self.client))
-
     def _user(self) -> str:
         return str(self.client.connection_pool.connection_kwargs.get("username") or "default")
-
-
-async def _is_open(redis: Redis) -> bool:
-    """True if the client's server answers without a password."""
-    pool = redis.connection_pool
-    given = {name: value for name, value in pool.connection_kwargs.items() if name not in ("username", "password")}
-    try:
-        async with Redis(connection_pool=ConnectionPool(pool.connection_class, **given)) as anonymous:
-            async with asyncio.timeout(_EARLY_S):
-                await anonymous.ping()
-    except (RedisError, OSError, TimeoutError):
-        return False
-    return True
 
 
 async def _read_server_info(redis: Redis) -> ServerInfo:
