@@ -100,7 +100,8 @@ class Queues:
     async def pages(self, model: str, lane: Lane, *, older_than_s: float = 0.0) -> AsyncGenerator[Sequence[bytes]]:
         """Yield pages of the ids of the jobs that were queued at least `older_than_s` seconds ago, oldest first. The
         ids are read before the first page is yielded."""
-        key, per_reply = keys.queue(model, lane), 1000
+        key = keys.queue(model, lane)
+        per_reply = 1000  # ids
         until_ms = (await self._now() - older_than_s) * 1000 if older_than_s else "+inf"
         ids: list[bytes] = []
         while True:

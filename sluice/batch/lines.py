@@ -93,7 +93,8 @@ def _joined(problems: list[BadLine]) -> BadLine:
     """Join several problems into one that names the first five, with the code and field of the first."""
     first = problems[0]
     named = "; ".join(problem.message for problem in problems[:5])
-    more = f"; and {unnamed:,} more" if (unnamed := len(problems[5:])) else ""
+    unnamed = len(problems[5:])
+    more = f"; and {unnamed:,} more" if unnamed else ""
     example = f" {_EXAMPLE}" if first.code in ("unknown_field", "missing_field") else ""
     return BadLine(first.code, f"{named}{more}.{example}", first.param)
 

@@ -112,7 +112,8 @@ def describe_unused(mapped: Mapping[str, str], named: Collection[str]) -> str | 
     if not names:
         return None
     maps = " ".join(f"--map {name}={mapped[name]}" for name in names[:5])
-    more = f" and {unlisted:,} more" if (unlisted := len(names[5:])) else ""
+    unlisted = len(names[5:])
+    more = f" and {unlisted:,} more" if unlisted else ""
     return f"{maps}{more}: no line of the file names this model"
 
 

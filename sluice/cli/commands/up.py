@@ -258,7 +258,7 @@ async def _stop_worker(worker: asyncio.subprocess.Process, working: "asyncio.Tas
     while not working.done():
         with suppress(ProcessLookupError):
             worker.terminate()
-        await asyncio.wait([working], timeout=1.0)
+        await asyncio.wait([working], timeout=1.0)  # seconds between two signals
 
 
 def _print_instructions(url: str, model: str, gateway: GatewayProcess) -> None:
