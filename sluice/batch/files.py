@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from sluice.batch.lines import digest
+from sluice.batch.lines import custom_id_digest
 from sluice.batch.transitions import LineError
 from sluice.contract.batch import Batch, BatchUsage, InputTokens, OutputTokens, is_retry
 from sluice.errors import BatchRefused, BatchTaken
@@ -175,7 +175,7 @@ class ResultFiles:
         for number, raw in enumerate(file.raw_lines(), 1):
             match _read(raw):
                 case {"id": str(), "custom_id": str(custom_id)} as line:
-                    self.done.add(digest(custom_id))
+                    self.done.add(custom_id_digest(custom_id))
                     self.counts.add(line)
                 case _:
                     raise BatchRefused(f"line {number:,} of {file.path} was not written by a run")

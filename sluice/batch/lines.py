@@ -46,7 +46,7 @@ class Request:
     @property
     def digest(self) -> bytes:
         """Digest of the custom_id."""
-        return digest(self.custom_id)
+        return custom_id_digest(self.custom_id)
 
     @property
     def wants_json(self) -> bool:
@@ -61,7 +61,7 @@ class Request:
         return {**self.body, "model": self.model, "on_disconnect": "continue"}
 
 
-def digest(custom_id: str) -> bytes:
+def custom_id_digest(custom_id: str) -> bytes:
     """Return a 16-byte digest that stands for a custom_id, to save memory."""
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sluice.batch.files import AppendOnlyFile, LineResult, ResultFiles, RunState, StateFile
-from sluice.batch.lines import digest
+from sluice.batch.lines import custom_id_digest
 from sluice.batch.transitions import LineError
 from sluice.contract.batch import NO_LINES, Batch, is_retry, is_run_id, line_job_id, new_run_id
 from sluice.errors import BatchRefused, BatchTaken
@@ -36,7 +36,7 @@ ALL = [answered("a"), failed("é"), answered("b", "batch_1-3-r1"), answered("c\n
 
 def add_what_is_missing(folder: Path) -> None:
     answers = open_in(folder)
-    answers.add([ended for ended in ALL if digest(ended.custom_id) not in answers.done])
+    answers.add([ended for ended in ALL if custom_id_digest(ended.custom_id) not in answers.done])
     answers.close()
 
 

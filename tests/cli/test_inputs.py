@@ -16,31 +16,31 @@ REQUEST = '{"messages": []}'
 
 def test_a_device_without_an_end_is_refused() -> None:
     with pytest.raises(CliError, match="neither a file nor a pipe"):
-        inputs.read_request("/dev/zero")
+        inputs.read_request_file("/dev/zero")
 
 
 def test_a_file_of_more_than_the_most_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "request.json"
     file.write_text(REQUEST)
     monkeypatch.setattr(inputs, "_MAX_BYTES", len(REQUEST))
-    assert inputs.read_request(str(file)) == {"messages": []}
+    assert inputs.read_request_file(str(file)) == {"messages": []}
     monkeypatch.setattr(inputs, "_MAX_BYTES", len(REQUEST) - 1)
     with pytest.raises(CliError, match="the limit of 15 bytes"):
-        inputs.read_request(str(file))
+        inputs.read_request_file(str(file))
 
 
 def test_what_is_no_request_is_refused_and_a_list_of_messages_is_one(tmp_path: Path) -> None:
     file = tmp_path / "request.json"
     message = {"role": "user", "content": "Hello"}
     file.write_text(json.dumps([message]))
-    assert inputs.read_request(str(file)) == {"messages": [message]}
+    assert inputs.read_request_file(str(file)) == {"messages": [message]}
     for other in ("[1, 2]", "[]", "null", '"Hello"', "{}"):
         file.write_text(other)
         with pytest.raises(CliError, match="is not a request: .*list of such messages"):
-            inputs.read_request(str(file))
+            inputs.read_request_file(str(file))
     file.write_text("\n")
     with pytest.raises(CliError, match="is empty"):
-        inputs.read_request(str(file))
+        inputs.read_request_file(str(file))
 
 
 def test_broken_json_is_shown_where_it_breaks(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_broken_json_is_shown_where_it_breaks(tmp_path: Path) -> None:
     long = "x" * 1000
     file.write_text(f'{{"stop": "{long}",\n"user": "ann",}}\n{long}')
     with pytest.raises(CliError) as refused:
-        inputs.read_request(str(file))
+        inputs.read_request_file(str(file))
     said = str(refused.value)
     assert "at line 2 column 15: " in said  # as in a body of the gateway and a line of a batch
     assert '"ann",' in said
@@ -60,7 +60,7 @@ def test_a_pipe_is_read(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     writer = threading.Thread(target=lambda: pipe.write_text(REQUEST))
     writer.start()
-    assert inputs.read_request(str(pipe)) == {"messages": []}
+    assert inputs.read_request_file(str(pipe)) == {"messages": []}
     writer.join()
 
 

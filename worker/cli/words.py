@@ -8,7 +8,7 @@ import typer
 
 from sluice.cli.errors import CliError, needs_worker
 from sluice.cli.options import AsJson
-from sluice.cli.terminal.inputs import read_request, read_text
+from sluice.cli.terminal.inputs import read_request_file, read_text
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.view import say_that_it_reads
 from sluice.contract.keys import MAX_REQUEST_BYTES
@@ -47,7 +47,7 @@ def prompt(
       sluice prompt --model models/tiny-chat --file request.json
       sluice prompt --model mlx-community/Qwen3-4B-4bit --file request.json --json | jq '.tokens | length'
     """
-    request = _request(read_request(file, MAX_REQUEST_BYTES))
+    request = _request(read_request_file(file, MAX_REQUEST_BYTES))
     parts = [part for message in request.messages if isinstance(message.content, list) for part in message.content]
     if any(part.type == "image_url" for part in parts):
         raise CliError("messages: images are not supported here; leave out the image_url parts.")
@@ -87,7 +87,7 @@ def parse(
       sluice parse --model models/tiny-chat --file answer.txt --request request.json | jq .tool_calls
     """
     answer = read_text(file, MAX_REQUEST_BYTES)
-    asked = _request(read_request(request, MAX_REQUEST_BYTES) if request else {**_EXAMPLE, "tools": [_ANY_TOOL]})
+    asked = _request(read_request_file(request, MAX_REQUEST_BYTES) if request else {**_EXAMPLE, "tools": [_ANY_TOOL]})
     tokenizer, codec = _open(model)
     # Without a request no template renders anything: it may refuse the tool that stands for any.
     made = asyncio.run(_refusals(codec.prompt(asked))) if request else _empty_prompt()

@@ -64,7 +64,7 @@ def _call_at_eof(stop: Callable[[], None]) -> None:
     threading.Thread(target=read, daemon=True).start()
 
 
-def feed(
+def feed_folder(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder with inbox, running, done and failed.")],
     take: Annotated[bool, typer.Option("--take", help="Start the files in the inbox too.")] = False,
     models: Annotated[
@@ -100,7 +100,7 @@ async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> b
     return True
 
 
-def run(
+def run_file(
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests, one per line.")],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The file for the answers, one per line.")
@@ -234,13 +234,13 @@ def _about() -> None:
     """
 
 
-batch.command()(run)
+batch.command("run")(run_file)
 worker_commands.add(batch, "batch.schedule")
-batch.command(hidden=True)(feed)
+batch.command("feed", hidden=True)(feed_folder)
 
 
-@batch.command()
-def submit(
+@batch.command("submit")
+def submit_run(
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests.")],
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check.")
@@ -305,8 +305,8 @@ def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
         note("no offline runs in the last week.")
 
 
-@batch.command()
-def cancel(id: RunId, redis_url: RedisUrl = REDIS_URL) -> None:
+@batch.command("cancel")
+def cancel_run(id: RunId, redis_url: RedisUrl = REDIS_URL) -> None:
     """Request the cancellation of a run. Answers are kept; the other lines end as `batch_cancelled`.
 
     Exit codes: 0, or 2 if there is no such run.

@@ -95,8 +95,8 @@ def retry(id: JobId, redis_url: RedisUrl = REDIS_URL) -> None:
     note(f"{id} is queued again. Follow it: sluice tail {job.id}")
 
 
-@dead.command()
-def drop(id: JobId, redis_url: RedisUrl = REDIS_URL) -> None:
+@dead.command("drop")
+def drop_letter(id: JobId, redis_url: RedisUrl = REDIS_URL) -> None:
     """Delete a dead letter and its request.
 
     Exit codes: 0, or 2 if there is no such letter.

@@ -12,7 +12,7 @@ import typer
 from sluice.cli.errors import CliError, connected, refuse_bad_id
 from sluice.cli.options import MODEL, REDIS_URL, AsJson, LaneChoice, ModelName, RedisUrl, integer, number
 from sluice.cli.terminal.follow import CANCEL_WAIT_S, EXIT_CODES, exit_code, follow, mention_waiting, submit_job
-from sluice.cli.terminal.inputs import read_message, read_request
+from sluice.cli.terminal.inputs import read_message, read_request_file
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.view import ShowEvent, event_printer, note, notes
 from sluice.client import Client
@@ -70,7 +70,7 @@ def _request(message: str | None, file: str | None) -> dict[str, Any]:
         case str(), None:
             return {"messages": [{"role": "user", "content": read_message(message)}]}
         case None, str():
-            return read_request(file)
+            return read_request_file(file)
     raise CliError("give either a message or --file: see sluice submit --help.")
 
 

@@ -59,7 +59,7 @@ def _max_image_bytes() -> int:
     return int(limit)
 
 
-def read_request(path: str, max_bytes: int | None = None) -> dict[str, Any]:
+def read_request_file(path: str, max_bytes: int | None = None) -> dict[str, Any]:
     """Return the body of a chat completion; the file may hold its messages only. `-` reads stdin. Raises `CliError`."""
     text = read_text(path, max_bytes)
     if not text.strip():
