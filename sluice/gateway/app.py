@@ -215,9 +215,6 @@ def _response(request: Request, error: ApiError, id: str | None = None) -> Respo
     return response
 
 
-_GARBAGE_OBJECTS = 10_000  # allocated containers between two collections, instead of 700
-
-
 def run(redis_url: str, settings: ServeSettings) -> None:
     """Serve until Ctrl-C or SIGTERM, and finish the open responses. Raises `CannotServe`."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -288,7 +285,7 @@ def _collect_garbage_rarely() -> None:
     requests would run it all the time, and find nothing."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_GARBAGE_OBJECTS)
+    gc.set_threshold(10_000)  # allocated containers between two collections, instead of 700
 
 
 def _application(client: Client, settings: ServeSettings) -> Starlette:

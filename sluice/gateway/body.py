@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,6 @@ from sluice.http_errors import ErrorForm
 from sluice.openai import BadRequest, read_object
 
 _INLINE_BYTES = 65_536  # converting this much takes about a millisecond
-_INLINE_VALUES = 1_000
 # Python's JSON holds the interpreter, so more threads convert no faster. Other work has threads of its own.
 _pool = ThreadPoolExecutor(2, thread_name_prefix="sluice-text")
 
@@ -55,6 +54,7 @@ async def json_response(value: Any, headers: Mapping[str, str] | None = None) ->
 def is_long(value: Any) -> bool:
     """Return True if a JSON value has more than 64 KiB of text or 1,000 parts. Reads no more of it than that."""
     pending = [value]
+    most_values = 1_000
     characters = values = 0
     while pending:
         match pending.pop():
@@ -62,12 +62,12 @@ def is_long(value: Any) -> bool:
                 characters += len(text)
             case dict(members):
                 values += len(members)
-                characters += sum(map(len, members)) if len(members) <= _INLINE_VALUES else 0
-                pending.extend(members.values() if values <= _INLINE_VALUES else ())
+                characters += sum(map(len, members)) if len(members) <= most_values else 0
+                pending.extend(members.values() if values <= most_values else ())
             case list(items) | tuple(items):
                 values += len(items)
-                pending.extend(items if values <= _INLINE_VALUES else ())
-        if characters > _INLINE_BYTES or values > _INLINE_VALUES:
+                pending.extend(items if values <= most_values else ())
+        if characters > _INLINE_BYTES or values > most_values:
             return True
     return False
 
@@ -81,11 +81,6 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-_MAX_VALUES = 100_000  # of the contract; parsing this many takes about 50 ms
-_MAX_LEVELS = 100  # far more than a JSON schema has, far fewer than a JSON writer can nest
-_SLICE = 65_536
-_PART = 1_048_576  # bytes that are decoded at once in a thread, which takes about a millisecond
-_MAX_WINDOW_LOG = 23  # 8 MiB, the window that RFC 9659 allows for the encoding of contents
 _STRING = re.compile(rb'"[^"]*"?')
 # Makes the request of an interface of a JSON object, and returns it with the names of what it has left out.
 Interface = Callable[[dict[str, Any]], tuple[dict[str, Any], list[str]]]
@@ -142,7 +137,7 @@ async def _decoded(raw: bytes, decoder: "_Decoder", max_bytes: int, held: HeldBy
     """Return a decoded body. Each part of it is held before the next is decoded, so that a small body that grows beyond
     all limits is refused in time. Raises `ApiError`: 400 for damaged data, and as `_read_bytes`."""
     decoded, rest = bytearray(), raw
-    size = _SLICE  # of the first part, on the event loop: most bodies have no more
+    size = _INLINE_BYTES  # of the first part, on the event loop: most bodies have no more
     try:
         while not decoder.eof:
             part = await in_thread_if_long(max(size, len(rest)), decoder.decompress, rest, size)
@@ -152,7 +147,7 @@ async def _decoded(raw: bytes, decoder: "_Decoder", max_bytes: int, held: HeldBy
             held.add(len(part))
             decoded += part
             rest = getattr(decoder, "unconsumed_tail", b"")  # of gzip; zstd keeps it to itself
-            size = _PART
+            size = 1_048_576  # in a thread, which takes about a millisecond for this many
         if decoder.unused_data:  # a million empty streams after the first would be work without a bound
             raise EOFError("there is data after its end")
     except (zlib.error, zstd.ZstdError, EOFError) as error:
@@ -182,7 +177,8 @@ def _gzip() -> _Decoder:
 
 
 def _zstd() -> _Decoder:
-    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _MAX_WINDOW_LOG})
+    # 8 MiB, the window that RFC 9659 allows for the encoding of contents.
+    return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 23})
 
 
 _DECODERS: dict[str, Callable[[], _Decoder] | None] = {
@@ -201,8 +197,9 @@ def _refuse_long(length: int, max_bytes: int) -> None:
 
 def _parse(raw: bytes) -> Body:
     values = _count_values(raw)
-    if values > _MAX_VALUES:
-        message = f"The body holds {values:,} JSON values; send at most {_MAX_VALUES:,}."
+    most_values = 100_000  # of the contract; parsing this many takes about 50 ms
+    if values > most_values:
+        message = f"The body holds {values:,} JSON values; send at most {most_values:,}."
         raise ApiError(ErrorForm.BODY_TOO_LARGE, message)
     try:
         content = read_object(raw)
@@ -215,12 +212,13 @@ def _parse(raw: bytes) -> Body:
 def _check_depth(content: Mapping[str, Any]) -> None:
     """Refuse an object that JSON cannot be written from. Raises `ApiError`."""
     level: list[Any] = [content]
-    for _ in range(_MAX_LEVELS):
+    most_levels = 100  # far more than a JSON schema has, far fewer than a JSON writer can nest
+    for _ in range(most_levels):
         values = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
         level = [value for value in values if isinstance(value, dict | list)]
         if not level:
             return
-    message = f"The body is nested more than {_MAX_LEVELS} levels deep; nest it less."
+    message = f"The body is nested more than {most_levels} levels deep; nest it less."
     raise ApiError(ErrorForm.INVALID_REQUEST, message)
 
 
@@ -229,7 +227,7 @@ def _count_values(text: bytes) -> int:
     count = 0
     carried = b""
     inside = False
-    for part in _slices(text):
+    for part in (text[start : start + _INLINE_BYTES] for start in range(0, len(text), _INLINE_BYTES)):
         plain = (carried + part).replace(b"\\\\", b"")
         carried = b"\\" if plain.endswith(b"\\") else b""  # it escapes the first character of the next slice
         quoted = b'"' * inside + plain.replace(b'\\"', b"")  # now each quotation mark begins or ends a string
@@ -237,7 +235,3 @@ def _count_values(text: bytes) -> int:
         count += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
         inside = quoted.count(b'"') % 2 == 1
     return count
-
-
-def _slices(body: bytes) -> Iterator[bytes]:
-    return (body[start : start + _SLICE] for start in range(0, len(body), _SLICE))

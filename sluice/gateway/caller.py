@@ -16,7 +16,7 @@ from starlette.requests import Request
 from sluice.contract.events import Cancelled, Event, Failed, Finished
 from sluice.contract.keys import JOB_LIFE_S, LANES, RESULT_TTL_S
 from sluice.errors import ServerUnreachable
-from sluice.gateway.errors import ApiError
+from sluice.gateway.errors import RETRY_S, ApiError
 from sluice.gateway.key_file import Key, KeyStore
 from sluice.gateway.protection import HeldBytes, Memory
 from sluice.http_errors import ErrorForm
@@ -192,10 +192,6 @@ def _duration(seconds: float) -> str:
     return f"{minutes:.0f}m{rest:.0f}s" if minutes else f"{rest:.2f}".rstrip("0").rstrip(".") + "s"
 
 
-_CHARACTERS_PER_TOKEN = 4  # English; the usage corrects it for others
-_TOKENS_PER_MESSAGE = 4  # role and marks of a chat template
-_TOKENS_PER_IMAGE = 1_000  # a photo of a megapixel in most vision models
-_ANSWER_TOKENS = 1_024  # without a limit: what a worker reserves at first; the usage corrects it
 _IMAGES = {"image_url", "input_image", "image"}
 _TEXTS = {"messages", "tools", "functions", "response_format", "prediction"}
 
@@ -204,7 +200,8 @@ def estimate(body: Mapping[str, Any]) -> int:
     """Return the estimated tokens of a request of the contract, prompt and answer. Takes any JSON."""
     prompt = sum(_tokens(value) for value in _values([body.get(name) for name in _TEXTS]))
     messages = body.get("messages")
-    return prompt + _answer(body) + (_TOKENS_PER_MESSAGE * len(messages) if isinstance(messages, list) else 0)
+    marks = 4 * len(messages) if isinstance(messages, list) else 0  # role and marks of a chat template
+    return prompt + marks + _answer(body)
 
 
 def _answer(body: Mapping[str, Any]) -> int:
@@ -212,7 +209,7 @@ def _answer(body: Mapping[str, Any]) -> int:
         limit = body.get(name)
         if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0:
             return limit
-    return _ANSWER_TOKENS
+    return 1_024  # what a worker reserves at first; the usage corrects it
 
 
 def _values(root: Any) -> Iterator[Any]:
@@ -231,10 +228,9 @@ def _values(root: Any) -> Iterator[Any]:
 
 
 def _tokens(value: Any) -> int:
-    return -(-len(value) // _CHARACTERS_PER_TOKEN) if isinstance(value, str) else _TOKENS_PER_IMAGE
-
-
-_RETRY_S = 1.0  # until one of the key's connections may have ended
+    if isinstance(value, str):
+        return -(-len(value) // 4)  # characters of a token in English; the usage corrects it for others
+    return 1_000  # a photo of a megapixel in most vision models
 
 
 class Connections:
@@ -247,7 +243,7 @@ class Connections:
         """Count answers. Raises `ApiError` 429 beyond the limit."""
         if self._open[key_id] + count > self._limit:
             message = f"This key may have {self._limit:,} requests and choices open here; end some first."
-            raise ApiError(ErrorForm.TOO_MANY_CONNECTIONS, message, retry_after_s=_RETRY_S)
+            raise ApiError(ErrorForm.TOO_MANY_CONNECTIONS, message, retry_after_s=RETRY_S)
         self._open[key_id] += count
 
     def leave(self, key_id: str, count: int = 1) -> None:

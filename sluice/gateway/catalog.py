@@ -16,7 +16,6 @@ from sluice.presence import mapped_name
 
 ANTHROPIC_HEADER = "anthropic-version"  # requests with this header get Anthropic's form
 _ABILITIES = ("images", "tools", "reasoning")
-_MAX_NUMBER = 253402300799  # the end of the year 9999 in Unix seconds: Python's datetime ends there
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -98,7 +97,8 @@ def _number(text: str | None) -> float:
         number = float(text or 0)
     except ValueError:
         return 0.0
-    return number if 0 <= number <= _MAX_NUMBER else 0.0
+    end_of_dates = 253_402_300_799  # the year 9999 in Unix seconds: Python's datetime ends there
+    return number if 0 <= number <= end_of_dates else 0.0
 
 
 def model_info(model: Mapping[str, Any]) -> dict[str, Any]:

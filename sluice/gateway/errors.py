@@ -18,8 +18,8 @@ from sluice.transport import is_transient, server_full
 
 logger = logging.getLogger("sluice.gateway")
 
-NO_WORKER_RETRY_S = 5.0  # a worker that restarts loads its model first
-_FULL_RETRY_S = 5.0  # jobs that end free memory all the time
+RETRY_S = 1.0  # until what refuses a request may have passed: another request that ends, another gateway that answers
+WORKER_RETRY_S = 5.0  # until a worker may have changed it: one that restarts loads its model, jobs that end free memory
 
 
 class ApiError(Exception):
@@ -91,11 +91,11 @@ def _wait_s(error: SluiceError) -> float | None:
         case QueueFull(retry_after_s=wait_s):
             return wait_s
         case ServerFull():
-            return _FULL_RETRY_S
+            return WORKER_RETRY_S
         case NoWorker(served=()):
-            return NO_WORKER_RETRY_S
+            return WORKER_RETRY_S
         case JobFailed(error=failed) if failed.type == "overloaded":
-            return NO_WORKER_RETRY_S
+            return WORKER_RETRY_S
     return None
 
 

@@ -6,12 +6,10 @@ from typing import Any
 from sluice.gateway.errors import ApiError
 from sluice.http_errors import ErrorForm
 
-_PARAM_CHARACTERS = 200  # of a name in an error, since clients choose it
-
 
 def refusal(param: str, problem: str, form: ErrorForm = ErrorForm.INVALID_VALUE) -> ApiError:
     """Return the error for a value, named by its place in the body: `input[2].content`."""
-    name = param.encode("ascii", "backslashreplace").decode()[:_PARAM_CHARACTERS]
+    name = param.encode("ascii", "backslashreplace").decode()[:200]  # clients choose the name
     return ApiError(form, f"{name}: {problem}", param=name)
 
 

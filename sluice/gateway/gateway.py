@@ -30,8 +30,6 @@ logger = logging.getLogger("sluice.gateway")
 
 T = TypeVar("T")
 
-_OUTAGE_S = 5.0  # that a command of the gateway's own waits out
-
 
 class Gateway:
     """Connects the routes of all interfaces with the queue."""
@@ -40,7 +38,7 @@ class Gateway:
         """Raises `BadKeyFile`."""
         self.client = client
         self.settings = settings
-        self.retries = Retries(client.redis, _OUTAGE_S)
+        self.retries = Retries(client.redis, 5.0)  # seconds of an outage that a command of the gateway's own waits out
         self.workers = ServedModels(client, self.retries)
         self.metrics = GatewayMetrics()
         limits = Limits(client.redis, self.retries)

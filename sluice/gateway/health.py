@@ -11,7 +11,6 @@ from starlette.routing import Route
 from sluice.contract.refusals import reason_of
 from sluice.gateway.gateway import Gateway
 
-_PING_S = 2.0
 _ALIVE = ("/health", "/healthz")  # the first is what servers of models have, and what benchmarks for them ask for
 
 
@@ -25,7 +24,7 @@ def routes(gateway: Gateway) -> list[Route]:
         if gateway.draining:
             return PlainTextResponse("draining\n", 503)
         try:
-            async with asyncio.timeout(_PING_S):
+            async with asyncio.timeout(2.0):
                 await gateway.client.ping()
         except (RedisError, TimeoutError) as error:
             reason = reason_of(error)

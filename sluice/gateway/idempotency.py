@@ -19,25 +19,24 @@ from sluice.contract import keys
 from sluice.errors import SluiceError
 from sluice.gateway.body import Body, in_thread_if_long
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import ApiError, was_refused
+from sluice.gateway.errors import RETRY_S, ApiError, was_refused
 from sluice.http_errors import ErrorForm
 from sluice.transport import Retries
 
 logger = logging.getLogger("sluice.gateway")
 
 HEADER = "idempotency-key"
-_MAX_CHARACTERS = 255
 _LIFE_S = keys.JOB_LIFE_S + keys.RESULT_TTL_S  # as long as a job may be known
 _VERSION = "1"  # of the registrations, and of the ids that follow from keys: gateways of another version refuse them
 _QUEUED = "queued"  # the last word, once the request has queued its jobs
-_RETRY_S = 1.0  # until a request may reach a gateway of the version that has registered its key
 
 
 def key_of(request: Request) -> str | None:
     """Return the request's key. Raises `ApiError` for an empty or a very long one."""
     key = request.headers.get(HEADER)
-    if key is not None and not 1 <= len(key) <= _MAX_CHARACTERS:
-        message = f"Idempotency-Key: it must have 1 to {_MAX_CHARACTERS} characters."
+    most_characters = 255
+    if key is not None and not 1 <= len(key) <= most_characters:
+        message = f"Idempotency-Key: it must have 1 to {most_characters} characters."
         raise ApiError(ErrorForm.INVALID_IDEMPOTENCY_KEY, message)
     return key
 
@@ -133,7 +132,7 @@ def other_version() -> ApiError:
     """Return the error for a key that a gateway of another version has registered. The client may try again: the
     request may reach a gateway of that version."""
     message = "Idempotency-Key: another version of the gateway uses the key; try again, or use a new key."
-    return ApiError(ErrorForm.IDEMPOTENCY_KEY_IN_USE, message, retry_after_s=_RETRY_S, retryable=True)
+    return ApiError(ErrorForm.IDEMPOTENCY_KEY_IN_USE, message, retry_after_s=RETRY_S, retryable=True)
 
 
 def expired(remedy: str, field: str = "Idempotency-Key") -> ApiError:

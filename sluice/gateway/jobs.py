@@ -40,16 +40,8 @@ from sluice.transport import Retries
 
 logger = logging.getLogger("sluice.gateway")
 
-_UNKNOWN_S = 2.0  # short, since a job exists as soon as it is submitted
-_LEFT_LIFE_MS = (
-    60_000  # of the note of a job whose client has left, beyond the grace: its gateway may be late or ending
-)
-_MAX_LEFT = 1_000  # answers without a client that each process lets continue; further ones are cancelled at once
 _LEFT = asyncio.CancelledError, GeneratorExit, ClientDisconnected  # what ends the work for a client that has left
 _ENDED = b"finished", b"failed", b"cancelled"
-
-
-_SAMPLE = 8  # events, whose mean length is taken for that of all
 
 
 class Available(Enum):
@@ -107,7 +99,8 @@ class Jobs:
 
         Raises `ApiError` 503, and cancels the job, if its workers are gone before the first event.
         """
-        stream = self._client.stream(job_id, after=after, unknown_s=_UNKNOWN_S)
+        # A job exists as soon as it is submitted, so one that is unknown is not awaited for long.
+        stream = self._client.stream(job_id, after=after, unknown_s=2.0)
         async with aclosing(self._limits.settled(stream) if self._limits else stream) as events:
             with self._queue_watch.watching(job_id):
                 while (first := await anext(events, None)) is not None and not first.stored:
@@ -180,8 +173,8 @@ class Jobs:
 
     def leave(self, job_ids: Sequence[str], retry_key: str) -> None:
         """Let the jobs of an answer continue for the grace after its client has left, without waiting, and cancel them
-        then unless `returned` has found them."""
-        if not self._grace_s or (self._left >= _MAX_LEFT and not self._draining):
+        then unless `returned` has found them. Beyond 1,000 such answers they are cancelled at once."""
+        if not self._grace_s or (self._left >= 1_000 and not self._draining):
             return self.abandon(job_ids)
         self.in_background(self._leave(job_ids, retry_key))
 
@@ -211,7 +204,7 @@ class Jobs:
             return False
         async with self._client.redis.pipeline(transaction=False) as pipe:
             pipe.hset(retry_key, field, str(round(time.time())))
-            pipe.pexpire(retry_key, round(self._grace_s * 1000) + _LEFT_LIFE_MS)
+            pipe.pexpire(retry_key, round(self._grace_s * 1000) + 60_000)  # the gateway may be late or ending
             await pipe.execute()
         return True
 
@@ -283,7 +276,7 @@ class Jobs:
                 for job_id in job_ids:
                     pipe.strlen(keys.result(job_id))
                     pipe.llen(keys.log(job_id))
-                    pipe.lrange(keys.log(job_id), -_SAMPLE, -1)
+                    pipe.lrange(keys.log(job_id), -8, -1)  # whose mean length is taken for that of all
                 return await pipe.execute()
 
         state, has_body, *sizes = await self._retries.run(read)

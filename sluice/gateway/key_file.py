@@ -24,8 +24,6 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from sluice.contract.keys import LANES, TENANT_CHARACTERS, Lane
 
 SECRET_PREFIX = "sk-sluice-"  # so that scanners for leaked secrets can recognize a key
-_SECRET_BYTES = 32
-_ONLY_OWNER = 0o600
 
 Limit = Annotated[int, Field(ge=1, le=10**12)]
 Name = Annotated[str, Field(min_length=1, max_length=TENANT_CHARACTERS)]
@@ -95,7 +93,7 @@ def digest(secret: str) -> str:
 
 def new_key(**fields: Any) -> tuple[str, Key]:
     """Return a new random key, and its entry for the file. Raises ValueError, with a field that is wrong and why."""
-    secret = SECRET_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+    secret = SECRET_PREFIX + secrets.token_urlsafe(32)
     now = datetime.now(UTC).replace(microsecond=0)
     try:
         return secret, Key(id=f"k-{secrets.token_hex(4)}", sha256=digest(secret), created=now, **fields)
@@ -143,7 +141,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _replace(path: Path, text: str) -> None:
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _ONLY_OWNER)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # for its owner only
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             _keep_owner(descriptor, path)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_DEFINITION = 10_000  # characters of a grammar
 _MAX_CHARACTERS = 20_000  # of an expression: rules that double each other grow without a bound
 # A letter after a string or an expression is a flag of Lark's, not the name of a rule.
 _TOKEN = re.compile(
@@ -57,8 +56,6 @@ def lark_pattern(definition: str) -> str | None:
 
     Unlike Lark's parsers, it takes a text however it can be cut into terminals.
     """
-    if len(definition) > MAX_DEFINITION:
-        return None
     try:
         return _Grammar(list(_tokens(definition))).pattern("start")
     except (_NoPattern, RecursionError):

@@ -129,7 +129,6 @@ class AnswerTimer:
 logger = logging.getLogger("sluice.gateway.access")
 
 _METHODS = frozenset({"GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"})
-_MAX_PATH = 200  # characters
 _BROKEN_OFF = 499  # the status that proxies log if the client leaves before a response
 REQUEST_ID = "access_log_id"  # in the state of a request: its job's id, or else one that is made here
 _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
@@ -168,7 +167,7 @@ class AccessLog:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.ended(method, handler, response.status, seconds)
         level = logging.DEBUG if handler in _QUIET else logging.INFO
-        path = quote(scope["path"][:_MAX_PATH])
+        path = quote(scope["path"][:200])
         logger.log(level, "%s %s %d %.3f s %s", method, path, response.status, seconds, response.request_id)
 
 

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sluice.gateway.errors import ApiError, openai_body, openai_response
+from sluice.gateway.errors import RETRY_S, ApiError, openai_body, openai_response
 from sluice.http_errors import ErrorForm
 
 # uvicorn 0.54 has a time limit for idle connections only. Until a release limits the rest, `ClientProtocol` holds two
@@ -20,7 +20,6 @@ from sluice.http_errors import ErrorForm
 
 MAX_HEADER_BYTES = 65_536  # request line and headers; more is refused: 431
 MIN_BYTES_PER_S = 10_000  # of a client that sends a long body or reads a long answer
-_BAD_REQUEST = 400
 
 
 def protocol(timeout_s: float) -> type[H11Protocol]:
@@ -68,7 +67,7 @@ class ClientProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, or has headers that are too long, in OpenAI's form."""
-        status = getattr(sys.exception(), "error_status_hint", _BAD_REQUEST)
+        status = getattr(sys.exception(), "error_status_hint", 400)
         error = ApiError(ErrorForm.NOT_HTTP, _REFUSALS.get(status, msg))
         body = json.dumps(openai_body(error)).encode()
         head = (
@@ -113,17 +112,13 @@ _REFUSALS = {
 }
 
 
-_RETRY_S = 1.0  # until a body may have been queued, or an answer sent
-_SHARE = 4  # a key may hold a quarter of all, so that one cannot fill the gateway
-
-
 class Memory:
     """Counts the bytes that the requests of a gateway hold, in all and by key."""
 
     def __init__(self, limit: int, longest: int) -> None:
         """`limit`: of all requests. `longest`: the longest body, which every key may hold."""
         self._limit = limit
-        self._key_limit = max(limit // _SHARE, longest)
+        self._key_limit = max(limit // 4, longest)  # a quarter of all, so that one key cannot fill the gateway
         self._by_key = Counter[str | None]()
 
     def hold(self, key_id: str | None) -> "HeldBytes":
@@ -140,10 +135,10 @@ class Memory:
         gateway's."""
         if key_id is not None and self._by_key[key_id] + length > self._key_limit:
             message = f"This key's bodies and answers exceed {self._key_limit:,} bytes at once; send fewer of them."
-            raise ApiError(ErrorForm.TOO_MANY_BYTES, message, retry_after_s=_RETRY_S)
+            raise ApiError(ErrorForm.TOO_MANY_BYTES, message, retry_after_s=RETRY_S)
         if self.total + length > self._limit:
             message = "The gateway holds as many bytes of bodies and answers as it may; try again later."
-            raise ApiError(ErrorForm.OVERLOADED, message, retry_after_s=_RETRY_S)
+            raise ApiError(ErrorForm.OVERLOADED, message, retry_after_s=RETRY_S)
 
     def add(self, key_id: str | None, length: int) -> None:
         """Count bytes; negative ones are no longer held."""

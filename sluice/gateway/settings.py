@@ -16,7 +16,6 @@ from sluice.gateway.protection import is_loopback
 
 PREFIX = "SLUICE_SERVE_"
 REDIS_URL = "SLUICE_REDIS_URL"  # shared with the workers
-_MAX_HELD_BYTES = 256_000_000
 _OTHERWISE = "it is not valid; see .env.example"
 _WRONG = {
     "int_parsing": "it must be a whole number",
@@ -72,7 +71,7 @@ class ServeSettings(BaseSettings):
         description="Maximum size of a request's body, in bytes.",
     )
     max_held_bytes: int = Field(
-        default_factory=lambda given: max(_MAX_HELD_BYTES, given.get("max_body_bytes", 0)),
+        default_factory=lambda given: max(256_000_000, given.get("max_body_bytes", 0)),
         ge=1_000,
         examples=["256000000"],
         description="Maximum bytes of bodies and stored answers that each process holds at once; a key may hold a "

@@ -11,7 +11,7 @@ from typing import Any
 
 from sluice.gateway import fields
 from sluice.gateway.fields import refusal
-from sluice.gateway.lark import MAX_DEFINITION, lark_pattern
+from sluice.gateway.lark import lark_pattern
 from sluice.http_errors import ErrorForm
 
 # Tools that run at OpenAI or need models of theirs. No worker can call them, so offers of them are dropped.
@@ -204,8 +204,8 @@ def _read_grammar(value: object, param: str) -> InputGrammar | None:
     if format["type"] != "grammar":
         raise refusal(f"{param}.type", "it must be 'text' or 'grammar'.")
     definition = fields.text(format.get("definition"), f"{param}.definition")
-    if len(definition) > MAX_DEFINITION:
-        raise refusal(f"{param}.definition", f"it has more than {MAX_DEFINITION:,} characters; send a shorter one.")
+    if len(definition) > 10_000:
+        raise refusal(f"{param}.definition", "it has more than 10,000 characters; send a shorter one.")
     return InputGrammar(fields.one_of(format.get("syntax"), ("lark", "regex"), f"{param}.syntax"), definition, param)
 
 
@@ -314,7 +314,6 @@ def _dropped(tools: RequestTools) -> str:
 
 
 _OPENING = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
-_MAY_OPEN = 64  # characters after which arguments that have not opened the string are not of the expected form
 # Whole characters of a JSON string: a pair of surrogates is one, and half of a pair is not yet any.
 _CHARACTERS = re.compile(
     r'(?:[^"\\]'
@@ -356,7 +355,7 @@ class InputText:
     def _open(self) -> bool:
         opening = _OPENING.match(self._pending)
         if opening is None:
-            self._has_ended = len(self._pending) > _MAY_OPEN
+            self._has_ended = len(self._pending) > 64  # so long without the string: they are of another form
             return False
         self._pending = self._pending[opening.end() :]
         self._is_open = True

@@ -15,7 +15,7 @@ from sluice.contract import keys
 from sluice.contract.keys import MODEL_NAME
 from sluice.errors import SluiceError, describe_served
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import NO_WORKER_RETRY_S, ApiError
+from sluice.gateway.errors import WORKER_RETRY_S, ApiError
 from sluice.http_errors import ErrorForm
 from sluice.presence import mapped_name, serves
 from sluice.transport import Interruption, Retries
@@ -25,7 +25,6 @@ logger = logging.getLogger("sluice.gateway")
 _FRESH_S = 1.0  # a worker's presence lasts for a lease of seconds
 _SEEN_KEY = "sluice:serve:models"  # sorted set: models that had a worker, by Unix seconds
 _SEEN_S = 86_400.0  # a model whose workers left within a day is expected back
-_NOTE_EVERY_S = 60.0
 # Of a worker that takes jobs: queue limit, rate, and until when it holds, in Unix seconds. Any client can write it, so
 # digits are bounded.
 _REPORT = re.compile(rb"\d+ [\d.]+ (\d{1,15})\b")
@@ -73,7 +72,7 @@ class ServedModels:
     def note(self, model: str) -> None:
         """Record for all gateways that the model is served. No request waits for it, or fails with it."""
         now = time.monotonic()
-        if now - self._noted.get(model, float("-inf")) >= _NOTE_EVERY_S:
+        if now - self._noted.get(model, float("-inf")) >= 60.0:  # seconds between two notes of a model
             self._noted[model] = now
             task = asyncio.create_task(self._record(model))
             self._recording.add(task)
@@ -114,7 +113,7 @@ class ServedModels:
 def no_worker(model: str) -> ApiError:
     """Return the error for a model whose workers have gone."""
     message = f"No worker serves the model {model[:80]!r} at the moment."
-    return ApiError(ErrorForm.OVERLOADED, message, retry_after_s=NO_WORKER_RETRY_S)
+    return ApiError(ErrorForm.OVERLOADED, message, retry_after_s=WORKER_RETRY_S)
 
 
 class QueueWatch:

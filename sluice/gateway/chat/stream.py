@@ -80,8 +80,6 @@ def error_frame(error: ApiError) -> bytes:
 
 T = TypeVar("T")
 
-_MAX_AHEAD = 64  # items read ahead of a slow consumer
-
 
 async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
     """Yield the items of all sources as they come, each with the index of its source.
@@ -95,7 +93,7 @@ async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[i
         return
     # A reader that has ended is itself the last item of its source.
     items = asyncio.Queue[tuple[int, T] | asyncio.Task[None]]()
-    room = asyncio.Semaphore(_MAX_AHEAD)
+    room = asyncio.Semaphore(64)  # items read ahead of a slow consumer
     readers = [asyncio.create_task(_read(index, source, items, room)) for index, source in enumerate(sources)]
     for reader in readers:
         reader.add_done_callback(items.put_nowait)

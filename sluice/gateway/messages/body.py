@@ -134,9 +134,6 @@ class AssistantTurn(StrictBody):
     ]
 
 
-_MAX_MESSAGE_CHARACTERS = 500
-
-
 class CustomTool(StrictBody):
     """A tool that the client runs."""
 
@@ -329,7 +326,7 @@ def validate(kind: type[B], body: dict[str, Any]) -> B:
         raise ApiError(ErrorForm.INVALID_REQUEST, "The request is nested too deeply; flatten it.") from None
     place = _place(first["loc"])
     message = f"{place}: {first['msg']}" if place else first["msg"]
-    raise ApiError(_form(first["loc"]), message[:_MAX_MESSAGE_CHARACTERS], param=place or None)
+    raise ApiError(_form(first["loc"]), message[:500], param=place or None)
 
 
 def _form(loc: tuple[int | str, ...]) -> ErrorForm:

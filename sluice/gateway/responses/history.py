@@ -139,7 +139,6 @@ class Store:
 
 
 _MAX_RESPONSES = 1000  # in one conversation
-_RESULT_S = 1.0  # for a result that is stored, or has expired
 _CALLS = ("function_call", "custom_tool_call")
 _PREVIOUS = "previous_response_id"
 _ITEM_ID = re.compile(r"[a-z]+_(\w+)_(?:in)?\d+")  # of an item, with the end of its response's id
@@ -264,7 +263,7 @@ class History:
 
     async def _from_result(self, head: ResponseHead) -> Response:
         try:
-            completion = await self._gateway.client.result(head.id, timeout=_RESULT_S)
+            completion = await self._gateway.client.result(head.id, timeout=1.0)  # it is stored, or has expired
             return from_completion(head, completion).response
         except JobFailed as error:
             return _state_after(head, Failed(type="failed", error=error.error, **_nothing_else(head)))
@@ -360,16 +359,12 @@ def new_response(request: ResponseRequest, before: EarlierResponses, id: str, te
     return NewResponse(record, written, {**request.chat, "messages": messages}, dropped)
 
 
-_DEFAULT_LIMIT = 20
-_MOST = 100
-
-
 def page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Return the page of items that the query's `limit`, `order` and `after` select. Raises `ApiError`."""
     order = one_of(query.get("order", "desc"), ("asc", "desc"), "order")
     ordered = list(items if order == "asc" else reversed(items))
     rest = ordered[_start(ordered, query.get("after")) :]
-    shown = rest[: _limit(query.get("limit"))]
+    shown = rest[: _limit(query.get("limit", "20"))]
     return {
         "object": "list",
         "data": shown,
@@ -379,11 +374,9 @@ def page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str,
     }
 
 
-def _limit(given: str | None) -> int:
-    if given is None:
-        return _DEFAULT_LIMIT
-    if not (given.isascii() and given.isdigit() and len(given) < 4 and 1 <= int(given) <= _MOST):
-        raise refusal("limit", f"it must be a whole number from 1 to {_MOST}.")
+def _limit(given: str) -> int:
+    if not (given.isascii() and given.isdigit() and len(given) < 4 and 1 <= int(given) <= 100):
+        raise refusal("limit", "it must be a whole number from 1 to 100.")
     return int(given)
 
 

@@ -36,7 +36,6 @@ _INCLUDABLE = frozenset(
 )  # fmt: skip
 _SUMMARIES = ("auto", "concise", "detailed")
 _REASONING_FIELDS = ("effort", "max_tokens", "summary", "generate_summary", "context")
-_MAX_METADATA = 16
 _METADATA_CHARACTERS = (64, 512)  # of a name, and of a value
 
 
@@ -153,8 +152,8 @@ def _response_format(format: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _metadata(body: Mapping[str, Any]) -> dict[str, Any]:
     metadata = fields.optional_mapping(body.get("metadata"), "metadata")
-    if len(metadata) > _MAX_METADATA:
-        raise refusal("metadata", f"it has {len(metadata):,} entries; at most {_MAX_METADATA} are kept.")
+    if len(metadata) > 16:
+        raise refusal("metadata", f"it has {len(metadata):,} entries; at most 16 are kept.")
     for name, value in metadata.items():
         longest_name, longest = _METADATA_CHARACTERS
         if len(name) > longest_name:

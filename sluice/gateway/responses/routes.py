@@ -44,7 +44,6 @@ _OWN_NAMES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
 }
-_FIRST_EVENT_S = 1.0  # within which a failure still becomes an HTTP status
 
 
 class Reading:
@@ -79,7 +78,7 @@ class Reading:
         stream all the same: Codex compacts its conversation only after `response.failed`.
         """
         try:
-            events = await take(self._source, _FIRST_EVENT_S)
+            events = await take(self._source, 1.0)  # seconds within which a failure still becomes an HTTP status
             if refuses and events and not _is_overflow(events[0]):
                 await self._check(events[0])
             made = self._state.opening()
@@ -161,8 +160,6 @@ def _framed(events: Sequence[dict[str, Any]], after: int) -> bytes:
 logger = logging.getLogger("sluice.gateway")
 
 _PATH = "/v1/responses"
-_CANCEL_WAIT_S = 5.0  # for the end of a running job that was cancelled
-_DELETE_TRIES = 120  # ten minutes, after which a worker has taken over a dead one's job
 
 
 def routes(gateway: Gateway) -> list[Route]:
@@ -319,7 +316,7 @@ class _Responses:
     async def _delete_later(self, response_id: str) -> None:
         """Delete the content of a response when its job has ended. If the gateway ends before that, they expire."""
         try:
-            for _ in range(_DELETE_TRIES):
+            for _ in range(120):  # ten minutes, after which a worker has taken over a dead one's job
                 await self._wait_for_end(response_id)
                 if await self._store.delete_content(response_id):
                     return
@@ -346,8 +343,9 @@ class _Responses:
         return await json_response(await self._history.current(record))
 
     async def _wait_for_end(self, response_id: str) -> None:
+        """Wait until a job that was cancelled has ended, but for 5 s at most."""
         try:
-            async with asyncio.timeout(_CANCEL_WAIT_S):
+            async with asyncio.timeout(5.0):
                 async for _ in self._gateway.jobs.events(response_id):
                     pass
         except (TimeoutError, UnknownJob):
