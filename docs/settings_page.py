@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry
 from pydantic.fields import FieldInfo
 
 from sluice.gateway.monitoring import GatewayMetrics as GatewayMetrics
-from sluice.gateway.settings import ServeSettings
-from sluice.gateway.settings import variable as gateway_variable
+from sluice.gateway.settings import ServeSettings, gateway_variable
 from worker.environment import variable
 from worker.monitoring.metrics import Metrics
 from worker.settings import Settings

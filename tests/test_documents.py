@@ -64,7 +64,7 @@ def test_every_relative_link_leads_to_a_file_and_a_heading_of_it(document: Path)
 def test_every_setting_that_a_document_names_exists(document: Path) -> None:
     named = set(re.findall(r"\bSLUICE_[A-Z_]*[A-Z]\b", document.read_text()))
     known = {variable(name) for name in Settings.model_fields}
-    known |= {gateway.variable(name) for name in gateway.ServeSettings.model_fields}
+    known |= {gateway.gateway_variable(name) for name in gateway.ServeSettings.model_fields}
     assert named - known - OTHER_VARIABLES == set()
 
 

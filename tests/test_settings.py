@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.gateway.settings import ServeSettings
-from sluice.gateway.settings import variable as gateway_variable
+from sluice.gateway.settings import ServeSettings, gateway_variable
 from tests.support.stack import ROOT
 from worker.engine.options import EngineOptions
 from worker.environment import variable

@@ -140,7 +140,7 @@ def reservation_key(job_id: str) -> str:
     return f"sluice:serve:reserved:{job_id}"
 
 
-def refusal(exceeded: Exceeded) -> ApiError:
+def limit_refusal(exceeded: Exceeded) -> ApiError:
     """Return the HTTP error for a request beyond a limit."""
     wait_s = max(1, math.ceil(exceeded.retry_after_s))
     limit = getattr(exceeded.balance, f"{exceeded.limit}_per_minute")
@@ -298,7 +298,7 @@ class Meter:
     def _grant(self, taken: Balance | Exceeded) -> None:
         if isinstance(taken, Exceeded):
             self._balance = taken.balance
-            raise refusal(taken)
+            raise limit_refusal(taken)
         self._balance = taken
 
     async def balance(self) -> Balance:

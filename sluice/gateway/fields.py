@@ -13,16 +13,16 @@ def refusal(param: str, problem: str, form: ErrorForm = ErrorForm.INVALID_VALUE)
     return ApiError(form, f"{name}: {problem}", param=name)
 
 
-def text(value: object, param: str) -> str:
+def string(value: object, param: str) -> str:
     """Return a string. Raises `ApiError`."""
     if not isinstance(value, str):
         raise refusal(param, "it must be a string.", ErrorForm.INVALID_TYPE)
     return value
 
 
-def optional_text(value: object, param: str) -> str | None:
+def optional_string(value: object, param: str) -> str | None:
     """Return a string, or None. Raises `ApiError`."""
-    return None if value is None else text(value, param)
+    return None if value is None else string(value, param)
 
 
 def flag(value: object, param: str, default: bool) -> bool:
@@ -34,7 +34,7 @@ def flag(value: object, param: str, default: bool) -> bool:
     return value
 
 
-def count(value: object, param: str, least: int = 1) -> int | None:
+def whole_number(value: object, param: str, least: int = 1) -> int | None:
     """Return a whole number of at least `least`, or None. Raises `ApiError`."""
     if value is None:
         return None
@@ -62,7 +62,7 @@ def entries(value: object, param: str) -> Iterable[tuple[str, Any]]:
     return ((f"{param}[{index}]", each) for index, each in enumerate(value))
 
 
-def one_of(value: object, allowed: Collection[str], param: str) -> str:
+def option(value: object, allowed: Collection[str], param: str) -> str:
     """Return one of the allowed strings. Raises `ApiError`."""
     if not isinstance(value, str) or value not in allowed:
         raise refusal(param, f"it must be one of {', '.join(sorted(allowed))}.")

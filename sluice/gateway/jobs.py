@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import re
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, aclosing, contextmanager
@@ -23,16 +22,16 @@ from sluice.gateway.caller import Caller, Limits, estimate, used_tokens
 from sluice.gateway.errors import ApiError, from_client, was_refused
 from sluice.gateway.monitoring import AnswerTimer
 from sluice.gateway.settings import ServeSettings
-from sluice.gateway.sse import ClientDisconnected, error_of, until_ended
+from sluice.gateway.sse import ClientDisconnected, raised_by, until_ended
 from sluice.gateway.workers import (
     POLL_S,
     QueueWatch,
     ServedModels,
     model_missing,
     model_not_found,
-    no_worker,
     requested_model,
     served_name,
+    worker_gone,
 )
 from sluice.http_errors import ErrorForm
 from sluice.submission import ExtraKey, NewJob, Submitted, lane_of
@@ -217,7 +216,7 @@ class Jobs:
         try:
             await until_ended([claim])
         except asyncio.CancelledError:
-            if error_of(claim) is None and (found := claim.result()) is not None:
+            if raised_by(claim) is None and (found := claim.result()) is not None:
                 self.leave(found[0], retry_key)
             raise
         return claim.result()
@@ -289,7 +288,7 @@ class Jobs:
 
     async def check_owner(self, caller: Caller, job_id: str) -> None:
         """Check that the job is the caller's. Raises `ApiError` 404 for another's, as for a job that does not exist."""
-        if not re.fullmatch(keys.JOB_ID, job_id):
+        if not keys.is_job_id(job_id):
             raise unknown(job_id)
         if caller.tenant is None:
             return
@@ -371,12 +370,12 @@ class JobSubmission:
         without a worker are sent again when there is one. Returns the outcomes, or raises the first error."""
         try:
             await until_ended(sent.values())
-            if unserved := [job for job in jobs if isinstance(error_of(sent[job.id]), NoWorker)]:
+            if unserved := [job for job in jobs if isinstance(raised_by(sent[job.id]), NoWorker)]:
                 await self._wait_for_worker(caller, body, unserved[0].model)
                 sent.update(self._send(unserved))
                 await until_ended(sent.values())
         finally:
-            if refused := [id for id, task in sent.items() if was_refused(error_of(task))]:
+            if refused := [id for id, task in sent.items() if was_refused(raised_by(task))]:
                 await caller.release(refused)
         submitted = [task.result() for task in sent.values()]
         if any(each.served for each in submitted):
@@ -402,7 +401,7 @@ class JobSubmission:
 
     def _abandon_queued(self, sent: _Sent) -> None:
         """Cancel the jobs that were not certainly refused."""
-        queued = [id for id, task in sent.items() if not was_refused(error_of(task))]
+        queued = [id for id, task in sent.items() if not was_refused(raised_by(task))]
         if queued:
             self._jobs.abandon(queued)
 
@@ -412,7 +411,7 @@ class JobSubmission:
         await self._check_exists(caller, body, model)
         while not await self._workers.is_served(model):
             if time.monotonic() >= until:
-                raise no_worker(requested_model(body))
+                raise worker_gone(requested_model(body))
             await asyncio.sleep(POLL_S)
             await self._check_exists(caller, body, model)  # a worker of another model may have started
 

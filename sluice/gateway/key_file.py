@@ -86,7 +86,7 @@ class KeyFile(BaseModel):
         return self
 
 
-def digest(secret: str) -> str:
+def key_digest(secret: str) -> str:
     """Return the hash of a key, as the file holds it."""
     return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
 
@@ -96,12 +96,12 @@ def new_key(**fields: Any) -> tuple[str, Key]:
     secret = SECRET_PREFIX + secrets.token_urlsafe(32)
     now = datetime.now(UTC).replace(microsecond=0)
     try:
-        return secret, Key(id=f"k-{secrets.token_hex(4)}", sha256=digest(secret), created=now, **fields)
+        return secret, Key(id=f"k-{secrets.token_hex(4)}", sha256=key_digest(secret), created=now, **fields)
     except ValidationError as error:
         raise ValueError(_describe(error)) from None
 
 
-def read(path: Path) -> KeyFile:
+def read_key_file(path: Path) -> KeyFile:
     """Read and validate the file. Raises `BadKeyFile`; if it cannot be read, `UnreadableKeyFile`."""
     try:
         return KeyFile.model_validate_json(path.read_bytes())
@@ -125,7 +125,7 @@ def edit(path: Path, change: Callable[[KeyFile], KeyFile]) -> None:
     """
     target = path.resolve()  # a link stays a link
     with _locked(target.parent):
-        content = change(read(path) if path.exists() else KeyFile())
+        content = change(read_key_file(path) if path.exists() else KeyFile())
         _replace(target, content.model_dump_json(indent=2, exclude_none=True, exclude_defaults=True) + "\n")
 
 
@@ -173,14 +173,14 @@ class KeyStore:
         """Read the file. Raises `BadKeyFile`."""
         self._path = path
         self._signature = _signature(path)
-        self._by_hash = _by_hash(read(path))
+        self._by_hash = _by_hash(read_key_file(path))
         self._checked_at = time.monotonic()
         self._problem: str | None = None  # the last one that was logged, while it lasts
 
     async def find(self, secret: str) -> Key | None:
         """Return the key with this secret; None if there is none, or it has expired."""
         await self._reload_if_changed()
-        wanted = digest(secret)
+        wanted = key_digest(secret)
         for key in self._by_hash.get(wanted[:_BUCKET], ()):
             if hmac.compare_digest(key.sha256, wanted):
                 return None if key.has_expired(datetime.now(UTC)) else key
@@ -194,7 +194,7 @@ class KeyStore:
         if signature == self._signature:
             return
         try:
-            self._by_hash = _by_hash(await asyncio.to_thread(read, self._path))
+            self._by_hash = _by_hash(await asyncio.to_thread(read_key_file, self._path))
         except UnreadableKeyFile as error:
             self._log_once(error)  # it is read again at the next check: without the signature it counts as changed
         except BadKeyFile as error:

@@ -156,7 +156,7 @@ class ServeSettings(BaseSettings):
         return dict(pair.split("=", 1) for pair in pairs)
 
 
-def variable(field: str) -> str:
+def gateway_variable(field: str) -> str:
     """Return the environment variable of a setting."""
     return PREFIX + field.upper()
 
@@ -187,7 +187,7 @@ def read_variables(env_file: Path) -> dict[str, str]:
 
 
 def _refuse_unknown(names: dict[str, str]) -> None:
-    known = {variable(field) for field in ServeSettings.model_fields}
+    known = {gateway_variable(field) for field in ServeSettings.model_fields}
     for name in sorted(name for name in names if name.startswith(PREFIX) and name not in known):
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else "see .env.example for the names."
@@ -197,4 +197,4 @@ def _refuse_unknown(names: dict[str, str]) -> None:
 def _sentence(problem: ErrorDetails) -> str:
     bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
     field = str(next(iter(problem["loc"]), "host"))  # the rule for several settings is about the host
-    return f"{variable(field)}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"
+    return f"{gateway_variable(field)}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"

@@ -91,18 +91,18 @@ async def until_ended(tasks: Collection[asyncio.Task[Any]]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait(tasks)
         for task in tasks:
-            error_of(task)  # retrieved, or asyncio logs it
+            raised_by(task)  # retrieved, or asyncio logs it
         raise
 
 
-def error_of(task: asyncio.Task[Any]) -> BaseException | None:
+def raised_by(task: asyncio.Task[Any]) -> BaseException | None:
     """Return what a task raised, its cancellation included; None if it has not ended, or without an error."""
     if task.cancelled():
         return asyncio.CancelledError()
     return task.exception() if task.done() else None
 
 
-__all__ = ["DONE", "HEADERS", "KEEP_ALIVE", "bad_last_event_id", "frame", "seq_of", "stream", "waiting"]
+__all__ = ["DONE", "HEADERS", "KEEP_ALIVE", "bad_last_event_id", "frame", "seq_of_header", "stream", "waiting"]
 
 DONE = b"data: [DONE]\n\n"
 # A comment without an empty line: after an event with an id, an empty line is an event without data to OpenAI's SDK.
@@ -133,7 +133,7 @@ def bad_last_event_id() -> ApiError:
     return ApiError(ErrorForm.INVALID_VALUE, message, param="Last-Event-ID")
 
 
-def seq_of(last_event_id: str | None) -> int:
+def seq_of_header(last_event_id: str | None) -> int:
     """Return the number in a `Last-Event-ID` header; -1, which precedes all events, without one. Raises `ApiError` 400
     for anything else."""
     if not last_event_id:

@@ -131,7 +131,7 @@ class _Reader:
 
     def add(self, tool: dict[str, Any], param: str) -> None:
         """Add one tool of the request. Raises `ApiError`."""
-        kind = fields.text(tool.get("type"), f"{param}.type")
+        kind = fields.string(tool.get("type"), f"{param}.type")
         if kind in HOSTED:
             self._dropped.append(kind)
             return
@@ -143,8 +143,8 @@ class _Reader:
 
     def _add_namespace(self, tool: dict[str, Any], param: str) -> None:
         fields.check_known(tool, _NAMESPACE_FIELDS, param)
-        namespace = fields.text(tool.get("name"), f"{param}.name")
-        about = fields.optional_text(tool.get("description"), f"{param}.description") or ""
+        namespace = fields.string(tool.get("name"), f"{param}.name")
+        about = fields.optional_string(tool.get("description"), f"{param}.description") or ""
         for place, each in fields.entries(tool.get("tools"), f"{param}.tools"):
             self._add_callable(fields.mapping(each, place), place, namespace, about)
 
@@ -153,10 +153,10 @@ class _Reader:
             raise refusal("tools", f"there are more than {MAX_TOOLS:,}; send fewer.")
         kinds: dict[str, Callable[[dict[str, Any], str, str], dict[str, Any]]]
         kinds = {"function": self._function, "custom": self._custom}
-        kind = fields.text(tool.get("type"), f"{param}.type")
+        kind = fields.string(tool.get("type"), f"{param}.type")
         if kind not in kinds:
             raise refusal(f"{param}.type", f"{kind[:40]!r} is not supported; use 'function' or 'custom'.")
-        name = fields.text(tool.get("name"), f"{param}.name")
+        name = fields.string(tool.get("name"), f"{param}.name")
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", name):
             raise refusal(f"{param}.name", "it must have 1 to 128 letters, digits, '_', '-' or '.'.")
         target = CalledTool(name, namespace, kind == "custom")
@@ -179,14 +179,14 @@ class _Reader:
         fields.check_known(tool, _FUNCTION_FIELDS, param)
         parameters = tool.get("parameters")
         return _without_nulls(
-            description=fields.optional_text(tool.get("description"), f"{param}.description"),
+            description=fields.optional_string(tool.get("description"), f"{param}.description"),
             parameters=None if parameters is None else fields.mapping(parameters, f"{param}.parameters"),
             strict=None if tool.get("strict") is None else fields.flag(tool["strict"], f"{param}.strict", False),
         )
 
     def _custom(self, tool: dict[str, Any], param: str, function: str) -> dict[str, Any]:
         fields.check_known(tool, _CUSTOM_FIELDS, param)
-        about = fields.optional_text(tool.get("description"), f"{param}.description") or ""
+        about = fields.optional_string(tool.get("description"), f"{param}.description") or ""
         grammar = _read_grammar(tool.get("format"), f"{param}.format")
         string = {"type": "string", "description": "The whole input of the tool, as plain text."}
         if grammar is not None:
@@ -203,10 +203,10 @@ def _read_grammar(value: object, param: str) -> InputGrammar | None:
         return None
     if format["type"] != "grammar":
         raise refusal(f"{param}.type", "it must be 'text' or 'grammar'.")
-    definition = fields.text(format.get("definition"), f"{param}.definition")
+    definition = fields.string(format.get("definition"), f"{param}.definition")
     if len(definition) > 10_000:
         raise refusal(f"{param}.definition", "it has more than 10,000 characters; send a shorter one.")
-    return InputGrammar(fields.one_of(format.get("syntax"), ("lark", "regex"), f"{param}.syntax"), definition, param)
+    return InputGrammar(fields.option(format.get("syntax"), ("lark", "regex"), f"{param}.syntax"), definition, param)
 
 
 def _without_nulls(**values: Any) -> dict[str, Any]:
@@ -236,12 +236,12 @@ def read_tool_choice(value: object, tools: RequestTools) -> dict[str, Any]:
 def _read(value: object, tools: RequestTools) -> tuple[Any, list[str]]:
     """Return the chat completion's choice, and the functions to offer."""
     if value is None or isinstance(value, str):
-        return value if value is None else fields.one_of(value, _MODES, "tool_choice"), list(tools.functions)
+        return value if value is None else fields.option(value, _MODES, "tool_choice"), list(tools.functions)
     choice, place = _unnested(fields.mapping(value, "tool_choice"), "tool_choice")
     if choice.get("type") != "allowed_tools":
         function = _find(choice, place, tools)
         return {"type": "function", "function": {"name": function}}, list(tools.functions)
-    mode = fields.one_of(choice.get("mode"), ("auto", "required"), f"{place}.mode")
+    mode = fields.option(choice.get("mode"), ("auto", "required"), f"{place}.mode")
     allowed = list(fields.entries(choice.get("tools"), f"{place}.tools"))
     if len(allowed) > MAX_TOOLS:
         raise refusal(f"{place}.tools", f"there are more than {MAX_TOOLS:,}; name fewer.")
@@ -252,13 +252,13 @@ def _read(value: object, tools: RequestTools) -> tuple[Any, list[str]]:
 
 def _find(choice: dict[str, Any], param: str, tools: RequestTools) -> str:
     """Return the function of the tool that an object names. Raises `ApiError`."""
-    kind = fields.text(choice.get("type"), f"{param}.type")
+    kind = fields.string(choice.get("type"), f"{param}.type")
     if kind in HOSTED:
         raise refusal(param, f"{kind} cannot be forced, since no hosted tool runs here; force a function.")
     if kind not in ("function", "custom"):
         raise refusal(f"{param}.type", f"{kind[:40]!r} is not supported; use 'function' or 'custom'.")
-    name = fields.text(choice.get("name"), f"{param}.name")
-    namespace = fields.optional_text(choice.get("namespace"), f"{param}.namespace")
+    name = fields.string(choice.get("name"), f"{param}.name")
+    namespace = fields.optional_string(choice.get("namespace"), f"{param}.namespace")
     for function, target in tools.targets.items():
         if (target.name, target.is_custom) == (name, kind == "custom") and namespace in (None, target.namespace):
             return function
@@ -409,7 +409,7 @@ def _with_functions(message: Any) -> Any:
 
 def _as_function(call: dict[str, Any]) -> dict[str, Any]:
     custom = fields.mapping(call.get("custom"), "messages.tool_calls.custom")
-    arguments = json.dumps({INPUT: fields.text(custom.get("input"), "messages.tool_calls.custom.input")})
+    arguments = json.dumps({INPUT: fields.string(custom.get("input"), "messages.tool_calls.custom.input")})
     return {"id": call.get("id"), "type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
 
 

@@ -110,7 +110,7 @@ class ServedModels:
         return self._live
 
 
-def no_worker(model: str) -> ApiError:
+def worker_gone(model: str) -> ApiError:
     """Return the error for a model whose workers have gone."""
     message = f"No worker serves the model {model[:80]!r} at the moment."
     return ApiError(ErrorForm.OVERLOADED, message, retry_after_s=WORKER_RETRY_S)
@@ -159,7 +159,7 @@ class QueueWatch:
             await self._client.cancel(job_id)
         except (SluiceError, RedisError) as error:
             return error
-        return no_worker(model)
+        return worker_gone(model)
 
 
 DEFAULT = "default"  # for a request without a model

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from sluice.cli.app import app
 from sluice.cli.errors import CliError
-from sluice.gateway.key_file import digest, read
+from sluice.gateway.key_file import key_digest, read_key_file
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def create(*arguments: str) -> str:
 
 def test_a_created_key_is_printed_once_and_its_hash_is_in_the_file() -> None:
     secret = create("--requests-per-minute", "60", "--lanes", "batch", "--models", "a,b", "--note", "the phone app")
-    (key,) = read(Path("keys.json")).keys
-    assert (key.tenant, key.sha256, key.requests_per_minute) == ("acme", digest(secret), 60)
+    (key,) = read_key_file(Path("keys.json")).keys
+    assert (key.tenant, key.sha256, key.requests_per_minute) == ("acme", key_digest(secret), 60)
     assert (key.tokens_per_minute, key.lanes, key.models, key.note) == (None, ("batch",), ("a", "b"), "the phone app")
     assert stat.S_IMODE(Path("keys.json").stat().st_mode) == 0o600
     listed = json.loads(run("list", "--file", "keys.json", "--json").stdout)
@@ -58,10 +58,10 @@ def test_the_list_fits_80_columns_without_breaking_words(monkeypatch: pytest.Mon
 
 def test_a_revoked_key_is_gone_and_the_others_stay() -> None:
     create()
-    first = read(Path("keys.json")).keys[0]
+    first = read_key_file(Path("keys.json")).keys[0]
     create()
     run("revoke", first.id, "--file", "keys.json")
-    assert [key.id == first.id for key in read(Path("keys.json")).keys] == [False]
+    assert [key.id == first.id for key in read_key_file(Path("keys.json")).keys] == [False]
 
 
 def test_the_file_is_that_of_the_gateway_s_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +70,13 @@ def test_the_file_is_that_of_the_gateway_s_settings(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SLUICE_SERVE_KEYS", "from-environment.json")
     run("create", "--tenant", "b")
     files = (Path("from-env-file.json"), Path("from-environment.json"))
-    assert [key.tenant for file in files for key in read(file).keys] == ["a", "b"]
+    assert [key.tenant for file in files for key in read_key_file(file).keys] == ["a", "b"]
 
 
 @pytest.mark.parametrize("when", ["90d", "2099-01-31", "2099-01-31T10:00:00+02:00"])
 def test_a_key_expires_at_a_time_in_a_zone(when: str) -> None:
     create("--expires", when)
-    (key,) = read(Path("keys.json")).keys
+    (key,) = read_key_file(Path("keys.json")).keys
     assert key.expires is not None
     assert key.expires.tzinfo is not None
 

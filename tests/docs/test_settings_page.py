@@ -8,8 +8,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from docs import settings_page
-from sluice.gateway.settings import ServeSettings
-from sluice.gateway.settings import variable as gateway_variable
+from sluice.gateway.settings import ServeSettings, gateway_variable
 from worker.environment import variable
 from worker.settings import Settings
 

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from sluice.contract.events import Failed, JobError, Usage
 from sluice.gateway import ServeSettings
 from sluice.gateway.errors import ApiError, anthropic_response, openai_response
-from sluice.gateway.key_file import digest
+from sluice.gateway.key_file import key_digest
 from sluice.gateway.responses.stream import ResponseState
 from sluice.http_errors import ErrorForm
 from tests.gateway.gateways import events, serving
@@ -116,8 +116,8 @@ async def found(redis_url: str, db: Redis, tmp_path: Path) -> dict[tuple[str, st
     if FOUND:
         return FOUND
     keys = [
-        {"id": "all", "sha256": digest("all"), "tenant": "a"},
-        {"id": "few", "sha256": digest("few"), "tenant": "a", "requests_per_minute": 1, "lanes": ["interactive"]},
+        {"id": "all", "sha256": key_digest("all"), "tenant": "a"},
+        {"id": "few", "sha256": key_digest("few"), "tenant": "a", "requests_per_minute": 1, "lanes": ["interactive"]},
     ]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": keys}))
     served = ServeSettings(_env_file=None, keys=tmp_path / "keys.json", max_body_bytes=20_000, no_worker_s=1)

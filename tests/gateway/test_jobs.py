@@ -12,10 +12,10 @@ from sluice.gateway import ServeSettings
 from sluice.gateway.caller import Limits
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.jobs import Jobs
-from sluice.gateway.key_file import Key, digest
+from sluice.gateway.key_file import Key, key_digest
 from sluice.transport import Retries
 
-KEY = Key(id="k-1", sha256=digest("secret"), tenant="acme", tokens_per_minute=6_000)
+KEY = Key(id="k-1", sha256=key_digest("secret"), tenant="acme", tokens_per_minute=6_000)
 FAILED: dict[str, Any] = {
     "type": "failed",
     "id": "j",

@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice.gateway import ServeSettings
-from sluice.gateway.key_file import digest
+from sluice.gateway.key_file import key_digest
 from tests.gateway.gateways import serving
 from tests.support.stack import ROOT
 from tests.waiting import until
@@ -54,7 +54,7 @@ async def test_the_documented_permissions_are_enough_for_every_route(
 ) -> None:
     key = {
         "id": "k",
-        "sha256": digest("secret"),
+        "sha256": key_digest("secret"),
         "tenant": "a",
         "requests_per_minute": 1_000,
         "tokens_per_minute": 10**9,

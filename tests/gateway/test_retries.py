@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
-from sluice.gateway.key_file import digest
+from sluice.gateway.key_file import key_digest
 from tests.fakes import FakeChat
 from tests.gateway.gateways import HttpGateway, serving
 from tests.queue.helpers import field
@@ -152,7 +152,7 @@ async def test_a_job_that_was_cancelled_meanwhile_is_not_returned_to(
 
 
 async def test_the_job_of_another_tenant_is_not_found(redis_url: str, db: Redis, other: None, tmp_path: Path) -> None:
-    entries = [{"id": secret, "sha256": digest(secret), "tenant": secret} for secret in ("ada", "bob")]
+    entries = [{"id": secret, "sha256": key_digest(secret), "tenant": secret} for secret in ("ada", "bob")]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
     body = given(CHAT, model="other")
     with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as gateway:

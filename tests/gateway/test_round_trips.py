@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio.connection import AbstractConnection
 
 from sluice.gateway import ServeSettings
-from sluice.gateway.key_file import digest
+from sluice.gateway.key_file import key_digest
 from tests.fakes import FakeChat
 from tests.gateway.gateways import HttpGateway, serving
 from tests.waiting import until
@@ -52,8 +52,8 @@ def trips(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def gateway(redis_url: str, tmp_path: Path) -> Iterator[HttpGateway]:
     """A gateway that checks keys. It asks for a worker only after seconds."""
     keys = [
-        {"id": "limited", "sha256": digest("limited"), "tenant": "a", "requests_per_minute": 1_000},
-        {"id": "free", "sha256": digest("free"), "tenant": "a"},
+        {"id": "limited", "sha256": key_digest("limited"), "tenant": "a", "requests_per_minute": 1_000},
+        {"id": "free", "sha256": key_digest("free"), "tenant": "a"},
     ]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": keys}))
     settings = ServeSettings(_env_file=None, keys=tmp_path / "keys.json", no_worker_s=40)

@@ -9,10 +9,10 @@ from sluice.gateway.settings import (
     PREFIX,
     CannotServe,
     ServeSettings,
+    gateway_variable,
     read_redis_url,
     read_settings,
     read_variables,
-    variable,
 )
 from worker.environment import PREFIX as OURS
 from worker.environment import refuse_unknown
@@ -118,7 +118,7 @@ THEIR_WORDS = ("Input should", "String should", "Value error", "unable to")
 @pytest.mark.parametrize("field", sorted(ServeSettings.model_fields))
 def test_no_setting_s_error_is_left_to_the_library_s_words(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     for value in ["", " ", "many", "nan", "inf", "-1", "1e400", "9" * 5000, "1.5", "[]", "é"]:
-        monkeypatch.setenv(variable(field), value)
+        monkeypatch.setenv(gateway_variable(field), value)
         said = refusal_or_nothing()
         assert not said or said.startswith(f"{PREFIX}{field.upper()}: "), value
         assert [theirs for theirs in THEIR_WORDS if theirs in said] == [], value

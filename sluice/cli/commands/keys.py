@@ -157,9 +157,9 @@ def _revoke(file: Path | None, id: str) -> None:
 def _read(file: Path | None) -> list[dict[str, Any]]:
     """Return the keys without their hashes, and if they have expired."""
     with needs_gateway():
-        from sluice.gateway.key_file import BadKeyFile, read
+        from sluice.gateway.key_file import BadKeyFile, read_key_file
     try:
-        content = read(_path(file))
+        content = read_key_file(_path(file))
     except BadKeyFile as error:
         raise CliError(str(error)) from None
     now = datetime.now(UTC)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from sluice.gateway import committed
 from sluice.gateway.body import json_response, told
 from sluice.gateway.caller import Caller
-from sluice.gateway.chat.stream import completion_of, error_frame, frames, outcome_of, seen_by
+from sluice.gateway.chat.stream import answer_frames, completion_of, error_frame, outcome_of, seen_by
 from sluice.gateway.errors import ApiError, endpoint
 from sluice.gateway.fields import flag, refusal
 from sluice.gateway.gateway import Gateway
@@ -126,7 +126,7 @@ class _Chat:
         identify(request, jobs.ids[0])
         timer = self._gateway.timer(accepted.model, started, stream=accepted.stream)
         if accepted.stream:
-            source = frames(
+            source = answer_frames(
                 jobs.ids,
                 partial(self._gateway.jobs.events, timer=timer),
                 include_usage=accepted.include_usage,
@@ -210,7 +210,7 @@ class _Chat:
         caller.held.add(stored.event_bytes)
         seen = seen_by(request.headers.get("last-event-id"), len(jobs.ids))
         include_usage = request.query_params.get("include_usage") == "true"
-        source = frames(jobs.ids, self._gateway.jobs.events, include_usage=include_usage, seen=seen)
+        source = answer_frames(jobs.ids, self._gateway.jobs.events, include_usage=include_usage, seen=seen)
         return await self._gateway.stream(request, jobs, source, error_frame=error_frame)
 
     async def cancel(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ from sluice.streaming import LAST_SEQ
 Events = Callable[[str], AsyncGenerator[Event]]  # the events of a job, from the first
 
 
-async def frames(
+async def answer_frames(
     job_ids: Sequence[str],
     events: Events,
     *,
@@ -37,7 +37,7 @@ async def frames(
     answers = [Answer(include_usage=include_usage, index=i, id=job_ids[0]) for i in range(len(job_ids))]
     calls = [CustomCalls(tools or RequestTools()) for _ in job_ids]
     finished: dict[int, Finished] = {}
-    async with aclosing(merged([events(job_id) for job_id in job_ids])) as merged_events:
+    async with aclosing(interleaved([events(job_id) for job_id in job_ids])) as merged_events:
         async for index, event in merged_events:
             if isinstance(event, Progress) and not event.stored:
                 yield sse.waiting(event)
@@ -81,7 +81,7 @@ def error_frame(error: ApiError) -> bytes:
 T = TypeVar("T")
 
 
-async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+async def interleaved(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
     """Yield the items of all sources as they come, each with the index of its source.
 
     Raises the first error of a source. Closes all sources at the end.

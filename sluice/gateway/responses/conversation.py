@@ -41,11 +41,11 @@ def _text(text: str) -> ChatPart:
 
 
 def _read_part(part: dict[str, Any], param: str, images: bool) -> ChatPart:
-    kind = fields.text(part.get("type"), f"{param}.type")
+    kind = fields.string(part.get("type"), f"{param}.type")
     if kind in _TEXT_TYPES:
-        return _text(fields.text(part.get("text"), f"{param}.text"))
+        return _text(fields.string(part.get("text"), f"{param}.text"))
     if kind == "refusal":
-        return _text(fields.text(part.get("refusal"), f"{param}.refusal"))
+        return _text(fields.string(part.get("refusal"), f"{param}.refusal"))
     if kind == "input_image" and images:
         return _read_image(part, param)
     usable = "'input_text' or 'input_image'" if images else "text"
@@ -56,8 +56,8 @@ def _read_image(part: dict[str, Any], param: str) -> ChatPart:
     if part.get("file_id") is not None:
         raise refusal(f"{param}.file_id", "no files are stored here; send the image as a data: URL in image_url.")
     detail = part.get("detail")
-    url = fields.text(part.get("image_url"), f"{param}.image_url")
-    detail = "auto" if detail is None else fields.one_of(detail, _DETAILS, f"{param}.detail")
+    url = fields.string(part.get("image_url"), f"{param}.image_url")
+    detail = "auto" if detail is None else fields.option(detail, _DETAILS, f"{param}.detail")
     return {"type": "image_url", "image_url": {"url": url, "detail": _DETAILS[detail]}}
 
 
@@ -100,7 +100,7 @@ class _Builder:
 
     def add(self, item: dict[str, Any], param: str) -> None:
         """Add an item. Raises `ApiError`."""
-        kind = fields.text(item.get("type") or "message", f"{param}.type")
+        kind = fields.string(item.get("type") or "message", f"{param}.type")
         if read := self.READERS.get(kind):
             read(self, item, param)
         elif kind not in HOSTED_CALLS:
@@ -117,7 +117,7 @@ class _Builder:
         self._turn, self._images = {}, []
 
     def _add_message(self, item: dict[str, Any], param: str) -> None:
-        role = fields.one_of(item.get("role"), _ROLES, f"{param}.role")
+        role = fields.option(item.get("role"), _ROLES, f"{param}.role")
         parts = _read_parts(item.get("content"), f"{param}.content", images=role == "user")
         if role == "assistant":
             self._begin_unless_free("content", "tool_calls")
@@ -138,21 +138,21 @@ class _Builder:
             self.end_turn()
 
     def _add_function_call(self, item: dict[str, Any], param: str) -> None:
-        self._add_call(item, fields.text(item.get("arguments"), f"{param}.arguments"), param)
+        self._add_call(item, fields.string(item.get("arguments"), f"{param}.arguments"), param)
 
     def _add_custom_call(self, item: dict[str, Any], param: str) -> None:
-        self._add_call(item, json.dumps({INPUT: fields.text(item.get("input"), f"{param}.input")}), param)
+        self._add_call(item, json.dumps({INPUT: fields.string(item.get("input"), f"{param}.input")}), param)
 
     def _add_call(self, item: dict[str, Any], arguments: str, param: str) -> None:
-        name = fields.text(item.get("name"), f"{param}.name")
-        namespace = fields.optional_text(item.get("namespace"), f"{param}.namespace")
+        name = fields.string(item.get("name"), f"{param}.name")
+        namespace = fields.optional_string(item.get("namespace"), f"{param}.namespace")
         function = {"name": self._tools.function(namespace, name), "arguments": arguments}
-        call_id = fields.text(item.get("call_id"), f"{param}.call_id")
+        call_id = fields.string(item.get("call_id"), f"{param}.call_id")
         self._begin_unless_free()
         self._turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
     def _add_output(self, item: dict[str, Any], param: str) -> None:
-        call_id = fields.text(item.get("call_id"), f"{param}.call_id")
+        call_id = fields.string(item.get("call_id"), f"{param}.call_id")
         parts = _read_parts(item.get("output"), f"{param}.output", images=True)
         images = self._images + [part for part in parts if _is_image(part)]
         self._images = []
@@ -191,7 +191,7 @@ def _read_reasoning(item: dict[str, Any], param: str) -> str:
         if item.get(name):
             parts = _read_parts(item[name], f"{param}.{name}", images=False)
             return separator.join(part["text"] for part in parts)
-    return _opened(fields.optional_text(item.get("encrypted_content"), f"{param}.encrypted_content") or "", param)
+    return _opened(fields.optional_string(item.get("encrypted_content"), f"{param}.encrypted_content") or "", param)
 
 
 def _opened(sealed: str, param: str) -> str:

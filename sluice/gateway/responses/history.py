@@ -19,7 +19,7 @@ from sluice.errors import JobCancelled, JobFailed, SluiceError, UnknownJob
 from sluice.gateway.body import in_thread_if_long, to_json
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError
-from sluice.gateway.fields import one_of, refusal
+from sluice.gateway.fields import option, refusal
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses.conversation import dropped_types, read_conversation
 from sluice.gateway.responses.head import PREFIX, Response, ResponseHead, new_head, skeleton
@@ -162,7 +162,7 @@ class History:
     async def find(self, caller: Caller, response_id: str, param: str | None = None) -> Record:
         """Return the record of a response. The caller holds its bytes, and those of the response. Raises `ApiError`:
         404, and as `HeldBytes.add`."""
-        if not is_job_id(response_id):
+        if not keys.is_job_id(response_id):
             raise not_found(response_id, param)
         caller.held.add(await self._store.length(response_id))
         raw = await self._store.read(response_id)
@@ -218,7 +218,7 @@ class History:
 
     async def _stored_items(self, caller: Caller, response_ids: Set[str]) -> dict[str, dict[str, Any]]:
         """Return the items of the caller's responses among these, inputs and outputs, by their ids."""
-        ids = sorted(filter(is_job_id, response_ids))
+        ids = sorted(filter(keys.is_job_id, response_ids))
         lengths = await self._store.lengths(ids)
         if len(ids) > _MAX_RESPONSES or sum(lengths) > MAX_BYTES:
             problem = (
@@ -300,15 +300,6 @@ def _is_reference(item: Any) -> bool:
     return isinstance(item, dict) and item.get("type") == "item_reference" and isinstance(item.get("id"), str)
 
 
-def is_job_id(response_id: str) -> bool:
-    """Return True for an id that a response can have."""
-    try:
-        keys.check_job_id(response_id)
-    except ValueError:
-        return False
-    return True
-
-
 def not_found(response_id: str, param: str | None = None) -> ApiError:
     """Return the error for a response that does not exist, has expired, or is another tenant's."""
     name = json.dumps(response_id[:80])
@@ -361,7 +352,7 @@ def new_response(request: ResponseRequest, before: EarlierResponses, id: str, te
 
 def page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Return the page of items that the query's `limit`, `order` and `after` select. Raises `ApiError`."""
-    order = one_of(query.get("order", "desc"), ("asc", "desc"), "order")
+    order = option(query.get("order", "desc"), ("asc", "desc"), "order")
     ordered = list(items if order == "asc" else reversed(items))
     rest = ordered[_start(ordered, query.get("after")) :]
     shown = rest[: _limit(query.get("limit", "20"))]

@@ -96,10 +96,10 @@ def read_request(body: Mapping[str, Any]) -> ResponseRequest:
 
 def _check_plain_fields(body: Mapping[str, Any]) -> None:
     """Check the fields that need no translation. Raises `ApiError`."""
-    fields.optional_text(body.get("instructions"), "instructions")
-    fields.optional_text(body.get("previous_response_id"), "previous_response_id")
+    fields.optional_string(body.get("instructions"), "instructions")
+    fields.optional_string(body.get("previous_response_id"), "previous_response_id")
     fields.flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True)
-    fields.count(body.get("max_tool_calls"), "max_tool_calls", 0)
+    fields.whole_number(body.get("max_tool_calls"), "max_tool_calls", 0)
     if body.get("truncation") not in (None, "disabled"):
         problem = "only 'disabled' is supported, since nothing is dropped from a conversation; shorten it yourself."
         raise refusal("truncation", problem, ErrorForm.UNSUPPORTED_VALUE)
@@ -124,13 +124,13 @@ def _output(body: Mapping[str, Any]) -> dict[str, Any]:
     fields.check_known(reasoning, _REASONING_FIELDS, "reasoning")
     for name in ("summary", "generate_summary"):
         if reasoning.get(name) is not None:
-            fields.one_of(reasoning[name], _SUMMARIES, f"reasoning.{name}")
+            fields.option(reasoning[name], _SUMMARIES, f"reasoning.{name}")
     given = {
         "response_format": _response_format(fields.optional_mapping(text.get("format"), "text.format")),
         "verbosity": text.get("verbosity"),
         "reasoning_effort": reasoning.get("effort"),
-        "max_reasoning_tokens": fields.count(reasoning.get("max_tokens"), "reasoning.max_tokens", 0),
-        "max_completion_tokens": fields.count(body.get("max_output_tokens"), "max_output_tokens"),
+        "max_reasoning_tokens": fields.whole_number(reasoning.get("max_tokens"), "reasoning.max_tokens", 0),
+        "max_completion_tokens": fields.whole_number(body.get("max_output_tokens"), "max_output_tokens"),
     }
     return {name: value for name, value in given.items() if value is not None}
 
@@ -144,7 +144,7 @@ def _response_format(format: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind != "json_schema":
         raise refusal("text.format.type", "it must be 'text', 'json_object' or 'json_schema'.")
     fields.check_known(format, ("type", "name", "schema", "strict", "description"), "text.format")
-    fields.text(format.get("name"), "text.format.name")
+    fields.string(format.get("name"), "text.format.name")
     fields.mapping(format.get("schema"), "text.format.schema")
     schema = {name: value for name, value in format.items() if name != "type" and value is not None}
     return {"type": kind, "json_schema": schema}
@@ -158,7 +158,7 @@ def _metadata(body: Mapping[str, Any]) -> dict[str, Any]:
         longest_name, longest = _METADATA_CHARACTERS
         if len(name) > longest_name:
             raise refusal("metadata", f"a name has {len(name):,} characters; at most {longest_name} are kept.")
-        if len(fields.text(value, f"metadata.{name}")) > longest:
+        if len(fields.string(value, f"metadata.{name}")) > longest:
             raise refusal(f"metadata.{name}", f"it has {len(value):,} characters; at most {longest} are kept.")
     return {"metadata": metadata} if metadata else {}
 
@@ -167,12 +167,12 @@ def _includes(body: Mapping[str, Any]) -> frozenset[str]:
     if body.get("include") is None:
         return frozenset()
     return frozenset(
-        fields.one_of(each, _INCLUDABLE, place) for place, each in fields.entries(body["include"], "include")
+        fields.option(each, _INCLUDABLE, place) for place, each in fields.entries(body["include"], "include")
     )
 
 
 def _logprobs(body: Mapping[str, Any], includes: frozenset[str]) -> dict[str, Any]:
-    wanted = fields.count(body.get("top_logprobs"), "top_logprobs", 0)
+    wanted = fields.whole_number(body.get("top_logprobs"), "top_logprobs", 0)
     if not wanted and "message.output_text.logprobs" not in includes:
         return {}
     return {"logprobs": True, "top_logprobs": wanted or 0}

@@ -375,7 +375,7 @@ def _starting_after(query: Mapping[str, str], last_event_id: str | None) -> int:
     """Return the number of the last event that the client has; -1 for none. Raises `ApiError`."""
     given = query.get("starting_after")
     if given is None:
-        return sse.seq_of(last_event_id)
+        return sse.seq_of_header(last_event_id)
     if not (given.isascii() and given.isdigit() and len(given) < 16):
         raise refusal("starting_after", "it must be the sequence_number of an event.")
     return int(given)

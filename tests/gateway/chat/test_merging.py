@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from sluice.gateway.chat.stream import merged
+from sluice.gateway.chat.stream import interleaved
 
 
 class Source:
@@ -32,7 +32,7 @@ class Source:
 async def test_every_item_of_every_source_comes_once_and_in_its_order(count: int) -> None:
     sources = [Source(200 + index) for index in range(count)]
     found: list[list[int]] = [[] for _ in sources]
-    async for index, item in merged([source.items() for source in sources]):
+    async for index, item in interleaved([source.items() for source in sources]):
         found[index].append(item)
     assert found == [list(range(200 + index)) for index in range(count)]
 
@@ -43,7 +43,7 @@ async def test_the_first_error_is_raised_after_the_items_before_it_and_closes_al
     found = list[int]()
 
     async def read() -> None:
-        async for index, item in merged([source.items() for source in sources]):
+        async for index, item in interleaved([source.items() for source in sources]):
             found.extend([item] if index == 0 else [])
 
     with pytest.raises(LookupError):
@@ -54,7 +54,7 @@ async def test_the_first_error_is_raised_after_the_items_before_it_and_closes_al
 
 async def test_a_consumer_that_stops_reading_stops_the_sources_soon_and_closes_them_when_it_leaves() -> None:
     sources = [Source(10_000), Source(10_000)]
-    async with aclosing(merged([source.items() for source in sources])) as items:
+    async with aclosing(interleaved([source.items() for source in sources])) as items:
         await anext(items)
         for _ in range(500):
             await asyncio.sleep(0)

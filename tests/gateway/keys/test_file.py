@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from sluice.gateway import key_file
-from sluice.gateway.key_file import BadKeyFile, Key, KeyFile, KeyStore, digest, edit, new_key, read
+from sluice.gateway.key_file import BadKeyFile, Key, KeyFile, KeyStore, edit, key_digest, new_key, read_key_file
 
-ENTRY = {"id": "k-1", "sha256": digest("secret"), "tenant": "acme"}
+ENTRY = {"id": "k-1", "sha256": key_digest("secret"), "tenant": "acme"}
 
 
 def write(path: Path, *entries: dict[str, Any]) -> Path:
@@ -35,7 +35,7 @@ def test_a_created_file_is_readable_by_its_owner_only_and_holds_no_secret(tmp_pa
     secret, key = new_key(tenant="acme")
     edit(tmp_path / "keys.json", add(key))
     assert stat.S_IMODE((tmp_path / "keys.json").stat().st_mode) == 0o600
-    assert read(tmp_path / "keys.json").keys == (key,)
+    assert read_key_file(tmp_path / "keys.json").keys == (key,)
     assert secret not in (tmp_path / "keys.json").read_text()
     assert os.listdir(tmp_path) == ["keys.json"]
 
@@ -56,7 +56,7 @@ def test_edits_at_once_lose_no_key(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(read(tmp_path / "keys.json").keys) == 20
+    assert len(read_key_file(tmp_path / "keys.json").keys) == 20
 
 
 def test_a_change_that_fails_leaves_the_file_and_nothing_else(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_link_to_the_file_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "keys.json").symlink_to("real.json")
     edit(tmp_path / "keys.json", lambda content: KeyFile())
     assert (tmp_path / "keys.json").is_symlink()
-    assert read(tmp_path / "real.json").keys == ()
+    assert read_key_file(tmp_path / "real.json").keys == ()
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_a_link_to_the_file_stays_a_link(tmp_path: Path) -> None:
 def test_a_broken_file_is_refused_with_the_place_and_without_the_value(tmp_path: Path, text: str, place: str) -> None:
     (tmp_path / "keys.json").write_text(text)
     with pytest.raises(BadKeyFile) as refused:
-        read(tmp_path / "keys.json")
+        read_key_file(tmp_path / "keys.json")
     assert str(refused.value).startswith(f"{tmp_path / 'keys.json'}: {place}")
-    assert digest("secret") not in str(refused.value)
+    assert key_digest("secret") not in str(refused.value)
 
 
 def test_a_missing_file_does_not_start_a_gateway(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ async def test_only_the_secret_itself_finds_its_key(tmp_path: Path) -> None:
     found = await keys.find("secret")
     assert found is not None
     assert found.id == "k-1"
-    for wrong in ("", "secre", "secret ", "Secret", digest("secret"), "k-1", "\udcff", "é"):
+    for wrong in ("", "secre", "secret ", "Secret", key_digest("secret"), "k-1", "\udcff", "é"):
         assert await keys.find(wrong) is None, wrong
 
 
@@ -126,7 +126,7 @@ async def test_a_key_is_refused_from_the_time_at_which_it_expires(tmp_path: Path
 
 async def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     keys = KeyStore(write(tmp_path / "keys.json", ENTRY))
-    write(tmp_path / "keys.json", {**ENTRY, "sha256": digest("another")})
+    write(tmp_path / "keys.json", {**ENTRY, "sha256": key_digest("another")})
     assert await keys.find("secret") is None
     assert await keys.find("another") is not None
 
@@ -145,7 +145,7 @@ async def test_a_file_that_breaks_keeps_the_old_keys_and_logs_one_sentence(
         assert await keys.find("secret") is not None
     (logged,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert logged.startswith(f"{path}: ")
-    write(path, {**ENTRY, "sha256": digest("another")})
+    write(path, {**ENTRY, "sha256": key_digest("another")})
     assert await keys.find("another") is not None
 
 
@@ -161,7 +161,7 @@ async def test_a_file_that_could_not_be_read_once_is_read_again_without_a_furthe
 ) -> None:
     path = write(tmp_path / "keys.json", ENTRY)
     keys = KeyStore(path)
-    write(path, {**ENTRY, "sha256": digest("another")})
+    write(path, {**ENTRY, "sha256": key_digest("another")})
 
     def fail(path: Path) -> bytes:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

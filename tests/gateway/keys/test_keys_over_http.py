@@ -15,7 +15,7 @@ import redis.asyncio
 from sluice import Client, QueueFull
 from sluice.gateway import ServeSettings
 from sluice.gateway.caller import reservation_key
-from sluice.gateway.key_file import digest
+from sluice.gateway.key_file import key_digest
 from tests.fakes import FakeChat
 from tests.gateway.gateways import serving
 from tests.waiting import until
@@ -60,7 +60,7 @@ def chat() -> FakeChat:
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
-    entries = [{"id": secret, "sha256": digest(secret), **fields} for secret, fields in KEYS.items()]
+    entries = [{"id": secret, "sha256": key_digest(secret), **fields} for secret, fields in KEYS.items()]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
     return tmp_path / "keys.json"
 

@@ -9,16 +9,16 @@ import redis.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sluice.gateway.caller import Balance, Exceeded, Limits, limit_key, refusal, reservation_key
+from sluice.gateway.caller import Balance, Exceeded, Limits, limit_key, limit_refusal, reservation_key
 from sluice.gateway.errors import ApiError
-from sluice.gateway.key_file import Key, digest
+from sluice.gateway.key_file import Key, key_digest
 from sluice.transport import Retries
 
 Db = redis.asyncio.Redis
 
 
 def key(requests: int | None = None, tokens: int | None = None, id: str = "k-1") -> Key:
-    hashed = digest(id)
+    hashed = key_digest(id)
     return Key(id=id, sha256=hashed, tenant="acme", requests_per_minute=requests, tokens_per_minute=tokens)
 
 
@@ -118,7 +118,7 @@ async def test_keys_expire_when_they_are_as_good_as_new(db: Db, limits: Limits) 
 
 
 def test_a_refusal_says_when_to_come_back() -> None:
-    error = refusal(Exceeded(Balance(60, 1000, 5, 0), "tokens", 12.4))
+    error = limit_refusal(Exceeded(Balance(60, 1000, 5, 0), "tokens", 12.4))
     assert isinstance(error, ApiError)
     assert (error.form.status, error.form.code, error.form.type) == (429, "rate_limit_exceeded", "tokens")
     assert error.headers == {"retry-after": "13", "x-should-retry": "true"}

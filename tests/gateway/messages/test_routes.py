@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
-from sluice.gateway.key_file import digest
+from sluice.gateway.key_file import key_digest
 from sluice.gateway.messages.stream import UNCHANGED
 from tests.fakes import TIMINGS, ByteTokenizer, FakeEngine, worker_context
 from tests.gateway.gateways import HttpGateway, serving
@@ -325,7 +325,7 @@ async def test_models_have_openai_s_form_for_all_others(http: httpx.AsyncClient,
 async def test_a_key_is_accepted_in_both_headers_and_a_count_costs_no_tokens(
     redis_url: str, engine: FakeEngine, tmp_path: Path
 ) -> None:
-    entry = {"id": "k", "sha256": digest("secret"), "tenant": "acme", "tokens_per_minute": 1_000}
+    entry = {"id": "k", "sha256": key_digest("secret"), "tenant": "acme", "tokens_per_minute": 1_000}
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
     with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as gateway:
         async with AsyncAnthropic(base_url=gateway.url, max_retries=0, api_key="secret") as client:
@@ -345,7 +345,7 @@ async def test_a_key_is_accepted_in_both_headers_and_a_count_costs_no_tokens(
 async def test_a_key_beyond_its_limit_is_told_when_to_come_back(
     redis_url: str, engine: FakeEngine, tmp_path: Path
 ) -> None:
-    entry = {"id": "k", "sha256": digest("secret"), "tenant": "acme", "requests_per_minute": 1}
+    entry = {"id": "k", "sha256": key_digest("secret"), "tenant": "acme", "requests_per_minute": 1}
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
     with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as gateway:
         async with AsyncAnthropic(base_url=gateway.url, max_retries=0, api_key="secret") as client:

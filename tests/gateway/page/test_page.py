@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
-from sluice.gateway.key_file import digest
+from sluice.gateway.key_file import key_digest
 from tests.gateway.gateways import HttpGateway, gateway_process, serving
 from tests.gateway.page.asking import ENDED, WORDS, ObedientChat, ask, do
 from tests.gateway.page.browser import Browser
@@ -160,7 +160,7 @@ async def test_new_chat_forgets(page: Browser) -> None:
 
 @pytest.fixture
 async def guarded(redis_url: str, tmp_path: Path) -> AsyncIterator[HttpGateway]:
-    entry = {"id": "k-1", "sha256": digest("right"), "tenant": "acme"}
+    entry = {"id": "k-1", "sha256": key_digest("right"), "tenant": "acme"}
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
     with serving(redis_url, ServeSettings(_env_file=None, keys=tmp_path / "keys.json")) as gateway:
         yield gateway

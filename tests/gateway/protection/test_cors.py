@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from sluice.gateway import ServeSettings
-from sluice.gateway.key_file import digest
+from sluice.gateway.key_file import key_digest
 from tests.gateway.gateways import serving
 
 pytestmark = pytest.mark.usefixtures("fake_worker")
@@ -23,7 +23,7 @@ ALLOWED = "access-control-allow-origin"
 async def named(redis_url: str, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a gateway with a key that names one site."""
     key_file = tmp_path / "keys.json"
-    key_file.write_text(json.dumps({"keys": [{"id": "a", "sha256": digest("a-key"), "tenant": "a"}]}))
+    key_file.write_text(json.dumps({"keys": [{"id": "a", "sha256": key_digest("a-key"), "tenant": "a"}]}))
     settings = ServeSettings(_env_file=None, keys=key_file, cors_origins=SITE)
     with serving(redis_url, settings) as gateway:
         async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:

@@ -14,7 +14,7 @@ import redis.asyncio
 from sluice.contract import keys as names
 from sluice.gateway import ServeSettings
 from sluice.gateway.errors import ApiError
-from sluice.gateway.key_file import digest
+from sluice.gateway.key_file import key_digest
 from sluice.gateway.protection import Memory
 from tests.fakes import FakeChat
 from tests.gateway.gateways import HttpGateway, serving
@@ -49,7 +49,7 @@ def test_a_key_may_hold_the_longest_text_however_small_its_share_is() -> None:
 
 @pytest.fixture
 def guarded(redis_url: str, fake_worker: None, tmp_path: Path) -> Iterator[HttpGateway]:
-    entries = [{"id": secret, "sha256": digest(secret), "tenant": secret} for secret in ("ada", "bob")]
+    entries = [{"id": secret, "sha256": key_digest(secret), "tenant": secret} for secret in ("ada", "bob")]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
     keys = tmp_path / "keys.json"
     settings = ServeSettings(_env_file=None, keys=keys, max_body_bytes=1_000, max_held_bytes=1_600)

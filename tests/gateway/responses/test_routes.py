@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice.gateway import ServeSettings
-from sluice.gateway.key_file import digest
+from sluice.gateway.key_file import key_digest
 from tests.gateway.gateways import HttpGateway, serving
 from tests.gateway.responses.test_openai_sdk import COUNT, ENDLESS, TWELVE
 from tests.waiting import until
@@ -152,7 +152,7 @@ async def test_a_silent_stream_is_kept_open_by_events_without_a_number_of_their_
 async def test_for_another_key_s_tenant_a_response_does_not_exist(
     redis_url: str, real_gateway: HttpGateway, tmp_path: Path
 ) -> None:
-    entries = [{"id": secret, "sha256": digest(secret), "tenant": secret} for secret in ("ada", "bob")]
+    entries = [{"id": secret, "sha256": key_digest(secret), "tenant": secret} for secret in ("ada", "bob")]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
     settings = ServeSettings(_env_file=None, keys=tmp_path / "keys.json")
     ada, bob = ({"authorization": f"Bearer {secret}"} for secret in ("ada", "bob"))
@@ -291,7 +291,7 @@ async def test_a_running_response_that_is_deleted_leaves_nothing_after_its_end(
 async def test_a_stored_response_and_its_items_count_for_the_limit_and_the_memory_of_their_key(
     redis_url: str, real_gateway: HttpGateway, tmp_path: Path
 ) -> None:
-    entry = {"id": "ada", "sha256": digest("ada"), "tenant": "ada", "requests_per_minute": 3}
+    entry = {"id": "ada", "sha256": key_digest("ada"), "tenant": "ada", "requests_per_minute": 3}
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [entry]}))
     headers, settings = {"authorization": "Bearer ada"}, {"_env_file": None, "keys": tmp_path / "keys.json"}
     small = ServeSettings(**settings, max_body_bytes=1_000, max_held_bytes=1_000)
