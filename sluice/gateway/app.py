@@ -46,7 +46,7 @@ from sluice.log_lines import line_handler
 _ANTHROPIC_PATH = "/v1/messages"
 
 
-class Protection:
+class _Protection:
     """ASGI middleware: limits the time of a body, adds the headers about limits, and frees what a request held."""
 
     def __init__(self, app: ASGIApp, *, timeout_s: float) -> None:
@@ -135,7 +135,7 @@ def app(client: Client, settings: ServeSettings | None = None) -> Starlette:
         middleware=[
             Middleware(_ClientPath),
             Middleware(AccessLog, metrics=gateway.metrics, paths=paths),
-            *_protection(gateway.settings),
+            *_middleware_of(gateway.settings),
         ],
         exception_handlers={HTTPException: _refused, Exception: _failed},
     )
@@ -166,8 +166,8 @@ def meant_path(path: str) -> str:
     return re.sub(r"/+", "/", path).rstrip("/") or "/"
 
 
-def _protection(settings: ServeSettings) -> list[Middleware]:
-    protection = Middleware(Protection, timeout_s=settings.client_timeout_s)
+def _middleware_of(settings: ServeSettings) -> list[Middleware]:
+    protection = Middleware(_Protection, timeout_s=settings.client_timeout_s)
     if not settings.allowed_origins:
         return [protection]
     cors = Middleware(

@@ -233,7 +233,7 @@ def _tokens(value: Any) -> int:
     return 1_000  # a photo of a megapixel in most vision models
 
 
-class Connections:
+class _Connections:
     """Counts the answers that this gateway gives to each key: one for a request, and one for each further choice."""
 
     def __init__(self, limit: int) -> None:
@@ -252,16 +252,11 @@ class Connections:
         if not self._open[key_id]:
             del self._open[key_id]
 
-    @property
-    def total(self) -> int:
-        """Answers of all keys that are open."""
-        return self._open.total()
-
 
 class Meter:
     """Counts one HTTP request. It counts as a connection from its creation until `leave`."""
 
-    def __init__(self, key: Key, limits: Limits, connections: Connections) -> None:
+    def __init__(self, key: Key, limits: Limits, connections: _Connections) -> None:
         """Raises `ApiError` 429 if the key has too many connections."""
         connections.enter(key.id)
         self._key = key
@@ -356,7 +351,7 @@ class Authentication:
 
     def __init__(self, store: KeyStore, limits: Limits, max_connections: int) -> None:
         self._store, self._limits = store, limits
-        self.connections = Connections(max_connections)
+        self._connections = _Connections(max_connections)
 
     async def caller(self, request: Request) -> Caller:
         """Return the caller, and count its connection. Raises `ApiError`: 401, and 429 for too many connections."""
@@ -366,7 +361,7 @@ class Authentication:
             raise ApiError(ErrorForm.INVALID_API_KEY, message)
         state = request.scope.setdefault("state", {})
         if "meter" not in state:  # a request may be authenticated more than once
-            state["meter"] = Meter(key, self._limits, self.connections)
+            state["meter"] = Meter(key, self._limits, self._connections)
         return caller_of(key, state["meter"])
 
 

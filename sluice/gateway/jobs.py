@@ -13,7 +13,6 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from sluice.cancellation import CancelOutcome
 from sluice.client import Client
 from sluice.contract import keys
 from sluice.contract.events import Event, parse_event
@@ -159,10 +158,6 @@ class Jobs:
             pipe.hget(keys.job(job_id), "function")
             pipe.get(keys.result(job_id))
             return await pipe.execute()
-
-    async def cancel(self, job_id: str) -> CancelOutcome:
-        """Cancel a job, as `Client.cancel` does."""
-        return await self._client.cancel(job_id)
 
     def abandon(self, job_ids: Iterable[str]) -> None:
         """Cancel jobs that no client waits for any more, without waiting; none while this gateway drains."""

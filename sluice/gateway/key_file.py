@@ -8,7 +8,6 @@ A key is random and 256 bits long, so a plain SHA-256 of it cannot be reversed b
 import asyncio
 import fcntl
 import hashlib
-import hmac
 import logging
 import os
 import secrets
@@ -33,7 +32,7 @@ class BadKeyFile(Exception):
     """The key file cannot be read or is invalid; the message names the file and the first problem."""
 
 
-class UnreadableKeyFile(BadKeyFile):
+class _UnreadableKeyFile(BadKeyFile):
     """The key file cannot be read: it is missing, or the system refused. Later it may be readable without a change."""
 
 
@@ -102,11 +101,11 @@ def new_key(**fields: Any) -> tuple[str, Key]:
 
 
 def read_key_file(path: Path) -> KeyFile:
-    """Read and validate the file. Raises `BadKeyFile`; if it cannot be read, `UnreadableKeyFile`."""
+    """Read and validate the file. Raises `BadKeyFile`; if it cannot be read, `_UnreadableKeyFile`."""
     try:
         return KeyFile.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise UnreadableKeyFile(f"{path}: it cannot be read: {error.strerror}.") from None
+        raise _UnreadableKeyFile(f"{path}: it cannot be read: {error.strerror}.") from None
     except ValidationError as error:
         raise BadKeyFile(f"{path}: {_describe(error)}.") from None
 
@@ -161,7 +160,6 @@ def _keep_owner(descriptor: int, path: Path) -> None:
 
 logger = logging.getLogger("sluice.gateway")
 CHECK_S = 1.0  # between two looks at the file: a revoked key is refused after at most this time
-_BUCKET = 8  # characters of a hash: a lookup by them reveals nothing about the rest
 
 Signature = tuple[int, int, int]  # differs whenever the file was written or replaced
 
@@ -173,18 +171,15 @@ class KeyStore:
         """Read the file. Raises `BadKeyFile`."""
         self._path = path
         self._signature = _signature(path)
-        self._by_hash = _by_hash(read_key_file(path))
+        self._by_digest = _by_digest(read_key_file(path))
         self._checked_at = time.monotonic()
         self._problem: str | None = None  # the last one that was logged, while it lasts
 
     async def find(self, secret: str) -> Key | None:
         """Return the key with this secret; None if there is none, or it has expired."""
         await self._reload_if_changed()
-        wanted = key_digest(secret)
-        for key in self._by_hash.get(wanted[:_BUCKET], ()):
-            if hmac.compare_digest(key.sha256, wanted):
-                return None if key.has_expired(datetime.now(UTC)) else key
-        return None
+        key = self._by_digest.get(key_digest(secret))  # its time tells a client about digests alone, not about keys
+        return None if key is None or key.has_expired(datetime.now(UTC)) else key
 
     async def _reload_if_changed(self) -> None:
         if time.monotonic() - self._checked_at < CHECK_S:
@@ -194,8 +189,8 @@ class KeyStore:
         if signature == self._signature:
             return
         try:
-            self._by_hash = _by_hash(await asyncio.to_thread(read_key_file, self._path))
-        except UnreadableKeyFile as error:
+            self._by_digest = _by_digest(await asyncio.to_thread(read_key_file, self._path))
+        except _UnreadableKeyFile as error:
             self._log_once(error)  # it is read again at the next check: without the signature it counts as changed
         except BadKeyFile as error:
             self._log_once(error)
@@ -211,11 +206,8 @@ class KeyStore:
         self._problem = str(error)
 
 
-def _by_hash(file: KeyFile) -> dict[str, list[Key]]:
-    found = dict[str, list[Key]]()
-    for key in file.keys:
-        found.setdefault(key.sha256[:_BUCKET], []).append(key)
-    return found
+def _by_digest(file: KeyFile) -> dict[str, Key]:
+    return {key.sha256: key for key in file.keys}
 
 
 def _signature(path: Path) -> Signature | None:

@@ -33,7 +33,7 @@ class GatewayMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self._open = Gauge(
+        self.open = Gauge(
             "sluice_serve_open_requests", "Requests whose response is not complete.", registry=self.registry
         )
         self._ttft = Histogram(
@@ -58,13 +58,8 @@ class GatewayMetrics:
             registry=self.registry,
         )
 
-    def began(self) -> None:
-        """Count a request that has begun."""
-        self._open.inc()
-
     def ended(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Count a request that has ended. `handler`: the path of its route."""
-        self._open.dec()
         self._requests.labels(method, handler, str(status)).inc()
         self._seconds.labels(method, handler).observe(seconds)
 
@@ -153,9 +148,9 @@ class AccessLog:
             return await self._app(scope, receive, send)
         response = _Response(send, scope.setdefault("state", {}))
         started = time.monotonic()
-        self._metrics.began()
         try:
-            await self._app(scope, receive, response.send)
+            with self._metrics.open.track_inprogress():
+                await self._app(scope, receive, response.send)
         except Exception:  # the border of a gateway's request: Starlette answers 500 and the server logs the error
             response.failed()
             raise

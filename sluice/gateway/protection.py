@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from sluice.gateway.errors import RETRY_S, ApiError, openai_body, openai_response
 from sluice.http_errors import ErrorForm
 
-# uvicorn 0.54 has a time limit for idle connections only. Until a release limits the rest, `ClientProtocol` holds two
+# uvicorn 0.54 has a time limit for idle connections only. Until a release limits the rest, `_ClientProtocol` holds two
 # timers: one while a request's headers are incomplete, one while the client does not read what was sent.
 
 MAX_HEADER_BYTES = 65_536  # request line and headers; more is refused: 431
@@ -24,10 +24,10 @@ MIN_BYTES_PER_S = 10_000  # of a client that sends a long body or reads a long a
 
 def protocol(timeout_s: float) -> type[H11Protocol]:
     """Return the class to pass to uvicorn as `http`."""
-    return type("ClientProtocol", (ClientProtocol,), {"timeout_s": timeout_s})
+    return type("_ClientProtocol", (_ClientProtocol,), {"timeout_s": timeout_s})
 
 
-class ClientProtocol(H11Protocol):
+class _ClientProtocol(H11Protocol):
     """Aborts the connection of a client that takes longer than `timeout_s` seconds to complete its headers, or to read
     until the send buffer has room again, unless it reads at least 10 kB/s. Up to 64 KiB are buffered for a client."""
 

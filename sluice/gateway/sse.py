@@ -75,7 +75,7 @@ class DisconnectWatch:
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return what the work returns; cancel it if the client disconnects first. Raises `ClientDisconnected`.
 
-    What is left of the request's body is dropped. `Protection` ends the wait for the client at the end of the request.
+    What is left of the request's body is dropped. The middleware around every request ends the wait for the client.
     """
     state = request.scope.setdefault("state", {})
     if DISCONNECT_WATCH not in state:

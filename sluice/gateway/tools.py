@@ -42,7 +42,7 @@ class CalledTool:
 
 
 @dataclass(frozen=True, slots=True)
-class InputGrammar:
+class _InputGrammar:
     """The grammar of a custom tool's input. `param` is its place in the request."""
 
     syntax: str
@@ -61,7 +61,7 @@ class RequestTools:
 
     functions: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of the contract
     targets: Mapping[str, CalledTool] = field(default_factory=dict)
-    grammars: Mapping[str, InputGrammar] = field(default_factory=dict)  # of custom tools' inputs
+    grammars: Mapping[str, _InputGrammar] = field(default_factory=dict)  # of custom tools' inputs
     offered: tuple[dict[str, Any], ...] = ()  # as the request has them, without hosted tools
     dropped: tuple[str, ...] = ()  # types of hosted tools
 
@@ -119,7 +119,7 @@ class _Reader:
     def __init__(self) -> None:
         self._functions = dict[str, dict[str, Any]]()
         self._targets = dict[str, CalledTool]()
-        self._grammars = dict[str, InputGrammar]()
+        self._grammars = dict[str, _InputGrammar]()
         self._offered = list[dict[str, Any]]()
         self._dropped = list[str]()
 
@@ -196,7 +196,7 @@ class _Reader:
         return _without_nulls(description=about or None, parameters=schema)
 
 
-def _read_grammar(value: object, param: str) -> InputGrammar | None:
+def _read_grammar(value: object, param: str) -> _InputGrammar | None:
     """Return the grammar of a custom tool's input, or None for any text. Raises `ApiError`."""
     format, param = _unnested(fields.optional_mapping(value, param), param)
     if format.get("type", "text") == "text":
@@ -206,7 +206,7 @@ def _read_grammar(value: object, param: str) -> InputGrammar | None:
     definition = fields.string(format.get("definition"), f"{param}.definition")
     if len(definition) > 10_000:
         raise refusal(f"{param}.definition", "it has more than 10,000 characters; send a shorter one.")
-    return InputGrammar(fields.option(format.get("syntax"), ("lark", "regex"), f"{param}.syntax"), definition, param)
+    return _InputGrammar(fields.option(format.get("syntax"), ("lark", "regex"), f"{param}.syntax"), definition, param)
 
 
 def _without_nulls(**values: Any) -> dict[str, Any]:
@@ -214,10 +214,6 @@ def _without_nulls(**values: Any) -> dict[str, Any]:
 
 
 _MODES = ("none", "auto", "required")
-# Of all grammars that one call can be held to.
-MAX_GRAMMARS = 32
-MAX_GRAMMAR_CHARACTERS = 20_000
-MAX_PATTERN_CHARACTERS = 40_000  # of their expressions; a worker compiles these
 
 
 def read_tool_choice(value: object, tools: RequestTools) -> dict[str, Any]:
@@ -276,12 +272,12 @@ def _patterns(forced: Iterable[str], tools: RequestTools) -> dict[str, str]:
     """Return the regular expressions of the grammars of functions one of which must be called. Raises `ApiError` if a
     grammar has none, and if the grammars are many or long."""
     grammars = {function: tools.grammars[function] for function in forced if function in tools.grammars}
-    _check_size(len(grammars), MAX_GRAMMARS, "grammars")
+    _check_size(len(grammars), 32, "grammars")
     length = sum(len(grammar.definition) for grammar in grammars.values())
-    _check_size(length, MAX_GRAMMAR_CHARACTERS, "characters of grammars")
+    _check_size(length, 20_000, "characters of grammars")
     patterns = {function: _pattern(grammar) for function, grammar in grammars.items()}
     length = sum(map(len, patterns.values()))
-    _check_size(length, MAX_PATTERN_CHARACTERS, "characters of grammars as regular expressions")
+    _check_size(length, 40_000, "characters of grammars as regular expressions")  # which a worker compiles
     return patterns
 
 
@@ -291,7 +287,7 @@ def _check_size(size: int, limit: int, unit: str) -> None:
         raise refusal("tools", f"{problem}, or use tool_choice 'auto'.")
 
 
-def _pattern(grammar: InputGrammar) -> str:
+def _pattern(grammar: _InputGrammar) -> str:
     """Return the regular expression of a grammar. Raises `ApiError` if there is none for it."""
     pattern = grammar.pattern()
     if pattern is None:

@@ -36,7 +36,7 @@ _SEVERAL = re.compile(rf"{ID_PREFIX}[0-9a-f]{{32}}-n(\d{{1,3}})")
 
 
 @dataclass(frozen=True, slots=True)
-class ChatFields:
+class _ChatFields:
     """The fields of a request that the gateway handles itself. `body` is the request of one choice, without `n`."""
 
     body: dict[str, Any]
@@ -53,7 +53,7 @@ class ChatFields:
         return {**self.body, "seed": _derived(seed, index)}
 
 
-def read_request(body: Mapping[str, Any], length: int, max_bytes: int) -> ChatFields:
+def read_request(body: Mapping[str, Any], length: int, max_bytes: int) -> _ChatFields:
     """Read a request whose body has `length` bytes. Raises `ApiError`; the worker checks all other fields."""
     choices = 1 if body.get("n") is None else body["n"]
     if type(choices) is not int or not 1 <= choices <= MAX_CHOICES:
@@ -63,7 +63,7 @@ def read_request(body: Mapping[str, Any], length: int, max_bytes: int) -> ChatFi
         raise ApiError(ErrorForm.BODY_TOO_LARGE, message, param="n")
     stream = flag(body.get("stream"), "stream", False)
     one, tools = read_chat_tools({name: value for name, value in body.items() if name != "n"})
-    return ChatFields(one, choices, stream, wants_usage(body), tools)
+    return _ChatFields(one, choices, stream, wants_usage(body), tools)
 
 
 def _derived(seed: int, index: int) -> int:
@@ -216,7 +216,7 @@ class _Chat:
     async def cancel(self, request: Request) -> Response:
         """Answer `POST /v1/chat/completions/{id}/cancel`."""
         _, jobs = await self._known(request)
-        outcomes = [await self._gateway.jobs.cancel(job_id) for job_id in jobs.ids]
+        outcomes = [await self._gateway.client.cancel(job_id) for job_id in jobs.ids]
         return JSONResponse({"id": jobs.ids[0], "outcome": outcome_of(outcomes)})
 
     async def refuse_raw_prompt(self, request: Request) -> Response:

@@ -13,43 +13,43 @@ CacheControl = dict[str, Any] | None
 BodyText = Annotated[str, Field(min_length=0)]  # a constraint makes pydantic refuse half of a surrogate pair
 
 
-class StrictBody(BaseModel):
+class _StrictBody(BaseModel):
     """Base of incoming models: unknown names are refused, and nothing is coerced."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class TextBlock(StrictBody):
+class TextBlock(_StrictBody):
     type: Literal["text"]
     text: BodyText
     cache_control: CacheControl = None
     citations: list[Any] | None = None  # of an earlier answer, sent back
 
 
-class Base64Source(StrictBody):
+class Base64Source(_StrictBody):
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: str
 
 
-class UrlSource(StrictBody):
+class UrlSource(_StrictBody):
     type: Literal["url"]
     url: str = Field(min_length=1)
 
 
-class ImageBlock(StrictBody):
+class ImageBlock(_StrictBody):
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
     cache_control: CacheControl = None
 
 
-class PlainTextSource(StrictBody):
+class PlainTextSource(_StrictBody):
     type: Literal["text"]
     media_type: Literal["text/plain"]
     data: BodyText
 
 
-class DocumentBlock(StrictBody):
+class DocumentBlock(_StrictBody):
     """A document in plain text; PDF files are refused."""
 
     type: Literal["document"]
@@ -60,18 +60,18 @@ class DocumentBlock(StrictBody):
     cache_control: CacheControl = None
 
 
-class ThinkingBlock(StrictBody):
+class ThinkingBlock(_StrictBody):
     type: Literal["thinking"]
     thinking: BodyText
     signature: str | None = None
 
 
-class RedactedThinkingBlock(StrictBody):
+class RedactedThinkingBlock(_StrictBody):
     type: Literal["redacted_thinking"]
     data: str
 
 
-class ToolUseBlock(StrictBody):
+class ToolUseBlock(_StrictBody):
     type: Literal["tool_use"]
     id: BodyText
     name: BodyText
@@ -93,7 +93,7 @@ _STRING_OR_BLOCKS = Discriminator(_shape, "wrong_type", "Input should be a strin
 _String = Annotated[BodyText, Tag("string")]
 
 
-class ToolResultBlock(StrictBody):
+class ToolResultBlock(_StrictBody):
     type: Literal["tool_result"]
     tool_use_id: BodyText
     content: (
@@ -118,7 +118,7 @@ TextBlocks = Annotated[
 ]
 
 
-class UserTurn(StrictBody):
+class UserTurn(_StrictBody):
     role: Literal["user"]
     content: Annotated[
         _String | Annotated[list[UserBlock], Field(fail_fast=True), Tag("array")],
@@ -126,7 +126,7 @@ class UserTurn(StrictBody):
     ]
 
 
-class AssistantTurn(StrictBody):
+class AssistantTurn(_StrictBody):
     role: Literal["assistant"]
     content: Annotated[
         _String | Annotated[list[AssistantBlock], Field(fail_fast=True), Tag("array")],
@@ -134,7 +134,7 @@ class AssistantTurn(StrictBody):
     ]
 
 
-class CustomTool(StrictBody):
+class CustomTool(_StrictBody):
     """A tool that the client runs."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
@@ -149,7 +149,7 @@ class CustomTool(StrictBody):
     eager_input_streaming: bool | None = None
 
 
-class HostedTool(StrictBody, extra="allow"):
+class HostedTool(_StrictBody, extra="allow"):
     """A tool that Anthropic defines, such as its web search; no worker has it."""
 
     type: str
@@ -171,53 +171,53 @@ OfferedTool = Annotated[
 ]
 
 
-class AutoChoice(StrictBody):
+class AutoChoice(_StrictBody):
     type: Literal["auto"]
     disable_parallel_tool_use: bool | None = None
 
 
-class AnyChoice(StrictBody):
+class AnyChoice(_StrictBody):
     type: Literal["any"]
     disable_parallel_tool_use: bool | None = None
 
 
-class NamedChoice(StrictBody):
+class NamedChoice(_StrictBody):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool | None = None
 
 
-class NoChoice(StrictBody):
+class NoChoice(_StrictBody):
     type: Literal["none"]
 
 
 ToolChoiceOption = Annotated[AutoChoice | AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")]
 
 
-class ThinkingOn(StrictBody):
+class ThinkingOn(_StrictBody):
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1)
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ThinkingAdaptive(StrictBody):
+class ThinkingAdaptive(_StrictBody):
     type: Literal["adaptive", "between_tools"]
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ThinkingOff(StrictBody):
+class ThinkingOff(_StrictBody):
     type: Literal["disabled"]
 
 
 ThinkingOption = Annotated[ThinkingOn | ThinkingAdaptive | ThinkingOff, Field(discriminator="type")]
 
 
-class OutputFormat(StrictBody):
+class OutputFormat(_StrictBody):
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
 
-class Effort(StrictBody):
+class Effort(_StrictBody):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -225,17 +225,17 @@ class OutputConfig(Effort):
     format: OutputFormat | None = None
 
 
-class ToolReference(StrictBody):
+class ToolReference(_StrictBody):
     type: Literal["tool_reference"]
     name: BodyText
 
 
-class ToolDefinition(StrictBody):
+class ToolDefinition(_StrictBody):
     type: Literal["tool_definition"]
     definition: OfferedTool
 
 
-class ToolAddition(StrictBody):
+class ToolAddition(_StrictBody):
     """A tool that is offered from here on: one of `tools`, or another."""
 
     type: Literal["tool_addition"]
@@ -243,7 +243,7 @@ class ToolAddition(StrictBody):
     cache_control: CacheControl = None
 
 
-class ToolRemoval(StrictBody):
+class ToolRemoval(_StrictBody):
     """A tool that is not offered from here on."""
 
     type: Literal["tool_removal"]
@@ -254,7 +254,7 @@ class ToolRemoval(StrictBody):
 SystemBlock = Annotated[TextBlock | ToolAddition | ToolRemoval, Field(discriminator="type")]
 
 
-class SystemTurn(StrictBody):
+class SystemTurn(_StrictBody):
     """Instructions within a conversation. `output_config` holds from here on; a text that is to be cleared is read
     until the next message of the user."""
 
@@ -270,14 +270,14 @@ class SystemTurn(StrictBody):
 Message = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
 
 
-class Metadata(StrictBody):
+class Metadata(_StrictBody):
     user_id: Annotated[str, Field(min_length=1, max_length=4_096)] | None = None
 
 
 StopSequence = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
-class CountBody(StrictBody):
+class CountBody(_StrictBody):
     """The body of `POST /v1/messages/count_tokens`."""
 
     model: str

@@ -124,7 +124,7 @@ class MessageStream:
         if index not in self._calls:
             events = self._emit_calls(cut_off=False)
             self._calls[index] = _Call(fragment.get("id", ""), function.get("name", ""))
-        self._calls[index].add(function.get("arguments") or "")
+        self._calls[index].pieces.append(function.get("arguments") or "")
         return events
 
     def _emit_calls(self, *, cut_off: bool) -> list[MessageEvent]:
@@ -139,7 +139,7 @@ class MessageStream:
     def _call_block(self, call: "_Call", *, partial: bool) -> list[MessageEvent]:
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}, "caller": {"type": "direct"}}
         begin = self._begin_block(block)
-        written = call.arguments
+        written = "".join(call.pieces)
         if _input(written, partial=partial) is None:
             # An input is an object here, and clients parse it: they then tell the model what is wrong with it.
             written = json.dumps({"arguments": written}, ensure_ascii=False)
@@ -174,14 +174,7 @@ class _Call:
 
     def __init__(self, id: str, name: str) -> None:
         self.id, self.name = id, name
-        self._pieces = list[str]()
-
-    def add(self, piece: str) -> None:
-        self._pieces.append(piece)
-
-    @property
-    def arguments(self) -> str:
-        return "".join(self._pieces)
+        self.pieces = list[str]()  # of the arguments
 
 
 def _input(arguments: str, *, partial: bool = True) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ _OWN_NAMES = {
 }
 
 
-class Reading:
+class _Reading:
     """One reader of a job's events. `timer`: of the request that they answer."""
 
     def __init__(self, gateway: Gateway, store: Store, head: ResponseHead, *, timer: AnswerTimer | None = None) -> None:
@@ -201,7 +201,7 @@ class _Responses:
         if accepted.response is not None:
             return await json_response(accepted.response)
         timer = self._gateway.timer(head.echo["model"], started, stream=accepted.stream)
-        reading = Reading(self._gateway, self._store, head, timer=timer)
+        reading = _Reading(self._gateway, self._store, head, timer=timer)
         if accepted.stream:
             return await self._stream(http, jobs, reading, reading.frames(refuses=True))
         return await json_response(await self._gateway.whole(http, jobs, reading.whole()))
@@ -274,7 +274,7 @@ class _Responses:
         return _Accepted(record.head, False, await self._history.current(record))
 
     async def _stream(
-        self, http: Request, jobs: AnswerJobs, reading: Reading, frames: AsyncGenerator[bytes]
+        self, http: Request, jobs: AnswerJobs, reading: _Reading, frames: AsyncGenerator[bytes]
     ) -> HttpResponse:
         return await self._gateway.stream(
             http, jobs, frames, error_frame=reading.error_frame, heartbeat=reading.keep_alive
@@ -291,14 +291,14 @@ class _Responses:
             problem = "the events of the response have expired; retrieve it without stream."
             raise refusal("stream", problem, ErrorForm.STREAM_EXPIRED)
         caller.held.add((await self._gateway.jobs.stored([record.head.id])).event_bytes)
-        reading = Reading(self._gateway, self._store, record.head)
+        reading = _Reading(self._gateway, self._store, record.head)
         jobs = AnswerJobs([record.head.id], detached=True)
         return await self._stream(http, jobs, reading, reading.frames(after, refuses=False))
 
     async def cancel(self, http: Request) -> HttpResponse:
         """Answer `POST /v1/responses/{id}/cancel`: the response after its end."""
         _, record = await self._find(http)
-        if await self._gateway.jobs.cancel(record.head.id) == "requested":
+        if await self._gateway.client.cancel(record.head.id) == "requested":
             await self._wait_for_end(record.head.id)
         return await self._current(record)
 
@@ -307,7 +307,7 @@ class _Responses:
         its end."""
         _, record = await self._find(http)
         response_id = record.head.id
-        await self._gateway.jobs.cancel(response_id)
+        await self._gateway.client.cancel(response_id)
         await self._store.delete(response_id)
         if not await self._store.delete_content(response_id):
             self._gateway.jobs.in_background(self._delete_later(response_id))

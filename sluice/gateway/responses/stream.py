@@ -22,7 +22,7 @@ StreamEvent = dict[str, Any]  # a stream event, not yet numbered
 Item = dict[str, Any]
 
 
-class OutputItem(Protocol):
+class _OutputItem(Protocol):
     """An item that is being written."""
 
     @abstractmethod
@@ -50,7 +50,7 @@ def _done(index: int, item: Item) -> StreamEvent:
     return {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
-class MessageItem(OutputItem):
+class _MessageItem(_OutputItem):
     """Text of the answer."""
 
     def __init__(self, head: ResponseHead, index: int) -> None:
@@ -95,7 +95,7 @@ def _logprob(entry: dict[str, Any]) -> dict[str, Any]:
     return {"token": entry["token"], "bytes": entry["bytes"] or [], "logprob": entry["logprob"], "top_logprobs": top}
 
 
-class ReasoningItem(OutputItem):
+class _ReasoningItem(_OutputItem):
     """Reasoning before the answer: in `summary` if the request asked for a summary, else in `content`."""
 
     def __init__(self, head: ResponseHead, index: int) -> None:
@@ -146,7 +146,7 @@ class ReasoningItem(OutputItem):
         return {"type": kind, "item_id": self._id, "output_index": self._index, place: 0, **more}
 
 
-class FunctionCallItem(OutputItem):
+class _FunctionCallItem(_OutputItem):
     """A call of a function."""
 
     def __init__(self, head: ResponseHead, index: int, call_id: str, target: CalledTool) -> None:
@@ -183,7 +183,7 @@ class FunctionCallItem(OutputItem):
         return _call_event("response.function_call_arguments", kind, self._id, self._index, more)
 
 
-class CustomCallItem(OutputItem):
+class _CustomCallItem(_OutputItem):
     """A call of a custom tool, whose function has its input as the one argument."""
 
     def __init__(self, head: ResponseHead, index: int, call_id: str, target: CalledTool) -> None:
@@ -257,7 +257,7 @@ class ResponseState:
         self._started = False
         self._ending: dict[str, Any] = {}  # fields that the final event sets
         self._closed = list[Item]()
-        self._open: OutputItem | None = None
+        self._open: _OutputItem | None = None
         self._call: int | None = None  # the contract's index of the open call
 
     @property
@@ -318,14 +318,14 @@ class ResponseState:
 
     def _write(self, event: Delta) -> Iterator[StreamEvent]:
         if event.reasoning:
-            yield from self._append(ReasoningItem, event.reasoning)
-        if event.content or (event.logprobs and isinstance(self._open, MessageItem)):
-            yield from self._append(MessageItem, event.content or "", event.logprobs or ())
+            yield from self._append(_ReasoningItem, event.reasoning)
+        if event.content or (event.logprobs and isinstance(self._open, _MessageItem)):
+            yield from self._append(_MessageItem, event.content or "", event.logprobs or ())
         for delta in event.tool_calls or ():
             yield from self._append_call(delta)
 
     def _append(
-        self, kind: type[ReasoningItem | MessageItem], text: str, logprobs: tuple[dict[str, Any], ...] = ()
+        self, kind: type[_ReasoningItem | _MessageItem], text: str, logprobs: tuple[dict[str, Any], ...] = ()
     ) -> Iterator[StreamEvent]:
         if not isinstance(self._open, kind):
             yield from self._replace(kind(self._head, self._next_index()))
@@ -334,9 +334,9 @@ class ResponseState:
 
     def _append_call(self, delta: dict[str, Any]) -> Iterator[StreamEvent]:
         function = delta["function"]
-        if self._call != delta["index"] or not isinstance(self._open, FunctionCallItem | CustomCallItem):
+        if self._call != delta["index"] or not isinstance(self._open, _FunctionCallItem | _CustomCallItem):
             target = self._targets.target(function.get("name", ""))
-            kind = CustomCallItem if target.is_custom else FunctionCallItem
+            kind = _CustomCallItem if target.is_custom else _FunctionCallItem
             yield from self._replace(kind(self._head, self._next_index(), delta.get("id", ""), target))
             self._call = delta["index"]
         assert self._open is not None
@@ -346,7 +346,7 @@ class ResponseState:
     def _next_index(self) -> int:
         return len(self._closed) + (self._open is not None)
 
-    def _replace(self, item: OutputItem) -> Iterator[StreamEvent]:
+    def _replace(self, item: _OutputItem) -> Iterator[StreamEvent]:
         yield from self._close("completed")
         self._open = item
         yield from item.opening()
