@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from schemas import ChatRequest
-from sluice.gateway.chat.routes import MAX_CHOICES
+from sluice.gateway.chat import MAX_CHOICES
 from sluice.gateway.messages.body import CountBody, MessagesBody
 from sluice.gateway.responses.request import KNOWN
 

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from types import FrameType
 
 import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from redis.exceptions import RedisError
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
@@ -21,13 +22,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.client import Client
+from sluice.contract.refusals import reason_of
 from sluice.errors import SluiceError
-from sluice.gateway import catalog, chat, health, messages, openapi, page, responses
+from sluice.gateway import catalog, chat, messages, openapi, page, responses
 from sluice.gateway.caller import Balance, Meter, anthropic_headers, openai_headers
 from sluice.gateway.catalog import ANTHROPIC_HEADER
 from sluice.gateway.errors import ApiError, anthropic_response, new_id, openai_response
@@ -108,6 +110,34 @@ async def _headers(meter: Meter, path: str) -> dict[str, str]:
 
 logger = logging.getLogger("sluice.gateway")
 
+_ALIVE = ("/health", "/healthz")  # the first is what servers of models have, and what benchmarks for them ask for
+
+
+def _probes(gateway: Gateway) -> list[Route]:
+    """Return the routes of the probes and the metrics. They need no key: keep them from the public at the load
+    balancer."""
+
+    async def healthz(request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(request: Request) -> Response:
+        if gateway.draining:
+            return PlainTextResponse("draining\n", 503)
+        try:
+            async with asyncio.timeout(2.0):
+                await gateway.client.ping()
+        except (RedisError, TimeoutError) as error:
+            reason = reason_of(error)
+            problem = f"cannot be used: {reason}" if reason else "does not answer"
+            return PlainTextResponse(f"the server of the queue {problem}\n", 503)
+        return PlainTextResponse("ok\n")
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return [*(Route(path, healthz) for path in _ALIVE), Route("/readyz", readyz), Route("/metrics", metrics)]
+
+
 RoutesOf = Callable[[Gateway], Sequence[Route]]
 
 INTERFACES: Sequence[RoutesOf] = (
@@ -115,7 +145,7 @@ INTERFACES: Sequence[RoutesOf] = (
     responses.routes,
     messages.routes,
     catalog.routes,
-    health.routes,
+    _probes,
     openapi.routes,
     page.routes,
 )

@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice.cancellation import CancelOutcome
-from sluice.gateway.chat.stream import outcome_of
+from sluice.gateway.chat import outcome_of
 from tests.fakes import FakeChat
 from tests.gateway.chat.test_routes import PATH, data_of, request, until_idle
 from tests.queue.helpers import field

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from openai.types.chat import ChatCompletion
 
-from sluice.gateway.chat.routes import read_request
+from sluice.gateway.chat import read_request
 from sluice.gateway.errors import ApiError
 from sluice.gateway.tools import CustomCalls, read_tools
 from tests.gateway.gateways import events

@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from sluice.gateway.chat.stream import interleaved
+from sluice.gateway.chat import interleaved
 
 
 class Source:

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from sluice.gateway.chat.routes import ID_PREFIX, job_ids, job_ids_of, read_request
-from sluice.gateway.chat.stream import completion_of, seen_by, total_usage
+from sluice.gateway.chat import ID_PREFIX, completion_of, job_ids, job_ids_of, read_request, seen_by, total_usage
 from sluice.gateway.errors import ApiError
 
 BASE = f"{ID_PREFIX}{'0f' * 16}"

@@ -1,5 +1,0 @@
-"""Chat completions in OpenAI's form."""
-
-from sluice.gateway.chat.routes import routes
-
-__all__ = ["routes"]
