@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from types import FrameType
 
 import uvicorn
@@ -28,24 +27,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.client import Client
 from sluice.contract.refusals import reason_of
-from sluice.errors import SluiceError
 from sluice.gateway import catalog, chat, messages, openapi, page, responses
-from sluice.gateway.caller import Balance, Meter, anthropic_headers, openai_headers
+from sluice.gateway.caller import limit_headers
 from sluice.gateway.catalog import ANTHROPIC_HEADER
 from sluice.gateway.errors import ApiError, anthropic_response, new_id, openai_response
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.key_file import BadKeyFile
 from sluice.gateway.monitoring import REQUEST_ID, AccessLog
-from sluice.gateway.protection import MAX_HEADER_BYTES, MIN_BYTES_PER_S, HeldBytes, LocalOnly, protocol
+from sluice.gateway.protection import MAX_HEADER_BYTES, MIN_BYTES_PER_S, LocalOnly, at_end, protocol
 from sluice.gateway.settings import CannotServe, ServeSettings
-from sluice.gateway.sse import CONNECTION, DISCONNECT_WATCH, DisconnectWatch
+from sluice.gateway.sse import CONNECTION
 from sluice.http_errors import ErrorForm
 from sluice.log_lines import line_handler
 
 # The middleware around every request: a time limit for the body, the headers about limits, and the release of what it
 # holds.
-
-_ANTHROPIC_PATH = "/v1/messages"
 
 
 class _Protection:
@@ -60,21 +56,15 @@ class _Protection:
             return await self._app(scope, receive, send)
         state = scope.setdefault("state", {})
         state[CONNECTION] = receive
+        stack = at_end(Request(scope))
 
         async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start" and isinstance(meter := state.get("meter"), Meter):
-                MutableHeaders(scope=message).update(await _headers(meter, scope["path"]))
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(await limit_headers(state, scope["path"]))
             await send(message)
 
-        try:
+        with stack:
             await self._app(scope, _TimedBody(receive, self._timeout_s), send_with_headers)
-        finally:
-            if isinstance(meter := state.get("meter"), Meter):
-                meter.leave()
-            if isinstance(held := state.get("held"), HeldBytes):
-                held.release()
-            if isinstance(watch := state.get(DISCONNECT_WATCH), DisconnectWatch):
-                watch.close()
 
 
 class _TimedBody:
@@ -95,17 +85,6 @@ class _TimedBody:
         self._more_body = message.get("more_body", False)
         self._deadline += len(message.get("body", b"")) / MIN_BYTES_PER_S
         return message
-
-
-async def _headers(meter: Meter, path: str) -> dict[str, str]:
-    """Return the headers about the caller's limits; none if the server does not answer."""
-    try:
-        balance: Balance = await meter.balance()
-    except (SluiceError, RedisError):
-        return {}
-    if path.startswith(_ANTHROPIC_PATH):
-        return {**openai_headers(balance), **anthropic_headers(balance, datetime.now(UTC))}
-    return openai_headers(balance)
 
 
 logger = logging.getLogger("sluice.gateway")

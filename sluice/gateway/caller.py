@@ -11,14 +11,15 @@ from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from starlette.requests import Request
 
 from sluice.contract.events import Cancelled, Event, Failed, Finished
 from sluice.contract.keys import JOB_LIFE_S, LANES, RESULT_TTL_S
-from sluice.errors import ServerUnreachable
+from sluice.errors import ServerUnreachable, SluiceError
 from sluice.gateway.errors import RETRY_S, ApiError
 from sluice.gateway.key_file import Key, KeyStore
-from sluice.gateway.protection import HeldBytes, Memory
+from sluice.gateway.protection import HeldBytes, Memory, at_end
 from sluice.http_errors import ErrorForm
 from sluice.transport import Retries
 
@@ -176,6 +177,21 @@ def anthropic_headers(balance: Balance, now: datetime) -> dict[str, str]:
     return headers
 
 
+async def limit_headers(state: Mapping[str, Any], path: str) -> dict[str, str]:
+    """Return the headers about the limits of a request's caller, by the request's state and path; none without limits,
+    and if the server does not answer."""
+    meter: _Meter | None = state.get("meter")
+    if meter is None:
+        return {}
+    try:
+        balance = await meter.balance()
+    except (SluiceError, RedisError):
+        return {}
+    if path.startswith("/v1/messages"):
+        return {**openai_headers(balance), **anthropic_headers(balance, datetime.now(UTC))}
+    return openai_headers(balance)
+
+
 def _limits(balance: Balance) -> list[tuple[str, int, int, float]]:
     each = [
         ("requests", balance.requests_per_minute, balance.requests_left, balance.requests_reset_s),
@@ -253,7 +269,7 @@ class _Connections:
             del self._open[key_id]
 
 
-class Meter:
+class _Meter:
     """Counts one HTTP request. It counts as a connection from its creation until `leave`."""
 
     def __init__(self, key: Key, limits: Limits, connections: _Connections) -> None:
@@ -319,7 +335,7 @@ class Caller:
     key_id: str | None = None
     models: frozenset[str] | None = None  # names as requests give them
     lanes: frozenset[str] = frozenset(LANES)
-    meter: Meter | None = field(default=None, compare=False, repr=False)  # of this HTTP request
+    meter: _Meter | None = field(default=None, compare=False, repr=False)  # of this HTTP request
     held: HeldBytes = field(default_factory=_unlimited, compare=False, repr=False)  # by this HTTP request
 
     def count_choices(self, choices: int) -> None:
@@ -333,7 +349,8 @@ class Caller:
             await self.meter.count()
 
     async def reserve(self, job_ids: Sequence[str], tokens: int) -> None:
-        """Count a request and reserve tokens for each job. Raises as `Meter.reserve`."""
+        """Count a request and reserve tokens for each job. Raises `ApiError`: 429, or 400
+        for more jobs than the limit can ever hold; and `SluiceError`."""
         if self.meter is not None:
             await self.meter.reserve(job_ids, tokens)
 
@@ -361,7 +378,8 @@ class Authentication:
             raise ApiError(ErrorForm.INVALID_API_KEY, message)
         state = request.scope.setdefault("state", {})
         if "meter" not in state:  # a request may be authenticated more than once
-            state["meter"] = Meter(key, self._limits, self._connections)
+            state["meter"] = _Meter(key, self._limits, self._connections)
+            at_end(request).callback(state["meter"].leave)
         return caller_of(key, state["meter"])
 
 
@@ -373,7 +391,7 @@ def secret_of(request: Request) -> str:
     return request.headers.get("x-api-key", "").strip()
 
 
-def caller_of(key: Key, meter: Meter) -> Caller:
+def caller_of(key: Key, meter: _Meter) -> Caller:
     """Return what the holder of the key may do."""
     models = None if key.models is None else frozenset(key.models)
     return Caller(key.tenant, key.id, models, frozenset(key.lanes), meter)

@@ -19,7 +19,7 @@ from sluice.gateway.idempotency import IdempotencyKeys
 from sluice.gateway.jobs import AnswerJobs, Jobs, JobSubmission, StoredAnswer
 from sluice.gateway.key_file import KeyStore
 from sluice.gateway.monitoring import AnswerTimer, GatewayMetrics
-from sluice.gateway.protection import Memory
+from sluice.gateway.protection import Memory, at_end
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.sse import unless_disconnected
 from sluice.gateway.workers import QueueWatch, ServedModels
@@ -66,8 +66,11 @@ class Gateway:
     async def authenticate(self, request: Request) -> Caller:
         """Return the caller of a request. Raises `ApiError`."""
         caller = await self._authentication.caller(request) if self._authentication else LOCAL
-        held = request.scope.setdefault("state", {}).setdefault("held", self._memory.hold(caller.key_id))
-        return replace(caller, held=held)
+        state = request.scope.setdefault("state", {})
+        if "held" not in state:  # a request may be authenticated more than once
+            state["held"] = self._memory.hold(caller.key_id)
+            at_end(request).callback(state["held"].release)
+        return replace(caller, held=state["held"])
 
     async def read_body(self, request: Request, caller: Caller, interface: Interface) -> Body:
         """Return the body of a request, as its interface reads it. The caller holds its bytes until it releases them.

@@ -5,15 +5,24 @@ import ipaddress
 import json
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sluice.gateway.errors import RETRY_S, ApiError, openai_body, openai_response
 from sluice.http_errors import ErrorForm
+
+
+def at_end(request: Request) -> ExitStack:
+    """Return what releases, at the end of a request, what it holds. The middleware around every request closes it."""
+    stack: ExitStack = request.scope.setdefault("state", {}).setdefault("at_end", ExitStack())
+    return stack
+
 
 # uvicorn 0.54 has a time limit for idle connections only. Until a release limits the rest, `_ClientProtocol` holds two
 # timers: one while a request's headers are incomplete, one while the client does not read what was sent.

@@ -15,14 +15,15 @@ from starlette.types import Receive, Scope, Send
 from sluice.contract.events import Progress
 from sluice.errors import SluiceError
 from sluice.gateway.errors import ApiError, from_client, log_refusal
+from sluice.gateway.protection import at_end
 from sluice.http_errors import ErrorForm
 from sluice.openai import waiting_comment
 from sluice.sse import HEADERS, take
 from sluice.streaming import LAST_SEQ, ReadAhead
 from sluice.transport import Interruption
 
-DISCONNECT_WATCH = "disconnect_watch"  # the name in the state of a request
-CONNECTION = "connection"  # likewise: receives messages without the time limit of a body
+CONNECTION = "connection"  # in the state of a request: receives messages without the time limit of a body
+_DISCONNECT_WATCH = "disconnect_watch"  # likewise
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class ClientDisconnected(ApiError):
         self.args = ()
 
 
-class DisconnectWatch:
+class _DisconnectWatch:
     """Waits in one task for the client of a request to leave, through all stages of the request: a task for each stage
     would cost as much as the stage."""
 
@@ -44,7 +45,7 @@ class DisconnectWatch:
         does not send the body it has announced may leave at any time."""
         self._has_left = False
         self._block: Interruption | None = None
-        self._task = asyncio.create_task(self._wait(receive))
+        self.task = asyncio.create_task(self._wait(receive))
 
     async def _wait(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -67,10 +68,6 @@ class DisconnectWatch:
             finally:
                 self._block = None
 
-    def close(self) -> None:
-        """End the wait."""
-        self._task.cancel()
-
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return what the work returns; cancel it if the client disconnects first. Raises `ClientDisconnected`.
@@ -78,9 +75,10 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
     What is left of the request's body is dropped. The middleware around every request ends the wait for the client.
     """
     state = request.scope.setdefault("state", {})
-    if DISCONNECT_WATCH not in state:
-        state[DISCONNECT_WATCH] = DisconnectWatch(state.get(CONNECTION, request.receive))
-    watch: DisconnectWatch = state[DISCONNECT_WATCH]
+    if _DISCONNECT_WATCH not in state:
+        state[_DISCONNECT_WATCH] = _DisconnectWatch(state.get(CONNECTION, request.receive))
+        at_end(request).callback(state[_DISCONNECT_WATCH].task.cancel)
+    watch: _DisconnectWatch = state[_DISCONNECT_WATCH]
     return await watch.interrupting(work)
 
 
