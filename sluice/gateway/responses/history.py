@@ -144,14 +144,6 @@ _PREVIOUS = "previous_response_id"
 _ITEM_ID = re.compile(r"[a-z]+_(\w+)_(?:in)?\d+")  # of an item, with the end of its response's id
 
 
-@dataclass(frozen=True)
-class EarlierResponses:
-    """The responses before a new one, oldest first, and their items."""
-
-    ids: tuple[str, ...] = ()
-    items: tuple[dict[str, Any], ...] = ()
-
-
 class History:
     """Finds responses for their tenants. For others a response does not exist."""
 
@@ -190,9 +182,11 @@ class History:
             return True
         return await self._gateway.client.state(record.head.id) in ("queued", "running")
 
-    async def conversation(self, caller: Caller, response_id: str) -> EarlierResponses:
-        """Return the conversation up to a response, it included. Raises `ApiError`, which names
-        `previous_response_id`."""
+    async def conversation(
+        self, caller: Caller, response_id: str
+    ) -> tuple[tuple[str, ...], tuple[dict[str, Any], ...]]:
+        """Return the conversation up to a response, it included: the ids of its responses, oldest first, and their
+        items. Raises `ApiError`, which names `previous_response_id`."""
         last = await self.find(caller, response_id, _PREVIOUS)
         ids = (*last.previous, response_id)
         if len(ids) > _MAX_RESPONSES:
@@ -201,7 +195,7 @@ class History:
         if response["status"] in ("queued", "in_progress"):
             raise refusal(_PREVIOUS, "the response has not ended yet; wait for it, or cancel it.")
         items = await self._items(caller, ids[:-1], [response_id])
-        return EarlierResponses(ids, (*items, *last.items, *_completed_output(response)))
+        return ids, (*items, *last.items, *_completed_output(response))
 
     async def items(self, caller: Caller, record: Record) -> tuple[dict[str, Any], ...]:
         """Return the items that a response was made from."""
@@ -332,17 +326,24 @@ class NewResponse:
     dropped: tuple[str, ...]  # hosted tools and their items, which have no effect here
 
 
-def new_response(request: ResponseRequest, before: EarlierResponses, id: str, tenant: str | None) -> NewResponse:
-    """Return a response that continues a conversation. Raises `ApiError`, which names the field."""
+def new_response(
+    request: ResponseRequest,
+    id: str,
+    tenant: str | None,
+    previous: tuple[str, ...] = (),
+    earlier: Sequence[dict[str, Any]] = (),
+) -> NewResponse:
+    """Return a response that continues a conversation: the ids of its responses, `previous`, oldest first, and their
+    items, `earlier`. Raises `ApiError`, which names the field."""
     messages = read_conversation(request.items, request.tools)
-    if before.items:
-        messages = [*read_conversation(before.items, request.tools, "previous_response_id"), *messages]
+    if earlier:
+        messages = [*read_conversation(earlier, request.tools, "previous_response_id"), *messages]
     if request.instructions:
         messages = [{"role": "system", "content": request.instructions}, *messages]
     if not messages:
         raise refusal("input", "it is empty; send a message.")
     head = new_head(request, id, int(time.time()), requested_model(request.body))
-    record = Record(head, tenant, with_ids(request.items, head.suffix), before.ids)
+    record = Record(head, tenant, with_ids(request.items, head.suffix), previous)
     written = record.to_json()
     if request.store and len(written) > MAX_BYTES:
         raise ApiError(ErrorForm.BODY_TOO_LARGE, f"A stored response has at most {MAX_BYTES:,} bytes; send less.")

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeGuard
 
 from redis.exceptions import RedisError
@@ -28,7 +27,7 @@ from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs import AnswerJobs, Available, StoredAnswer
 from sluice.gateway.monitoring import AnswerTimer, identify
 from sluice.gateway.responses.head import PREFIX, Response, ResponseHead, skeleton
-from sluice.gateway.responses.history import EarlierResponses, History, NewResponse, Store, new_response, page
+from sluice.gateway.responses.history import History, NewResponse, Store, new_response, page
 from sluice.gateway.responses.record import Record, parse_record
 from sluice.gateway.responses.request import ResponseRequest, read_request
 from sluice.gateway.responses.stream import ResponseState
@@ -226,12 +225,11 @@ class _Responses:
         return await unless_disconnected(http, accepting)
 
     async def _new(self, caller: Caller, request: ResponseRequest, body: Body, response_id: str) -> NewResponse:
-        before = EarlierResponses()
         request = replace(request, items=await self._history.resolved(caller, request.items))
-        if request.previous is not None:
-            before = await self._history.conversation(caller, request.previous)
-        make = partial(new_response, request, before, response_id, caller.tenant)
-        return await (in_thread(make) if before.items else in_thread_if_long(body.length, make))
+        if request.previous is None:
+            return await in_thread_if_long(body.length, new_response, request, response_id, caller.tenant)
+        previous, earlier = await self._history.conversation(caller, request.previous)
+        return await in_thread(new_response, request, response_id, caller.tenant, previous, earlier)
 
     async def _queue(self, caller: Caller, request: ResponseRequest, new: NewResponse, jobs: AnswerJobs) -> _Accepted:
         """Queue the job and store the record, in one step. A job that another request with the same key has queued is

@@ -19,7 +19,6 @@ from sluice.gateway.responses import history as module
 from sluice.gateway.responses.conversation import read_conversation
 from sluice.gateway.responses.head import skeleton
 from sluice.gateway.responses.history import (
-    EarlierResponses,
     History,
     NewResponse,
     Store,
@@ -60,8 +59,8 @@ def history(client: Client, store: RecordStore) -> History:
 async def put(store: RecordStore, number: int, *, tenant: str | None = "ada", status: str = "completed") -> Record:
     """Store response `number`, which continues all those before it, and has ended unless it is in progress."""
     request = read_request({"input": f"Q{number}"})
-    before = EarlierResponses(tuple(f"resp_{each}" for each in range(number)))
-    new = new_response(request, before, f"resp_{number}", tenant)
+    previous = tuple(f"resp_{each}" for each in range(number))
+    new = new_response(request, f"resp_{number}", tenant, previous)
     await store.put(new.record.head.id, new.written)
     if status != "in_progress":
         output = [{"id": f"msg_{number}", "type": "message", "role": "assistant", "content": [], "status": status}]
@@ -96,16 +95,16 @@ async def test_the_operator_and_the_tenant_find_a_response(history: History, sto
 async def test_a_conversation_is_the_inputs_and_outputs_of_its_responses(history: History, store: RecordStore) -> None:
     for number in range(3):
         await put(store, number)
-    conversation = await history.conversation(ADA, "resp_2")
-    assert conversation.ids == ("resp_0", "resp_1", "resp_2")
-    assert [item["role"] for item in conversation.items] == ["user", "assistant"] * 3
-    assert conversation.items[2]["content"] == [{"type": "input_text", "text": "Q1"}]
+    ids, items = await history.conversation(ADA, "resp_2")
+    assert ids == ("resp_0", "resp_1", "resp_2")
+    assert [item["role"] for item in items] == ["user", "assistant"] * 3
+    assert items[2]["content"] == [{"type": "input_text", "text": "Q1"}]
 
 
 async def answered(store: RecordStore, number: int, tenant: str = "ada") -> list[dict[str, Any]]:
     """Store response `number` with every kind of output item, and return these."""
     request = read_request({"input": f"Q{number}", "tools": TOOLS})
-    new = new_response(request, EarlierResponses(), f"resp_{number}", tenant)
+    new = new_response(request, f"resp_{number}", tenant)
     state = ResponseState(new.record.head)
     written = log(
         started(), delta(reasoning="Hm."), delta(content="Yes."), call(0, "get_weather", "{}"),
@@ -221,7 +220,7 @@ async def test_the_last_response_counts_for_the_limit_of_a_conversation(
 ) -> None:
     await put(store, 0)
     monkeypatch.setattr(module, "MAX_BYTES", await store.length("resp_0"))
-    assert (await history.conversation(ADA, "resp_0")).ids == ("resp_0",)
+    assert (await history.conversation(ADA, "resp_0"))[0] == ("resp_0",)
     monkeypatch.setattr(module, "MAX_BYTES", await store.length("resp_0") - 1)
     with pytest.raises(ApiError) as refused:
         await history.conversation(ADA, "resp_0")
