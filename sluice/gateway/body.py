@@ -103,7 +103,7 @@ def told(answer: Mapping[str, Any], ignored: Collection[str]) -> Mapping[str, An
     return {**answer, "sluice": {**answer.get("sluice", {}), "ignored": list(ignored)}}
 
 
-async def read_body(request: Request, max_bytes: int, held: HeldBytes) -> Body:
+async def receive_body(request: Request, max_bytes: int, held: HeldBytes) -> Body:
     """Return the body; its bytes count as held as they arrive, and as they are decoded. Raises `ApiError`: 413 beyond
     `max_bytes` or 100,000 values, 429 or 503 if more bytes are held already, 415 for an unknown encoding, 400 for
     anything but an object and for one that is nested more than 100 levels deep."""

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from sluice.client import Client
 from sluice.gateway import idempotency, sse
-from sluice.gateway.body import Body, Interface, in_thread_if_long, read_body
+from sluice.gateway.body import Body, Interface, in_thread_if_long, receive_body
 from sluice.gateway.caller import LOCAL, Authentication, Caller, Limits
 from sluice.gateway.errors import ApiError
 from sluice.gateway.idempotency import IdempotencyKeys
@@ -75,7 +75,7 @@ class Gateway:
     async def read_body(self, request: Request, caller: Caller, interface: Interface) -> Body:
         """Return the body of a request, as its interface reads it. The caller holds its bytes until it releases them.
         Raises `ApiError`."""
-        body = await read_body(request, self.settings.max_body_bytes, caller.held)
+        body = await receive_body(request, self.settings.max_body_bytes, caller.held)
         if self.settings.strict:
             return body
         content, ignored = await in_thread_if_long(body.length, interface, body.content)

@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import Request
 
 from sluice.gateway import ServeSettings
-from sluice.gateway.body import read_body, zstd
+from sluice.gateway.body import receive_body, zstd
 from sluice.gateway.errors import ApiError
 from sluice.gateway.protection import Memory
 from tests.gateway.gateways import serving
@@ -45,9 +45,9 @@ ENCODE: dict[str, Callable[[bytes], bytes]] = {
 async def test_an_encoded_body_is_that_which_was_encoded_and_is_held_as_it_is_decoded(encoding: str) -> None:
     memory = Memory(2 * LIMIT, LIMIT)
     held = memory.hold(None)
-    plain = await read_body(request(LONG, ""), LIMIT, memory.hold(None))
+    plain = await receive_body(request(LONG, ""), LIMIT, memory.hold(None))
     before = memory.total
-    body = await read_body(request(ENCODE[encoding](LONG), encoding), LIMIT, held)
+    body = await receive_body(request(ENCODE[encoding](LONG), encoding), LIMIT, held)
     assert (body.content, body.length, body.digest) == (json.loads(LONG), len(LONG), plain.digest)
     assert memory.total - before == len(LONG)
 
@@ -83,7 +83,7 @@ async def test_what_cannot_be_decoded_within_the_limits_is_refused(
     encoding: str, body: bytes, status: int, code: str
 ) -> None:
     with pytest.raises(ApiError) as refused:
-        await read_body(request(body, encoding), LIMIT, Memory(2 * LIMIT, LIMIT).hold(None))
+        await receive_body(request(body, encoding), LIMIT, Memory(2 * LIMIT, LIMIT).hold(None))
     assert (refused.value.form.status, refused.value.form.code) == (status, code)
 
 
@@ -94,7 +94,7 @@ async def test_a_body_that_grows_without_end_is_refused_long_before_its_end(enco
     held = memory.hold(None)
     bomb = ENCODE[encoding](b" " * 300_000_000)
     with pytest.raises(ApiError) as refused:
-        await read_body(request(bomb, encoding), 100_000_000, held)
+        await receive_body(request(bomb, encoding), 100_000_000, held)
     assert (refused.value.form.status, refused.value.form.code, memory.total <= 3_000_000) == (503, "overloaded", True)
 
 
@@ -112,7 +112,7 @@ async def test_decoding_a_long_body_does_not_stop_the_event_loop() -> None:
 
     watching = asyncio.create_task(watch())
     with pytest.raises(ApiError):
-        await read_body(request(bomb, "gzip"), 90_000_000, Memory(10**9, 10**9).hold(None))
+        await receive_body(request(bomb, "gzip"), 90_000_000, Memory(10**9, 10**9).hold(None))
     done = True
     await watching
     assert longest < 0.05
