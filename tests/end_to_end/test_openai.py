@@ -17,9 +17,9 @@ from pydantic import BaseModel
 from redis.asyncio import Redis
 
 from sluice import Client
+from tests.client.test_openai import surprises
 from tests.end_to_end.test_pages import OPENAI_BACKEND
 from tests.support.stack import ROOT, WorkerProcess, free_port
-from tests.test_openai import surprises
 
 Said = dict[str, Any]
 
