@@ -40,8 +40,7 @@ from sluice.gateway.sse import CONNECTION
 from sluice.http_errors import ErrorForm
 from sluice.log_lines import line_handler
 
-# The middleware around every request: a time limit for the body, the headers about limits, and the release of what it
-# holds.
+logger = logging.getLogger("sluice.gateway")
 
 
 class _Protection:
@@ -86,8 +85,6 @@ class _TimedBody:
         self._deadline += len(message.get("body", b"")) / MIN_BYTES_PER_S
         return message
 
-
-logger = logging.getLogger("sluice.gateway")
 
 _ALIVE = ("/health", "/healthz")  # the first is what servers of models have, and what benchmarks for them ask for
 

@@ -23,13 +23,13 @@ from sluice.gateway.protection import HeldBytes, Memory, at_end
 from sluice.http_errors import ErrorForm
 from sluice.transport import Retries
 
+_REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed
+
 # The limits of keys in requests and tokens a minute, counted in Redis, so that all gateways agree.
 #
 # Each limit is a bucket that holds the requests or tokens of one minute and refills evenly: in any t seconds at most
 # limit * (1 + t / 60) are granted. Tokens are reserved by an estimate when a job is queued, and corrected by its usage
 # at its end; the excess of a job over its estimate is subtracted from what comes after it.
-
-_REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed
 
 
 @dataclass(frozen=True, slots=True)

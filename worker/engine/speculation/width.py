@@ -288,8 +288,7 @@ def choose_width(
     return best
 
 
-# What drafts may lose: the second of the two rules by which they are verified. The first, if a width pays, is in
-# `width`.
+# What drafts may lose: the second of the two rules.
 
 
 @dataclass(slots=True)
