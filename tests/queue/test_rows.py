@@ -125,8 +125,10 @@ async def test_when_the_hours_end_what_runs_goes_on_and_nothing_more_begins(redi
         await ask(db, "file-0", {"say": ["a", "b"], "pace_s": 0.5}, lane="batch", at_ms=0)
         await until(lambda: running(chat) == {"file-0"})
         clock.put_forward = timedelta()
-        await ask(db, "file-1", {"say": ["never"]}, lane="batch", at_ms=1)
+        await ask(db, "chat-0", {"say": ["now"]}, at_ms=1)
+        await until(lambda: "chat-0" in chat.began)  # so the claim that still saw the night has ended
+        await ask(db, "file-1", {"say": ["never"]}, lane="batch", at_ms=2)
         await until(lambda: not chat.running)
-        await ask(db, "chat-0", {"say": ["soon"]}, at_ms=2)
-        await until(lambda: "chat-0" in chat.began)
-        assert chat.began == ["file-0", "chat-0"]
+        await ask(db, "chat-1", {"say": ["soon"]}, at_ms=3)
+        await until(lambda: "chat-1" in chat.began)
+        assert chat.began == ["file-0", "chat-0", "chat-1"]
