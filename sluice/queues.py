@@ -17,6 +17,8 @@ from sluice.errors import UnknownJob
 from sluice.presence import Attendances
 from sluice.transport import Retries
 
+_SECONDS = re.compile(rb"\d{1,12}(\.\d{1,20})?(e\+\d{1,2})?")  # some clients have written 1.79592498e+9
+
 
 @dataclass(frozen=True, slots=True)
 class Queue:
@@ -94,7 +96,7 @@ class Queues:
         return [
             id.decode("utf-8", "surrogateescape")
             for id, text in zip(ids, deadlines, strict=True)
-            if isinstance(text, bytes) and re.fullmatch(rb"\d{1,12}(\.\d{1,12})?", text) and float(text) <= seconds + 1
+            if isinstance(text, bytes) and _SECONDS.fullmatch(text) and float(text) <= seconds + 1
         ]
 
     async def pages(self, model: str, lane: Lane, *, older_than_s: float = 0.0) -> AsyncGenerator[Sequence[bytes]]:

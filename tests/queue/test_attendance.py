@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -97,6 +98,14 @@ async def test_listing_the_queues_keeps_the_deadlines_of_all_jobs_without_a_work
     for job_id in late:
         assert await db.hget(keys.job(job_id), "state") == b"failed"
     assert await client.state(patient.id) == "queued"
+
+
+async def test_a_deadline_that_was_written_with_an_exponent_is_kept(db: Redis, client: Client) -> None:
+    job = await client.submit({"messages": HELLO, "deadline_s": 60})
+    assert re.fullmatch(rb"\d{10}\.\d{3}", await db.hget(keys.job(job.id), "deadline") or b"")
+    await db.hset(keys.job(job.id), "deadline", "1.7626049808760002e+9")
+    await client.queues()
+    assert await db.hget(keys.job(job.id), "state") == b"failed"
 
 
 async def test_a_reader_ends_a_job_as_a_worker_does(db: Redis, client: Client, redis_url: str) -> None:

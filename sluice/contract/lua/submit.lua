@@ -57,7 +57,8 @@ for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[2 * i], 'PX', ARGV[2 * i + 1
 redis.call('ZADD', queue, now_ms, id)
 local model = string.sub(queue, #'sluice:queue:' + 1, -#lane - 2)
 redis.call('HSET', job, 'state', 'queued', 'model', model, 'lane', lane, 'queued_at', now_ms / 1000)
-local deadline = ARGV[6] ~= '' and now_ms / 1000 + ARGV[6] or nil
+-- The server would write a number of 17 digits with an exponent.
+local deadline = ARGV[6] ~= '' and string.format('%.3f', now_ms / 1000 + ARGV[6]) or nil
 if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
 if user ~= '' then redis.call('HSET', job, 'user', user) end
 if deadline then redis.call('HSET', job, 'deadline', deadline) end
@@ -69,7 +70,7 @@ redis.call('PEXPIRE', job, ARGV[3])
 
 local index = index_of(queue)
 if redis.call('EXISTS', index.jobs) == 1 then -- otherwise the next claim creates it
-  in_index(add_waiting, index, id, now_ms, line_of(tenant, user), deadline and deadline * 1000, is_count)
+  in_index(add_waiting, index, id, now_ms, line_of(tenant, user), deadline and tonumber(deadline) * 1000, is_count)
 end
 redis.call('PUBLISH', wake, '')
 return { 1, 'queued', served }
