@@ -16,10 +16,12 @@ import json
 from collections.abc import AsyncGenerator
 from typing import TypeVar
 
+from redis.exceptions import ResponseError
+
 from sluice.client import Client
 from sluice.contract import keys
 from sluice.contract.events import WAITING
-from sluice.errors import UnknownJob
+from sluice.errors import UnknownJob, UnreadableLog
 from sluice.streaming import LAST_SEQ, ReadAhead
 from sluice.sync import iterating
 
@@ -30,7 +32,7 @@ HEADERS = {
 }
 RETRY = b"retry: 500\n\n"  # milliseconds; by default browsers reconnect after 3 to 5 seconds
 KEEP_ALIVE = b": keep-alive\n\n"
-UNKNOWN = b'event: unknown\ndata: {"message": "There is no such job, or its events have expired."}\n\n'
+_UNKNOWN = "There is no such job, or its events have expired."
 
 
 T = TypeVar("T")
@@ -48,14 +50,15 @@ async def frames(
 
     `last_event_id` is the request's header `Last-Event-ID`; all events are sent if it is None or not a `seq`. A comment
     is sent after each `keep_alive_s` seconds without an event. A job without a trace for `unknown_s` seconds ends as
-    the event `unknown`, and so does an invalid id: at once, unless a browser may ask before its job is submitted.
+    the event `unknown`, and so does an invalid id: at once, unless a browser may ask before its job is submitted. So
+    does a job whose events cannot be read, for an EventSource would ask for them again and again.
     Raises `ServerUnreachable` as `Client.stream` does: the response breaks off, and an EventSource reconnects.
     """
     yield RETRY
     try:
         keys.check_job_id(job_id)
     except ValueError:
-        yield UNKNOWN
+        yield _unknown(_UNKNOWN)
         return
     source = ReadAhead(client.stream_json(job_id, after=seq_of(last_event_id), unknown_s=unknown_s))
     try:
@@ -65,7 +68,10 @@ async def frames(
             if events is None:
                 yield KEEP_ALIVE
     except UnknownJob:
-        yield UNKNOWN
+        yield _unknown(_UNKNOWN)
+    except (UnreadableLog, ResponseError):
+        yield _unknown("The events of this job cannot be read.")
+        raise  # for the log of the web server
     finally:
         await source.close()
 
@@ -90,6 +96,10 @@ async def take(source: ReadAhead[T], silence_s: float) -> list[T] | None:
         if not limit.expired():
             raise
         return await source.take() if source.is_ready else None  # an item and the limit came at the same moment
+
+
+def _unknown(message: str) -> bytes:
+    return b"event: unknown\ndata: %s\n\n" % json.dumps({"message": message}).encode()
 
 
 def _frame(event: bytes) -> bytes:

@@ -226,7 +226,7 @@ func (s *stream) readList(redis *connection, seen *time.Time) error {
 			return err
 		}
 	}
-	known, err := redis.command("EXISTS", "sluice:log:"+s.id, "arq:job:"+s.id, "sluice:job:"+s.id)
+	known, err := redis.command("EXISTS", "sluice:log:"+s.id, "arq:job:"+s.id)
 	if err != nil {
 		return err
 	}

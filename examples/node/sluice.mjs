@@ -108,7 +108,7 @@ export class Sluice {
   async #read(id, next, seen) {
     const redis = await this.#redis();
     const events = await redis.command("LRANGE", `sluice:log:${id}`, next, -1);
-    if (events.length > 0 || (await redis.command("EXISTS", `sluice:log:${id}`, `arq:job:${id}`, `sluice:job:${id}`))) {
+    if (events.length > 0 || (await redis.command("EXISTS", `sluice:log:${id}`, `arq:job:${id}`))) {
       seen.at = Date.now();
     } else if (Date.now() - seen.at > UNKNOWN_MS) {
       throw new UnknownJob(`no such job, or its events have expired: ${id}`);

@@ -91,11 +91,15 @@ async def test_a_wrong_number_that_is_found_after_a_gap_ends_the_stream(db: Redi
 async def test_a_wrong_number_ends_server_sent_events_and_a_wait_for_the_result(db: Redis, client: Client) -> None:
     await db.rpush(keys.log("a"), event(3, "delta", token_ids=[1]))
 
-    async def frames() -> list[bytes]:
-        return [frame async for frame in sse.frames(client, "a")]
+    seen = list[bytes]()
+
+    async def read() -> None:
+        async for frame in sse.frames(client, "a"):
+            seen.append(frame)
 
     with pytest.raises(UnreadableLog):
-        await asyncio.wait_for(frames(), 60)
+        await asyncio.wait_for(read(), 60)
+    assert seen[-1].startswith(b"event: unknown\n")  # or an EventSource would ask again and again
     with pytest.raises(UnreadableLog):
         await client.result("a", timeout=60)
 
