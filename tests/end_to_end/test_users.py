@@ -14,7 +14,7 @@ from tests.end_to_end.test_cli import Command
 from tests.end_to_end.test_cli_operators import park
 from tests.support.stack import ROOT
 
-ROLES = ("worker", "gateway", "backend", "feeder", "operator", "monitoring")
+ROLES = ("worker", "gateway", "backend", "operator", "monitoring")
 HELLO = [{"role": "user", "content": "Count to 3."}]
 ENDLESS = {"messages": HELLO, "max_tokens": 30_000, "logit_bias": {"0": -100, "2": -100}}
 NOBODY_MAY = (
@@ -107,7 +107,7 @@ def test_a_backend_may_submit_stream_and_cancel(redis_url: str, denied: Callable
 def test_a_feeder_may_run_and_cancel_batches(
     sluice: Command, redis_url: str, tmp_path: Path, denied: Callable[[], object]
 ) -> None:
-    feeder = as_role(sluice, redis_url, "feeder")
+    feeder = as_role(sluice, redis_url, "operator")
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": HELLO}}
     (tmp_path / "in.jsonl").write_text(json.dumps(line))
     assert feeder("batch", "run", "in.jsonl", "-o", "out.jsonl")[0] == 0

@@ -143,20 +143,22 @@ async def test_a_job_of_ours_reads_as_a_job_of_arq_s(arq_redis: ArqRedis, db: Re
     assert (info.function, info.args, info.kwargs, info.score) == ("chat", [REQUEST], {}, 1)
 
 
-async def aborted(redis: ArqRedis, job_id: str) -> bool:
-    return await Job(job_id, redis, _queue_name=QUEUE, _deserializer=json.loads).abort(timeout=20, poll_delay=0.05)
-
-
 async def test_abort_cancels_a_job_that_runs_and_one_that_waits_and_one_for_later(
     arq_redis: ArqRedis, redis_url: str, db: Redis
 ) -> None:
     chat = FakeChat()
     async with working(settings(redis_url, max_rows=1, reserved_rows=0, poll_s=0.1), chat.chat):
+        jobs = dict[str, Job | None]()
         for job_id, given in (("runs", {}), ("waits", {}), ("later", {"_defer_by": 3600})):
-            await arq_redis.enqueue_job("chat", {"then": "hang"}, _job_id=job_id, _queue_name=QUEUE, **given)
+            jobs[job_id] = await arq_redis.enqueue_job(
+                "chat", {"then": "hang"}, _job_id=job_id, _queue_name=QUEUE, **given
+            )
             await until(lambda: bool(chat.running))
         for job_id in ("waits", "later", "runs"):
-            assert not await aborted(arq_redis, job_id), "arq returns True for results of its own only"
+            job = jobs[job_id]
+            assert job is not None
+            aborted = await job.abort(timeout=20, poll_delay=0.05)
+            assert not aborted, "arq returns True for results of its own only"
             said = await ended(db, job_id)
             assert [event["type"] for event in said if event["type"] in FINAL] == ["cancelled"]
             assert said[-1]["reason"] == "requested"

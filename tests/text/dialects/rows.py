@@ -1,7 +1,4 @@
-"""What models write in each dialect: a row of data for each, in the form that public suites and templates show.
-
-A new dialect is a row of `worker.text.dialects.table` and a row here.
-"""
+"""What models write in each dialect: a row of data for each, in the form that public suites and templates show."""
 
 OSLO = ("weather", {"city": "Oslo", "days": 2})
 NOW = ("now", {})
