@@ -220,7 +220,8 @@ class Answer:
             case Progress(stored=False) if self._head:
                 return [{**self._chunk({}), "sluice": {"phase": event.phase, "workers": event.workers}}]
             case Finished():
-                return [self._chunk({}, finish_reason=event.finish_reason)]
+                chunk = self._chunk({}, finish_reason=event.finish_reason)
+                return [{**chunk, "sluice": {"warnings": event.warnings}} if event.warnings else chunk]
             case Failed():
                 raise JobFailed(event.error)
             case Cancelled():

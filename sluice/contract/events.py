@@ -167,6 +167,8 @@ class Finished(Event):
     """The one of the request's `stop` strings that ended the answer."""
     usage: Usage
     timings: Timings
+    warnings: list[str] | None = None
+    """As in the result: what the model could not do as the request asks, or why it ended early."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

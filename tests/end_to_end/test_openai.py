@@ -140,6 +140,9 @@ async def test_a_loop_in_reasoning_is_closed_and_named(openai: AsyncOpenAI) -> N
     details = answer.usage.completion_tokens_details
     assert details.reasoning_tokens == 3_072 + 2  # with the line's end and the marker
     assert "reasoning was closed, since it repeated the same 1 token" in answer.sluice["warnings"][0]
+    stream = await openai.chat.completions.create(model="default", messages=begun, stream=True, **fields)
+    *_, last = [chunk async for chunk in stream]
+    assert last.sluice == {"warnings": answer.sluice["warnings"]}
     free = await whole(openai, {"messages": begun}, **fields, extra_body={"loop_guard": False})
     assert free.usage.completion_tokens_details.reasoning_tokens == 3_200
     assert "warnings" not in free.sluice

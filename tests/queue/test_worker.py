@@ -357,12 +357,15 @@ async def faults_of(written: str, redis_url: str, db: Redis) -> tuple[dict[str, 
     function = {"name": "now", "parameters": {"type": "object", "properties": {"zone": {}}, "required": ["zone"]}}
     async with engine, working(known, real_chat, context=model):
         await ask(db, "a", {"messages": HELLO, "tools": [{"type": "function", "function": function}]})
-        assert (await ended(db, "a"))[-1]["finish_reason"] == "tool_calls"
+        final = (await ended(db, "a"))[-1]
+        assert final["finish_reason"] == "tool_calls"
         await until(
             lambda: counted(model.metrics, "vllm:request_success_total", "finished_reason") == {"tool_calls": 1}
         )
     result = json.loads(await db.get(keys.result("a")))
-    return counted(model.metrics, "sluice:faulty_tool_calls_total", "fault"), result["sluice"].get("warnings", [])
+    noted = result["sluice"].get("warnings", [])
+    assert final.get("warnings", []) == noted
+    return counted(model.metrics, "sluice:faulty_tool_calls_total", "fault"), noted
 
 
 def counted(metrics: Any, name: str, label: str) -> dict[str, float]:

@@ -69,10 +69,10 @@ def completion(
     context: WorkerContext,
     answer: CompletedAnswer,
     calls: Sequence[dict[str, Any]],
-    faulty: Sequence[FaultyCall],
+    warnings: Sequence[str],
 ) -> dict[str, object]:
     """Return the result; `logprobs` in it holds JSON items, so it is written by `json_bytes`. `calls`: of the answer,
-    as a message has them, and `faulty` those of them that are wrong."""
+    as a message has them."""
     choice = {
         "index": 0,
         "message": _message(answer.output, calls),
@@ -95,7 +95,7 @@ def completion(
             "prompt_tokens_details": {"cached_tokens": job.usage.cached_tokens, **images},
             **job.usage.completion_details,
         },
-        "sluice": _extension(job, request, context, answer, faulty),
+        "sluice": _extension(job, request, context, answer, warnings),
     }
 
 
@@ -120,13 +120,8 @@ def _message(output: OutputDelta, calls: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def _extension(
-    job: Job, request: ChatRequest, context: WorkerContext, answer: CompletedAnswer, faulty: Sequence[FaultyCall]
+    job: Job, request: ChatRequest, context: WorkerContext, answer: CompletedAnswer, warnings: Sequence[str]
 ) -> dict[str, object]:
-    warnings = [
-        *warnings_of(request, parses_tools=context.codec.parses_tools, left_out_calls=answer.left_out_calls),
-        *list(dict.fromkeys(call.message for call in faulty))[:_MOST_FAULTS],
-        *answer.warnings,
-    ]
     return {
         "lane": job.claim.lane,
         "worker": context.settings.worker_name,
@@ -387,9 +382,15 @@ class JobRecorder:
         )
         calls = message_tool_calls(answered.output.tool_calls)
         faulty = faulty_calls(request, calls, is_cut_off=finish_reason == "length")
-        whole = completion(self._job, request, self._context, answered, calls, faulty)
+        parses_tools = self._context.codec.parses_tools
+        warnings = [
+            *warnings_of(request, parses_tools=parses_tools, left_out_calls=output.left_out_calls),
+            *list(dict.fromkeys(call.message for call in faulty))[:_MOST_FAULTS],
+            *answered.warnings,
+        ]
+        whole = completion(self._job, request, self._context, answered, calls, warnings)
         faults = tuple(call.fault for call in faulty)
-        return JobResult(finish_reason, timings, whole, output.stop_sequence, faulty_calls=faults)
+        return JobResult(finish_reason, timings, whole, output.stop_sequence, warnings=warnings, faulty_calls=faults)
 
     def _timings(self) -> dict[str, float]:
         decode_s = self._last_at - self._first_at

@@ -181,6 +181,8 @@ class View:
         self._end_call()
         if self._from_start and not self.answer.text.strip():
             self._note_last(f"no text: {self.answer.why_empty(event.finish_reason)}")
+        for warning in event.warnings or ():
+            self._note_last(warning, style="yellow")
         self._note_last(_summary(event))
 
     def _write(self, text: str) -> None:

@@ -1,7 +1,7 @@
 """A claimed job while it runs, and the ways it can be stopped."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class JobResult:
     timings: dict[str, float]
     result: dict[str, object]
     stop_sequence: str | None = None  # the stop string that ended the answer
+    warnings: Sequence[str] = ()  # for the final event; the result has them too
     is_answer: bool = True
     faulty_calls: tuple[CallFault, ...] = ()  # what is wrong with its calls, for the metrics
 

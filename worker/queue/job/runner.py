@@ -96,6 +96,7 @@ class Endings:
     async def finish(self, job: Job, answer: JobResult, result: bytes) -> None:
         """Write the final event of a finished job, and wait for it. `result`: the JSON text to store."""
         job.begin_ending()
+        warnings: dict[str, Any] = {"warnings": answer.warnings} if answer.warnings else {}
         ending = self._publisher.finish(
             job.log,
             "finished",
@@ -104,6 +105,7 @@ class Endings:
             stop_sequence=answer.stop_sequence,
             usage=job.usage.as_event(),
             timings=answer.timings,
+            **warnings,
         )
         if await _write_ending(job, ending) and answer.is_answer:
             self._metrics.finished(
