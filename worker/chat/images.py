@@ -15,9 +15,6 @@ from worker.images.image import Image
 from worker.request import ProcessedImage, PromptImage
 from worker.settings import Settings
 
-_PIXEL_BYTES = 12  # of a preprocessed image: three channels in float32
-_CACHE_BYTES = 300_000_000  # two photos of 12 megapixels after Qwen's preprocessing
-
 
 class ImagePreprocessor(Protocol):
     """The model's image processor. See `worker.engine.vision.processors`."""
@@ -35,7 +32,7 @@ class ImageInputs:
     def __init__(self, settings: Settings, processor: ImagePreprocessor) -> None:
         self._loader, self._processor = ImageLoader(settings), processor
         self._max_prepared_pixels = REQUEST_FACTOR * settings.image_max_pixels
-        self._cache = ByteLRU[ProcessedImage](_CACHE_BYTES)
+        self._cache = ByteLRU[ProcessedImage](300_000_000)  # two photos of 12 megapixels after Qwen's preprocessing
         # One for each lane: an offline job may wait long for the engine, and must not block interactive jobs.
         self._budgets: dict[Lane, PixelBudget] = {lane: PixelBudget(settings.image_max_pixels) for lane in LANES}
         # A thread of its own, and one image at a time, even if jobs are cancelled: preprocessing a large image takes
@@ -54,7 +51,7 @@ class ImageInputs:
             pixels = image.width * image.height
             await self._budgets[lane].acquire(id, pixels)
             processed.append(await run(self._thread, self._preprocess, namespace, place, image))
-            prepared = processed[-1].nbytes // _PIXEL_BYTES
+            prepared = processed[-1].nbytes // 12  # bytes of a pixel: three channels in float32
             # A processor enlarges what is smaller than its model needs: hundreds of icons may be gigabytes.
             await self._budgets[lane].acquire(id, max(0, prepared - pixels))
             total += prepared

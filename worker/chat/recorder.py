@@ -31,8 +31,6 @@ from worker.text.output.output import Output, OutputDelta, concat
 
 _CALLS_NOT_READ = "tools: the form of this model's calls is not known, so a call would be in the content."
 _CALLS_LEFT_OUT = "tool_choice: the answer has tool calls, which were left out since it is none."
-_MOST_FAULTS = 8  # of calls, in the warnings
-_NAME_CHARACTERS = 80  # of a name that is quoted
 _ECHOED = {"tenant", "safety_identifier", "user", "prompt_cache_key", "metadata", "store"}
 
 
@@ -158,7 +156,7 @@ def faulty_calls(request: ChatRequest, calls: Sequence[dict[str, Any]], *, is_cu
 
 
 def _judged(name: str, arguments: str, required: Mapping[str, Any]) -> FaultyCall | None:
-    called = repr(name[:_NAME_CHARACTERS])
+    called = _quoted(name)
     if name not in required:
         return FaultyCall("unknown_function", f"tool_calls: the function {called} is not among the tools.")
     try:
@@ -171,8 +169,12 @@ def _judged(name: str, arguments: str, required: Mapping[str, Any]) -> FaultyCal
     missing = next((each for each in asked if isinstance(each, str) and each not in given), None)
     if missing is None:
         return None
-    absent = f"{missing[:_NAME_CHARACTERS]!r}, which is required."
+    absent = f"{_quoted(missing)}, which is required."
     return FaultyCall("missing_argument", f"tool_calls: the call of {called} has no {absent}")
+
+
+def _quoted(name: str) -> str:
+    return repr(name[:80])  # models write names of any length
 
 
 logger = logging.getLogger("sluice.jobs")
@@ -180,7 +182,6 @@ logger = logging.getLogger("sluice.jobs")
 Entry = dict[str, Any]  # logprobs of a token, in OpenAI's form
 
 _NOTHING = OutputDelta()
-_MOST_WARNINGS = 16  # before the answer: a client's schemas decide how many there are
 _CUT_SHORT = "max_tokens: the answer was ended, since this worker's memory holds no longer one after this prompt."
 _PROGRESS_EVERY_S = 0.25
 _GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are merged, so that a batch does not fill Redis
@@ -339,7 +340,7 @@ class JobRecorder:
 
     def warn(self, line: str) -> None:
         """Note what the client must know about the answer, for the result."""
-        if len(self._warnings) < _MOST_WARNINGS:
+        if len(self._warnings) < 16:  # a client's schemas decide how many there are
             self._warnings.append(line)
 
     def flush(self) -> None:
@@ -385,7 +386,7 @@ class JobRecorder:
         parses_tools = self._context.codec.parses_tools
         warnings = [
             *warnings_of(request, parses_tools=parses_tools, left_out_calls=output.left_out_calls),
-            *list(dict.fromkeys(call.message for call in faulty))[:_MOST_FAULTS],
+            *list(dict.fromkeys(call.message for call in faulty))[:8],  # an answer may have any number
             *answered.warnings,
         ]
         whole = completion(self._job, request, self._context, answered, calls, warnings)

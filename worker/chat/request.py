@@ -53,7 +53,6 @@ def _messages(messages: list[Message]) -> list[Message]:
     return translated
 
 
-_NEVER = -100.0  # the bias that OpenAI describes as a ban
 _OF_THE_MODEL = "temperature", "top_p", "top_k", "min_p"  # its generation config may have them
 
 
@@ -164,7 +163,7 @@ def _bias(request: ChatRequest, vocab: int, ends: Collection[int]) -> tuple[tupl
     if beyond := [token for token in biases if token >= vocab]:
         message = f"logit_bias: token {beyond[0]} is not in the vocabulary of {vocab:,}."
         raise JobFailure("invalid_request", message, param="logit_bias")
-    never = dict.fromkeys(sorted(ends), _NEVER) if request.ignore_eos else {}
+    never = dict.fromkeys(sorted(ends), -100.0) if request.ignore_eos else {}  # OpenAI's bias for a ban
     return tuple((biases | never).items())
 
 

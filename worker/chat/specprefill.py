@@ -13,8 +13,6 @@ from worker.request import SpecPrefillParams
 from worker.settings import Settings
 from worker.text.prompt.prompt import Prompt
 
-_MOSTLY_CODE = 0.5  # share of the conversation's characters in code fences: an edit needs every line
-
 
 def specprefill_params(
     request: ChatRequest, prompt: Prompt, settings: Settings
@@ -46,7 +44,7 @@ def _why_whole(request: ChatRequest, prompt: Prompt, settings: Settings, *, aske
         return "The request offers tools; `specprefill: true` asks for it."
     if isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat):
         return "The request asks for JSON; `specprefill: true` asks for it."
-    if _code_share(request) > _MOSTLY_CODE:
+    if _code_share(request) > 0.5:  # an edit needs every line
         return "The prompt is mostly code; `specprefill: true` asks for it."
     return ""
 

@@ -25,8 +25,6 @@ from worker.text.prompt.template_changes import write_as_json
 from worker.text.threads import Check, TextThreads
 from worker.text.tokenizer import Tokenizer, Vocabulary
 
-_LEAST = -9999.0  # OpenAI's value for an impossible token; JSON has no minus infinity
-
 
 def entry(token: int, logprobs: Logprobs, bytes_of: Callable[[int], bytes]) -> dict[str, Any]:
     """Return one entry of a choice's `logprobs.content`.
@@ -40,7 +38,8 @@ def entry(token: int, logprobs: Logprobs, bytes_of: Callable[[int], bytes]) -> d
 
 
 def _one(spelled: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": spelled.decode(errors="replace"), "logprob": max(logprob, _LEAST), "bytes": list(spelled)}
+    finite = max(logprob, -9999.0)  # OpenAI's value for an impossible token; JSON has no minus infinity
+    return {"token": spelled.decode(errors="replace"), "logprob": finite, "bytes": list(spelled)}
 
 
 if TYPE_CHECKING:
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sluice.text")
 
 T = TypeVar("T")
-
-_SMALL_VOCABULARY = 8_192  # tokens; tables for grammars of large vocabularies take up to a second to build
 
 
 class TextCodec:
@@ -127,7 +124,7 @@ class TextCodec:
         if not self.parses_tools:
             logger.info("No known form of tool calls was found in the model's chat template: its calls are not read.")
         await self._prompts.try_template()
-        if self._vocab > _SMALL_VOCABULARY:
+        if self._vocab > 8_192:  # tables of large vocabularies take up to a second to build
             await self._grammar_states()
 
     async def next_parting(self, request: ChatRequest) -> Parting | None:

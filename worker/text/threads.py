@@ -22,12 +22,7 @@ T = TypeVar("T")
 Check = Callable[[], None]  # raises `WorkAbandoned` if the result is no longer needed
 
 LARGE = 65_536  # characters: the slowest tokenizers take a quarter of a second for them
-_SMALL_THREADS = 2
-# A text that fills a context of a million tokens takes about 5 s on a slow machine.
-_TIMEOUT_S = 60.0
-_SLICE_S = 0.1
 _MAX_PAUSED = 6  # paused calls: each keeps its thread and its memory while others run
-_RECHECK_S = 1.0
 
 
 class WorkAbandoned(Exception):
@@ -48,11 +43,12 @@ class Pool:
         *,
         reserved: int = 0,
         subject: str = "messages",
-        timeout_s: float = _TIMEOUT_S,
-        slice_s: float = _SLICE_S,
+        timeout_s: float = 60.0,
+        slice_s: float = 0.1,
     ) -> None:
         """`reserved`: threads that offline jobs leave free. `subject`: the field that the error for a timeout names.
-        `timeout_s`: timeout of a call in seconds, without its waits and pauses."""
+        `timeout_s`: timeout of a call, without its waits and pauses; a text that fills a context of a million tokens
+        takes about 5 s on a slow machine. `slice_s`: the time slice."""
         self._threads = ThreadPoolExecutor(threads + _MAX_PAUSED, name)
         self._turns = Turns(threads, reserved=reserved)
         self._timeout_s = timeout_s
@@ -165,7 +161,7 @@ class _Running:
             self.loop.call_soon_threadsafe(self._request_pause, self)
         except RuntimeError:  # the loop has closed
             raise WorkAbandoned from None
-        while not self._continues.wait(_RECHECK_S):
+        while not self._continues.wait(1.0):
             if self.loop.is_closed():
                 raise WorkAbandoned
 
@@ -174,7 +170,7 @@ class TextThreads:
     """The text threads of a worker: a few for small texts, and one per lane for large ones."""
 
     def __init__(self) -> None:
-        self._small = Pool("text", _SMALL_THREADS)
+        self._small = Pool("text", 2)
         self._large = {lane: Pool(f"large-text-{lane}", 1) for lane in LANES}
 
     async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:

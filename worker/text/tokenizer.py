@@ -102,7 +102,6 @@ class Tokenizer(Protocol):
         """
 
 
-_NO_BYTE = 0xFFFF
 _BETWEEN = b"\xff"  # no text in UTF-8 holds this byte
 _HEX = re.compile(r"<0x((?:[0-9A-Fa-f]{2})+)>")
 
@@ -112,7 +111,7 @@ def _alphabet() -> dict[int, int]:
     from 256 on. Characters that are not in it stand for none below 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [value for value in range(256) if value not in printable]
-    return dict.fromkeys(hidden, _NO_BYTE) | {256 + n: value for n, value in enumerate(hidden)}
+    return dict.fromkeys(hidden, 0xFFFF) | {256 + n: value for n, value in enumerate(hidden)}
 
 
 _BYTES = _alphabet()

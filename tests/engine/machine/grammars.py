@@ -13,7 +13,7 @@ from worker.engine.tokenizer import MLXTokenizer
 from worker.request import GrammarState
 from worker.text.grammar.lark import Grammar
 from worker.text.grammar.llg_tokenizer import llguidance_tokenizer
-from worker.text.grammar.row.grammar import _AT_ONCE_S, RowGrammar
+from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.row.thought import ThoughtLimit
 from worker.text.grammar.sandbox import compile_grammar
 from worker.text.output.thought import Closing, Thought, ThoughtFormat
@@ -160,7 +160,7 @@ _THOUGHTS = ThoughtFormat(b"<think>", b"</think>", 1, _text_of, (Closing((20,), 
 def make(family: Family, plan: Plan | None) -> GrammarState | None:
     match plan:
         case Json(slow):
-            return _json(family, count(0.0, 0.75 * _AT_ONCE_S).__next__ if slow else lambda: 0.0)
+            return _json(family, count(0.0, 0.001_5).__next__ if slow else lambda: 0.0)
         case Picky():
             return _Picky(family)
         case Closes(budget, then):

@@ -12,6 +12,7 @@ T = TypeVar("T")
 Waiting = Generator[None, None, T]  # yields None when it needs more text; returns T
 
 BLANK = " \t\r\n"
+LONGEST_HEADER = 300  # characters of a name with its attributes; a function's name has at most 128
 
 
 class NotACall(Exception):

@@ -21,6 +21,7 @@ from worker.text.dialects.json_text import BrokenJson, JsonText, Pieces, Repair
 from worker.text.dialects.values import Parameters
 
 Functions = Mapping[str, Parameters]  # the functions that a request offers, with their parameters
+LONGEST_NAME = 128  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,6 @@ def verbatim(cursor: Cursor, ends: Markers) -> Calls:
 def function_name(text: str) -> str:
     """Return a function's name. Raises `NotACall` for a text that can be none."""
     name = text.strip()
-    if not name or len(name) > 128 or any(char.isspace() or char in "<>{}[]()\"'`" for char in name):
+    if not name or len(name) > LONGEST_NAME or any(char.isspace() or char in "<>{}[]()\"'`" for char in name):
         raise NotACall
     return name

@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from worker.text.dialects.cursor import Cursor, Markers, NotACall, Waiting
+from worker.text.dialects.cursor import LONGEST_HEADER, Cursor, Markers, NotACall, Waiting
 from worker.text.dialects.dialect import (
     CallBegan,
     CallEnded,
@@ -18,8 +18,6 @@ from worker.text.dialects.dialect import (
 )
 from worker.text.dialects.json_calls import JsonCalls
 from worker.text.dialects.json_text import JsonText, Repair
-
-_LONGEST_HEADER = 300  # characters; a function's name has at most 128
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class HeaderCalls:
         """Return True if a call of an offered function comes next, without its opening. Reads nothing."""
         recording, ends = cursor.record(), Markers((self.separator, *self.openings))
         try:
-            header, marker = yield from cursor.until(ends, _LONGEST_HEADER)
+            header, marker = yield from cursor.until(ends, LONGEST_HEADER)
             found = re.fullmatch(self.header, header.strip()) if marker == self.separator else None
         except NotACall:
             found = None
@@ -83,7 +81,7 @@ class HeaderCalls:
         return found is not None and found["name"] in functions
 
     def _call(self, cursor: Cursor, functions: Functions) -> Calls:
-        header, marker = yield from cursor.until(Markers((self.separator, "{")), _LONGEST_HEADER)
+        header, marker = yield from cursor.until(Markers((self.separator, "{")), LONGEST_HEADER)
         if marker == "{":  # some models leave the marker before the arguments out
             cursor.put_back(marker)
         found = re.fullmatch(self.header, header if self.only_objects else header.strip())

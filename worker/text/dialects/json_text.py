@@ -25,8 +25,6 @@ _LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "
 _CODE = re.compile(r"u[0-9a-fA-F]{4}")
 _PYTHON_CODE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|U000[0-9a-fA-F]{5}|U0010[0-9a-fA-F]{4}|[0-7]{1,3}|[av])")
 _PREFIXED = re.compile(r"""[rbfuRBFU]{1,2}(?=["'])""")  # a string of Python
-_DEEPEST = 500  # brackets within one another: json.loads gives up at about a thousand
-_LONGEST_WORD = 5_000  # characters: json.loads refuses integers of more than 4,300 digits
 
 Pieces = Generator[str | None, None, None]  # yields pieces of JSON, and None when it needs more text
 
@@ -106,7 +104,7 @@ class JsonText:
         if not char or char not in ("{[(" if self._python else "{["):
             yield from self._scalar("," + brackets[-1].end if brackets else "")
             return False
-        if len(brackets) == _DEEPEST:
+        if len(brackets) == 500:  # json.loads gives up at about a thousand
             raise BrokenJson
         bracket = yield from self._bracket(char)
         if bracket in (_SET, _TUPLE):
@@ -235,7 +233,7 @@ class JsonText:
         word = ""
         while (char := (yield from self._cursor.next())) and _WORD.match(char):
             word += self._cursor.match(_WORD)
-            if len(word) > _LONGEST_WORD:
+            if len(word) > 5_000:  # json.loads refuses integers of more than 4,300 digits
                 raise BrokenJson
         return word
 

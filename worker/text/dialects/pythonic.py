@@ -8,6 +8,7 @@ from typing import Any
 
 from worker.text.dialects.cursor import Cursor, Markers, NotACall, Waiting
 from worker.text.dialects.dialect import (
+    LONGEST_NAME,
     CallArguments,
     CallBegan,
     CallEnded,
@@ -26,7 +27,6 @@ from worker.text.dialects.json_calls import JsonCalls
 from worker.text.dialects.json_text import BrokenJson, JsonText, Repair
 from worker.text.dialects.values import Parameters
 
-_LONGEST_NAME = 128  # characters
 _PARENTHESIS, _EQUALS = Markers(("(",)), Markers(("=",))
 
 
@@ -96,7 +96,7 @@ class PythonicCalls:
     def _call(self, cursor: Cursor, functions: Functions, *, known: bool, is_list: bool, is_first: bool) -> Calls:
         """Read one call. `known`: only of an offered function. `is_list`: it stands in a list; else prose may follow
         the first."""
-        name, _ = yield from cursor.until(_PARENTHESIS, _LONGEST_NAME)
+        name, _ = yield from cursor.until(_PARENTHESIS, LONGEST_NAME)
         function, repairs = function_name(name), set[Repair]()
         if function not in functions and (known or (name[-1].isspace() and not (is_list or is_first))):
             raise NotACall
@@ -182,7 +182,7 @@ def _keyword(cursor: Cursor) -> Waiting[str]:
         name, equals, _ = text.partition("=")
         if equals:
             return cursor.take(len(name) + 1)[:-1].strip() if name.strip().isidentifier() else ""
-        if len(text) < count or not (text.strip().isidentifier() or not text.strip()) or count > _LONGEST_NAME:
+        if len(text) < count or not (text.strip().isidentifier() or not text.strip()) or count > LONGEST_NAME:
             return ""
         count += 1
 
@@ -227,7 +227,7 @@ class GemmaCalls:
         begins = yield from cursor.accept(Markers(("call:", ":")), after_blank=True)  # some leave the word out
         if not begins:
             raise NotACall
-        name, bracket = yield from cursor.until(Markers(("{", self.closing)), _LONGEST_NAME, one_word=False)
+        name, bracket = yield from cursor.until(Markers(("{", self.closing)), LONGEST_NAME, one_word=False)
         if bracket == self.closing:
             name, _, written = name.strip().partition(" ")
             if "`" in written or (begins == ":" and name not in functions):  # prose about markers

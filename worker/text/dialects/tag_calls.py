@@ -6,7 +6,7 @@ from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from worker.text.dialects.cursor import BLANK, Cursor, Markers, NotACall, Waiting
+from worker.text.dialects.cursor import BLANK, LONGEST_HEADER, Cursor, Markers, NotACall, Waiting
 from worker.text.dialects.dialect import (
     CallArguments,
     CallBegan,
@@ -22,11 +22,6 @@ from worker.text.dialects.dialect import (
 from worker.text.dialects.json_calls import ARGUMENTS, JsonCalls, object_of
 from worker.text.dialects.json_text import BrokenJson, JsonText, Repair
 from worker.text.dialects.values import Parameters
-
-_LONGEST_NAME = 300  # characters of a name with its attributes
-_DEEPEST = 50  # elements within one another
-_REOPENS = 64  # characters after a call in which another end of it shows that the first was a part of a value
-
 
 _NAME = re.compile(r"[\w.-]+\s*")
 _ELEMENT = re.compile(r"[\w.-]+")  # names that can be those of elements
@@ -194,7 +189,7 @@ class TagCalls:
         self, cursor: Cursor, name: str, parameters: Parameters, repairs: set[Repair], depth: int
     ) -> Waiting[str]:
         """Read the elements of a list or an object, up to its end. Several of one name in an object are a list."""
-        if depth == _DEEPEST:
+        if depth == 50:  # elements within one another
             raise NotACall
         within, found = parameters.within(name, self.item), dict[str, list[str]]()
         while head := (yield from self._head(cursor)):
@@ -224,7 +219,7 @@ class TagCalls:
     def _function(self, cursor: Cursor) -> Waiting[str]:
         after = self.function[1]
         if after:
-            name, _ = yield from cursor.until(Markers((after,)), _LONGEST_NAME)
+            name, _ = yield from cursor.until(Markers((after,)), LONGEST_HEADER)
             if "<" in name:
                 raise NotACall
             return function_name(_name_of(name, self.function)[0].strip("\"'"))
@@ -234,7 +229,7 @@ class TagCalls:
         ends = Markers((self.parameter[0], self.end, self.closing))
         while not (yield from cursor.starts(ends, after_blank=True)):
             char = yield from cursor.next()
-            if not char or char.isspace() or len(name) > _LONGEST_NAME:
+            if not char or char.isspace() or len(name) > LONGEST_HEADER:
                 raise NotACall
             name += cursor.take(1)
         return function_name(name)
@@ -244,7 +239,7 @@ class TagCalls:
         if (yield from cursor.starts(self._heads, after_blank=True)) != self.parameter[0]:
             return None
         yield from cursor.accept(Markers((self.parameter[0],)), after_blank=True)
-        head, _ = yield from cursor.until(Markers((self.parameter[1],)), _LONGEST_NAME, one_word=False)
+        head, _ = yield from cursor.until(Markers((self.parameter[1],)), LONGEST_HEADER, one_word=False)
         if self.value[0] and not (yield from cursor.accept(Markers((self.value[0],)), after_blank=True)):
             raise NotACall
         return _name_of(head, self.parameter)
@@ -297,11 +292,11 @@ class TagCalls:
         return bool((yield from cursor.starts(follows, after_blank=True))) or not cursor.waiting.strip()
 
     def _is_last_end(self, cursor: Cursor, value_end: str) -> Waiting[bool]:
-        """False if another end of a value follows, with the end of a call behind it, before anything else that begins:
-        the value holds whole calls."""
+        """False if another end of a value follows soon, with the end of a call behind it, before anything else that
+        begins: the value holds whole calls."""
         marks = Markers((value_end, self.parameter[0], self.function[0], *self.openings))
         behind = Markers((self.end, self.closing, self.parameter[0]))
-        limit = len(self.end) + len(self.closing) + _REOPENS
+        limit = len(self.end) + len(self.closing) + 64  # characters
         while True:
             text = cursor.waiting
             place, mark = marks.first(text[:limit], 0)
@@ -319,8 +314,8 @@ class TagCalls:
         """True if a value ends at this mark, since the end before it is missing. A parameter must be one that the
         function has and the call has not; the end of a call must end it."""
         if mark == self.parameter[0]:
-            while self.parameter[1] not in cursor.waiting[:_LONGEST_NAME]:
-                if cursor.ended or len(cursor.waiting) >= _LONGEST_NAME:
+            while self.parameter[1] not in cursor.waiting[:LONGEST_HEADER]:
+                if cursor.ended or len(cursor.waiting) >= LONGEST_HEADER:
                     return False
                 yield None
             name, _ = _name_of(cursor.waiting.partition(self.parameter[1])[0], self.parameter)
@@ -361,7 +356,7 @@ def _is_name(cursor: Cursor, ends: tuple[str, ...]) -> Waiting[bool]:
     while True:
         text = yield from cursor.ahead(count)
         name = _NAME.match(text)
-        if not name or len(text) < count or count > _LONGEST_NAME:
+        if not name or len(text) < count or count > LONGEST_HEADER:
             return False
         if name.end() < len(text):
             behind = yield from cursor.ahead(name.end() + max(map(len, ends)))

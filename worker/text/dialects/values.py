@@ -14,8 +14,6 @@ _ALSO_NAMED = {
     "str": "string", "text": "string", "int": "integer", "long": "integer", "float": "number", "double": "number",
     "bool": "boolean", "dict": "object", "list": "array", "tuple": "array",
 }  # fmt: skip
-_MOST_STEPS = 1_000  # schemas read for one parameter: references may lead to each other in fans
-_DEEPEST = 50  # schemas within one another, or behind references, which may lead in circles
 # Keywords that only values of one type can meet, for schemas that name no type.
 _OF_TYPE = {
     "properties": "object", "additionalProperties": "object", "required": "object", "patternProperties": "object",
@@ -114,10 +112,14 @@ class _Reading:
         self._steps = self._depth = 0
         self.constants: set[str] | None = None  # texts that `enum` and `const` allow
 
+    def _may_read(self, schema: Any) -> bool:
+        """Count a schema. Returns False for one too many: references may lead to each other in fans and circles."""
+        self._steps += 1
+        return isinstance(schema, dict) and self._steps <= 1_000 and self._depth <= 50
+
     def types(self, schema: Any) -> frozenset[str]:
         """Return the types of values that may meet the schema; all types if it does not say."""
-        self._steps += 1
-        if not isinstance(schema, dict) or self._steps > _MOST_STEPS or self._depth > _DEEPEST:
+        if not self._may_read(schema):
             return _TYPES
         self._depth += 1
         types = self._combined(schema)
@@ -126,8 +128,7 @@ class _Reading:
 
     def parts(self, schema: Any) -> Iterator[ValueSchema]:
         """Yield the schema and those that it combines or refers to."""
-        self._steps += 1
-        if not isinstance(schema, dict) or self._steps > _MOST_STEPS or self._depth > _DEEPEST:
+        if not self._may_read(schema):
             return
         self._depth += 1
         yield schema

@@ -42,7 +42,6 @@ TOO_EXPENSIVE = "it is too large, too deep or too slow to compile."
 TOO_MANY_STATES = "its patterns and lengths have too many states; anchor patterns with ^ and $, or count less."
 _NOTHING_LEFT = "its keywords contradict each other, so nothing satisfies it; correct them."
 _UNKNOWN = "it could not be turned into a grammar; make it simpler."
-_LOGGED_CHARACTERS = 500
 
 _CROWDED = "minProperties and maxProperties are not supported with optional properties; make these required."
 _OVERLAP = "two of its patternProperties may match one name; write them so that they exclude each other."
@@ -76,7 +75,7 @@ def grammar_error(message: str) -> str:
     """Return the sentence for llguidance's message, and log the message."""
     if message == TOO_EXPENSIVE:
         return message
-    logger.info("grammar refused: %s", " ".join(message.split())[:_LOGGED_CHARACTERS])
+    logger.info("grammar refused: %s", " ".join(message.split())[:500])
     return next((sentence for part, sentence in _SENTENCES.items() if part in message), _UNKNOWN)
 
 
@@ -86,14 +85,6 @@ def grammar_error(message: str) -> str:
 # so many that the limits are exceeded in the middle of a stream, and one mask of a large vocabulary visits thousands.
 # So the trial has a vocabulary of its own: random words of the characters that the patterns tell apart.
 
-_WORDS = 12_000  # of the vocabulary, for all strings together; llguidance reads them in 25 ms
-_MOST_WORDS = 1_500  # of one string
-_WORD_CHARACTERS = 16  # the longest words of real vocabularies have about as many
-_TOKENS = 2_000  # of all strings together
-_MOST_TOKENS = 24  # of one string
-_CHARACTERS_OF_A_CLASS = 6
-_STRINGS_IN_AN_OBJECT = 200  # optional properties; a mask takes longer with more
-_MAX_PARTS = 50  # schemas of one string; the trial ignores further ones
 _OF_STRINGS = ("type", "pattern", "minLength", "maxLength", "format")
 _CLASS = re.compile(r"\[([^\]]*)\]")
 _END_OF_RANGE = re.compile(r"\\x\{([0-9A-F]+)\}|([A-Za-z0-9])")
@@ -121,7 +112,7 @@ def try_strings(grammar: Grammar) -> None:
         raise Uncompilable(TOO_EXPENSIVE) from error
     vocabulary = _Vocabulary([each.patterns for each in strings])
     matcher = LLMatcher(vocabulary.read(), written, log_level=0, limits=TRIAL_LIMITS)
-    tokens = min(_MOST_TOKENS, max(1, _TOKENS // len(strings)))
+    tokens = min(24, max(1, 2_000 // len(strings)))  # of each string
     for each in strings:
         if not matcher.is_error():
             matcher.reset()
@@ -150,9 +141,9 @@ class _Vocabulary:
 
     def __init__(self, strings: list[tuple[str, ...]]) -> None:
         dice = random.Random(0)
-        count = min(_MOST_WORDS, max(1, _WORDS // len(strings)))
+        count = min(1_500, max(1, 12_000 // len(strings)))  # of each string; llguidance reads 12,000 in 25 ms
         words = dict.fromkeys(
-            "".join(dice.choices(characters, k=dice.randint(2, _WORD_CHARACTERS)))
+            "".join(dice.choices(characters, k=dice.randint(2, 16)))  # as long as those of real vocabularies
             for characters in dict.fromkeys(map(_characters, strings))
             for _ in range(count)
         )
@@ -187,7 +178,7 @@ def _characters(patterns: tuple[str, ...]) -> str:
         ends = [chr(int(code, 16)) if code else letter for code, letter in _END_OF_RANGE.findall(text[:2_000])]
         plain = [each for each in ends if " " <= each <= "~" and each not in '"\\']
         others = [each for each in ends if each > "~" and each.isprintable()]
-        found |= dict.fromkeys([*plain[:_CHARACTERS_OF_A_CLASS], *others[:1]])
+        found |= dict.fromkeys([*plain[:6], *others[:1]])
     return "".join(found)
 
 
@@ -209,9 +200,10 @@ def _json_strings(grammar: Grammar, trial: Grammar, rules: list[str]) -> Iterato
         for schema, begin in ((_string(value, whole["json_schema"].get("$defs", {})), '"'), (_object(value), '{"'))
         if schema is not None
     }
-    for batch in range(0, len(found), _STRINGS_IN_AN_OBJECT):
+    together = 200  # optional properties of an object; a mask takes longer with more
+    for batch in range(0, len(found), together):
         begin, properties = f"{len(rules)}:", Schema()
-        for schema, first in list(found.values())[batch : batch + _STRINGS_IN_AN_OBJECT]:
+        for schema, first in list(found.values())[batch : batch + together]:
             name = str(len(properties))
             properties[name] = schema
             yield _String(f'{begin}{{"{name}":{first}', tuple(_patterns(schema)))
@@ -239,7 +231,7 @@ def _values(root: Schema) -> Iterator[Schema]:
 
 def _string(schema: Schema, definitions: Schema) -> Schema | None:
     """Return what a value's schema requires of a string; None if it has no pattern."""
-    left = _MAX_PARTS
+    left = 50  # schemas; the trial ignores further ones
 
     def part(schema: Any) -> Any:
         nonlocal left
@@ -286,8 +278,6 @@ def _patterns(schema: Any) -> Iterator[str]:
 
 LIMITS = FrameLimits(cpu_s=2, address_bytes=2 << 30, wall_s=60.0)  # real schemas take 0.2 s, process start included
 _SEARCH_CPU_S = 1.0  # CPU time after which no further part is tried
-_STACK_BYTES = 4 << 20  # at most half of the stack of the worker's own threads
-_STABLE = 2  # version of marshal's format that writes equal values as equal bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +316,7 @@ def question(markup: Markup, constraint: OutputConstraint, *, has_thought: bool)
     """Return the body of a request to the process: equal bytes for equal arguments."""
     functions = [(function.name, function.parameters, function.strict) for function in constraint.functions]
     asked = constraint.schema, functions, constraint.allows_many, constraint.in_text
-    return marshal.dumps((astuple(markup), asked, has_thought), _STABLE)
+    return marshal.dumps((astuple(markup), asked, has_thought), 2)  # this version writes equal values as equal bytes
 
 
 def verdict_of(answer: list[str]) -> Verdict:
@@ -337,7 +327,7 @@ def verdict_of(answer: list[str]) -> Verdict:
 
 def answer(task: None, question: bytes, send: Send) -> None:
     """Send the verdict on a question, and a better one if there is. Raises `LimitExceeded`."""
-    threading.stack_size(_STACK_BYTES)
+    threading.stack_size(4 << 20)  # at most half of the stack of the worker's own threads
     with ThreadPoolExecutor(1) as thread:
         panic = thread.submit(_answer, question, send).exception()
     if panic:

@@ -25,13 +25,11 @@ from worker.text.threads import Pool
 from worker.text.tokenizer import Tokenizer
 from worker.turns import Turns
 
-# The slowest of about 5,000 random schemas of these keywords and at most this size compiled in 13 ms.
+# The slowest of about 5,000 random schemas of these keywords and at most 4,000 characters compiled in 13 ms.
 _QUICK = {
     "type", "properties", "required", "additionalProperties", "items", "anyOf", "enum", "const",
     "title", "description", "default", "examples", "$schema",
 }  # fmt: skip
-_QUICK_CHARACTERS = 4_000
-_QUICK_WEIGHT = 16 * _QUICK_CHARACTERS  # a value has two characters or more, and `cost_in_characters` counts it as 32
 
 
 def constraint_of(request: ChatRequest, *, hold_calls: bool = False) -> OutputConstraint | None:
@@ -77,14 +75,16 @@ def _in_text(request: ChatRequest, many: bool, *, hold_calls: bool) -> OutputCon
 def is_quick(constraint: OutputConstraint) -> bool:
     """True if the constraint compiles fast enough without a trial in a child process. The schema of any object does."""
     schemas = [constraint.schema or {}, *(function.parameters or {} for function in constraint.functions)]
-    # Counted first, since dumping a large schema would block the event loop.
-    if cost_in_characters(schemas, _QUICK_WEIGHT) > _QUICK_WEIGHT:
+    # Counted first, since dumping a large schema would block the event loop. A value has two characters or more, and
+    # `cost_in_characters` counts it as 32.
+    characters, cost = 4_000, 16 * 4_000
+    if cost_in_characters(schemas, cost) > cost:
         return False
-    return len(json.dumps(schemas)) < _QUICK_CHARACTERS and all(map(_is_quick_schema, schemas))
+    return len(json.dumps(schemas)) < characters and all(map(_is_quick_schema, schemas))
 
 
 def _is_quick_schema(schema: Any) -> bool:
-    """True if the schema compiles fast, given that it has at most `_QUICK_CHARACTERS`."""
+    """True if a schema of limited size compiles fast."""
     if not isinstance(schema, dict):
         return isinstance(schema, bool)
     if not schema.keys() <= _QUICK:
@@ -115,19 +115,16 @@ logger = logging.getLogger("sluice.text")
 
 T = TypeVar("T")
 
-_MAX_PARALLEL = 4
-_RESERVED = 1  # threads and processes that offline jobs leave free
-_CACHED_VERDICTS = 64  # verdicts; a grammar has at most half a million characters
-
 
 class Compiler:
     """Compiles grammars on threads, after a trial in a child process; a worker has one."""
 
     def __init__(self) -> None:
-        self._pool = Pool("grammar", _MAX_PARALLEL, reserved=_RESERVED, subject="schemas")
-        self._turns = Turns(_MAX_PARALLEL, reserved=_RESERVED)
+        parallel, reserved = 4, 1  # threads, and processes; offline jobs leave the reserved ones free
+        self._pool = Pool("grammar", parallel, reserved=reserved, subject="schemas")
+        self._turns = Turns(parallel, reserved=reserved)
         # One ahead, since its start takes a tenth of a second: longer than most schemas.
-        self._children = Children("worker.text.grammar.attempt", _MAX_PARALLEL, ahead=True)
+        self._children = Children("worker.text.grammar.attempt", parallel, ahead=True)
         self._verdicts = OrderedDict[bytes, Verdict]()
 
     async def run(self, lane: Lane, tenant: str, work: Callable[..., T], *given: Any) -> T:
@@ -154,7 +151,7 @@ class Compiler:
                     self._verdicts[known] = await self._tried(question)
         self._verdicts.move_to_end(known)
         verdict = self._verdicts[known]
-        if len(self._verdicts) > _CACHED_VERDICTS:
+        if len(self._verdicts) > 64:  # a grammar has at most half a million characters
             self._verdicts.popitem(last=False)
         return verdict
 

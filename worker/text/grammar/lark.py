@@ -13,7 +13,6 @@ from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword
 _SPACE = r" {1,2}|\n {0,40}|\n\t{0,10}"
 # Without \u, which could spell a property's name in a form that its schema does not match.
 _OPTIONS = {"whitespace_pattern": _SPACE, "json_allowed_escapes": r"nrbtf\""}
-_MAX_CHARACTERS = 500_000  # llguidance parses them in about 20 ms, and holds the interpreter's lock meanwhile
 
 
 class Grammar:
@@ -103,13 +102,14 @@ def param_of(place: str) -> str:
 def _written(value: Any) -> str:
     """Return the value's JSON. Stops at the limit, since parts that many names share are written repeatedly."""
     parts, length = list[str](), 0
+    limit = 500_000  # characters; llguidance parses them in about 20 ms, and holds the interpreter's lock meanwhile
     for part in json.JSONEncoder().iterencode(value):
         parts.append(part)
         length += len(part)
-        if length > _MAX_CHARACTERS:
+        if length > limit:
             raise JobFailure(
                 "too_large",
-                f"The request's schemas need a grammar of over {_MAX_CHARACTERS:,} characters; shorten them.",
+                f"The request's schemas need a grammar of over {limit:,} characters; shorten them.",
             )
     return "".join(parts)
 

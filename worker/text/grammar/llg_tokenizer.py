@@ -9,9 +9,6 @@ from worker.text.tokenizer import Tokenizer, Vocabulary
 
 logger = logging.getLogger("sluice.text")
 
-_LONG = 512  # bytes; llguidance tokenizes a text of this length in a tenth of a millisecond
-_READ = 256  # bytes of a long text that are tokenized at once
-_UNSURE = 64  # bytes at the end of these, whose tokens could be others if more were read
 _MARKER = b"\xff"  # begins a control token in llguidance's texts
 
 
@@ -69,9 +66,10 @@ class ForcedText:
         """Return the first tokens of the text that must come next; none unless it is long. `last`: the token before it;
         None: there is none. The text is split as it would be together with this token, if that stays as it is."""
         text = matcher.compute_ff_bytes()
-        if len(text) <= _LONG or _MARKER in text[:_READ]:
+        begin = text[:256]
+        if len(text) <= 512 or _MARKER in begin:  # llguidance tokenizes 512 bytes in a tenth of a millisecond
             return []
-        return self._whole(self._split(text[:_READ], last), text)
+        return self._whole(self._split(begin, last), begin)
 
     def mask(self, token: int) -> bytes:
         """Return the mask that allows this token alone: see `GrammarState.bitmask`."""
@@ -87,9 +85,10 @@ class ForcedText:
     def _whole(self, tokens: list[int], text: bytes) -> list[int]:
         """Return the first tokens, as far as they spell the text and would not change if more of it were read."""
         whole, end = list[int](), 0
+        sure = len(text) - 64  # bytes; the tokens of the others could be other ones
         for token in tokens:
             spelled = self._vocabulary.decode_bytes([token])
-            if not spelled or end + len(spelled) > _READ - _UNSURE or text[end : end + len(spelled)] != spelled:
+            if not spelled or end + len(spelled) > sure or text[end : end + len(spelled)] != spelled:
                 break
             end += len(spelled)
             whole.append(token)

@@ -17,10 +17,7 @@ from worker.text.grammar.schema.regex import UnsupportedPattern
 from worker.text.grammar.schema.rewrite import KEYWORDS, TYPES, UNLIMITED
 from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword, quoted
 
-_DEEPEST = 20  # schemas within one another
-_MOST = 500  # schemas of one function
 _LONGEST = 10_000  # characters, or items of a list, that a terminal or a rule counts
-_MOST_BRANCHES = 200  # alternatives of one value, with those that references lead through
 OF_STRINGS = {"type", "pattern", "minLength", "maxLength", "format"}
 # Models write the literals of JSON and those of Python; the readers take both.
 _JSON_WORDS = {"boolean": ("true", "false"), "null": ("null",)}
@@ -89,7 +86,7 @@ def branches(schema: Any, references: References) -> list[Schema]:
     """Return the alternatives of a schema, each of one type if it names types: without references, and without `anyOf`
     or lists of types at the top. Raises `NotNative`."""
     waiting, found = [schema], list[Schema]()
-    for _ in range(_MOST_BRANCHES):
+    for _ in range(200):  # references may lead from each to others
         if not waiting:
             break
         match waiting.pop():
@@ -183,7 +180,7 @@ class NativeValues:
         self._quotes = ('"', "'") if python else ('"',)
         self._words = WORDS if python or quote else _JSON_WORDS
         self._references = References(root)
-        self._left, self._depth = _MOST, 0
+        self._left, self._depth = 500, 0  # schemas left, and schemas that the present one is within
         self._names = list[str]()  # of the member that is written, and of those that it is within
         self._targets = dict[str, str]()  # rules of schemas that are referred to, by the reference
 
@@ -218,7 +215,7 @@ class NativeValues:
         self._left -= 1
         if self._left < 0:
             raise _TooLarge
-        if self._depth == _DEEPEST:
+        if self._depth == 20:  # a deeper schema has no rules of its own
             return self._json(schema)
         self._depth += 1
         try:

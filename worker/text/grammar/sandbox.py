@@ -17,7 +17,6 @@ _LIMITS = LLParserLimits(
 TRIAL_LIMITS = LLParserLimits(
     max_lexer_states=25_000, max_items_in_row=6_000, step_lexer_fuel=1_000_000, verbose_errors=False
 )
-_TRIED_TOKENS = 8  # tokens: a schema that exceeds llguidance's limits mostly does so within the first ones
 
 
 class Uncompilable(ValueError):
@@ -46,7 +45,7 @@ def _compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 def _try_tokens(matcher: LLMatcher) -> None:
     """Consume a few allowed tokens, then reset."""
     dice = random.Random(0)
-    for _ in range(_TRIED_TOKENS):
+    for _ in range(8):  # a schema that exceeds llguidance's limits mostly does so within the first ones
         if matcher.is_error() or matcher.is_stopped():
             break
         mask = matcher.compute_bitmask()

@@ -2,13 +2,12 @@
 
 import re
 
-from worker.text.dialects.cursor import BLANK, Cursor, Markers, NotACall
+from worker.text.dialects.cursor import BLANK, LONGEST_HEADER, Cursor, Markers, NotACall
 from worker.text.dialects.dialect import CallBegan, CallEnded, Dialect, Functions, Repaired
 from worker.text.dialects.json_text import Repair
 from worker.text.dialects.table import Thoughts
 from worker.text.output.events import Content, OutputEvent, OutputEvents, Reasoning
 
-_LONGEST_HEADER = 300  # characters; a function's name has at most 128
 _BLANKS = re.compile(r"[ \t\r\n]+")
 
 
@@ -160,7 +159,7 @@ class AnswerReader:
     def _skip_header(self, begins: str, ends: str) -> OutputEvents:
         recording = self._cursor.record()
         try:
-            yield from self._cursor.until(Markers((ends,)), _LONGEST_HEADER)
+            yield from self._cursor.until(Markers((ends,)), LONGEST_HEADER)
             self._cursor.recorded(recording)
         except NotACall:
             yield Content(begins + self._cursor.recorded(recording))

@@ -34,7 +34,6 @@ _ROLE_BEGINS = re.compile(r"[\w.:/-]*(\s+\S*)?")  # and a recipient
 _CALL_BEGINS = re.compile(rf"\b{RECIPIENT}")
 _OPENINGS = ("assistant", RECIPIENT)
 _QUOTE = "\ud800"  # half of a surrogate pair, which no decoded text holds
-_MAX_HEADER = 256  # characters; a function's name has at most 128
 _ALL, _END = Markers(MARKERS), Markers(_ENDS)
 _AFTER_CALL = Markers((*_ENDS, *_HEADERS))
 
@@ -196,4 +195,4 @@ def _may_be_header(text: str) -> bool:
     start = text.removeprefix("<|start|>").lstrip()
     names_role = text.startswith("<|start|>") and _ROLE_BEGINS.fullmatch(start) is not None
     known = names_role or "<|channel|>" in start or any(o.startswith(start) or start.startswith(o) for o in _OPENINGS)
-    return known and len(text) <= _MAX_HEADER
+    return known and len(text) <= 256  # a function's name has at most 128 characters

@@ -12,11 +12,6 @@ from typing import NamedTuple
 from worker.text.dialects.cursor import Cursor
 from worker.text.output.answer import AnswerReader
 
-_LONGEST_CYCLE = 512  # tokens; models that loop mostly repeat a sentence or a paragraph
-_EVERY = 16  # tokens between two searches, so that one costs each token little
-_PROBE = 8  # tokens: the last ones, whose earlier places tell the possible lengths of a cycle
-_MOST_PLACES = 64  # that one search tries: its probe may occur several times within the cycle
-_SPARE = 64  # tokens that are kept beyond those that a search reads, since some may be removed again
 # Tokens of a cycle and its repetitions that are a loop. Of 1,000 answers with tables, lists of equal rows, runs of
 # zeros and the like, of up to 2,003 tokens with Qwen3's tokenizer, none is found (`tests/text/output/test_loops.py`).
 # A thought that is closed by mistake is still followed by an answer; a repetitive answer may be what somebody wants.
@@ -38,10 +33,10 @@ class LoopDetector:
         searches at fixed places, so the same tokens give the same results."""
         self._tokens.append(token)
         self._count += 1
-        if self._count % _EVERY or self._count < self._bound:
+        if self._count % 16 or self._count < self._bound:  # so that a search costs each token little
             return 0
         if len(self._tokens) >= 2 * self._bound:
-            del self._tokens[: -self._bound - _SPARE]
+            del self._tokens[: -self._bound - 64]  # more than a search reads, since some may be removed again
         return self._cycle()
 
     def remove(self) -> None:
@@ -50,10 +45,12 @@ class LoopDetector:
         self._count -= 1
 
     def _cycle(self) -> int:
+        # Models that loop mostly repeat a sentence or a paragraph: up to 512 tokens. The earlier places of the last 8,
+        # the probe, tell the possible lengths of a cycle; it may occur several times within one.
         width = self._tokens.itemsize
-        recent = self._tokens[-_LONGEST_CYCLE - _PROBE :].tobytes()
-        probe, end = recent[-_PROBE * width :], len(recent) - 1
-        for _ in range(_MOST_PLACES):
+        recent = self._tokens[-512 - 8 :].tobytes()
+        probe, end = recent[-8 * width :], len(recent) - 1
+        for _ in range(64):
             place = recent.rfind(probe, 0, end)
             if place < 0:
                 break
@@ -67,11 +64,6 @@ class LoopDetector:
         """Return True if the last tokens repeat with this period."""
         with memoryview(self._tokens)[-self._bound :] as last, last[period:] as later, last[:-period] as earlier:
             return later == earlier
-
-
-_HISTORY = 32  # tokens that can be taken back: 16 of an answer, and a draft after it
-_BLANKS = 64  # bytes of white space after a thought, in which a call in it may end the answer
-_CHARACTER = 4  # bytes of the longest in UTF-8
 
 
 class Closing(NamedTuple):
@@ -159,10 +151,10 @@ class Thought:
         within a thought, which may hold calls; None: there are none."""
         self._form, self._budget = form, inf if budget is None else budget
         self._marks_inside, self._marks_outside = _any_of(form.ends, *form.stops), _any_of(form.begins, *form.stops)
-        self._longest = max(form.longest - 1, _CHARACTER)
+        self._longest = max(form.longest - 1, 4)  # bytes; the longest character in UTF-8 has 4
         self._loops = LoopDetector(THOUGHT_LOOP) if loops else None
         self._weighing = _Weighing(new_reader) if new_reader else None
-        self._history = deque[_Place](maxlen=_HISTORY)
+        self._history = deque[_Place](maxlen=32)  # 16 tokens of an answer, and a draft after it
         self._place = self._closed_if_due(_Place(begun, only_first, False, False, b"", 0, 0, 0, 0, ()))
 
     @property
@@ -223,7 +215,7 @@ class Thought:
         searched."""
         form, weighed = self._form, place.weighed
         if weighed or (self._weighing and any(stop in text for stop in form.stops)):
-            after_end = weighed[-_BLANKS:].rstrip().endswith(form.ends)
+            after_end = weighed[-64:].rstrip().endswith(form.ends)  # white space may follow it
             place = place._replace(undecided=place.undecided + (not after_end))
             return self._weigh(place, weighed + form.bytes_of(token) if weighed else text)
         if form.ends in text:
@@ -275,7 +267,7 @@ class Thought:
         """Return the place, with the tokens that close its thought if it has to end here."""
         is_out = place.cycle or place.spent >= self._budget
         closings = self._form.closings
-        if not (is_out and place.inside and closings) or _is_cut(place.tail[-_CHARACTER:]):
+        if not (is_out and place.inside and closings) or _is_cut(place.tail):
             return place
         before, after = closings[min(place.closings, len(closings) - 1)]
         due = after if place.tail.endswith(b"\n") else before + after

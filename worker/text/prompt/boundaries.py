@@ -66,9 +66,6 @@ def _count(ends: list[int], length: int) -> int:
 
 # Private-use characters: no template treats them specially, and texts hardly ever contain them.
 _MARKS = tuple(map(chr, range(0xE000, 0xE010)))
-# Errors that templates raise on predicted turns. Such a turn is skipped.
-# Positions that are worth a tokenization each: the next user turn, the next tool result, the system message's end.
-_MAX_TOKENIZED = 3
 
 _ANSWER = {"role": "assistant", "content": "…"}
 _QUESTION = {"role": "user", "content": "…"}
@@ -117,10 +114,8 @@ class Boundaries:
         if counts is not None:
             return [counts[place] for place in places]
         tokens = list(rendered.tokens)
-        return [
-            common_prefix(rendered.codec.encode(rendered.text[:place].rstrip()), tokens)
-            for place in places[:_MAX_TOKENIZED]
-        ]
+        # Worth a tokenization each: the next user turn, the next tool result, the system message's end.
+        return [common_prefix(rendered.codec.encode(rendered.text[:place].rstrip()), tokens) for place in places[:3]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +226,6 @@ def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
 # They are the long texts of messages, between images. Never dropped are the template's own text, system prompt, tools,
 # images, short messages, and the last question, which is expected at an end of a text of the last user message.
 
-_MAX_PIECES = 256  # pieces: each is searched in the whole text, and a conversation may have ten thousand
-_SHORT = 400  # characters; also kept at both ends of each text in the last user message and after it
-
 
 class DroppableRanges:
     """Plans droppable ranges; a worker has one."""
@@ -261,7 +253,8 @@ def _spans(rendered: Rendered) -> Iterator[tuple[int, int]]:
     """
     text, long = rendered.text, list(_long_pieces(rendered))
     longest_first = sorted(range(len(long)), key=lambda at: -len(long[at][0]))
-    for at in sorted(longest_first[:_MAX_PIECES]):
+    # Each is searched in the whole text, and a conversation may have ten thousand.
+    for at in sorted(longest_first[:256]):
         piece, ends = long[at]
         if text.count(piece) == 1:
             start = text.find(piece)
@@ -271,11 +264,12 @@ def _spans(rendered: Rendered) -> Iterator[tuple[int, int]]:
 def _long_pieces(rendered: Rendered) -> Iterator[tuple[str, int]]:
     """Yield each long piece of a content, and the number of characters to keep at each end of it."""
     conversation = rendered.conversation
+    short = 400  # characters; also kept at both ends of each text in the last user message and after it
     asked = max((at for at, message in enumerate(conversation) if message["role"] == "user"), default=0)
     for at, message in enumerate(conversation):
-        ends = _SHORT if at >= asked else 0
+        ends = short if at >= asked else 0
         for piece in _pieces(message["content"], rendered.marks) if message["role"] != "system" else ():
-            if len(piece) > max(_SHORT, 2 * ends):
+            if len(piece) > max(short, 2 * ends):
                 yield piece, ends
 
 

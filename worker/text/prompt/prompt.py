@@ -41,13 +41,10 @@ logger = logging.getLogger("sluice.text")
 
 # Longer conversations take more than a millisecond, and are rendered on a thread: other streams share the event loop.
 _LONG_CHARACTERS = 2_000
-# A template that takes longer for a short conversation is rendered on a thread too, until it takes less.
-_QUICK_S = 0.02
 _TRIAL_S = 20.0  # for the first message of a worker, of one word; compiling the template is included
 # Private-use characters, which texts hardly ever contain.
 _FOR_IMAGES = range(0x100000, 0x10FFFE)
 _NO_VISION = {"type": "text", "text": "[image: this model has no vision]"}
-_LONGEST_REASON = 500  # characters; one of transformers' errors quotes the whole conversation
 
 
 @asynccontextmanager
@@ -150,7 +147,8 @@ class Prompts:
             text, begun = self._render_opening(conversation, rendering, codec)
         finally:
             if cost_in_characters([flat], _LONG_CHARACTERS) < _LONG_CHARACTERS:
-                self._is_quick = rendering.slowest_s < _QUICK_S
+                # A template that takes longer is rendered on a thread too, until it takes less.
+                self._is_quick = rendering.slowest_s < 0.02
         text += begun
         self._limit.check_rendered(codec.plain(text), counted, check)
         tokens = tuple(_encoded(text, codec))
@@ -178,7 +176,7 @@ class Prompts:
         except TemplateFailed as failed:
             error = failed.__cause__
             does = "refuses" if isinstance(error, TemplateError) else "cannot render"
-            reason = codec.plain(str(error))[:_LONGEST_REASON]
+            reason = codec.plain(str(error))[:500]  # one of transformers' errors quotes the whole conversation
             message = f"The model's chat template {does} these messages: {reason}"
             raise JobFailure("invalid_request", message, param="messages") from error
         for why in rendering.adapted:
@@ -300,7 +298,7 @@ def _encoded(text: str, codec: Codec) -> list[int]:
     try:
         return codec.encode(text)
     except ValueError as error:
-        reason = str(error)[:_LONGEST_REASON]
+        reason = str(error)[:500]
         message = f"messages: a control token cannot be escaped; {reason}"
         raise JobFailure("invalid_request", message, param="messages") from error
 

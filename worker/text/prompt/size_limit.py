@@ -10,17 +10,9 @@ from worker.errors import context_exceeded, prompt_too_large
 from worker.text.threads import Check
 from worker.text.tokenizer import TemplateMessages
 
-# At most 32 kB of UTF-8, which the slowest tokenizers encode in about 20 ms.
-_SLICE = 8_192  # characters
 # A cut within a word, within a control token or after a run of spaces adds tokens: in all measurements at most one for
 # each character of the word. Tests measure it for several tokenizers and texts.
 _PER_CUT = 32  # tokens
-# Tokenizers use up to 120 bytes of memory for each character of a text, and tokenizers that split words by a
-# regular expression fail on runs of about ten million characters.
-_WHOLE = 4_000_000  # characters
-_WHOLE_PER_TOKEN = 16  # characters per token of the context, if that is more; English has about 4
-_EACH_VALUE = 32  # characters: copying and rendering a value costs about as much as this much text
-_IMAGE = 2_000  # characters; its URL, which may hold the whole file, is not counted as text
 
 _ENDS_THOUGHTS = "</think>"  # templates search for it, even if the model has other markers
 
@@ -55,7 +47,9 @@ class PromptLimit:
             return
         if len(text) - counted > self._context:
             self._refuse([text], check)
-        limit = max(_WHOLE, _WHOLE_PER_TOKEN * self._context)
+        # Tokenizers use up to 120 bytes of memory for each character of a text, and tokenizers that split words by a
+        # regular expression fail on runs of about ten million characters. A token of English has about 4.
+        limit = max(4_000_000, 16 * self._context)
         if len(text) > limit:
             raise context_exceeded(self._context, f"{len(text)} characters, of which at most {limit} are tokenized")
 
@@ -83,7 +77,8 @@ class PromptLimit:
 
 
 def _slices(text: str) -> Iterator[str]:
-    return (text[start : start + _SLICE] for start in range(0, len(text), _SLICE))
+    size = 8_192  # characters: at most 32 kB of UTF-8, which the slowest tokenizers encode in about 20 ms
+    return (text[start : start + size] for start in range(0, len(text), size))
 
 
 def cost_in_characters(values: Iterable[Any], limit: int) -> int:
@@ -115,8 +110,9 @@ def _walk(values: Iterable[Any]) -> Iterator[Any]:
 
 def _cost(value: Any) -> int:
     if isinstance(value, ImagePart):
-        return _IMAGE
-    return _EACH_VALUE + (len(value) if isinstance(value, str) else 0)
+        return 2_000  # its URL, which may hold the whole file, is not counted as text
+    # Copying and rendering a value costs about as much as 32 characters of text.
+    return 32 + (len(value) if isinstance(value, str) else 0)
 
 
 def _within(value: Any) -> Iterator[Any] | None:

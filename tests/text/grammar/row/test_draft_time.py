@@ -6,15 +6,9 @@ from tests.engine.speculation.rows import row
 from tests.text.guided import by, model, request
 from tests.text.structured import Schema
 from worker.engine.speculation.forced import GrammarProposer
-from worker.text.grammar.row.grammar import (
-    _ALL_AT_ONCE_S,
-    _AT_ONCE_S,
-    _PER_TOKEN_S,
-    _SHARE,
-    AllDraftsTime,
-    DraftTime,
-)
+from worker.text.grammar.row.grammar import AllDraftsTime, DraftTime
 
+AT_ONCE_S = 0.002  # that a row may save up
 LONG = "".join(chr(ord("a") + number % 26) for number in range(3_000))
 KEY: Schema = {"type": "object", "properties": {LONG: {"type": "null"}}, "required": [LONG]}
 ENUM: Schema = {"enum": [LONG, LONG[:-1] + "0"]}
@@ -24,7 +18,7 @@ TEXTS = {"key": (KEY, f'{{"{LONG}": null}}'), "enum": (ENUM, f'"{LONG}"')}
 class SlowClock:
     """A clock by which all work takes as long."""
 
-    WORK_S = 0.75 * _AT_ONCE_S
+    WORK_S = 0.75 * AT_ONCE_S
 
     def __init__(self) -> None:
         self._readings = 0
@@ -65,7 +59,7 @@ def test_drafts_take_a_part_of_the_time_of_each_token(name: str) -> None:
         grammar.accept(token)
         answering.answer.append(token)
     assert grammar.error is None
-    assert 1 < clock.works <= (_AT_ONCE_S + len(tokens) * _PER_TOKEN_S) / clock.WORK_S + 2
+    assert 1 < clock.works <= (AT_ONCE_S + len(tokens) * 0.000_25) / clock.WORK_S + 2
 
 
 def test_tokens_that_are_taken_back_add_no_time() -> None:
@@ -92,7 +86,7 @@ class Clocks:
 
 def test_drafts_of_all_rows_together_take_a_share_of_the_time() -> None:
     clocks, tokens = Clocks(), 0
-    together = AllDraftsTime(lambda: clocks.passed)
+    together = AllDraftsTime(lambda: clocks.passed, share=0.25, at_once_s=0.01)
     rows = [DraftTime(lambda: clocks.computed, together) for _ in range(64)]
     in_a_step = list[float]()
     for _ in range(50):
@@ -103,13 +97,13 @@ def test_drafts_of_all_rows_together_take_a_share_of_the_time() -> None:
                 clocks.compute(each, 0.000_8)
         in_a_step.append(clocks.computed - before)
         clocks.passed += 0.02
-    assert max(in_a_step) <= 2 * _ALL_AT_ONCE_S
-    assert _ALL_AT_ONCE_S < clocks.computed <= _ALL_AT_ONCE_S + _SHARE * clocks.passed + 0.001
+    assert max(in_a_step) <= 2 * 0.01
+    assert 0.01 < clocks.computed <= 0.01 + 0.25 * clocks.passed + 0.001
 
 
 def test_a_row_that_drafts_little_has_time_while_others_have_used_up_theirs() -> None:
     clocks = Clocks()
     together = AllDraftsTime(lambda: clocks.passed)
     slow, quick = (DraftTime(lambda: clocks.computed, together) for _ in range(2))
-    clocks.compute(slow, 2 * _AT_ONCE_S)
+    clocks.compute(slow, 2 * AT_ONCE_S)
     assert (slow.left, quick.left) == (False, True)

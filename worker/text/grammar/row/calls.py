@@ -20,6 +20,7 @@ from worker.text.dialects.cursor import Cursor
 from worker.text.dialects.dialect import CallBegan, CallEnded, Functions
 from worker.text.dialects.header_calls import HeaderCalls
 from worker.text.grammar.row.grammar import RowGrammar
+from worker.text.grammar.row.reader import ROLLBACK
 from worker.text.output.formats import ModelFormat
 from worker.text.output.harmony import unquoted
 from worker.text.prompt.prompt import Thinking
@@ -28,7 +29,6 @@ from worker.text.tokenizer import Vocabulary
 logger = logging.getLogger("sluice.text")
 
 _SEPARATORS = " \t\r\n,;"  # between calls
-_ROLLBACK = 16  # tokens: see `GrammarState.rollback`
 
 
 class Openings:
@@ -216,7 +216,7 @@ class CallsGrammar:
         """Let the search read what it has not. It may have read tokens that were taken back and come again."""
         count, fed = len(self._tokens), self._search.fed
         known = min(count, len(fed))
-        changeable = slice(max(0, known - _ROLLBACK), known)
+        changeable = slice(max(0, known - ROLLBACK), known)
         if fed[changeable] != self._tokens[changeable]:
             self._search_again()
             for place, token in enumerate(self._tokens[:-1], start=1):  # each alone, to find where calls begin

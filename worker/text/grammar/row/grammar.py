@@ -12,25 +12,19 @@ from worker.text.grammar.llg_tokenizer import ForcedText
 from worker.text.grammar.row.reader import FiniteNumbers, GrammarReader
 from worker.text.grammar.row.thought import ThoughtState
 
-# Seconds that drafts may take for each token of the answer. A mask of 150,000 tokens mostly takes less than a tenth of
-# a millisecond.
-_PER_TOKEN_S = 0.000_25
-_AT_ONCE_S = 0.002  # that may be saved up
-# Share of all time that drafts of all rows may take together, and the seconds of it that may be saved up: many rows may
-# draft in the same step.
-_SHARE = 0.25
-_ALL_AT_ONCE_S = 0.01
-
 
 class AllDraftsTime:
     """Time of the engine's thread that the drafts of all rows may take together: a share of the time that passes. For
     the engine's thread."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """`now`: seconds that have passed."""
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, *, share: float = 0.25, at_once_s: float = 0.01
+    ) -> None:
+        """`now`: seconds that have passed. `at_once_s`: that may be saved up: many rows may draft in the same step."""
         self._now = now
+        self._share, self._at_once_s = share, at_once_s
         self._taken_at = now()
-        self._left_then_s = _ALL_AT_ONCE_S
+        self._left_then_s = at_once_s
 
     @property
     def left(self) -> bool:
@@ -38,7 +32,7 @@ class AllDraftsTime:
         return self._left_s(self._now()) > 0
 
     def _left_s(self, now: float) -> float:
-        return min(self._left_then_s + (now - self._taken_at) * _SHARE, _ALL_AT_ONCE_S)
+        return min(self._left_then_s + (now - self._taken_at) * self._share, self._at_once_s)
 
     def take(self, seconds: float) -> None:
         """Record that a draft has taken so long."""
@@ -53,10 +47,11 @@ class DraftTime:
     the row then takes no drafts until its answer has made up for it. So drafts of a schema that is slow to read hardly
     delay the others."""
 
-    def __init__(self, clock: Callable[[], float], every: AllDraftsTime) -> None:
-        """`clock`: seconds that the thread has computed. `every`: the time of all rows."""
+    def __init__(self, clock: Callable[[], float], every: AllDraftsTime, *, at_once_s: float = 0.002) -> None:
+        """`clock`: seconds that the thread has computed. `every`: the time of all rows. `at_once_s`: that may be saved
+        up."""
         self._clock, self._all = clock, every
-        self._left_s = _AT_ONCE_S
+        self._left_s = self._at_once_s = at_once_s
         self._tokens = 0
         self._began = 0.0
 
@@ -77,15 +72,14 @@ class DraftTime:
         """Add the time for the tokens that the answer has gained. `tokens`: of the answer."""
         gained = max(0, tokens - self._tokens)
         self._tokens += gained
-        self._left_s = min(self._left_s + gained * _PER_TOKEN_S, _AT_ONCE_S)
+        # Seconds for each token: a mask of 150,000 tokens mostly takes less than a tenth of a millisecond.
+        self._left_s = min(self._left_s + gained * 0.000_25, self._at_once_s)
 
 
 # Reads the drafts of a row, with a matcher of their own.
 #
 # A matcher's lexer keeps a state for each beginning of a word that it has tried, up to a limit, and copies of a
 # matcher share it. So drafts must not use the matcher of the answer: their states would end the answer sooner.
-
-_READ_AT_ONCE = 64  # tokens of an answer that are read at once before a draft
 
 
 class DraftReader:
@@ -171,7 +165,7 @@ class DraftReader:
 
     def _follow(self) -> bool:
         """Read the answer. Returns False if that has failed, or is not finished yet."""
-        reading, self._unread = self._unread[:_READ_AT_ONCE], self._unread[_READ_AT_ONCE:]
+        reading, self._unread = self._unread[:64], self._unread[64:]  # at once before a draft
         self._read(reading)
         return not self._unread and not self._failed
 

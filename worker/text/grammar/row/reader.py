@@ -34,8 +34,6 @@ _DIGIT = re.compile(rb"[0-9]")
 _NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?")
 _BEGINNING = re.compile(rb"[+.0-9eE-]+")  # what a token adds to a number that has begun
 _EXPONENT = re.compile(rb"[eE]\+?[0-9]{2}")
-_SAFE = 100  # bytes of a number without an exponent to which any token without one may be added
-_LONGEST = 1000  # bytes of a number, whose digits would else never end
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +109,9 @@ class FiniteNumbers:
         number = place.number
         if not number:
             return self._infinite
-        is_long = len(number) > _SAFE or b"e" in number.lower()
-        if len(number) > _LONGEST and number[-1:].isdigit():
+        # Any token without an exponent may be added to a number of up to 100 bytes that has none.
+        is_long = len(number) > 100 or b"e" in number.lower()
+        if len(number) > 1000 and number[-1:].isdigit():  # its digits would else never end
             beyond = [*self._continuing]
         else:
             beyond = [
@@ -127,8 +126,7 @@ def _is_infinite(number: bytes) -> bool:
     return isinf(float(number))
 
 
-_ROLLBACK = 16  # tokens
-_FORCED = 256  # tokens that are forced and known at once
+ROLLBACK = 16  # tokens that can be taken back: see `GrammarState.rollback`
 
 
 class GrammarReader:
@@ -160,7 +158,7 @@ class GrammarReader:
         self._last: int | None = None  # the last of them
         # By token that was accepted last: the thought before it, and the tokens consumed before it: their number, the
         # last, and the place after them.
-        self._history = deque[tuple[ThoughtState | None, int, int | None, Place | None]](maxlen=_ROLLBACK)
+        self._history = deque[tuple[ThoughtState | None, int, int | None, Place | None]](maxlen=ROLLBACK)
 
     def reset(self) -> bool:
         """Return to the state before the first sampled token. Returns False if the grammar does not allow what the
@@ -230,7 +228,7 @@ class GrammarReader:
         if self._thought_state or self.over:
             return ()
         tokens = self._forced_text.tokens(self._matcher, self._last) if self._forced_text else []
-        tokens = tokens or self._matcher.compute_ff_tokens()[:_FORCED]
+        tokens = tokens or self._matcher.compute_ff_tokens()[:256]  # more are known later
         return tuple(takewhile(lambda token: token not in self._ends, tokens))
 
     def valid_prefix(self, tokens: Sequence[int]) -> int:

@@ -10,7 +10,6 @@ from worker.text.grammar.schema.disjoint import Disjointness, kinds
 from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword, quoted
 
 _MAX_NEGATED = 32  # alternatives
-_MAX_DEPTH = 8  # schemas within schemas
 _ANNOTATIONS = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema",
     "$id", "$defs", "definitions", "$anchor",
@@ -38,7 +37,7 @@ def negation(schema: Any, known: Sequence[Any], proofs: Disjointness, depth: int
     """
     if isinstance(schema, bool):
         return [] if schema else [True]
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+    if not isinstance(schema, dict) or depth > 8:  # schemas within schemas
         raise NotNegatable
     found = [each for keyword in schema for each in _of_keyword(keyword, schema, known, proofs, depth + 1)]
     if len(found) > _MAX_NEGATED:
@@ -126,8 +125,6 @@ def _none_of(value: list[Any], known: Sequence[Any], proofs: Disjointness, depth
     return [{"allOf": way} if len(way) != 1 else way[0] for way in ways]
 
 
-_MAX_ALTERNATIVES = 64  # alternatives of one schema, after all combinations of its conditions
-_MAX_COMPARED = 64  # alternatives of a `oneOf` that are compared in pairs
 _LISTING = {"const", "enum", "type", "title", "description", "default", "examples", "deprecated", "$comment"}
 CONDITIONS = ("dependentRequired", "dependentSchemas", "dependencies", "if", "then", "else")
 
@@ -146,11 +143,12 @@ def alternatives(schema: Schema, at: str, proofs: Disjointness) -> list[Any] | N
     if not choices:
         return None
     ways: list[list[Any]] = [[]]
+    limit = 64  # combinations of all conditions of one schema
     for place, choice in choices:
         ways = [[*way, each] for way in ways for each in choice if not proofs.excluded([known, *way, each])]
-        if len(ways) > _MAX_ALTERNATIVES:
+        if len(ways) > limit:
             raise UnsupportedKeyword(
-                place, f"its combinations with the other conditions are over {_MAX_ALTERNATIVES} cases; use fewer"
+                place, f"its combinations with the other conditions are over {limit} cases; use fewer"
             )
         if not ways:
             raise UnsupportedKeyword(
@@ -265,7 +263,7 @@ def _in_one(lists: Sequence[list[Any]], proofs: Disjointness) -> list[Any]:
 def _with_forbidden_names(value: Sequence[Any], others: Schema, at: str, proofs: Disjointness) -> list[Any]:
     """Return alternatives of which no two hold at once: if two might, each forbids a property that the other
     requires. Raises `UnsupportedKeyword` if there is no such property."""
-    if len(value) > _MAX_COMPARED:
+    if len(value) > 64:
         apart = "give each a required property with a const of its own"
         raise UnsupportedKeyword(f"{at}/oneOf", f"{len(value)} alternatives are too many to compare in pairs; {apart}")
     forbidden: list[dict[str, bool]] = [{} for _ in value]

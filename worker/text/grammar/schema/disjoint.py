@@ -12,9 +12,7 @@ from worker.text.grammar.schema import unsupported as values
 from worker.text.grammar.schema.unsupported import Budget, Schema, UnsupportedKeyword
 
 ResolveReference = Callable[[Any], Any]  # from a reference to its target
-_STEPS = 20_000  # of proofs; without a proof by then, schemas are taken as not disjoint
-_MAX_DEPTH = 12
-_MAX_BOUND = 10**300  # bounds beyond it are ignored
+_MAX_DEPTH = 12  # schemas within schemas
 
 
 class Disjointness:
@@ -22,7 +20,7 @@ class Disjointness:
 
     def __init__(self, resolve: ResolveReference, budget: Budget | None = None) -> None:
         self._resolve = resolve
-        self._left = _STEPS
+        self._left = 20_000  # steps; without a proof by then, schemas are taken as not disjoint
         self._budget = budget or Budget()
 
     @property
@@ -232,7 +230,8 @@ def _of_item(schema: Schema, index: int) -> Any:
 
 def _size(schema: Schema, keyword: str) -> float | None:
     size = schema.get(keyword)
-    if isinstance(size, bool) or not isinstance(size, int | float) or size != size or abs(size) > _MAX_BOUND:
+    # A larger bound is ignored: it is hardly a double.
+    if isinstance(size, bool) or not isinstance(size, int | float) or size != size or abs(size) > 10**300:
         return None
     return size
 

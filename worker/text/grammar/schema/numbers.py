@@ -20,7 +20,6 @@ _MIN_INTEGER = -(2**63) + 1024  # the double above -2**63, which llguidance woul
 _MAX_INTEGER = _INT64_MAX  # read as 2**63, and saturated to 2**63 - 1
 _MIN_NUMBER, _MAX_NUMBER = -9 * 10**18, 9 * 10**18  # of one digit and zeros, as llguidance prints them
 _NEARBY = Fraction(1, 10**9)
-_EXACT_POWER = 22  # of ten: beyond it, or with more digits than EXACT has, llguidance may parse a neighbouring double
 _MULTIPLE_DIGITS = 2**32
 
 
@@ -174,7 +173,8 @@ def _is_read_exactly(value: int | float) -> bool:
     if isinstance(value, int):
         return True
     _, digits, power = Decimal(repr(value)).as_tuple()
-    return int("".join(map(str, digits))) <= EXACT and abs(int(power)) <= _EXACT_POWER
+    # Beyond this power of ten, or with more digits, llguidance may parse a neighbouring double.
+    return int("".join(map(str, digits))) <= EXACT and abs(int(power)) <= 22
 
 
 def _inexact(limit: _Limit, at: str) -> UnsupportedKeyword:

@@ -27,9 +27,6 @@ from worker.text.grammar.schema.regex import (
     without,
 )
 
-_MAX_BRANCHES = 64
-_MAX_CHARACTERS = 200_000  # characters, once the classes are written out
-_STEPS_A_CLASS = 400  # a class of both dialects has some 750 ranges
 _NOTHING = "[a&&b]"
 _NO_MATCH_NEEDED = Sequenced(())
 
@@ -66,7 +63,7 @@ class Pattern:
         """Characters that are in one of its classes by only one of the dialects."""
         nodes = (node for branch in self._branches for node in branch.nodes())
         classes = dict.fromkeys(node for node in nodes if isinstance(node, Chars) and node.letters)
-        self._steps.take(_STEPS_A_CLASS * len(classes))
+        self._steps.take(400 * len(classes))  # a class of both dialects has some 750 ranges
         found = [without(each.possibly(), each.surely()) for each in classes]
         return intersection(union(*found), WRITABLE)
 
@@ -120,10 +117,11 @@ def _expanded(node: RegexNode, size: int, steps: Steps) -> list[list[RegexNode]]
     `size`: at least the number of nodes, all of which may be visited for each alternative.
     """
     ways, count = [[node]], 0
+    most = 64  # alternatives
     for side in (0, -1):
         done = list[list[RegexNode]]()
         while ways:
-            if (count := count + 1) > _MAX_BRANCHES * 8 or len(done) > _MAX_BRANCHES:
+            if (count := count + 1) > most * 8 or len(done) > most:
                 raise UnsupportedPattern("its groups have too many ^ and $; write it with fewer")
             steps.take(size)
             way = ways.pop(0)
@@ -226,7 +224,8 @@ class _Match:
 class _Writer:
     def __init__(self, reading: PatternReading, less: CharacterRanges) -> None:
         self._reading, self._less = reading, less
-        self._anything, self._left = f"{self._set(WRITABLE)}*", _MAX_CHARACTERS
+        self._anything = f"{self._set(WRITABLE)}*"
+        self._left = 200_000  # characters of its classes, which are written out
         self._classes = dict[Chars, str]()
 
     def branch(self, branch: _Branch) -> str:

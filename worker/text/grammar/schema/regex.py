@@ -15,7 +15,6 @@ from operator import itemgetter
 CharacterRanges = tuple[tuple[int, int], ...]  # of code points, both ends included, sorted, with gaps between them
 
 _LAST = 0x10FFFF
-_ASSIGNED = 0x40000  # no digit, letter or space comes later
 ALL: CharacterRanges = ((0, _LAST),)
 # Characters that a string of an answer can contain. The grammar allows no \u escapes, which other control characters
 # would need.
@@ -82,13 +81,9 @@ def named(letter: str, dialect: str) -> CharacterRanges:
 
 
 def _python_class(letter: str) -> CharacterRanges:
-    every = "".join(map(chr, range(_ASSIGNED)))
+    every = "".join(map(chr, range(0x40000)))  # no digit, letter or space comes later
     return tuple((found.start(), found.end() - 1) for found in re.finditer(rf"\{letter}+", every))
 
-
-_MAX_DEPTH = 40  # groups in groups
-_MAX_CHARACTERS = 4_000  # characters
-_MAX_REPEATS = 1_000_000
 
 _CONTROLS = {"t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
 _HEXADECIMAL = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
@@ -169,8 +164,8 @@ def _by_dialects(chars: Chars) -> tuple[CharacterRanges, CharacterRanges]:
 
 def read(pattern: str) -> RegexNode:
     """Parse a pattern. Raises `UnsupportedPattern`."""
-    if len(pattern) > _MAX_CHARACTERS:
-        raise UnsupportedPattern(f"it is longer than {_MAX_CHARACTERS:,} characters; shorten it")
+    if len(pattern) > 4_000:
+        raise UnsupportedPattern("it is longer than 4,000 characters; shorten it")
     reader = _Parser(pattern)
     node = reader.either(0)
     if not reader.ended():
@@ -217,7 +212,7 @@ class _Parser:
         return found
 
     def either(self, depth: int) -> RegexNode:
-        if depth > _MAX_DEPTH:
+        if depth > 40:  # groups in groups
             raise UnsupportedPattern("its groups are nested too deeply; flatten them")
         options = [self._sequence(depth)]
         while self._take("|"):
@@ -289,8 +284,8 @@ class _Parser:
         maximum = None if found[2] else minimum  # the second group is a comma
         if found[3]:
             maximum = int(found[3])
-        if max(minimum, maximum or 0) > _MAX_REPEATS:
-            raise UnsupportedPattern(f"a repeat may have at most {_MAX_REPEATS:,} times; use fewer")
+        if max(minimum, maximum or 0) > 1_000_000:
+            raise UnsupportedPattern("a repeat may have at most 1,000,000 times; use fewer")
         return minimum, maximum
 
     def _escaped(self) -> Chars:
@@ -322,7 +317,7 @@ class _Parser:
         if code in _HIGH and (found := _LOW_FOLLOWS.match(self._text, self._at)) and int(found[1], 16) in _LOW:
             self._at = found.end()
             return 0x10000 + (code - 0xD800) * 0x400 + int(found[1], 16) - 0xDC00
-        if code > 0x10FFFF:
+        if code > _LAST:
             raise UnsupportedPattern("\\u{10FFFF} is the last character; use one up to it")
         return code
 

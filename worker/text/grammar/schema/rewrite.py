@@ -18,9 +18,6 @@ from worker.text.grammar.schema.references import DATA, NAMED, References
 from worker.text.grammar.schema.unsupported import Budget, BudgetExceeded, Schema, UnsupportedKeyword, quoted
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_MAX_SCHEMAS = 30_000  # at all levels, copies by the rewriting included
-_MAX_PATTERN_CHARACTERS = 500_000  # of patterns, after their classes are written out
-_MAX_VALUE_CHARACTERS = 2_000_000  # characters of values and names, copies by the rewriting included
 _MAX_DEPTH = 100  # llguidance's reader stops at 128
 UNLIMITED = 2**31 - 1  # some schema generators write it for "no limit"
 _UNWRITABLE = re.compile(r"[^\b\f\n\r\t -~\x80-\U0010ffff]")
@@ -57,7 +54,10 @@ def rewrite(schema: Schema, root: Schema | None = None) -> Schema:
 class _Rewriter:
     def __init__(self, root: Schema) -> None:
         self._references = References(root)
-        self._left = _MAX_SCHEMAS
+        # What is left of the limits, in which copies by the rewriting count:
+        self._left = 30_000  # schemas, at all levels
+        self._characters = 500_000  # of patterns, after their classes are written out
+        self._written = 2_000_000  # characters of values and names
         self._depth = 0
         self._steps = Steps()
         self._proofs = disjoint.Disjointness(lambda value: self._references.target(value, "#").schema, Budget())
@@ -65,7 +65,6 @@ class _Rewriter:
         self._within, self._in_place = "", True  # name of the current definition; True while its own value is described
         self._references_in_place = dict[str, dict[str, str]]()
         self._multiples, self._combines = dict[Fraction, str](), False
-        self._characters, self._written = _MAX_PATTERN_CHARACTERS, _MAX_VALUE_CHARACTERS
 
     def whole(self, schema: Schema) -> Schema:
         found = self._object(schema, "#")
@@ -337,7 +336,6 @@ def _sizes(schema: Schema, min_keyword: str, max_keyword: str, at: str) -> Schem
     return found
 
 
-_MOST_LEFT_OUT = 40  # places, each of which takes another attempt to rewrite the schema
 _UNSUPPORTED = {*REFUSED, "uniqueItems"}
 
 
@@ -354,7 +352,8 @@ def relaxed(schema: Schema, *, strict: bool) -> tuple[Schema, list[str]]:
             rewrite(schema)
         except UnsupportedKeyword as error:
             is_format = error.place.endswith("/format")
-            if len(left_out) == _MOST_LEFT_OUT or (strict and not is_format):
+            # Each place takes another attempt.
+            if len(left_out) == 40 or (strict and not is_format):
                 raise
             if not _drop(schema, error.place):
                 raise

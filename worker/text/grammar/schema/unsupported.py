@@ -7,10 +7,6 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-_PLACE_CHARACTERS = 120
-_SHOWN_CHARACTERS = 60
-_TOO_LONG = 10**_SHOWN_CHARACTERS
-
 
 class UnsupportedKeyword(ValueError):
     """A keyword cannot be enforced. `place`: its JSON pointer. `reason`: what is wrong, and what to do."""
@@ -20,22 +16,20 @@ class UnsupportedKeyword(ValueError):
         self.place, self.reason = place, reason
 
     def __str__(self) -> str:
-        is_short = len(self.place) <= _PLACE_CHARACTERS
-        return f"{self.place if is_short else '…' + self.place[-_PLACE_CHARACTERS:]}: {self.reason}"
+        is_short = len(self.place) <= 120
+        return f"{self.place if is_short else '…' + self.place[-120:]}: {self.reason}"
 
 
 def quoted(value: object) -> str:
     """Return a client's value in a form that is short and printable enough for an error message."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
-    if isinstance(value, int) and abs(value) >= _TOO_LONG:
-        return f"a whole number of over {_SHOWN_CHARACTERS} digits"
+    most = 60  # characters
+    if isinstance(value, int) and abs(value) >= 10**most:
+        return f"a whole number of over {most} digits"
     text = value if isinstance(value, str) else json.dumps(value)
     text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:200])
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
-
-
-MOST_STEPS = 300_000  # some 0.3 s
+    return text if len(text) <= most else text[:most] + "…"
 
 
 class BudgetExceeded(Exception):
@@ -45,7 +39,7 @@ class BudgetExceeded(Exception):
 class Budget:
     """Steps left for one schema. Every loop over a client's list takes one step for each member that it visits."""
 
-    def __init__(self, steps: int = MOST_STEPS) -> None:
+    def __init__(self, steps: int = 300_000) -> None:  # some 0.3 s
         self._left = steps
 
     def take(self, count: int = 1) -> None:
@@ -57,8 +51,6 @@ class Budget:
 
 Take = Callable[[], None]
 
-# Integers from here on are compared by their digits: a client could choose many that have the same hash.
-_SPELLED = 2**53
 KINDS = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
@@ -91,6 +83,7 @@ def key(value: Any, take: Take) -> Hashable:
             return "array", tuple(key(each, take) for each in value)
         case dict():
             return "object", frozenset((name, key(each, take)) for name, each in value.items())
-        case int() | float() if abs(value) >= _SPELLED and is_integer(value):
+        # Large integers are compared by their digits: a client could choose many that have the same hash.
+        case int() | float() if abs(value) >= 2**53 and is_integer(value):
             return "integer", str(int(value))
     return kind(value), value
