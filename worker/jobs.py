@@ -12,7 +12,7 @@ from worker.chat.context import WorkerContext
 from worker.chat.prepare import cache_namespace, deadline, prepare, read
 from worker.chat.recorder import JobRecorder
 from worker.chat.request import output_tokens, sampling_of, seed_of
-from worker.chat.resume import Attempt, Restart, Resume, Start, resume_plan
+from worker.chat.resume import Restart, Resume, Start, resume_plan
 from worker.chat.specprefill import specprefill_params
 from worker.chat.speculation import draft_limit
 from worker.errors import JobFailure
@@ -114,27 +114,31 @@ class Chat:
         state = ResumeState(
             fingerprint=self._context.fingerprint, seed=generation_request.sampling.seed, images=self._images_digest
         )
-        attempt = Attempt(state, len(prompt.tokens), self._context.vocab_size)
         self._output = new_output()
-        match await self._resume_plan(attempt, new_output):
+        match await self._resume_plan(state, new_output, len(prompt.tokens)):
             case Start():
                 self._recorder.begin("started", state)
             case Restart(reason=reason):
                 logger.info("%s starts over: %s", self._job.claim.job_id, reason)
                 self._recorder.begin("restarted", state)
-            case Resume(delivered=earlier, replayed=replayed, state=left):
-                self._output, self._completed_before = replayed.output, replayed.ended
+            case Resume(delivered=earlier, output=output, ended=ended, state=left):
+                self._output, self._completed_before = output, ended
                 self._job.usage.reasoning_tokens = self._output.reasoning_tokens
                 self._recorder.resume(earlier, left)
                 return replace(generation_request, resume_tokens=earlier.tokens, kept_ranges=left.kept_ranges)
         return generation_request
 
-    async def _resume_plan(self, attempt: Attempt, new_output: Callable[[], Output]) -> Start | Resume | Restart:
+    async def _resume_plan(
+        self, state: ResumeState, new_output: Callable[[], Output], prompt_tokens: int
+    ) -> Start | Resume | Restart:
         """Decide how this attempt begins, on a text thread, since the log may be long."""
         claim, log = self._job.claim, tuple(self._job.log.events)
         if not log:
             return Start()
-        decide = partial(resume_plan, log, claim.resume_state, attempt, new_output)
+        decide = partial(
+            resume_plan, log, claim.resume_state, state, new_output,
+            prompt_tokens=prompt_tokens, vocab_size=self._context.vocab_size,
+        )  # fmt: skip
         return await self._context.codec.run(claim.lane, sum(map(len, log)), decide, claim.tenant)
 
     def _generation_request(

@@ -54,4 +54,4 @@ def test_a_result_names_the_faults_of_calls(calls: list[dict[str, Any]], said: l
     )
     for given, is_cut_off in ((calls, False), ([*calls, call("now", "{")], True)):
         found = faulty_calls(asked, given, is_cut_off=is_cut_off)
-        assert [(each.fault, each.message) for each in found] == said
+        assert found == said

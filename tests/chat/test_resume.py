@@ -20,7 +20,7 @@ from tests.text.speech import (
     output,
     request,
 )
-from worker.chat.resume import Attempt, Delivered, Restart, Resume, Start, delivered, replay, resume_plan
+from worker.chat.resume import Delivered, Restart, Resume, Start, delivered, replay, resume_plan
 from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
 from worker.text.output.output import Output, OutputDelta, concat
 
@@ -64,8 +64,8 @@ def test_what_a_new_attempt_says_after_what_was_delivered_is_the_unbroken_answer
     assert earlier is not None
     replayed = replay(earlier, lambda: output(speaker, thinking, **fields))
     assert replayed is not None
-    assert (replayed.ended, replayed.output.stop_sequence) == (first.stopped, first.stop_sequence)
-    second = replayed.output
+    second, ended = replayed
+    assert (ended, second.stop_sequence) == (first.stopped, first.stop_sequence)
     rest = hear(second, () if second.stopped else tokens[at:], engine)
     assert Heard(concat([earlier.output, rest.said]), rest.finish_reason, rest.repaired) == unbroken
 
@@ -82,9 +82,9 @@ def test_an_answer_whose_last_words_were_let_out_has_ended(
     assert before is not None
     replayed = replay(earlier, lambda: output(speaker, thinking, **fields))
     assert replayed is not None
-    assert replayed.ended == (unended.stopped or earlier.output != before.output)
-    if replayed.ended:
-        second = replayed.output
+    second, ended = replayed
+    assert ended == (unended.stopped or earlier.output != before.output)
+    if ended:
         assert second.finish_reason(engine) == first.finish_reason(engine)
 
 
@@ -163,8 +163,8 @@ OURS = ResumeState.model_validate(BEGUN)
 def plan(
     events: list[bytes], left: ResumeState | None = OURS, *, prompt: int = PROMPT, **state: Any
 ) -> Start | Resume | Restart:
-    attempt = Attempt(OURS.model_copy(update=state), prompt, VOCAB)
-    return resume_plan(events, left, attempt, lambda: output(TINY))
+    new = OURS.model_copy(update=state)
+    return resume_plan(events, left, new, lambda: output(TINY), prompt_tokens=prompt, vocab_size=VOCAB)
 
 
 def hello() -> list[bytes]:
@@ -186,14 +186,14 @@ def test_an_attempt_resumes_after_the_delivered_tokens() -> None:
     resumed = plan(hello())
     assert isinstance(resumed, Resume)
     assert (resumed.delivered, resumed.state) == (delivered(hello()), OURS)
-    assert not resumed.replayed.ended
+    assert not resumed.ended
 
 
 def test_a_complete_answer_is_resumed_as_ended() -> None:
     events = spoken(output(TINY, stop="lo"), HELLO)
-    resumed = resume_plan(events, OURS, Attempt(OURS, PROMPT, VOCAB), lambda: output(TINY, stop="lo"))
+    resumed = resume_plan(events, OURS, OURS, lambda: output(TINY, stop="lo"), prompt_tokens=PROMPT, vocab_size=VOCAB)
     assert isinstance(resumed, Resume)
-    assert resumed.replayed.ended
+    assert resumed.ended
 
 
 @pytest.mark.parametrize("state", [{"fingerprint": "other"}, {"seed": 8}, {"images": "digest"}])

@@ -7,7 +7,7 @@ import pytest
 from schemas import ChatRequest
 from schemas.outputs import SpeculationReport
 from tests.support.stack import ROOT
-from worker.chat.speculation import Counts, SpeculationReceipt, draft_limit, why_no_drafts
+from worker.chat.speculation import SpeculationReceipt, draft_limit, why_no_drafts
 from worker.engine.speculation.copies import COPY
 from worker.engine.speculation.draft_model import DRAFT
 from worker.engine.speculation.forced import GRAMMAR, GUESS
@@ -51,7 +51,7 @@ def test_a_receipt_counts_drafts_by_their_kind() -> None:
         "tokens_per_forward": 2.6,  # 1 + 8 + 2 + 1 + 1 tokens, by five forwards
         "kinds": {"copy": {"proposed": 10, "accepted": 7}, "prediction": {"proposed": 4, "accepted": 1}},
     }
-    assert receipt.predicted == Counts(4, 1)
+    assert receipt.predicted == (4, 1)
     SpeculationReport.model_validate(report)
 
 
@@ -126,7 +126,7 @@ def test_a_step_counts_its_drafts_by_position() -> None:
 def test_a_receipt_counts_the_tokens_of_a_draft_by_their_own_kinds() -> None:
     kinds = ("grammar", "grammar_guess", "grammar", "grammar")
     receipt = answered(SpeculationReceipt(), (Speculated("a", "grammar", 4, 3, kinds), 4))
-    assert (receipt.of("grammar"), receipt.of("grammar_guess")) == (Counts(3, 2), Counts(1, 1))
+    assert (receipt.of("grammar"), receipt.of("grammar_guess")) == ((3, 2), (1, 1))
 
 
 @pytest.mark.parametrize("page", ["contract.md", "contract.schema.json", "models.md"])

@@ -1,7 +1,8 @@
 """The tiny model's tokenizer with other chat templates, rendered as in a worker."""
 
 import copy
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tests.support.stack import TINY_CHAT
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.text.output.formats import ModelFormat
-from worker.text.prompt.boundaries import Boundaries, TokenOffsets
+from worker.text.prompt.boundaries import Rendered, TokenOffsets, cache_boundaries
 from worker.text.prompt.normalize import ControlTokenEscaping
 from worker.text.prompt.prompt import Prompt, Prompts
 from worker.text.tokenizer import Vocabulary
@@ -46,8 +47,8 @@ def words(source: str) -> MLXTokenizer:
 
 
 @cache
-def _boundaries(told: MLXTokenizer) -> Boundaries:
-    return Boundaries(TokenOffsets(Vocabulary(told), len(told.tokens)))
+def _boundaries(told: MLXTokenizer) -> Callable[[Rendered], tuple[int, ...]]:
+    return partial(cache_boundaries, TokenOffsets(Vocabulary(told), len(told.tokens)))
 
 
 @cache

@@ -12,7 +12,7 @@ from worker.settings import Settings
 from worker.text.codec import TextCodec
 
 
-class EngineInterface(Protocol):
+class _Engine(Protocol):
     """The engine thread's interface for jobs."""
 
     def submit(self, request: GenerationRequest, listener: OutcomeListener) -> None:
@@ -27,7 +27,7 @@ class WorkerContext:
     """Objects and figures that all jobs of a worker share."""
 
     settings: Settings
-    engine: EngineInterface
+    engine: _Engine
     codec: TextCodec
     images: ImageInputs | None  # None for a text model
     fingerprint: str

@@ -16,7 +16,7 @@ from worker.request import ProcessedImage, PromptImage
 from worker.settings import Settings
 
 
-class ImagePreprocessor(Protocol):
+class _Preprocessor(Protocol):
     """The model's image processor. See `worker.engine.vision.processors`."""
 
     def preprocess(self, image: Any, digest: bytes) -> ProcessedImage:
@@ -29,7 +29,7 @@ class ImagePreprocessor(Protocol):
 class ImageInputs:
     """Prepares images for a worker with a vision model."""
 
-    def __init__(self, settings: Settings, processor: ImagePreprocessor) -> None:
+    def __init__(self, settings: Settings, processor: _Preprocessor) -> None:
         self._loader, self._processor = ImageLoader(settings), processor
         self._max_prepared_pixels = REQUEST_FACTOR * settings.image_max_pixels
         self._cache = ByteLRU[ProcessedImage](300_000_000)  # two photos of 12 megapixels after Qwen's preprocessing

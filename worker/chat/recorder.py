@@ -4,7 +4,6 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from schemas import ChatRequest
@@ -29,72 +28,17 @@ from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
 from worker.text.output.events import message_tool_calls
 from worker.text.output.output import Output, OutputDelta, concat
 
+logger = logging.getLogger("sluice.jobs")
+
+Entry = dict[str, Any]  # logprobs of a token, in OpenAI's form
+
+_NOTHING = OutputDelta()
+_PROGRESS_EVERY_S = 0.25
+_GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are merged, so that a batch does not fill Redis
+_CUT_SHORT = "max_tokens: the answer was ended, since this worker's memory holds no longer one after this prompt."
 _CALLS_NOT_READ = "tools: the form of this model's calls is not known, so a call would be in the content."
 _CALLS_LEFT_OUT = "tool_choice: the answer has tool calls, which were left out since it is none."
 _ECHOED = {"tenant", "safety_identifier", "user", "prompt_cache_key", "metadata", "store"}
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedAnswer:
-    """An answer's part of the result."""
-
-    output: OutputDelta
-    left_out_calls: bool  # it had calls, which the request does not allow
-    repaired: list[str]  # mistakes in its calls that were put right
-    logprobs: list[bytes]  # one entry per token, in OpenAI's form, as JSON
-    finish_reason: str
-    seed: int
-    began_at: float  # Unix seconds
-    timings: dict[str, float]
-    stop_sequence: str | None  # the stop string that ended it
-    warnings: list[str]  # what was ended in it
-    rows_mean: float
-    specprefill: dict[str, Any] | None = None  # SpecPrefill's report
-    speculation: dict[str, Any] | None = None  # speculation's report
-
-
-@dataclass(frozen=True, slots=True)
-class FaultyCall:
-    """A call that the model wrote wrong. It is delivered all the same: agents tell their model, which mends it."""
-
-    fault: CallFault
-    message: str
-
-
-def completion(
-    job: Job,
-    request: ChatRequest,
-    context: WorkerContext,
-    answer: CompletedAnswer,
-    calls: Sequence[dict[str, Any]],
-    warnings: Sequence[str],
-) -> dict[str, object]:
-    """Return the result; `logprobs` in it holds JSON items, so it is written by `json_bytes`. `calls`: of the answer,
-    as a message has them."""
-    choice = {
-        "index": 0,
-        "message": _message(answer.output, calls),
-        "finish_reason": answer.finish_reason,
-        "logprobs": {"content": Items(answer.logprobs), "refusal": None} if request.logprobs else None,
-    }
-    images = {} if job.usage.image_tokens is None else {"image_tokens": job.usage.image_tokens}
-    return {
-        "id": job.claim.job_id,
-        "object": "chat.completion",
-        "created": int(answer.began_at),
-        "model": context.settings.model_name,
-        "system_fingerprint": context.fingerprint,
-        "service_tier": _service_tier(request.service_tier, job.claim.lane),
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": job.usage.prompt_tokens,
-            "completion_tokens": job.usage.completion_tokens,
-            "total_tokens": job.usage.prompt_tokens + job.usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": job.usage.cached_tokens, **images},
-            **job.usage.completion_details,
-        },
-        "sluice": _extension(job, request, context, answer, warnings),
-    }
 
 
 def _service_tier(asked: str | None, lane: Lane) -> str:
@@ -117,36 +61,18 @@ def _message(output: OutputDelta, calls: Sequence[dict[str, Any]]) -> dict[str, 
     return {**message, "refusal": None}
 
 
-def _extension(
-    job: Job, request: ChatRequest, context: WorkerContext, answer: CompletedAnswer, warnings: Sequence[str]
-) -> dict[str, object]:
-    return {
-        "lane": job.claim.lane,
-        "worker": context.settings.worker_name,
-        "attempt": job.claim.attempt,
-        "seed": answer.seed,
-        "fingerprint": context.fingerprint,
-        "timings": answer.timings,
-        "stop_sequence": answer.stop_sequence,
-        "rows_mean": answer.rows_mean,
-        **({} if job.usage.kept_tokens is None else {"kept_tokens": job.usage.kept_tokens}),
-        **({"specprefill": answer.specprefill} if answer.specprefill else {}),
-        **({"speculation": answer.speculation} if answer.speculation else {}),
-        **({"repaired": answer.repaired} if answer.repaired else {}),
-        **({"warnings": warnings} if warnings else {}),
-        **request.model_dump(include=_ECHOED, exclude_none=True),
-    }
-
-
 def warnings_of(request: ChatRequest, *, parses_tools: bool, left_out_calls: bool) -> list[str]:
     """Return what the model cannot do as the request asks, or has not done."""
     unread = [] if parses_tools or not request.offered_tools else [_CALLS_NOT_READ]
     return [*unread, *([_CALLS_LEFT_OUT] if left_out_calls else [])]
 
 
-def faulty_calls(request: ChatRequest, calls: Sequence[dict[str, Any]], *, is_cut_off: bool) -> list[FaultyCall]:
-    """Return the calls in which something is wrong. Schemas are not evaluated, since a client chooses what that costs.
-    `is_cut_off`: the last call may be incomplete."""
+def faulty_calls(
+    request: ChatRequest, calls: Sequence[dict[str, Any]], *, is_cut_off: bool
+) -> list[tuple[CallFault, str]]:
+    """Return what is wrong with calls, each fault with a sentence. The calls are delivered all the same: agents tell
+    their model, which mends them. Schemas are not evaluated, since a client chooses what that costs. `is_cut_off`: the
+    last call may be incomplete."""
     required = {
         tool.function.name: (tool.function.parameters or {}).get("required", []) for tool in request.offered_tools
     }
@@ -155,36 +81,26 @@ def faulty_calls(request: ChatRequest, calls: Sequence[dict[str, Any]], *, is_cu
     return [call for call in judged if call is not None]
 
 
-def _judged(name: str, arguments: str, required: Mapping[str, Any]) -> FaultyCall | None:
+def _judged(name: str, arguments: str, required: Mapping[str, Any]) -> tuple[CallFault, str] | None:
     called = _quoted(name)
     if name not in required:
-        return FaultyCall("unknown_function", f"tool_calls: the function {called} is not among the tools.")
+        return "unknown_function", f"tool_calls: the function {called} is not among the tools."
     try:
         given = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        return FaultyCall("no_json_object", f"tool_calls: the arguments of {called} are no JSON object.")
+        return "no_json_object", f"tool_calls: the arguments of {called} are no JSON object."
     asked = required[name] if isinstance(required[name], list) else []
     missing = next((each for each in asked if isinstance(each, str) and each not in given), None)
     if missing is None:
         return None
     absent = f"{_quoted(missing)}, which is required."
-    return FaultyCall("missing_argument", f"tool_calls: the call of {called} has no {absent}")
+    return "missing_argument", f"tool_calls: the call of {called} has no {absent}"
 
 
 def _quoted(name: str) -> str:
     return repr(name[:80])  # models write names of any length
-
-
-logger = logging.getLogger("sluice.jobs")
-
-Entry = dict[str, Any]  # logprobs of a token, in OpenAI's form
-
-_NOTHING = OutputDelta()
-_CUT_SHORT = "max_tokens: the answer was ended, since this worker's memory holds no longer one after this prompt."
-_PROGRESS_EVERY_S = 0.25
-_GATHER_S = {"interactive": 0.0, "batch": 1.0}  # offline deltas are merged, so that a batch does not fill Redis
 
 
 class TokenPace:
@@ -253,9 +169,9 @@ class JobRecorder:
     def _count_predicted(self) -> None:
         if self._job.usage.accepted_prediction_tokens is None:  # the request has no prediction
             return
-        counts = self._speculation.predicted
-        self._job.usage.accepted_prediction_tokens = counts.accepted
-        self._job.usage.rejected_prediction_tokens = counts.proposed - counts.accepted
+        proposed, accepted = self._speculation.predicted
+        self._job.usage.accepted_prediction_tokens = accepted
+        self._job.usage.rejected_prediction_tokens = proposed - accepted
 
     def begin(self, event: Literal["started", "restarted", "resumed"], state: ResumeState) -> None:
         """Emit the first event of the attempt, and store the state that it leaves."""
@@ -362,36 +278,79 @@ class JobRecorder:
         spent = f"{self._job.usage.completion_tokens} tokens in {timings['ttft_s'] + timings['decode_s']:.3f} s"
         rate = f", {timings['tokens_per_s']:.1f} tokens/s" if timings["tokens_per_s"] else ""
         logger.info("%s finished: %s, %s%s", self._job.claim.job_id, finish_reason, spent, rate)
-        answered = CompletedAnswer(
-            output=concat(self._emitted),
-            left_out_calls=output.left_out_calls,
-            repaired=output.repaired,
-            logprobs=self._emitted_logprobs,
-            finish_reason=finish_reason,
-            seed=seed,
-            began_at=self._began_at,
-            timings=timings,
-            stop_sequence=output.stop_sequence,
-            warnings=[
-                *self._warnings,
-                *output.warnings,
-                *([_CUT_SHORT] if self._cut_short and finish_reason == "length" else []),
-            ],
-            specprefill=as_result(self._specprefill, self._job.usage.prompt_tokens, timings["prefill_s"]),
-            speculation=self._speculation.as_result(),
-            rows_mean=round(self._rows / max(self._steps, 1), 2),
-        )
-        calls = message_tool_calls(answered.output.tool_calls)
-        faulty = faulty_calls(request, calls, is_cut_off=finish_reason == "length")
-        parses_tools = self._context.codec.parses_tools
+        said = concat(self._emitted)
+        calls = message_tool_calls(said.tool_calls)
+        faults = faulty_calls(request, calls, is_cut_off=finish_reason == "length")
+        choice = {
+            "index": 0,
+            "message": _message(said, calls),
+            "finish_reason": finish_reason,
+            "logprobs": {"content": Items(self._emitted_logprobs), "refusal": None} if request.logprobs else None,
+        }
         warnings = [
-            *warnings_of(request, parses_tools=parses_tools, left_out_calls=output.left_out_calls),
-            *list(dict.fromkeys(call.message for call in faulty))[:8],  # an answer may have any number
-            *answered.warnings,
+            *warnings_of(request, parses_tools=self._context.codec.parses_tools, left_out_calls=output.left_out_calls),
+            *list(dict.fromkeys(message for _, message in faults))[:8],  # an answer may have any number
+            *self._warnings,
+            *output.warnings,
+            *([_CUT_SHORT] if self._cut_short and finish_reason == "length" else []),
         ]
-        whole = completion(self._job, request, self._context, answered, calls, warnings)
-        faults = tuple(call.fault for call in faulty)
-        return JobResult(finish_reason, timings, whole, output.stop_sequence, warnings=warnings, faulty_calls=faults)
+        extension = self._extension(request, seed, timings, output, warnings)
+        return JobResult(
+            finish_reason,
+            timings,
+            self._completion(request, choice, extension),
+            output.stop_sequence,
+            warnings=warnings,
+            faulty_calls=tuple(fault for fault, _ in faults),
+        )
+
+    def _completion(
+        self, request: ChatRequest, choice: dict[str, object], extension: dict[str, object]
+    ) -> dict[str, object]:
+        """Return the result in OpenAI's form; `logprobs` in it holds JSON items, so it is written by `json_bytes`."""
+        context, usage = self._context, self._job.usage
+        images = {} if usage.image_tokens is None else {"image_tokens": usage.image_tokens}
+        return {
+            "id": self._job.claim.job_id,
+            "object": "chat.completion",
+            "created": int(self._began_at),
+            "model": context.settings.model_name,
+            "system_fingerprint": context.fingerprint,
+            "service_tier": _service_tier(request.service_tier, self._job.claim.lane),
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+                "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **images},
+                **usage.completion_details,
+            },
+            "sluice": extension,
+        }
+
+    def _extension(
+        self, request: ChatRequest, seed: int, timings: dict[str, float], output: Output, warnings: list[str]
+    ) -> dict[str, object]:
+        """Return the part of the result that OpenAI's form does not have."""
+        claim, usage = self._job.claim, self._job.usage
+        specprefill = as_result(self._specprefill, usage.prompt_tokens, timings["prefill_s"])
+        speculation = self._speculation.as_result()
+        return {
+            "lane": claim.lane,
+            "worker": self._context.settings.worker_name,
+            "attempt": claim.attempt,
+            "seed": seed,
+            "fingerprint": self._context.fingerprint,
+            "timings": timings,
+            "stop_sequence": output.stop_sequence,
+            "rows_mean": round(self._rows / max(self._steps, 1), 2),
+            **({} if usage.kept_tokens is None else {"kept_tokens": usage.kept_tokens}),
+            **({"specprefill": specprefill} if specprefill else {}),
+            **({"speculation": speculation} if speculation else {}),
+            **({"repaired": output.repaired} if output.repaired else {}),
+            **({"warnings": warnings} if warnings else {}),
+            **request.model_dump(include=_ECHOED, exclude_none=True),
+        }
 
     def _timings(self) -> dict[str, float]:
         decode_s = self._last_at - self._first_at

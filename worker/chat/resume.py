@@ -51,15 +51,6 @@ class _Delta(Sent):
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """What the answer of a new attempt depends on, in addition to the request."""
-
-    state: ResumeState  # what it leaves if it starts
-    prompt_tokens: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class Start:
     """No attempt has begun an answer."""
 
@@ -69,7 +60,8 @@ class Resume:
     """The answer continues after the delivered output."""
 
     delivered: Delivered
-    replayed: "Replayed"
+    output: Output  # the parser after the delivered tokens
+    ended: bool  # the answer was complete: the worker died before it wrote the final event
     state: ResumeState  # what this attempt leaves: the decisions of the earlier one stay
 
 
@@ -83,13 +75,16 @@ class Restart:
 def resume_plan(
     log: Iterable[bytes],
     left: ResumeState | None,
-    attempt: Attempt,
+    new: ResumeState,
     new_output: Callable[[], Output],
     check: Check = never,
+    *,
+    prompt_tokens: int,
+    vocab_size: int,
 ) -> Start | Resume | Restart:
     """Decide how an attempt begins, by the events and the state that earlier attempts left; `left` is None if the state
-    cannot be read. To continue an answer, its tokens are replayed. It may be long, so `check` is called between
-    tokens."""
+    cannot be read. `new`: the state that this attempt leaves if it starts. To continue an answer, its tokens are
+    replayed. It may be long, so `check` is called between tokens."""
     try:
         earlier = delivered(log, check)
     except (ValueError, RecursionError):
@@ -98,24 +93,23 @@ def resume_plan(
         return Start()
     if left is None:
         return Restart("its state holds a value that no worker wrote")
-    if obstacle := _obstacle(earlier, left, attempt):
+    if obstacle := _obstacle(earlier, left, new, prompt_tokens, vocab_size):
         return Restart(obstacle)
     replayed = replay(earlier, new_output, check)
     if replayed is None:
         return Restart("its tokens yield another text on this worker")
-    return Resume(earlier, replayed, attempt.state.model_copy(update={"specprefill": left.specprefill}))
+    return Resume(earlier, *replayed, new.model_copy(update={"specprefill": left.specprefill}))
 
 
-def _obstacle(earlier: Delivered, left: ResumeState, attempt: Attempt) -> str:
+def _obstacle(earlier: Delivered, left: ResumeState, new: ResumeState, prompt_tokens: int, vocab_size: int) -> str:
     """Return why the delivered tokens cannot be continued; empty if they can."""
-    new = attempt.state
     if (earlier.fingerprint, earlier.seed) != (new.fingerprint, new.seed):
         return "it began with another model or seed"
     if left.images != new.images:
         return "its images have changed"
-    if left.specprefill and not applies_to(left.specprefill, new.fingerprint, attempt.prompt_tokens):
+    if left.specprefill and not applies_to(left.specprefill, new.fingerprint, prompt_tokens):
         return "it is unknown which tokens of its prompt were dropped"
-    if max(earlier.tokens, default=0) >= attempt.vocab_size:  # the engine would index its embeddings by it
+    if max(earlier.tokens, default=0) >= vocab_size:  # the engine would index its embeddings by it
         return "its log holds a token that is not in the vocabulary"
     return ""
 
@@ -147,17 +141,9 @@ def delivered(log: Iterable[bytes], check: Check = never) -> Delivered | None:
     return Delivered(fingerprint, seed, tuple(tokens), concat(outputs), tuple(logprobs))
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """The output parser after the delivered tokens."""
-
-    output: Output  # in the state that it had in the earlier attempt
-    # True if the answer was complete: the worker died before it wrote the final event.
-    ended: bool
-
-
-def replay(earlier: Delivered, new_output: Callable[[], Output], check: Check = never) -> Replayed | None:
-    """Replay the delivered tokens. Returns None if they yield another text than was delivered."""
+def replay(earlier: Delivered, new_output: Callable[[], Output], check: Check = never) -> tuple[Output, bool] | None:
+    """Replay the delivered tokens. Returns the output parser after them, and True if the answer was complete; None if
+    they yield another text than was delivered."""
 
     def fed(output: Output) -> Iterator[OutputDelta]:
         for token in earlier.tokens:
@@ -166,9 +152,9 @@ def replay(earlier: Delivered, new_output: Callable[[], Output], check: Check = 
 
     output = new_output()
     if concat(fed(output)) == earlier.output:
-        return Replayed(output, ended=output.stopped)
+        return output, output.stopped
     for ending in _ENDINGS:
         output = new_output()
         if concat([*fed(output), output.flush(ending)]) == earlier.output:
-            return Replayed(output, ended=True)
+            return output, True
     return None

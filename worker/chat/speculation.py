@@ -37,21 +37,13 @@ async def prediction_tokens(request: ChatRequest, context: WorkerContext, claim:
     return await context.codec.prediction(request.prediction.text, claim.lane, claim.tenant)
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Tokens of drafts."""
-
-    proposed: int = 0
-    accepted: int = 0
-
-
 @dataclass(slots=True)
 class SpeculationReceipt:
     """Counts of one attempt. Tokens count as accepted once they are a part of the answer: a stop sequence may end it
     within a draft."""
 
     why_no_drafts: str = ""  # not empty if the request has a field about them: then a receipt is due without drafts too
-    _kinds: dict[str, Counts] = field(default_factory=dict)
+    _kinds: dict[str, tuple[int, int]] = field(default_factory=dict)  # tokens proposed and accepted, by their kind
     _accepted: Iterator[str] = field(default_factory=lambda: iter(()))  # kinds of the last draft's accepted tokens
     _tokens: int = 0  # of the answer
     _forwards: int = 0  # that have drawn them, or the end of the answer
@@ -73,27 +65,26 @@ class SpeculationReceipt:
             self._add(next(self._accepted), accepted=1)
 
     def _add(self, kind: str, *, proposed: int = 0, accepted: int = 0) -> None:
-        counts = self.of(kind)
-        self._kinds[kind] = Counts(counts.proposed + proposed, counts.accepted + accepted)
+        before = self.of(kind)
+        self._kinds[kind] = before[0] + proposed, before[1] + accepted
 
-    def of(self, kind: str) -> Counts:
-        """Return the counts of one proposer."""
-        return self._kinds.get(kind, Counts())
+    def of(self, kind: str) -> tuple[int, int]:
+        """Return how many tokens of one proposer were proposed, and how many accepted."""
+        return self._kinds.get(kind, (0, 0))
 
     @property
-    def predicted(self) -> Counts:
-        """Counts of drafts from the predicted text."""
+    def predicted(self) -> tuple[int, int]:
+        """How many tokens of the predicted text were proposed, and how many accepted."""
         return self.of(PREDICTION)
 
     def as_result(self) -> dict[str, Any] | None:
         """Return the report for the stored result; None if there is nothing to report."""
         if not self._kinds and not self.why_no_drafts:
             return None
-        proposed = sum(counts.proposed for counts in self._kinds.values())
-        accepted = sum(counts.accepted for counts in self._kinds.values())
         kinds = {
-            kind: {"proposed": counts.proposed, "accepted": counts.accepted} for kind, counts in self._kinds.items()
+            kind: {"proposed": proposed, "accepted": accepted} for kind, (proposed, accepted) in self._kinds.items()
         }
+        proposed, accepted = (sum(counts[place] for counts in self._kinds.values()) for place in (0, 1))
         per_forward = round(self._tokens / self._forwards, 2) if self._forwards else 0.0
         report = {"proposed": proposed, "accepted": accepted, "tokens_per_forward": per_forward, "kinds": kinds}
         return report if kinds else {**report, "skipped": self.why_no_drafts}

@@ -17,7 +17,7 @@ from worker.text.output.answer import AnswerReader
 from worker.text.output.formats import ModelFormat
 from worker.text.output.output import Output
 from worker.text.output.thought import Thought, ThoughtFormat
-from worker.text.prompt.boundaries import Boundaries, DroppableRanges, TokenOffsets
+from worker.text.prompt.boundaries import TokenOffsets, cache_boundaries, droppable_ranges
 from worker.text.prompt.normalize import ControlTokenEscaping
 from worker.text.prompt.parting import Parting, next_parting
 from worker.text.prompt.prompt import Prompt, Prompts, template_trial
@@ -91,8 +91,8 @@ class TextCodec:
         return Prompts(
             tokenizer,
             think,
-            Boundaries(places) if places and self._boundaries else None,
-            DroppableRanges(places) if places and self._droppable else None,
+            partial(cache_boundaries, places) if places and self._boundaries else None,
+            partial(droppable_ranges, places) if places and self._droppable else None,
             None if self._control_tokens else _escaping(tokenizer, self._format),
             context=self._context,
             threads=self._threads,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.text.dialects.reading import BY_NAME
 from tests.text.dialects.real_templates import tokenizer
-from worker.text.output.formats import evidence_of
+from worker.text.output.formats import ModelFormat
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 HERMES = (
@@ -35,7 +35,7 @@ XML_TOOLS = (
 def test_each_template_that_renders_chats_or_tools_is_evidence(
     templates: Any, dialect: str | None, proof: str, thinks: bool
 ) -> None:
-    found = evidence_of(tokenizer(templates))
+    found = ModelFormat.of(tokenizer(templates))
     assert (found.dialect, found.proof) == (BY_NAME.get(dialect or ""), proof)
     assert (found.thoughts is not None) == thinks
 
@@ -47,6 +47,6 @@ def test_the_prompt_may_end_with_the_opening_of_a_call(prompt: str, opened: str)
         ">>>{{ call.function.name }}\n{{ call.function.arguments | tojson }}{% else %}{{ m.content }}{% endfor %}"
         "{% endfor %}{% if add_generation_prompt %}" + prompt + "{% endif %}"
     )
-    found = evidence_of(tokenizer(template))
+    found = ModelFormat.of(tokenizer(template))
     assert (found.dialect, found.proof) == (BY_NAME["functionary_v3.2"], "read back")
     assert found.opened == opened

@@ -13,7 +13,7 @@ from tests.text.dialects.rows import WRITTEN
 from tests.text.speech import PLACES, TOOLS, Heard, Model, cut, gpt_oss, hear, heard, model, output
 from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded
 from worker.text.dialects.table import Thoughts
-from worker.text.output.events import ToolArguments, ToolCallBegan, ToolCalls, as_deltas, message_tool_calls
+from worker.text.output.events import ToolCalls, merge_deltas, message_tool_calls
 from worker.text.output.output import OutputDelta
 
 TINY = model()
@@ -222,19 +222,20 @@ def test_of_an_answer_that_was_cut_off_nothing_is_put_right(name: str) -> None:
 # Events and ids
 
 
-def test_the_events_of_one_call_are_one_delta() -> None:
-    began = ToolCallBegan(1, "call_1", "now")
-    (delta,) = as_deltas([began, ToolArguments(1, "{"), ToolArguments(1, "}")])
+def test_the_deltas_of_one_call_become_one() -> None:
+    calls = ToolCalls("job-1", parallel=True)
+    written = (CallBegan("now", "call_1"), CallArguments("{"), CallArguments("}"), CallEnded())
+    (delta,) = merge_deltas(delta for each in written for delta in calls.read(each))
     function = {"name": "now", "arguments": "{}"}
-    assert delta == {"index": 1, "id": "call_1", "type": "function", "function": function}
+    assert delta == {"index": 0, "id": "call_1", "type": "function", "function": function}
 
 
 def test_a_call_that_was_cut_off_is_not_made() -> None:
     calls = ToolCalls("job-1", parallel=True)
-    began, first = [event for each in (CallBegan("now"), CallArguments("{")) for event in calls.read(each)]
-    assert isinstance(began, ToolCallBegan)
-    assert (began.index, began.function, first) == (0, "now", ToolArguments(0, "{"))
-    assert (calls.read(CallEnded(complete=False)), calls.num_made) == ([], 0)
+    began, first = [delta for each in (CallBegan("now"), CallArguments("{")) for delta in calls.read(each)]
+    assert (began["index"], began["function"]) == (0, {"name": "now", "arguments": ""})
+    assert first == {"index": 0, "function": {"arguments": "{"}}
+    assert (calls.read(CallEnded(complete=False)), calls.num_made) == ((), 0)
     assert (calls.read(CallBegan("now")), calls.read(CallEnded()), calls.num_made)[2] == 1
 
 

@@ -1,6 +1,7 @@
 """Which tokens of a prompt may be left out."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.text.templated import TEMPLATES, request, words
 from worker.text.output.formats import ModelFormat
-from worker.text.prompt.boundaries import DroppableRanges, TokenOffsets
+from worker.text.prompt.boundaries import TokenOffsets, droppable_ranges
 from worker.text.prompt.prompt import Prompt, Prompts
 from worker.text.tokenizer import Vocabulary
 
@@ -20,7 +21,7 @@ QUESTION = " Question: how many lamps has the river?"
 async def prompt(*messages: dict[str, Any], template: str = "qwen", **rest: Any) -> tuple[Prompt, str, Any]:
     told = words(TEMPLATES[template])
     places = TokenOffsets(Vocabulary(told), len(told.tokens))
-    found = await Prompts(told, ModelFormat.of(told).think, None, DroppableRanges(places)).render(
+    found = await Prompts(told, ModelFormat.of(told).think, None, partial(droppable_ranges, places)).render(
         request(*messages, **rest)
     )
     return found, "".join(spelled(told, found, *span) for span in found.droppable_ranges), told

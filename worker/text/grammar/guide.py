@@ -64,7 +64,7 @@ class GrammarStates:
         self._drafts_time = AllDraftsTime()
         self._forced_text = ForcedText(self._tokenizer) if self._tokenizer else None
         self._numbers = FiniteNumbers(
-            vocabulary, self._count, self._markup.markers.values(), begun=not model_format.harmony
+            vocabulary.bytes_of, self._count, self._markup.markers.values(), begun=not model_format.harmony
         )
         self._hold_calls = hold_calls
         reads_calls = self._tokenizer and model_format.reads_calls

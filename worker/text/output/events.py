@@ -27,26 +27,6 @@ OutputEvent = Content | Reasoning | CallEvent
 OutputEvents = Generator[OutputEvent | None, None, None]  # None when more text is needed
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallBegan:
-    """The first event of a tool call that the client receives. `index` counts the calls of the answer."""
-
-    index: int
-    id: str
-    function: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolArguments:
-    """A piece of a tool call's arguments, which are JSON."""
-
-    index: int
-    text: str
-
-
-ToolCallEvent = ToolCallBegan | ToolArguments
-
-
 DeltaFields = dict[str, Any]
 
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -66,38 +46,26 @@ class ToolCalls:
         """True if the one call that the request allows has been made."""
         return self.num_made > 0 and not self._parallel
 
-    def read(self, event: CallBegan | CallArguments | CallEnded) -> list[ToolCallEvent]:
-        """Return what the client receives for an event."""
+    def read(self, event: CallBegan | CallArguments | CallEnded) -> tuple[DeltaFields, ...]:
+        """Return what the client receives for an event: at most one of OpenAI's deltas, whose `index` counts the calls
+        of the answer."""
         match event:
-            case CallBegan(function, id):
+            case CallBegan(name, id):
                 index = len(self._ids)
                 self._ids.append(self._usable(id, index))
-                return [ToolCallBegan(index, self._ids[index], function)]
-            case CallArguments(text):
-                return [ToolArguments(len(self._ids) - 1, text)] if text else []
+                function = {"name": name, "arguments": ""}
+                return ({"index": index, "id": self._ids[index], "type": "function", "function": function},)
+            case CallArguments(text) if text:
+                return ({"index": len(self._ids) - 1, "function": {"arguments": text}},)
             case CallEnded(complete):
                 self.num_made += complete
-        return []
+        return ()
 
     def _usable(self, id: str | None, index: int) -> str:
         """Return the model's own id, or one derived from the job's id, so that it is the same in every attempt."""
         if id is not None and id not in self._ids and _ID.fullmatch(id):
             return id
         return "call_" + blake2b(f"{self._job_id}/{index}".encode(), digest_size=12).hexdigest()
-
-
-def as_deltas(events: Iterable[ToolCallEvent]) -> tuple[DeltaFields, ...]:
-    """Return the events as OpenAI's deltas, one for each call."""
-    deltas = tuple(map(_as_delta, events))
-    return merge_deltas(deltas) if len(deltas) > 1 else deltas
-
-
-def _as_delta(event: ToolCallEvent) -> DeltaFields:
-    match event:
-        case ToolCallBegan(index, id, function):
-            return {"index": index, "id": id, "type": "function", "function": {"name": function, "arguments": ""}}
-        case ToolArguments(index, text):
-            return {"index": index, "function": {"arguments": text}}
 
 
 def merge_deltas(deltas: Iterable[DeltaFields]) -> tuple[DeltaFields, ...]:

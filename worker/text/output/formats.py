@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from schemas import ChatRequest
 from worker.text.dialects.cursor import Cursor
@@ -42,17 +42,7 @@ _IDS = (
 )  # what templates demand: anything, nine characters, Kimi's form
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """What a template shows about its model's answers."""
-
-    dialect: Dialect | None
-    proof: Proof  # how the dialect was found: its template's own call was read back, or only its markers were seen
-    thoughts: Thoughts | None
-    opened: str = ""  # the opening of a call with which the template begins each answer
-
-
-def evidence_of(tokenizer: Tokenizer) -> Evidence:
+def _by_template(tokenizer: Tokenizer) -> "ModelFormat":
     """Render a call, a thought and their markers with the model's template, and choose what reads them back."""
     opening = _rendered(tokenizer, [{"role": "user", "content": _QUESTION}])
     opening = opening.rpartition(_QUESTION)[2] if opening else ""
@@ -62,10 +52,10 @@ def evidence_of(tokenizer: Tokenizer) -> Evidence:
         for dialect in DIALECTS:
             opened = _opened(dialect, opening)
             if _reads_back(answer, dialect, thoughts, opened):
-                return Evidence(dialect, "read back", thoughts, opened)
+                return ModelFormat(False, dialect, "read back", thoughts, opened)
     named = _by_markers(tokenizer)
     opened = _opened(named, opening) if named else ""
-    return Evidence(named, "by its markers" if named else "none", thoughts, opened)
+    return ModelFormat(False, named, "by its markers" if named else "none", thoughts, opened)
 
 
 def _opened(dialect: Dialect, opening: str) -> str:
@@ -204,19 +194,19 @@ class ModelFormat:
 
     harmony: bool
     dialect: Dialect | None
-    proof: Proof  # how the dialect was found
+    proof: Proof  # how the dialect was found: its template's own call was read back, or only its markers were seen
     thoughts: Thoughts | None
-    opened: str = ""  # the opening of a call, with which the prompt ends
+    opened: str = ""  # the opening of a call, with which the template begins each answer
     marks: frozenset[int] = frozenset()  # harmony's markers; what other tokens spell is none
 
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Self:
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> "ModelFormat":
         """Return the format that the model's vocabulary and chat template show."""
-        is_harmony = frozenset(tokenizer.tokens).issuperset(harmony.MARKERS)
-        found = evidence_of(tokenizer)
+        found = _by_template(tokenizer)
+        if not frozenset(tokenizer.tokens).issuperset(harmony.MARKERS):
+            return found
         added = tokenizer.added_tokens
-        marks = frozenset(added[each] for each in harmony.MARKERS if each in added) if is_harmony else frozenset[int]()
-        return cls(is_harmony, found.dialect, found.proof, found.thoughts, found.opened, marks)
+        return replace(found, harmony=True, marks=frozenset(added[each] for each in harmony.MARKERS if each in added))
 
     def text_of(self, token: int, text: str) -> str:
         """Return a token's text for the reader, which finds no marker in it that other tokens than its own spell."""

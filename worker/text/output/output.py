@@ -19,7 +19,6 @@ from worker.text.output.events import (
     OutputEvents,
     Reasoning,
     ToolCalls,
-    as_deltas,
     merge_deltas,
 )
 from worker.text.output.formats import ModelFormat
@@ -301,11 +300,11 @@ class Output:
             case CallArguments() | CallEnded() | Repaired() if self._leaves_out_calls:
                 return _NOTHING
             case CallBegan():
-                return self._switch(Content) + OutputDelta(tool_calls=as_deltas(self._calls.read(event)))
+                return self._switch(Content) + OutputDelta(tool_calls=self._calls.read(event))
             case CallArguments(text):
-                return OutputDelta(tool_calls=as_deltas(self._calls.read(CallArguments(unquoted(text)))))
+                return OutputDelta(tool_calls=self._calls.read(CallArguments(unquoted(text))))
             case CallEnded():
-                return OutputDelta(tool_calls=as_deltas(self._calls.read(event)))
+                return OutputDelta(tool_calls=self._calls.read(event))
             case Repaired(repair) if not self._cursor.cut_off:  # else the model would have written on
                 self._repairs.add(repair)
         return _NOTHING

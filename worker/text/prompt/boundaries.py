@@ -95,27 +95,22 @@ class Rendered:
     codec: Codec
 
 
-class Boundaries:
-    """Plans cache boundaries for prompts; a worker has one."""
+def cache_boundaries(offsets: TokenOffsets, rendered: Rendered) -> tuple[int, ...]:
+    """Return boundaries as token counts from 1 to one less than the prompt's, the most valuable first."""
+    last = len(rendered.tokens) - 1
+    if last < 1:
+        return ()
+    counts = (min(count, last) for count in _counts(offsets, rendered, _places(rendered)))
+    return tuple(dict.fromkeys(count for count in counts if count > 0))
 
-    def __init__(self, offsets: TokenOffsets) -> None:
-        self._offsets = offsets
 
-    def plan(self, rendered: Rendered) -> tuple[int, ...]:
-        """Return boundaries as token counts from 1 to one less than the prompt's, the most valuable first."""
-        last = len(rendered.tokens) - 1
-        if last < 1:
-            return ()
-        counts = (min(count, last) for count in self._counts(rendered, _offsets(rendered)))
-        return tuple(dict.fromkeys(count for count in counts if count > 0))
-
-    def _counts(self, rendered: Rendered, places: list[int]) -> list[int]:
-        counts = self._offsets.counts(rendered.text, rendered.tokens, places, rendered.codec.plain)
-        if counts is not None:
-            return [counts[place] for place in places]
-        tokens = list(rendered.tokens)
-        # Worth a tokenization each: the next user turn, the next tool result, the system message's end.
-        return [common_prefix(rendered.codec.encode(rendered.text[:place].rstrip()), tokens) for place in places[:3]]
+def _counts(offsets: TokenOffsets, rendered: Rendered, places: list[int]) -> list[int]:
+    counts = offsets.counts(rendered.text, rendered.tokens, places, rendered.codec.plain)
+    if counts is not None:
+        return [counts[place] for place in places]
+    tokens = list(rendered.tokens)
+    # Worth a tokenization each: the next user turn, the next tool result, the system message's end.
+    return [common_prefix(rendered.codec.encode(rendered.text[:place].rstrip()), tokens) for place in places[:3]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +122,7 @@ class _Comparison:
     whole: bool  # all contents begin within the common prefix
 
 
-def _offsets(rendered: Rendered) -> list[int]:
+def _places(rendered: Rendered) -> list[int]:
     """Return boundaries as positions in the text, in characters, the most valuable first."""
     mark = next((mark for mark in _MARKS if mark not in rendered.text), None)
     if mark is None:
@@ -227,22 +222,16 @@ def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
 # images, short messages, and the last question, which is expected at an end of a text of the last user message.
 
 
-class DroppableRanges:
-    """Plans droppable ranges; a worker has one."""
-
-    def __init__(self, offsets: TokenOffsets) -> None:
-        self._offsets = offsets
-
-    def plan(self, rendered: Rendered) -> tuple[tuple[int, int], ...]:
-        """Return ranges of tokens, end exclusive, in order."""
-        spans = list(_spans(rendered))
-        places = {place for span in spans for place in span}
-        counts = self._offsets.counts(rendered.text, rendered.tokens, places, rendered.codec.plain) if spans else None
-        if counts is None:
-            return ()
-        # A token that reaches over the beginning of a content may hold some of the template's own text.
-        ranges = ((counts[start] + 1, counts[end]) for start, end in spans)
-        return tuple((start, end) for start, end in ranges if start < end)
+def droppable_ranges(offsets: TokenOffsets, rendered: Rendered) -> tuple[tuple[int, int], ...]:
+    """Return ranges of tokens, end exclusive, in order."""
+    spans = list(_spans(rendered))
+    places = {place for span in spans for place in span}
+    counts = offsets.counts(rendered.text, rendered.tokens, places, rendered.codec.plain) if spans else None
+    if counts is None:
+        return ()
+    # A token that reaches over the beginning of a content may hold some of the template's own text.
+    ranges = ((counts[start] + 1, counts[end]) for start, end in spans)
+    return tuple((start, end) for start, end in ranges if start < end)
 
 
 def _spans(rendered: Rendered) -> Iterator[tuple[int, int]]:

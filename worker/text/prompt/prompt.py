@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from schemas import ChatRequest
 from sluice.contract.keys import Lane
 from worker.errors import CannotStart, JobFailure
-from worker.text.prompt.boundaries import Boundaries, Codec, DroppableRanges, Rendered
+from worker.text.prompt.boundaries import Codec, Rendered
 from worker.text.prompt.normalize import ControlTokenEscaping, Inputs, normalize
 from worker.text.prompt.size_limit import PromptLimit, cost_in_characters
 from worker.text.prompt.template_changes import Adaptation, WriteCalls, write_as_json
@@ -81,8 +81,8 @@ class Prompts:
         self,
         tokenizer: Tokenizer,
         think: Think,
-        boundaries: Boundaries | None = None,
-        droppable: DroppableRanges | None = None,
+        boundaries: Callable[[Rendered], tuple[int, ...]] | None = None,
+        droppable: Callable[[Rendered], tuple[tuple[int, int], ...]] | None = None,
         escaping: ControlTokenEscaping | None = None,
         *,
         context: int | None = None,
@@ -156,8 +156,8 @@ class Prompts:
         check()
         thinks, tools = thinking == "open", rendering.tools
         rendered = Rendered(conversation, tools, text, tokens, thinks, rendering.render_predicted, marks, codec)
-        boundaries = self._boundaries.plan(rendered) if self._boundaries else ()
-        droppable = self._droppable.plan(rendered) if self._droppable else ()
+        boundaries = self._boundaries(rendered) if self._boundaries else ()
+        droppable = self._droppable(rendered) if self._droppable else ()
         return Prompt(tokens, thinking, boundaries, droppable, rendering.adapted)
 
     def _needs_escaping(self, inputs: Inputs) -> bool:

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from schemas import ChatRequest
 from schemas.chat import TEMPLATE_FIELDS
 
 TemplateTools = list[dict[str, Any]]
 Variables = dict[str, Any]
+_Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 _EFFORT = "reasoning_effort"
 _SWITCHES = ("enable_thinking", "thinking")  # templates' names of the variable that switches reasoning off
@@ -40,13 +41,6 @@ def template_variables(request: ChatRequest, template: str) -> tuple[Variables, 
     return {**read, **(request.chat_template_kwargs or {})}, sorted(asked.keys() - read.keys() - effective)
 
 
-class ToolChange(NamedTuple):
-    """A change of tools that some templates require."""
-
-    why: str  # the template's restriction, and the change; logged
-    change: Callable[[dict[str, Any]], dict[str, Any]]  # of one function
-
-
 def _described(function: dict[str, Any]) -> dict[str, Any]:
     return {"description": "", "parameters": {"type": "object", "properties": {}}, **function}
 
@@ -64,10 +58,12 @@ def _single_types(schema: Any) -> Any:
     return changed
 
 
-TOOL_CHANGES = (
-    ToolChange("requires a description and parameters of each function: empty ones are added", _described),
-    ToolChange("accepts no list of types in a tool's parameters: the first type is shown", _single_types),
-)
+# Changes of a tool's function that some templates require, each with the template's restriction and the change, which
+# are logged.
+_TOOL_CHANGES: dict[_Change, str] = {
+    _described: "requires a description and parameters of each function: empty ones are added",
+    _single_types: "accepts no list of types in a tool's parameters: the first type is shown",
+}
 
 
 class TemplateInputs:
@@ -77,7 +73,7 @@ class TemplateInputs:
 
     def __init__(self, template: str = "") -> None:
         """`template`: its source; empty if it is not text."""
-        self._changes: tuple[ToolChange, ...] = ()
+        self._changes: tuple[_Change, ...] = ()
         # By what was requested; None: the template accepts none.
         self._efforts: dict[str, str | None] = dict(_efforts_named_in(template))
 
@@ -94,7 +90,7 @@ class TemplateInputs:
         """Return a form of the input with which the template renders a short conversation, and why it was changed.
         None if the input is accepted as it is, or in no form. `render` raises `TemplateFailed`."""
         efforts = [variables.get(_EFFORT), *_nearest(variables.get(_EFFORT))]
-        for changes in ((), *((each,) for each in TOOL_CHANGES), TOOL_CHANGES) if tools else ((),):
+        for changes in ((), *((each,) for each in _TOOL_CHANGES), tuple(_TOOL_CHANGES)) if tools else ((),):
             for effort in efforts:
                 changed, given = _with_changes(tools, changes), _with(variables, effort)
                 try:
@@ -108,16 +104,16 @@ class TemplateInputs:
         self,
         tools: TemplateTools,
         given: Variables,
-        changes: tuple[ToolChange, ...],
+        changes: tuple[_Change, ...],
         asked: Variables,
         effort: str | None,
     ) -> tuple[TemplateTools, Variables, list[str]] | None:
-        whys = [each.why for each in changes]
+        whys = [_TOOL_CHANGES[each] for each in changes]
         if effort != asked.get(_EFFORT):
             if isinstance(asked[_EFFORT], str):
                 self._efforts[asked[_EFFORT]] = effort
             whys.append(_other_effort(asked[_EFFORT], effort))
-        self._changes = tuple(each for each in TOOL_CHANGES if each in (*self._changes, *changes))
+        self._changes = tuple(each for each in _TOOL_CHANGES if each in (*self._changes, *changes))
         return (tools, given, whys) if whys else None
 
     def _with_effort(self, variables: Variables) -> Variables:
@@ -144,9 +140,9 @@ def _efforts_named_in(template: str) -> dict[str, str]:
     return {each: other for each, other in nearest.items() if each not in named and other}
 
 
-def _with_changes(tools: TemplateTools, changes: tuple[ToolChange, ...]) -> TemplateTools:
-    for each in changes:
-        tools = [{**tool, "function": each.change(tool["function"])} for tool in tools]
+def _with_changes(tools: TemplateTools, changes: tuple[_Change, ...]) -> TemplateTools:
+    for change in changes:
+        tools = [{**tool, "function": change(tool["function"])} for tool in tools]
     return tools
 
 

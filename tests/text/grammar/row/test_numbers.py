@@ -32,7 +32,7 @@ class Tokens:
 
 
 def guard(*more: bytes, begun: bool = True) -> FiniteNumbers:
-    return FiniteNumbers(Tokens(*more), 256 + len(more), [MARKER], begun=begun)  # type: ignore[arg-type]
+    return FiniteNumbers(Tokens(*more).bytes_of, 256 + len(more), [MARKER], begun=begun)
 
 
 def barred(numbers: FiniteNumbers, text: bytes, count: int) -> set[bytes]:

@@ -13,14 +13,7 @@ Schema = dict[str, Any]
 BYTES = LLTokenizer("byte")
 
 
-class _Bytes:
-    """A vocabulary of single bytes."""
-
-    def bytes_of(self, token: int) -> bytes:
-        return bytes([token])
-
-
-_NUMBERS = FiniteNumbers(_Bytes(), 256, [], begun=True)
+_NUMBERS = FiniteNumbers(lambda token: bytes([token]), 256, [], begun=True)
 _LIKELY = {ord(sign): 8 for sign in '"}]'} | {ord(","): 2} | dict.fromkeys(range(128, 256), 0.3)
 
 

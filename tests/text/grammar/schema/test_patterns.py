@@ -13,7 +13,7 @@ from tests.selection import examples
 from tests.text.grammar.schema.answers import answers, takes
 from worker.errors import JobFailure
 from worker.text.grammar.sandbox import Uncompilable
-from worker.text.grammar.schema.patterns import Pattern, Steps
+from worker.text.grammar.schema.patterns import Pattern, pattern_steps
 from worker.text.grammar.schema.regex import UnsupportedPattern, named
 
 
@@ -158,7 +158,7 @@ def expanded(expression: str) -> str:
 
 def test_comparing_names_is_bounded() -> None:
     with pytest.raises(UnsupportedPattern):
-        Pattern("^(a?b?){99}$", Steps(1_000)).matches("ab" * 60)
+        Pattern("^(a?b?){99}$", pattern_steps(1_000)).matches("ab" * 60)
 
 
 @pytest.mark.parametrize("letter", "dws")

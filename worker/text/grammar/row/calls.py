@@ -62,7 +62,7 @@ class Openings:
         return any(mark in text for mark in self._marks)
 
 
-class CallSearch:
+class _CallSearch:
     """Reads one answer as the output parser does, and finds its calls."""
 
     def __init__(self, openings: Openings, thinking: Thinking, functions: Functions) -> None:
@@ -174,7 +174,7 @@ class CallsGrammar:
         self._search_again()
 
     def _search_again(self) -> None:
-        self._search = CallSearch(self._openings, self._thinking, self._functions)
+        self._search = _CallSearch(self._openings, self._thinking, self._functions)
         self._found = dict[int, str]()  # beginnings of calls, by the number of tokens of the answer up to there
         self._waits = self._search.waits
 

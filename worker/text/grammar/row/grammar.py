@@ -82,7 +82,7 @@ class DraftTime:
 # matcher share it. So drafts must not use the matcher of the answer: their states would end the answer sooner.
 
 
-class DraftReader:
+class _DraftReader:
     """Reads the drafts of one row. Follows its answer."""
 
     def __init__(self, reader: GrammarReader, time_left: DraftTime) -> None:
@@ -196,10 +196,10 @@ class RowGrammar:
             GrammarReader, ends=ends, begun=begun, forced_text=forced_text, numbers=numbers, then_free=then_free
         )
         self._answer = reader(matcher, thought=thought)
-        self._drafts: DraftReader | None = None
+        self._drafts: _DraftReader | None = None
         if drafts:
             time_left = DraftTime(clock, drafts_time or AllDraftsTime())
-            self._drafts = DraftReader(reader(drafts, thought=thought), time_left)
+            self._drafts = _DraftReader(reader(drafts, thought=thought), time_left)
         self._begun = begun
         self._current: bytes | None = None  # mask of the next token, once it is computed
         self.error: GrammarError | None = None  # after it the grammar constrains nothing any more

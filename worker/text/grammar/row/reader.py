@@ -3,11 +3,10 @@
 import copy
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import isinf
-from typing import Protocol
 
 from llguidance import LLMatcher
 
@@ -19,14 +18,6 @@ from worker.text.grammar.sandbox import error_of
 #
 # A grammar of llguidance (1.9) allows any digits and exponents where the schema bounds nothing, and readers of JSON
 # take 1e400 for infinity. What the grammar allows is narrowed here, by the text of the number that has begun.
-
-
-class Spelling(Protocol):
-    """What tokens spell."""
-
-    def bytes_of(self, token: int) -> bytes:
-        """Return the token's bytes."""
-        ...
 
 
 _PART = frozenset(b"+-.0123456789eE")
@@ -70,15 +61,15 @@ _OPENINGS = b"[{"
 class FiniteNumbers:
     """The tokens of one vocabulary that continue numbers."""
 
-    def __init__(self, vocabulary: Spelling, count: int, markers: Iterable[int], *, begun: bool) -> None:
-        """`count`: tokens in a mask. `markers`: tokens after which other JSON begins. `begun`: the answer begins with
-        JSON; else other texts may precede its first bracket."""
-        self._bytes_of, self._markers = vocabulary.bytes_of, frozenset(markers)
+    def __init__(self, bytes_of: Callable[[int], bytes], count: int, markers: Iterable[int], *, begun: bool) -> None:
+        """`bytes_of`: returns a token's bytes. `count`: tokens in a mask. `markers`: tokens after which other JSON
+        begins. `begun`: the answer begins with JSON; else other texts may precede its first bracket."""
+        self._bytes_of, self._markers = bytes_of, frozenset(markers)
         self.begins = Place(begun)
         self._continuing = defaultdict[bytes, list[int]](list)  # tokens by what they add to a number
         self._infinite = list[int]()  # tokens that hold a whole number beyond a double
         for token in range(count):
-            text = vocabulary.bytes_of(token)
+            text = bytes_of(token)
             if not _DIGIT.search(text):
                 continue
             if adds := _BEGINNING.match(text):

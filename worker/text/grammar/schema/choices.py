@@ -26,22 +26,22 @@ _OPPOSITE_BOUNDS = {
 }
 
 
-class NotNegatable(Exception):
+class _NotNegatable(Exception):
     """The negation cannot be written as schemas."""
 
 
 def negation(schema: Any, known: Sequence[Any], proofs: Disjointness, depth: int = 0) -> list[Any]:
     """Return the alternatives; none for a schema that every value satisfies.
 
-    `known`: schemas that all values in question satisfy. Raises `NotNegatable`, and `BudgetExceeded`.
+    `known`: schemas that all values in question satisfy. Raises `_NotNegatable`, and `BudgetExceeded`.
     """
     if isinstance(schema, bool):
         return [] if schema else [True]
     if not isinstance(schema, dict) or depth > 8:  # schemas within schemas
-        raise NotNegatable
+        raise _NotNegatable
     found = [each for keyword in schema for each in _of_keyword(keyword, schema, known, proofs, depth + 1)]
     if len(found) > _MAX_NEGATED:
-        raise NotNegatable
+        raise _NotNegatable
     return found
 
 
@@ -68,7 +68,7 @@ def _of_keyword(keyword: str, schema: Schema, known: Sequence[Any], proofs: Disj
             return [value]
         case _ if keyword in _OPPOSITE_BOUNDS and isinstance(value, int | float) and not isinstance(value, bool):
             return _opposite_bound(keyword, value)
-    raise NotNegatable
+    raise _NotNegatable
 
 
 def _opposite_bound(keyword: str, bound: float) -> list[Any]:
@@ -81,10 +81,10 @@ def _opposite_bound(keyword: str, bound: float) -> list[Any]:
 def _other_types(value: Any, known: Sequence[Any], proofs: Disjointness) -> list[Any]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise NotNegatable
+        raise _NotNegatable
     others = _kinds(known, proofs).difference(names)
     if "integer" in names and "number" in others:
-        raise NotNegatable  # fractions are left, and no type is fractions alone
+        raise _NotNegatable  # fractions are left, and no type is fractions alone
     return [{"type": sorted(others)}] if others else []
 
 
@@ -99,7 +99,7 @@ def _other_values(value: list[Any], known: Sequence[Any], proofs: Disjointness) 
         return []
     listed = proofs.listed(all_of)
     if listed is None:
-        raise NotNegatable
+        raise _NotNegatable
     these = set(map(proofs.key, value))
     others = [value for value in listed if proofs.key(value) not in these]
     return [{"enum": others}] if others else []
@@ -121,7 +121,7 @@ def _none_of(value: list[Any], known: Sequence[Any], proofs: Disjointness, depth
         contrary = negation(part, known, proofs, depth)
         ways = [[*way, each] for way in ways for each in contrary]
         if len(ways) > _MAX_NEGATED:
-            raise NotNegatable
+            raise _NotNegatable
     return [{"allOf": way} if len(way) != 1 else way[0] for way in ways]
 
 
@@ -199,7 +199,7 @@ def _conditional(schema: Schema, known: Schema, at: str, proofs: Disjointness) -
     otherwise = schema.get("else", True)
     try:
         contrary = negation(condition, [known], proofs)
-    except NotNegatable:
+    except _NotNegatable:
         instead = "compare properties that have an enum, or write the cases as anyOf"
         raise UnsupportedKeyword(f"{at}/if", f"its negation cannot be written as a schema; {instead}") from None
     return [{"allOf": [condition, then]}, *({"allOf": [each, otherwise]} for each in contrary)]

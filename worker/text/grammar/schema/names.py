@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from worker.text.grammar.schema.disjoint import Disjointness, kinds
-from worker.text.grammar.schema.patterns import Pattern, PatternReading, Steps
+from worker.text.grammar.schema.patterns import Pattern
 from worker.text.grammar.schema.regex import UnsupportedPattern, contains, union
-from worker.text.grammar.schema.unsupported import Schema, UnsupportedKeyword, quoted
+from worker.text.grammar.schema.unsupported import Budget, Schema, UnsupportedKeyword, quoted
 
 Rewrite = Callable[[Any, str], Any]
 KEYWORDS = ("properties", "patternProperties", "additionalProperties", "propertyNames")
@@ -20,7 +20,7 @@ _FOR_NAMES = {
 }  # fmt: skip
 
 
-def pattern_of(text: Any, at: str, steps: Steps | None = None) -> Pattern:
+def pattern_of(text: Any, at: str, steps: Budget | None = None) -> Pattern:
     """Parse a client's pattern. `at`: its JSON pointer. Raises `UnsupportedKeyword`."""
     if not isinstance(text, str):
         raise UnsupportedKeyword(at, "a pattern must be a string; correct it")
@@ -39,7 +39,7 @@ def written_pattern(text: Any, at: str) -> str:
         raise UnsupportedKeyword(at, f"the pattern {quoted(text)} is not supported: {error}") from error
 
 
-def rewrite_properties(schema: Schema, at: str, rewrite: Rewrite, proofs: Disjointness, steps: Steps) -> Schema:
+def rewrite_properties(schema: Schema, at: str, rewrite: Rewrite, proofs: Disjointness, steps: Budget) -> Schema:
     """Return the keywords that replace the schema's own. `rewrite` rewrites a property's schema.
 
     Raises `UnsupportedKeyword`, and `BudgetExceeded`.
@@ -54,7 +54,7 @@ def rewrite_properties(schema: Schema, at: str, rewrite: Rewrite, proofs: Disjoi
 
 
 class _Properties:
-    def __init__(self, schema: Schema, at: str, rewrite: Rewrite, steps: Steps) -> None:
+    def __init__(self, schema: Schema, at: str, rewrite: Rewrite, steps: Budget) -> None:
         self._at = at
         self._has_names = "properties" in schema
         self._steps = steps
@@ -123,7 +123,7 @@ class _Properties:
         one: fewer names are allowed.
         """
         if self._rest in (True, {}):
-            return [(pattern.written(PatternReading.POSSIBLY), value) for pattern, value in self._patterns]
+            return [(pattern.written(possibly=True), value) for pattern, value in self._patterns]
         self._check_undisputed(self._named, f"{self._at}/patternProperties")
         if self._rest is not False and self._disputed:
             instead = "write out their classes, or use additionalProperties: false"
@@ -131,7 +131,7 @@ class _Properties:
                 f"{self._at}/patternProperties", f"\\w and similar classes differ between validators; {instead}"
             )
         less = self._disputed if len(self._patterns) > 1 else ()
-        return [(pattern.written(PatternReading.SURELY, less), value) for pattern, value in self._patterns]
+        return [(pattern.written(less=less), value) for pattern, value in self._patterns]
 
     def _check_undisputed(self, names: Iterable[str], at: str) -> None:
         for name in names if self._disputed else ():
@@ -151,7 +151,7 @@ def _by_name(schema: Schema, keyword: str, at: str) -> Schema:
 class _Names:
     """Names that `propertyNames` allows: `allows_any`, or `listed` names, or names that match patterns and lengths."""
 
-    def __init__(self, value: Any, at: str, proofs: Disjointness, steps: Steps) -> None:
+    def __init__(self, value: Any, at: str, proofs: Disjointness, steps: Budget) -> None:
         self.at, self._steps = at, steps
         all_of = proofs.flat([value])
         self.listed: list[str] | None = [] if all_of is None or "string" not in kinds(all_of) else None

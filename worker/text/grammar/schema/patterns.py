@@ -7,8 +7,7 @@ meaning of \\w, \\s and `.`, so groups lose their names and classes are written 
 """
 
 from collections.abc import Iterator, Sequence
-from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 
 from worker.text.grammar.schema import regex
 from worker.text.grammar.schema.regex import (
@@ -26,36 +25,23 @@ from worker.text.grammar.schema.regex import (
     union,
     without,
 )
+from worker.text.grammar.schema.unsupported import Budget
 
 _NOTHING = "[a&&b]"
 _NO_MATCH_NEEDED = Sequenced(())
 
 
-class PatternReading(Enum):
-    """Strings that a written expression matches if the dialects differ."""
-
-    SURELY = "those that match in every dialect"
-    POSSIBLY = "those that match in some dialect"
-
-
-class Steps:
-    """Steps left for reading patterns and comparing names with them."""
-
-    def __init__(self, left: int = 400_000) -> None:
-        self._left = left
-
-    def take(self, count: int) -> None:
-        """Subtract steps. Raises `UnsupportedPattern` if too few are left."""
-        self._left -= count
-        if self._left < 0:
-            raise UnsupportedPattern("parsing it, or comparing names with it, takes too long; make it simpler")
+def pattern_steps(count: int = 400_000) -> Budget:
+    """Return the steps for reading patterns and comparing names with them, which end with `UnsupportedPattern`."""
+    message = "parsing it, or comparing names with it, takes too long; make it simpler"
+    return Budget(count, partial(UnsupportedPattern, message))
 
 
 class Pattern:
     """A client's pattern, which may match anywhere in a string, as in JSON Schema. Raises `UnsupportedPattern`."""
 
-    def __init__(self, text: str, steps: Steps | None = None) -> None:
-        self._steps = steps or Steps()
+    def __init__(self, text: str, steps: Budget | None = None) -> None:
+        self._steps = steps or pattern_steps()
         self._branches = [_Branch(items) for items in _expanded(regex.read(text), len(text) + 1, self._steps)]
 
     @cached_property
@@ -67,13 +53,14 @@ class Pattern:
         found = [without(each.possibly(), each.surely()) for each in classes]
         return intersection(union(*found), WRITABLE)
 
-    def written(self, reading: PatternReading = PatternReading.SURELY, less: CharacterRanges = ()) -> str:
-        """Return an expression that is anchored at both ends. `less`: characters to leave out of its classes."""
-        return f"^{self.whole(reading, less)}$"
+    def written(self, *, possibly: bool = False, less: CharacterRanges = ()) -> str:
+        """Return an expression that is anchored at both ends. `possibly`: it matches the strings that match in some
+        dialect, else those that match in every one. `less`: characters to leave out of its classes."""
+        return f"^{self.whole(possibly=possibly, less=less)}$"
 
-    def whole(self, reading: PatternReading = PatternReading.SURELY, less: CharacterRanges = ()) -> str:
+    def whole(self, *, possibly: bool = False, less: CharacterRanges = ()) -> str:
         """Return an expression that must match the whole string, without anchors."""
-        writer = _Writer(reading, less)
+        writer = _Writer(less, possibly=possibly)
         return f"(?:{'|'.join(writer.branch(branch) for branch in self._branches)})"
 
     def matches(self, text: str) -> bool:
@@ -111,7 +98,7 @@ def _within(node: RegexNode) -> Iterator[RegexNode]:
         waiting += regex.parts(node)
 
 
-def _expanded(node: RegexNode, size: int, steps: Steps) -> list[list[RegexNode]]:
+def _expanded(node: RegexNode, size: int, steps: Budget) -> list[list[RegexNode]]:
     """Return the alternatives, each a sequence of nodes, with the groups at its ends expanded if they hold an anchor.
 
     `size`: at least the number of nodes, all of which may be visited for each alternative.
@@ -188,7 +175,7 @@ def _least_of(items: Sequence[RegexNode], side: int) -> RegexNode:
 class _Match:
     """Matches expressions in one text, by the set of positions at which a match may end."""
 
-    def __init__(self, text: str, steps: Steps) -> None:
+    def __init__(self, text: str, steps: Budget) -> None:
         self._text, self._steps = text, steps
         self.positions = {*range(len(text) + 1)}
 
@@ -222,8 +209,8 @@ class _Match:
 
 
 class _Writer:
-    def __init__(self, reading: PatternReading, less: CharacterRanges) -> None:
-        self._reading, self._less = reading, less
+    def __init__(self, less: CharacterRanges, *, possibly: bool) -> None:
+        self._possibly, self._less = possibly, less
         self._anything = f"{self._set(WRITABLE)}*"
         self._left = 200_000  # characters of its classes, which are written out
         self._classes = dict[Chars, str]()
@@ -260,12 +247,12 @@ class _Writer:
     def _class(self, chars: Chars) -> str:
         if chars.properties:
             return self._with_properties(chars)
-        return self._set(chars.surely() if self._reading is PatternReading.SURELY else chars.possibly())
+        return self._set(chars.possibly() if self._possibly else chars.surely())
 
     def _with_properties(self, chars: Chars) -> str:
         """Return a class with Unicode properties by name, which the regex engine supports."""
         plain = Chars(chars.ranges, chars.letters)
-        ranges = plain.possibly() if chars.negated == (self._reading is PatternReading.SURELY) else plain.surely()
+        ranges = plain.possibly() if chars.negated != self._possibly else plain.surely()
         own = f"[{'^' if chars.negated else ''}{_spelled(ranges)}{''.join(chars.properties)}]"
         return f"[{own}&&{self._set(WRITABLE)}]"
 

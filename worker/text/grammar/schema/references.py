@@ -12,7 +12,7 @@ NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "d
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class _Target:
     """The schema that a reference points to."""
 
     name: str  # in the `$defs` of the rewritten schema
@@ -25,19 +25,19 @@ class References:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._found = dict[str, Target]()  # by the text of the reference
+        self._found = dict[str, _Target]()  # by the text of the reference
         self._names = dict[str, str]()  # by the target's place
         self._anchors: dict[str, tuple[Any, str]] | None = None
         self._own = root["$id"].rstrip("#") if isinstance(root, dict) and isinstance(root.get("$id"), str) else ""
 
-    def target(self, reference: Any, at: str) -> Target:
+    def target(self, reference: Any, at: str) -> _Target:
         """Resolve a `$ref` of the schema at `at`. Raises `UnsupportedKeyword`."""
         if not isinstance(reference, str):
             raise UnsupportedKeyword(f"{at}/$ref", "a reference must be a string; write it as #/$defs/name")
         if reference not in self._found:
             schema, place = self._resolve(reference, f"{at}/$ref")
             name = self._names.setdefault(place, f"d{len(self._names)}")
-            self._found[reference] = Target(name, schema, place)
+            self._found[reference] = _Target(name, schema, place)
         return self._found[reference]
 
     def _resolve(self, reference: str, at: str) -> tuple[Any, str]:

@@ -13,7 +13,7 @@ from typing import Any
 from worker.text.grammar.schema import disjoint, names, numbers
 from worker.text.grammar.schema.choices import CONDITIONS, alternatives, one_of, without_conditions
 from worker.text.grammar.schema.formats import FORMATS, written_patterns
-from worker.text.grammar.schema.patterns import Steps
+from worker.text.grammar.schema.patterns import pattern_steps
 from worker.text.grammar.schema.references import DATA, NAMED, References
 from worker.text.grammar.schema.unsupported import Budget, BudgetExceeded, Schema, UnsupportedKeyword, quoted
 
@@ -59,7 +59,7 @@ class _Rewriter:
         self._characters = 500_000  # of patterns, after their classes are written out
         self._written = 2_000_000  # characters of values and names
         self._depth = 0
-        self._steps = Steps()
+        self._steps = pattern_steps()
         self._proofs = disjoint.Disjointness(lambda value: self._references.target(value, "#").schema, Budget())
         self._waiting, self._definitions = list[tuple[str, Any, str]](), Schema()
         self._within, self._in_place = "", True  # name of the current definition; True while its own value is described

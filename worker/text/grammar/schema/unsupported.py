@@ -39,14 +39,15 @@ class BudgetExceeded(Exception):
 class Budget:
     """Steps left for one schema. Every loop over a client's list takes one step for each member that it visits."""
 
-    def __init__(self, steps: int = 300_000) -> None:  # some 0.3 s
-        self._left = steps
+    def __init__(self, steps: int = 300_000, error: Callable[[], Exception] = BudgetExceeded) -> None:
+        """`steps`: the default takes some 0.3 s. `error`: returns what is raised if too few are left."""
+        self._left, self._error = steps, error
 
     def take(self, count: int = 1) -> None:
-        """Subtract `count` steps. Raises `BudgetExceeded` if fewer are left."""
+        """Subtract `count` steps. Raises `BudgetExceeded`, or the other `error`, if fewer are left."""
         self._left -= count
         if self._left < 0:
-            raise BudgetExceeded
+            raise self._error()
 
 
 Take = Callable[[], None]
