@@ -19,6 +19,8 @@ from worker.queue.job.job import Job, JobResult
 from worker.request import PromptImage
 from worker.text.prompt.prompt import Prompt
 
+logger = logging.getLogger("sluice.jobs")
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
@@ -86,9 +88,6 @@ def deadline(job: Job, deadline_s: float | None) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-logger = logging.getLogger("sluice.jobs")
 
 
 async def count(ctx: dict[Any, Any], body: Any) -> JobResult:

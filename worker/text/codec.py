@@ -25,6 +25,13 @@ from worker.text.prompt.template_changes import write_as_json
 from worker.text.threads import Check, TextThreads
 from worker.text.tokenizer import Tokenizer, Vocabulary
 
+if TYPE_CHECKING:
+    from worker.text.grammar.guide import GrammarStates
+
+logger = logging.getLogger("sluice.text")
+
+T = TypeVar("T")
+
 
 def entry(token: int, logprobs: Logprobs, bytes_of: Callable[[int], bytes]) -> dict[str, Any]:
     """Return one entry of a choice's `logprobs.content`.
@@ -40,14 +47,6 @@ def entry(token: int, logprobs: Logprobs, bytes_of: Callable[[int], bytes]) -> d
 def _one(spelled: bytes, logprob: float) -> dict[str, Any]:
     finite = max(logprob, -9999.0)  # OpenAI's value for an impossible token; JSON has no minus infinity
     return {"token": spelled.decode(errors="replace"), "logprob": finite, "bytes": list(spelled)}
-
-
-if TYPE_CHECKING:
-    from worker.text.grammar.guide import GrammarStates
-
-logger = logging.getLogger("sluice.text")
-
-T = TypeVar("T")
 
 
 class TextCodec:

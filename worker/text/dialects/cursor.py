@@ -12,6 +12,7 @@ T = TypeVar("T")
 Waiting = Generator[None, None, T]  # yields None when it needs more text; returns T
 
 BLANK = " \t\r\n"
+BLANKS = re.compile(f"[{BLANK}]+")
 LONGEST_HEADER = 300  # characters of a name with its attributes; a function's name has at most 128
 
 
@@ -134,7 +135,7 @@ class Cursor:
     def skip_blank(self) -> Waiting[str]:
         """Read white space, and return the character after it, which is not read."""
         while (char := (yield from self.next())) and char in BLANK:
-            self.match(_BLANKS)
+            self.match(BLANKS)
         return char
 
     def starts(self, markers: Markers, *, after_blank: bool = False) -> Waiting[str]:
@@ -143,7 +144,7 @@ class Cursor:
         skipped = 0  # white space may be long, and is read once
         while True:
             at = self._at + skipped
-            if after_blank and (blank := _BLANKS.match(self._text, at)):
+            if after_blank and (blank := BLANKS.match(self._text, at)):
                 at = blank.end()
                 skipped = at - self._at
             if self.ended or (at < len(self._text) and not markers.may_go_on(self._text, at)):
@@ -156,7 +157,7 @@ class Cursor:
         if not marker and after_blank and self.ended and markers.may_go_on(rest := self.waiting.lstrip(BLANK), 0):
             marker = rest  # the answer ends within the marker
         if marker and after_blank:
-            self.match(_BLANKS)
+            self.match(BLANKS)
         self.take(len(marker))
         return marker
 
@@ -197,4 +198,3 @@ class Cursor:
 
 
 _SEVERAL_WORDS = re.compile(r"[^\s\"]\s+[^\s=\"]|`")
-_BLANKS = re.compile(r"[ \t\r\n]+")

@@ -22,6 +22,7 @@ from worker.text.dialects.values import Parameters
 
 Functions = Mapping[str, Parameters]  # the functions that a request offers, with their parameters
 LONGEST_NAME = 128  # characters
+CALL_ID = "[A-Za-z0-9_.:-]{1,64}"  # ids of calls that clients receive as the model wrote them
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,10 @@ from worker.text.threads import Pool
 from worker.text.tokenizer import Tokenizer
 from worker.turns import Turns
 
+logger = logging.getLogger("sluice.text")
+
+T = TypeVar("T")
+
 # The slowest of about 5,000 random schemas of these keywords and at most 4,000 characters compiled in 13 ms.
 _QUICK = {
     "type", "properties", "required", "additionalProperties", "items", "anyOf", "enum", "const",
@@ -109,11 +113,6 @@ def markup_of(tokenizer: Tokenizer, model_format: ModelFormat) -> Markup:
     added = tokenizer.added_tokens.items()
     markers = {token: id for token, id in added if any(token in text for text in texts)}
     return Markup(markers, dialect.name if dialect else None, header, opened, answer)
-
-
-logger = logging.getLogger("sluice.text")
-
-T = TypeVar("T")
 
 
 class Compiler:

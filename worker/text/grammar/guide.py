@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,7 +19,7 @@ from worker.text.dialects.values import Parameters
 from worker.text.grammar.attempt import CompiledGrammar, CompileError, RefusedConstraint, grammar_error, question
 from worker.text.grammar.builder import Grammars, OutputConstraint
 from worker.text.grammar.constraint import Compiler, constraint_of, is_quick, markup_of
-from worker.text.grammar.lark import param_of
+from worker.text.grammar.lark import param_of, pattern_of_markers
 from worker.text.grammar.llg_tokenizer import ForcedText, llguidance_tokenizer
 from worker.text.grammar.row.calls import CallMatchers, CallsGrammar, Openings
 from worker.text.grammar.row.grammar import AllDraftsTime, RowGrammar
@@ -58,8 +57,7 @@ class GrammarStates:
         self._tokenizer = llguidance_tokenizer(tokenizer, vocabulary, self._count)
         self._markup, self._compiler = markup_of(tokenizer, model_format), Compiler()
         self._grammars = Grammars(self._markup)
-        longest_first = sorted(self._markup.markers, key=len, reverse=True)
-        self._marks = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._marks = pattern_of_markers(self._markup.markers)
         self._thought_mask = _thought_mask(tokenizer, vocabulary, model_format, self._count)
         self._drafts_time = AllDraftsTime()
         self._forced_text = ForcedText(self._tokenizer) if self._tokenizer else None
@@ -208,7 +206,7 @@ class GrammarStates:
 
     def _tokens_of(self, vocabulary: LLTokenizer, text: str) -> list[int]:
         """Tokenize the beginning of a call: markers as the tokens that the grammar has for them."""
-        parts, found = re.split(self._marks, text), list[int]()
+        parts, found = self._marks.split(text), list[int]()
         for part in filter(None, parts):
             marker = self._markup.markers.get(part)
             found += vocabulary.tokenize_str(part) if marker is None else [marker]

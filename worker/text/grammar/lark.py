@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from worker.errors import JobFailure
@@ -22,8 +22,7 @@ class Grammar:
         """`markers`: the tokens that occur in markers, by their text. `rewritten`: the schemas of a grammar that names
         the same ones in the same order."""
         self._markers, self._rewritten = markers, rewritten
-        longest_first = sorted(markers, key=len, reverse=True)
-        self._tokens = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._tokens = pattern_of_markers(markers)
         self._rules = list[str]()
         self._known = dict[tuple[str, str], str]()  # terminals and rules for text, by their body and their end
         self.schemas = list[Schema]()  # those that were added, in llguidance's form
@@ -92,6 +91,12 @@ class Grammar:
         """Return the whole grammar in llguidance's JSON form. Raises `JobFailure` if it is too long."""
         rules = "\n".join([f"start: {rule}", *self._rules])
         return _written({"grammars": [{"lark_grammar": rules}, *self.schemas]})
+
+
+def pattern_of_markers(markers: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern whose group is one of the markers, by which a text is split at them."""
+    longest_first = sorted(markers, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def param_of(place: str) -> str:

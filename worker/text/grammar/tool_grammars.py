@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from worker.errors import JobFailure
-from worker.text.dialects.dialect import Dialect
+from worker.text.dialects.dialect import CALL_ID, Dialect
 from worker.text.dialects.header_calls import HeaderCalls
 from worker.text.dialects.json_calls import JsonCalls
 from worker.text.dialects.pythonic import GemmaCalls, PythonicCalls
@@ -31,7 +31,6 @@ class HeldFunction:
 ANY_ARGUMENTS: Schema = {"type": "object", "additionalProperties": True}  # parameters of a function with free arguments
 
 _ANNOTATIONS = {"type", "title", "description", "$schema"}
-_ID = "[A-Za-z0-9_.:-]{1,64}"  # the model's own id of a call
 _INDEX = "[0-9]{1,3}"
 _GAP = r"/\n{0,2}/"  # between tags and between calls: templates of one dialect differ in it
 _ANY_TEXT = "/(?s:.*)/"
@@ -174,8 +173,8 @@ class _CallGrammar:
         name, key = re.escape(function.name), dialect.keys[0]
         before, after = dialect.ids
         head = f'"{name}" : ' if dialect.named_by_key else f'"{key}" : "{name}" , "{dialect.keys[1]}" : '
-        first = f'(?:"{before}" : "{_ID}" , )?' if before else ""
-        last = f'(?: , "{after}" : "{_ID}")?' if after else ""
+        first = f'(?:"{before}" : "{CALL_ID}" , )?' if before else ""
+        last = f'(?: , "{after}" : "{CALL_ID}")?' if after else ""
         begins, ends = spaced(rf" \{{ {first}{head}"), spaced(rf"{last} \}} ")
         return self._grammar.rule(f"{begins} {self._as_json(function)} {ends}")
 
@@ -213,7 +212,7 @@ class _CallGrammar:
                 case "{index}":
                     parts.append(f"/{_INDEX}/")
                 case "{id}":
-                    parts.append(f"/{_ID}/")
+                    parts.append(f"/{CALL_ID}/")
                 case "{arguments}":
                     parts.append(self._as_json(function))
                 case _:

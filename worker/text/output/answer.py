@@ -1,14 +1,10 @@
 """Reads an answer: its content, its reasoning, and its calls in the model's dialect."""
 
-import re
-
-from worker.text.dialects.cursor import BLANK, LONGEST_HEADER, Cursor, Markers, NotACall
+from worker.text.dialects.cursor import BLANK, BLANKS, LONGEST_HEADER, Cursor, Markers, NotACall
 from worker.text.dialects.dialect import CallBegan, CallEnded, Dialect, Functions, Repaired
 from worker.text.dialects.json_text import Repair
 from worker.text.dialects.table import Thoughts
 from worker.text.output.events import Content, OutputEvent, OutputEvents, Reasoning
-
-_BLANKS = re.compile(r"[ \t\r\n]+")
 
 
 class AnswerReader:
@@ -79,7 +75,7 @@ class AnswerReader:
         """Read calls without a marker, as long as the answer begins, or goes on after a call, as they do."""
         while not self._begun:
             while (char := (yield from self._cursor.next())) and char in BLANK:
-                yield Content(self._cursor.match(_BLANKS))
+                yield Content(self._cursor.match(BLANKS))
             if not (self._dialect and char and char in self._dialect.bare):
                 return
             yield from self._calls("")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded, CallEvent
+from worker.text.dialects.dialect import CALL_ID, CallArguments, CallBegan, CallEnded, CallEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,6 @@ OutputEvents = Generator[OutputEvent | None, None, None]  # None when more text 
 
 
 DeltaFields = dict[str, Any]
-
-_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 class ToolCalls:
@@ -63,7 +61,7 @@ class ToolCalls:
 
     def _usable(self, id: str | None, index: int) -> str:
         """Return the model's own id, or one derived from the job's id, so that it is the same in every attempt."""
-        if id is not None and id not in self._ids and _ID.fullmatch(id):
+        if id is not None and id not in self._ids and re.fullmatch(CALL_ID, id):
             return id
         return "call_" + blake2b(f"{self._job_id}/{index}".encode(), digest_size=12).hexdigest()
 

@@ -8,7 +8,7 @@ from schemas import ChatRequest
 from schemas.chat import JsonObjectFormat, JsonSchemaFormat
 from sluice.contract.events import FinishReason
 from worker.outcomes import StopReason
-from worker.text.dialects.cursor import Cursor
+from worker.text.dialects.cursor import BLANK, Cursor
 from worker.text.dialects.dialect import CallArguments, CallBegan, CallEnded, Repaired
 from worker.text.dialects.json_text import Repair
 from worker.text.dialects.values import Parameters
@@ -127,9 +127,6 @@ class _Matcher:
             for char, child in self._next[node].items():
                 self._fallback[child] = self._after(fallback, char)
                 queue.append(child)
-
-
-_BLANK = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,8 +339,8 @@ class _Channel:
         """Return the text to emit now."""
         if not self.begun:
             if self._at_marker:
-                text = text.lstrip(_BLANK)
-            self.begun = bool(text.strip(_BLANK))
+                text = text.lstrip(BLANK)
+            self.begun = bool(text.strip(BLANK))
         return self._hold_back(self._stops.feed(text))
 
     def flush_stops(self) -> str:
@@ -365,7 +362,7 @@ class _Channel:
         return text + blank
 
     def _hold_back(self, text: str) -> str:
-        words = text if self.stopped else text.rstrip(_BLANK)
+        words = text if self.stopped else text.rstrip(BLANK)
         emitted = words
         if words or self.stopped:
             emitted = "".join([*self._blank, words])

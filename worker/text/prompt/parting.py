@@ -7,8 +7,8 @@ from schemas import ChatRequest
 from schemas.messages import AssistantMessage, UserMessage
 from worker.text.prompt.boundaries import common_prefix
 from worker.text.prompt.prompt import Prompt
+from worker.text.prompt.template_compat import Think
 
-ThinkMarkers = tuple[str, str] | None
 Change = Callable[[ChatRequest], ChatRequest]
 Begins = Callable[[ChatRequest, ChatRequest], Awaitable[bool]]  # True if the second's prompt begins with the first's
 
@@ -69,7 +69,7 @@ _REASONS: tuple[tuple[str, Change], ...] = (
 
 
 async def reason(
-    begins: Begins, shorter: ChatRequest, longer: ChatRequest, texts: tuple[str, str], think: ThinkMarkers
+    begins: Begins, shorter: ChatRequest, longer: ChatRequest, texts: tuple[str, str], think: Think
 ) -> str:
     """Return why the prompts of two requests part, of which `texts` are the texts."""
     at, marker = common_prefix(*texts), think[0] if think else _COMMON_THINK
@@ -85,7 +85,7 @@ async def next_parting(
     render: Callable[[ChatRequest], Awaitable[Prompt]],
     text_of: Callable[[Sequence[int]], str],
     request: ChatRequest,
-    think: ThinkMarkers,
+    think: Think,
 ) -> Parting | None:
     """Return where the prompt of the next turn, after an answer and another question, parts from the request's own;
     None if it has all of its messages. Raises `JobFailure`."""

@@ -66,7 +66,7 @@ class Disjointness:
 
     def key(self, value: Any) -> Hashable:
         """Return a key that is equal for values that are equal in JSON."""
-        return values.key(value, self._budget.take)
+        return values.key(value, self._budget)
 
     def _resolved(self, reference: Any) -> Any:
         try:

@@ -97,18 +97,26 @@ def members(schema: Any, at: str, references: References) -> Iterator[tuple[str,
 
 def _anchored(root: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
     """Yield each anchor with its schema and its reference. JSON pointers would be long, so none are built."""
+    for found in schemas_within(root):
+        for key in ("$anchor", "$dynamicAnchor"):
+            if isinstance(found.get(key), str) and found[key]:
+                yield found[key], (found, f"#{found[key]}")
+        if found is not root and isinstance(found.get("$id"), str):
+            yield "", (found, "#")
+
+
+def schemas_within(root: Any) -> Iterator[dict[str, Any]]:
+    """Yield each schema within one, itself included."""
     waiting: list[tuple[Any, bool]] = [(root, True)]
     while waiting:
         found, is_schema = waiting.pop()
         if isinstance(found, list):
             waiting += [(each, True) for each in found]
-        if not isinstance(found, dict):
-            continue
-        for key in ("$anchor", "$dynamicAnchor"):
-            if is_schema and isinstance(found.get(key), str) and found[key]:
-                yield found[key], (found, f"#{found[key]}")
-        if is_schema and found is not root and isinstance(found.get("$id"), str):
-            yield "", (found, "#")
-        waiting += [
-            (each, not (is_schema and key in NAMED)) for key, each in found.items() if not (is_schema and key in DATA)
-        ]
+        elif isinstance(found, dict):
+            if is_schema:
+                yield found
+            waiting += [
+                (each, not (is_schema and key in NAMED))
+                for key, each in found.items()
+                if not (is_schema and key in DATA)
+            ]

@@ -15,7 +15,6 @@ from operator import itemgetter
 CharacterRanges = tuple[tuple[int, int], ...]  # of code points, both ends included, sorted, with gaps between them
 
 _LAST = 0x10FFFF
-ALL: CharacterRanges = ((0, _LAST),)
 # Characters that a string of an answer can contain. The grammar allows no \u escapes, which other control characters
 # would need.
 WRITABLE: CharacterRanges = ((0x08, 0x0A), (0x0C, 0x0D), (0x20, 0x7E), (0x80, 0xD7FF), (0xE000, _LAST))

@@ -5,7 +5,6 @@ would ignore or reject is expressed by keywords that it enforces.
 """
 
 import re
-from collections.abc import Iterator
 from copy import deepcopy
 from fractions import Fraction
 from typing import Any
@@ -14,7 +13,7 @@ from worker.text.grammar.schema import disjoint, names, numbers
 from worker.text.grammar.schema.choices import CONDITIONS, alternatives, one_of, without_conditions
 from worker.text.grammar.schema.formats import FORMATS, written_patterns
 from worker.text.grammar.schema.patterns import pattern_steps
-from worker.text.grammar.schema.references import DATA, NAMED, References
+from worker.text.grammar.schema.references import NAMED, References, schemas_within
 from worker.text.grammar.schema.unsupported import Budget, BudgetExceeded, Schema, UnsupportedKeyword, quoted
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -392,7 +391,7 @@ def _drop(root: Schema, place: str) -> bool:
     if not (holds_schema and isinstance(holder, dict)):
         holder[key] = {}
     elif key == "format" or key in _UNSUPPORTED:
-        for schema in _schemas(root):
+        for schema in schemas_within(root):
             if key != "format" or not (schema.get(key) in FORMATS or "pattern" in schema):
                 schema.pop(key, None)
     else:
@@ -410,20 +409,3 @@ def _step(found: Any, rest: str) -> Any:
     first = rest.partition("/")[0]
     is_index = isinstance(found, list) and first.isdecimal() and int(first) < len(found)
     return int(first) if is_index else None
-
-
-def _schemas(root: Schema) -> Iterator[Schema]:
-    """Yield each schema within one, itself included."""
-    waiting: list[tuple[Any, bool]] = [(root, True)]
-    while waiting:
-        found, is_schema = waiting.pop()
-        if isinstance(found, list):
-            waiting += [(each, True) for each in found]
-        elif isinstance(found, dict):
-            if is_schema:
-                yield found
-            waiting += [
-                (each, not (is_schema and key in NAMED))
-                for key, each in found.items()
-                if not (is_schema and key in DATA)
-            ]

@@ -50,8 +50,6 @@ class Budget:
             raise self._error()
 
 
-Take = Callable[[], None]
-
 KINDS = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
@@ -76,14 +74,14 @@ def is_integer(value: Any) -> bool:
     return kind(value) == "number" and (isinstance(value, int) or value.is_integer())
 
 
-def key(value: Any, take: Take) -> Hashable:
-    """Return a hashable key that is equal for values that are equal in JSON. Calls `take` for each value within."""
-    take()
+def key(value: Any, budget: Budget) -> Hashable:
+    """Return a hashable key that is equal for values that are equal in JSON. Takes a step for each value within."""
+    budget.take()
     match value:
         case list():
-            return "array", tuple(key(each, take) for each in value)
+            return "array", tuple(key(each, budget) for each in value)
         case dict():
-            return "object", frozenset((name, key(each, take)) for name, each in value.items())
+            return "object", frozenset((name, key(each, budget)) for name, each in value.items())
         # Large integers are compared by their digits: a client could choose many that have the same hash.
         case int() | float() if abs(value) >= 2**53 and is_integer(value):
             return "integer", str(int(value))
