@@ -28,7 +28,7 @@ _EXPONENT = re.compile(rb"[eE]\+?[0-9]{2}")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class _Place:
     """A place in an answer: what came last of its JSON."""
 
     in_json: bool  # else nothing of it has begun
@@ -36,7 +36,7 @@ class Place:
     escaped: bool = False  # by a backslash
     number: bytes = b""  # what has been written of a number
 
-    def after(self, text: bytes) -> "Place":
+    def after(self, text: bytes) -> "_Place":
         """Return the place after a token with this text."""
         in_json, number = self.in_json, bytearray(self.number)
         in_string, escaped = self.in_string, self.escaped
@@ -51,7 +51,7 @@ class Place:
                 number.clear()
                 in_json = in_json or byte in _OPENINGS
                 in_string = in_json and byte == _QUOTE
-        return Place(in_json, in_string, escaped, bytes(number))
+        return _Place(in_json, in_string, escaped, bytes(number))
 
 
 _QUOTE, _BACKSLASH = b'"\\'
@@ -65,7 +65,7 @@ class FiniteNumbers:
         """`bytes_of`: returns a token's bytes. `count`: tokens in a mask. `markers`: tokens after which other JSON
         begins. `begun`: the answer begins with JSON; else other texts may precede its first bracket."""
         self._bytes_of, self._markers = bytes_of, frozenset(markers)
-        self.begins = Place(begun)
+        self.begins = _Place(begun)
         self._continuing = defaultdict[bytes, list[int]](list)  # tokens by what they add to a number
         self._infinite = list[int]()  # tokens that hold a whole number beyond a double
         for token in range(count):
@@ -78,15 +78,15 @@ class FiniteNumbers:
                 self._infinite.append(token)
         self._with_exponents = [adds for adds in self._continuing if _EXPONENT.search(adds)]
 
-    def after(self, place: Place, token: int) -> Place:
+    def after(self, place: _Place, token: int) -> _Place:
         """Return the place after this token."""
         return self.begins if token in self._markers else place.after(self._bytes_of(token))
 
-    def allows(self, place: Place, token: int) -> bool:
+    def allows(self, place: _Place, token: int) -> bool:
         """Return False if a number would exceed a double after this token."""
         return place.in_string or not place.in_json or token not in self._barred(place)
 
-    def narrowed(self, mask: bytes, place: Place) -> bytes:
+    def narrowed(self, mask: bytes, place: _Place) -> bytes:
         """Return a mask without the tokens after which a number would exceed a double. A mask of nothing else stays as
         it is: a multiple of 1000 has to end with zeros."""
         if place.in_string or not place.in_json or not (barred := self._barred(place)):
@@ -96,7 +96,7 @@ class FiniteNumbers:
             left[token // 8] &= ~(1 << token % 8)
         return bytes(left) if left.count(0) < len(left) else mask
 
-    def _barred(self, place: Place) -> list[int]:
+    def _barred(self, place: _Place) -> list[int]:
         number = place.number
         if not number:
             return self._infinite
@@ -149,7 +149,7 @@ class GrammarReader:
         self._last: int | None = None  # the last of them
         # By token that was accepted last: the thought before it, and the tokens consumed before it: their number, the
         # last, and the place after them.
-        self._history = deque[tuple[ThoughtState | None, int, int | None, Place | None]](maxlen=ROLLBACK)
+        self._history = deque[tuple[ThoughtState | None, int, int | None, _Place | None]](maxlen=ROLLBACK)
 
     def reset(self) -> bool:
         """Return to the state before the first sampled token. Returns False if the grammar does not allow what the
