@@ -22,7 +22,7 @@ from sluice.client import Client
 from sluice.contract import keys
 from sluice.contract.events import WAITING
 from sluice.errors import UnknownJob, UnreadableLog
-from sluice.streaming import LAST_SEQ, ReadAhead
+from sluice.streaming import LAST_SEQ, BackgroundReader
 from sluice.sync import iterating
 
 HEADERS = {
@@ -60,7 +60,7 @@ async def frames(
     except ValueError:
         yield _unknown(_UNKNOWN)
         return
-    source = ReadAhead(client.stream_json(job_id, after=seq_of(last_event_id), unknown_s=unknown_s))
+    source = BackgroundReader(client.stream_json(job_id, after=seq_of(last_event_id), unknown_s=unknown_s))
     try:
         while (events := await take(source, keep_alive_s)) != []:
             for event in events or ():
@@ -87,7 +87,7 @@ def seq_of(last_event_id: str | None) -> int:
     return int(digits) if int(digits) <= LAST_SEQ else -1
 
 
-async def take(source: ReadAhead[T], silence_s: float) -> list[T] | None:
+async def take(source: BackgroundReader[T], silence_s: float) -> list[T] | None:
     """Return the pending items, [] at the end, or None after `silence_s` seconds without an item."""
     try:
         async with asyncio.timeout(silence_s) as limit:

@@ -377,7 +377,7 @@ def _parse_publications(published: list[bytes]) -> list[tuple[bytes, Event]]:
     return events
 
 
-class ReadAhead(Generic[T]):
+class BackgroundReader(Generic[T]):
     """Reads an asynchronous generator in a task, so that a consumer can wait with a time limit and receive batches.
 
     The task starts with the first `take` and lives until the source ends or `close` is called.

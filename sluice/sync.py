@@ -14,7 +14,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from sluice.client import Client
-from sluice.streaming import ReadAhead
+from sluice.streaming import BackgroundReader
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,7 +111,7 @@ def iterating(
     @wraps(method)
     def iterate(self: "SyncClient", /, *args: P.args, **kwargs: P.kwargs) -> Generator[T]:
         background = self._background()
-        source = ReadAhead(method(background.client, *args, **kwargs))
+        source = BackgroundReader(method(background.client, *args, **kwargs))
         try:
             while items := background.call(source.take):
                 yield from items

@@ -19,7 +19,7 @@ from sluice.gateway.protection import at_end
 from sluice.http_errors import ErrorForm
 from sluice.openai import waiting_comment
 from sluice.sse import HEADERS, take
-from sluice.streaming import LAST_SEQ, ReadAhead
+from sluice.streaming import LAST_SEQ, BackgroundReader
 from sluice.transport import Interruption
 
 CONNECTION = "connection"  # in the state of a request: receives messages without the time limit of a body
@@ -157,7 +157,7 @@ async def stream(
     status can still be chosen, and a later one is sent as `error_frame`, the last. Closes `frames`, also when the
     client leaves, in a task of their own. Raises `ClientDisconnected`.
     """
-    source = ReadAhead(frames)
+    source = BackgroundReader(frames)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close, source)
         first = await unless_disconnected(request, take(source, heartbeat_s))
@@ -166,7 +166,7 @@ async def stream(
     return _Stream(source, body, headers={**HEADERS, **(headers or {})})
 
 
-async def _close(source: ReadAhead[bytes]) -> None:
+async def _close(source: BackgroundReader[bytes]) -> None:
     await asyncio.shield(source.close())
 
 
@@ -174,7 +174,7 @@ class _Stream(StreamingResponse):
     """Closes the source of its body in every case, also if the body was never begun. Starlette's own response starts a
     task group of anyio, whose import and start would delay the first streams."""
 
-    def __init__(self, source: ReadAhead[bytes], body: Frames, headers: Mapping[str, str]) -> None:
+    def __init__(self, source: BackgroundReader[bytes], body: Frames, headers: Mapping[str, str]) -> None:
         super().__init__(body, headers=headers)
         self._source = source
 
@@ -188,7 +188,7 @@ class _Stream(StreamingResponse):
 
 
 async def _body(
-    source: ReadAhead[bytes],
+    source: BackgroundReader[bytes],
     ready: list[bytes] | None,
     heartbeat_s: float,
     heartbeat: Callable[[], bytes],

@@ -35,7 +35,7 @@ from sluice.gateway.sse import unless_disconnected
 from sluice.http_errors import ErrorForm
 from sluice.openai import exceeds_context
 from sluice.sse import take
-from sluice.streaming import ReadAhead
+from sluice.streaming import BackgroundReader
 
 _OWN_NAMES = {
     "messages": "input",
@@ -53,7 +53,7 @@ class _Reading:
         self._store = store
         self._head = head
         self._state = ResponseState(head)
-        self._source = ReadAhead(gateway.jobs.events(head.id, timer=timer))
+        self._source = BackgroundReader(gateway.jobs.events(head.id, timer=timer))
         self._is_over = False
         self._last_number = 0  # of the last event that was framed
 

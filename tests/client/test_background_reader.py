@@ -1,11 +1,11 @@
-"""`ReadAhead`: an asynchronous generator, read in a task."""
+"""`BackgroundReader`: an asynchronous generator, read in a task."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 
 import pytest
 
-from sluice.streaming import ReadAhead
+from sluice.streaming import BackgroundReader
 
 
 class Numbers:
@@ -24,7 +24,7 @@ class Numbers:
             self.closed = True
 
 
-async def all_of(source: ReadAhead[int]) -> list[int]:
+async def all_of(source: BackgroundReader[int]) -> list[int]:
     found = []
     while items := await source.take():
         found += items
@@ -33,7 +33,7 @@ async def all_of(source: ReadAhead[int]) -> list[int]:
 
 async def test_a_slow_consumer_gets_everything_and_the_source_waits_for_it() -> None:
     numbers = Numbers()
-    source = ReadAhead(numbers.count(2000))
+    source = BackgroundReader(numbers.count(2000))
     first = await source.take()
     await asyncio.sleep(0.05)
     assert numbers.reached < 300
@@ -42,7 +42,7 @@ async def test_a_slow_consumer_gets_everything_and_the_source_waits_for_it() -> 
 
 
 async def test_a_take_that_is_cancelled_loses_nothing() -> None:
-    source, found = ReadAhead(Numbers().count(40, pace_s=0.005)), list[int]()
+    source, found = BackgroundReader(Numbers().count(40, pace_s=0.005)), list[int]()
     while found[-1:] != [39]:
         try:
             async with asyncio.timeout(0.002):
@@ -56,7 +56,7 @@ async def test_a_take_that_is_cancelled_loses_nothing() -> None:
 @pytest.mark.parametrize("begun", [False, True])
 async def test_closing_waits_until_the_source_is_closed(begun: bool) -> None:
     numbers = Numbers()
-    source = ReadAhead(numbers.count(10, pace_s=60))
+    source = BackgroundReader(numbers.count(10, pace_s=60))
     if begun:
         assert await source.take() == [0]
     await source.close()
@@ -68,7 +68,7 @@ async def test_what_the_source_raises_is_raised_after_its_items() -> None:
         yield 1
         raise TimeoutError
 
-    source = ReadAhead(broken())
+    source = BackgroundReader(broken())
     assert await source.take() == [1]
     for _ in range(2):
         with pytest.raises(TimeoutError):
