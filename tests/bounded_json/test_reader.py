@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from worker.bounded_json import __main__ as child
-from worker.bounded_json.__main__ import answer, parse
+from worker.bounded_json.__main__ import parse, send_value
 from worker.bounded_json.reader import SMALL_BYTES, BodyReader
 from worker.bounded_json.strict import MAX_BODY_VALUES, TOO_DEEP
 from worker.errors import JobFailure
@@ -84,7 +84,7 @@ async def test_a_dear_body_that_is_wrong_is_refused_with_the_same_sentence() -> 
 def refused(body: bytes) -> str | None:
     """The sentence by which a child process refuses a body; None if it does not."""
     try:
-        answer(None, body, lambda head, marshalled: None)
+        send_value(None, body, lambda head, marshalled: None)
     except JobFailure as refusal:
         return refusal.message
     return None

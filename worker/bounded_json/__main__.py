@@ -8,7 +8,7 @@ from worker.errors import JobFailure
 from worker.process.frames import Send, serve
 
 
-def answer(task: None, body: bytes, send: Send) -> None:
+def send_value(task: None, body: bytes, send: Send) -> None:
     """Send the value of a body, marshalled. Raises `JobFailure`."""
     value = parse(body)
     try:
@@ -50,4 +50,4 @@ def _request(envelope: Any) -> Any:
 
 
 if __name__ == "__main__":
-    serve(answer)
+    serve(send_value)

@@ -8,7 +8,7 @@ from worker.images.image import Image, too_long
 from worker.process.frames import Send, serve
 
 
-def answer(task: dict[str, Any], source: bytes, send: Send) -> None:
+def send_pixels(task: dict[str, Any], source: bytes, send: Send) -> None:
     """Decode an image, and send its pixels. `task`: the arguments of `Decoders.decode`. Raises `JobFailure`."""
     image = _image(source, **task)
     send({"width": image.width, "height": image.height, "digest": image.digest.hex()}, image.pixels)
@@ -23,4 +23,4 @@ def _image(source: bytes, *, is_url: bool, max_bytes: int, max_pixels: int, low:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # Pillow's, about irregular files
-    serve(answer)
+    serve(send_pixels)

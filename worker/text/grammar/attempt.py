@@ -325,7 +325,7 @@ def verdict_of(answer: list[str]) -> Verdict:
     return _VERDICTS[kind](*fields)
 
 
-def answer(task: None, question: bytes, send: Send) -> None:
+def send_verdicts(task: None, question: bytes, send: Send) -> None:
     """Send the verdict on a question, and a better one if there is. Raises `LimitExceeded`."""
     threading.stack_size(4 << 20)  # at most half of the stack of the worker's own threads
     with ThreadPoolExecutor(1) as thread:
@@ -462,4 +462,4 @@ def _search_ended() -> bool:
 
 
 if __name__ == "__main__":
-    serve(answer)
+    serve(send_verdicts)
