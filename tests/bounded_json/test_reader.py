@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from worker.bounded_json import __main__ as child
-from worker.bounded_json.__main__ import parse, send_value
+from worker.bounded_json.__main__ import parse_body, send_value
 from worker.bounded_json.reader import SMALL_BYTES, BodyReader
 from worker.bounded_json.strict import MAX_BODY_VALUES, TOO_DEEP
 from worker.errors import JobFailure
@@ -103,7 +103,7 @@ def test_what_json_reads_and_is_too_deep_to_be_searched_is_refused(monkeypatch: 
         deep = [deep]
     monkeypatch.setattr(child, "loads", lambda body: deep)  # as json reads it from Python 3.13 on
     with pytest.raises(JobFailure) as raised:
-        parse(b"[]")
+        parse_body(b"[]")
     assert (raised.value.type, raised.value.message) == ("invalid_request", TOO_DEEP)
 
 

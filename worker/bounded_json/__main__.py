@@ -10,7 +10,7 @@ from worker.process.frames import Send, serve
 
 def send_value(task: None, body: bytes, send: Send) -> None:
     """Send the value of a body, marshalled. Raises `JobFailure`."""
-    value = parse(body)
+    value = parse_body(body)
     try:
         marshalled = marshal.dumps(value)
     except ValueError:  # its limit is 2,000 levels; it accepts all other values of JSON
@@ -18,7 +18,7 @@ def send_value(task: None, body: bytes, send: Send) -> None:
     send(None, marshalled)
 
 
-def parse(body: bytes) -> Any:
+def parse_body(body: bytes) -> Any:
     """Return the JSON value of a body. Raises `JobFailure`."""
     values = count_values(body)
     if values > MAX_BODY_VALUES:
