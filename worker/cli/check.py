@@ -57,14 +57,14 @@ def _inspect(model: str) -> Facts:
     say_that_it_reads(model)
     with needs_worker():
         from worker.engine.device import memory_for_model
-        from worker.engine.model.check import check
+        from worker.engine.model.check import check_model
         from worker.errors import CannotStart
         from worker.settings import read_settings
     try:
         settings = read_settings(model=model)
         memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
         vision, trusted = settings.vision == "auto", settings.trust_model_code
-        return {"model": model, **_facts(check(model, memory=memory, vision=vision, trusted=trusted))}
+        return {"model": model, **_facts(check_model(model, memory=memory, vision=vision, trusted=trusted))}
     except CannotStart as error:
         raise CliError(str(error)) from None
 

@@ -21,7 +21,7 @@ from worker.errors import CannotStart
 
 
 def check(folder_or_hub_id: str, *, memory: int = 10**12) -> ModelReport:
-    return checking.check(folder_or_hub_id, memory=memory)
+    return checking.check_model(folder_or_hub_id, memory=memory)
 
 
 def checkpoint(folder: Path, **more: Any) -> Path:
@@ -190,7 +190,7 @@ def test_trusted_code_of_a_checkpoint_runs_as_in_a_worker(tmp_path: Path) -> Non
     folder = str(checkpoint(tmp_path, model_file="own.py"))
     with pytest.raises(CannotStart, match="SLUICE_TRUST_MODEL_CODE"):
         check(folder)
-    assert checking.check(folder, memory=10**12, trusted=True).blockers == ()
+    assert checking.check_model(folder, memory=10**12, trusted=True).blockers == ()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
 from tests.support.stack import TINY_CHAT
-from worker.engine.model.check import check
+from worker.engine.model.check import check_model
 from worker.engine.model.load import fingerprint, not_served, open_model
 from worker.engine.upstream.transformers import hub_errors
 from worker.errors import CannotStart
@@ -145,7 +145,7 @@ def test_what_sluice_check_refuses_is_refused_with_its_sentence_before_weights_a
     if problem == "no template":
         drop_template(folder)
     memory = 900_000 if problem == "too large" else 10**9
-    reasons = check(str(folder), memory=memory).blockers
+    reasons = check_model(str(folder), memory=memory).blockers
     assert len(reasons) == 1
     with pytest.raises(CannotStart) as refused:
         open_model(str(folder), memory=memory)
@@ -154,9 +154,9 @@ def test_what_sluice_check_refuses_is_refused_with_its_sentence_before_weights_a
 
 def test_a_model_that_just_fits_is_opened(tmp_path: Path) -> None:
     folder = write_checkpoint(CONFIGS["qwen3"], tmp_path)
-    costs = check(str(folder), memory=10**9).costs
+    costs = check_model(str(folder), memory=10**9).costs
     least = next(memory for memory in range(900_000, 10**8, 100_000) if costs.max_tokens(memory))
-    assert check(str(folder), memory=least).blockers == ()
+    assert check_model(str(folder), memory=least).blockers == ()
     assert open_model(str(folder), memory=least).costs.weights_bytes == costs.weights_bytes
 
 

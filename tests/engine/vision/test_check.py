@@ -17,7 +17,7 @@ from worker.engine.model.profile import weights_bytes
 
 
 def check(folder: Path | str, **how: Any) -> ModelReport:
-    return checking.check(str(folder), memory=10**12, **how)
+    return checking.check_model(str(folder), memory=10**12, **how)
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ class _Files:
     nbytes: int = 0  # by the index file, if only that is local
 
 
-def check(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: bool = False) -> ModelReport:
+def check_model(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: bool = False) -> ModelReport:
     """Report on a model without reading a weight; from the hub, only small files are downloaded. `memory`: bytes that a
     worker may use. The other parameters: see `open_model`. Blocks. Raises `CannotStart` if the model cannot be
     examined."""
