@@ -18,7 +18,7 @@ from tests.queue.helpers import settings, until, working
 from tests.support.stack import free_port
 from worker.environment import variable
 from worker.errors import CannotStart
-from worker.queue.redis_server import connect
+from worker.queue.redis_server import redis_from_settings
 from worker.settings import Settings, read_settings
 
 # Every word of four letters or digits that is a part of a password. No other part of these URLs or sentences has one.
@@ -126,7 +126,7 @@ def test_a_command_of_the_worker_tells_no_password(
 def started(url: str) -> str:
     """Return the error with which a worker refuses this URL; empty if it would start to wait for its server."""
     try:
-        connect(read_settings(model="none", redis_url=url))
+        redis_from_settings(read_settings(model="none", redis_url=url))
     except CannotStart as error:
         return str(error)
     return ""

@@ -26,7 +26,7 @@ from worker.process.daemon import (
     set_up_logging,
 )
 from worker.queue.presence import check_name_early
-from worker.queue.redis_server import RedisServer, connect
+from worker.queue.redis_server import RedisServer, redis_from_settings
 from worker.settings import Settings
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ async def serve(settings: Settings) -> None:
     with ending.after_error(_THREADS_S), served_metrics(settings.model_name, settings.metrics_port, health) as metrics:
         batches = _batch_directory(settings)
         engine_imported = asyncio.create_task(_import("worker.engine.thread"))
-        async with connect(settings) as redis:
+        async with redis_from_settings(settings) as redis:
             server = RedisServer(redis, settings)
             await server.check_early()
             await engine_imported

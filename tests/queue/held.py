@@ -19,7 +19,7 @@ from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim
 from worker.queue.job.job import Job, JobInterruption, JobResult
 from worker.queue.job.runner import JobFunctions
-from worker.queue.redis_server import RedisServer, ServerClock, connect
+from worker.queue.redis_server import RedisServer, ServerClock, redis_from_settings
 from worker.queue.running import CancelRequests, RunningJobs
 from worker.queue.worker import QueueWorker, ServedModel
 
@@ -126,7 +126,7 @@ async def holding(
 ) -> AsyncIterator[HoldingWorker]:
     """A worker that holds its jobs until the end of the block."""
     known = settings(url, **{"max_rows": 3, "reserved_rows": 1, **given})
-    async with connect(known) as redis:
+    async with redis_from_settings(known) as redis:
         held, sweeps = HeldJobs(stubborn=stubborn), Sweeps()
         worker = QueueWorker(
             held,

@@ -21,7 +21,7 @@ from worker.queue.cron import Cron
 from worker.queue.job.claims import Claim, lease_key
 from worker.queue.job.runner import JobFunctions, JobRunner
 from worker.queue.presence import Abilities
-from worker.queue.redis_server import RedisServer, ServerClock, connect
+from worker.queue.redis_server import RedisServer, ServerClock, redis_from_settings
 from worker.queue.scripts import script
 from worker.queue.worker import QueueWorker, ServedModel
 from worker.settings import Settings
@@ -172,7 +172,7 @@ async def working(
     **ctx: Any,
 ) -> AsyncIterator[QueueWorker]:
     """A worker until the end of the block; then it drains, and what is left is handed back at once."""
-    async with connect(given) as redis:
+    async with redis_from_settings(given) as redis:
         worker = queue_worker(redis, given, chat, count=count, crons=crons, clock=clock, **ctx)
         main = asyncio.create_task(worker.main())
         try:

@@ -11,7 +11,7 @@ from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, envelope, put, settings, until, working
 from worker.queue.cron import Cron
-from worker.queue.redis_server import ServerClock, connect
+from worker.queue.redis_server import ServerClock, redis_from_settings
 from worker.schedule_times import Crontab
 
 NOON = datetime(2026, 3, 13, 12, tzinfo=UTC)
@@ -176,7 +176,7 @@ async def test_arq_s_own_queue_stays_empty(redis_url: str, db: Redis) -> None:
 
 async def test_slots_are_told_by_the_server_s_clock(redis_url: str) -> None:
     clock = ServerClock()
-    async with connect(settings(redis_url)) as redis:
+    async with redis_from_settings(settings(redis_url)) as redis:
         await clock.sync(redis)
         seconds, _ = await redis.time()
     assert abs(clock.utc() - datetime.fromtimestamp(seconds, UTC)) < timedelta(seconds=2)

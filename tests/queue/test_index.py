@@ -22,7 +22,7 @@ from tests.queue.held import cancel_waiting
 from tests.queue.helpers import QUEUE, envelope, lapse, put, settings
 from tests.selection import examples
 from worker.queue.job.claims import Claim, Claims, lease_key
-from worker.queue.redis_server import connect
+from worker.queue.redis_server import redis_from_settings
 
 BODY = envelope({"n": 1})
 INDEX = keys.index("default", "interactive")
@@ -32,7 +32,7 @@ INDEX_KEYS = [INDEX, *(f"{INDEX}:{part}" for part in keys.INDEX)]
 @pytest.fixture
 async def claims(redis_url: str) -> AsyncIterator[Claims]:
     given = settings(redis_url)
-    async with connect(given) as redis:
+    async with redis_from_settings(given) as redis:
         yield Claims(redis, given)
 
 
@@ -411,7 +411,7 @@ class FairnessMachine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         given = settings(self.url)
-        self.redis = connect(given)
+        self.redis = redis_from_settings(given)
         self.workers = {
             name: Claims(self.redis, given.model_copy(update={"worker_name": name, "lease_s": 60}))
             for name in ("ada", "ben")

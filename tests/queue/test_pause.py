@@ -11,7 +11,7 @@ from tests.waiting import until
 from worker.queue.job import channel
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims
-from worker.queue.redis_server import ServerClock, connect
+from worker.queue.redis_server import ServerClock, redis_from_settings
 
 
 async def test_the_engine_is_paused_while_too_many_events_wait_and_continues_after(
@@ -20,7 +20,7 @@ async def test_the_engine_is_paused_while_too_many_events_wait_and_continues_aft
     monkeypatch.setattr(channel, "_MAX_UNWRITTEN", 10)
     given, paused = settings(redis_url), list[bool]()
     await put(db, "a", envelope({}))
-    async with connect(given) as redis:
+    async with redis_from_settings(given) as redis:
         (claim,) = await Claims(redis, given).take("interactive", 1)
         publisher = Publisher(redis, ServerClock(), given, paused.append)
         log = publisher.open(claim, on_lost=lambda: None)

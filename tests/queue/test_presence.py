@@ -17,7 +17,7 @@ from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, log, queue_worker, settings, types, until, working
 from worker.errors import CannotStart
 from worker.queue.presence import Presence, until_name_is_free
-from worker.queue.redis_server import ServerClock, connect
+from worker.queue.redis_server import ServerClock, redis_from_settings
 
 NINES = "9" * 5000
 
@@ -79,7 +79,7 @@ async def test_presence_is_published_three_times_per_lease_and_after_an_outage_a
     def on_waiting(lane: Lane, jobs: int) -> None:
         waiting.append((lane, jobs))
 
-    async with Line(redis_url) as line, connect(settings(line.url, lease_s=1)) as redis:
+    async with Line(redis_url) as line, redis_from_settings(settings(line.url, lease_s=1)) as redis:
         presence = Presence(redis, settings(line.url, lease_s=1), ServerClock())
         publishing = asyncio.create_task(presence.run(Jobs(1), on_waiting))
         await until(lambda: len(waiting) >= 4)
@@ -112,7 +112,7 @@ async def test_a_presence_that_cannot_be_removed_is_left_to_expire(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "sluice.queue")
-    async with Line(redis_url) as line, connect(settings(line.url)) as redis:
+    async with Line(redis_url) as line, redis_from_settings(settings(line.url)) as redis:
         line.down()
         await Presence(redis, settings(line.url), ServerClock()).remove()
     assert "expires with its lease" in caplog.text
@@ -124,7 +124,7 @@ async def test_a_second_worker_of_a_name_is_refused_while_the_first_renews_its_l
     given = settings(redis_url, lease_s=1)
     async with working(given, FakeChat().chat):
         await until(lambda: _exists(db, keys.worker("ada")))
-        async with connect(given) as redis:
+        async with redis_from_settings(given) as redis:
             with pytest.raises(
                 CannotStart, match=r"^SLUICE_WORKER_NAME=ada: a worker of this name is alive \(process "
             ):

@@ -16,7 +16,7 @@ from tests.queue.helpers import envelope, field, listening, put, settings, until
 from worker.queue.job import claims as claims_module
 from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims, WorkerRows
-from worker.queue.redis_server import ServerClock, connect
+from worker.queue.redis_server import ServerClock, redis_from_settings
 
 BODY = envelope({})
 HANGS = envelope({"then": "hang"})
@@ -26,7 +26,7 @@ Claimer = Callable[..., Claims]
 
 @pytest.fixture
 async def claimer(redis_url: str) -> AsyncIterator[Claimer]:
-    async with connect(settings(redis_url)) as redis:
+    async with redis_from_settings(settings(redis_url)) as redis:
 
         def make(name: str, *, lease_s: float = 10.0) -> Claims:
             return Claims(redis, settings(redis_url, worker_name=name, lease_s=lease_s))
@@ -279,7 +279,7 @@ async def test_the_end_of_a_job_frees_its_row_at_once(
     first, _ = await claimer("ada").take("interactive", 8, rows=IDLE)
     if is_count:
         await db.hset(keys.job(first.job_id), "function", "count")
-    async with connect(given := settings(redis_url)) as redis:
+    async with redis_from_settings(given := settings(redis_url)) as redis:
         publisher = Publisher(redis, ServerClock(), given)
         writing = asyncio.create_task(publisher.run())
         log = publisher.open(first, on_lost=lambda: None)

@@ -133,7 +133,7 @@ def acl_command(user: str, denied: Sequence[Need]) -> str:
     return " ".join(["ACL SETUSER", user, *names, *commands])
 
 
-def connect(settings: Settings) -> Redis:
+def redis_from_settings(settings: Settings) -> Redis:
     """Return a client, which connects at its first command. Its key encoding preserves job ids of any bytes. Raises
     `CannotStart` if the URL is not valid."""
     pool = _pool(settings)

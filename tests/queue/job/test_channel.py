@@ -27,7 +27,7 @@ from tests.support.stack import Server
 from worker.errors import OwnershipLost
 from worker.queue.job.channel import JobLog, Publisher
 from worker.queue.job.claims import Claim, Claims, lease_key
-from worker.queue.redis_server import ServerClock, connect
+from worker.queue.redis_server import ServerClock, redis_from_settings
 from worker.queue.scripts import source
 
 BODY = envelope({"n": 1})
@@ -73,7 +73,7 @@ class Desk:
 
 @asynccontextmanager
 async def desk(url: str, name: str = "ada") -> AsyncIterator[Desk]:
-    async with connect(settings(url)) as redis, Desk(redis, name) as one:
+    async with redis_from_settings(settings(url)) as redis, Desk(redis, name) as one:
         yield one
 
 

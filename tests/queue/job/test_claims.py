@@ -22,7 +22,7 @@ from tests.selection import examples
 from worker.bounded_json.strict import loads
 from worker.queue.job.claims import Claim, Claims, lease_key
 from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
-from worker.queue.redis_server import connect
+from worker.queue.redis_server import redis_from_settings
 
 BODY = envelope({"n": 1})
 Claimer = Callable[..., Claims]
@@ -35,7 +35,7 @@ def claims_of(redis: Redis, **changed: Any) -> Claims:
 
 @pytest.fixture
 async def claimer(redis_url: str) -> AsyncIterator[Claimer]:
-    async with connect(settings(redis_url)) as redis:
+    async with redis_from_settings(settings(redis_url)) as redis:
 
         def make(worker: str = "ada", *, lease_s: float = 5.0, **changed: Any) -> Claims:
             return claims_of(redis, worker_name=worker, lease_s=lease_s, **changed)
@@ -157,7 +157,7 @@ async def test_a_lapsed_lease_is_left_alone_where_no_takeover_is_allowed(db: Red
 
 async def test_a_claim_whose_answer_was_lost_is_made_again_whatever_the_other_lane_answered(redis_url: str) -> None:
     known = settings(redis_url)
-    async with Line(redis_url) as line, connect(known.model_copy(update={"redis_url": line.url})) as redis:
+    async with Line(redis_url) as line, redis_from_settings(known.model_copy(update={"redis_url": line.url})) as redis:
         claims = claims_of(redis)
         await put(redis, "a", BODY, lane="batch")
         await claims.take("interactive", 1)  # the server has the script by now
@@ -367,7 +367,7 @@ async def test_a_job_that_has_ended_is_not_cancelled_because_it_was_queued_again
 async def test_jobs_whose_claim_was_never_heard_are_claimed_anew_and_those_that_run_are_not(
     redis_url: str, db: Redis
 ) -> None:
-    async with Line(redis_url) as line, connect(settings(line.url)) as redis:
+    async with Line(redis_url) as line, redis_from_settings(settings(line.url)) as redis:
         claims = claims_of(redis)
         for k in range(4):
             await put(db, f"job-{k}", BODY, at_ms=k)
@@ -476,7 +476,7 @@ class ClaimsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.redis = connect(settings(self.url))
+        self.redis = redis_from_settings(settings(self.url))
         self.claims = claims_of(self.redis, lease_s=60)
         self.db("FLUSHDB")
         self.queued_at: dict[str, int] = {}

@@ -21,7 +21,7 @@ from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims
 from worker.queue.job.job import Job
 from worker.queue.job.runner import Endings, JobFunctions, JobRunner
-from worker.queue.redis_server import ServerClock, connect
+from worker.queue.redis_server import ServerClock, redis_from_settings
 from worker.settings import Settings
 
 LARGE = "x" * 100_000  # does not come with the claim
@@ -63,7 +63,7 @@ class Runner:
 @asynccontextmanager
 async def running(url: str) -> AsyncIterator[Runner]:
     known = settings(url)
-    async with connect(known) as redis:
+    async with redis_from_settings(known) as redis:
         runner = Runner(redis, known)
         publishing = asyncio.create_task(runner.publisher.run())
         try:

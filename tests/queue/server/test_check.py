@@ -25,7 +25,7 @@ from tests.queue.helpers import (
 )
 from tests.support.stack import Server, free_port
 from worker.errors import CannotStart
-from worker.queue.redis_server import RedisServer, ServerInfo, connect, refusal, warnings
+from worker.queue.redis_server import RedisServer, ServerInfo, redis_from_settings, refusal, warnings
 
 SOUND = ServerInfo({"redis_version": "7.0.0", "maxmemory_policy": "noeviction"}, {"save": "3600 1", "appendonly": "no"})
 
@@ -121,7 +121,7 @@ def with_user(url: str, user: str) -> str:
 
 async def check(url: str) -> float:
     given = settings(url)
-    async with connect(given) as redis:
+    async with redis_from_settings(given) as redis:
         return await RedisServer(redis, given).connect()
 
 
@@ -173,7 +173,7 @@ async def test_a_database_that_the_server_does_not_have_is_a_reason_not_to_start
 
 async def test_a_worker_that_is_given_such_a_database_ends_at_once(server: Server) -> None:
     given = settings(server.url.removesuffix("0") + "16")
-    async with connect(given) as redis:
+    async with redis_from_settings(given) as redis:
         worker = queue_worker(redis, given, FakeChat().chat)
         with pytest.raises(CannotStart):
             await asyncio.wait_for(worker.main(), 60)
@@ -211,7 +211,7 @@ async def is_busy(admin: Redis) -> bool:
 
 async def test_a_server_that_is_away_is_no_reason_not_to_start() -> None:
     given = settings(f"redis://127.0.0.1:{free_port()}/0")
-    async with connect(given) as redis:
+    async with redis_from_settings(given) as redis:
         await RedisServer(redis, given).check_early()
 
 
@@ -295,7 +295,7 @@ async def test_a_change_of_password_kills_no_running_job(
 
 async def test_a_worker_that_never_met_its_server_stops_when_it_is_told() -> None:
     given = settings(f"redis://127.0.0.1:{free_port()}/0")
-    async with connect(given) as redis:
+    async with redis_from_settings(given) as redis:
         worker = queue_worker(redis, given, FakeChat().chat)
         asyncio.get_running_loop().call_later(0.1, worker.stop)
         assert not await asyncio.wait_for(worker.connect(), 60)

@@ -13,7 +13,7 @@ from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ask, ended, listening, put, settings, types, until, working
 from tests.support.stack import ROOT, Server
 from worker.queue.cron import Cron
-from worker.queue.redis_server import EXEC, MULTI, NEEDED, Need, acl_command, connect, describe, forbidden
+from worker.queue.redis_server import EXEC, MULTI, NEEDED, Need, acl_command, describe, forbidden, redis_from_settings
 from worker.schedule_times import Crontab
 
 ALL = ("+@all", "~*", "&*")
@@ -44,7 +44,7 @@ async def admin(server: Server) -> AsyncIterator[Redis]:
 
 async def denied(server: Server, admin: Redis, *allowed: str) -> list[Need]:
     await admin.execute_command("ACL", "SETUSER", "bob", "reset", "on", ">pw", "resetchannels", *allowed)
-    async with connect(settings(server.url.replace("//", "//bob:pw@"))) as redis:
+    async with redis_from_settings(settings(server.url.replace("//", "//bob:pw@"))) as redis:
         return await forbidden(redis, NEEDED)
 
 
@@ -96,7 +96,7 @@ async def test_without_multi_the_line_that_mends_it_allows_all(server: Server, a
 
 async def test_another_database_needs_select(server: Server, admin: Redis) -> None:
     await admin.execute_command("ACL", "SETUSER", "bob", "on", ">pw", *ALL, "-select")
-    async with connect(settings(server.url.replace("//", "//bob:pw@").replace("/0", "/1"))) as redis:
+    async with redis_from_settings(settings(server.url.replace("//", "//bob:pw@").replace("/0", "/1"))) as redis:
         assert [need.command for need in await forbidden(redis, NEEDED)] == ["SELECT"]
 
 
@@ -109,7 +109,7 @@ async def test_a_check_that_is_cancelled_while_its_connection_closes_leaves_no_c
         closing.set()
         await asyncio.Event().wait()
 
-    async with connect(settings(server.url)) as redis:
+    async with redis_from_settings(settings(server.url)) as redis:
         with monkeypatch.context() as patch:
             patch.setattr(Connection, "disconnect", close_slowly)
             check = asyncio.create_task(forbidden(redis, NEEDED))
@@ -160,7 +160,7 @@ async def test_the_rules_are_enough_for_all_that_a_worker_does(server: Server, a
             await ended(admin, f"lapsed-{lapses}")
         assert await admin.hlen(keys.DEAD) == 1
         night = Cron("night", lambda: None, Crontab("* * * * *"), free=lambda: True)
-        async with connect(given) as redis:
+        async with redis_from_settings(given) as redis:
             for minute in (0, 5):
                 await night.begin_if_due(redis, "ada", datetime(2026, 3, 13, 12, minute, tzinfo=UTC))
         await ask(admin, "left", {"then": "hang"})

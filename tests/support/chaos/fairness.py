@@ -12,7 +12,7 @@ from sluice.transport import Retries
 from tests.support.chaos.harness import Figure, chat_request, paced_worker, percentile, record
 from tests.support.chaos.pickup import queue_wait_s
 from worker.queue.job.claims import Claim, Claims
-from worker.queue.redis_server import connect
+from worker.queue.redis_server import redis_from_settings
 from worker.settings import Settings
 
 _AT_ONCE = 500  # jobs submitted in one round trip
@@ -71,7 +71,7 @@ async def claim_cost(url: str, *, lengths: tuple[int, ...], samples: int = 300) 
     first_us = 0.0
     queued = 0
     settings = Settings(redis_url=url, model="none", worker_name="cost", lease_s=60)
-    async with connect(settings) as db:
+    async with redis_from_settings(settings) as db:
         claims = Claims(db, settings)
         running = [Claim("row", "interactive", 1, 0, False, 0.0, 0, b"", 0, tenant="big")]
         for length in lengths:

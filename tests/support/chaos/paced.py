@@ -21,7 +21,7 @@ from worker.monitoring.serving import served_metrics
 from worker.outcomes import OutcomeListener, Sampled
 from worker.process.daemon import set_up_logging
 from worker.queue.job.runner import JobFunctions
-from worker.queue.redis_server import RedisServer, connect
+from worker.queue.redis_server import RedisServer, redis_from_settings
 from worker.queue.worker import QueueWorker, ServedModel
 from worker.request import GenerationRequest
 from worker.settings import Settings, read_settings
@@ -157,7 +157,7 @@ async def serve(settings: Settings, step_s: float) -> None:
     health = Health(settings.watchdog_s)
     with served_metrics(settings.model_name, settings.metrics_port, health) as metrics:
         context = WorkerContext(settings, engine, codec, None, "paced", 1_000_000, 1_000_000, {}, frozenset(), metrics)
-        async with connect(settings) as redis:
+        async with redis_from_settings(settings) as redis:
             worker = QueueWorker(
                 JobFunctions([func(chat, name="chat")], {"context": context}),
                 server=RedisServer(redis, settings),
