@@ -35,7 +35,7 @@ class Sent(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
 
-def describe(*values: type) -> None:
+def describe_types(*values: type) -> None:
     """Let pydantic read and describe plain dataclasses of `sluice.contract` as it does `Sent`. The texts below their
     fields become descriptions."""
     for value in values:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from schemas.base import AnyJsonObject, Sent, Strict, TokenCount, describe
+from schemas.base import AnyJsonObject, Sent, Strict, TokenCount, describe_types
 from sluice.contract.batch import (
     Batch,
     BatchDetails,
@@ -145,7 +145,7 @@ class ChatCompletion(Sent):
     sluice: SluiceDetails
 
 
-describe(Usage, Timings, JobError, Started, Progress, Delta, Resumed, Restarted, Finished, Failed, Cancelled)
+describe_types(Usage, Timings, JobError, Started, Progress, Delta, Resumed, Restarted, Finished, Failed, Cancelled)
 
 JobEvent = Annotated[
     Started | Progress | Delta | Resumed | Restarted | Finished | Failed | Cancelled,
@@ -157,7 +157,7 @@ FinalEvent = Annotated[Finished | Failed | Cancelled, Field(discriminator="type"
 # Offline batches in the forms of OpenAI's Batch API: input line and output line; the object that reports a run is the
 # contract's.
 
-describe(Batch, RequestCounts, BatchUsage, InputTokens, OutputTokens, Problem, Problems, BatchDetails)
+describe_types(Batch, RequestCounts, BatchUsage, InputTokens, OutputTokens, Problem, Problems, BatchDetails)
 
 
 class BatchLine(Strict):

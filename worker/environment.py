@@ -80,7 +80,7 @@ _WRONG = {
 _OTHERWISE = "it is not valid; see .env.example"
 
 
-def describe(problem: ErrorDetails) -> str:
+def describe_error(problem: ErrorDetails) -> str:
     """Return what is wrong with the value of a variable, without the value."""
     bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
     return _WRONG.get(problem["type"], _OTHERWISE).format(**bounds)

@@ -118,7 +118,7 @@ async def missing(redis: Redis, needs: Sequence[Need]) -> list[str]:
     return [name for name, info in zip(names, found, strict=True) if info is None]
 
 
-def describe(denied: Sequence[Need]) -> str:
+def names_of(denied: Sequence[Need]) -> str:
     """Return the names of the commands, and the key or channel on which each was tested."""
     by_name: dict[str, list[str]] = {}
     for need in denied:
@@ -286,7 +286,7 @@ class RedisServer:
             if absent := await missing(self.client, NEEDED):
                 raise self._error(f"it has no {', '.join(absent)}; remove the rename-command lines from redis.conf.")
             if denied := await forbidden(self.client, NEEDED):
-                raise self._error(f"its user may not use {describe(denied)}. Run {acl_command(self._user(), denied)}")
+                raise self._error(f"its user may not use {names_of(denied)}. Run {acl_command(self._user(), denied)}")
         except AuthenticationError:
             raise self._error(f"{await wrong_credentials(self.client)}.") from None
         except ResponseError as error:

@@ -13,7 +13,7 @@ from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ask, ended, listening, put, settings, types, until, working
 from tests.support.stack import ROOT, Server
 from worker.queue.cron import Cron
-from worker.queue.redis_server import EXEC, MULTI, NEEDED, Need, acl_command, describe, forbidden, redis_from_settings
+from worker.queue.redis_server import EXEC, MULTI, NEEDED, Need, acl_command, forbidden, names_of, redis_from_settings
 from worker.schedule_times import Crontab
 
 ALL = ("+@all", "~*", "&*")
@@ -123,7 +123,7 @@ async def test_a_check_that_is_cancelled_while_its_connection_closes_leaves_no_c
 
 def test_what_is_denied_is_named_with_its_key() -> None:
     found = [Need("EVALSHA"), Need("GET", ("arq:job:x",), "arq:job:x"), Need("SET", ("arq:job:x", "v"), "arq:job:x")]
-    assert describe(found) == "EVALSHA; GET, SET on arq:job:x"
+    assert names_of(found) == "EVALSHA; GET, SET on arq:job:x"
     assert acl_command("bob", found) == "ACL SETUSER bob ~sluice:* ~arq:* &sluice:* +evalsha +get +set"
 
 
