@@ -266,7 +266,7 @@ class NativeValues:
 
     def _string(self, schema: Schema) -> str:
         if self._quote:
-            terminal = string_terminal(schema, [f"(?s:.*){escaped(self._quote)}(?s:.*)"])
+            terminal = string_terminal(schema, [f"(?s:.*){regex_escaped(self._quote)}(?s:.*)"])
             return f"{self._grammar.marker(self._quote)} {self._grammar.text(terminal, until=self._quote)}"
         if schema.keys() & KEYWORDS - {"type", "minLength", "maxLength"}:
             return self._json(schema)  # models of Python write JSON's quotes too
@@ -356,7 +356,7 @@ class NativeValues:
         return self._grammar.rule(any_of(first or ['""']) + ("" if required or not first else "?"))
 
 
-def escaped(text: str) -> str:
+def regex_escaped(text: str) -> str:
     """Return an expression of this text, for use within the slashes of a terminal."""
     return re.escape(text).replace("/", r"\/")
 

@@ -21,10 +21,10 @@ from worker.text.grammar.native_values import (
     allow_only,
     any_of,
     branches,
-    escaped,
     in_any_case,
     is_names,
     listed_values,
+    regex_escaped,
     string_terminal,
 )
 from worker.text.grammar.schema import unsupported as values
@@ -60,7 +60,7 @@ class TagParameters:
         value_end, _, _ = dialect.value[1].partition("{name}")
         marks = (dialect.openings[0], value_end, dialect.parameter[0], dialect.end, dialect.closing)
         self._marks = [mark for mark in marks if mark]
-        self._never = [f"(?s:.*)({'|'.join(map(escaped, self._marks))})(?s:.*)", _CDATA]
+        self._never = [f"(?s:.*)({'|'.join(map(regex_escaped, self._marks))})(?s:.*)", _CDATA]
 
     def rules(self) -> list[str]:
         """Return a rule for each parameter, in the schema's order, which calls must follow. Raises `NotNative`."""
