@@ -141,7 +141,7 @@ def held_model(text: str) -> str | None:
     return match[1] if match else None
 
 
-def is_temporary(text: str) -> bool:
+def is_temporary_file(text: str) -> bool:
     """Return True for the name of a file that is being written, or whose writer has died."""
     return is_ours(text) and text.endswith(TEMPORARY)
 

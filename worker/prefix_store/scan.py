@@ -22,7 +22,7 @@ from worker.prefix_store.names import (
     held_model,
     is_ours,
     is_pin,
-    is_temporary,
+    is_temporary_file,
     parse_name,
     pin_of,
     pinned_name,
@@ -97,7 +97,7 @@ def scan_folder(folder: Path) -> Scan:
         name = parse_name(relative)
         if is_pin(relative):
             pins[pinned_name(relative)] = stat.st_size
-        if is_temporary(relative):
+        if is_temporary_file(relative):
             unfinished.append(relative)
         if name:
             names.append(name)
@@ -106,7 +106,7 @@ def scan_folder(folder: Path) -> Scan:
         if held_model(relative):
             memory.append(relative)
         is_record = model or held_model(relative) or counted_model(relative) or relative in (LOCK, WRITTEN)
-        known = name or is_record or is_pin(relative) or is_temporary(relative)
+        known = name or is_record or is_pin(relative) or is_temporary_file(relative)
         is_stale = is_ours(relative) and not known
         if is_stale:
             stale.append(relative)
