@@ -10,7 +10,7 @@ from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.folder import Folder
 from worker.prefix_store.format import BadFile, read_file_header
 from worker.prefix_store.names import IMAGE_FEATURES, FileName, chain_to, file_of_each_segment, pin_of
-from worker.prefix_store.records import SegmentUse, joined, outdated_digests, read_hits, read_memory, read_records
+from worker.prefix_store.records import SegmentUse, outdated_digests, read_hits, read_memory, read_records, total_use
 from worker.prefix_store.scan import clear_end, scan_folder, write_pin
 
 _ID_LENGTH = 12
@@ -102,7 +102,7 @@ class Listing:
             pinned,
             complete=files[0].start == 0,
             hits=max(self._hits[name.model].get(name.digest, 0) for name in files),
-            held=joined(held),
+            held=total_use(held),
         )
 
     def tenant(self, prefix: StoredPrefix) -> str | None:

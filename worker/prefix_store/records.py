@@ -194,7 +194,7 @@ class SegmentUse:
     uses: int = 0
 
 
-def joined(parts: Iterable[SegmentUse]) -> SegmentUse:
+def total_use(parts: Iterable[SegmentUse]) -> SegmentUse:
     """Return the use of the segments of a prefix together: their bytes, and the uses of the most used."""
     found = [*parts]
     return SegmentUse(sum(each.nbytes for each in found), max((each.uses for each in found), default=0))
