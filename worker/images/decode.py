@@ -13,7 +13,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from worker.errors import JobFailure
-from worker.images.image import MEDIA_TYPES, SUPPORTED, Image, declared_kind, kind_of
+from worker.images.image import MEDIA_TYPES, SUPPORTED, Image, declared_kind, image_format
 
 LOW = 512  # pixels: OpenAI's side for `detail: low`
 # Largest ratio of the sides: the limit of Qwen's processors.
@@ -56,7 +56,7 @@ def decode(data: bytes, *, max_pixels: int, declared: str | None = None, low: bo
 def _kind(data: bytes, declared: str | None) -> str:
     if not data:
         raise JobFailure("invalid_request", "the image is empty.")
-    kind = kind_of(data)
+    kind = image_format(data)
     if kind is None:
         raise JobFailure("invalid_request", f"this is not an image; send {SUPPORTED}.")
     if kind not in MEDIA_TYPES:

@@ -63,7 +63,7 @@ _BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b
 _SVG_SEARCH_BYTES = 1_000  # bytes that may precede the tag: an XML declaration, comments, a doctype
 
 
-def kind_of(data: bytes) -> str | None:
+def image_format(data: bytes) -> str | None:
     """Return the file format by its first bytes: one of `MEDIA_TYPES`, an unsupported one, or None if unknown."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WebP"

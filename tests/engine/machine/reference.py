@@ -16,7 +16,7 @@ from tests.engine.prefill.test_sparse import kept_logits
 from tests.engine.vision import cases
 from tests.engine.vision.cases import Prompt
 from tests.engine.vision.test_specprefill import kept_logits_with_images
-from worker.engine.sampling.sampler import draw, draw_key, kind_of
+from worker.engine.sampling.sampler import draw, draw_key, sampling_kind
 from worker.request import GenerationRequest, Range, Sampling
 
 SHORT, LONGEST = 3, 12  # tokens of an answer
@@ -29,7 +29,7 @@ class Chooser:
     """Chooses the tokens of one answer, as its request demands, from logits of the upstream libraries."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        self.request, self.kind = request, kind_of(request.sampling)
+        self.request, self.kind = request, sampling_kind(request.sampling)
         self._grammar = request.grammar
         self._accepted, self._drawn = len(request.prompt), 0
 

@@ -18,7 +18,7 @@ from worker.engine import memory
 from worker.engine.batch.row import Row
 from worker.engine.model.load import Model, open_model
 from worker.engine.sampling import sampler
-from worker.engine.sampling.sampler import Sampler, _RowsAlike, draw, draw_key, kind_of
+from worker.engine.sampling.sampler import Sampler, _RowsAlike, draw, draw_key, sampling_kind
 from worker.request import GenerationRequest, Sampling
 
 FLOATS = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -168,10 +168,10 @@ def test_of_equal_tokens_greedy_takes_the_first() -> None:
 
 
 def test_rows_are_of_one_kind_whose_draws_can_share_a_call() -> None:
-    kinds = [kind_of(how) for how in (Sampling(1.0, top_p=0.9), Sampling(0.4, top_p=0.5, seed=3))]
+    kinds = [sampling_kind(how) for how in (Sampling(1.0, top_p=0.9), Sampling(0.4, top_p=0.5, seed=3))]
     assert len(set(kinds)) == 1
     others = [Sampling(1.0), Sampling(1.0, top_k=5), Sampling(1.0, top_k=6), Sampling(1.0, min_p=0.1), Sampling()]
-    assert len({*kinds, *map(kind_of, others)}) == 6
+    assert len({*kinds, *map(sampling_kind, others)}) == 6
 
 
 # Through the engine

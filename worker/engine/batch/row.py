@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from worker.engine.sampling.processors import masked, needs_prompt, processors_for
-from worker.engine.sampling.sampler import Sampler, SamplingKind, StepLogprobs, draw, draw_key, kind_of
+from worker.engine.sampling.sampler import Sampler, SamplingKind, StepLogprobs, draw, draw_key, sampling_kind
 from worker.engine.speculation.mtp import Network
 from worker.engine.speculation.verify import Position
 from worker.outcomes import Logprobs
@@ -40,7 +40,7 @@ class Row:
             _replay(request.grammar, request.resume_tokens)
         ids = mx.array(sorted(set(request.prompt))) if needs_prompt(request.sampling) else None
         delivered = list(request.resume_tokens)
-        kind, num_dropped = kind_of(request.sampling), request.num_dropped
+        kind, num_dropped = sampling_kind(request.sampling), request.num_dropped
         reserved = request.max_tokens if reserved is None else reserved
         return cls(request, ids, kind, len(delivered), delivered, reserved, num_dropped, recomputed)
 

@@ -28,7 +28,7 @@ class SamplingKind(NamedTuple):
 GREEDY = SamplingKind(greedy=True)
 
 
-def kind_of(sampling: Sampling) -> SamplingKind:
+def sampling_kind(sampling: Sampling) -> SamplingKind:
     """Return the kind of these sampling parameters."""
     if sampling.temperature == 0 or sampling.top_k == 1:
         return GREEDY
