@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.prefill.specprefill import CHUNK, REGION, Range, merged, select_ranges
+from worker.engine.prefill.specprefill import CHUNK, REGION, Range, merged_ranges, select_ranges
 
 SHARES = st.floats(0.1, 1.0)
 
@@ -134,7 +134,7 @@ def test_region_with_zero_scores_keeps_its_best_chunk() -> None:
 
 
 def test_ranges_beyond_the_prompt_are_cut() -> None:
-    assert merged([(5, 9), (-3, 2), (8, 99), (4, 4)], 10) == [(0, 2), (5, 10)]
+    assert merged_ranges([(5, 9), (-3, 2), (8, 99), (4, 4)], 10) == [(0, 2), (5, 10)]
     assert select_ranges([], 0.5, [(0, 3)]) == []
 
 

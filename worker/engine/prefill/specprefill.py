@@ -25,15 +25,15 @@ def select_ranges(scores: Sequence[float], keep: float, protected: Iterable[Rang
     without kept tokens are kept even if they exceed that share, so any gap is shorter than two regions."""
     tokens = len(scores)
     if keep >= 1:
-        return merged([(0, tokens)], tokens)
-    kept = merged(protected, tokens)
+        return merged_ranges([(0, tokens)], tokens)
+    kept = merged_ranges(protected, tokens)
     best = sorted(_pieces(kept, tokens), key=lambda piece: -max(scores[slice(*piece)]))
     floor = _floor(kept, best)
     lacking = round(keep * tokens) - tokens_in(kept) - tokens_in(floor)
-    return merged([*kept, *floor, *_first(lacking, best, set(floor))], tokens)
+    return merged_ranges([*kept, *floor, *_first(lacking, best, set(floor))], tokens)
 
 
-def merged(ranges: Iterable[Range], tokens: int) -> list[Range]:
+def merged_ranges(ranges: Iterable[Range], tokens: int) -> list[Range]:
     """Return the ranges clipped to (0, tokens), ascending, with those that touch or overlap merged."""
     apart: list[Range] = []
     for start, end in sorted((max(0, start), min(end, tokens)) for start, end in ranges):
@@ -47,7 +47,7 @@ def merged(ranges: Iterable[Range], tokens: int) -> list[Range]:
 
 def outside(ranges: Iterable[Range], tokens: int) -> list[Range]:
     """Return the ranges of (0, tokens) that are in none of these ranges, ascending."""
-    apart = [(0, 0), *merged(ranges, tokens), (tokens, tokens)]
+    apart = [(0, 0), *merged_ranges(ranges, tokens), (tokens, tokens)]
     return [(start, end) for (_, start), (end, _) in pairwise(apart) if start < end]
 
 
@@ -188,7 +188,7 @@ class Score(Stage):
         start, tokens = self._start, len(scores)
         required = [(first - start, end - start) for first, end in self._required_ranges()]
         chosen = select_ranges(scores[start:], self._share_to_keep(), required)
-        return tuple(merged([(0, start), *((first + start, end + start) for first, end in chosen)], tokens))
+        return tuple(merged_ranges([(0, start), *((first + start, end + start) for first, end in chosen)], tokens))
 
     def _required_ranges(self) -> list[Range]:
         """Return the ranges that are kept whatever their scores: undroppable text, images, the last window."""
@@ -197,7 +197,7 @@ class Score(Stage):
         # With one token on either side: the tokens that mark the beginning and end of an image.
         images = [(image.span[0] - 1, image.span[1] + 1) for image in self._request.images]
         required = [*outside(droppable, tokens), *images]
-        return merged(((max(first, start), end) for first, end in required), tokens)
+        return merged_ranges(((max(first, start), end) for first, end in required), tokens)
 
     def _share_to_keep(self) -> float:
         """Return the share of the tokens to keep: all required ones, and the requested share of the others. A share of
