@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from redis.asyncio import Redis
 
-from worker.queue.scripts import Argument, arguments, named, source
+from worker.queue.scripts import Argument, arguments, reply_fields, source
 
 # Returns the arguments as names and values, in the order of KEYS.
 ECHO = """
@@ -32,7 +32,7 @@ async def test_a_script_reads_the_arguments_that_were_given(
     db: Redis, given: dict[str, Argument | Sequence[Argument]]
 ) -> None:
     reply = await db.eval(PRELUDE + ECHO, len(given), *given, *arguments(**given))  # type: ignore[misc]
-    assert named(reply) == {name: as_bytes(value) for name, value in given.items()}
+    assert reply_fields(reply) == {name: as_bytes(value) for name, value in given.items()}
 
 
 def as_bytes(value: Argument | Sequence[Argument]) -> bytes | list[bytes]:
@@ -43,4 +43,4 @@ def as_bytes(value: Argument | Sequence[Argument]) -> bytes | list[bytes]:
 
 async def test_a_reply_with_a_name_without_a_value_is_an_error() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        named([b"a", 1, b"b"])
+        reply_fields([b"a", 1, b"b"])

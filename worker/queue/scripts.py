@@ -43,6 +43,6 @@ def arguments(**named: Argument | Sequence[Argument]) -> list[Argument]:
     return argv
 
 
-def named(reply: Sequence[Any]) -> dict[str, Any]:
+def reply_fields(reply: Sequence[Any]) -> dict[str, Any]:
     """Return a script's reply of names and values."""
     return {name.decode(): value for name, value in zip(reply[::2], reply[1::2], strict=True)}

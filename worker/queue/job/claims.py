@@ -21,7 +21,7 @@ from sluice.contract import keys
 from sluice.contract.keys import Lane
 from worker.monitoring.health import Heartbeat
 from worker.queue.job.resume_state import ResumeState
-from worker.queue.scripts import JOB_LIFE_MS, arguments, named, script, source
+from worker.queue.scripts import JOB_LIFE_MS, arguments, reply_fields, script, source
 from worker.schedule_times import Hours
 from worker.settings import Settings
 
@@ -196,7 +196,7 @@ class Claims:
                 ),
             )
             self._reply_lost.discard(lane)
-        claims = self._read(lane, named(reply))
+        claims = self._read(lane, reply_fields(reply))
         if claims:  # the script has counted their rows
             self._told_rows = None
         elif rows and self._must_tell(rows):
@@ -227,7 +227,7 @@ class Claims:
         (self._unreconciled.add if reply["more"] else self._unreconciled.discard)(lane)
         for found in reply["foreign"]:
             logger.warning("deleted a foreign value: %s", found.decode("utf-8", "backslashreplace"))
-        return [_read_claim(lane, named(claim)) for claim in reply["claims"]]
+        return [_read_claim(lane, reply_fields(claim)) for claim in reply["claims"]]
 
     def needs_reconcile(self, lane: Lane) -> bool:
         """True if the lane's index does not match its queue yet: claim again at once, even if no row is free."""

@@ -14,7 +14,7 @@ from tests.text.grammar.schema.answers import answers, takes
 from worker.errors import JobFailure
 from worker.text.grammar.sandbox import Uncompilable
 from worker.text.grammar.schema.patterns import Pattern, pattern_steps
-from worker.text.grammar.schema.regex import UnsupportedPattern, named
+from worker.text.grammar.schema.regex import UnsupportedPattern, character_class
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_comparing_names_is_bounded() -> None:
 
 @pytest.mark.parametrize("letter", "dws")
 def test_the_classes_are_pythons_own(letter: str) -> None:
-    own = {chr(code) for low, high in named(letter, "python") for code in range(low, high + 1)}
+    own = {chr(code) for low, high in character_class(letter, "python") for code in range(low, high + 1)}
     tested = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) not in ("Cn", "Co", "Cs")]
     assert own == {each for each in tested if re.match(rf"\{letter}", each)}
 

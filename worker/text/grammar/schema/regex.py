@@ -70,12 +70,12 @@ def contains(ranges: CharacterRanges, character: str) -> bool:
 
 
 @cache
-def named(letter: str, dialect: str) -> CharacterRanges:
+def character_class(letter: str, dialect: str) -> CharacterRanges:
     r"""Return the characters of \d, \w, \s, their opposites (a capital letter), or `.`, by this dialect."""
     if letter == ".":
         return complement(union(*(((ord(end), ord(end)),) for end in _LINE_ENDS[dialect])))
     if letter.isupper():
-        return complement(named(letter.lower(), dialect))
+        return complement(character_class(letter.lower(), dialect))
     return _ECMA[letter] if dialect == "ecma" else _python_class(letter)
 
 
@@ -116,7 +116,7 @@ class Chars:
 
     def read(self, dialect: str) -> CharacterRanges:
         """Return the characters of the class by this dialect, without those of its properties."""
-        ranges = union(self.ranges, *(named(letter, dialect) for letter in self.letters))
+        ranges = union(self.ranges, *(character_class(letter, dialect) for letter in self.letters))
         return complement(ranges) if self.negated else ranges
 
     def surely(self) -> CharacterRanges:
