@@ -210,7 +210,7 @@ class ModelFormat:
 
     def text_of(self, token: int, text: str) -> str:
         """Return a token's text for the reader, which finds no marker in it that other tokens than its own spell."""
-        return harmony.quoted(text) if self.marks and token not in self.marks else text
+        return harmony.escape_markers(text) if self.marks and token not in self.marks else text
 
     @property
     def think(self) -> tuple[str, str] | None:

@@ -48,14 +48,14 @@ class HarmonyCalls:
     markers: tuple[str, ...] = (*MARKERS, "<|constrain|>")
 
 
-def quoted(text: str) -> str:
+def escape_markers(text: str) -> str:
     """Return a text in which the reader finds no marker: the model's markers are tokens of their own, and it may write
     about them in others."""
     return text.replace("<", "<" + _QUOTE) if "<" in text else text
 
 
-def unquoted(text: str) -> str:
-    """Return a text as it was before `quoted`."""
+def unescape_markers(text: str) -> str:
+    """Return a text as it was before `escape_markers`."""
     return text.replace(_QUOTE, "") if _QUOTE in text else text
 
 

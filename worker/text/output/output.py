@@ -22,7 +22,7 @@ from worker.text.output.events import (
     merge_deltas,
 )
 from worker.text.output.formats import ModelFormat
-from worker.text.output.harmony import unquoted
+from worker.text.output.harmony import unescape_markers
 from worker.text.output.thought import ANSWER_LOOP, LoopDetector, Thought
 from worker.text.prompt.prompt import Thinking
 from worker.text.tokenizer import Vocabulary
@@ -290,7 +290,7 @@ class Output:
             case Content(text) | Reasoning(text):
                 kind = type(event)
                 crossed = self._switch(kind) if kind is not self._current or not text else _NOTHING
-                return crossed + self._delta(self._channel.feed(unquoted(text)))
+                return crossed + self._delta(self._channel.feed(unescape_markers(text)))
             case CallBegan() if self._leaves_out_calls:
                 self.left_out_calls = True
                 return self._switch(Content)
@@ -299,7 +299,7 @@ class Output:
             case CallBegan():
                 return self._switch(Content) + OutputDelta(tool_calls=self._calls.read(event))
             case CallArguments(text):
-                return OutputDelta(tool_calls=self._calls.read(CallArguments(unquoted(text))))
+                return OutputDelta(tool_calls=self._calls.read(CallArguments(unescape_markers(text))))
             case CallEnded():
                 return OutputDelta(tool_calls=self._calls.read(event))
             case Repaired(repair) if not self._cursor.cut_off:  # else the model would have written on

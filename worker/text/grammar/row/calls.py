@@ -22,7 +22,7 @@ from worker.text.dialects.header_calls import HeaderCalls
 from worker.text.grammar.row.grammar import RowGrammar
 from worker.text.grammar.row.reader import ROLLBACK
 from worker.text.output.formats import ModelFormat
-from worker.text.output.harmony import unquoted
+from worker.text.output.harmony import unescape_markers
 from worker.text.prompt.prompt import Thinking
 from worker.text.tokenizer import Vocabulary
 
@@ -110,7 +110,7 @@ class _CallSearch:
 
     @property
     def _beginning(self) -> str:
-        return unquoted(self._reader.begun or "").lstrip(_SEPARATORS)
+        return unescape_markers(self._reader.begun or "").lstrip(_SEPARATORS)
 
 
 @dataclass(slots=True)
