@@ -72,11 +72,11 @@ def _inside(schema: LocatedSchema, step: int | str) -> LocatedSchema:
 def _longer(path: str, step: int | str) -> str:
     if isinstance(step, int):
         return f"{path}[{step}]"
-    name = step if re.fullmatch(r"[\w$-]{1,40}", step, re.ASCII) else quoted(step)
+    name = step if re.fullmatch(r"[\w$-]{1,40}", step, re.ASCII) else short_repr(step)
     return f"{path}.{name}" if path else name
 
 
-def quoted(text: str, max_characters: int = 40) -> str:
+def short_repr(text: str, max_characters: int = 40) -> str:
     """Return the text in quotes, on one line, and cut if it is long."""
     text_repr = repr(text[:max_characters])
     return text_repr if len(text_repr) <= max_characters else f"{text_repr[: max_characters - 4]}...{text_repr[0]}"
@@ -209,7 +209,7 @@ def _readable(name: str, context: object) -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, str):
-        return quoted(value)
+        return short_repr(value)
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     if isinstance(value, int) and value.bit_length() > 100:

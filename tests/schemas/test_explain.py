@@ -10,7 +10,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from schemas import ChatRequest, explain, field_of
 from schemas.base import MAX_CHARACTERS, MAX_VALUES
-from schemas.explain import _SENTENCES, locate, quoted
+from schemas.explain import _SENTENCES, locate, short_repr
 from tests.schemas.bodies import FULL, HELLO, LOOK, WEATHER, chat
 from tests.schemas.strategies import ANYTHING, JSON, NAMES, mutated
 from tests.selection import examples
@@ -47,7 +47,7 @@ def names_a_culprit(body: Any, sentence: str) -> bool:
         return sentence.startswith("the request must be an object")
     ends = (" ", ".", ":", "[")
     named = [name for name in {*body, "messages"} if sentence.startswith(tuple(name + end for end in ends))]
-    odd = [name for name in body if sentence.startswith(quoted(name))]
+    odd = [name for name in body if sentence.startswith(short_repr(name))]
     return any(at_fault(body, name) for name in named + odd)
 
 
