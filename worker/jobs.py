@@ -9,7 +9,7 @@ from typing import Any
 
 from schemas import ChatRequest
 from worker.chat.context import WorkerContext
-from worker.chat.prepare import cache_namespace, deadline, prepare, read
+from worker.chat.prepare import cache_namespace, deadline, prepare, validate_request
 from worker.chat.recorder import JobRecorder
 from worker.chat.request import output_tokens, sampling_of, seed_of
 from worker.chat.resume import Restart, Resume, Start, resume_plan
@@ -67,7 +67,7 @@ class Chat:
     async def run(self, body: Any) -> JobResult:
         """Run the attempt to its end. Raises `JobFailure`; when cancelled, it frees the row first."""
         job, context = self._job, self._context
-        request = await read(job, context, body)
+        request = await validate_request(job, context, body)
         with deadline(job, request.deadline_s):
             seed = seed_of(request, job.claim.job_id)
             job.log.store(request.model_dump(include={"prompt_cache_key"}, exclude_none=True))

@@ -10,7 +10,7 @@ LIBRARIES = ("lib", "index")  # in front of each script that writes to a job
 _PARTS = {"cancel": ("ending",), "attended": ("ending",)}  # beside the libraries
 
 
-def read(package: str, *names: str) -> str:
+def read_lua(package: str, *names: str) -> str:
     """Return the text of files in the folder `lua` of a package, one after the other."""
     folder = files(package) / "lua"
     return "\n".join((folder / f"{name}.lua").read_text("utf-8") for name in names)
@@ -19,7 +19,7 @@ def read(package: str, *names: str) -> str:
 @cache
 def source(name: str) -> str:
     """Return one script of this package, preceded by the library code that it calls."""
-    return read("sluice.contract", *LIBRARIES, *_PARTS.get(name, ()), name)
+    return read_lua("sluice.contract", *LIBRARIES, *_PARTS.get(name, ()), name)
 
 
 def cancel_args(

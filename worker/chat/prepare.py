@@ -32,7 +32,7 @@ class PreparedPrompt:
     prediction: tuple[int, ...] = ()  # tokens of the predicted text
 
 
-async def read(job: Job, context: WorkerContext, body: Any) -> ChatRequest:
+async def validate_request(job: Job, context: WorkerContext, body: Any) -> ChatRequest:
     """Validate the job's request on a thread if it is large, and apply its `on_disconnect`. Raises `JobFailure`."""
     settings, claim = context.settings, job.claim
     # An attempt that resumes SpecPrefill's earlier decision needs no draft model.
@@ -111,7 +111,7 @@ async def count(ctx: dict[Any, Any], body: Any) -> JobResult:
 
 
 async def _count(job: Job, context: WorkerContext, body: Any, attempt_id: str) -> None:
-    request = await read(job, context, body)
+    request = await validate_request(job, context, body)
     with deadline(job, request.deadline_s):
         prompt = await prepare(job, context, request, attempt_id)
     output_tokens(

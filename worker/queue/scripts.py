@@ -24,8 +24,8 @@ _PARTS = {
 @cache
 def source(name: str) -> str:
     """Return the text of a script of workers, after the files that it needs."""
-    own = scripts.read("worker.queue", *_PARTS.get(name, ()), name)
-    return "\n".join((scripts.read("sluice.contract", *scripts.LIBRARIES), own))
+    own = scripts.read_lua("worker.queue", *_PARTS.get(name, ()), name)
+    return "\n".join((scripts.read_lua("sluice.contract", *scripts.LIBRARIES), own))
 
 
 def script(redis: Redis, name: str) -> AsyncScript:

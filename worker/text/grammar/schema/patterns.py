@@ -42,7 +42,7 @@ class Pattern:
 
     def __init__(self, text: str, steps: Budget | None = None) -> None:
         self._steps = steps or pattern_steps()
-        self._branches = [_Branch(items) for items in _expanded(regex.read(text), len(text) + 1, self._steps)]
+        self._branches = [_Branch(items) for items in _expanded(regex.parse_pattern(text), len(text) + 1, self._steps)]
 
     @cached_property
     def disputed(self) -> CharacterRanges:

@@ -161,7 +161,7 @@ def _by_dialects(chars: Chars) -> tuple[CharacterRanges, CharacterRanges]:
     return intersection(*found), union(*found)
 
 
-def read(pattern: str) -> RegexNode:
+def parse_pattern(pattern: str) -> RegexNode:
     """Parse a pattern. Raises `UnsupportedPattern`."""
     if len(pattern) > 4_000:
         raise UnsupportedPattern("it is longer than 4,000 characters; shorten it")
