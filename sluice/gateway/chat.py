@@ -209,7 +209,7 @@ class _ChatFields:
         return {**self.body, "seed": _derived(seed, index)}
 
 
-def read_request(body: Mapping[str, Any], length: int, max_bytes: int) -> _ChatFields:
+def read_chat_request(body: Mapping[str, Any], length: int, max_bytes: int) -> _ChatFields:
     """Read a request whose body has `length` bytes. Raises `ApiError`; the worker checks all other fields."""
     choices = 1 if body.get("n") is None else body["n"]
     if type(choices) is not int or not 1 <= choices <= MAX_CHOICES:
@@ -297,7 +297,7 @@ class _Chat:
         """Read a request, and queue its jobs or join those that it has queued before."""
         caller = await self._gateway.authenticate(request)
         body = await self._gateway.read_body(request, caller, committed.chat)
-        chat = read_request(body.content, body.length, self._gateway.settings.max_body_bytes)
+        chat = read_chat_request(body.content, body.length, self._gateway.settings.max_body_bytes)
         caller.count_choices(chat.choices)
         caller.held.add((chat.choices - 1) * body.length)  # each job has the whole body
 

@@ -11,7 +11,7 @@ from sluice.gateway import ServeSettings, committed
 from sluice.gateway.messages.body import MessagesBody, validate
 from sluice.gateway.messages.request import chat_request
 from sluice.gateway.responses.conversation import read_conversation
-from sluice.gateway.responses.request import read_request
+from sluice.gateway.responses.request import read_response_request
 from tests.gateway.gateways import events, serving
 from worker.chat.request import read_request as read_by_worker
 
@@ -202,14 +202,14 @@ def test_tools_in_the_input_of_a_response_are_offered() -> None:
     tool = {"type": "function", "name": "look", "parameters": {}}
     given = {"input": [{"type": "additional_tools", "role": "developer", "tools": [tool]}, USER]}
     body, _ = committed.responses(given)
-    assert list(read_request(body).tools.functions) == ["look"]
+    assert list(read_response_request(body).tools.functions) == ["look"]
     assert body["input"] == [USER]
 
 
 def test_an_unknown_item_becomes_a_text_in_the_history_alone() -> None:
     item = {"type": "compaction", "id": "1"}
     body, ignored = committed.responses({"input": [item, ANSWER, USER, item]})
-    request = read_request(body)
+    request = read_response_request(body)
     assert read_conversation(request.items[:-1], request.tools)[0]["content"].startswith("[compaction: ")
     assert (body["input"][-1], ignored) == (item, ["compaction"])
 

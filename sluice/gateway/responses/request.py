@@ -70,7 +70,7 @@ class ResponseRequest:
         return reasoning.get("summary") or reasoning.get("generate_summary")
 
 
-def read_request(body: Mapping[str, Any]) -> ResponseRequest:
+def read_response_request(body: Mapping[str, Any]) -> ResponseRequest:
     """Read the body, except for the items of its input. Raises `ApiError`, which names the field."""
     fields.check_known(body, KNOWN)
     tools = read_tools(body.get("tools"))

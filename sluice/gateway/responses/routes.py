@@ -29,7 +29,7 @@ from sluice.gateway.monitoring import AnswerTimer, identify
 from sluice.gateway.responses.head import PREFIX, Response, ResponseHead, skeleton
 from sluice.gateway.responses.history import History, NewResponse, Store, new_response, page
 from sluice.gateway.responses.record import Record, parse_record
-from sluice.gateway.responses.request import ResponseRequest, read_request
+from sluice.gateway.responses.request import ResponseRequest, read_response_request
 from sluice.gateway.responses.stream import ResponseState
 from sluice.gateway.sse import unless_disconnected
 from sluice.http_errors import ErrorForm
@@ -209,7 +209,7 @@ class _Responses:
         """Queue the job of a request, or join the one that it has queued before."""
         caller = await self._gateway.authenticate(http)
         body = await self._gateway.read_body(http, caller, committed.responses)
-        request = await in_thread_if_long(body.length, read_request, body.content)
+        request = await in_thread_if_long(body.length, read_response_request, body.content)
         request = replace(request, ignored=body.ignored)
 
         async def submit(jobs: AnswerJobs) -> _Accepted:

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from openai.types.chat import ChatCompletion
 
-from sluice.gateway.chat import read_request
+from sluice.gateway.chat import read_chat_request
 from sluice.gateway.errors import ApiError
 from sluice.gateway.tools import CustomCalls, read_tools
 from tests.gateway.gateways import events
@@ -22,7 +22,7 @@ USER: Body = {"role": "user", "content": "Hi."}
 
 
 def read(**more: Any) -> Body:
-    body = read_request({"messages": [USER], **more}, 100, 10_000).body
+    body = read_chat_request({"messages": [USER], **more}, 100, 10_000).body
     read_by_worker(body, "default", max_parts=100)
     return body
 
@@ -53,7 +53,7 @@ def test_allowed_tools_are_the_only_ones_that_the_worker_is_offered(mode: str) -
 
 def test_a_request_with_functions_alone_is_the_worker_s_to_check() -> None:
     given = {"messages": [USER], "tools": [{"type": "function", "function": {"name": "look", "mood": 1}}]}
-    assert read_request(given, 100, 10_000).body == given
+    assert read_chat_request(given, 100, 10_000).body == given
 
 
 def test_a_call_in_the_history_is_one_of_the_function() -> None:
@@ -80,7 +80,7 @@ def test_a_call_in_the_history_is_one_of_the_function() -> None:
 )
 def test_a_mistake_is_named_at_its_place(more: Body, param: str) -> None:
     with pytest.raises(ApiError) as refused:
-        read_request({"messages": [USER], **more}, 100, 10_000)
+        read_chat_request({"messages": [USER], **more}, 100, 10_000)
     assert refused.value.param == param
 
 

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from sluice.gateway.chat import ID_PREFIX, completion_of, job_ids, job_ids_of, read_request, seen_by, total_usage
+from sluice.gateway.chat import ID_PREFIX, completion_of, job_ids, job_ids_of, read_chat_request, seen_by, total_usage
 from sluice.gateway.errors import ApiError
 
 BASE = f"{ID_PREFIX}{'0f' * 16}"
 
 
 def test_a_choice_has_the_request_without_n_and_only_the_first_has_its_seed() -> None:
-    chat = read_request({"n": 3, "seed": 7, "top_p": 1}, 100, 1000)
+    chat = read_chat_request({"n": 3, "seed": 7, "top_p": 1}, 100, 1000)
     choices = [chat.choice(index) for index in range(chat.choices)]
     assert choices[0] == {"seed": 7, "top_p": 1}
     seeds = [choice["seed"] for choice in choices]
@@ -22,7 +22,7 @@ def test_a_choice_has_the_request_without_n_and_only_the_first_has_its_seed() ->
 
 @pytest.mark.parametrize("seed", ["7", 1.5, True, None])
 def test_a_seed_that_is_none_is_left_to_the_worker_to_refuse(seed: Any) -> None:
-    assert read_request({"n": 2, "seed": seed}, 100, 1000).choice(1)["seed"] is seed
+    assert read_chat_request({"n": 2, "seed": seed}, 100, 1000).choice(1)["seed"] is seed
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_seed_that_is_none_is_left_to_the_worker_to_refuse(seed: Any) -> None:
 )
 def test_what_the_gateway_cannot_do_is_refused_by_name(body: dict[str, Any], status: int, param: str) -> None:
     with pytest.raises(ApiError) as refused:
-        read_request(body, 100, 1000)
+        read_chat_request(body, 100, 1000)
     assert (refused.value.form.status, refused.value.param) == (status, param)
 
 

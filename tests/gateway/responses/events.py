@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sluice.contract.events import EVENTS, Event, JobError, Timings, Usage
 from sluice.gateway.responses.head import ResponseHead, new_head
-from sluice.gateway.responses.request import read_request
+from sluice.gateway.responses.request import read_response_request
 from sluice.gateway.responses.stream import ResponseState
 
 Said = dict[str, Any]
@@ -24,7 +24,7 @@ TOOLS: list[Said] = [
 
 def head(**body: Any) -> ResponseHead:
     """Return the head of a response to a request."""
-    return new_head(read_request({"input": "Hi.", **body}), ID, 1000, "default")
+    return new_head(read_response_request({"input": "Hi.", **body}), ID, 1000, "default")
 
 
 def log(*events: Said, start: int = 0) -> list[Event]:

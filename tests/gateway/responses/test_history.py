@@ -27,7 +27,7 @@ from sluice.gateway.responses.history import (
     record_key,
 )
 from sluice.gateway.responses.record import Record, parse_record
-from sluice.gateway.responses.request import read_request
+from sluice.gateway.responses.request import read_response_request
 from sluice.gateway.responses.stream import ResponseState
 from sluice.gateway.tools import read_tools
 from sluice.transport import Retries
@@ -58,7 +58,7 @@ def history(client: Client, store: RecordStore) -> History:
 
 async def put(store: RecordStore, number: int, *, tenant: str | None = "ada", status: str = "completed") -> Record:
     """Store response `number`, which continues all those before it, and has ended unless it is in progress."""
-    request = read_request({"input": f"Q{number}"})
+    request = read_response_request({"input": f"Q{number}"})
     previous = tuple(f"resp_{each}" for each in range(number))
     new = new_response(request, f"resp_{number}", tenant, previous)
     await store.put(new.record.head.id, new.written)
@@ -103,7 +103,7 @@ async def test_a_conversation_is_the_inputs_and_outputs_of_its_responses(history
 
 async def answered(store: RecordStore, number: int, tenant: str = "ada") -> list[dict[str, Any]]:
     """Store response `number` with every kind of output item, and return these."""
-    request = read_request({"input": f"Q{number}", "tools": TOOLS})
+    request = read_response_request({"input": f"Q{number}", "tools": TOOLS})
     new = new_response(request, f"resp_{number}", tenant)
     state = ResponseState(new.record.head)
     written = log(

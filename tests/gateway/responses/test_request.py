@@ -13,7 +13,7 @@ from sluice.gateway.errors import ApiError
 from sluice.gateway.responses.conversation import enclosed
 from sluice.gateway.responses.history import NewResponse, new_response
 from sluice.gateway.responses.record import parse_record
-from sluice.gateway.responses.request import read_request
+from sluice.gateway.responses.request import read_response_request
 from sluice.gateway.tools import CalledTool, RequestTools, flattened, read_tools
 from tests.gateway.responses.events import stream_events
 
@@ -28,7 +28,7 @@ USER = {"role": "user", "content": "Hi."}
 
 def chat(input: Any = "Hi.", **body: Any) -> Said:
     """Return the chat completion for a request, which the contract accepts."""
-    new = new_response(read_request({"input": input, **body}), "resp_1", None)
+    new = new_response(read_response_request({"input": input, **body}), "resp_1", None)
     made = dict(new.chat)
     ChatRequest.model_validate(made)
     return made
@@ -41,7 +41,7 @@ def messages(*input: Said, **body: Any) -> list[Said]:
 
 def refused(input: Any = "Hi.", **body: Any) -> ApiError:
     with pytest.raises(ApiError) as refusal:
-        new_response(read_request({"input": input, **body}), "resp_1", None)
+        new_response(read_response_request({"input": input, **body}), "resp_1", None)
     assert refusal.value.form.status == 400
     return refusal.value
 
@@ -182,7 +182,7 @@ def test_the_names_of_namespaces_are_short_valid_and_unlike_other_names() -> Non
 
 def test_hosted_tools_are_dropped_and_so_are_their_calls() -> None:
     search = {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "sun"}}
-    request = read_request({"input": [USER, search], "tools": [{"type": "web_search"}, WEATHER]})
+    request = read_response_request({"input": [USER, search], "tools": [{"type": "web_search"}, WEATHER]})
     new = new_response(request, "resp_1", None)
     assert new.dropped == ("web_search", "web_search_call")
     assert [tool["function"]["name"] for tool in new.chat["tools"]] == ["get_weather"]
@@ -416,6 +416,6 @@ def test_any_body_is_read_or_refused(body: Said) -> None:
 
 def made_or_refused(body: Said) -> NewResponse | ApiError:
     try:
-        return new_response(read_request(body), "resp_1", None)
+        return new_response(read_response_request(body), "resp_1", None)
     except ApiError as refusal:
         return refusal
