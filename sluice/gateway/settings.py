@@ -161,7 +161,7 @@ def gateway_variable(field: str) -> str:
     return PREFIX + field.upper()
 
 
-def read_settings(**given: object) -> ServeSettings:
+def read_serve_settings(**given: object) -> ServeSettings:
     """Read and validate all settings; those given override the environment. Raises `CannotServe`."""
     env_file = Path(str(ServeSettings.model_config["env_file"]))
     _refuse_unknown(read_variables(env_file))

@@ -11,7 +11,7 @@ from sluice.gateway.settings import (
     ServeSettings,
     gateway_variable,
     read_redis_url,
-    read_settings,
+    read_serve_settings,
     read_variables,
 )
 from worker.environment import PREFIX as OURS
@@ -30,7 +30,7 @@ def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def refusal() -> str:
     with pytest.raises(CannotServe) as refused:
-        read_settings()
+        read_serve_settings()
     return str(refused.value)
 
 
@@ -38,7 +38,7 @@ def test_one_env_file_starts_a_worker_and_a_gateway() -> None:
     Path(".env").write_text(
         "SLUICE_REDIS_URL=redis://here:1/0\nSLUICE_MODEL=m\nSLUICE_SERVE_PORT=9\nSLUICE_SERVE_MODELS=gpt-4o=tiny\n"
     )
-    assert (read_settings().port, read_settings().model_map) == (9, {"gpt-4o": "tiny"})
+    assert (read_serve_settings().port, read_serve_settings().model_map) == (9, {"gpt-4o": "tiny"})
     assert read_redis_url("redis://default") == read_worker_settings().redis_url == "redis://here:1/0"
 
 
@@ -58,12 +58,12 @@ def test_one_env_file_starts_a_worker_and_a_gateway() -> None:
 def test_the_file_means_the_same_to_a_worker_and_a_gateway(line: str, value: str) -> None:
     Path(".env").write_text(f"SLUICE_MODEL=m # a comment\nSLUICE_SERVE_KEYS=k.json # too\n{line}\n")
     assert read_redis_url("redis://default") == read_worker_settings().redis_url == value
-    assert read_variables(Path(".env"))["SLUICE_SERVE_KEYS"] == str(read_settings().keys) == "k.json"
+    assert read_variables(Path(".env"))["SLUICE_SERVE_KEYS"] == str(read_serve_settings().keys) == "k.json"
 
 
 def test_a_name_within_a_value_of_several_lines_is_no_setting() -> None:
     Path(".env").write_text('SLUICE_MODEL=m\nNOTE="\nSLUICE_SERVE_PROT=9\nSLUICE_MODLE=m\n"\n')
-    assert read_settings() == ServeSettings()
+    assert read_serve_settings() == ServeSettings()
     assert read_worker_settings().model == "m"
 
 
@@ -80,13 +80,14 @@ def test_a_misspelt_name_in_the_file_is_refused_too() -> None:
 
 def test_settings_of_the_worker_are_none_of_the_gateway_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICE_MAX_ROWS", "many")
-    assert read_settings() == ServeSettings()
+    assert read_serve_settings() == ServeSettings()
 
 
 def test_the_environment_wins_over_the_file_and_an_option_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
     Path(".env").write_text("SLUICE_SERVE_PORT=1\nSLUICE_SERVE_HOST=localhost\n")
     monkeypatch.setenv("SLUICE_SERVE_PORT", "2")
-    assert (read_settings().port, read_settings(port=3).port, read_settings().host) == (2, 3, "localhost")
+    settings = read_serve_settings()
+    assert (settings.port, read_serve_settings(port=3).port, settings.host) == (2, 3, "localhost")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_no_setting_s_error_is_left_to_the_library_s_words(monkeypatch: pytest.M
 
 def refusal_or_nothing() -> str:
     try:
-        read_settings()
+        read_serve_settings()
     except CannotServe as refused:
         return str(refused)
     return ""

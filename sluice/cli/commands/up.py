@@ -105,10 +105,10 @@ def _is_installed() -> bool:
 
 
 def _settings() -> "ServeSettings":
-    from sluice.gateway.settings import CannotServe, read_settings
+    from sluice.gateway.settings import CannotServe, read_serve_settings
 
     try:
-        return read_settings()
+        return read_serve_settings()
     except CannotServe as error:
         raise CliError(str(error)) from None
 
@@ -315,9 +315,9 @@ def serve(
     given = {"host": host, "port": port}
     with needs_gateway():
         from sluice.gateway.app import run
-        from sluice.gateway.settings import CannotServe, read_redis_url, read_settings
+        from sluice.gateway.settings import CannotServe, read_redis_url, read_serve_settings
     try:
-        settings = read_settings(**{name: value for name, value in given.items() if value is not None})
+        settings = read_serve_settings(**{name: value for name, value in given.items() if value is not None})
         run(redis_url or read_redis_url(REDIS_URL), settings)
     except CannotServe as error:
         raise CliError(str(error)) from None

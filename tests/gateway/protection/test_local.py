@@ -11,7 +11,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from sluice.gateway.protection import LocalOnly, is_loopback
-from sluice.gateway.settings import CannotServe, read_settings
+from sluice.gateway.settings import CannotServe, read_serve_settings
 from tests.gateway.gateways import gateway_process
 from tests.support.stack import GatewayProcess
 
@@ -60,8 +60,8 @@ def test_a_site_that_the_settings_name_is_let_in() -> None:
 def test_another_host_without_keys_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CannotServe, match=r"^SLUICE_SERVE_HOST: without keys .* `sluice keys create`"):
-        read_settings(host="0.0.0.0")
-    assert read_settings(host="0.0.0.0", keys="keys.json").host == "0.0.0.0"
+        read_serve_settings(host="0.0.0.0")
+    assert read_serve_settings(host="0.0.0.0", keys="keys.json").host == "0.0.0.0"
 
 
 @pytest.fixture
