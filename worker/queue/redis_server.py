@@ -208,7 +208,7 @@ class ServerInfo:
     config: Mapping[str, str] | None
 
 
-def refusal(facts: ServerInfo) -> str | None:
+def server_problem(facts: ServerInfo) -> str | None:
     """Return the reason why no worker can use this server, or None."""
     info = facts.info or {}
     if info.get("cluster_enabled") or "cluster" in (info.get("redis_mode"), info.get("server_mode")):
@@ -221,7 +221,7 @@ def refusal(facts: ServerInfo) -> str | None:
 
 
 def warnings(facts: ServerInfo, *, keyspace_events: bool) -> list[str]:
-    """Return warnings for the operator, without those of `refusal`."""
+    """Return warnings for the operator, without those of `server_problem`."""
     info, config = facts.info or {}, facts.config or {}
     policy = info.get("maxmemory_policy") or config.get("maxmemory-policy") or "noeviction"
     found = [] if policy == "noeviction" else [_EVICTS % policy]
@@ -281,7 +281,7 @@ class RedisServer:
             return
         try:
             facts = await _read_server_info(self.client)
-            if why := refusal(facts):
+            if why := server_problem(facts):
                 raise self._error(why)
             if absent := await missing(self.client, NEEDED):
                 raise self._error(f"it has no {', '.join(absent)}; remove the rename-command lines from redis.conf.")

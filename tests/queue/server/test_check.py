@@ -25,7 +25,7 @@ from tests.queue.helpers import (
 )
 from tests.support.stack import Server, free_port
 from worker.errors import CannotStart
-from worker.queue.redis_server import RedisServer, ServerInfo, redis_from_settings, refusal, warnings
+from worker.queue.redis_server import RedisServer, ServerInfo, redis_from_settings, server_problem, warnings
 
 SOUND = ServerInfo({"redis_version": "7.0.0", "maxmemory_policy": "noeviction"}, {"save": "3600 1", "appendonly": "no"})
 
@@ -50,7 +50,7 @@ def told(**info: Any) -> ServerInfo:
     ],
 )
 def test_a_server_that_will_do_is_not_refused(info: dict[str, Any]) -> None:
-    assert refusal(told(**info)) is None
+    assert server_problem(told(**info)) is None
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ def test_a_server_that_will_do_is_not_refused(info: dict[str, Any]) -> None:
     ],
 )
 def test_a_server_on_which_the_scripts_fail_is_refused(info: dict[str, Any]) -> None:
-    assert refusal(told(**info)) is not None
+    assert server_problem(told(**info)) is not None
 
 
 def test_a_server_that_tells_nothing_is_not_refused() -> None:
-    assert refusal(ServerInfo(None, None)) is None
+    assert server_problem(ServerInfo(None, None)) is None
 
 
 def test_a_sound_server_is_not_warned_of() -> None:
