@@ -292,12 +292,12 @@ class Client:
         second. Raises `BatchRefused`, ValueError, OSError if a file cannot be written, or redis-py's error if the
         server refuses.
         """
-        from sluice.batch.run import run  # imported here, since it needs fcntl, which Windows lacks
+        from sluice.batch.run import run_batch  # imported here, since it needs fcntl, which Windows lacks
 
         paths = RunPaths.next_to_output(Path(input), Path(output), Path(errors) if errors else None)
         run_id = new_run_id(paths.input.stem)
         options = RunOptions(models, completion_window, metadata, window, run_id, served_only)
-        return await run(self._redis, paths, options, on_progress)
+        return await run_batch(self._redis, paths, options, on_progress)
 
     async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:
         """Copy a file into the folder that is the workers' SLUICE_BATCH_DIR; they run it at its scheduled time. Raises

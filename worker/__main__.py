@@ -2,7 +2,7 @@
 
 import sys
 
-from worker.app import run
+from worker.app import run_worker
 from worker.errors import CannotStart
 from worker.process.daemon import EXIT_CANNOT_START
 from worker.settings import read_settings
@@ -18,7 +18,7 @@ def main() -> None:
         print(USAGE, file=sys.stdout if asked else sys.stderr)
         sys.exit(0 if asked else EXIT_CANNOT_START)
     try:
-        run(read_settings())
+        run_worker(read_settings())
     except CannotStart as error:
         print(f"sluice worker: {error}", file=sys.stderr)
         sys.exit(EXIT_CANNOT_START)

@@ -238,7 +238,7 @@ def _die() -> None:
     os._exit(EXIT_ENGINE_DIED)
 
 
-def run(settings: Settings) -> None:
+def run_worker(settings: Settings) -> None:
     """Serve until the worker is stopped. Blocks. Raises `CannotStart`."""
     set_up_logging(settings.log_level)
     pause_collections()

@@ -139,7 +139,7 @@ def _ignore(_: Batch) -> None:
     """Ignore the status."""
 
 
-async def run(redis: Redis, paths: RunPaths, options: RunOptions, on_progress: OnProgress = _ignore) -> Batch:
+async def run_batch(redis: Redis, paths: RunPaths, options: RunOptions, on_progress: OnProgress = _ignore) -> Batch:
     """Run a file to its end and return the final status. A cancelled run can be resumed.
 
     `on_progress` receives the status a few times a second. Raises `BatchRefused` (`BatchTaken` if another process feeds

@@ -221,7 +221,7 @@ def _response(request: Request, error: ApiError, id: str | None = None) -> Respo
     return response
 
 
-def run(redis_url: str, settings: ServeSettings) -> None:
+def run_gateway(redis_url: str, settings: ServeSettings) -> None:
     """Serve until Ctrl-C or SIGTERM, and finish the open responses. Raises `CannotServe`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))  # uvicorn raises its signal again when it has drained

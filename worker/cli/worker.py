@@ -48,12 +48,12 @@ def _argument_error(args: list[str], model: str | None) -> str:
 
 def _serve(settings: dict[str, object]) -> None:
     try:
-        from worker.app import run
+        from worker.app import run_worker
         from worker.errors import CannotStart
         from worker.settings import read_settings
 
         try:
-            run(read_settings(**settings))
+            run_worker(read_settings(**settings))
         except CannotStart as error:
             raise CliError(str(error)) from None
     except ModuleNotFoundError as missing:  # the worker imports most of its packages when it runs

@@ -314,10 +314,10 @@ def serve(
     """
     given = {"host": host, "port": port}
     with needs_gateway():
-        from sluice.gateway.app import run
+        from sluice.gateway.app import run_gateway
         from sluice.gateway.settings import CannotServe, read_redis_url, read_serve_settings
     try:
         settings = read_serve_settings(**{name: value for name, value in given.items() if value is not None})
-        run(redis_url or read_redis_url(REDIS_URL), settings)
+        run_gateway(redis_url or read_redis_url(REDIS_URL), settings)
     except CannotServe as error:
         raise CliError(str(error)) from None
