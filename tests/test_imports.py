@@ -299,7 +299,7 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
         ("worker.text.output.output", "if TYPE_CHECKING:\n    from mlx_lm import load", "mlx_lm.load"),
         ("worker.text.output.output", "from ...queue.job import channel", "worker.queue.job.channel"),
         ("worker.queue.worker", "from worker import jobs", "worker.jobs"),
-        ("worker.jobs", "from worker.app import serve", "worker.app.serve"),
+        ("worker.jobs", "from worker.app import serve_jobs", "worker.app.serve_jobs"),
         ("worker.jobs", "import worker.engine.engine", "worker.engine.engine"),
         ("sluice.client", "import schemas", "schemas"),
         ("sluice.client", "from worker.errors import JobFailure", "worker.errors.JobFailure"),

@@ -49,7 +49,7 @@ _THREADS_S = 1.0
 _ENGINE_S = 3.0
 
 
-async def serve(settings: Settings) -> None:
+async def serve_jobs(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; then the process ends, even if a thread does not. Raises `CannotStart`."""
     health, ending = Health(settings.watchdog_s), ExitTimer()
     with ending.after_error(_THREADS_S), served_metrics(settings.model_name, settings.metrics_port, health) as metrics:
@@ -242,4 +242,4 @@ def run_worker(settings: Settings) -> None:
     """Serve until the worker is stopped. Blocks. Raises `CannotStart`."""
     set_up_logging(settings.log_level)
     pause_collections()
-    asyncio.run(serve(settings))
+    asyncio.run(serve_jobs(settings))

@@ -10,7 +10,7 @@ import redis
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.toolchains import TOOLCHAINS
 from tests.support.stack import TINY_CHAT, WorkerProcess
-from worker.app import serve
+from worker.app import serve_jobs
 from worker.errors import CannotStart
 from worker.process.daemon import ExitTimer
 from worker.settings import Settings
@@ -34,7 +34,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
     def start(redis_url: str, **given: Any) -> str:
         settings = Settings(_env_file=None, **{"redis_url": redis_url, "model": str(TINY_CHAT), **given})  # type: ignore[call-arg]
         with pytest.raises(CannotStart) as refused:
-            asyncio.run(serve(settings))
+            asyncio.run(serve_jobs(settings))
         return str(refused.value)
 
     return start

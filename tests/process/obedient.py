@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from worker.errors import JobFailure
-from worker.process.frames import LimitExceeded, Send, serve
+from worker.process.frames import LimitExceeded, Send, handle_frames
 
 
 def answer(task: Any, body: bytes, send: Send) -> None:
@@ -54,4 +54,4 @@ def answer(task: Any, body: bytes, send: Send) -> None:
 
 if __name__ == "__main__":
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) >= {signal.SIGINT, signal.SIGTERM}
-    serve(answer)
+    handle_frames(answer)

@@ -5,7 +5,7 @@ from typing import Any
 
 from worker.bounded_json.strict import MAX_BODY_VALUES, TOO_DEEP, NotJson, count_values, first_lone_surrogate, loads
 from worker.errors import JobFailure
-from worker.process.frames import Send, serve
+from worker.process.frames import Send, handle_frames
 
 
 def send_value(task: None, body: bytes, send: Send) -> None:
@@ -50,4 +50,4 @@ def _request(envelope: Any) -> Any:
 
 
 if __name__ == "__main__":
-    serve(send_value)
+    handle_frames(send_value)

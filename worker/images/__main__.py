@@ -5,7 +5,7 @@ from typing import Any
 
 from worker.images.decode import decode, read_data_url
 from worker.images.image import Image, too_long
-from worker.process.frames import Send, serve
+from worker.process.frames import Send, handle_frames
 
 
 def send_pixels(task: dict[str, Any], source: bytes, send: Send) -> None:
@@ -23,4 +23,4 @@ def _image(source: bytes, *, is_url: bool, max_bytes: int, max_pixels: int, low:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # Pillow's, about irregular files
-    serve(send_pixels)
+    handle_frames(send_pixels)

@@ -90,7 +90,7 @@ _NICENESS = 10  # a decode step comes first when all cores are busy
 _WATCH_S = 0.5  # interval of the check that the worker still runs
 
 
-def serve(handle: FrameHandler) -> None:
+def handle_frames(handle: FrameHandler) -> None:
     """Call the handler with the task and body of each request, until the worker closes the pipe. It sends one answer or
     more, of which the last counts, or raises `JobFailure`, `LimitExceeded` or MemoryError. Ends the process soon after
     the worker has ended, also within a request. Other output goes to stderr."""

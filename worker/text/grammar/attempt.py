@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from sluice.contract.events import ErrorType
 from worker.errors import JobFailure
-from worker.process.frames import FrameLimits, LimitExceeded, Send, serve
+from worker.process.frames import FrameLimits, LimitExceeded, Send, handle_frames
 from worker.text.grammar.builder import Grammars, Markup, OutputConstraint
 from worker.text.grammar.lark import Grammar, literal
 from worker.text.grammar.sandbox import TRIAL_LIMITS, Uncompilable, compile_grammar, error_of
@@ -462,4 +462,4 @@ def _search_ended() -> bool:
 
 
 if __name__ == "__main__":
-    serve(send_verdicts)
+    handle_frames(send_verdicts)
