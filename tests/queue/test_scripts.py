@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from redis.asyncio import Redis
 
-from worker.queue.scripts import Argument, arguments, reply_fields, source
+from worker.queue.scripts import Argument, arguments, reply_fields, worker_source
 
 # Returns the arguments as names and values, in the order of KEYS.
 ECHO = """
@@ -16,7 +16,7 @@ for _, name in ipairs(KEYS) do
 end
 return out
 """
-PRELUDE = source("final").partition("-- End a job")[0]
+PRELUDE = worker_source("final").partition("-- End a job")[0]
 
 
 @pytest.mark.parametrize(

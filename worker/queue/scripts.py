@@ -22,7 +22,7 @@ _PARTS = {
 
 
 @cache
-def source(name: str) -> str:
+def worker_source(name: str) -> str:
     """Return the text of a script of workers, after the files that it needs."""
     own = scripts.read_lua("worker.queue", *_PARTS.get(name, ()), name)
     return "\n".join((scripts.read_lua("sluice.contract", *scripts.LIBRARIES), own))
@@ -30,7 +30,7 @@ def source(name: str) -> str:
 
 def script(redis: Redis, name: str) -> AsyncScript:
     """Return a callable script. It loads itself again if the server has lost it in a restart or failover."""
-    return redis.register_script(source(name))
+    return redis.register_script(worker_source(name))
 
 
 def arguments(**named: Argument | Sequence[Argument]) -> list[Argument]:

@@ -28,7 +28,7 @@ from worker.errors import OwnershipLost
 from worker.queue.job.channel import JobLog, Publisher
 from worker.queue.job.claims import Claim, Claims, lease_key
 from worker.queue.redis_server import ServerClock, redis_from_settings
-from worker.queue.scripts import source
+from worker.queue.scripts import worker_source
 
 BODY = envelope({"n": 1})
 USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
@@ -419,7 +419,7 @@ class AppendMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.db.flushdb()
-        self.append = self.db.register_script(source("append"))
+        self.append = self.db.register_script(worker_source("append"))
         self.db.hset("sluice:job:a", mapping={"attempt": 1, "state": "running"})
         self.listener = self.db.pubsub(ignore_subscribe_messages=True)
         self.listener.subscribe("sluice:ch:a")

@@ -21,7 +21,7 @@ from sluice.contract import keys
 from sluice.contract.keys import Lane
 from worker.monitoring.health import Heartbeat
 from worker.queue.job.resume_state import ResumeState
-from worker.queue.scripts import JOB_LIFE_MS, arguments, reply_fields, script, source
+from worker.queue.scripts import JOB_LIFE_MS, arguments, reply_fields, script, worker_source
 from worker.schedule_times import Hours
 from worker.settings import Settings
 
@@ -340,7 +340,7 @@ class LeaseKeeper:
             socket_timeout=self._every_s,
             socket_connect_timeout=self._every_s,
         )
-        self._renew = self._redis.register_script(source("renew"))
+        self._renew = self._redis.register_script(worker_source("renew"))
 
     def start(self) -> None:
         """Start the thread."""
