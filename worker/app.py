@@ -150,7 +150,7 @@ async def _warming(engine: "EngineThread", context: "WorkerContext", bodies: "li
             await task
 
 
-async def warm(settings: Settings, report: "Callable[[Warmed], object]") -> None:
+async def warm_prefixes(settings: Settings, report: "Callable[[Warmed], object]") -> None:
     """Compute the prompts of the file `prefix_warm` and write them to disk, without a queue. `report` receives each
     result. Raises `CannotStart`."""
     ending, sink = ExitTimer(), MetricsSink()
@@ -158,11 +158,11 @@ async def warm(settings: Settings, report: "Callable[[Warmed], object]") -> None
     engine = _engine(settings, sink)
     async with _loaded(engine, ending) as model:
         from worker import parts
-        from worker.chat.warm import warm as warmed
+        from worker.chat.warm import warm_prompts
 
         context = parts.worker_context(settings, engine, model, None, sink)
         await context.codec.prepare()
-        async for result in warmed(context, engine.store_prefix, to_warm):
+        async for result in warm_prompts(context, engine.store_prefix, to_warm):
             report(result)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes import ByteTokenizer, FakeEngine, worker_context
 from worker.chat.context import WorkerContext
-from worker.chat.warm import BadWarmFile, Warmed, read_conversations, warm, warm_and_log
+from worker.chat.warm import BadWarmFile, Warmed, read_conversations, warm_and_log, warm_prompts
 from worker.outcomes import NotStored, StoreResult
 from worker.request import GenerationRequest
 from worker.settings import Settings
@@ -81,7 +81,7 @@ class Stored:
 
 
 async def results(context: WorkerContext, stored: Stored, *bodies: Any) -> list[Warmed]:
-    return [result async for result in warm(context, stored, bodies)]
+    return [result async for result in warm_prompts(context, stored, bodies)]
 
 
 async def test_a_prompt_is_computed_and_stored_up_to_its_last_token(context: WorkerContext) -> None:
@@ -102,7 +102,7 @@ async def test_of_a_system_prompt_that_part_is_stored_that_all_conversations_sha
 
 async def test_prompts_wait_for_one_another_in_the_offline_lane(context: WorkerContext) -> None:
     assert isinstance(context.engine, FakeEngine)
-    async for result in warm(context, Stored(), [{"messages": [USER]}] * 3):
+    async for result in warm_prompts(context, Stored(), [{"messages": [USER]}] * 3):
         assert len(context.engine.sequences) == result.number
         assert not context.engine.running
     assert {request.lane for request in context.engine.sequences} == {"batch"}

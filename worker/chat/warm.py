@@ -98,7 +98,7 @@ def _body(number: int, conversation: Any) -> WarmBody:
     raise BadWarmFile(f"conversation {number} is {kind}; give {form}.")
 
 
-async def warm(context: WorkerContext, store: StorePrefix, bodies: Sequence[WarmBody]) -> AsyncIterator[Warmed]:
+async def warm_prompts(context: WorkerContext, store: StorePrefix, bodies: Sequence[WarmBody]) -> AsyncIterator[Warmed]:
     """Compute the prompts of these requests one after the other, and store their prefixes. Yields a result for each."""
     for number, body in enumerate(bodies, start=1):
         try:
@@ -111,7 +111,7 @@ async def warm_and_log(context: WorkerContext, store: StorePrefix, bodies: Seque
     """Compute and store the prompts of these requests, and log what cannot be computed."""
     began = asyncio.get_running_loop().time()
     results = list[Warmed]()
-    async for result in warm(context, store, bodies):
+    async for result in warm_prompts(context, store, bodies):
         results.append(result)
         _log_problem(result)
     logger.info(

@@ -289,7 +289,7 @@ def warm(
 
 def _warm(file: Path, given: dict[str, object]) -> "list[Warmed]":
     with needs_worker():
-        from worker.app import warm as warm_prefixes
+        from worker.app import warm_prefixes
         from worker.chat.warm import BadWarmFile, read_conversations
         from worker.errors import CannotStart
         from worker.settings import read_settings
