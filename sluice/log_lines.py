@@ -12,7 +12,14 @@ _INDENT = " " * len("21:30:00 I ")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
-def line_handler() -> logging.Handler:
+def set_up_logging(logger: str, level: str) -> None:
+    """Log to stderr: this logger from the level on, others from WARNING on at the earliest, as httpx logs every
+    request of a download."""
+    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[_line_handler()])
+    logging.getLogger(logger).setLevel(level)
+
+
+def _line_handler() -> logging.Handler:
     """Return a handler that writes to stderr: with short times if that is a terminal."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(_SHORT_LINE, _SHORT_TIME) if sys.stderr.isatty() else LineFormatter(_LINE))

@@ -48,7 +48,7 @@ TABLE = {
     "worker.json_bytes": May(others="pydantic_core"),
     "worker.schedule_times": May(others="cronsim"),
     "worker.turns": May("sluice.contract.keys"),
-    "worker.process": May("sluice.log_lines worker.errors"),
+    "worker.process": May("worker.errors"),
     "worker.environment": May("worker.errors", "dotenv pydantic_core pydantic_settings"),
     "worker.bounded_json": May("sluice.contract.keys worker.errors worker.process worker.turns"),
     "worker.engine.options": May("worker.engine.memory worker.prefix_store.store"),
@@ -198,8 +198,8 @@ TABLE = {
         "worker.chat worker.engine worker.jobs worker.monitoring worker.queue worker.settings worker.text", "arq"
     ),
     "worker.app": May(
-        "worker.batch_dir worker.chat worker.engine worker.errors worker.monitoring worker.parts worker.prefix_store "
-        "worker.process worker.queue worker.settings"
+        "sluice.log_lines worker.batch_dir worker.chat worker.engine worker.errors worker.monitoring worker.parts "
+        "worker.prefix_store worker.process worker.queue worker.settings"
     ),
     # Commands of `sluice` that run in the daemon's environment: entry points, which nothing imports by name.
     "worker.cli": May("schemas sluice worker", "rich typer"),

@@ -13,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sluice.log_lines import set_up_logging
 from worker.errors import CannotStart
 from worker.monitoring.health import Health
 from worker.monitoring.serving import served_metrics
@@ -23,7 +24,6 @@ from worker.process.daemon import (
     collect_on_a_timer,
     pause_collections,
     resume_collections,
-    set_up_logging,
 )
 from worker.queue.presence import check_name_early
 from worker.queue.redis_server import RedisServer, redis_from_settings
@@ -240,6 +240,6 @@ def _die() -> None:
 
 def run_worker(settings: Settings) -> None:
     """Serve until the worker is stopped. Blocks. Raises `CannotStart`."""
-    set_up_logging(settings.log_level)
+    set_up_logging("sluice", settings.log_level)
     pause_collections()
     asyncio.run(serve_jobs(settings))

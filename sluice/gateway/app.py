@@ -38,7 +38,7 @@ from sluice.gateway.protection import MAX_HEADER_BYTES, MIN_BYTES_PER_S, LocalOn
 from sluice.gateway.settings import CannotServe, ServeSettings
 from sluice.gateway.sse import CONNECTION
 from sluice.http_errors import ErrorForm
-from sluice.log_lines import line_handler
+from sluice.log_lines import set_up_logging
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -225,15 +225,9 @@ def run_gateway(redis_url: str, settings: ServeSettings) -> None:
     """Serve until Ctrl-C or SIGTERM, and finish the open responses. Raises `CannotServe`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))  # uvicorn raises its signal again when it has drained
-    set_up_logging()
+    set_up_logging("sluice.gateway", "INFO")
     with listen(settings) as listening:
         asyncio.run(_serve(listening, redis_url, settings))
-
-
-def set_up_logging() -> None:
-    """Log to stderr; libraries from WARNING on."""
-    logging.basicConfig(level=logging.WARNING, handlers=[line_handler()])
-    logging.getLogger("sluice.gateway").setLevel(logging.INFO)
 
 
 def listen(settings: ServeSettings) -> socket.socket:

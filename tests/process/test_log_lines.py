@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sluice.log_lines import LineFormatter, escaped
-from worker.process.daemon import set_up_logging
+from sluice.log_lines import LineFormatter, escaped, set_up_logging
 
 FORGED = "x\n2026-01-01 00:00:00,000 I sluice.queue: job y finished"
 
@@ -62,32 +61,27 @@ def test_the_worker_logs_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.Logger("root")
     monkeypatch.setattr(logging, "root", root)
     monkeypatch.setattr(logging.getLogger("sluice"), "level", logging.NOTSET)
-    set_up_logging("INFO")
+    set_up_logging("sluice", "INFO")
     assert [type(handler.formatter) for handler in root.handlers] == [LineFormatter]
 
 
-SETUPS = {
-    "worker": "from worker.process.daemon import set_up_logging; set_up_logging({level!r})",
-    "gateway": "from sluice.gateway.app import set_up_logging; set_up_logging()",
-}
-
-
 @pytest.mark.parametrize(
-    ("setup", "level", "shown"),
+    ("logger", "level", "shown"),
     [
-        ("worker", "DEBUG", ["sluice.gateway DEBUG", "sluice.gateway INFO", "httpx WARNING"]),
-        ("worker", "INFO", ["sluice.gateway INFO", "httpx WARNING"]),
-        ("worker", "ERROR", []),
-        ("gateway", "", ["sluice.gateway INFO", "httpx WARNING"]),
+        ("sluice", "DEBUG", ["sluice.gateway DEBUG", "sluice.gateway INFO", "httpx WARNING"]),
+        ("sluice", "INFO", ["sluice.gateway INFO", "httpx WARNING"]),
+        ("sluice", "ERROR", []),
+        ("sluice.gateway", "INFO", ["sluice.gateway INFO", "httpx WARNING"]),
     ],
 )
-def test_what_libraries_log_is_shown_if_it_is_a_warning(setup: str, level: str, shown: list[str]) -> None:
+def test_what_libraries_log_is_shown_if_it_is_a_warning(logger: str, level: str, shown: list[str]) -> None:
     records = [(name, each) for name in ("sluice.gateway", "httpx") for each in ("DEBUG", "INFO", "WARNING")]
     calls = (
         f"logging.getLogger({name!r}).log(logging.{each}, 'it says {name} {each}')"
         for name, each in records
         if (name, each) != ("sluice.gateway", "WARNING")
     )
-    script = "\n".join(["import logging", SETUPS[setup].format(level=level), *calls])
+    setup = f"from sluice.log_lines import set_up_logging; set_up_logging({logger!r}, {level!r})"
+    script = "\n".join(["import logging", setup, *calls])
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert [line.partition("it says ")[2] for line in ran.stderr.splitlines()] == shown

@@ -1,4 +1,4 @@
-"""The process of a worker: its exit, its log, and its garbage collections."""
+"""The process of a worker: its exit, and its garbage collections."""
 
 import asyncio
 import gc
@@ -9,7 +9,6 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from sluice.log_lines import line_handler
 from worker.errors import CannotStart
 
 logger = logging.getLogger("sluice")
@@ -136,9 +135,3 @@ def is_due(objects: int, remaining: int) -> bool:
     """Return True if a full collection is quick, or can wait no longer. `objects`: number now. `remaining`: number
     after the last collection."""
     return objects <= _FEW or objects - remaining >= _MANY_MORE
-
-
-def set_up_logging(level: str) -> None:
-    """Log to stderr from this level on; libraries from WARNING on, as httpx logs every request of a download."""
-    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[line_handler()])
-    logging.getLogger("sluice").setLevel(level)

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 from arq.worker import func
 
+from sluice.log_lines import set_up_logging
 from worker.chat.context import WorkerContext
 from worker.engine.step.tuning import CLASSES
 from worker.jobs import chat
 from worker.monitoring.health import Health
 from worker.monitoring.serving import served_metrics
 from worker.outcomes import OutcomeListener, Sampled
-from worker.process.daemon import set_up_logging
 from worker.queue.job.runner import JobFunctions
 from worker.queue.redis_server import RedisServer, redis_from_settings
 from worker.queue.worker import QueueWorker, ServedModel
@@ -172,5 +172,5 @@ async def serve(settings: Settings, step_s: float) -> None:
 
 if __name__ == "__main__":
     settings = read_settings()
-    set_up_logging(settings.log_level)
+    set_up_logging("sluice", settings.log_level)
     asyncio.run(serve(settings, float(os.environ.get("PACED_STEP_MS", "20")) / 1000))
