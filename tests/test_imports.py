@@ -297,7 +297,7 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
         ),
         ("worker.text.output.output", "def late():\n    import redis.asyncio", "redis.asyncio"),
         ("worker.text.output.output", "if TYPE_CHECKING:\n    from mlx_lm import load", "mlx_lm.load"),
-        ("worker.text.output.output", "from ...queue.job import channel", "worker.queue.job.channel"),
+        ("worker.text.output.output", "from ...queue.job import publisher", "worker.queue.job.publisher"),
         ("worker.queue.worker", "from worker import jobs", "worker.jobs"),
         ("worker.jobs", "from worker.app import serve_jobs", "worker.app.serve_jobs"),
         ("worker.jobs", "import worker.engine.engine", "worker.engine.engine"),

@@ -16,8 +16,8 @@ from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
 from worker.engine.options import EngineOptions
 from worker.outcomes import Sampled
-from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim, Claims
+from worker.queue.job.publisher import Publisher
 from worker.queue.redis_server import ServerClock
 from worker.request import GenerationRequest, Sampling
 from worker.settings import Settings

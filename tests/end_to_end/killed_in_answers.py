@@ -5,7 +5,7 @@ import signal
 from typing import Any
 
 from worker.__main__ import main
-from worker.queue.job.channel import JobLog
+from worker.queue.job.publisher import JobLog
 
 _EVENTS = 20
 _record_written = JobLog.record_written

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.end_to_end.verifying_all import run_worker
 from worker.engine.cache.verification import Verification
-from worker.queue.job.channel import JobLog
+from worker.queue.job.publisher import JobLog
 
 _VERIFICATIONS = 4
 _commit = Verification.commit

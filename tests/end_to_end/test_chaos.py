@@ -48,8 +48,8 @@ TIMED = {
 }
 
 
-# Smaller ones are in tests/queue/job/test_channel, tests/client/test_client, test_crash, test_shutdown, test_batch and
-# test_cli_operators, in tests/queue/job/test_claims and in tests/gateway/chat/test_kill.
+# Smaller ones are in tests/queue/job/test_publisher, tests/client/test_client, test_crash, test_shutdown, test_batch,
+# and test_cli_operators, in tests/queue/job/test_claims and in tests/gateway/chat/test_kill.
 LARGE = {
     "a worker is killed behind a gateway",
     "one of two gateways is killed",

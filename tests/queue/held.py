@@ -15,9 +15,9 @@ from tests.queue.helpers import settings
 from worker.errors import OwnershipLost
 from worker.monitoring.metrics import Metrics
 from worker.queue.cron import Cron
-from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim
 from worker.queue.job.job import Job, JobInterruption, JobResult
+from worker.queue.job.publisher import Publisher
 from worker.queue.job.runner import JobFunctions
 from worker.queue.redis_server import RedisServer, ServerClock, redis_from_settings
 from worker.queue.running import CancelRequests, RunningJobs

@@ -8,16 +8,15 @@ from redis.asyncio import Redis
 from sluice.contract import keys
 from tests.queue.helpers import envelope, put, settings
 from tests.waiting import until
-from worker.queue.job import channel
-from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims
+from worker.queue.job.publisher import Publisher
 from worker.queue.redis_server import ServerClock, redis_from_settings
 
 
 async def test_the_engine_is_paused_while_too_many_events_wait_and_continues_after(
     redis_url: str, db: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(channel, "_MAX_UNWRITTEN", 10)
+    monkeypatch.setattr("worker.queue.job.publisher._MAX_UNWRITTEN", 10)
     given, paused = settings(redis_url), list[bool]()
     await put(db, "a", envelope({}))
     async with redis_from_settings(given) as redis:

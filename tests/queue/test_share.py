@@ -14,8 +14,8 @@ from sluice.contract.keys import Lane
 from tests.fakes import FakeChat
 from tests.queue.helpers import envelope, field, listening, put, settings, until, working
 from worker.queue.job import claims as claims_module
-from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims, WorkerRows
+from worker.queue.job.publisher import Publisher
 from worker.queue.redis_server import ServerClock, redis_from_settings
 
 BODY = envelope({})

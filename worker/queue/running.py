@@ -20,9 +20,9 @@ from sluice.contract.keys import Lane
 from sluice.contract.scripts import cancel_args, source
 from worker.errors import CancelJob, OwnershipLost
 from worker.monitoring.sink import MetricsSink
-from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim
 from worker.queue.job.job import Job, JobInterruption
+from worker.queue.job.publisher import Publisher
 from worker.queue.redis_server import Need, forbidden
 from worker.queue.scripts import JOB_LIFE_MS, script
 from worker.settings import Settings

@@ -20,8 +20,8 @@ from worker.errors import OwnershipLost, Requeue
 from worker.monitoring.health import Heartbeat
 from worker.monitoring.sink import MetricsSink
 from worker.queue.cron import Cron
-from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import MAX_COUNTS, Claim, Claims, LeaseKeeper, Takeover, WorkerRows, worker_rows
+from worker.queue.job.publisher import Publisher
 from worker.queue.job.runner import Endings, JobFunctions, JobRunner
 from worker.queue.presence import Abilities, Presence
 from worker.queue.redis_server import Readiness, RedisServer, until_redis_answers

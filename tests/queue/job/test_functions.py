@@ -10,8 +10,8 @@ from tests.fakes import TIMINGS
 from tests.queue.held import claim_of
 from tests.queue.helpers import envelope
 from worker.errors import JobFailure
-from worker.queue.job.channel import JobLog
 from worker.queue.job.job import Job, JobResult
+from worker.queue.job.publisher import JobLog
 from worker.queue.job.runner import JobFunctions
 from worker.queue.redis_server import ServerClock
 

@@ -17,9 +17,9 @@ from tests.line import Line
 from tests.queue.helpers import envelope, field, log, put, settings, types
 from worker.errors import CancelJob, JobFailure
 from worker.monitoring.metrics import Metrics
-from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claims
 from worker.queue.job.job import Job
+from worker.queue.job.publisher import Publisher
 from worker.queue.job.runner import Endings, JobFunctions, JobRunner
 from worker.queue.redis_server import ServerClock, redis_from_settings
 from worker.settings import Settings

@@ -7,8 +7,8 @@ from typing import Any
 
 from worker.errors import CancelJob, JobFailure, OwnershipLost, Requeue
 from worker.monitoring.sink import CallFault
-from worker.queue.job.channel import JobLog
 from worker.queue.job.claims import Claim
+from worker.queue.job.publisher import JobLog
 
 JobInterruption = CancelJob | Requeue | OwnershipLost | JobFailure
 

@@ -15,9 +15,9 @@ from worker.bounded_json.reader import BodyReader
 from worker.errors import CancelJob, JobFailure, OwnershipLost, Requeue
 from worker.json_bytes import dumps, dumps_with_items
 from worker.monitoring.sink import MetricsSink
-from worker.queue.job.channel import Publisher
 from worker.queue.job.claims import Claim, Claims
 from worker.queue.job.job import Job, JobInterruption, JobResult
+from worker.queue.job.publisher import Publisher
 from worker.queue.redis_server import until_redis_answers
 
 # The functions that a job can name, as arq registers them, and the bodies that name them: arq's `{t, f, a, k, et}`, as

@@ -25,8 +25,8 @@ from tests.queue.helpers import envelope, field, lapse, put, renew, settings
 from tests.selection import examples
 from tests.support.stack import Server
 from worker.errors import OwnershipLost
-from worker.queue.job.channel import JobLog, Publisher
 from worker.queue.job.claims import Claim, Claims, lease_key
+from worker.queue.job.publisher import JobLog, Publisher
 from worker.queue.redis_server import ServerClock, redis_from_settings
 from worker.queue.scripts import worker_source
 
