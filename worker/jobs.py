@@ -98,7 +98,7 @@ class Chat:
                 finish_reason = await self._done
             finally:
                 context.engine.remove(generation_request.id)
-                self._recorder.flush()
+                self._recorder.emit_delta()
         return self._recorder.result(request, seed, finish_reason, self._output)
 
     def _loop_guard(self, request: ChatRequest) -> bool:

@@ -242,7 +242,7 @@ class JobRecorder:
         if logprobs is not None:
             self._logprobs.append(logprobs)
         if last or now - self._delta_at >= self._gather_s:
-            self.flush()
+            self.emit_delta()
 
     def _record_first_token(self, now: float) -> None:
         self._first_at = now
@@ -259,7 +259,7 @@ class JobRecorder:
         if len(self._warnings) < 16:  # a client's schemas decide how many there are
             self._warnings.append(line)
 
-    def flush(self) -> None:
+    def emit_delta(self) -> None:
         """Emit the gathered output as one delta event."""
         if self._ids or self._pending:
             logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
