@@ -181,17 +181,17 @@ class FakeChat:
             self.running.remove(job)
 
     async def _talk(self, job: Job, request: dict[str, Any]) -> JobResult:
-        job.log.append(
+        job.log.emit(
             "restarted" if job.claim.events else "started", model="default", fingerprint="fp_fake", worker="", seed=7
         )
         for word in request.get("think", []):
-            job.log.append("delta", token_ids=[0], reasoning=word)
+            job.log.emit("delta", token_ids=[0], reasoning=word)
         words = request.get("say", [])
         for k, word in enumerate(words):
             if k:
                 await asyncio.sleep(request.get("pace_s", 0))
             job.usage.completion_tokens += 1
-            job.log.append("delta", token_ids=[k], content=word)
+            job.log.emit("delta", token_ids=[k], content=word)
         match request.get("then"):
             case "hang":
                 await asyncio.Event().wait()
@@ -199,7 +199,7 @@ class FakeChat:
                 raise ValueError(words)
         if calls := request.get("calls"):
             for index, call in enumerate(calls):
-                job.log.append("delta", token_ids=[index], tool_calls=[{"index": index, **call}])
+                job.log.emit("delta", token_ids=[index], tool_calls=[{"index": index, **call}])
             message = {"role": "assistant", "content": None, "tool_calls": calls}
             choice = {"index": 0, "message": message, "finish_reason": "tool_calls", "logprobs": None}
             head = {"id": job.claim.job_id, "object": "chat.completion", "created": 0, "model": "default"}

@@ -116,8 +116,8 @@ async def publishing_cost(url: str, *, rows: int = 32, steps: int = 300) -> floa
         began = time.process_time()
         for step in range(steps):
             for log in logs:
-                log.append("delta", token_ids=[step], content=" word")
-            await publisher.flush(logs[-1])  # one call for all rows of a step
+                log.emit("delta", token_ids=[step], content=" word")
+            await publisher.until_written(logs[-1])  # one call for all rows of a step
         spent = time.process_time() - began
         running.cancel()
     return spent / (rows * steps)

@@ -27,15 +27,15 @@ async def test_the_engine_is_paused_while_too_many_events_wait_and_continues_aft
         await db.config_set("maxmemory", 1)
         try:
             for k in range(10):
-                log.append("delta", token_ids=[k])
+                log.emit("delta", token_ids=[k])
             await until(lambda: bool(caplog.records))  # of the outage
             assert paused == [], "ten may wait"
-            log.append("delta", token_ids=[10])
+            log.emit("delta", token_ids=[10])
             await until(lambda: paused == [True])
             assert publisher.num_unwritten == 11
         finally:
             await db.config_set("maxmemory", 0)
-        await asyncio.wait_for(publisher.flush(log), 5)
+        await asyncio.wait_for(publisher.until_written(log), 5)
         await until(lambda: paused == [True, False])
         assert await db.llen(keys.log("a")) == 11
         running.cancel()

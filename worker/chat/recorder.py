@@ -177,7 +177,7 @@ class JobRecorder:
         """Emit the first event of the attempt, and store the state that it leaves."""
         self._leave(state)
         settings = self._context.settings
-        self._job.log.append(
+        self._job.log.emit(
             event,
             model=settings.model_name,
             fingerprint=state.fingerprint,
@@ -213,7 +213,7 @@ class JobRecorder:
         now, due_s = time.monotonic(), self._progress_at + _PROGRESS_EVERY_S
         if done < total and (now >= due_s or phase == Loaded.phase):
             self._progress_at = max(now, due_s)
-            self._job.log.append("progress", phase=phase, done=done, total=total)
+            self._job.log.emit("progress", phase=phase, done=done, total=total)
 
     def record_specprefill(self, outcome: SpecPrefillApplied | SpecPrefillSkipped) -> None:
         """Record which prompt tokens are computed. It is written with the next events, so before the first token."""
@@ -263,7 +263,7 @@ class JobRecorder:
         """Emit the gathered output as one delta event."""
         if self._ids or self._pending:
             logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
-            self._job.log.append("delta", token_ids=self._ids, **_fields(self._pending), **logprobs)
+            self._job.log.emit("delta", token_ids=self._ids, **_fields(self._pending), **logprobs)
         if self._pending:
             self._emitted.append(self._pending)
         self._emitted_logprobs += map(dumps, self._logprobs)

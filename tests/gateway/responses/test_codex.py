@@ -35,11 +35,11 @@ class ScriptedChat:
     async def chat(self, ctx: dict[Any, Any], request: Said) -> JobResult:
         job: Job = ctx["job"]
         self.requests.append(request)
-        job.log.append("started", model="default", fingerprint="fp", worker="", seed=7)
+        job.log.emit("started", model="default", fingerprint="fp", worker="", seed=7)
         deltas = self._answers.pop(0)
         for number, delta in enumerate(deltas):
             job.usage.completion_tokens += 1
-            job.log.append("delta", token_ids=[number], **delta)
+            job.log.emit("delta", token_ids=[number], **delta)
         return JobResult("tool_calls" if "tool_calls" in deltas[-1] else "stop", TIMINGS, {})
 
 

@@ -67,8 +67,8 @@ class Desk:
 
     async def tell(self, log: JobLog, *words: str) -> None:
         for word in words:
-            log.append("delta", token_ids=[], content=word)
-        await self.publisher.flush(log)
+            log.emit("delta", token_ids=[], content=word)
+        await self.publisher.until_written(log)
 
 
 @asynccontextmanager
@@ -139,9 +139,9 @@ async def test_many_jobs_share_a_call_and_each_has_its_own(db: Redis, ada: Desk)
     logs = [await ada.queue(f"job-{k}") for k in range(20)]
     for step in range(10):
         for k, log in enumerate(logs):
-            log.append("delta", token_ids=[], content=f"{k}/{step}")
+            log.emit("delta", token_ids=[], content=f"{k}/{step}")
         await asyncio.sleep(0)
-    await asyncio.gather(*map(ada.publisher.flush, logs))
+    await asyncio.gather(*map(ada.publisher.until_written, logs))
     for k in range(20):
         assert await contents(db, f"job-{k}") == [f"{k}/{step}" for step in range(10)]
 
@@ -153,9 +153,9 @@ async def test_the_first_events_of_a_stream_are_published_before_those_of_stream
     await ada.tell(old, "one", "two")
     async with db.pubsub() as pubsub:
         await pubsub.subscribe(keys.channel("old"), keys.channel("young"))
-        old.append("delta", token_ids=[], content="three")
-        young.append("delta", token_ids=[], content="one")
-        await asyncio.gather(*map(ada.publisher.flush, (old, young)))
+        old.emit("delta", token_ids=[], content="three")
+        young.emit("delta", token_ids=[], content="one")
+        await asyncio.gather(*map(ada.publisher.until_written, (old, young)))
         heard = [message async for message in messages(pubsub, 2)]
     assert [json.loads(data)["id"] for data in heard] == ["young", "old"]
 
@@ -174,8 +174,8 @@ async def test_one_fenced_row_does_not_hold_up_the_others(db: Redis, ada: Desk) 
     logs = [await ada.queue(f"job-{k}") for k in range(3)]
     await db.hset(keys.job("job-1"), "attempt", 99)
     for log in logs:
-        log.append("delta", token_ids=[], content="one")
-    await asyncio.gather(ada.publisher.flush(logs[0]), ada.publisher.flush(logs[2]))
+        log.emit("delta", token_ids=[], content="one")
+    await asyncio.gather(ada.publisher.until_written(logs[0]), ada.publisher.until_written(logs[2]))
     assert [await contents(db, f"job-{k}") for k in range(3)] == [["one"], [], ["one"]]
     assert [claim.job_id for claim in ada.lost] == ["job-1"]
 
@@ -266,7 +266,7 @@ async def test_whoever_hears_the_final_event_finds_everything_in_place(redis_url
         listener.subscribe(keys.channel("a"))
         listener.get_message(timeout=1)
         log = await ada.queue("a")
-        log.append("delta", token_ids=[], content="one")
+        log.emit("delta", token_ids=[], content="one")
         await ada.publisher.finish(log, "finished", b"{}", usage=USAGE)
         while (message := listener.get_message(timeout=1)) is not None and b'"finished"' not in message["data"]:
             pass
@@ -341,7 +341,7 @@ async def talk(one: Desk, log: JobLog, *, until: Callable[[], bool] = lambda: Tr
     words = list[str]()
     while len(words) < 100 or not until():
         words.append(str(len(words)))
-        log.append("delta", token_ids=[], content=words[-1])
+        log.emit("delta", token_ids=[], content=words[-1])
         await asyncio.sleep(0.005)
     await one.publisher.finish(log, "cancelled", reason="requested", usage=USAGE)
     return [*words, "cancelled"]

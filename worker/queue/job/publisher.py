@@ -48,12 +48,12 @@ class JobLog:
     unwritten_fields: dict[str, str | int] = field(default_factory=dict)  # see `store`
     written: int = 0  # number of events in Redis
     ending: Ending | None = None
-    flushed: asyncio.Event = field(default_factory=asyncio.Event)
+    all_written: asyncio.Event = field(default_factory=asyncio.Event)
     fenced: bool = False
     on_abandoned: Callable[[], None] | None = None  # called after `disconnect_grace_s` without a subscriber
     abandoned_since: float | None = None  # monotonic seconds; None if the last event had a subscriber
 
-    def append(self, type: str, **content: object) -> None:
+    def emit(self, type: str, **content: object) -> None:
         """Add an event, which the publisher writes soon. Does not block."""
         event = {
             "id": self.claim.job_id,
@@ -64,7 +64,7 @@ class JobLog:
             **content,
         }
         self.events.append(dumps(event))
-        self.flushed.clear()
+        self.all_written.clear()
         self.on_change()
 
     def store(self, fields: Mapping[str, str | int]) -> None:
@@ -121,10 +121,10 @@ class Publisher:
         """Forget a log, because its attempt has ended."""
         del self._logs[log.claim.job_id]
 
-    async def flush(self, log: JobLog) -> None:
+    async def until_written(self, log: JobLog) -> None:
         """Wait until all events of the log are in Redis. Raises `OwnershipLost`."""
         while log.pending:
-            await log.flushed.wait()
+            await log.all_written.wait()
         if log.fenced:
             raise OwnershipLost
 
@@ -133,9 +133,9 @@ class Publisher:
     ) -> None:
         """Write the final event with the job's result and state, and wait for it. Without a result, the event itself
         is stored as the result. Raises `OwnershipLost`."""
-        log.append(state, **content)
+        log.emit(state, **content)
         log.ending = Ending(state, log.events[-1] if result is None else result, dead_letter)
-        await self.flush(log)
+        await self.until_written(log)
 
     @property
     def num_unwritten(self) -> int:
@@ -184,12 +184,12 @@ class Publisher:
         # A reader of many streams handles the first message first, so a first token waits for no stream that has begun.
         pending.sort(key=lambda log: log.written)
         if running := [log for log in pending if log.ending is None]:
-            await self._append_step(running)
+            await self._write_running(running)
         for log in pending:
             if log.ending is not None:
-                await self._append_final(log, log.ending)
+                await self._write_final(log, log.ending)
 
-    async def _append_step(self, logs: list[JobLog]) -> None:
+    async def _write_running(self, logs: list[JobLog]) -> None:
         sent = [(len(log.events), log.unwritten_fields.copy()) for log in logs]
         args: list[bytes | str | int] = [JOB_LIFE_MS]
         for log in logs:
@@ -199,7 +199,7 @@ class Publisher:
         for row, log in enumerate(logs):
             self._settle_row(log, sent[row], verdicts.get(row + 1))
 
-    async def _append_final(self, log: JobLog, ending: Ending) -> None:
+    async def _write_final(self, log: JobLog, ending: Ending) -> None:
         job_id, sent = log.claim.job_id, (len(log.events), log.unwritten_fields.copy())
         model, settings = self._settings.model_name, self._settings
         verdict = await self._final(
@@ -235,7 +235,7 @@ class Publisher:
         else:
             log.record_written(*sent, alone=verdict == b"alone", grace_s=self._settings.disconnect_grace_s)
         if not log.pending:
-            log.flushed.set()
+            log.all_written.set()
 
 
 def _row(log: JobLog) -> list[bytes | str | int]:

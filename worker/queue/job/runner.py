@@ -163,7 +163,7 @@ class Endings:
         )
 
     async def _requeue(self, job: Job) -> None:
-        await self._publisher.flush(job.log)
+        await self._publisher.until_written(job.log)
         try:
             await self._claims.release(job.claim)
         except (RedisError, OSError):
