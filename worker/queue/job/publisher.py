@@ -193,7 +193,7 @@ class Publisher:
         sent = [(len(log.events), log.unwritten_fields.copy()) for log in logs]
         args: list[bytes | str | int] = [JOB_LIFE_MS]
         for log in logs:
-            args += _row(log)
+            args += _packed(log)
         answer = await self._append(keys=[keys.job(log.claim.job_id) for log in logs], args=args)
         verdicts = dict(zip(answer[::2], answer[1::2], strict=True))
         for row, log in enumerate(logs):
@@ -238,7 +238,7 @@ class Publisher:
             log.all_written.set()
 
 
-def _row(log: JobLog) -> list[bytes | str | int]:
+def _packed(log: JobLog) -> list[bytes | str | int]:
     events, watch = log.events[log.written :], int(log.on_abandoned is not None)
     header = f"{log.claim.attempt} {log.written} {watch} {len(events)} {len(log.unwritten_fields)}"
     return [header, *events, *(part for pair in log.unwritten_fields.items() for part in pair)]
