@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from sluice.contract.keys import LIVES_MS
 
-LIBRARIES = ("lib", "index")  # in front of each script that writes to a job
+LIBRARIES = ("job_log", "index")  # in front of each script that writes to a job
 _PARTS = {"cancel": ("ending",), "attended": ("ending",)}  # beside the libraries
 
 

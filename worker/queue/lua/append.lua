@@ -1,4 +1,5 @@
--- Append the events of one decode step, all rows in one call.
+-- Append the events of one decode step, all rows in one call: `owns` and `append` are functions of job_log.lua in
+-- sluice/contract/lua.
 -- KEYS  a row: job
 -- ARGV  life_ms; a row: 'attempt seq watch events fields', then that number of events, then that number of name-value
 --       pairs for the job's hash. One header instead of five arguments, since packing arguments is most of the cost.

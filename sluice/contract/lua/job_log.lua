@@ -1,4 +1,5 @@
--- Functions of the scripts that write to a job. This file is put in front of each of them.
+-- The fence of a job and the writing of its log. `sluice/contract/scripts.py` puts this file, and index.lua, in front of
+-- each script that writes to a job: append.lua and final.lua of the worker, cancel.lua, submit.lua and others.
 
 local FINAL = { finished = true, failed = true, cancelled = true }
 
