@@ -348,7 +348,7 @@ class Groups:
         if self._balanced:
             return
         self._balanced = True
-        trusted = [group for group in self._groups if not any(row.suspect for row in group.rows)]
+        trusted = [group for group in self._groups if not any(row.runs_alone for row in group.rows)]
         classes = [class_of(row.end, self._bounds) for group in trusted for row in group.rows]
         better = regroup([group.lengths for group in trusted], self._cost.cost(), classes)
         rows = [row for group in trusted for row in group.rows]
@@ -367,12 +367,12 @@ class Groups:
         self._drop_empty()
 
     def _group_for(self, row: Row, joining: Mapping[DecodeBatch, list[Row]] = MappingProxyType({})) -> DecodeBatch:
-        """Return the group for a row, of its length class, or a new one. A suspect always gets a new one. `joining`:
-        rows that are about to join these groups, of which some may be new."""
+        """Return the group for a row, of its length class, or a new one. One that runs alone always gets a new one.
+        `joining`: rows that are about to join these groups, of which some may be new."""
         rows_of = {group: [*group.rows, *joining.get(group, ())] for group in dict.fromkeys([*self._groups, *joining])}
-        trusted = {group: rows for group, rows in rows_of.items() if not any(each.suspect for each in rows)}
+        trusted = {group: rows for group, rows in rows_of.items() if not any(each.runs_alone for each in rows)}
         same_class = self.decoding([*trusted.values()]).of_class(class_of(row.end, self._bounds), self._bounds)
-        groups = [] if row.suspect else [[*trusted][i] for i in same_class]
+        groups = [] if row.runs_alone else [[*trusted][i] for i in same_class]
         index = place(row.length, [[each.length for each in trusted[group]] for group in groups], self._cost.cost())
         if index == len(groups):
             return self._new_group()

@@ -60,8 +60,9 @@ class Row:
         return not self.last_unfed and len(self.answer) + 1 >= self.request.max_tokens
 
     @property
-    def suspect(self) -> bool:
-        """True if it may be the cause of a failure: its cache was lost, and it has produced no token since."""
+    def runs_alone(self) -> bool:
+        """True if it decodes alone, since it may be the cause of a failure: its cache was lost, and it has produced no
+        token since."""
         return self.recomputed and len(self.answer) == len(self.request.resume_tokens)
 
     @property
