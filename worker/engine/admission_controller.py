@@ -1,4 +1,5 @@
-"""Memory reservations of the engine: admits waiting requests, and corrects predicted memory by the measured one."""
+"""Owns the queue of waiting requests, and the calibration of predicted memory by the measured one. `admission/plan.py`
+decides which requests are admitted."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -154,8 +155,8 @@ class WaitingRequest:
 
 
 class AdmissionController:
-    """Owner of the waiting requests. Decides which are admitted, by the predicted memory of all rows, and corrects the
-    prediction by measurements. For the engine's thread."""
+    """Owner of the waiting requests, of the memory reserved for rows, and of the calibration. `decide` returns the plan
+    of `plan_admission`, and `apply` takes it over. For the engine's thread."""
 
     def __init__(self, costs: MemoryModel, limit: int, rows: int = MAX_ROWS) -> None:
         """`costs`: predicts memory. `limit`: bytes that the model and all rows may take. `rows`: most rows that are
