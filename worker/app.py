@@ -6,9 +6,9 @@ while the model loads. `tests/end_to_end/test_imports_at_start.py` holds what ma
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from sluice.log_lines import set_up_logging
 from worker.errors import CannotStart
 from worker.monitoring.health import Health
-from worker.monitoring.serving import served_metrics
 from worker.monitoring.sink import MetricsSink
 from worker.process.daemon import (
     EXIT_FORCED,
@@ -231,6 +230,21 @@ def _with_drafts(model: "Model", settings: Settings) -> "Model":
     if settings.draft_model is None:
         return model
     return with_drafter(model, settings.draft_model, settings.specprefill_draft_model)
+
+
+@contextmanager
+def served_metrics(model_name: str, port: int | None, health: Health) -> Iterator[MetricsSink]:
+    """Count metrics, and serve them and the probes at the port while the block runs. Without a port, drop all. Raises
+    `CannotStart` if the port cannot be opened."""
+    if port is None:
+        yield MetricsSink()
+        return
+    from worker.monitoring.metrics import Metrics
+    from worker.monitoring.probes import answer_probes
+
+    metrics = Metrics(model_name)
+    with answer_probes(port, metrics.registry, health):
+        yield metrics
 
 
 def _die() -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from tests.scrape import scrape
 from tests.support.stack import free_port
+from worker.app import served_metrics
 from worker.errors import CannotStart
 from worker.monitoring.health import Health, HealthPart, Heartbeat
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.probes import answer_probes
-from worker.monitoring.serving import served_metrics
 from worker.monitoring.sink import MetricsSink
 
 

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 from arq.worker import func
 
 from sluice.log_lines import set_up_logging
+from worker.app import served_metrics
 from worker.chat.context import WorkerContext
 from worker.engine.step.tuning import CLASSES
 from worker.jobs import chat
 from worker.monitoring.health import Health
-from worker.monitoring.serving import served_metrics
 from worker.outcomes import OutcomeListener, Sampled
 from worker.queue.job.runner import JobFunctions
 from worker.queue.redis_server import RedisServer, redis_from_settings
