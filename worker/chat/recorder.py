@@ -1,4 +1,5 @@
-"""Records an attempt at a job: its events, usage and timings, and the state that it leaves for the next attempt."""
+"""Records an attempt at a job: its events, usage and timings, the state that it leaves for the next attempt, and the
+result."""
 
 import json
 import logging
