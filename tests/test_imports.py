@@ -49,11 +49,11 @@ TABLE = {
     "worker.schedule_times": May(others="cronsim"),
     "worker.turns": May("sluice.contract.keys"),
     "worker.process": May("worker.errors"),
-    "worker.environment": May("worker.errors", "dotenv pydantic_core pydantic_settings"),
+    "worker.environment": May("sluice.wording worker.errors", "dotenv pydantic_settings"),
     "worker.bounded_json": May("sluice.contract.keys worker.errors worker.process worker.turns"),
     "worker.engine.options": May("worker.engine.memory worker.prefix_store.store"),
     "worker.settings": May(
-        "schemas worker.engine.options worker.environment worker.errors sluice.contract "
+        "schemas worker.engine.options worker.environment worker.errors sluice.contract sluice.wording "
         "worker.prefix_store.encryption worker.prefix_store.store "
         "worker.schedule_times",
         "pydantic pydantic_core pydantic_settings",

@@ -1,4 +1,4 @@
-"""The environment variables of the settings: their names, unknown ones, and the errors of their values.
+"""The environment variables of the settings: their names, and unknown ones.
 
 The environment is read only here and by pydantic, for `worker.settings`.
 """
@@ -6,13 +6,12 @@ The environment is read only here and by pydantic, for `worker.settings`.
 import os
 import socket
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 
 from dotenv import dotenv_values
-from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, DotEnvSettingsSource, EnvSettingsSource
 
+from sluice.wording import unknown_setting
 from worker.errors import CannotStart
 
 PREFIX = "SLUICE_"
@@ -50,9 +49,7 @@ def refuse_unknown(fields: Iterable[str], env_file: Path) -> None:
     missing. Raises `CannotStart`."""
     known = {variable(field) for field in fields}
     for name in sorted(_set_names(env_file) - known - _NOT_OURS):
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see .env.example for the names."
-        raise CannotStart(f"{name} is not a setting; {hint}")
+        raise CannotStart(unknown_setting(name, known))
 
 
 def _set_names(env_file: Path) -> set[str]:
@@ -60,27 +57,3 @@ def _set_names(env_file: Path) -> set[str]:
     if env_file.is_file():
         names |= {name.upper() for name in dotenv_values(env_file)}
     return {name for name in names if name.startswith(PREFIX) and not name.startswith(_SERVE_PREFIX)}
-
-
-_WRONG = {
-    "int_parsing": "it must be a whole number",
-    "int_parsing_size": "it must be a whole number with fewer digits",
-    "int_from_float": "it must be a whole number",
-    "float_parsing": "it must be a number",
-    "finite_number": "it must be a finite number",
-    "bool_parsing": "it must be true or false",
-    "greater_than": "it must be more than {gt}",
-    "greater_than_equal": "it must be at least {ge}",
-    "less_than_equal": "it must be at most {le}",
-    "literal_error": "it must be {expected}",
-    "string_pattern_mismatch": "it must match {pattern}",
-    "string_too_short": "it must not be empty",
-    "value_error": "{error}",
-}
-_OTHERWISE = "it is not valid; see .env.example"
-
-
-def describe_error(problem: ErrorDetails) -> str:
-    """Return what is wrong with the value of a variable, without the value."""
-    bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
-    return _WRONG.get(problem["type"], _OTHERWISE).format(**bounds)

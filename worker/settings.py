@@ -13,8 +13,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sluice.contract.keys import MAX_REQUEST_BYTES, MODEL_NAME, RESULT_TTL_S, is_model_name
 from sluice.contract.redis_url import redacted, url_error
+from sluice.wording import value_problem
 from worker.engine.options import EngineOptions
-from worker.environment import PREFIX, describe_error, refuse_unknown, unique_worker_name, variable
+from worker.environment import PREFIX, refuse_unknown, unique_worker_name, variable
 from worker.errors import CannotStart
 from worker.prefix_store.encryption import checked_key, decode_key
 from worker.prefix_store.store import StoreOptions
@@ -404,4 +405,4 @@ def _sentence(problem: ErrorDetails) -> str:
         return f"{variable(field)} is not set; {option}: {Settings.model_fields[field].description}"
     value = str(problem["input"])
     public = {"redis_url": redacted(value), "prefix_disk_key": "***"}.get(field, value)
-    return f"{variable(field)}={public}: {describe_error(problem)}"
+    return f"{variable(field)}={public}: {value_problem(problem)}"

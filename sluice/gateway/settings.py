@@ -2,7 +2,6 @@
 
 import os
 import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Self
 
@@ -13,26 +12,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sluice.contract.keys import MODEL_NAME
 from sluice.gateway.protection import is_loopback
+from sluice.wording import unknown_setting, value_problem
 
 PREFIX = "SLUICE_SERVE_"
 REDIS_URL = "SLUICE_REDIS_URL"  # shared with the workers
-_OTHERWISE = "it is not valid; see .env.example"
-_WRONG = {
-    "int_parsing": "it must be a whole number",
-    "int_parsing_size": "it must be a whole number with fewer digits",
-    "int_from_float": "it must be a whole number",
-    "float_parsing": "it must be a number",
-    "finite_number": "it must be a finite number",
-    "bool_parsing": "it must be true or false",
-    "greater_than": "it must be more than {gt}",
-    "greater_than_equal": "it must be at least {ge}",
-    "less_than_equal": "it must be at most {le}",
-    "literal_error": "it must be {expected}",
-    "string_too_short": "it must not be empty",
-    "value_error": "{error}",
-    "needs_keys": "without keys the gateway listens on a loopback address only; make a key with `sluice keys create` "
-    "and set SLUICE_SERVE_KEYS",
-}
+_NEEDS_KEYS = (
+    "without keys the gateway listens on a loopback address only; make a key with `sluice keys create` "
+    "and set SLUICE_SERVE_KEYS"
+)
 
 
 class CannotServe(Exception):
@@ -189,12 +176,9 @@ def read_variables(env_file: Path) -> dict[str, str]:
 def _refuse_unknown(names: dict[str, str]) -> None:
     known = {gateway_variable(field) for field in ServeSettings.model_fields}
     for name in sorted(name for name in names if name.startswith(PREFIX) and name not in known):
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see .env.example for the names."
-        raise CannotServe(f"{name} is not a setting; {hint}")
+        raise CannotServe(unknown_setting(name, known))
 
 
 def _sentence(problem: ErrorDetails) -> str:
-    bounds = {name: f"{each:g}" if isinstance(each, float) else each for name, each in problem.get("ctx", {}).items()}
     field = str(next(iter(problem["loc"]), "host"))  # the rule for several settings is about the host
-    return f"{gateway_variable(field)}: {_WRONG.get(problem['type'], _OTHERWISE).format(**bounds)}"
+    return f"{gateway_variable(field)}: {_NEEDS_KEYS if problem['type'] == 'needs_keys' else value_problem(problem)}"
