@@ -61,6 +61,13 @@ ModelName = Annotated[
         help="The name that the model is served under.  [default: default]",
     ),
 ]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: a folder or hub id that mlx_lm.load can open."),
+]
+ServedName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="SLUICE_MODEL_NAME: the name that jobs use for it.")
+]
 LaneChoice = Annotated[
     Lane | None,
     typer.Option(

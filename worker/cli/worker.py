@@ -5,18 +5,13 @@ from typing import Annotated
 import typer
 
 from sluice.cli.errors import CliError, worker_missing
-from sluice.cli.options import integer
+from sluice.cli.options import Checkpoint, ServedName, integer
 
 
 def worker(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: a folder or hub id that mlx_lm.load can open."),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="SLUICE_MODEL_NAME: the name that jobs use for it.")
-    ] = None,
+    model: Checkpoint = None,
+    name: ServedName = None,
     redis_url: Annotated[
         str | None, typer.Option(metavar="URL", help="SLUICE_REDIS_URL: URL of the Redis server.")
     ] = None,

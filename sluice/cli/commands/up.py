@@ -16,7 +16,7 @@ import typer
 
 from sluice.cli.embedded_server import EmbeddedServer, default_folder, pick_port
 from sluice.cli.errors import INSTALL, CliError, needs_gateway
-from sluice.cli.options import REDIS_URL
+from sluice.cli.options import REDIS_URL, Checkpoint, ServedName
 from sluice.client import Client
 from sluice.errors import SluiceError
 
@@ -123,13 +123,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def up(
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: a folder or hub id that mlx_lm.load can open."),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="SLUICE_MODEL_NAME: the name that jobs use for it.")
-    ] = None,
+    model: Checkpoint = None,
+    name: ServedName = None,
     max_rows: Annotated[int | None, typer.Option(metavar="N", help="SLUICE_MAX_ROWS: jobs at once.")] = None,
     port: Annotated[
         int | None,
