@@ -15,7 +15,7 @@ from sluice.transport import MAX_CALLS, Command, Retries, RoundTrips, raise_outa
 
 def serves(worker: Mapping[str, str]) -> bool:
     """Return True if the worker of these fields takes jobs: one that drains ends its own, and no more."""
-    return worker.get("state") != "draining"
+    return worker.get("state") != keys.DRAINING
 
 
 class Workers:

@@ -17,6 +17,7 @@ DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"
 QUEUES = "sluice:queue:*"
+DRAINING = "draining"  # in a worker's hash and in that of its model: it ends its jobs, and takes no more
 INDEX = ("lines", "suspects", "leases", "deadlines", "count-lines")
 MAX_REQUEST_BYTES = 16_000_000  # of a job's body: the default of SLUICE_MAX_REQUEST_BYTES
 CANCEL_S = 3600  # how long a cancel request is stored

@@ -27,7 +27,7 @@ logger = logging.getLogger("sluice.queue")
 
 # Groups: valid until, in Unix seconds, and running jobs by lane. Any client can write a field, so digits are bounded:
 # int() refuses very long numbers.
-_REPORT = re.compile(rb"(?:[\d.]+|draining) [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})")
+_REPORT = re.compile(rb"(?:[\d.]+|%b) [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})" % keys.DRAINING.encode())
 _PROCESS = ["host", "pid", "started_at"]  # fields that no two processes share
 _WARN_EVERY_S = 60.0  # about another worker of this name
 
@@ -77,7 +77,7 @@ async def until_name_is_free(redis: Redis, settings: Settings, stopping: asyncio
         if left_ms <= 0:  # none, or a foreign value, which does not expire
             return
         process = f"process {(pid or b'?').decode()} on {(host or b'?').decode()}"
-        if state != b"draining" and 0 < before_ms < left_ms:
+        if state != keys.DRAINING.encode() and 0 < before_ms < left_ms:
             raise CannotStart(
                 f"SLUICE_WORKER_NAME={settings.worker_name}: a worker of this name is alive ({process}). Give each "
                 "worker a name of its own, or leave the setting out."
@@ -180,11 +180,11 @@ class Presence:
         jobs = running.by_lane()
         offline = offline_rows(self._settings, self._clock.utc())
         draining = self._stopping.is_set()
-        state = "draining" if draining else "running"
+        state = keys.DRAINING if draining else "running"
         load = {"state": state, "rows": running.rows(), "offline_rows": offline, "jobs_per_s": rate}
         counts = " ".join(str(jobs[lane]) for lane in LANES)
         # Without a limit, submissions do not count the worker, which takes no more jobs.
-        limit = "draining" if draining else self._settings.queue_limit
+        limit = keys.DRAINING if draining else self._settings.queue_limit
         report = f"{limit} {rate} {self._valid_until():.0f} {counts}"
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(self._key, _PROCESS)
