@@ -11,10 +11,9 @@ from worker.engine.speculation import speculator
 from worker.engine.speculation.copies import CopyProposer
 from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.forced import GrammarProposer
-from worker.engine.speculation.mtp import HeadProposer
+from worker.engine.speculation.mtp import HEAD_RATES, HeadProposer
 from worker.engine.speculation.offer import DraftedRow, Offer, Proposer
 from worker.engine.speculation.speculator import Speculator
-from worker.engine.speculation.tuning import HEAD_RATES
 from worker.engine.speculation.width import DraftBudget
 from worker.engine.thread import speculator_of
 from worker.outcomes import PREDICTION

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from scripts.benchmarks.speculation.proposers import PROPOSERS, IdleProposer, PredictionProposer
 from worker.engine.speculation import speculator
 from worker.engine.speculation.copies import CopyProposer
+from worker.engine.speculation.mtp import HEAD_RATES
 from worker.engine.speculation.offer import Offer
-from worker.engine.speculation.tuning import HEAD_RATES
 from worker.engine.speculation.width import ForwardCosts
 from worker.outcomes import PREDICTION
 from worker.request import GenerationRequest

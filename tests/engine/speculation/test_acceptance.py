@@ -11,7 +11,7 @@ def shared(prior: float = 0.5) -> Acceptance:
     return Acceptance(lambda kind: prior)
 
 
-@given(st.lists(st.booleans(), max_size=300), st.floats(0, 1))
+@given(st.lists(st.booleans(), max_size=300), st.floats(0.01, 0.99))
 def test_a_rate_is_a_probability(observed: list[bool], prior: float) -> None:
     row = shared(prior).of_row()
     for right in observed:

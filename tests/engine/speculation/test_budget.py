@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 
 from tests.selection import examples
 from worker.engine.speculation.tuning import (
-    ASK_CREDIT,
-    ASK_SHARE,
     CREDIT,
     LOSS_SHARE,
     PLAIN_EVERY,
     PLAIN_WANTED,
-    RESUMED,
     STALLED,
 )
 from worker.engine.speculation.width import DraftBudget, ForwardCosts
@@ -71,8 +68,8 @@ def decode(phases: Sequence[Phase], steps: int) -> tuple[float, float]:
 
 
 def bound(plain_s: float, longest_s: float) -> float:
-    """Return the most seconds: the share, the first losses, and a last step of each proposer."""
-    return (1 + ASK_SHARE + LOSS_SHARE) * plain_s + len(PROPOSERS) * (CREDIT + longest_s) + ASK_CREDIT + 2
+    """Return the most seconds: the share, the first losses, and a last step of each proposer, or a last ask."""
+    return (1 + LOSS_SHARE) * plain_s + len(PROPOSERS) * (CREDIT + longest_s) + CREDIT + 2
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -158,8 +155,9 @@ def test_a_proposer_that_loses_is_used_rarely_on_a_noisy_machine(seed: int) -> N
 
 
 def budget_of(*proposers: str) -> DraftBudget:
+    """Return a budget after a long time without drafts."""
     budget = DraftBudget()
-    budget.pass_time(1.0)
+    budget.pass_time(1.0, CREDIT / LOSS_SHARE)
     for proposer in proposers:
         budget.charge(proposer, 0.0)
     return budget
@@ -192,24 +190,24 @@ def test_a_proposer_that_loses_pauses_no_other() -> None:
     assert not budget.allows("mtp")
 
 
-def test_a_paused_proposer_is_tried_again_when_it_can_lose_a_little() -> None:
+def test_a_paused_proposer_is_tried_again_when_its_share_has_paid_for_its_last_loss() -> None:
     budget = budget_of("mtp")
-    assert steps_to_pause(budget, "mtp", 1.0) == CREDIT
-    assert steps_to_resume(budget, "mtp") == pytest.approx(RESUMED / LOSS_SHARE, abs=1)
+    assert steps_to_pause(budget, "mtp", 1.0) == CREDIT + 1
+    assert steps_to_resume(budget, "mtp") == pytest.approx(1 / LOSS_SHARE, abs=1)
 
 
 def test_proposers_that_lose_divide_the_share() -> None:
     budget = budget_of("copies", "mtp")
     for proposer in ("copies", "mtp"):
         steps_to_pause(budget, proposer, 1.0)
-    assert steps_to_resume(budget, "mtp") == pytest.approx(2 * RESUMED / LOSS_SHARE, abs=1)
+    assert steps_to_resume(budget, "mtp") == pytest.approx(2 / LOSS_SHARE, abs=1)
 
 
 def test_what_a_forward_takes_longer_is_divided_by_the_tokens_proposed() -> None:
     for proposer, lost in {"copies": 2 * 6 / 8, "mtp": 1 + 2 * 2 / 8 - 1}.items():
         charged = budget_of("copies", "mtp")
         charged.charge_verified(2, 4.0, 1.0, [("copies", 6, 0), ("mtp", 2, 2)], ("mtp", 1.0))
-        assert steps_to_pause(charged, proposer, 0.25) == (CREDIT - lost) / 0.25
+        assert steps_to_pause(charged, proposer, 0.25) == 1 + (CREDIT - lost) / 0.25
 
 
 def test_nothing_is_asked_before_a_plain_step_was_measured() -> None:
@@ -227,7 +225,7 @@ def test_asks_in_vain_take_their_share_of_the_time(ask_s: float) -> None:
             budget.charge_asks(ask_s)
             asked += 1
         budget.pass_time(1.0)
-    assert asked == pytest.approx(min(9_999, 10_000 * ASK_SHARE / ask_s), abs=1 + ASK_CREDIT / ask_s)
+    assert asked == pytest.approx(min(9_999, 10_000 * LOSS_SHARE / ask_s), abs=2 + 1 / ask_s)
 
 
 def test_a_time_without_asks_pays_for_few_of_them() -> None:
@@ -238,12 +236,12 @@ def test_a_time_without_asks_pays_for_few_of_them() -> None:
     while budget.may_ask:
         budget.charge_asks(0.1)
         asked += 1
-    assert asked <= ASK_CREDIT / 0.1 + 2
+    assert asked <= CREDIT / 0.1 + 2
 
 
 def test_what_drafts_gain_pays_for_looking_for_them() -> None:
     budget = budget_of("copies")
-    budget.charge_asks(1.0)
+    budget.charge_asks(CREDIT + 1.0)
     assert not budget.may_ask
     budget.charge_verified(1, 1.5, 1.0, [("copies", 3, 0)])
     assert not budget.may_ask

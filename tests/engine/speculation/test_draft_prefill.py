@@ -5,7 +5,8 @@ from math import inf
 import pytest
 
 from worker.engine.speculation.draft_model import PrefillChunks
-from worker.engine.speculation.tuning import MAX_PREFILL, MIN_PREFILL
+from worker.engine.speculation.tuning import MAX_PREFILL
+from worker.engine.step.tuning import MIN_CHUNK
 
 
 class Device:
@@ -38,7 +39,7 @@ def test_nothing_is_computed_without_time() -> None:
 def test_chunks_grow_to_what_takes_the_time_and_take_no_more(pass_s: float, token_s: float) -> None:
     device, limit_s = Device(pass_s, token_s), 0.1
     chunks = [device.compute(limit_s) for _ in range(30)]
-    assert chunks[0] == MIN_PREFILL
+    assert chunks[0] == MIN_CHUNK
     assert all(device.seconds(tokens) <= 1.1 * limit_s for tokens in chunks)
     fitting = min(MAX_PREFILL, (limit_s - pass_s) / token_s)
     assert chunks[-1] >= 0.8 * fitting
@@ -52,12 +53,12 @@ def test_chunks_become_shorter_as_rows_grow_longer() -> None:
     device.token_s *= 2
     chunks = [device.compute(0.1) for _ in range(20)]
     assert device.seconds(chunks[-1]) <= 0.11
-    assert MIN_PREFILL <= chunks[-1] < before
+    assert MIN_CHUNK <= chunks[-1] < before
 
 
 def test_one_slow_chunk_does_not_end_all_prefill() -> None:
     device = Device(0.01, 0.001)
-    device.chunks.observe(MIN_PREFILL, 3.0)
+    device.chunks.observe(MIN_CHUNK, 3.0)
     chunks = [device.compute(0.1) for _ in range(40)]
     assert chunks[0] == 0
     assert device.seconds(chunks[-1]) > 0.05
@@ -67,4 +68,4 @@ def test_prefill_that_is_always_too_slow_is_tried_rarely() -> None:
     device = Device(1.0, 0.001)
     chunks = [device.compute(0.1) for _ in range(50)]
     assert 0 < sum(tokens > 0 for tokens in chunks) <= 4
-    assert set(chunks) <= {0, MIN_PREFILL}
+    assert set(chunks) <= {0, MIN_CHUNK}

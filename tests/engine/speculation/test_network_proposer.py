@@ -2,21 +2,10 @@
 
 from dataclasses import dataclass, field
 
-import pytest
-
-from worker.engine.speculation import offer
 from worker.engine.speculation.offer import NetworkProposer
-from worker.engine.speculation.tuning import KNOWN
 from worker.request import GenerationRequest
 
 PRIORS = (0.7, 0.6, 0.5)
-
-
-@pytest.fixture(autouse=True)
-def any_is_known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Believe the first comparison."""
-    if "until_enough" not in request.node.name:
-        monkeypatch.setattr(offer, "KNOWN", 0)
 
 
 @dataclass
@@ -74,14 +63,16 @@ def test_a_verified_draft_is_not_compared_again() -> None:
     assert rates(proposer, row) == learned
 
 
-def test_what_is_hoped_for_counts_until_enough_drafts_were_compared() -> None:
+def test_what_is_hoped_for_counts_for_less_with_each_draft_that_was_compared() -> None:
     proposer, row = NetworkProposer("any", PRIORS), Row()
-    learned = list[tuple[float, ...]]()
-    for _ in range(2 * KNOWN):
+    learned = [rates(proposer, row)[0]]
+    for _ in range(20):
         proposer.observe_accepted(row, 3, 0)
-        learned.append(rates(proposer, row))
-    assert learned[KNOWN // 2] == PRIORS
-    assert learned[-1][0] < 0.3
+        learned.append(rates(proposer, row)[0])
+    assert learned == sorted(learned, reverse=True)
+    assert learned[0] == PRIORS[0]
+    assert learned[1] > PRIORS[0] / 2
+    assert learned[-1] < 0.3
 
 
 def test_what_is_hoped_for_does_not_depend_on_what_was_learned() -> None:

@@ -11,7 +11,7 @@ from tests.engine.tiny import prompt
 from worker.engine.speculation.draft_model import DRAFT, DraftModelProposer
 from worker.engine.speculation.offer import DraftedRow, Offer, Proposer
 from worker.engine.speculation.speculator import Speculator
-from worker.engine.speculation.tuning import RETRIED, RETRIED_MOST
+from worker.engine.speculation.tuning import LOSS_SHARE
 from worker.request import GenerationRequest
 
 DEPTH = 4
@@ -70,6 +70,15 @@ class Step:
                 self.speculator.costs.observe(1, width, 1.0 + token_s * (width - 1))
         for at in range(60):
             self.network.observe_accepted(self.row, DEPTH, DEPTH if at % 10 < 10 * acceptance else 0)
+        self.plain_steps(1)
+        self.loses(0.5)  # it was tried
+
+    def plain_steps(self, number: int) -> None:
+        self.speculator._budget.pass_time(1.0, number)
+
+    def loses(self, seconds: float) -> None:
+        """Charge the network for a draft."""
+        self.speculator._budget.charge(self.network, seconds)
 
     def drafting_takes(self, plain_steps: float, depth: int = DEPTH) -> None:
         """Measure the time of a draft."""
@@ -77,7 +86,6 @@ class Step:
             self.speculator.costs.observe_draft(DRAFT, 1, depth, plain_steps)
 
     def ask_for_drafts(self, more_s: float = inf) -> bool:
-        self.speculator.choose_groups([])  # a step more
         return self.speculator.ask_for_drafts([self.row], more_s=more_s)
 
     def depth(self, more_s: float = inf) -> int | None:
@@ -127,20 +135,27 @@ def test_a_network_that_is_mostly_wrong_is_not_asked() -> None:
 def test_a_network_that_did_not_pay_is_tried_now_and_then_and_not_verified() -> None:
     step = Step(acceptance=0.0)
     step.drafting_takes(0.2)
-    asked = [step.ask_for_drafts() for _ in range(RETRIED * 7)]
-    assert [at for at, due in enumerate(asked, 1) if due] == [RETRIED, 3 * RETRIED, 7 * RETRIED]
+    assert not step.ask_for_drafts()
+    step.plain_steps(200)
+    assert step.ask_for_drafts()
     assert step.depth() == DEPTH
     assert step.draft() == ()
     assert step.depth() is None, "one trial is one draft"
-    asked = [step.ask_for_drafts() for _ in range(RETRIED_MOST * 10)]
-    assert sum(asked) in (10, 11, 12, 13)
+    asked = 0
+    for _ in range(10_000):
+        step.plain_steps(1)
+        if step.ask_for_drafts():
+            step.loses(0.5)
+            asked += 1
+    assert asked == pytest.approx(10_000 * LOSS_SHARE / 0.5, rel=0.5)
 
 
 @pytest.mark.parametrize(("more_s", "depth"), [(2.5, 4), (1.2, 2), (0.4, None)])
 def test_a_trial_takes_no_more_time_than_the_step_has(more_s: float, depth: int | None) -> None:
     step = Step(acceptance=0.0)
     step.drafting_takes(2.0)
-    assert any(step.ask_for_drafts(more_s) for _ in range(RETRIED))
+    step.plain_steps(200)
+    assert step.ask_for_drafts(more_s)
     assert step.depth(more_s) == depth
 
 
@@ -153,7 +168,8 @@ def test_prompts_are_read_in_the_time_that_drafts_leave_of_the_step() -> None:
 
 def test_a_network_is_not_tried_if_it_could_not_pay_either() -> None:
     step = Step(acceptance=0.0, token_s=2.0)
-    assert not any(step.ask_for_drafts() for _ in range(3 * RETRIED))
+    step.plain_steps(200)
+    assert not step.ask_for_drafts()
 
 
 def test_drafts_end_where_the_answer_does() -> None:

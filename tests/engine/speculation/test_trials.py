@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from worker.engine.speculation import speculator
+from worker.engine.speculation.mtp import HEAD_RATES
 from worker.engine.speculation.offer import DraftedRow, NetworkProposer, Offer, Proposer
 from worker.engine.speculation.speculator import Speculator
-from worker.engine.speculation.tuning import ASK_SHARE, CREDIT, HEAD_RATES, LOSS_SHARE
+from worker.engine.speculation.tuning import CREDIT, LOSS_SHARE
 from worker.outcomes import MAX_DRAFT
 from worker.request import GenerationRequest
 
@@ -155,7 +156,7 @@ class Slow(Proposer):
 def test_looking_for_drafts_in_vain_takes_its_share(machine: Machine, share: float) -> None:
     slow, steps = Slow(machine, share * PLAIN_S), 5_000
     decode(machine, Speculator([slow], max_draft=MAX_DRAFT), steps)
-    assert slow.asked == pytest.approx(min(steps, steps * ASK_SHARE / share), rel=0.1, abs=3)
+    assert slow.asked == pytest.approx(min(steps, steps * LOSS_SHARE / share), rel=0.1, abs=3)
 
 
 @pytest.mark.parametrize("machine", range(5), indirect=True)
@@ -173,4 +174,4 @@ def test_what_a_head_gains_is_not_lost_to_pauses(machine: Machine) -> None:
 @pytest.mark.parametrize("steps", [400, 4_000])
 def test_a_head_that_does_not_pay_loses_its_share_and_the_first_trials(machine: Machine, steps: int) -> None:
     group = decode(machine, with_network(machine, BAD), steps)
-    assert machine.now <= PLAIN_S * ((1 + ASK_SHARE + LOSS_SHARE) * len(group.rows[0].answer) + CREDIT + 8)
+    assert machine.now <= PLAIN_S * ((1 + LOSS_SHARE) * len(group.rows[0].answer) + CREDIT + 8)

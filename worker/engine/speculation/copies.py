@@ -4,20 +4,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from worker.engine.speculation.offer import Acceptance, DraftedRow, Kind, Offer, Proposer
-from worker.engine.speculation.tuning import (
-    CANDIDATES,
-    CLASSES,
-    COPY_PRIORS,
-    CROWDED,
-    FOLLOWED,
-    GRAM,
-    INDEXED_PER_OFFER,
-    INDEXED_PER_STEP,
-    LEAST_SLOTS,
-    MAX_AGREEMENT,
-    PREDICTION_PRIORS,
-    WINDOW,
-)
+from worker.engine.speculation.tuning import INDEXED_PER_OFFER, INDEXED_PER_STEP, MAX_AGREEMENT, WINDOW
 from worker.outcomes import MAX_DRAFT, PREDICTION
 
 COPY = "copy"
@@ -72,7 +59,7 @@ class NgramIndex:
             slot = hash(gram) & mask
             previous.append(last[slot])
             last[slot] = position
-        if end > CROWDED * len(self._last):
+        if end > 4 * len(self._last):  # crowded: built anew, larger
             self._begin()
         return end - start
 
@@ -87,7 +74,7 @@ class NgramIndex:
             return
         gram = tuple(context[len(context) - self._size :])
         position = self._last[hash(gram) & len(self._last) - 1]
-        for _ in range(CANDIDATES):
+        for _ in range(8):  # candidates
             if position < 0:
                 return
             if (agreeing := agreement(self.tokens, position, context)) >= self._size:
@@ -96,7 +83,7 @@ class NgramIndex:
 
     def _begin(self) -> None:
         """Begin an empty index, of a size that fits the sequence."""
-        slots = max(LEAST_SLOTS, 1 << len(self.tokens).bit_length())
+        slots = max(1 << 10, 1 << len(self.tokens).bit_length())
         self._last = array("i", [-1]) * slots  # the last position of each slot
         self._previous = array("i")  # by position: the position before it in the same slot, or -1
 
@@ -119,7 +106,7 @@ class CopyProposer(Proposer):
 
     def __init__(self) -> None:
         self._shared = Acceptance(_prior)
-        self._rows = dict[str, RowCopies]()
+        self._rows = dict[str, _RowCopies]()
         self._turn = 0
 
     def begin_step(self, rows: Sequence[DraftedRow]) -> bool:
@@ -136,11 +123,11 @@ class CopyProposer(Proposer):
         """Return a draft after the row's last token, or None if its ending is new."""
         return self._followed(row).offer()
 
-    def _followed(self, row: DraftedRow) -> "RowCopies":
+    def _followed(self, row: DraftedRow) -> "_RowCopies":
         """Return the texts of a row, with its answer up to now."""
         copies = self._rows.get(row.id)
         if copies is None or copies.answered > len(row.answer):
-            copies = self._rows[row.id] = RowCopies(row, self._shared)
+            copies = self._rows[row.id] = _RowCopies(row, self._shared)
         if copies.answered < len(row.answer):
             copies.extend(row.answer[copies.answered :])
         return copies
@@ -150,19 +137,20 @@ class CopyProposer(Proposer):
         self._rows.pop(row.id, None)
 
 
-class RowCopies:
+class _RowCopies:
     """The texts that one row may copy from."""
 
     def __init__(self, row: DraftedRow, shared: Acceptance) -> None:
         # Following a long answer, of a row that resumes, token by token would delay the step.
-        answer = row.answer if len(row.answer) > FOLLOWED else ()
+        answer = row.answer if len(row.answer) > INDEXED_PER_OFFER else ()
         prediction = row.request.prediction
-        own = NgramIndex([*row.request.prompt[-WINDOW:], *answer[-WINDOW:]], GRAM, WINDOW)
+        gram = 2  # tokens of the shortest ending that is looked up: a single one occurs by chance
+        own = NgramIndex([*row.request.prompt[-WINDOW:], *answer[-WINDOW:]], gram, WINDOW)
         self._acceptance = shared.of_row()
         self._text = own
         self._sources = [_Source(COPY, own, own)]
         if prediction:
-            expected = NgramIndex(prediction[:WINDOW], GRAM, WINDOW)
+            expected = NgramIndex(prediction[:WINDOW], gram, WINDOW)
             self._sources.append(_Source(PREDICTION, expected, own, position=None if answer else 0))
         self.answered = len(answer)  # tokens of the answer that are in the text
 
@@ -208,12 +196,11 @@ class _Source:
         self._index, self._context = index, context
         self._agreeing = 0
         self._left = position or 0  # the position at which the row's text has left this one
-        self._kinds = [(name, max(each for each in CLASSES if each <= length)) for length in range(CLASSES[-1] + 1)]
 
     @property
     def kind(self) -> Kind:
-        """Proposer and class of the ending's length."""
-        return self._kinds[self._agreeing]
+        """Source and class of the ending's length: 1, 2 to 3, 4 to 7, ... tokens."""
+        return self.name, self._agreeing.bit_length()
 
     def index(self, most: int) -> int:
         """Index up to `most` tokens, and return their number."""
@@ -241,7 +228,7 @@ class _Source:
             self.position = None
 
     def _follow(self, position: int, agreeing: int) -> None:
-        self._agreeing = min(agreeing, CLASSES[-1])
+        self._agreeing = min(agreeing, MAX_AGREEMENT)
         self.position = position if position < len(self._index) else None
 
     def _find(self) -> None:
@@ -268,8 +255,8 @@ class _Source:
 
 
 def _prior(kind: Kind) -> float:
-    name, agreeing = kind
-    short, medium, long = COPY_PRIORS if name == COPY else PREDICTION_PRIORS
-    if agreeing < 4:
-        return short
-    return medium if agreeing < 8 else long
+    """Return the rate for endings below 4 tokens, below 8, or longer, of `scripts/bench speculation`: lower than those
+    of copied text, since they are learned without forwards too, and short endings occur by chance."""
+    name, length_class = kind
+    rates = (0.15, 0.5, 0.8) if name == COPY else (0.5, 0.8, 0.9)
+    return rates[min(max(length_class - 2, 0), 2)]

@@ -16,15 +16,8 @@ from worker.engine.cache.recurrent import Recurrence, SlotArraysCache
 from worker.engine.cache.verification import verification
 from worker.engine.memory import CHUNK, UNLIMITED_TOKENS
 from worker.engine.speculation.offer import DraftedRow, NetworkProposer, Offer, RowInput, RowTokens, view
-from worker.engine.speculation.tuning import (
-    DRAFT_DEPTH,
-    DRAFT_RATE,
-    LIKELY_ANSWER,
-    MAX_PREFILL,
-    MIN_PREFILL,
-    PREFILL_PER_TOKEN,
-    PREFILL_TRIED,
-)
+from worker.engine.speculation.tuning import MAX_PREFILL
+from worker.engine.step.tuning import MIN_CHUNK
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.outcomes import MAX_DRAFT
 
@@ -45,20 +38,20 @@ class PrefillChunks:
 
     def next_chunk(self, seconds: float) -> int:
         """Return the tokens of the next chunk, which is expected to take at most `seconds`: a longer one takes less for
-        each token. 0 if there is no time for `MIN_PREFILL`; the 16th time in a row one of as many is computed all the
+        each token. 0 if there is no time for `MIN_CHUNK`; the 16th time in a row one of as many is computed all the
         same, since a single slow chunk must not end all prefill."""
         if seconds <= 0:
             return 0
         if seconds == inf:
             return MAX_PREFILL
         if not self._tokens:
-            return MIN_PREFILL
+            return MIN_CHUNK
         tokens = int(min(MAX_PREFILL, 2 * self._tokens, self._tokens * seconds / max(self._seconds, 1e-9)))
-        self._too_slow = 0 if tokens >= MIN_PREFILL else self._too_slow + 1
-        if self._too_slow == PREFILL_TRIED:
+        self._too_slow = 0 if tokens >= MIN_CHUNK else self._too_slow + 1
+        if self._too_slow == 16:
             self._too_slow, self._tokens = 0, 0
-            return MIN_PREFILL
-        return tokens if tokens >= MIN_PREFILL else 0
+            return MIN_CHUNK
+        return tokens if tokens >= MIN_CHUNK else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +220,9 @@ class DraftModelProposer(NetworkProposer):
 
     It computes whole prompts, so rows with images or with tokens that were dropped get no drafts."""
 
-    def __init__(self, draft: DraftNetwork, depth: int = DRAFT_DEPTH, chunks: PrefillChunks | None = None) -> None:
+    def __init__(self, draft: DraftNetwork, depth: int = 4, chunks: PrefillChunks | None = None) -> None:
         """`depth`: most tokens of a draft. `chunks`: see `DraftRows`."""
-        super().__init__(DRAFT, [DRAFT_RATE] * depth)
+        super().__init__(DRAFT, [0.8] * depth)  # test_networks.py
         self._draft = draft
         self._chunks = chunks or PrefillChunks()
         self._batches = WeakKeyDictionary[Any, DraftRows]()
@@ -274,9 +267,10 @@ class DraftModelProposer(NetworkProposer):
         if request.images or request.kept_ranges is not None:
             return False
         tokens = len(request.prompt) + len(row.answer)
-        left = min(request.max_tokens - len(row.answer), LIKELY_ANSWER)
+        left = min(request.max_tokens - len(row.answer), 256)  # `max_tokens` is often far more than an answer has
         missing = tokens - self._computed.get(row.id, 0)
-        return tokens < self._draft.context and missing <= PREFILL_PER_TOKEN * left + 1 + MAX_DRAFT
+        # 8 tokens a token to come: a draft model computes one in a small part of the time of a decode step.
+        return tokens < self._draft.context and missing <= 8 * left + 1 + MAX_DRAFT
 
     def leave(self, id: str) -> None:
         """Free a row's slot in its batch."""

@@ -6,17 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker.engine.speculation.offer import Acceptance, DraftedRow, Offer, Proposer
-from worker.engine.speculation.tuning import (
-    GUESS_COMPARED,
-    GUESS_MEMORY,
-    GUESS_RIGHT,
-    GUESSES,
-    MIN_ACCEPTANCE,
-    MOST_CHOICES,
-    NAMESPACES,
-    REPLACED,
-    SURE,
-)
 from worker.outcomes import MAX_DRAFT
 from worker.request import GrammarState
 
@@ -27,7 +16,7 @@ _FORCED = (GRAMMAR, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class _Guess:
     """The usual token, and how often it was the right one, recent times counting more."""
 
     token: int
@@ -36,13 +25,15 @@ class Guess:
 
     @property
     def acceptance(self) -> float:
-        """Probability that the token is drawn."""
-        return (self.right + GUESS_RIGHT) / (self.compared + GUESS_COMPARED)
+        """Probability that the token is drawn: before any was, half of a guess counts as right."""
+        return (self.right + 0.5) / (self.compared + 1)
 
-    def after(self, token: int) -> "Guess":
+    def after(self, token: int) -> "_Guess":
         """Return the guess after a token was drawn in its place."""
-        right, compared = self.right * GUESS_MEMORY + (token == self.token), self.compared * GUESS_MEMORY + 1
-        return Guess(self.token if right >= REPLACED * compared else token, right, compared)
+        memory = 0.9  # weight that an observation keeps when the next one is made
+        right, compared = self.right * memory + (token == self.token), self.compared * memory + 1
+        usual = right >= 0.4 * compared  # else the newest token becomes the usual one
+        return _Guess(self.token if usual else token, right, compared)
 
 
 class GuessTable:
@@ -51,17 +42,17 @@ class GuessTable:
     longest time is dropped."""
 
     def __init__(self) -> None:
-        self._guesses = OrderedDict[int, Guess]()  # by key
+        self._guesses = OrderedDict[int, _Guess]()  # by key
 
-    def lookup(self, key: int) -> Guess | None:
+    def lookup(self, key: int) -> _Guess | None:
         """Return the guess for a set of allowed tokens, or None if it is new. `key`: its hash."""
         return self._guesses.get(key)
 
     def observe(self, key: int, token: int) -> None:
         """Record which token was drawn where these were allowed."""
         known = self._guesses.pop(key, None)
-        self._guesses[key] = known.after(token) if known else Guess(token)
-        if len(self._guesses) > GUESSES:
+        self._guesses[key] = known.after(token) if known else _Guess(token)
+        if len(self._guesses) > 1_024:  # some hundred bytes each. test_guesses.py
             self._guesses.popitem(last=False)
 
 
@@ -70,7 +61,7 @@ class GrammarProposer(Proposer):
     what is forced after that."""
 
     def __init__(self) -> None:
-        self._shared = Acceptance(lambda kind: SURE)
+        self._shared = Acceptance(lambda kind: 0.98)  # a model's tokens may be cut differently than the grammar's text
         self._rows = dict[str, _Row]()
         self._guesses = OrderedDict[str, GuessTable]()  # by namespace, so that no client's answers speed up another's
 
@@ -104,7 +95,7 @@ class GrammarProposer(Proposer):
     def _guesses_of(self, namespace: str) -> GuessTable:
         guesses = self._guesses.setdefault(namespace, GuessTable())
         self._guesses.move_to_end(namespace)
-        if len(self._guesses) > NAMESPACES:
+        if len(self._guesses) > 64:  # namespaces
             self._guesses.popitem(last=False)
         return guesses
 
@@ -153,13 +144,15 @@ class _Draft:
         self._rest = tokens[room:]
 
     def guess(self, mask: bytes, guesses: GuessTable) -> bool:
-        """Append the usual token among those of a mask. Returns False if there is none."""
-        if int.from_bytes(mask, "little").bit_count() > 8 * len(mask) * MOST_CHOICES:
+        """Append the usual token among those of a mask. Returns False if there is none, if it and all tokens before it
+        are hardly ever right, or in free text: where a grammar allows more than an eighth of the vocabulary, no token
+        is usual."""
+        if int.from_bytes(mask, "little").bit_count() > len(mask):  # of 8 bits a byte
             return False
         key = hash(mask)
         self.choices[len(self.tokens)] = key
         guess = guesses.lookup(key)
-        if guess is None or self._all_accepted * guess.acceptance < MIN_ACCEPTANCE:
+        if guess is None or self._all_accepted * guess.acceptance < 0.2:
             return False
         self._append(guess.token, guess.acceptance, GUESS)
         return True

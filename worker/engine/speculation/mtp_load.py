@@ -42,7 +42,7 @@ _DEPTHS = "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class _Layout:
     """One layout of MTP heads."""
 
     name: str
@@ -66,17 +66,17 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def layout_of(config: dict[str, Any]) -> Layout | None:
+def layout_of(config: dict[str, Any]) -> _Layout | None:
     """Return the layout of a head of this model; None if such heads are not loaded."""
     text = text_config(config)
     family = str(text.get("model_type") or config.get("model_type")).removesuffix("_text")
     if family in ("qwen3_5", "qwen3_5_moe"):
-        return Layout(family, _behind_mtp, lambda: _qwen3_5(text), _raw_convolutions, _is_convolution)
+        return _Layout(family, _behind_mtp, lambda: _qwen3_5(text), _raw_convolutions, _is_convolution)
     if family == "qwen3_next":
-        return Layout(family, _behind_mtp, lambda: _qwen3_next(text), _raw_experts, _is_first_expert)
+        return _Layout(family, _behind_mtp, lambda: _qwen3_next(text), _raw_experts, _is_first_expert)
     if family == "glm4_moe":
         last = int(text["num_hidden_layers"])
-        return Layout(family, lambda name: _glm_name(name, last), lambda: _glm4_moe(text), _never, _never)
+        return _Layout(family, lambda name: _glm_name(name, last), lambda: _glm4_moe(text), _never, _never)
     return None
 
 
@@ -187,20 +187,19 @@ def _renamed_stack(name: str, value: mx.array) -> Weights:
 
 _SAME = "model_type", "hidden_size", "vocab_size", "num_hidden_layers"  # config fields that head and trunk share
 _INDEX = "model.safetensors.index.json"
-_SHOWN = 3  # tensors that an error names
 
 
 @dataclass(frozen=True, slots=True)
-class HeadFiles:
+class _HeadFiles:
     """The safetensors files of a folder, of which some hold a head."""
 
     folder: Path
-    layout: Layout
+    layout: _Layout
     shapes: Shapes  # of all tensors in all files
     files: tuple[Path, ...]  # those that hold tensors of the head
 
 
-def find_head(folder: Path, config: dict[str, Any]) -> HeadFiles | None:
+def find_head(folder: Path, config: dict[str, Any]) -> _HeadFiles | None:
     """Return where the head of this model is; None if the folder has none that can be loaded. Reads the headers of the
     weight files. Raises ValueError if one of them is not a safetensors file or is truncated."""
     layout = layout_of(config)
@@ -209,7 +208,7 @@ def find_head(folder: Path, config: dict[str, Any]) -> HeadFiles | None:
     by_file = {file: tensor_shapes(file) for file in sorted(folder.glob("*.safetensors"))}
     holding = tuple(file for file, shapes in by_file.items() if any(map(layout.rename, shapes)))
     shapes = {name: shape for each in by_file.values() for name, shape in each.items()}
-    return HeadFiles(folder, layout, shapes, holding) if holding else None
+    return _HeadFiles(folder, layout, shapes, holding) if holding else None
 
 
 def files_to_download(index: dict[str, Any], config: dict[str, Any]) -> list[str]:
@@ -222,7 +221,7 @@ def files_to_download(index: dict[str, Any], config: dict[str, Any]) -> list[str
     return sorted(needed | ({deciding} if needed and deciding else set()))
 
 
-def load_head(network: nn.Module, found: HeadFiles, config: dict[str, Any], *, name: str) -> MTPHead:
+def load_head(network: nn.Module, found: _HeadFiles, config: dict[str, Any], *, name: str) -> MTPHead:
     """Return the head with its weights, in the trunk's dtype. Lazy. `config`: of the model that the head belongs to.
     `name`: the folder's name in errors. Raises `CannotStart` if the head does not fit the network or is damaged."""
     weights = _weights(found)
@@ -252,7 +251,7 @@ def refuse_other_model(head_config: dict[str, Any], config: dict[str, Any], *, n
             )
 
 
-def _weights(found: HeadFiles) -> Weights:
+def _weights(found: _HeadFiles) -> Weights:
     """Return the head's tensors, named as `MTPHead` names them. Lazy."""
     rename = found.layout.rename
     loaded = {name: value for file in found.files for name, value in _tensors(file).items()}
@@ -272,7 +271,7 @@ def _is_norm(name: str, value: mx.array) -> bool:
     return value.ndim == 1 and "norm" in name and name.endswith(".weight")
 
 
-def _quantize(head: MTPHead, weights: Weights, config: dict[str, Any], layout: Layout) -> None:
+def _quantize(head: MTPHead, weights: Weights, config: dict[str, Any], layout: _Layout) -> None:
     """Quantize the layers whose tensors are quantized, as the config says."""
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     if "group_size" not in quantization:
@@ -305,8 +304,8 @@ def _refuse_misshapen(head: MTPHead, weights: Weights, name: str) -> None:
 
 def _listed(names: Iterable[str]) -> str:
     first = sorted(names)
-    more = f" and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
-    return ", ".join(first[:_SHOWN]) + more
+    more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+    return ", ".join(first[:3]) + more
 
 
 def _match_dtype(head: MTPHead, trunk: Trunk) -> None:

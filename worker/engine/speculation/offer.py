@@ -5,15 +5,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol, overload
 
-from worker.engine.speculation.tuning import (
-    KNOWN,
-    LEAST_RATE,
-    MOST_RATE,
-    NETWORK_MEMORY,
-    PRIOR_TOKENS,
-    ROW_MEMORY,
-    SHARED_MEMORY,
-)
 from worker.outcomes import MAX_DRAFT
 from worker.request import GenerationRequest
 
@@ -55,7 +46,7 @@ class RowInput(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RowView:
+class _RowView:
     """A row with its next input as a part of the answer."""
 
     id: str
@@ -68,10 +59,10 @@ def undelivered(row_input: RowInput) -> list[int]:
     return [] if row_input.row.last_unfed else [row_input.token]
 
 
-def view(row_input: RowInput) -> RowView:
+def view(row_input: RowInput) -> "DraftedRow":
     """Return the row with its next input as a part of the answer."""
     row = row_input.row
-    return RowView(row.id, row.request, row.answer if row.last_unfed else [*row.answer, row_input.token])
+    return _RowView(row.id, row.request, row.answer if row.last_unfed else [*row.answer, row_input.token])
 
 
 class RowTokens(Sequence[int]):
@@ -141,10 +132,10 @@ class Acceptance:
     others."""
 
     def __init__(
-        self, prior: Callable[[Kind], float], memory: float = SHARED_MEMORY, all_rows: "Acceptance | None" = None
+        self, prior: Callable[[Kind], float], memory: float = 0.995, all_rows: "Acceptance | None" = None
     ) -> None:
         """`prior`: the rate of a kind of which no token was compared. `memory`: weight that an observation keeps when
-        the next one is made. `all_rows`: learns from this row too."""
+        the next one is made; with 0.995 the last 200 count. `all_rows`: learns from this row too."""
         self._prior = prior
         self._memory = memory
         self._all_rows = all_rows
@@ -152,7 +143,8 @@ class Acceptance:
 
     def of_row(self) -> "Acceptance":
         """Return the acceptance in one row more."""
-        return Acceptance(self.rate, ROW_MEMORY, self)
+        # The last ten count, so a row that begins to copy, or ceases to, is noticed at once.
+        return Acceptance(self.rate, memory=0.9, all_rows=self)
 
     def observe(self, kind: Kind, right: bool) -> None:
         """Record if a token of a draft was right. Tokens after a wrong one are not compared."""
@@ -161,15 +153,11 @@ class Acceptance:
         if self._all_rows:
             self._all_rows.observe(kind, right)
 
-    def compared(self, kind: Kind) -> float:
-        """Return the number of tokens that were compared, of which recent ones count more."""
-        return self._counts.get(kind, (0.0, 0.0))[1]
-
     def rate(self, kind: Kind) -> float:
         """Return the probability that the next token of a draft is right, if those before it were."""
         right, compared = self._counts.get(kind, (0.0, 0.0))
-        share = (right + PRIOR_TOKENS * self._prior(kind)) / (compared + PRIOR_TOKENS)
-        return LEAST_RATE if share < LEAST_RATE else min(share, MOST_RATE)
+        prior_tokens = 4.0  # that the prior counts as. test_acceptance.py
+        return (right + prior_tokens * self._prior(kind)) / (compared + prior_tokens)
 
 
 class Proposer:
@@ -205,12 +193,13 @@ class NetworkProposer(Proposer):
     right: from what rows draw, whether the drafts were verified or not."""
 
     def __init__(self, kind: str, hoped: Sequence[float]) -> None:
-        """`hoped`: acceptance rate of each token of a draft, if those before it are right, until enough drafts were
+        """`hoped`: acceptance rate of each token of a draft, if those before it are right, before any was
         compared. A network that would not pay with these is not tried."""
         self.kind = kind
         self._hoped = tuple(hoped)
         self._drafts: dict[str, _Draft] = {}
-        self._acceptance = Acceptance(lambda kind: self._hoped[kind[1]], NETWORK_MEMORY)  # in all rows
+        # In all rows, of which single ones have too few drafts to tell: the last 50 of a depth count.
+        self._acceptance = Acceptance(lambda kind: self._hoped[kind[1]], memory=0.98)
 
     @property
     def depth(self) -> int:
@@ -285,6 +274,4 @@ class NetworkProposer(Proposer):
     @property
     def _rates(self) -> tuple[float, ...]:
         """Acceptance rates by depth."""
-        if self._acceptance.compared((self.kind, 0)) < KNOWN:
-            return self._hoped
         return tuple(self._acceptance.rate((self.kind, depth)) for depth in range(self.depth))

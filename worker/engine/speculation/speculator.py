@@ -22,7 +22,7 @@ from worker.engine.speculation.offer import (
     undelivered,
     view,
 )
-from worker.engine.speculation.tuning import RETRIED, RETRIED_MOST, STALLED
+from worker.engine.speculation.tuning import STALLED
 from worker.engine.speculation.verify import allowed
 from worker.engine.speculation.width import DraftBudget, ForwardCosts, choose_width, expected_tokens, likeliest
 from worker.engine.step.planner import GapLimit
@@ -126,9 +126,6 @@ class Speculator:
         self.costs, self._budget = ForwardCosts(), DraftBudget()
         self._offered: dict[str, _Proposal] = {}  # by row: the last offer
         self._begun = True  # rows have joined, and proposers have work for them
-        self._steps = 0
-        self._tried_at = 0  # the step in which a network was tried that did not pay, or one has paid
-        self._retried = RETRIED  # steps from then to the next trial
         self._trying: NetworkProposer | None = None  # drafts in this step although that is not expected to pay
         self._more_s = inf  # most seconds that drafts may add to the forward of each group in this step
         self._running_s = 0.0  # expected seconds of the plain steps that groups have launched in this step
@@ -152,14 +149,13 @@ class Speculator:
         """Return the groups that are expected to gain from drafts in their next step. Called once in each step. `gap`:
         limit of the step."""
         self._running_s = 0.0
-        self._steps += 1
         if not self.max_draft:
             return []
         if self._begun:
             rows = [row for group in groups for row in group.rows if _takes_drafts(row)]
             self._begun = sum(proposer.begin_step(rows) for proposer in self._proposers) > 0
         chosen = list[_AnyGroup]()
-        if self._budget.may_ask and not self.costs.is_plain_due(len(group.rows) for group in groups):
+        if self._budget.may_ask and not self.costs.is_plain_due():
             self._more_s = self._share_s(groups, gap) if gap else inf
             chosen = [group for group in groups if self._more_s > 0 and self._worthwhile(group)]
         for group in groups:
@@ -195,13 +191,9 @@ class Speculator:
         may take more than a plain one."""
         self._offer(rows)
         ahead = [_Ahead(row, self._most(row), self._foreseen(row)) for row in rows]
-        if plan := self._plan(ahead, more_s):
-            self._trying = None
-            if plan.network:
-                self._tried_at, self._retried = self._steps, RETRIED
-            return True
-        self._trying = self._trial(ahead, more_s)
-        return self._trying is not None
+        plan = self._plan(ahead, more_s)
+        self._trying = None if plan else self._trial(ahead, more_s)
+        return bool(plan or self._trying)
 
     def _offer(self, rows: Sequence[SpeculatingRow]) -> None:
         """Hold for each row the offer of which the most tokens are expected."""
@@ -247,13 +239,12 @@ class Speculator:
         return choose_width(offers, self.costs, widest, most_s, network)
 
     def _trial(self, ahead: Sequence[_Ahead], more_s: float) -> NetworkProposer | None:
-        """Return a network that is tried in this step, if any, now and then: texts change, and so does what drafts
-        cost."""
-        if not self._networks or self._steps - self._tried_at < self._retried:
+        """Return a network that is tried in this step, if any: texts change, and so does what drafts cost. It must have
+        made up for what the last trial lost."""
+        if not any(map(self._budget.is_full, self._networks)):
             return None
-        self._tried_at, self._retried = self._steps, min(2 * self._retried, RETRIED_MOST)
         hoped = self._plan(ahead, more_s, hopeful=True)
-        return hoped.network if hoped else None
+        return hoped.network if hoped and self._budget.is_full(hoped.network) else None
 
     # The verification of a group's drafts
 

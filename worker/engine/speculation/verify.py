@@ -12,7 +12,7 @@ from worker.outcomes import Logprobs
 from worker.request import GenerationRequest, GrammarState
 
 
-class SampledRow(Protocol):
+class _SampledRow(Protocol):
     """The part of a row that its positions use."""
 
     request: GenerationRequest
@@ -27,7 +27,7 @@ class Position:
     """A place in a row's answer, with what the sampler and the logits processors need to draw its token."""
 
     def __init__(
-        self, row: SampledRow, request: GenerationRequest, index: int, before: Sequence[int], mask: bytes | None
+        self, row: _SampledRow, request: GenerationRequest, index: int, before: Sequence[int], mask: bytes | None
     ) -> None:
         """`request`: the row's, without its grammar. `index`: number of the token among those that the forward draws
         for the row. `before`: tokens between the answer of the row and this one. `mask`: the tokens that the grammar
@@ -49,7 +49,7 @@ class Position:
         return key >> 32, key & 0xFFFFFFFF  # the layout of mx.random.key
 
 
-def positions_after(row: SampledRow, token: int, draft: Sequence[int]) -> Iterator[Position]:
+def positions_after(row: _SampledRow, token: int, draft: Sequence[int]) -> Iterator[Position]:
     """Yield a position after the row's next input and after each token of the draft, as far as the row's grammar allows
     the draft. The grammar accepts the input, unless it has before."""
     grammar, masks = row.request.grammar, list[bytes | None]([None] * (len(draft) + 1))
@@ -63,7 +63,7 @@ def positions_after(row: SampledRow, token: int, draft: Sequence[int]) -> Iterat
         yield Position(row, request, index, [*undelivered, *draft[:index]], mask)
 
 
-def take_back(row: SampledRow) -> None:
+def take_back(row: _SampledRow) -> None:
     """Let the row's grammar take back the input that it has accepted for `positions_after`."""
     if row.request.grammar and not row.last_unfed:
         row.request.grammar.rollback(1)
@@ -103,7 +103,7 @@ class Accepted:
 
 def draw_positions(
     logits: mx.array, fed: Sequence[Sequence[int]], positions: Sequence[Sequence[Position]]
-) -> "DrawnPositions":
+) -> "_DrawnPositions":
     """Draw a token at each position. `logits`: (rows, width, vocab); `fed`: the inputs of each row, of which the first
     have a position each. Lazy."""
     width, vocab = logits.shape[1:]
@@ -119,7 +119,7 @@ def draw_positions(
     norm = mx.logsumexp(own, axis=-1, keepdims=True)
     logprobs = own - norm
     drawn = draw(logprobs, asked)
-    return DrawnPositions(
+    return _DrawnPositions(
         drawn,
         mx.isfinite(norm[:, 0]),
         mx.isfinite(mx.logsumexp(logits, axis=-1)),
@@ -138,7 +138,7 @@ def _logprobs(asked: Sequence[Position], logprobs: mx.array, drawn: mx.array) ->
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnPositions:
+class _DrawnPositions:
     """The tokens drawn at all positions of a forward, row after row. Lazy."""
 
     tokens: mx.array  # (positions,)

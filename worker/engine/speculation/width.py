@@ -2,24 +2,16 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from math import inf
 
 from worker.engine.speculation.offer import Offer
 from worker.engine.speculation.tuning import (
-    ASK_CREDIT,
-    ASK_SHARE,
     CREDIT,
     DRAFT_COST,
     LEAST_GAIN,
     LOSS_SHARE,
-    MEAN_OF,
-    NEAR,
-    OUTDATED,
-    PLAIN_AGAIN,
     PLAIN_EVERY,
-    PLAIN_MOST,
     PLAIN_WANTED,
-    RESUMED,
     ROW_COST,
     SAMPLES,
     STALE,
@@ -46,15 +38,14 @@ class _Shape:
 
     def observe(self, seconds: float, plain_s: float, at: int) -> None:
         """Record a forward. `at`: its number."""
-        age = at - self._observed_at
-        if age > OUTDATED:
-            self._keep_last(1 if age > STALE else TRIALS)
+        if self._seconds and self._is_old(at):
+            self._seconds = deque([self._seconds[-1]], SAMPLES)
         self._seconds.append(seconds)
         self._plain_s, self._observed_at = plain_s, at
 
-    def _keep_last(self, number: int) -> None:
-        while len(self._seconds) > number:
-            self._seconds.popleft()
+    def _is_old(self, at: int) -> bool:
+        """Return True if plain steps were measured anew since the last forward."""
+        return at - self._observed_at > PLAIN_EVERY
 
     def is_known(self, at: int) -> bool:
         """Return True if there are enough measurements, and recent ones."""
@@ -68,7 +59,7 @@ class _Shape:
     def plain_steps(self, plain_s: float, at: int, estimate: float | None = None) -> float:
         """Return the lower quartile in plain steps, which take `plain_s` seconds now. `estimate`: of a shape that is
         not known; the last measurement counts if it is lower."""
-        then_s = self._plain_s if at - self._observed_at > OUTDATED else plain_s
+        then_s = self._plain_s if self._is_old(at) else plain_s
         if estimate is None:
             return self.seconds / max(then_s, 1e-9)
         return min(estimate, self._seconds[-1] / max(then_s, 1e-9))
@@ -92,23 +83,17 @@ class ForwardCosts:
         self._counts = Counter[int]()  # of plain steps, by rows
         self._means = dict[int, float]()  # by rows: the mean seconds of plain steps without stalls
         self._drafts = dict[str, dict[tuple[int, int], deque[float]]]()  # plain steps, by network, rows and tokens
-        self._steps = PLAIN_AGAIN  # since plain steps were measured
+        self._steps = 0  # since plain steps were measured
         self._wanted = PLAIN_WANTED  # measurements, in the plain steps that are due
 
-    def is_plain_due(self, groups: Iterable[int]) -> bool:
+    def is_plain_due(self) -> bool:
         """Advance by a step in which drafts might be verified, and return True if it should be a plain one, so that
-        these are measured. `groups`: rows of each group."""
+        these are measured. One is timed if it follows two others, and no row joins meanwhile, so that is given up after
+        twice as many as are wanted."""
         self._steps += 1
-        if self._steps > PLAIN_EVERY + PLAIN_MOST or self._wanted <= 0:
+        if self._steps > PLAIN_EVERY + 2 * PLAIN_WANTED or self._wanted <= 0:
             self._steps, self._wanted = 0, PLAIN_WANTED
-        if PLAIN_AGAIN < self._steps <= PLAIN_EVERY and not all(map(self._knows_plain, groups)):
-            self._steps = PLAIN_EVERY + 1
         return self._steps > PLAIN_EVERY
-
-    def _knows_plain(self, rows: int) -> bool:
-        """Return True unless plain steps of this number of rows must be measured before anything is compared with them:
-        those of many more rows take longer."""
-        return rows >= NEAR * min(self._plain, default=0)
 
     def observe(self, rows: int, width: int, seconds: float) -> None:
         """Record the seconds of a step: with its host's work, and as far as it delayed the next. A wider one counts
@@ -117,9 +102,11 @@ class ForwardCosts:
         if width == 1:
             usual_s = self._observe_plain(rows, seconds)
             self._counts[rows] += 1
+            # About 24 steps count: three in a hundred are plain while drafts are verified, and single ones vary by a
+            # fifth.
             most_s = STALLED * usual_s
             mean_s = min(self._means.get(rows, seconds), most_s)
-            self._means[rows] = mean_s + (min(seconds, most_s) - mean_s) / min(self._counts[rows], MEAN_OF)
+            self._means[rows] = mean_s + (min(seconds, most_s) - mean_s) / min(self._counts[rows], 24)
             if self._steps > PLAIN_EVERY:
                 self._wanted -= 1
             else:
@@ -291,57 +278,49 @@ def choose_width(
 # What drafts may lose: the second of the two rules.
 
 
-@dataclass(slots=True)
-class _Balance:
-    """Seconds that drafts of a source may still lose, and if it is paused, since it has none left."""
-
-    seconds: float
-    paused: bool = False
-
-
 class DraftBudget:
     """Keeps account of what drafts lose and gain, as measured, whatever was expected of them.
 
-    Looking for drafts that no forward verifies may take `ASK_SHARE` of the time of plain steps, of all sources
-    together, and what drafts gain. Each source has a balance. What a step with its drafts takes longer is subtracted,
-    the time of the plain steps that they save is added. A source whose balance is used up is paused until its part of
-    `LOSS_SHARE` has filled it with `RESUMED` plain steps again. So all decoding takes at most 1 + `ASK_SHARE` +
+    Each source of drafts has a balance, and so has looking for drafts that no forward verifies. What that takes, and
+    what a step with drafts takes longer, is subtracted; the time of the plain steps that drafts save is added. Who has
+    nothing left pauses, until its part of `LOSS_SHARE` has filled its balance again. So all decoding takes at most 1 +
     `LOSS_SHARE` times the time of plain steps, and for each source `CREDIT` plain steps and one step with drafts
     more."""
 
     def __init__(self) -> None:
-        self._ask_s = 0.0  # seconds for which drafts may still be looked for in vain
-        self._balances = dict[object, _Balance]()
+        self._left_s = dict[object, float]({_ASKS: 0.0})  # by source: seconds that it may still lose
         self._step_s = 0.0  # of the last plain step; 0: none was measured, and no draft is verified before
 
     @property
     def may_ask(self) -> bool:
         """True if drafts may be looked for in this step."""
-        return self._step_s > 0 and self._ask_s >= 0
+        return self._step_s > 0 and self.allows(_ASKS)
 
     def allows(self, source: object) -> bool:
         """Return True if the source may take time."""
-        balance = self._balances.get(source)
-        return balance is None or not balance.paused
+        return self._left_s.get(source, 0.0) >= 0
+
+    def is_full(self, source: object) -> bool:
+        """Return True if the source may lose all of its credit."""
+        return self._left_s.get(source, inf) >= CREDIT * self._step_s
 
     def pass_time(self, step_s: float, steps: float = 1.0) -> None:
         """Record that `steps` plain steps of `step_s` seconds have run, or that drafts have made the tokens of as
         many."""
         self._step_s = step_s
-        time_s = steps * step_s
-        self._ask_s = min(self._ask_s + ASK_SHARE * time_s, ASK_CREDIT * step_s)
-        if short := [each for each in self._balances.values() if each.seconds < CREDIT * step_s]:
-            for balance in short:
-                self._change(balance, LOSS_SHARE * time_s / len(short))
+        short = [source for source in self._left_s if not self.is_full(source)]
+        for source in short:
+            self.charge(source, -LOSS_SHARE * steps * step_s / len(short))
 
     def charge_asks(self, seconds: float) -> None:
         """Subtract seconds for which drafts were looked for, if no forward has verified any."""
-        self._ask_s -= seconds
+        self.charge(_ASKS, seconds)
 
     def charge(self, source: object, seconds: float) -> None:
         """Subtract seconds that a source took and that plain decoding does not take; fewer than 0 were gained."""
-        balance = self._balances.setdefault(source, _Balance(CREDIT * self._step_s))
-        self._change(balance, -seconds)
+        most_s = CREDIT * self._step_s
+        left_s = self._left_s.get(source, most_s)
+        self._left_s[source] = min(left_s - seconds, max(left_s, most_s))
 
     def charge_verified(
         self,
@@ -365,11 +344,7 @@ class DraftBudget:
             lost_s[source] += wider_s * tokens / proposed - step_s * right / rows
         for source, lost in lost_s.items():
             self.charge(source, lost)
-        self._ask_s = min(self._ask_s + max(0.0, -sum(lost_s.values())), ASK_CREDIT * step_s)
+        self.charge_asks(min(0.0, sum(lost_s.values())))  # gains pay for looking for more
 
-    def _change(self, balance: _Balance, seconds: float) -> None:
-        balance.seconds = min(balance.seconds + seconds, max(balance.seconds, CREDIT * self._step_s))
-        if balance.seconds <= 0:
-            balance.paused = True
-        elif balance.seconds >= RESUMED * self._step_s:
-            balance.paused = False
+
+_ASKS = "asks"  # what looking for drafts is charged to
