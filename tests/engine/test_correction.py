@@ -6,34 +6,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.admission_controller import Calibration, Correction
+from worker.engine.admission_controller import Calibration, corrected
 
 GB = 10**9
 
 
 @given(st.floats(0.6, 3.9), st.integers(1, 1000))
 def test_a_correction_finds_a_steady_error_from_either_side(error: float, seed: int) -> None:
-    correction = Correction(1.0 + seed % 3)
+    factor = 1.0 + seed % 3
     for _ in range(200):
-        correction = correction.observe(100_000_000, int(error * 100_000_000))
-    assert correction.factor == pytest.approx(error, rel=0.01)
+        factor = corrected(factor, 100_000_000, int(error * 100_000_000))
+    assert factor == pytest.approx(error, rel=0.01)
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**11), st.integers(0, 10**12)), max_size=30))
 def test_a_correction_stays_within_bounds(seen: list[tuple[int, int]]) -> None:
-    correction = Correction()
+    factor = 1.0
     for predicted, measured in seen:
-        correction = correction.observe(predicted, measured)
-    assert 0.5 <= correction.factor <= 4.0
+        factor = corrected(factor, predicted, measured)
+    assert 0.5 <= factor <= 4.0
 
 
 def test_correction_rises_quickly_and_falls_slowly() -> None:
-    up, down = Correction().observe(10**9, 15 * 10**8), Correction().observe(10**9, 5 * 10**8)
-    assert up.factor - 1.0 > 5 * (1.0 - down.factor) > 0
+    up, down = corrected(1.0, 10**9, 15 * 10**8), corrected(1.0, 10**9, 5 * 10**8)
+    assert up - 1.0 > 5 * (1.0 - down) > 0
 
 
 def test_small_measurements_correct_nothing() -> None:
-    assert Correction().observe(1_000_000, 9_000_000) == Correction()
+    assert corrected(1.0, 1_000_000, 9_000_000) == 1.0
 
 
 def compared(calibration: Calibration, predicted: int, measured: int) -> list[tuple[int, int]]:

@@ -18,43 +18,27 @@ from worker.engine.admission.plan import (
     in_groups,
     plan_admission,
 )
-from worker.engine.admission.tuning import (
-    CALIBRATE_EVERY,
-    CHOOSE_BOUNDS_EVERY,
-    LEAST_FACTOR,
-    MOST_FACTOR,
-    NOISE_BYTES,
-    RECORD_EVERY,
-    WEIGHT_DOWN,
-    WEIGHT_UP,
-)
+from worker.engine.admission.tuning import MOST_FACTOR, NOISE_BYTES
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
 from worker.engine.memory import BUFFER_TOKENS, MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel, StepDemand
 from worker.request import GenerationRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """Ratio of measured to predicted memory, applied as `MemoryModel.factor`."""
+def raised(factor: float, predicted: int, measured: int) -> float:
+    """Return the ratio of measured to predicted memory after one step's measurement: it rises at once, and never falls.
+    `predicted`: bytes before correction."""
+    return factor if predicted < NOISE_BYTES else max(factor, min(MOST_FACTOR, measured / predicted))
 
-    factor: float = 1.0
 
-    def exceeded(self, predicted: int, measured: int) -> "Correction":
-        """Return the correction after one step's measurement: it rises at once to measured / predicted, and never
-        falls. `predicted`: bytes before correction."""
-        if predicted < NOISE_BYTES:
-            return self
-        return Correction(max(self.factor, min(MOST_FACTOR, measured / predicted)))
-
-    def observe(self, predicted: int, measured: int) -> "Correction":
-        """Return the correction moved towards measured / predicted, faster upwards than downwards. Both are peak bytes
-        in addition to the weights; `predicted` is `MemoryModel.working_bytes` of the rows that ran."""
-        if predicted < NOISE_BYTES:
-            return self
-        ratio = min(MOST_FACTOR, max(LEAST_FACTOR, measured / predicted))
-        weight = WEIGHT_UP if ratio > self.factor else WEIGHT_DOWN
-        return Correction(self.factor + weight * (ratio - self.factor))
+def corrected(factor: float, predicted: int, measured: int) -> float:
+    """Return the ratio moved towards measured / predicted, faster upwards than downwards: running out of memory is
+    worse than leaving some unused. Both are peak bytes in addition to the weights; `predicted` is
+    `MemoryModel.working_bytes` of the rows that ran."""
+    if predicted < NOISE_BYTES:
+        return factor
+    ratio = min(MOST_FACTOR, max(0.5, measured / predicted))
+    return factor + (0.5 if ratio > factor else 0.05) * (ratio - factor)
 
 
 class Calibration:
@@ -62,20 +46,15 @@ class Calibration:
     `MemoryModel.working_bytes`: without weights, and not corrected."""
 
     def __init__(self) -> None:
-        self._correction = Correction()
+        self.factor = 1.0  # of measured to predicted memory, applied as `MemoryModel.factor`
         self._steps = 0
         self._last_predicted = 0  # for the step recorded last
         self._max_predicted = self._max_measured = 0  # of a step since the last comparison
 
-    @property
-    def factor(self) -> float:
-        """The factor of predictions: see `MemoryModel.factor`."""
-        return self._correction.factor
-
     def skip_step(self, measured: int) -> bool:
         """Count a step without a prediction, if a prediction would not raise the correction. Returns False, and counts
         nothing, if the step must be recorded. Its prediction must be at least that of the step recorded last."""
-        is_due = (self._steps + 1) % RECORD_EVERY == 0
+        is_due = (self._steps + 1) % 16 == 0  # so the last step before a comparison is recorded
         if is_due or measured > self.factor * max(self._last_predicted, NOISE_BYTES):
             return False
         self._steps += 1
@@ -88,23 +67,23 @@ class Calibration:
         self._steps += 1
         self._max_measured = max(self._max_measured, measured)
         before = self.factor
-        self._correction = self._correction.exceeded(max(predicted, self._last_predicted), measured)
+        self.factor = raised(before, max(predicted, self._last_predicted), measured)
         self._max_predicted = max(self._max_predicted, predicted)
         self._last_predicted = predicted
         return self.factor != before
 
     def compare(self) -> tuple[int, int] | None:
-        """Return the largest predicted bytes, corrected, and the largest measured bytes of the last `CALIBRATE_EVERY`
+        """Return the largest predicted bytes, corrected, and the largest measured bytes of the last 64
         steps, and move predictions towards what was measured. Returns None in the steps between."""
         predicted, measured = self._max_predicted, self._max_measured
-        if self._steps % CALIBRATE_EVERY:
+        if self._steps % 64:
             return None
         self._max_predicted = self._max_measured = 0
         if not predicted:
             return None
-        corrected = round(self.factor * predicted)
-        self._correction = self._correction.observe(predicted, measured)
-        return corrected, measured
+        expected = round(self.factor * predicted)
+        self.factor = corrected(self.factor, predicted, measured)
+        return expected, measured
 
 
 @dataclass(slots=True)
@@ -255,7 +234,7 @@ class AdmissionController:
         `active`: rows in prefill and decoding rows, the oldest first."""
         waiting = [each.estimated(self._limits.costs, self._lengths) for each in self._waiting.values()]
         bounds, limits = self._bounds, self._corrected()
-        if not active or self._num_plans % CHOOSE_BOUNDS_EVERY == 0:
+        if not active or self._num_plans % 8 == 0:  # choosing takes several times as long as a plan
             bounds = best_bounds(waiting, active, decoding, bounds, limits)
         return plan_admission(waiting, active, decoding, bounds, limits)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engine.step.cost import CostEstimate, PromptCost
-from worker.engine.step.tuning import MAX_CHUNK, MIN_CHUNK, MIN_TOKENS_TIME_PER_PASS
+from worker.engine.step.tuning import MAX_CHUNK, MIN_CHUNK
 
 COSTS = st.builds(PromptCost, st.floats(0, 0.05), st.floats(1e-6, 1e-2), st.floats(0, 1e-6))
 
@@ -50,8 +50,8 @@ def test_a_pass_takes_at_most_as_long_as_a_decode_step_of_one_row() -> None:
 def test_a_worthwhile_chunk_is_the_shortest_that_is_worth_its_pass(cost: PromptCost) -> None:
     tokens = cost.worthwhile
     assert MIN_CHUNK <= tokens <= MAX_CHUNK
-    assert tokens == MAX_CHUNK or tokens * cost.token_s >= MIN_TOKENS_TIME_PER_PASS * cost.forward_s
-    assert tokens == MIN_CHUNK or (tokens - 2) * cost.token_s < MIN_TOKENS_TIME_PER_PASS * cost.forward_s
+    assert tokens == MAX_CHUNK or tokens * cost.token_s >= cost.forward_s
+    assert tokens == MIN_CHUNK or (tokens - 2) * cost.token_s < cost.forward_s
 
 
 def test_pass_for_a_cut_does_not_raise_the_cost_of_a_token() -> None:

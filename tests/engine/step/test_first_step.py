@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engine.step.cost import CostEstimate
-from worker.engine.step.planner import FirstStep, StepBudget
-from worker.engine.step.tuning import FIRST_STEP_AT_MOST_S, FIRST_STEP_WITHIN_S, GAP_STEPS
+from worker.engine.step.planner import FirstStep, StepBudget, longest_gap_s
+from worker.engine.step.tuning import FIRST_STEP_AT_MOST_S, FIRST_STEP_WITHIN_S
 
 STEP_S = 0.1
 PROMPTS = st.lists(st.floats(0.01, 5), max_size=40)
@@ -53,7 +53,7 @@ def test_waits_for_each_prompt_that_fits_in_the_first_time() -> None:
 
 def test_slowdown_is_a_step_and_a_pass_for_what_they_leave_of_the_gap() -> None:
     made = budget(0.02)
-    gap_s = GAP_STEPS * STEP_S / made.overrun
+    gap_s = longest_gap_s(STEP_S, 0.0) / made.overrun
     assert made.slowdown(0.08) == pytest.approx(0.1 / (gap_s - 0.1))
     assert made.slowdown(10.0) < inf  # two and a half decode times leave time
 

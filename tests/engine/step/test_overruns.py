@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engine.step.cost import CostEstimate, StepKind
-from worker.engine.step.planner import Backlog, DecodingRows, Overruns, StepBudget
-from worker.engine.step.tuning import GAP_STEPS, MOST_OVERRUN, OF_GAPS, OVERRAN, STALL
+from worker.engine.step.planner import Backlog, DecodingRows, Overruns, StepBudget, longest_gap_s
+from worker.engine.step.tuning import MOST_OVERRUN, OF_GAPS, OVERRAN, STALL
 
 STEP_S = 0.1
-GAP_S = GAP_STEPS * STEP_S
+GAP_S = longest_gap_s(STEP_S, 0.0)
 USUAL = 1.02
 JOINS = StepKind(joins=True)
 KINDS = [StepKind(joins, shared) for joins in (False, True) for shared in (False, True)]

@@ -16,10 +16,9 @@ from worker.engine.step.tuning import (
     FIRST_TOKEN_S,
     LATE_FACTOR,
     MIN_CHUNK,
-    OFFLINE_EVERY,
-    OLDEST_FIRST_EVERY,
     REMAINDER_PASSES,
     SHORT_PASSES,
+    TURN_EVERY,
 )
 from worker.outcomes import Phase
 
@@ -154,7 +153,7 @@ def test_offline_prompts_take_no_interactive_time(
     assert [chunk for chunk in chunks_of(forwards) if chunk not in offline] == chunks_of(
         plan(interactive, limits(target + more, enough_s=enough), step, UNBOUNDED)
     )
-    if offline and (interactive or step % OFFLINE_EVERY):
+    if offline and (interactive or step % TURN_EVERY):
         assert seconds_of(forwards, rows, cost) <= target * 1.000001
 
 
@@ -165,7 +164,7 @@ def test_the_first_interactive_prompt_always_advances(
     # Below zero, since a join without cost fits into no time, and an interactive one may take a part of a pass more.
     chunks = planned(rows, -1 - seconds - REMAINDER_PASSES * cost.forward_s, cost, step)
     interactive = any(row.lane == "interactive" for row in rows)
-    assert len(chunks) == (interactive or (bool(rows) and step % OFFLINE_EVERY == 0))
+    assert len(chunks) == (interactive or (bool(rows) and step % TURN_EVERY == 0))
     for chunk in chunks:
         assert chunk.tokens or chunk.joins
 
@@ -347,8 +346,8 @@ def test_a_late_prompt_waits_only_for_those_that_take_less_than_a_multiple_of_it
 
 def test_one_step_in_eight_begins_with_the_oldest() -> None:
     late, soon = fast("late", 300, FIRST_TOKEN_S), fast("soon", 1500, 0.1)
-    firsts = [in_turn([late, soon], step)[0] for step in range(2 * OLDEST_FIRST_EVERY)]
-    assert firsts == (["late"] + ["soon"] * (OLDEST_FIRST_EVERY - 1)) * 2
+    firsts = [in_turn([late, soon], step)[0] for step in range(2 * TURN_EVERY)]
+    assert firsts == (["late"] + ["soon"] * (TURN_EVERY - 1)) * 2
 
 
 def test_offline_prompts_are_never_late() -> None:
@@ -398,14 +397,14 @@ class Steps:
 @pytest.mark.parametrize("arriving", [1, 5, 9])
 def test_prompt_takes_eight_times_as_long_as_alone_at_most_however_many_arrive(length: int, arriving: int) -> None:
     steps = Steps([Prompt("long", length)], seconds=0.1)
-    steps.run(OLDEST_FIRST_EVERY * -(-length // 100), arriving)
+    steps.run(TURN_EVERY * -(-length // 100), arriving)
     assert "long" in steps.finished
 
 
 @pytest.mark.parametrize("length", [0, 1, MIN_CHUNK, 100])
 def test_offline_prompt_finishes_even_if_decoding_leaves_no_time(length: int) -> None:
     steps = Steps([Prompt("file", length, "batch")], seconds=-0.1)
-    steps.run(OFFLINE_EVERY * (length // MIN_CHUNK + 3), arriving=0)
+    steps.run(TURN_EVERY * (length // MIN_CHUNK + 3), arriving=0)
     assert "file" in steps.finished
 
 

@@ -6,7 +6,7 @@ from tests.engine.step.running import DECODE_S, Running
 from worker.engine.step.cost import CostEstimate
 from worker.engine.step.plan import PromptState
 from worker.engine.step.planner import StepPlanner
-from worker.engine.step.tuning import OLDEST_FIRST_EVERY
+from worker.engine.step.tuning import TURN_EVERY
 
 STEP_S, LONGEST = 0.1, 10**6
 
@@ -53,9 +53,9 @@ def test_steps_are_counted_however_often_they_are_planned(planner: StepPlanner, 
     old = PromptState("old", 0, 2000, 1.5, "interactive", costs.now)
     new = PromptState("new", 0, 20, 0.0, "interactive", costs.now)
     firsts = list[str]()
-    for _ in range(2 * OLDEST_FIRST_EVERY):
+    for _ in range(2 * TURN_EVERY):
         planner.begin_step()
         [[first, *_], [again, *_]] = [planner.plan([new, old], Running(), 0.0, LONGEST) for _ in range(2)]
         assert first == again
         firsts.append(first.chunks[0].id)
-    assert [firsts.index("old"), firsts.count("old")] == [OLDEST_FIRST_EVERY - 1, 2]
+    assert [firsts.index("old"), firsts.count("old")] == [TURN_EVERY - 1, 2]

@@ -4,8 +4,9 @@ pay for its length; a separate group costs another pass over the weights instead
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from worker.engine.admission.tuning import COST_PRIOR, MAX_STALENESS, PACE_WEIGHT, REGROUP_BELOW
+from worker.engine.admission.tuning import LEAST_GAIN
 from worker.engine.fitting import LeastSquares
+from worker.engine.step.tuning import PACE_WEIGHT
 
 _CELLS = 1e4  # cells are counted in this unit, so that all three unknowns have similar magnitude
 
@@ -31,7 +32,10 @@ class MeasuredCost:
     """Estimates a `StepCost` from measured steps."""
 
     def __init__(self) -> None:
-        self._fit = LeastSquares(COST_PRIOR)
+        # Priors that groups, rows and cells cost nothing, in measurements. Weak for groups: while all steps are alike,
+        # their cost is assigned to the passes over the weights, so rows are not divided before length is measured to
+        # cost. test_grouping.
+        self._fit = LeastSquares((1e-3, 10.0, 0.3))
         # Seconds of the latest steps, relative to those by their groups: it follows changes of the device quickly.
         self._pace = 1.0
         self.most_rows = 0  # of a step that was measured
@@ -45,7 +49,8 @@ class MeasuredCost:
         self._fit.observe((len(groups), rows, cells / _CELLS), seconds)
         if usual_s := self.cost().step_s(groups):
             pace = seconds / usual_s
-            self._pace = min(self._pace + PACE_WEIGHT * (pace - self._pace), MAX_STALENESS * pace)
+            # A fast step after slow ones ends their expectation. test_grouping.
+            self._pace = min(self._pace + PACE_WEIGHT * (pace - self._pace), 1.25 * pace)
 
     def expected_s(self, groups: Sequence[Sequence[int]]) -> float:
         """Return the expected seconds of the next step, if it is of these groups and verifies no drafts. 0 before any
@@ -94,7 +99,7 @@ def placing(groups: Sequence[Sequence[int]], cost: StepCost) -> Callable[[int], 
         ]
         least_s = min(added_s)
         alone_s, together_s = before_s + cost.rows_s(1, length), before_s + least_s
-        return len(shapes) if alone_s < REGROUP_BELOW * together_s else added_s.index(least_s)
+        return len(shapes) if LEAST_GAIN * alone_s < together_s else added_s.index(least_s)
 
     return at
 
@@ -111,7 +116,7 @@ def regroup(
         members = [i for i, each in enumerate(classes) if each == number]
         chosen += [[members[i] for i in group] for group in partition([lengths[i] for i in members], cost)]
     better_s = cost.step_s([[lengths[i] for i in group] for group in chosen])
-    return chosen if better_s < REGROUP_BELOW * cost.step_s(groups) else None
+    return chosen if LEAST_GAIN * better_s < cost.step_s(groups) else None
 
 
 def partition(lengths: Sequence[int], cost: StepCost) -> list[list[int]]:

@@ -25,7 +25,7 @@ from worker.engine.admission.decision import (
     longest_answer,
     victims,
 )
-from worker.engine.admission.tuning import FIRST_ANSWER, GROWTH, KNOWN_ANSWERS, QUANTILE, RECENT_ANSWERS, ROWS_TRIED
+from worker.engine.admission.tuning import QUANTILE
 from worker.engine.memory import BUFFER_TOKENS, CHUNK, NO_IMAGES, ImageDemand, Occupancy
 from worker.engine.step.tuning import MAX_CHUNK
 
@@ -40,19 +40,21 @@ class AnswerLengths:
 
     def observe(self, lane: Lane, tokens: int) -> None:
         """Record the length of an answer that has ended."""
-        recent = self._recent.setdefault(lane, deque(maxlen=RECENT_ANSWERS))
+        recent = self._recent.setdefault(lane, deque(maxlen=256))
         recent.append(tokens)
-        if len(recent) >= KNOWN_ANSWERS:
+        if len(recent) >= 16:  # fewer tell nothing
             self._at_first[lane] = sorted(recent)[int(self._quantile * (len(recent) - 1))]
 
     def likely(self, lane: Lane, drawn: int = 0) -> int:
         """Return the tokens to reserve for an answer of which `drawn` tokens are known."""
-        return max(self._at_first.get(lane, FIRST_ANSWER), grown(drawn) if drawn else BUFFER_TOKENS)
+        at_first = self._at_first.get(lane, 1_024)  # unknown: a limit that workers had for all answers. test_growth
+        return max(at_first, grown(drawn) if drawn else BUFFER_TOKENS)
 
 
 def grown(tokens: int) -> int:
-    """Return the tokens to reserve at least for an answer that has outgrown its reservation."""
-    return tokens + max(BUFFER_TOKENS, tokens // GROWTH)
+    """Return the tokens to reserve at least for an answer that has outgrown its reservation: an eighth more, as buffers
+    get."""
+    return tokens + max(BUFFER_TOKENS, tokens // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,7 @@ def best_bounds(
     """Return the best bounds, assuming that the decoding rows are moved into their classes. Tries the first waiting
     rows only. For the parameters see `plan_admission`."""
     costs, free = limits.costs, limits.max_bytes - _held_bytes(waiting)
-    first_rows = sorted(waiting, key=_is_offline)[:ROWS_TRIED]
+    first_rows = sorted(waiting, key=_is_offline)[:32]
 
     def try_bounds(bounds: Bounds) -> Trial | None:
         rows, waiting_rows = (

@@ -5,24 +5,9 @@ from dataclasses import dataclass
 from math import ceil, inf, sqrt
 
 from worker.engine.fitting import LeastSquares
-from worker.engine.step.tuning import (
-    CLASSES,
-    COPIED_BYTES_PER_S,
-    FIRST_WEIGHT,
-    GROWTH_PRIOR,
-    LENGTH_PRIOR,
-    MAX_CHUNK,
-    MIN_CHUNK,
-    MIN_TOKENS_TIME_PER_PASS,
-    PACE_WEIGHT,
-    PASS_PRIOR,
-    STEP_WEIGHT,
-    TOKENS_PER_S,
-    VALID_S,
-)
+from worker.engine.step.tuning import CLASSES, MAX_CHUNK, MIN_CHUNK, PACE_WEIGHT
 
 _TOKENS_UNIT = 1e3  # tokens are counted in this unit, so that all unknowns have similar magnitude
-_CHUNK_UNIT = 1e2  # and the tokens of a chunk in this one
 _BYTES_UNIT = 1e8  # bytes are counted in this unit
 
 
@@ -51,9 +36,9 @@ class PromptCost:
 
     @property
     def worthwhile(self) -> int:
-        """Length in tokens of the shortest chunk that is worth its pass over the weights, between `MIN_CHUNK` and
-        `MAX_CHUNK`."""
-        return max(MIN_CHUNK, min(MAX_CHUNK, ceil(MIN_TOKENS_TIME_PER_PASS * self.forward_s / max(self.token_s, 1e-9))))
+        """Length in tokens of the shortest chunk that is worth its pass over the weights: its tokens take as long as
+        the pass. Between `MIN_CHUNK` and `MAX_CHUNK`."""
+        return max(MIN_CHUNK, min(MAX_CHUNK, ceil(self.forward_s / max(self.token_s, 1e-9))))
 
     def longest_chunk(self, seconds: float, done: int) -> int:
         """Return the length in tokens of the longest chunk that takes at most `seconds`, after `done` tokens of its
@@ -69,18 +54,23 @@ class PromptCost:
 class CostEstimate:
     """Learns what the chunks of prompts in one phase cost, and the joins of their rows."""
 
-    def __init__(self, tokens_per_s: float = TOKENS_PER_S, *, least: int = MIN_CHUNK) -> None:
-        """`tokens_per_s`: speed assumed before any measurement. `least`: tokens of the shortest chunk that is measured;
-        shorter chunks mostly measure overhead."""
+    def __init__(self, tokens_per_s: float = 2000.0, *, least: int = MIN_CHUNK) -> None:
+        """`tokens_per_s`: speed assumed before any measurement, by default that of a small model on a laptop. `least`:
+        tokens of the shortest chunk that is measured; shorter chunks mostly measure overhead."""
         self._least = least
-        self._tokens, self._joins = LeastSquares(LENGTH_PRIOR), LeastSquares((*LENGTH_PRIOR, GROWTH_PRIOR))
-        self._passes = LeastSquares(PASS_PRIOR)  # seconds of chunks by their passes and tokens
+        # Priors: while all prompts have the same length, cost is assigned to tokens and rows. Weak for what few
+        # measurements tell: a pass, by two chunks of different length, and the growth of a buffer, by one. test_cost.
+        length_prior = 0.0, 0.1
+        self._tokens, self._joins = LeastSquares(length_prior), LeastSquares((*length_prior, 1e-3))
+        self._passes = LeastSquares((1e-3, 1e-3))  # seconds of chunks by their passes and tokens
         # Current time of a token relative to its long-term average. It follows changes of the device quickly, while the
         # cost of a token's position is measured only by long prompts, which are rare.
         self._pace = 1.0
-        self._tokens.observe((FIRST_WEIGHT, 0.0), FIRST_WEIGHT / tokens_per_s)
-        self._joins.observe((FIRST_WEIGHT, 0.0, 0.0), 0.0)
-        self._joins.observe((0.0, 0.0, FIRST_WEIGHT), FIRST_WEIGHT * _BYTES_UNIT / COPIED_BYTES_PER_S)
+        weight = 0.1  # of what is assumed, in measurements
+        copied_bytes_per_s = 2e9  # a memcpy on 2 cores took less
+        self._tokens.observe((weight, 0.0), weight / tokens_per_s)
+        self._joins.observe((weight, 0.0, 0.0), 0.0)
+        self._joins.observe((0.0, 0.0, weight), weight * _BYTES_UNIT / copied_bytes_per_s)
         self._forward_s = 0.0  # seconds of a pass over the weights
         self._most_forward_s = 0.0  # upper limit of that
 
@@ -114,7 +104,8 @@ class CostEstimate:
     def _observe_passes(self, passes: int, tokens: int, before: float, seconds: float) -> None:
         """Learn from a chunk what a pass over the weights costs. `before`: tokens before it, in `_TOKENS_UNIT`."""
         _, before_s = self._tokens.costs()
-        self._passes.observe((passes, tokens / _CHUNK_UNIT), seconds / self._pace - tokens * before * before_s)
+        # Hundreds of tokens, so that both unknowns have similar magnitude.
+        self._passes.observe((passes, tokens / 100), seconds / self._pace - tokens * before * before_s)
         self._forward_s = min(self._most_forward_s, self._pace * self._passes.costs()[0])
 
     def observe_forward(self, seconds: float) -> None:
@@ -177,9 +168,10 @@ class StepTimes:
         if not rows or not seconds:
             return
         place = min(rows.bit_length(), CLASSES) - 1
-        weight = STEP_WEIGHT if now < self._valid_until[place] else 1.0
+        weight = 0.05 if now < self._valid_until[place] else 1.0  # an average of some 20
         self._seconds[place] += weight * (seconds - self._seconds[place])
-        self._valid_until[place] = now + VALID_S
+        # A machine may get other work, so older times say nothing; a chat takes less than a minute.
+        self._valid_until[place] = now + 60.0
 
     def seconds(self, now: float) -> tuple[float, ...]:
         """Return the mean of each class; 0 if it has no step of the last minute."""

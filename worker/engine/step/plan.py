@@ -12,11 +12,10 @@ from worker.engine.step.tuning import (
     LATE_FACTOR,
     MAX_CHUNK,
     MIN_CHUNK,
-    OFFLINE_EVERY,
-    OLDEST_FIRST_EVERY,
     REMAINDER_PASSES,
     SHORT_CHUNKS,
     SHORT_PASSES,
+    TURN_EVERY,
 )
 from worker.outcomes import Phase
 
@@ -60,9 +59,9 @@ Order = Callable[[Iterable[PromptState], int], list[PromptState]]
 def in_order(waiting: Iterable[PromptState], step: int) -> list[PromptState]:
     """Return the prompts, the first to advance first: interactive ones, of these the ones that take the least time,
     less a part of the time that they have waited. The time of a prompt that can no longer have its first token within
-    `FIRST_TOKEN_S` counts `LATE_FACTOR` times. One step in `OLDEST_FIRST_EVERY` begins with the oldest instead. `step`:
+    `FIRST_TOKEN_S` counts `LATE_FACTOR` times. One step in `TURN_EVERY` begins with the oldest instead. `step`:
     number of the step, counting up."""
-    return sorted(waiting, key=_age if step % OLDEST_FIRST_EVERY == 0 else _rank)
+    return sorted(waiting, key=_age if step % TURN_EVERY == 0 else _rank)
 
 
 def _age(row: PromptState) -> tuple[bool, float]:
@@ -120,14 +119,14 @@ def plan(
 ) -> list[Forward]:
     """Return the forwards of a step. Spends each lane's seconds on the prompts in order, each in one forward at most;
     the time that interactive ones take is not left for offline ones. The first prompt always advances, if only by a few
-    tokens; an offline one does so in one step in `OFFLINE_EVERY`. `step`: number of the step, counting up. `longest`:
+    tokens; an offline one does so in one step in `TURN_EVERY`. `step`: number of the step, counting up. `longest`:
     most tokens of a forward. `packed_tokens` returns the tokens of a single prompt's chunk that takes as much memory as
     a shared forward: what its prompts hold is copied."""
     forwards, spent_s = list[Forward](), 0.0
     rows = order(prompts, step)
     while rows and (not forwards or spent_s < limits.enough_s):
         left_s = limits.spare_s[rows[0].lane] - spent_s
-        forced = not forwards and (rows[0].lane == "interactive" or step % OFFLINE_EVERY == 0)
+        forced = not forwards and (rows[0].lane == "interactive" or step % TURN_EVERY == 0)
         chunk = _chunk(rows[0], left_s, longest, forced=forced)
         if chunk is None:
             break

@@ -13,12 +13,9 @@ from worker.engine.step.plan import Order, PackedTokens, PromptState, StepLimits
 from worker.engine.step.tuning import (
     ALONE_STEPS,
     COMPUTED_WITHIN_S,
-    FAR_MORE,
     FIRST_OVERRUN,
     FIRST_STEP_AT_MOST_S,
     FIRST_STEP_WITHIN_S,
-    GAP_DECODES,
-    GAP_STEPS,
     LONG_GAP,
     MOST_OVERRUN,
     OF_GAPS,
@@ -31,7 +28,6 @@ from worker.engine.step.tuning import (
     OVERRUN_RANK,
     SHARED_ALONE_STEPS,
     STALL,
-    WITH_DRAFTS,
 )
 
 # The time that a step has for prefill: how long a gap between two tokens of a row may be, how much longer than planned
@@ -41,15 +37,16 @@ from worker.engine.step.tuning import (
 
 
 def longest_gap_s(step_s: float, decode_s: float) -> float:
-    """Return the most seconds that may pass between two tokens of a row while prompts wait. `step_s`: target of a
-    step."""
-    return max(GAP_STEPS * step_s, GAP_DECODES * decode_s)
+    """Return the most seconds that may pass between two tokens of a row while prompts wait: three targets, or two and
+    a half decode times, if that is longer. A promise of docs/settings.md. `step_s`: target of a step
+    (`SLUICE_STEP_MS`)."""
+    return max(3 * step_s, 2.5 * decode_s)
 
 
 def half_gap_s(step_s: float) -> float:
     """Return half of the longest gap of rows that decode fast. Decode steps that take more may make a longer gap, and
     only gaps planned to last more are compared with their plan. `step_s`: target of a step."""
-    return GAP_STEPS * step_s / 2
+    return longest_gap_s(step_s, 0.0) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +60,9 @@ class GapLimit:
         """Return the most seconds that the forwards of the step may take with drafts. `decode_s`: without. `running`:
         a decode step runs, whose tokens are delivered at the end of this one."""
         longest_s = longest_gap_s(self.step_s, decode_s)
-        most_s = min(WITH_DRAFTS * longest_s, longest_s - decode_s) if running else WITH_DRAFTS * longest_s
-        return most_s - self.elapsed_s
+        # The rest is for what is not predicted, such as rows that leave. `scripts/bench speculation`, test_budget.
+        most_s = 0.86 * longest_s
+        return (min(most_s, longest_s - decode_s) if running else most_s) - self.elapsed_s
 
 
 class Overruns:
@@ -175,7 +173,7 @@ class StepBudget:
         """Record the measured seconds of a gap between two tokens, which was planned to last `planned_s`. Short ones,
         which could not become too long, are ignored. `kind`: of the step that has made it; by default no row joined,
         and no forward was shared."""
-        longest_s = GAP_STEPS * self._step_s / self.overrun
+        longest_s = longest_gap_s(self._step_s, 0.0) / self.overrun
         if planned_s >= min(half_gap_s(self._step_s), LONG_GAP * longest_s):
             self._overruns.observe(seconds / planned_s, kind)
 
@@ -308,7 +306,7 @@ class StepPlanner:
         """Return the expected seconds of the next decode step, without those of copying buffers. With far more rows
         than were ever measured, it takes at least as long as a chunk of as many tokens: both multiply the weights with
         as many."""
-        if len(running) <= FAR_MORE * running.most_measured:
+        if len(running) <= 2 * running.most_measured:
             return running.step_s
         return max(running.step_s, self._costs.now.chunk_s(len(running), 0))
 

@@ -3,15 +3,6 @@ of `tests/engine/step/`; "simulate" is `scripts/simulate` with five runs by the 
 
 # How long a gap may be
 
-# Multiple of the target (`SLUICE_STEP_MS`) that a gap between two tokens of a row may last while prompts wait. A
-# promise of docs/settings.md. test_budget.
-GAP_STEPS = 3
-# Or this multiple of the decode time, if that is longer. A promise of
-# docs/settings.md. test_budget.
-GAP_DECODES = 2.5
-# Share of the longest gap that a step with drafts may take; the rest is for what is not predicted, such as rows that
-# leave. `scripts/bench speculation`, test_budget.
-WITH_DRAFTS = 0.86
 # Seconds within which waiting prompts should all be computed: they get the share of the time that this takes. Half a
 # second is where people begin to notice that a first token is late. test_budget, simulate.
 COMPUTED_WITHIN_S = 0.5
@@ -60,23 +51,18 @@ FIRST_STEP_WITHIN_S, FIRST_STEP_AT_MOST_S = 1.5, 10.0
 # simulate.
 FIRST_TOKEN_S = 2.0
 LATE_FACTOR = 8
-# One step in this many is for the prompts that have waited longest, so a late or long one advances under any load.
-# test_plan.
-OLDEST_FIRST_EVERY = 8
+# One step in this many is for those that would else wait for ever under load: it begins with the interactive prompt
+# that has waited longest, and an offline prompt computes a short chunk even if there is no time for it. test_plan.
+TURN_EVERY = 8
 # Seconds of its own time by which a prompt counts as shorter for each second that it has waited: it lets shorter ones
 # pass until it has waited for eight times the difference. test_plan, simulate.
 AGING = 1 / 8
-# In steps without enough time for an offline chunk, one in this many has a short one all the same. test_plan.
-OFFLINE_EVERY = 8
 
 # Chunks
 
 # Tokens of a chunk. Above the most, a larger one is hardly faster; below the least, most of its time is overhead:
 # measured on 2 cores with the bench's models. test_cost.
 MIN_CHUNK, MAX_CHUNK = 16, 2048
-# A chunk is worth its pass over the weights if its tokens take at least this multiple of the time of that pass.
-# test_cost, simulate.
-MIN_TOKENS_TIME_PER_PASS = 1.0
 # A prompt shares a forward if its remaining tokens take at most as long as this many passes over the weights, or are
 # at most `SHORT_CHUNKS` times as many as the others compute in it. The tokens of a longer one would delay the others,
 # and save little. test_plan, simulate.
@@ -86,26 +72,12 @@ SHORT_CHUNKS = 3
 # passes over the weights, although the step then lasts longer than planned: in a later step they would take a pass of
 # their own. The same holds for its join, which would leave a later step too little time for another chunk. test_plan.
 REMAINDER_PASSES = 0.25
-# Times as many rows as were measured: their decode step is not extrapolated from measured ones. test_planner.
-FAR_MORE = 2
 
-# What is assumed, and how fast measurements replace it
+# What is measured
 
-TOKENS_PER_S = 2000.0  # of prefill before any measurement: a small model on a laptop. test_cost
-COPIED_BYTES_PER_S = 2e9  # of joins before any measurement: a memcpy on 2 cores took less. test_cost
-FIRST_WEIGHT = 0.1  # of these assumptions, in measurements. test_cost
-PACE_WEIGHT = 0.2  # of the newest chunk in the pace of a token: five follow a change of the device. test_cost
-# Priors that amounts cost nothing, in measurements: see `LeastSquares`. While all prompts have the same length, cost
-# is assigned to tokens and rows. Weak for what few measurements tell: a pass, by two chunks of different length, and
-# the growth of a buffer, by one. test_cost.
-LENGTH_PRIOR = 0.0, 0.1
-PASS_PRIOR = 1e-3, 1e-3
-GROWTH_PRIOR = 1e-3
-
-# Step times that other workers see
-
+# Weight of the newest chunk in the pace of a token, and of the newest step in that of steps: five follow a change of
+# the device. test_cost, tests/engine/admission/test_grouping.py.
+PACE_WEIGHT = 0.2
 # Rows by powers of two, so that steps are compared with steps of about as many rows: 1, 2 to 3, ..., 128 and more.
 # test_times.
 CLASSES = 8
-STEP_WEIGHT = 0.05  # of the newest step: an average of some 20. test_times
-VALID_S = 60.0  # seconds: a machine may get other work, so older times say nothing; a chat takes less. test_times
