@@ -131,16 +131,6 @@ def test_share_computes_what_waits_by_the_time_that_the_oldest_may_wait() -> Non
     assert waiting.oldest_s + steps * (decode_s + prompts_s) == pytest.approx(COMPUTED_WITHIN_S)
 
 
-def test_time_of_a_chunk_that_is_worth_its_pass_is_left_within_the_longest_gap() -> None:
-    large = budget(forward_s=0.05, token_s=0.001)
-    spare = large.spare_s(DecodingRows(1, 1, 0.09), 0.0, Backlog(0.01, 0.0))
-    assert spare["interactive"] == pytest.approx(0.05 + 0.05, rel=0.05)
-    assert spare["batch"] == pytest.approx(0.01, abs=1e-6)
-    slow = budget(forward_s=0.1, token_s=0.001)
-    spare = slow.spare_s(DecodingRows(1, 1, 0.14), 0.0, Backlog(0.01, 0.0))
-    assert spare["interactive"] == pytest.approx(longest_gap_s(STEP_S, 0.14) / slow.overrun - 0.14, abs=1e-6)
-
-
 @given(st.sampled_from(LANES), st.floats(0, 0.5), st.floats(0, 0.5))
 def test_elapsed_time_of_the_step_is_not_left_for_prompts(lane: Lane, decode_s: float, other_s: float) -> None:
     made, running = budget(), DecodingRows(1, 1, decode_s)

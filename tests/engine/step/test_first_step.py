@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.engine.step.cost import CostEstimate
-from worker.engine.step.planner import FirstStep, StepBudget, longest_gap_s
+from worker.engine.step.planner import StepBudget, delays_first_step, longest_gap_s
 from worker.engine.step.tuning import FIRST_STEP_AT_MOST_S, FIRST_STEP_WITHIN_S
 
 STEP_S = 0.1
@@ -23,17 +23,17 @@ def budget(forward_s: float) -> StepBudget:
 
 
 def waits(rows: int, prompts: int, *, delayed_s: float = FIRST_STEP_WITHIN_S, slowdown: float = 1.0) -> bool:
-    return FirstStep(rows, delayed_s, slowdown).waits_for([SHORT_S] * prompts)
+    return delays_first_step(rows, delayed_s, slowdown, [SHORT_S] * prompts)
 
 
 @given(st.integers(1, 32), st.floats(0, 20), st.floats(0, 100))
 def test_waits_for_nothing_if_no_prompt_is_left(rows: int, delayed_s: float, slowdown: float) -> None:
-    assert not FirstStep(rows, delayed_s, slowdown).waits_for([])
+    assert not delays_first_step(rows, delayed_s, slowdown, [])
 
 
 @given(st.integers(1, 32), PROMPTS, st.floats(0, 20), st.floats(0, 100))
 def test_never_waits_longer_than_at_most(rows: int, prompts: list[float], delayed_s: float, slowdown: float) -> None:
-    if FirstStep(rows, delayed_s, slowdown).waits_for(prompts):
+    if delays_first_step(rows, delayed_s, slowdown, prompts):
         assert delayed_s + min(prompts) <= FIRST_STEP_AT_MOST_S
         assert min(prompts) <= FIRST_STEP_WITHIN_S
 
@@ -76,6 +76,6 @@ def test_first_tokens_come_earlier_in_the_mean_than_without_waiting_and_than_aft
         return (computed * first_s + sum([*later][1:])) / len(prompts)
 
     chosen = 1
-    while FirstStep(chosen, FIRST_STEP_WITHIN_S, slowdown).waits_for(prompts[chosen:]):
+    while delays_first_step(chosen, FIRST_STEP_WITHIN_S, slowdown, prompts[chosen:]):
         chosen += 1
     assert mean_s(chosen) <= min(mean_s(computed) for computed in range(1, 33)) * 1.01

@@ -16,8 +16,7 @@ from worker.engine.step.tuning import (
     FIRST_TOKEN_S,
     LATE_FACTOR,
     MIN_CHUNK,
-    REMAINDER_PASSES,
-    SHORT_PASSES,
+    SHORT_CHUNKS,
     TURN_EVERY,
 )
 from worker.outcomes import Phase
@@ -114,7 +113,7 @@ def test_plan_keeps_the_time_except_for_the_first_prompts_minimum(
 ) -> None:
     rows = [replace(row, cost=cost) for row in rows]
     forwards = plan(rows, limits(seconds), step, UNBOUNDED)
-    if seconds_of(forwards, rows, cost) > seconds * 1.000001 + REMAINDER_PASSES * cost.forward_s:
+    if seconds_of(forwards, rows, cost) > seconds * 1.000001:
         [chunk] = chunks_of(forwards)
         assert chunk.tokens <= MIN_CHUNK
         assert not (chunk.tokens and chunk.joins)
@@ -161,8 +160,7 @@ def test_offline_prompts_take_no_interactive_time(
 def test_the_first_interactive_prompt_always_advances(
     rows: list[PromptState], seconds: float, cost: PromptCost, step: int
 ) -> None:
-    # Below zero, since a join without cost fits into no time, and an interactive one may take a part of a pass more.
-    chunks = planned(rows, -1 - seconds - REMAINDER_PASSES * cost.forward_s, cost, step)
+    chunks = planned(rows, -1 - seconds, cost, step)  # below zero, since a join without cost fits into no time
     interactive = any(row.lane == "interactive" for row in rows)
     assert len(chunks) == (interactive or (bool(rows) and step % TURN_EVERY == 0))
     for chunk in chunks:
@@ -281,12 +279,6 @@ def test_a_cut_costs_a_pass_over_the_weights() -> None:
     assert planned([row], 112, cost) == [PromptChunk("a", 96)]
     assert planned([row], 106, cost) == [PromptChunk("a", 96)]  # rather than a pass for a token or two
     assert planned([replace(row, cuts=(10,))], 60, cost) == [PromptChunk("a", 40)]
-
-
-def test_small_rest_of_a_prompt_is_computed_with_its_last_chunk() -> None:
-    cost = PromptCost(forward_s=20.0, token_s=1.0)
-    assert planned([waiting("a", 55)], 70, cost) == [PromptChunk("a", 55, joins=True)]
-    assert planned([waiting("a", 56)], 70, cost) == [PromptChunk("a", 50)]
 
 
 def test_long_prompt_shares_no_forward_of_a_few_tokens() -> None:
@@ -461,10 +453,9 @@ def test_padding_counts_as_tokens() -> None:
 
 
 def test_long_prompt_shares_no_forward_with_a_short_one() -> None:
-    long = int(SHORT_PASSES * PASS.forward_s) + 1
-    assert together(short("a", 20), short("b", long)) == [[("a", 20, True)], [("b", long, True)]]
-    assert together(short("a", 20), short("b", long - 1))[0] == [("a", 20, True), ("b", 20, False)]
-    assert together(short("a", 30), short("b", 3 * 30))[0] == [("a", 30, True), ("b", 30, False)]
+    longest = SHORT_CHUNKS * 20
+    assert together(short("a", 20), short("b", longest))[0] == [("a", 20, True), ("b", 20, False)]
+    assert together(short("a", 20), short("b", longest + 1)) == [[("a", 20, True)], [("b", longest + 1, True)]]
 
 
 def test_prompts_share_a_forward_as_far_as_the_time_allows() -> None:
@@ -560,13 +551,3 @@ def test_prompt_with_the_least_time_is_first_not_the_one_with_the_fewest_tokens(
         PromptChunk("scored", 500, joins=True),
         PromptChunk("a", 50),
     ]
-
-
-def test_interactive_row_joins_in_the_step_of_its_last_chunk_if_that_takes_little_more() -> None:
-    cost = PromptCost(forward_s=0.04, token_s=0.001, join_s=0.009)
-    row = replace(waiting("a", 60), cost=cost)
-    [forward] = plan([row], limits(0.1), 1, UNBOUNDED)
-    assert forward.chunks == (PromptChunk("a", 60, joins=True),)
-    slow = replace(row, cost=replace(cost, join_s=0.011))
-    [forward] = plan([slow], limits(0.1), 1, UNBOUNDED)
-    assert forward.chunks == (PromptChunk("a", 60, joins=False),)

@@ -12,9 +12,7 @@ from worker.engine.step.tuning import (
     LATE_FACTOR,
     MAX_CHUNK,
     MIN_CHUNK,
-    REMAINDER_PASSES,
     SHORT_CHUNKS,
-    SHORT_PASSES,
     TURN_EVERY,
 )
 from worker.outcomes import Phase
@@ -195,8 +193,7 @@ def _tokens_to_share(row: PromptState, other: PromptState, tokens: int) -> int:
     left = other.remaining - own
     if own > uncut or (left and min(left, own) < row.cost.worthwhile):
         return 0
-    short_s = max(SHORT_PASSES * other.cost.forward_s, SHORT_CHUNKS * tokens * other.cost.token_s)
-    return own if other.remaining * other.cost.token_s <= short_s else 0
+    return own if other.remaining <= SHORT_CHUNKS * tokens else 0
 
 
 def _uncut(row: PromptState) -> int:
@@ -209,16 +206,12 @@ def _chunk(row: PromptState, seconds: float, longest: int, *, forced: bool) -> P
     `forced` one is never None, however short.
 
     If its join does not fit too, the row joins in the next step: leaving a token for that step would cost a pass."""
-    tokens, limit_s = _fitting(row, seconds, longest), seconds
-    if row.lane == "interactive":
-        limit_s += REMAINDER_PASSES * row.cost.forward_s
-        if 0 < tokens < row.remaining == _fitting(row, limit_s, longest):
-            tokens = row.remaining
+    tokens = _fitting(row, seconds, longest)
     if tokens < min(row.remaining, row.cost.worthwhile):
         if not forced:
             return None
         tokens = min(row.remaining, max(tokens, MIN_CHUNK))
-    joins = tokens == row.remaining and _forward_s(row, tokens) + _join_s(row) <= limit_s
+    joins = tokens == row.remaining and _forward_s(row, tokens) + _join_s(row) <= seconds
     if tokens == 0 and not joins:
         return PromptChunk(row.id, 0, joins=True) if forced else None
     return PromptChunk(row.id, tokens, joins)

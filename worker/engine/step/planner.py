@@ -13,7 +13,6 @@ from worker.engine.step.plan import Order, PackedTokens, PromptState, StepLimits
 from worker.engine.step.tuning import (
     ALONE_STEPS,
     COMPUTED_WITHIN_S,
-    FIRST_OVERRUN,
     FIRST_STEP_AT_MOST_S,
     FIRST_STEP_WITHIN_S,
     LONG_GAP,
@@ -22,7 +21,6 @@ from worker.engine.step.tuning import (
     OF_GAPS_ALIKE,
     OVERRAN,
     OVERRAN_ALIKE,
-    OVERRUN,
     OVERRUN_GAPS,
     OVERRUN_MARGIN,
     OVERRUN_RANK,
@@ -70,7 +68,7 @@ class Overruns:
 
     def __init__(self) -> None:
         self._gaps = deque(
-            [(FIRST_OVERRUN, PLAIN_STEP)] * OVERRUN_RANK, OVERRUN_GAPS
+            [(OVERRUN_MARGIN, PLAIN_STEP)] * OVERRUN_RANK, OVERRUN_GAPS
         )  # ratio, and the kind of the step
         self._expected: float | None = None  # by the gaps so far; None: not computed yet
 
@@ -100,11 +98,11 @@ class Overruns:
         }
         since = len(gaps) - OF_GAPS if repeating else len(gaps)
         counted = [ratio for i, (ratio, kind) in enumerate(gaps) if ratio <= STALL or i >= since or kind in alike]
-        return [*counted, *[FIRST_OVERRUN] * max(0, OVERRUN_RANK - len(counted))]
+        return [*counted, *[OVERRUN_MARGIN] * max(0, OVERRUN_RANK - len(counted))]
 
 
 def _overran(ratios: Sequence[float], least: int) -> bool:
-    return sum(ratio > OVERRUN for ratio in ratios) >= least
+    return sum(ratio > STALL for ratio in ratios) >= least
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +125,19 @@ class Backlog:
         return inf if self.seconds >= left_s else decode_s * self.seconds / (left_s - self.seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class FirstStep:
-    """The first decode step of rows of which none has begun its answer, so that no reader notices a pause."""
+def delays_first_step(rows: int, delayed_s: float, slowdown: float, prompts_s: Iterable[float]) -> bool:
+    """Return True if another prompt should be computed before the first decode step of rows of which none has begun its
+    answer, so that no reader notices a pause. Prompts that come together take less time without decode steps between
+    them: each second of them costs the joined rows a second, and saves every waiting prompt `slowdown` seconds.
 
-    rows: int  # that have joined
-    delayed_s: float  # since the first of them joined
-    slowdown: float  # of prompts, once these rows decode: see `StepBudget.slowdown`
-
-    def waits_for(self, prompts_s: Iterable[float]) -> bool:
-        """Return True if another prompt should be computed before the step. `prompts_s`: the seconds that each waiting
-        prompt takes. Prompts that come together take less time without decode steps between them: each second of them
-        costs the joined rows a second, and saves every waiting prompt `slowdown` seconds."""
-        waiting = [*prompts_s]
-        shortest_s = min(waiting, default=inf)
-        if shortest_s <= FIRST_STEP_WITHIN_S - self.delayed_s:
-            return True
-        in_time = shortest_s <= min(FIRST_STEP_WITHIN_S, FIRST_STEP_AT_MOST_S - self.delayed_s)
-        return in_time and self.rows < len(waiting) * self.slowdown
+    `rows`: that have joined. `delayed_s`: since the first of them joined. `slowdown`: of prompts, once these rows
+    decode: see `StepBudget.slowdown`. `prompts_s`: the seconds that each waiting prompt takes."""
+    waiting = [*prompts_s]
+    shortest_s = min(waiting, default=inf)
+    if shortest_s <= FIRST_STEP_WITHIN_S - delayed_s:
+        return True
+    in_time = shortest_s <= min(FIRST_STEP_WITHIN_S, FIRST_STEP_AT_MOST_S - delayed_s)
+    return in_time and rows < len(waiting) * slowdown
 
 
 _LANES: tuple[Lane, ...] = get_args(Lane)
@@ -204,12 +197,11 @@ class StepBudget:
         taken_s = elapsed_s + running.decode_s
         target_s = self._step_s - taken_s
         most_s = longest_gap_s(self._step_s, running.decode_s) / self.overrun - taken_s
-        cost = self._costs.now
-        least_s = cost.chunk_s(cost.worthwhile, 0)
         if not running.interactive:  # no gap that a reader notices
+            cost = self._costs.now
+            least_s = cost.chunk_s(cost.worthwhile, 0)
             return {"interactive": max(target_s, most_s), "batch": max(target_s, min(least_s, most_s))}
-        wanted_s = max(backlog.share_s(running.decode_s), least_s)
-        return {"interactive": max(target_s, min(wanted_s, most_s)), "batch": target_s}
+        return {"interactive": max(target_s, min(backlog.share_s(running.decode_s), most_s)), "batch": target_s}
 
 
 class RunningRows(Protocol):
@@ -319,8 +311,9 @@ class StepPlanner:
 
     def delays_first_step(self, running: RunningRows, delayed_s: float, waiting: Iterable[tuple[int, int]]) -> bool:
         """Return True if rows of which none has begun its answer should wait for another interactive prompt: see
-        `FirstStep`. `delayed_s`: seconds since the first of these rows joined. `waiting`: for each
+        `delays_first_step`. `delayed_s`: seconds since the first of these rows joined. `waiting`: for each
         interactive prompt that can be computed, the tokens that remain and the tokens that it holds."""
         cost = self._costs.now
-        first = FirstStep(len(running), delayed_s, self._budget.slowdown(self._decode_s(running)))
-        return first.waits_for(cost.rest_s(remaining, done) for remaining, done in waiting)
+        slowdown = self._budget.slowdown(self._decode_s(running))
+        prompts_s = (cost.rest_s(remaining, done) for remaining, done in waiting)
+        return delays_first_step(len(running), delayed_s, slowdown, prompts_s)
