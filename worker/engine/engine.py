@@ -46,13 +46,9 @@ from worker.request import GenerationRequest
 
 logger = logging.getLogger("sluice.engine")
 
-_CLEAR_EVERY = 16_384  # tokens computed between two clearings of MLX's buffer cache, whose buffers later steps reuse
-_PREFIX_SHARE = 4  # caches that outlive a request get 1 / share of the memory that the weights leave, by default
-_MAX_FAILURES = 10  # failures without a decoded token between them, after which the engine gives up
-
 
 class EngineBroken(Exception):
-    """`_MAX_FAILURES` failures without a decoded token between them: the rows are not the cause."""
+    """Several failures without a decoded token between them: the rows are not the cause."""
 
 
 @dataclass(slots=True)
@@ -95,7 +91,7 @@ class Engine:
         memory = memory_limit() if options.memory is None else options.memory
         self._admission = AdmissionController(costs, memory, options.rows)
         self._disk = open_disk(model) if open_disk else None
-        share = self._admission.free_bytes // _PREFIX_SHARE
+        share = self._admission.free_bytes // 4  # of the memory that the weights leave, by default
         prefix_bytes = share if options.prefix_bytes is None else options.prefix_bytes
         self._caches = EngineCaches(model, prefix_bytes, self._disk)
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
@@ -163,7 +159,7 @@ class Engine:
             step.buffers = self._running.buffers
             outcomes += [*self._part(self._decode), *self._part(self._tidy)]
             memory = self._compare_memory()
-        if self._failures >= _MAX_FAILURES:
+        if self._failures >= 10:  # so many are not the fault of single rows
             raise EngineBroken(f"{self._failures} failures without a decoded token between them")
         return self._report(outcomes, memory)
 
@@ -390,9 +386,9 @@ class Engine:
     # Tidy, compare, report
 
     def _tidy(self) -> tuple[Outcome, ...]:
-        """Rebalance the groups, and clear MLX's buffer cache every `_CLEAR_EVERY` computed tokens."""
+        """Rebalance the groups, and clear MLX's buffer cache now and then, not often: later steps reuse the buffers."""
         self._running.rebalance()
-        if self._computed >= _CLEAR_EVERY:
+        if self._computed >= 16_384:  # tokens
             self._computed = 0
             mx.clear_cache()
         return ()

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-_DECAY = 0.998  # of the weight of earlier measurements, for each new one: it halves after about 350
-
 
 class LeastSquares:
     """Online ridge regression of seconds on a fixed number of amounts."""
@@ -18,9 +16,10 @@ class LeastSquares:
     def observe(self, amounts: Sequence[float], seconds: float) -> None:
         """Record a measurement: `amounts` together took `seconds`. Amounts should have similar magnitude, near 1."""
         self._costs = None
+        kept = 0.998  # of the weight of earlier measurements: it halves after about 350
         for i, a in enumerate(amounts):
-            self._products[i] = self._products[i] * _DECAY + a * seconds
-            self._squares[i] = [earlier * _DECAY + a * b for earlier, b in zip(self._squares[i], amounts, strict=True)]
+            self._products[i] = self._products[i] * kept + a * seconds
+            self._squares[i] = [earlier * kept + a * b for earlier, b in zip(self._squares[i], amounts, strict=True)]
 
     def costs(self) -> list[float]:
         """Return the estimated seconds for one unit of each amount, at least 0."""

@@ -12,9 +12,6 @@ BUFFER_TOKENS = 256  # buffers grow in steps of this many tokens, as mlx-lm's do
 # Tokens of a prompt chunk that every prediction allows for. Longer chunks are only faster: see `longest_chunk`.
 CHUNK = 256
 
-# Arrays of the size of a state that a recurrence without a kernel holds at once, measured on a CPU.
-_LAYER_STATES = 8
-
 DRAWN_AT_ONCE = 1 << 21  # logits that tokens are sampled from at once
 # Bytes for each logit of a forward, and for each of those that are sampled from at once: measured on a CPU, with all
 # filters, penalties, grammars and logprobs, in float32 and bfloat16.
@@ -174,7 +171,8 @@ class MemoryModel:
         """Bytes of a row's states beyond the first, which exist only while drafts are verified."""
         if not self.max_draft:
             return 0
-        return (self.draft_states - 1) * self.state_bytes + _LAYER_STATES * self.state_layer_bytes
+        # A recurrence without a kernel holds 8 arrays of the size of a layer's state at once, measured on a CPU.
+        return (self.draft_states - 1) * self.state_bytes + 8 * self.state_layer_bytes
 
     def slack_bytes(self, groups: Iterable[Sequence[int]], buffers: Iterable[int]) -> int:
         """Return the bytes that buffers have beyond the needs of rows of these lengths: they do not shrink at once when

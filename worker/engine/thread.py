@@ -33,9 +33,6 @@ logger = logging.getLogger("sluice.engine")
 
 T = TypeVar("T")
 
-_WAIT_S = 0.05  # after which rows that wait for another thread are checked again
-_WRITER_S = 0.05  # until the writer of prefixes is asked again if it can take more, or has written all
-
 
 @dataclass(frozen=True, slots=True)
 class _Add:
@@ -143,7 +140,7 @@ class EngineThread:
                 case StoreResult() as stored:
                     return stored
                 case Storing() as attempt:
-                    await asyncio.sleep(_WRITER_S)
+                    await asyncio.sleep(0.05)  # until the writer may take more, or has written all
 
     def _has_loaded(self, model: Model) -> None:
         if not self._loaded.done():  # cancelled by a signal that came meanwhile
@@ -205,7 +202,7 @@ class EngineThread:
         """Return the next command, or `_Wake` after a while if active rows wait, which may give up waiting."""
         waits = len(engine) > 0 and not self._paused
         try:
-            return self._mailbox.get(timeout=_WAIT_S if waits else None)
+            return self._mailbox.get(timeout=0.05 if waits else None)  # seconds until they are checked again
         except queue.Empty:
             return _Wake()
 

@@ -61,7 +61,6 @@ class Stopwatch:
 
 
 _Collect = Callable[[DecodeBatch], list[StepToken]]
-_REBALANCE_EVERY = 32  # steps between two checks if other groups would be faster
 
 
 class Groups:
@@ -132,7 +131,7 @@ class Groups:
         began = time.perf_counter()
         lengths = [] if self.step_copy_bytes else self.lengths  # a step that copies buffers is not usual
         self._steps += 1
-        self._balanced = self._balanced and self._steps % _REBALANCE_EVERY > 0
+        self._balanced = self._balanced and self._steps % 32 > 0  # see `rebalance`
         groups = [*self._groups]
         drafted = list[DecodeBatch]()
         with isolate("the choice of drafts"):
@@ -342,9 +341,9 @@ class Groups:
             self._lose(group)
 
     def rebalance(self) -> None:
-        """Move rows to other groups if that makes steps faster and fits into memory. Checks every `_REBALANCE_EVERY`
-        steps, after rows have joined, and after the bounds have changed. Blocks if rows are moved. If it raises, the
-        groups must be cleared."""
+        """Move rows to other groups if that makes steps faster and fits into memory. Checks every 32 steps,
+        after rows have joined, and after the bounds have changed. Blocks if rows are moved. If it raises, the groups
+        must be cleared."""
         if self._balanced:
             return
         self._balanced = True

@@ -21,7 +21,6 @@ from worker.engine.upstream.mlx_lm import ArraysCache, CacheList, make_prompt_ca
 
 # Tokens of the trial row, and tokens with its padding: so many that every fast state decays.
 _UNPADDED, _PADDED = 5, 24
-_ROUNDING = 0.02  # of the largest value; in bfloat16, forwards of different shapes differ by about half of it
 
 _REFUSALS = ValueError, TypeError, NotImplementedError, AttributeError, IndexError  # of a model that cannot be packed
 
@@ -125,8 +124,9 @@ def _ignores_padding(network: nn.Module) -> bool:
         return False
     pack.compute()
     pack.unpack(0)
+    rounding = 0.02  # of the largest value; in bfloat16, forwards of different shapes differ by about half of it
     return all(
-        (mx.abs(state - expected).max() <= _ROUNDING * mx.abs(expected).max()).item()
+        (mx.abs(state - expected).max() <= rounding * mx.abs(expected).max()).item()
         for layer, reference in zip(layers(padded), layers(alone), strict=True)
         if isinstance(layer, ArraysCache)
         for state, expected in zip(layer.cache, reference.cache, strict=True)

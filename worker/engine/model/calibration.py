@@ -17,11 +17,6 @@ from worker.engine.cache.segments import is_sliceable
 from worker.engine.memory import BUFFER_TOKENS, CHUNK, MemoryModel
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 
-_LONGEST = 8192  # tokens; DeepSeek-V3.2 and GLM pick 2,048
-_PROBE = 32  # tokens of a chunk after a long context: precise enough, in an eighth of the time of a whole chunk
-_WEIGHTS_SHARE = 8  # a measurement may take 1 / share of the bytes of the weights,
-_LEAST_BYTES = 64_000_000  # or this many bytes if that is more
-
 
 class _Point(NamedTuple):
     """Measured memory of one chunk."""
@@ -49,8 +44,9 @@ def _longest(costs: MemoryModel, context: int) -> int:
     not matter or no context is short enough."""
     if all(kind.window for kind in costs.kv_layers):
         return 0
-    max_bytes = max(_LEAST_BYTES, costs.weights_bytes // _WEIGHTS_SHARE)
-    tokens = max(0, min(_LONGEST, context - 2 * CHUNK)) // BUFFER_TOKENS * BUFFER_TOKENS
+    max_bytes = max(64_000_000, costs.weights_bytes // 8)  # of a measurement
+    longest = min(8192, context - 2 * CHUNK)  # tokens; DeepSeek-V3.2 and GLM pick 2,048
+    tokens = max(0, longest) // BUFFER_TOKENS * BUFFER_TOKENS
     while tokens and costs.row_bytes(tokens) + costs.chunk_bytes(CHUNK, tokens) > max_bytes:
         tokens //= 2
     return tokens
@@ -58,10 +54,11 @@ def _longest(costs: MemoryModel, context: int) -> int:
 
 def _probed(network: nn.Module, context: int) -> list[_Point]:
     """Measure two consecutive chunks: which buffers exist at once varies with the scheduling of threads."""
+    chunk = 32  # tokens: precise enough, in an eighth of the time of a whole chunk
     cache = make_prompt_cache(network)
     network(mx.zeros((1, 2), mx.int32), cache=cache)
-    _pad(cache, context - 2 * _PROBE)  # these buffers have room for the probes
-    return [_measured(network, cache, context + at, _PROBE) for at in (0, _PROBE)]
+    _pad(cache, context - 2 * chunk)  # these buffers have room for both
+    return [_measured(network, cache, context + at, chunk) for at in (0, chunk)]
 
 
 def _measured(network: nn.Module, cache: list[Any], context: int, chunk: int) -> _Point:

@@ -24,9 +24,6 @@ from worker.engine.upstream.transformers import hub_errors
 from worker.engine.vision.load import TEXT_ONLY, Vision, is_vision_model, open_vision, refuse_unlike, with_encoder_cost
 from worker.errors import CannotStart
 
-_UNKNOWN_CONTEXT = 4096  # tokens, if a config has no length: short enough to be safe
-
-
 # They resize and normalize images, and compute their features.
 _IMAGE_LIBRARIES = "mlx-vlm", "transformers", "pillow"
 
@@ -162,8 +159,9 @@ def _measured(
 
 
 def context_of(config: dict[str, Any]) -> int:
-    """Return the context length in tokens, prompt and answer together, by the model's config."""
-    return int(config.get("text_config", config).get("max_position_embeddings") or _UNKNOWN_CONTEXT)
+    """Return the context length in tokens, prompt and answer together, by the model's config; if that has none, 4096,
+    which is short enough to be safe."""
+    return int(config.get("text_config", config).get("max_position_embeddings") or 4096)
 
 
 def open_text(

@@ -27,11 +27,7 @@ from worker.outcomes import MAX_DRAFT
 _HELD = {"chunked": "in chunks, as Llama 4 does", "quantized": "in quantized form"}
 
 _FEW, _MANY = 2, 2 + BUFFER_TOKENS  # tokens: many models treat a single token differently
-# Peak of a layer's intermediate results, relative to the output of its linear maps: 2.1 to 2.3 measured for dense and
-# MoE layers in float32.
-_LIVE = 2.5
 _EXPERTS = "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"
-_UNKNOWN_EXPERTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +119,14 @@ def profile(network: nn.Module, config: dict[str, Any]) -> ModelProfile:
     found = tuple(_layer(one, other) for one, other in zip(layers(few), layers(many), strict=True))
     # Some models do not call MLX's attention, and materialize all scores.
     unfused = text.get("num_attention_heads", 0) * width if any(layer.token_bytes for layer in found) else 0
+    # Peak of a layer's intermediate results, relative to the output of its linear maps: 2.1 to 2.3 measured for dense
+    # and MoE layers in float32.
+    live = 2.5
     return ModelProfile(
         layers=found,
         attention_calls=len(calls),
         score_bytes=max((call.score_bytes for call in set(calls)), default=unfused),
-        chunk_token_bytes=int(_LIVE * width * _outputs(network, text)),
+        chunk_token_bytes=int(live * width * _outputs(network, text)),
         dtype=str(logits.dtype).removeprefix("mlx.core."),
         vocab=logits.shape[-1],
     )
@@ -183,7 +182,7 @@ def _layer(few: Any, many: Any) -> Layer:
 
 def _outputs(network: nn.Module, text: dict[str, Any]) -> int:
     """Return the output values per token of all linear maps in the widest layer."""
-    experts = next((text[name] for name in _EXPERTS if text.get(name)), _UNKNOWN_EXPERTS)
+    experts = next((text[name] for name in _EXPERTS if text.get(name)), 8)  # 8 if the config does not say
 
     def outputs(parameters: Sequence[tuple[str, mx.array]]) -> int:
         maps = [array.shape for name, array in parameters if name.endswith("weight") and array.ndim >= 2]
@@ -195,7 +194,6 @@ def _outputs(network: nn.Module, text: dict[str, Any]) -> int:
 # Of recurrent states: "replay" and "stepping" are the classes of these names, "none" a model without states.
 States = Literal["none", "replay", "stepping"]
 
-_CONTEXT = 1024  # tokens: attention to fewer may use another kernel
 # Of a model that does not take several tokens, whatever it raises: it is served without drafts.
 _FAILURES = (
     UnknownRecurrence,
@@ -317,7 +315,8 @@ def _longest(network: nn.Module) -> int:
     calls = set[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], mx.Dtype, bool]]()
 
     def observe(q: mx.array, k: mx.array, v: mx.array, *, sinks: Any = None, **_: Any) -> None:
-        keys, values = _with_tokens(k.shape, _CONTEXT), _with_tokens(v.shape, _CONTEXT)
+        context = 1024  # tokens: attention to fewer may use another kernel
+        keys, values = _with_tokens(k.shape, context), _with_tokens(v.shape, context)
         calls.add((q.shape, keys, values, q.dtype, sinks is not None))
 
     with observed_attention(observe):

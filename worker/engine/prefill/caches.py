@@ -14,20 +14,16 @@ from worker.prefix_store.policy import LoadLimit
 from worker.prefix_store.reader import ReadAhead
 from worker.request import GenerationRequest
 
-# Each takes 1 / share of all bytes.
-_DRAFT_SHARE = 4
-_FEATURES_SHARE = 4
-
 
 class EngineCaches:
     """Owner of all caches that outlive a request, and of how they divide the bytes. For the engine's thread."""
 
     def __init__(self, model: Model, max_bytes: int, disk: DiskPrefixes | None = None) -> None:
-        """`max_bytes`: bytes for all caches together. A draft model and a vision model each get a share of them.
+        """`max_bytes`: bytes for all caches together. A draft model and a vision model each get a quarter of them.
         `disk`: the model's prefixes on disk, whose store has image features too; closed by `close`."""
         self._disk = disk
-        draft_bytes = max_bytes // _DRAFT_SHARE if model.draft else 0
-        features_bytes = max_bytes // _FEATURES_SHARE if model.vision else 0
+        draft_bytes = max_bytes // 4 if model.draft else 0
+        features_bytes = max_bytes // 4 if model.vision else 0
         prefix_bytes = max_bytes - draft_bytes - features_bytes
         self.prefix = PrefixCache(model.network, prefix_bytes, disk) if max_bytes > 0 else None
         self.draft = _draft_of(model, draft_bytes)

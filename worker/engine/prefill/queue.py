@@ -34,8 +34,6 @@ from worker.prefix_store.policy import LoadSize, load_limit_s
 from worker.prefix_store.reader import ReadAhead
 from worker.request import GenerationRequest
 
-_INSERT_TOKENS_PER_S = 1e6  # of what another thread has read, until it is measured
-
 
 class PrefillQueue:
     """All prompts that are in a phase before decoding. For the engine's thread."""
@@ -56,7 +54,7 @@ class PrefillQueue:
             # One layer of a vision encoder counts as a few tokens; until its speed is measured, advance by one token.
             "encoding": CostEstimate(model.costs.encoder.tokens_per_s, least=1),
             "prefill": CostEstimate(),
-            "loading": CostEstimate(_INSERT_TOKENS_PER_S),
+            "loading": CostEstimate(1e6),  # tokens/s, to insert what another thread has read, until it is measured
         }
         self._planner = StepPlanner(options.step_s, self._costs["prefill"], packed_tokens=model.costs.packed_tokens)
         self._ratio = model.costs.weights_bytes / max(1, weights_bytes(model.draft.network)) if model.draft else 1.0

@@ -39,20 +39,18 @@ from worker.request import GenerationRequest
 # replaced during a forward by one that receives the positions. Decoding replaces nothing, since slots store a row's
 # position separately from its length.
 
-_TRIAL = 4  # tokens
-
 
 def why_not_sparse(network: nn.Module, context: int) -> str | None:
     """Return why SpecPrefill cannot be used with this model for prompts of up to `context` tokens; None if it can. The
     model's rows must be able to share a batch.
 
     Computes a few tokens, so it loads the weights. Blocks. Must not run while another thread computes."""
-    cache = make_prompt_cache(network)
+    cache, trial = make_prompt_cache(network), 4  # tokens
     try:
-        with rope_at([*range(_TRIAL)], 0):
-            network(mx.zeros((1, _TRIAL), mx.int32), cache=cache)
+        with rope_at([*range(trial)], 0):
+            network(mx.zeros((1, trial), mx.int32), cache=cache)
         # Some models use positions only beyond a threshold. The nearest come first, since position tables are finite.
-        first, *others = (_logits_at(network, cache, position) for position in (_TRIAL, _TRIAL + 1, context - 1))
+        first, *others = (_logits_at(network, cache, trial, at) for at in (trial, trial + 1, context - 1))
     except UnsupportedRope as error:
         return f"This model rotates tokens by positions of its own: {error}."
     if all(mx.array_equal(first, other, equal_nan=True) for other in others):
@@ -60,11 +58,11 @@ def why_not_sparse(network: nn.Module, context: int) -> str | None:
     return "This model uses token positions not only in MLX's rope, but also in a table or a scale."
 
 
-def _logits_at(network: nn.Module, cache: list[Any], position: int) -> mx.array:
-    """Return the logits of a row's next token at a position of which only the rope replacement is informed. Lazy. If
-    they differ between positions, the model uses the position elsewhere."""
+def _logits_at(network: nn.Module, cache: list[Any], length: int, position: int) -> mx.array:
+    """Return the logits of the next token of a row of this length at a position of which only the rope replacement is
+    informed. Lazy. If they differ between positions, the model uses the position elsewhere."""
     batch = slots.batch_of(copy.deepcopy(cache), position)
-    with rope_at([_TRIAL], position):
+    with rope_at([length], position):
         logits: mx.array = network(mx.zeros((1, 1), mx.int32), cache=batch)
     return logits
 
@@ -72,8 +70,6 @@ def _logits_at(network: nn.Module, cache: list[Any], position: int) -> mx.array:
 # Queries whose attention is recorded: the prompt's last token, and the first tokens of an answer. On the tiny model, 4
 # gave scores of little use, and 16 no better ones than 8.
 LOOKAHEAD = 8
-_POOL = 13  # tokens, an odd number; on the tiny model 9 was worse, and 21 no better
-_MEMO = 16  # prompts; 13 MB if each has 200,000 tokens
 
 Scores = Sequence[float]  # one for each token of a prompt
 
@@ -111,7 +107,7 @@ class DraftScorer:
     def cache_scores(self, request: GenerationRequest, scores: Scores) -> None:
         """Store the scores of a prompt; the least recently used are dropped."""
         self._memo[_key(request)] = scores
-        if len(self._memo) > _MEMO:
+        if len(self._memo) > 16:  # prompts; 13 MB if each has 200,000 tokens
             self._memo.popitem(last=False)
 
 
@@ -222,8 +218,9 @@ class _Lookahead:
 def _pooled(max_weights: mx.array) -> mx.array:
     """Average each score with its neighbours', since adjacent tokens give a word its meaning. The paper does this for
     each head; for the maximum over all heads the result was as good, and it costs almost nothing."""
-    mean = mx.full((1, _POOL, 1), 1 / _POOL)
-    return mx.conv1d(max_weights[None, :, None], mean, padding=_POOL // 2).flatten()
+    width = 13  # tokens, an odd number; on the tiny model 9 was worse, and 21 no better
+    mean = mx.full((1, width, 1), 1 / width)
+    return mx.conv1d(max_weights[None, :, None], mean, padding=width // 2).flatten()
 
 
 # Recording attention while one token is computed
@@ -273,8 +270,6 @@ def attention(
 
 # Checks at start
 
-_LONG = 1 << 18  # tokens: longer than any sliding window
-
 
 def why_not_draft(target: Sequence[str], draft: Sequence[str], network: nn.Module) -> str | None:
     """Return why this network cannot be the draft, and what to do; None if it can. `target` and `draft`: tokens of the
@@ -298,20 +293,21 @@ def why_not_draft(target: Sequence[str], draft: Sequence[str], network: nn.Modul
 def _probe_long_prompt(network: nn.Module) -> tuple[AttentionProbe, bool, int]:
     """Return the attention record at the end of a long prompt, whether any layer keeps keys by token, and the number of
     logits. Everything is lazy, so only shapes are known."""
+    long = 1 << 18  # tokens: longer than any sliding window
     cache, token = make_prompt_cache(network), mx.zeros((1, 1), mx.int32)
     network(token, cache=cache)
     kept = [layer for layer in layers(cache) if is_sliceable(layer) and layer.keys is not None]
     for layer in kept:
-        layer.keys, layer.values = _lengthened(layer.keys), _lengthened(layer.values)
-        layer.offset = _LONG
-    with probe_attention(_LONG + 1) as probe:
+        layer.keys, layer.values = _lengthened(layer.keys, long), _lengthened(layer.values, long)
+        layer.offset = long
+    with probe_attention(long + 1) as probe:
         logits = network(token, cache=cache)
     return probe, bool(kept), logits.shape[-1]
 
 
-def _lengthened(buffer: mx.array) -> mx.array:
+def _lengthened(buffer: mx.array, tokens: int) -> mx.array:
     rows, heads, _, width = buffer.shape
-    return mx.zeros((rows, heads, _LONG, width), buffer.dtype)
+    return mx.zeros((rows, heads, tokens, width), buffer.dtype)
 
 
 def with_draft(model: Model, path_or_hub_id: str) -> Model:

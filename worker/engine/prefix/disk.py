@@ -37,8 +37,6 @@ from worker.prefix_store.writer import NewSegment, WriteReport
 Tree = PrefixTree[KVSegment, StateSnapshot]
 
 _SHOW_S = 5.0  # the interval at which the store rescans its folder
-_SHOWN_NODES = 512  # a record of about 25 kB, and a millisecond of the engine's thread
-_CLOSE_S = 20.0  # for what is written at shutdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,7 @@ class DiskPrefixes:
         """Write what the tree holds, the most recently used first, and then what else belongs into the store, as far as
         time allows, and end the store's threads. Blocks. `write_others`: called with the time.monotonic() at which it
         has to be done."""
-        until_s = time.monotonic() + _CLOSE_S
+        until_s = time.monotonic() + 20.0  # seconds for what is written at shutdown
         for node in self.tree.recent():
             if not self.store.writer.wait_for_room(node.nbytes, until_s) or not self._write_node(node):
                 break
@@ -292,7 +290,8 @@ class DiskPrefixes:
         state = self.tree.version, self.tree.nbytes
         if state != self._shown and (idle or now_s - self._shown_s >= _SHOW_S):
             self._shown, self._shown_s = state, now_s
-            self.store.memory.show(Held(self.tree.nbytes, tuple(_held(self.tree.recent()[:_SHOWN_NODES]))))
+            nodes = self.tree.recent()[:512]  # a record of about 25 kB, and a millisecond of the engine's thread
+            self.store.memory.show(Held(self.tree.nbytes, tuple(_held(nodes))))
 
     def find(
         self, namespace: str, tokens: tuple[int, ...], longer_than: int = 0, *, alone: bool = False

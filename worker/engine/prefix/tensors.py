@@ -22,8 +22,6 @@ from worker.prefix_store.reader import Destination, LoadedSegment
 
 BITS = 8
 _GROUP_SIZES = 64, 32  # values that share a scale and a bias, of those that `mx.quantize` supports
-_PARTS = 3  # tensors of a quantized array: packed values, scales, biases
-_PACKED_BYTES = 4  # of an element of the packed values, which are uint32
 _PIECE_VALUES = 1 << 18  # dequantized at a time: some megabytes of intermediate results, and a short pause after each
 
 _DTYPES = {
@@ -56,7 +54,7 @@ def quantized_tensors(array: mx.array, size: int) -> Iterator[Tensor]:
     """Yield the tensors of a quantized array: packed values, scales, biases. They are computed when they are written.
     `size`: see `group_size`."""
     *axes, last = array.shape
-    kinds = (mx.uint32, last * BITS // 8 // _PACKED_BYTES), (array.dtype, last // size), (array.dtype, last // size)
+    kinds = (mx.uint32, last * BITS // 8 // mx.uint32.size), (array.dtype, last // size), (array.dtype, last // size)
     quantization = _Quantization(array, size)
     for part, (dtype, length) in enumerate(kinds):
         nbytes = array.size // last * length * dtype.size
@@ -111,7 +109,7 @@ class Arrays(Destination):
         """Return the number of a file's first tensors that hold KV; the others hold the state."""
         layout = json.loads(header.layout)
         num_quantized = sum(size is not None for size in layout.get("group_sizes", ()))
-        return int(layout["buffers"]) + (_PARTS - 1) * num_quantized
+        return int(layout["buffers"]) + 2 * num_quantized  # which have scales and biases too
 
     def decode(self, header: Header, buffers: list[mx.array], on_done: OnRead) -> list[mx.array]:
         """Return the arrays of a file's first tensors, evaluated: all, or its KV alone. Exact ones share the memory of
@@ -139,7 +137,7 @@ class Arrays(Destination):
 
 def _dequantized(tensors: Iterator[mx.array], size: int, on_done: OnRead) -> mx.array:
     """Return the array of the next tensors, in the type of its scales. Blocks."""
-    parts = [next(tensors) for _ in range(_PARTS)]
+    parts = [next(tensors) for _ in ("packed values", "scales", "biases")]
     *axes, groups = parts[-1].shape
     rows = parts[-1].size // groups
     cuts = [*range(_PIECE_VALUES // (groups * size) + 1, rows, _PIECE_VALUES // (groups * size) + 1)]

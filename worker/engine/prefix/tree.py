@@ -291,7 +291,6 @@ def shared_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 CLOSE_TOKENS = 16  # recomputing them takes hardly longer than computing one
-_FREELY = 4  # boundaries used in any case; each takes another forward, and the memory of a snapshot
 
 
 def checkpoint_positions(
@@ -300,12 +299,13 @@ def checkpoint_positions(
     """Return the positions, ascending, at which to take a snapshot of a prompt of `tokens`: its end, the first
     (likeliest) boundaries, and further boundaries and multiples of `grid` that are far from all others. `partings`:
     positions at which the prompt parts from known ones, which are used in any case too."""
+    freely = 4  # boundaries used in any case; each takes another forward, and the memory of a snapshot
     chosen = list[int]()
-    for at in sorted([*partings, *boundaries[:_FREELY], tokens]):
+    for at in sorted([*partings, *boundaries[:freely], tokens]):
         # Of two close positions, the first serves both.
         if CLOSE_TOKENS <= at <= tokens and not (chosen and at - chosen[-1] < CLOSE_TOKENS):
             chosen.append(at)
-    for at in [*boundaries[_FREELY:], *range(grid, tokens, grid)]:
+    for at in [*boundaries[freely:], *range(grid, tokens, grid)]:
         if at < tokens and all(abs(at - other) >= grid // 2 for other in [0, *chosen]):
             chosen.append(at)
     return tuple(sorted(chosen))

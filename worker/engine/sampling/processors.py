@@ -16,8 +16,6 @@ from worker.request import GenerationRequest, GrammarState, Sampling
 # Returns the processed logits, lazily.
 Processor = Callable[[mx.array, mx.array], mx.array]
 
-_LEAST_PENALTY = 1e-6  # instead of 0, by which nothing can be divided; in float16 the result may still overflow
-
 
 class ProcessedRow(Protocol):
     """The part of a row that processors use."""
@@ -75,7 +73,8 @@ class _Repetition:
     def __init__(self, rows: Rows) -> None:
         self._rows = mx.array([*rows])
         penalties = [row.request.sampling.repetition_penalty for row in rows.values()]
-        self._penalties = mx.maximum(_floats(penalties), _LEAST_PENALTY)
+        # Nothing can be divided by 0; in float16 the result may still overflow.
+        self._penalties = mx.maximum(_floats(penalties), 1e-6)
         # Tokens that occur, some of them several times, and the place in `_rows` of the row of each.
         prompts = [(place, row.prompt_ids) for place, row in enumerate(rows.values()) if row.prompt_ids is not None]
         answers = [(place, mx.array(row.answer)) for place, row in enumerate(rows.values()) if row.answer]

@@ -11,7 +11,6 @@ from worker.engine.memory import DRAWN_AT_ONCE
 from worker.outcomes import Logprobs
 from worker.request import GenerationRequest, Sampling
 
-_MASK = (1 << 64) - 1
 _LEAST = 1e-30  # the smallest temperature and top_p that float32 can divide by and compare with
 
 
@@ -164,9 +163,10 @@ def _column(values: Iterable[float]) -> mx.array:
 
 def draw_key(seed: int, k: int) -> int:
     """Return 64 well-mixed bits of (seed, k), by the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
-    z = (seed + (k + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    mask = (1 << 64) - 1
+    z = (seed + (k + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
     return z ^ (z >> 31)
 
 
