@@ -98,7 +98,7 @@ class Engine:
         with_head = speculator is not None and speculator.uses_head
         self._prefills = PrefillQueue(model, options, self._caches, with_head=with_head)
         network = model.head.trunk if with_head and model.head else model.network
-        self._running = Groups(network, self._make_room, speculator)
+        self._running = Groups(network, self._evict_for, speculator)
         self._active: dict[str, Row] = {}  # from admission to their last token, the oldest first
         self._swept = True  # no row was removed since the last sweep
         self._failures = 0  # without a decoded token between them
@@ -393,7 +393,7 @@ class Engine:
             mx.clear_cache()
         return ()
 
-    def _make_room(self, groups: list[list[Row]]) -> bool:
+    def _evict_for(self, groups: list[list[Row]]) -> bool:
         """Limit the prefix cache to what all rows leave with these groups, of which one that moves may be in two. May
         evict prefixes. Returns False, and changes nothing, if the rows do not fit."""
         rows = self._active_estimates((number, row) for number, group in enumerate(groups) for row in group)

@@ -82,7 +82,7 @@ def plan_growth(active: Sequence[RowEstimate], limits: AdmissionLimits) -> Growt
             cut[row.id] = row.max_tokens
             continue
         preempted = [other.id for other in victims(row, [*rows.values()])]
-        grows_to = _make_room(row.bounded(most), rows, preempted, limits)
+        grows_to = _fewest_preempted(row.bounded(most), rows, preempted, limits)
         preempt += preempted if grows_to else [row.id]
         for id in preempted if grows_to else [row.id]:
             del rows[id]
@@ -98,7 +98,7 @@ def must_grow(row: RowEstimate) -> bool:
     return row.grows and row.least > row.max_tokens
 
 
-def _make_room(
+def _fewest_preempted(
     row: RowEstimate, rows: Mapping[str, RowEstimate], preempted: list[str], limits: AdmissionLimits
 ) -> RowEstimate | None:
     """Return the row as it grows, and reduce `preempted` to those that must be preempted for it; None if all of them
