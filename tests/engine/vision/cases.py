@@ -151,7 +151,7 @@ def as_one_prompt(images: Sequences[ProcessedImage]) -> tuple[Any, dict[str, Any
 
 
 def _filmed(patches: Any) -> Any:
-    """Return patches of two equal frames: see `QwenImageProcessor`."""
+    """Return patches of two equal frames: see `processors.qwen`."""
     return patches.reshape(len(patches), 3, 1, -1).repeat(2, axis=2).reshape(len(patches), -1)
 
 

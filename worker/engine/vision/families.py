@@ -21,7 +21,8 @@ MakeFamily = Callable[[nn.Module, nn.Module, MakeCache], Family]  # from the vis
 class Qwen:
     """Qwen 2-VL to 3.5: image tokens have a row and a column position (M-RoPE), and the text after an image continues
     at a smaller position than its index. mlx-lm's classes do not support such positions, so mlx-vlm's compute these
-    prompts. See `Family` for the methods."""
+    prompts. From Qwen 3 on, outputs of intermediate encoder layers are added after the first layers of the language
+    model (DeepStack). See `Family` for the methods."""
 
     bidirectional_images = False
 
@@ -40,7 +41,8 @@ class Qwen:
             outputs = self._encoder(
                 self._repeat_frames(pixel_inputs["pixel_values"]), mx.array(pixel_inputs["image_grid_thw"])
             )
-        return self._as_features(outputs)
+        rows, deepstack = outputs if isinstance(outputs, tuple) else (outputs, ())
+        return Features(rows, tuple(deepstack))
 
     def _repeat_frames(self, patches: Any) -> mx.array:
         """Repeat the frame as often as the encoder expects. A patch (values) holds one colour after the other, and for
@@ -48,9 +50,6 @@ class Qwen:
         colours = mx.array(patches).astype(self._encoder.patch_embed.proj.weight.dtype)
         apart = colours.reshape(len(patches), self._vision_config.in_channels, 1, -1)
         return mx.repeat(apart, self._vision_config.temporal_patch_size, axis=2).reshape(len(patches), -1)
-
-    def _as_features(self, outputs: Any) -> Features:
-        return Features(outputs)
 
     def positions(self, tokens: int, images: Sequence[PromptImage]) -> tuple[mx.array | None, int]:
         """Return M-RoPE positions (3, 1, tokens) as frame, row and column, and the rope delta."""
@@ -88,18 +87,6 @@ class Qwen:
             )
 
     def _deepstack_inputs(self, tokens: mx.array, images: ImageSpans) -> dict[str, Any]:
-        return {}
-
-
-class DeepQwen(Qwen):
-    """Qwen 3 and later: outputs of intermediate encoder layers are added after the first layers of the language model
-    (DeepStack)."""
-
-    def _as_features(self, outputs: Any) -> Features:
-        rows, deepstack = outputs
-        return Features(rows, tuple(deepstack))
-
-    def _deepstack_inputs(self, tokens: mx.array, images: ImageSpans) -> dict[str, Any]:
         each = [features.deepstack for _, features in images]
         if not any(each):
             return {}
@@ -109,7 +96,7 @@ class DeepQwen(Qwen):
         }
 
 
-class SequentialFamily:
+class _SequentialFamily:
     """Base of families whose image tokens have ordinary positions: mlx-lm's class computes them from embeddings. See
     `Family` for the methods."""
 
@@ -141,7 +128,7 @@ class SequentialFamily:
         self._text_model(tokens, cache=cache, input_embeddings=rows)
 
 
-class Gemma3(SequentialFamily):
+class Gemma3(_SequentialFamily):
     """Gemma 3: one square per image, causal attention."""
 
     def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
@@ -153,7 +140,7 @@ class Gemma3(SequentialFamily):
         return Features(self._vlm.multi_modal_projector(outputs)[0] / self._vlm.config.text_config.hidden_size**0.5)
 
 
-class Gemma4(SequentialFamily):
+class Gemma4(_SequentialFamily):
     """Gemma 4: small models have additional inputs per layer, computed from token ids; in large ones the tokens of an
     image attend to each other."""
 
@@ -196,40 +183,25 @@ class Gemma4(SequentialFamily):
         return inputs
 
 
-class Pixtral(SequentialFamily):
-    """Pixtral: each row of an image but the last is followed by a break token. The features have an unused row for
-    it."""
+class Pixtral(_SequentialFamily):
+    """Pixtral and Mistral 3: each row of an image but the last is followed by a break token. The features have an
+    unused row for it. Mistral 3 merges patches, so that a token covers a square of them."""
+
+    def __init__(self, vlm: nn.Module, text_model: nn.Module, make_cache: MakeCache) -> None:
+        super().__init__(vlm, text_model, make_cache)
+        self._merge: int | None = getattr(vlm.config, "spatial_merge_size", None)  # patches; Pixtral merges none
 
     def encode(self, pixel_inputs: Any, layer_outputs: list[mx.array]) -> Features:
         """Build the features of an image; see `Family.encode`."""
         pixels, sizes = mx.array(pixel_inputs["pixel_values"]).transpose(0, 2, 3, 1), pixel_inputs["image_sizes"]
         with recorded_layers(self._encoder.vision_model.transformer, "layers", layer_outputs):
             *_, layers = self._encoder(pixels, output_hidden_states=True, image_sizes=sizes)
-        rows = self._projected(layers[self._vlm.config.vision_feature_layer][0], sizes)
-        height, _ = (side // self._patch for side in sizes[0])
+        project, outputs = self._vlm.multi_modal_projector, layers[self._vlm.config.vision_feature_layer][0]
+        rows = project(outputs, sizes) if self._merge else project(outputs)
+        side = self._vlm.config.vision_config.patch_size * (self._merge or 1)  # of a token, in pixels
+        height = sizes[0][0] // side
         apart = mx.pad(rows.reshape(height, -1, rows.shape[-1]), [(0, 0), (0, 1), (0, 0)])
         return Features(apart.reshape(-1, rows.shape[-1])[:-1])
-
-    @property
-    def _patch(self) -> int:
-        """Side of a token in pixels."""
-        return int(self._vlm.config.vision_config.patch_size)
-
-    def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
-        projected: mx.array = self._vlm.multi_modal_projector(rows)
-        return projected
-
-
-class Mistral3(Pixtral):
-    """Mistral 3: as Pixtral, but patches are merged, so a token covers a square of them."""
-
-    @property
-    def _patch(self) -> int:
-        return super()._patch * int(self._vlm.config.spatial_merge_size)
-
-    def _projected(self, rows: mx.array, sizes: Any) -> mx.array:
-        projected: mx.array = self._vlm.multi_modal_projector(rows, sizes)
-        return projected
 
 
 def _image_mask(tokens: mx.array, images: ImageSpans) -> mx.array:

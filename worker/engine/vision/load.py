@@ -6,7 +6,7 @@ call mlx-vlm."""
 import copy
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,11 @@ from mlx.utils import tree_flatten
 from worker.engine.checkpoint import read_json, refuse_code, tensor_names
 from worker.engine.memory import EncoderCost, MemoryModel
 from worker.engine.upstream.mlx_lm import get_classes, make_prompt_cache
-from worker.engine.vision.families import DeepQwen, Gemma3, Gemma4, MakeFamily, Mistral3, Pixtral, Qwen
+from worker.engine.vision import processors
+from worker.engine.vision.families import Gemma3, Gemma4, MakeFamily, Pixtral, Qwen
 from worker.engine.vision.feature_cache import EncoderRun
 from worker.engine.vision.inputs import Family
-from worker.engine.vision.processors import (
-    Gemma3ImageProcessor,
-    Gemma4ImageProcessor,
-    ImageProcessor,
-    PixtralImageProcessor,
-    QwenImageProcessor,
-)
+from worker.engine.vision.processors import ImageProcessor
 from worker.errors import CannotStart
 from worker.request import ProcessedImage, PromptImage
 
@@ -37,17 +32,17 @@ TEXT_ONLY = "serve it for text only with SLUICE_VISION=off"  # the alternative t
 
 _ENCODER_PREFIXES = "visual.", "vision_tower.", "vision_model.", "vision_encoder."
 # Supported families by the model_type in the config.
-_KNOWN: dict[str, tuple[MakeFamily, type[ImageProcessor]]] = {
-    "qwen2_vl": (Qwen, QwenImageProcessor),
-    "qwen2_5_vl": (Qwen, QwenImageProcessor),
-    "qwen3_vl": (DeepQwen, QwenImageProcessor),
-    "qwen3_vl_moe": (DeepQwen, QwenImageProcessor),
-    "qwen3_5": (DeepQwen, QwenImageProcessor),
-    "qwen3_5_moe": (DeepQwen, QwenImageProcessor),
-    "gemma3": (Gemma3, Gemma3ImageProcessor),
-    "gemma4": (Gemma4, Gemma4ImageProcessor),
-    "pixtral": (Pixtral, PixtralImageProcessor),
-    "mistral3": (Mistral3, PixtralImageProcessor),
+_KNOWN: dict[str, tuple[MakeFamily, Callable[[Any, int], ImageProcessor]]] = {
+    "qwen2_vl": (Qwen, processors.qwen),
+    "qwen2_5_vl": (Qwen, processors.qwen),
+    "qwen3_vl": (Qwen, processors.qwen),
+    "qwen3_vl_moe": (Qwen, processors.qwen),
+    "qwen3_5": (Qwen, processors.qwen),
+    "qwen3_5_moe": (Qwen, processors.qwen),
+    "gemma3": (Gemma3, processors.gemma3),
+    "gemma4": (Gemma4, processors.gemma4),
+    "pixtral": (Pixtral, processors.pixtral),
+    "mistral3": (Pixtral, processors.pixtral),
 }
 _TRIAL_IMAGE = 160, 96  # pixels
 _TRIAL_TOKENS, _COMPARED = 128, 16  # not all positions: the logits of a large vocabulary take much memory
