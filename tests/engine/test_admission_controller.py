@@ -14,7 +14,7 @@ from worker.engine.admission.plan import AdmissionPlan, plan_admission
 from worker.engine.admission_controller import AdmissionController, WaitingRequest
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import PendingTokens, Row
-from worker.engine.cache.slots import RowSnapshot
+from worker.engine.cache.slots import RowCache
 from worker.engine.memory import NO_IMAGES, EncoderCost, ImageDemand, KVLayers, MemoryModel
 from worker.engine.upstream.mlx_lm import KVCache
 from worker.request import GenerationRequest, PromptImage, SpecPrefillParams
@@ -36,7 +36,7 @@ def preempted(id: str, tokens: int, held: int = 100) -> WaitingRequest:
     layer = KVCache()
     layer.keys = layer.values = mx.zeros((1, 1, held, 125))
     layer.offset = held
-    kept = PreemptedRow(Row.of(sized(id, tokens, "batch")), RowSnapshot([layer], None), PendingTokens.known([1]))
+    kept = PreemptedRow(Row.of(sized(id, tokens, "batch")), RowCache([layer]), PendingTokens.known([1]))
     return WaitingRequest(kept.row.request, kept, preempted=True)
 
 

@@ -7,7 +7,7 @@ from tests.engine.machine import grammars
 from tests.engine.machine.families import Family
 from tests.engine.speculation.oracle import verify_everything
 from tests.engine.tiny import EVERY_FAMILY, alone, model, model_of, network, prompt
-from worker.engine.cache.recurrent import SlotArraysCache, UnknownRecurrence
+from worker.engine.cache.recurrent import SlotArraysCache
 from worker.engine.model.load import Model
 from worker.engine.thread import speculator_of
 from worker.outcomes import DraftUse
@@ -44,7 +44,7 @@ def test_a_family_that_would_pay_too_much_decodes_plainly(family: str, monkeypat
 @pytest.mark.parametrize("family", ["rwkv7", "qwen3_5"])
 def test_a_family_whose_states_cannot_be_advanced_decodes_plainly(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise UnknownRecurrence
+        raise ValueError("not recorded")
 
     verify_everything(monkeypatch)
     monkeypatch.setattr(SlotArraysCache, "commit", refuse)

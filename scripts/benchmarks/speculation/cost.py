@@ -60,7 +60,7 @@ class _Batch:
         self._recurrence = model.drafting.recurrence(model.network)
         computed = [_computed(model.network, number) for number in range(rows)]
         self._cache = slots.empty_batch_of(computed[0], max(WIDTHS) - 1)
-        slots.join_all(self._cache, [slots.Joining(cache) for cache in computed])
+        slots.join_all(self._cache, [slots.RowCache(cache) for cache in computed])
         self._rows = rows
 
     def forward_s(self, width: int) -> float:

@@ -5,9 +5,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from worker.engine.cache.kinds import KINDS, kind_of
+from worker.engine.cache.layers import mapped
 from worker.engine.cache.pack import Pack
 
 WINDOW = 4
@@ -38,6 +39,23 @@ def test_rows_share_a_forward_in_a_layer_that_has_computed_nothing_yet(name: str
     rows = [[EMPTY[name]()], [EMPTY[name]()]]
     (layer,) = Pack(rows, [0, 0], [3, 3]).layers
     assert layer.computed == []
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_only_the_states_of_a_layer_are_kept_when_drafts_are_tried(name: str) -> None:
+    kind = kind_of(EMPTY[name]())
+    tried = kind.tried(EMPTY[name]())
+    assert (kind_of(tried) is kind) == kind.recurrent == (name == "Recurrent")
+    tried.begin(2)
+    tried.commit([1, 2])
+    assert tried.slot_rows is None
+    assert tried.empty()
+
+
+def test_nested_lists_stay_when_each_layer_is_replaced() -> None:
+    one, *others = mapped(type, [KVCache(), CacheList(ArraysCache(2), CacheList(KVCache()))])
+    assert one is KVCache
+    assert (others[0].caches[0], others[0].caches[1].caches) == (ArraysCache, (KVCache,))
 
 
 @pytest.mark.parametrize("layer", [QuantizedKVCache(), RotatingKVCache(WINDOW, keep=1)], ids=["quantized", "keep"])

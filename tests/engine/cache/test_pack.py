@@ -1,6 +1,7 @@
 """Rows that share the forward of a prompt chunk. The oracle is each row computed alone."""
 
 import random
+from dataclasses import astuple
 from functools import cache
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.engine.tiny import CANNOT_BATCH, FAMILIES, alone, build, network, prompt
 from worker.engine.cache.layers import layers
-from worker.engine.cache.pack import Pack, Packing, packing_of
+from worker.engine.cache.pack import Pack, packing_of
 from worker.engine.cache.slots import batch_of, join, materialize
 from worker.engine.upstream.mlx_lm import ArraysCache, make_prompt_cache
 
@@ -121,7 +122,7 @@ NOT_RAGGED = {"deepseek_v32"}  # selects columns
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_cannot_share_a_forward_are_known(family: str) -> None:
     recurrent = any(isinstance(layer, ArraysCache) for layer in layers(make_prompt_cache(network(family))))
-    assert PACKING(family) == Packing(True, family not in NOT_RAGGED, recurrent, family not in NOT_PADDED)
+    assert astuple(PACKING(family)) == (True, family not in NOT_RAGGED, recurrent, family not in NOT_PADDED)
 
 
 def test_layers_of_other_classes_are_not_packed() -> None:

@@ -130,7 +130,7 @@ def test_snapshot_of_an_unfilled_window_can_be_trimmed(family: str, batch: bool)
         row = restore_cache(make_prompt_cache(network(family)), [run], state.before(14 - length), length, capacity=256)
         for parted in prompt(1, 11), prompt(25, 11):
             mine, theirs = (
-                computed(family, parted, slots.restore(slots.RowSnapshot(row, None))),
+                computed(family, parted, slots.restore(slots.RowCache(row))),
                 (*tokens[:length], *parted),
             )
             assert equal(mine[1], computed(family, theirs)[1])

@@ -10,17 +10,17 @@ from tests.engine.tiny import network, prompt
 from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
 from worker.engine.cache.slot_rows import SlotRows
-from worker.engine.cache.slots import Joining, batch_of, join_all, select_rows
+from worker.engine.cache.slots import RowCache, batch_of, join_all, select_rows
 from worker.engine.cache.verification import verification
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 
 
 def batch(family: str, *lengths: int) -> list[Any]:
-    joining = list[Joining]()
+    joining = list[RowCache]()
     for tokens in lengths:
         cache = make_prompt_cache(network(family))
         network(family)(mx.array([prompt(tokens, tokens)]), cache=cache)
-        joining.append(Joining(cache))
+        joining.append(RowCache(cache))
     caches = batch_of(make_prompt_cache(network(family)))
     join_all(caches, joining)
     return caches

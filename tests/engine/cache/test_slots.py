@@ -18,8 +18,7 @@ from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
 from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.cache.slots import (
-    Joining,
-    RowSnapshot,
+    RowCache,
     batch_of,
     bytes_of,
     compact_order,
@@ -74,7 +73,7 @@ class Decoding:
 
     def start_together(self, *shapes: tuple[int, ...]) -> None:
         rows, caches = zip(*(self.computed(*shape) for shape in shapes), strict=True)
-        join_all(self.batch, [Joining(cache) for cache in caches])
+        join_all(self.batch, [RowCache(cache) for cache in caches])
         self.rows += rows
 
     def enter(self, row: Row, computed: list[Any], position: int | None = None) -> None:
@@ -96,7 +95,7 @@ class Decoding:
         self.keep(compact_order(len(self.rows), {place}))
         return row
 
-    def preempt(self, place: int) -> tuple[Row, RowSnapshot]:
+    def preempt(self, place: int) -> tuple[Row, RowCache]:
         kept = snapshot(self.batch, place)
         return self.leave(place), kept
 
@@ -168,7 +167,7 @@ def test_buffers_grow_once_for_rows_that_join_together(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("family", FAMILIES)
 def test_row_equals_its_answer_alone_while_others_join_and_leave(family: str) -> None:
     rng, table = random.Random(family), Decoding(family)
-    preempted: list[tuple[Row, RowSnapshot]] = []
+    preempted: list[tuple[Row, RowCache]] = []
     ended: list[Row] = []
     for seed in range(16):
         if len(table.rows) < 2 or rng.random() < 0.4:
@@ -195,7 +194,7 @@ class Comings(RuleBasedStateMachine):
     @initialize(family=st.sampled_from(["gemma3", "qwen3_5"]))
     def open(self, family: str) -> None:
         self.table = Decoding(family)
-        self.preempted: list[tuple[Row, RowSnapshot]] = []
+        self.preempted: list[tuple[Row, RowCache]] = []
 
     @rule(tokens=st.sampled_from([3, 16, 30]), seed=st.integers(0, 1))
     def arrive(self, tokens: int, seed: int) -> None:

@@ -1,6 +1,7 @@
 """The profile of a model, derived without computing, compared with measurements."""
 
 import json
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,7 @@ from worker.engine.cache.slots import batch_of, bytes_of, join
 from worker.engine.device import fused_attention
 from worker.engine.memory import CHUNK, MemoryModel
 from worker.engine.model.calibration import calibrated
-from worker.engine.model.profile import Layer, ModelProfile, profile, weights_bytes, why_not_batched
+from worker.engine.model.profile import ModelProfile, profile, weights_bytes, why_not_batched
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.task import PromptTask
 from worker.request import GenerationRequest
@@ -141,8 +142,8 @@ def test_kind_of_a_layer_is_found_by_its_behaviour(name: str, kinds: set[str]) -
 def test_layers_of_the_tiny_model_are_identified() -> None:
     # Its weights are float16, but it computes in float32, which only its arrays reveal.
     built, config = load_model(TINY_CHAT, lazy=True)
-    state, attention = Layer("recurrent", 0, None, 20_992), Layer("kv", 512, None, 0)
-    assert profile(built, config).layers == (state, attention, state, attention)
+    state, attention = ("recurrent", 0, None, 20_992), ("kv", 512, None, 0)
+    assert [astuple(layer) for layer in profile(built, config).layers] == [state, attention, state, attention]
 
 
 def test_profiling_computes_nothing(tmp_path: Path) -> None:

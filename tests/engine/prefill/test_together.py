@@ -146,7 +146,7 @@ def test_rows_that_cannot_join_together_join_one_by_one(
 ) -> None:
     join_all, joined = slots.join_all, list[int]()
 
-    def refuse_several(batch: Sequence[Any], rows: Sequence[slots.Joining]) -> None:
+    def refuse_several(batch: Sequence[Any], rows: Sequence[slots.RowCache]) -> None:
         joined.append(len(rows))
         if len(rows) > 1:
             raise MemoryError

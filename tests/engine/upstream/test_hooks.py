@@ -15,7 +15,6 @@ from models.tiny_vision import CONFIGS
 from tests.engine.tiny import network, prompt
 from tests.engine.vision import cases
 from worker.engine.upstream.hooks import (
-    HookInUse,
     UnsupportedRope,
     observed_attention,
     recorded_layers,
@@ -116,10 +115,10 @@ def test_second_hook_is_refused_and_leaves_the_first_open(outer: str, inner: str
     original = current()
     with opened():
         replaced = current()
-        with pytest.raises(HookInUse), HOOKS[inner][0]():
+        with pytest.raises(RuntimeError, match="one hook at a time"), HOOKS[inner][0]():
             raise AssertionError("two hooks are open")
         assert current() is replaced
-        with ThreadPoolExecutor() as threads, pytest.raises(HookInUse):
+        with ThreadPoolExecutor() as threads, pytest.raises(RuntimeError, match="one hook at a time"):
             threads.submit(HOOKS[inner][0]().__enter__).result()
     assert current() is original
     with HOOKS[inner][0]():

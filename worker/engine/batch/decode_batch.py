@@ -44,7 +44,7 @@ class PreemptedRow:
     """A row outside its batch, with everything that it needs to continue."""
 
     row: Row
-    snapshot: slots.RowSnapshot
+    snapshot: slots.RowCache
     pending: PendingTokens
 
 
@@ -206,7 +206,7 @@ class DecodeBatch:
 
     def add(self, rows: Sequence[ComputedRow]) -> None:
         """Append rows. Blocks. If the caches cannot be joined, the batch stays as it was."""
-        joining = [slots.Joining(each.cache, each.position, each.row.end) for each in rows]
+        joining = [slots.RowCache(each.cache, each.position, each.row.end) for each in rows]
         pending = [each.pending for each in rows]
         if self._next is None:
             cache = slots.empty_batch_of(rows[0].cache, self._max_draft)

@@ -1,7 +1,7 @@
 """The layers of a cache, and all that a kind of them has to offer. `kinds.py` lists the kinds; each is one file."""
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -83,11 +83,17 @@ class LayerKind:
 
     classes: tuple[type, ...] = ()  # of mlx-lm and in slots, exactly: a subclass may keep other state
     sliceable = False  # it holds every token, so that prefixes share any range; others are cached as snapshots
+    recurrent = False  # it holds states, which a model replaces whole at every step
 
     def slots(self, layer: Any, max_draft: int) -> SlotLayer:
         """Return an empty layer for many rows. `max_draft`: the most tokens that a forward feeds to a row beyond the
         first. Raises NotImplementedError if there is none."""
         raise NotImplementedError(f"{type(layer).__name__} has no batch that rows can join in place")
+
+    def tried(self, layer: Any) -> Any:
+        """Return a layer to try a forward of several tokens per row, as in slots, but lazily: only states are kept of
+        it. `layer`: one of mlx-lm's, with several rows."""
+        return _Uncommitted(layer)
 
     def packed(self, rows: Sequence[Any], tokens: Sequence[int], offset: int | mx.array) -> PackedLayer:
         """Return a layer with which rows share a forward of `tokens` tokens each. `offset`: position of the next token,
@@ -124,6 +130,27 @@ class LayerKind:
         return "quantized" if hasattr(layer, "bits") else "unknown"
 
 
+class _Uncommitted:
+    """A layer of which nothing is kept: its buffers would be allocated."""
+
+    slot_rows = None
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def begin(self, width: int) -> None:
+        """Do nothing."""
+
+    def commit(self, counts: Sequence[int], clear: Collection[int] = ()) -> None:
+        """Do nothing."""
+
+    def roll_back(self, clear: Collection[int] = ()) -> None:
+        """Do nothing."""
+
+
 def layers(cache: Iterable[Any]) -> Iterator[Any]:
     """Yield the layers of a cache in order; those inside nested lists (`CacheList`) take the place of the list."""
     for layer in cache:
@@ -131,6 +158,13 @@ def layers(cache: Iterable[Any]) -> Iterator[Any]:
             yield from layers(layer.caches)
         else:
             yield layer
+
+
+def mapped(change: Callable[[Any], Any], cache: Iterable[Any]) -> list[Any]:
+    """Return a cache with what `change` returns for each layer, in order; nested lists (`CacheList`) stay lists."""
+    return [
+        CacheList(*mapped(change, layer.caches)) if isinstance(layer, CacheList) else change(layer) for layer in cache
+    ]
 
 
 def cannot_batch(cache: Iterable[Any]) -> list[str]:

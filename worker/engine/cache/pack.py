@@ -17,7 +17,7 @@ import mlx.nn as nn
 from worker.engine.cache.kinds import kind_of
 from worker.engine.cache.layers import LayerKind, layers
 from worker.engine.isolation import isolate
-from worker.engine.upstream.mlx_lm import ArraysCache, CacheList, make_prompt_cache
+from worker.engine.upstream.mlx_lm import CacheList, make_prompt_cache
 
 # Tokens of the trial row, and tokens with its padding: so many that every fast state decays.
 _UNPADDED, _PADDED = 5, 24
@@ -26,7 +26,7 @@ _REFUSALS = ValueError, TypeError, NotImplementedError, AttributeError, IndexErr
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class _Packing:
     """Which rows of a model can share a forward."""
 
     possible: bool
@@ -74,20 +74,20 @@ class Pack:
             layer.unpack(index)
 
 
-def packing_of(network: nn.Module) -> Packing:
+def packing_of(network: nn.Module) -> _Packing:
     """Return which rows of this model can be packed: none if a trial fails. Blocks: a model with recurrent states
     computes a few tokens."""
-    packing = Packing(False)
+    packing = _Packing(False)
     with isolate("a trial of forwards that several prompts share"):
         packing = _packing_of(network)
     return packing
 
 
-def _packing_of(network: nn.Module) -> Packing:
-    recurrent = any(isinstance(layer, ArraysCache) for layer in layers(make_prompt_cache(network)))
+def _packing_of(network: nn.Module) -> _Packing:
+    recurrent = any(kind_of(layer).recurrent for layer in layers(make_prompt_cache(network)))
     ragged = _can_pack(network, 1, 2) and not _selects_columns(network)
     possible = ragged or _can_pack(network, 2, 2)
-    return Packing(possible, ragged, recurrent, possible and (not recurrent or _ignores_padding(network)))
+    return _Packing(possible, ragged, recurrent, possible and (not recurrent or _ignores_padding(network)))
 
 
 def _can_pack(network: nn.Module, *lengths: int) -> bool:
@@ -126,9 +126,9 @@ def _ignores_padding(network: nn.Module) -> bool:
     pack.unpack(0)
     rounding = 0.02  # of the largest value; in bfloat16, forwards of different shapes differ by about half of it
     return all(
-        (mx.abs(state - expected).max() <= rounding * mx.abs(expected).max()).item()
+        state is not None and bool(mx.abs(state - expected).max() <= rounding * mx.abs(expected).max())
         for layer, reference in zip(layers(padded), layers(alone), strict=True)
-        if isinstance(layer, ArraysCache)
-        for state, expected in zip(layer.cache, reference.cache, strict=True)
+        if (kind := kind_of(layer)).recurrent
+        for state, expected in zip(kind.arrays(layer), kind.arrays(reference), strict=True)
         if expected is not None
     )

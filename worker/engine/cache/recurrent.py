@@ -26,10 +26,6 @@ from worker.engine.upstream.mlx_lm import ArraysCache, make_prompt_cache
 Advance = Callable[[mx.array], mx.array]
 
 
-class UnknownRecurrence(Exception):
-    """A model has replaced a state in a way that was not recorded, so rows cannot keep a part of their tokens."""
-
-
 class SlotArraysCache(ArraysCache):
     """Recurrent state of a batch. A model replaces it entirely at every step, so joining may copy all of it.
 
@@ -88,7 +84,8 @@ class SlotArraysCache(ArraysCache):
 
     def commit(self, counts: Sequence[int], clear: Collection[int] = ()) -> None:
         """Advance the states of row i by the first `counts[i]` of the tokens that were fed to it. Lazy. `clear` is not
-        used. Raises `UnknownRecurrence`, and changes nothing, if a state was not recorded."""
+        used. Raises ValueError, and changes nothing, if a model has replaced a state in a way that was not recorded, so
+        that rows cannot keep a part of their tokens."""
         windows = self._windows()
         if min(counts) < self._width:
             self.cache = self._advanced(mx.array(list(counts)), windows)
@@ -99,7 +96,7 @@ class SlotArraysCache(ArraysCache):
         states = self._before or []
         windows = [i for i, state in enumerate(states) if state is not None and i not in self._advances]
         if len(windows) != len(self._convolved):
-            raise UnknownRecurrence(f"{len(windows)} states, {len(self._convolved)} convolutions were recorded")
+            raise ValueError(f"{len(windows)} states, {len(self._convolved)} convolutions were recorded")
         return windows
 
     def _advanced(self, kept: mx.array, windows: Sequence[int]) -> list[mx.array | None]:
@@ -167,7 +164,7 @@ def _window_after(state: mx.array | None, inputs: mx.array) -> Advance:
     """Return how a convolution's window (rows, columns, channels) moves on over its inputs."""
     columns, channels = (0, 0) if state is None else state.shape[1:]
     if state is None or inputs.shape[0] != state.shape[0] or inputs.shape[2] != channels:
-        raise UnknownRecurrence(f"a convolution over {inputs.shape} has no state")
+        raise ValueError(f"a convolution over {inputs.shape} has no state")
 
     def advance(kept: mx.array) -> mx.array:
         return mx.take_along_axis(inputs, (kept[:, None] + mx.arange(columns))[..., None], axis=1)
@@ -175,7 +172,7 @@ def _window_after(state: mx.array | None, inputs: mx.array) -> Advance:
     return advance
 
 
-class PackedArraysCache(ArraysCache):
+class _PackedArraysCache(ArraysCache):
     """Recurrent states of several rows."""
 
     def __init__(self, rows: Sequence[Any], tokens: Sequence[int]) -> None:
@@ -275,7 +272,7 @@ class _Recorder:
             if (index := cache.index_before(state)) is not None:
                 cache.record(index, advance)
                 return
-        raise UnknownRecurrence("a recurrence over a state of no cache")
+        raise ValueError("a recurrence over a state of no cache")
 
     def convolve(self, inputs: mx.array) -> None:
         """Record a convolution's inputs for the cache in use."""
@@ -408,14 +405,21 @@ class Recurrent(LayerKind):
     """Recurrent states."""
 
     classes = ArraysCache, SlotArraysCache
+    recurrent = True
 
     def slots(self, layer: Any, max_draft: int) -> SlotLayer:
         """Return an empty layer for many rows."""
         return SlotArraysCache(len(layer.cache))
 
+    def tried(self, layer: Any) -> Any:
+        """Return a layer in slots with the same states."""
+        states = SlotArraysCache(len(layer.cache))
+        states.cache = list(layer.cache)
+        return states
+
     def packed(self, rows: Sequence[Any], tokens: Sequence[int], offset: int | mx.array) -> PackedLayer:
         """Return a layer with which rows share a forward. Raises ValueError if only some of the rows have a state."""
-        return PackedArraysCache(rows, tokens)
+        return _PackedArraysCache(rows, tokens)
 
     def snapshot(self, layer: Any, index: int) -> Any:
         """Return a copy of one row's states."""

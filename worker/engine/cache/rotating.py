@@ -75,7 +75,7 @@ class SlotRotatingKVCache(SlotKVCache):
         return rows, min(columns, self._ring)
 
 
-class PackedRotatingKVCache(PackedKVCache):
+class _PackedRotatingKVCache(PackedKVCache):
     """`PackedKVCache` for a sliding window."""
 
     def __init__(self, rows: Sequence[Any], tokens: Sequence[int], offset: int | mx.array) -> None:
@@ -112,7 +112,7 @@ class Rotating(LayerKind):
         """Return a layer with which rows share a forward."""
         if any(row.keep for row in rows):
             return super().packed(rows, tokens, offset)
-        return PackedRotatingKVCache(rows, tokens, offset)
+        return _PackedRotatingKVCache(rows, tokens, offset)
 
     def snapshot(self, layer: Any, index: int) -> Any:
         """Return a copy of one row's window. A prompt chunk stretches the buffers beyond it."""

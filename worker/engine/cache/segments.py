@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.cache.kinds import kind_of
-from worker.engine.cache.layers import layers
-from worker.engine.upstream.mlx_lm import CacheList, make_prompt_cache
+from worker.engine.cache.layers import layers, mapped
+from worker.engine.upstream.mlx_lm import make_prompt_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +118,15 @@ def restore_cache(
     the layers of a snapshot (`states`). Lazy. The snapshot layers themselves become part of the result."""
     buffers = zip(*(segment.buffers for segment in segments), strict=True)
     joined = (_joined(parts, length, capacity) for parts in buffers)
-    return [_filled(layer, joined, states, length) for layer in cache]
 
+    def filled(layer: Any) -> Any:
+        kind = kind_of(layer)
+        if not kind.sliceable:
+            return next(states)
+        kind.fill(layer, [next(joined) for _ in kind.arrays(layer)], length)
+        return layer
 
-def _filled(layer: Any, joined: Iterator[mx.array], states: Iterator[Any], length: int) -> Any:
-    if isinstance(layer, CacheList):
-        return CacheList(*(_filled(each, joined, states, length) for each in layer.caches))
-    kind = kind_of(layer)
-    if not kind.sliceable:
-        return next(states)
-    kind.fill(layer, [next(joined) for _ in kind.arrays(layer)], length)
-    return layer
+    return mapped(filled, cache)
 
 
 def _joined(parts: Sequence[mx.array], length: int, capacity: int) -> mx.array:

@@ -16,23 +16,23 @@ from typing import Any
 import mlx.core as mx
 
 from worker.engine.cache.kinds import kind_of
-from worker.engine.cache.layers import layers
+from worker.engine.cache.layers import layers, mapped
 from worker.engine.cache.slot_rows import share_rows
 from worker.engine.memory import UNLIMITED_TOKENS
-from worker.engine.upstream.mlx_lm import CacheList
 
 
 @dataclass(frozen=True, slots=True)
-class RowSnapshot:
-    """Copy of one row outside its batch, such as a preempted one. Owns its memory."""
+class RowCache:
+    """One row outside a batch: mlx-lm caches of one sequence, which must not be used once it has joined a batch."""
 
-    row: list[Any]
-    position: int | None  # of the next token; None if no layer of the model counts positions
+    cache: Sequence[Any]
+    position: int | None = None  # of its next token; None: by the cache's own offset, if a layer counts positions
+    end: int = UNLIMITED_TOKENS  # the most tokens that it will have in a batch
 
     @property
     def nbytes(self) -> int:
         """Bytes of its caches."""
-        return bytes_of(self.row)
+        return bytes_of(self.cache)
 
 
 def batch_of(row: Sequence[Any], position: int | None = None, end: int = UNLIMITED_TOKENS) -> list[Any]:
@@ -47,30 +47,15 @@ def batch_of(row: Sequence[Any], position: int | None = None, end: int = UNLIMIT
 def empty_batch_of(row: Sequence[Any], max_draft: int = 0) -> list[Any]:
     """Return batched caches without rows, for rows of this layout. `max_draft`: the most tokens that a forward feeds to
     a row beyond the first. Raises NotImplementedError as `batch_of` does."""
-    return [_batched_layer(layer, max_draft) for layer in row]
-
-
-def _batched_layer(layer: Any, max_draft: int) -> Any:
-    if isinstance(layer, CacheList):
-        return CacheList(*(_batched_layer(each, max_draft) for each in layer.caches))
-    return kind_of(layer).slots(layer, max_draft)
-
-
-@dataclass(frozen=True, slots=True)
-class Joining:
-    """A row that joins a batch: mlx-lm caches of one sequence, which must not be used once it has joined."""
-
-    cache: Sequence[Any]
-    position: int | None = None  # of its next token, if it differs from the cache's own offset
-    end: int = UNLIMITED_TOKENS  # the most tokens that it will have
+    return mapped(lambda layer: kind_of(layer).slots(layer, max_draft), row)
 
 
 def join(batch: Sequence[Any], row: Sequence[Any], position: int | None = None, end: int = UNLIMITED_TOKENS) -> None:
     """Append a single row to the batch, as `join_all` does."""
-    join_all(batch, [Joining(row, position, end)])
+    join_all(batch, [RowCache(row, position, end)])
 
 
-def join_all(batch: Sequence[Any], rows: Sequence[Joining]) -> None:
+def join_all(batch: Sequence[Any], rows: Sequence[RowCache]) -> None:
     """Append rows to the batch. Buffers grow at most once, so this is faster than one row after the other. Blocks. If
     anything fails, the batch stays as it was.
 
@@ -149,18 +134,18 @@ def compact_order(rows: int, leaving: Collection[int]) -> list[int]:
     return [movers.pop() if index in leaving else index for index in range(staying)]
 
 
-def snapshot(batch: Sequence[Any], index: int) -> RowSnapshot:
-    """Copy one row out of the batch. Blocks."""
+def snapshot(batch: Sequence[Any], index: int) -> RowCache:
+    """Return a copy of one row of the batch, which owns its memory. Blocks."""
     row = [layer.extract(index) for layer in batch]
     materialize(row)
     positions = (layer.position(index) for layer in layers(batch))
-    return RowSnapshot(row, next((position for position in positions if position is not None), None))
+    return RowCache(row, next((position for position in positions if position is not None), None))
 
 
-def restore(preempted: RowSnapshot) -> list[Any]:
-    """Return caches to compute on, or to join with `preempted.position`. They share memory with the snapshot until they
-    are written."""
-    return copy.deepcopy(preempted.row)
+def restore(row: RowCache) -> list[Any]:
+    """Return caches to compute on, or to join with `row.position`. They share memory with the row's until they are
+    written."""
+    return copy.deepcopy([*row.cache])
 
 
 def materialize(cache: Sequence[Any]) -> None:

@@ -15,13 +15,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from worker.engine.cache.kinds import kind_of
-from worker.engine.cache.layers import cannot_batch, layers
-from worker.engine.cache.recurrent import NoRecurrence, Recurrence, Replay, SlotArraysCache, Stepping, UnknownRecurrence
+from worker.engine.cache.layers import cannot_batch, layers, mapped
+from worker.engine.cache.recurrent import NoRecurrence, Recurrence, Replay, Stepping
 from worker.engine.cache.verification import verification
 from worker.engine.device import fused_attention
 from worker.engine.memory import BUFFER_TOKENS, KVLayers, MemoryModel
 from worker.engine.upstream.hooks import observed_attention
-from worker.engine.upstream.mlx_lm import ArraysCache, CacheList, make_prompt_cache
+from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.outcomes import MAX_DRAFT
 
 _HELD = {"chunked": "in chunks, as Llama 4 does", "quantized": "in quantized form"}
@@ -31,7 +31,7 @@ _EXPERTS = "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class _Layer:
     """Memory of one cache layer for one row."""
 
     kind: str  # name of its kind of cache, or "unused"
@@ -72,7 +72,7 @@ class _Attention:
 class ModelProfile:
     """A model's layers and memory use, derived from shapes."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[_Layer, ...]
     attention_calls: int  # calls of MLX's attention function in a forward
     score_bytes: int
     chunk_token_bytes: int
@@ -169,10 +169,10 @@ def _filled(network: nn.Module, tokens: int) -> tuple[list[Any], mx.array]:
     return cache, network(mx.zeros((1, tokens), mx.int32), cache=cache)
 
 
-def _layer(few: Any, many: Any) -> Layer:
+def _layer(few: Any, many: Any) -> _Layer:
     """Return the layer by its caches after two prompts whose lengths differ by `BUFFER_TOKENS`."""
     kind, grown = kind_of(few), -(-(many.nbytes - few.nbytes) // BUFFER_TOKENS)
-    return Layer(
+    return _Layer(
         kind=kind.name(few) if few.nbytes else "unused",
         token_bytes=grown,
         window=kind.window(few),
@@ -196,7 +196,6 @@ States = Literal["none", "replay", "stepping"]
 
 # Of a model that does not take several tokens, whatever it raises: it is served without drafts.
 _FAILURES = (
-    UnknownRecurrence,
     ValueError,
     TypeError,
     RuntimeError,
@@ -229,7 +228,7 @@ class Drafting:
 NO_DRAFTS = Drafting()
 
 
-def drafting(network: nn.Module, found: Sequence[Layer]) -> Drafting:
+def drafting(network: nn.Module, found: Sequence[_Layer]) -> Drafting:
     """Return how rows of a model take drafts. `found`: its layers. Lazy: computes nothing. Must not run while another
     thread computes or opens a hook of `upstream.hooks`."""
     kinds = {layer.kind for layer in found}
@@ -270,44 +269,13 @@ def _two_rows(network: nn.Module) -> list[Any]:
     rows = [make_prompt_cache(network), make_prompt_cache(network)]
     for row in rows:
         network(mx.zeros((1, 3), mx.int32), cache=row)
-    return [_with_slots(one.merge([one, other])) for one, other in zip(*rows, strict=True)]
-
-
-def _with_slots(layer: Any) -> Any:
-    if isinstance(layer, CacheList):
-        return CacheList(*map(_with_slots, layer.caches))
-    if not isinstance(layer, ArraysCache):
-        return _Uncommitted(layer)
-    states = SlotArraysCache(len(layer.cache))
-    for index, state in enumerate(layer.cache):
-        states[index] = state
-    return states
-
-
-class _Uncommitted:
-    """A layer of which nothing is kept: its buffers would be allocated."""
-
-    slot_rows = None
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def begin(self, width: int) -> None:
-        """Do nothing."""
-
-    def commit(self, counts: Sequence[int], clear: Sequence[int] = ()) -> None:
-        """Do nothing."""
-
-    def roll_back(self, clear: Sequence[int] = ()) -> None:
-        """Do nothing."""
+    batch = [one.merge([one, other]) for one, other in zip(*rows, strict=True)]
+    return mapped(lambda layer: kind_of(layer).tried(layer), batch)
 
 
 def _shapes(batch: Sequence[Any]) -> list[tuple[int, ...]]:
-    recurrent = (layer for layer in layers(batch) if isinstance(layer, SlotArraysCache))
-    return [state.shape for layer in recurrent for state in layer.cache if state is not None]
+    recurrent = ((kind, layer) for layer in layers(batch) if (kind := kind_of(layer)).recurrent)
+    return [state.shape for kind, layer in recurrent for state in kind.arrays(layer) if state is not None]
 
 
 def _longest(network: nn.Module) -> int:

@@ -75,7 +75,7 @@ class EngineCaches:
         """Let the cache of a preempted row be written to disk: see `DiskPrefixes.spill_row`."""
         row = preempted.row
         if self.prefix and self.prefix.disk and not row.num_dropped:
-            self.prefix.disk.spill_row(row.request.namespace, row.cache_key(), preempted.snapshot.row, limit_of)
+            self.prefix.disk.spill_row(row.request.namespace, row.cache_key(), preempted.snapshot.cache, limit_of)
 
     def read_images_ahead(self, request: GenerationRequest, start: int, limit_of: LoadLimit) -> list[ReadAhead]:
         """Bring the stored features of a waiting request's images into the system's page cache, if loading them now

@@ -18,10 +18,6 @@ import mlx.nn as nn
 _held = threading.Lock()  # by the hook that is open
 
 
-class HookInUse(RuntimeError):
-    """A hook was opened while another one was open."""
-
-
 class UnsupportedRope(Exception):
     """A model called MLX's rope with something other than the positions of a row's next tokens."""
 
@@ -29,7 +25,7 @@ class UnsupportedRope(Exception):
 @contextmanager
 def _replaced(owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
     """Set the attribute to `replace(original)` while the context is open, and restore the original however it closes.
-    Raises `HookInUse` while any other hook is open, in this thread or another."""
+    Raises RuntimeError while any other hook is open, in this thread or another."""
     with _alone(name):
         original = getattr(owner, name)
         setattr(owner, name, replace(original))
@@ -42,7 +38,7 @@ def _replaced(owner: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[
 @contextmanager
 def _alone(name: str) -> Iterator[None]:
     if not _held.acquire(blocking=False):
-        raise HookInUse(f"{name}: another upstream name is replaced at this moment; open one hook at a time.")
+        raise RuntimeError(f"{name}: another upstream name is replaced at this moment; open one hook at a time.")
     try:
         yield
     finally:
