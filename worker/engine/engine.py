@@ -14,6 +14,7 @@ import mlx.core as mx
 from worker.engine.admission.decision import RowEstimate
 from worker.engine.admission.plan import AdmissionPlan
 from worker.engine.admission_controller import AdmissionController, WaitingRequest
+from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row, StepToken
 from worker.engine.device import memory_limit, runs_ahead
@@ -23,7 +24,6 @@ from worker.engine.model.load import Model
 from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
-from worker.engine.prefill.task import ComputedPrompt
 from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.cost import Forward, PromptChunk
@@ -269,7 +269,7 @@ class Engine:
         if len(forward.chunks) > 1:
             tokens = self._prefills.compute_together(forward, self._admission.longest_chunk)
             self._now.longest_chunk = max(self._now.longest_chunk, tokens)
-        joining = list[ComputedPrompt]()
+        joining = list[ComputedRow]()
         for chunk in forward.chunks:
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
                 yield from self._advance(chunk)
@@ -289,7 +289,7 @@ class Engine:
         if any(map(frees_memory, advanced.outcomes)):
             self._admission.mark_dirty()
 
-    def _join(self, computed: list[ComputedPrompt]) -> Iterator[Outcome]:
+    def _join(self, computed: list[ComputedRow]) -> Iterator[Outcome]:
         """Let rows join the running ones: together, or one by one if that fails or memory is short. Pops all."""
         # While they are copied, the caches of all take memory; that of one is reserved.
         caches_bytes = (len(computed) - 1) * self._row_bytes(max((each.tokens for each in computed), default=0))
@@ -299,7 +299,7 @@ class Engine:
         running = {row for _, row in self._running}
         while computed:  # each cache is freed when its row has joined
             each = computed.pop(0)
-            row = each.joining.row
+            row = each.row
             if row not in running:
                 with isolate(f"{row.id}: join") as attempt:
                     self._add([each])
@@ -309,15 +309,15 @@ class Engine:
             self._now.queried_tokens += each.tokens
             self._now.hit_tokens += each.cached
 
-    def _add(self, computed: Sequence[ComputedPrompt]) -> None:
+    def _add(self, computed: Sequence[ComputedRow]) -> None:
         """Add rows to the running ones, and measure what that takes."""
         growth = max(self._running.join_copy_bytes(each.tokens) for each in computed)
         began = time.perf_counter()
-        self._running.add([each.joining for each in computed])
+        self._running.add(computed)
         row_s = (time.perf_counter() - began) / len(computed)
         for each in computed:
             self._prefills.observe_join(each.tokens, growth // len(computed), row_s)
-            if each.joining.row.request.images:
+            if each.row.request.images:
                 self._admission.mark_dirty()  # the features of its images are released
 
     # Decode

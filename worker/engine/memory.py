@@ -280,7 +280,7 @@ def _shapes(groups: Iterable[Sequence[int]]) -> list[Shape]:
     return [(len(group), max(group)) for group in groups if group]
 
 
-class Occupant(Protocol):
+class _Occupant(Protocol):
     """A row as `Occupancy` needs it."""
 
     @property
@@ -303,7 +303,7 @@ class Occupancy:
     unless rows leave.
     """
 
-    def __init__(self, costs: MemoryModel, rows: Iterable[Occupant] = ()) -> None:
+    def __init__(self, costs: MemoryModel, rows: Iterable[_Occupant] = ()) -> None:
         self._costs = costs
         self._groups = dict[int, Shape]()
         self._images = NO_IMAGES
@@ -332,12 +332,12 @@ class Occupancy:
         other._cached_bytes, other._copy_bytes = self._cached_bytes, self._copy_bytes
         return other
 
-    def add(self, row: Occupant) -> None:
+    def add(self, row: _Occupant) -> None:
         """Add an active row."""
         self._bytes[row.group], self._cached_bytes, self._copy_bytes = self._joined(row)
         self._count(row)
 
-    def peak_with(self, row: Occupant) -> int:
+    def peak_with(self, row: _Occupant) -> int:
         """Return the predicted peak bytes with one more row."""
         costs, images = self._costs, self._with_images(row)
         _, cached_bytes, copied = self._joined(row)
@@ -347,27 +347,27 @@ class Occupancy:
         working_bytes = costs.step_bytes(cached_bytes, copied, longest, chunk, images, drawn)
         return costs.corrected_bytes(working_bytes, images)
 
-    def _count(self, row: Occupant) -> None:
+    def _count(self, row: _Occupant) -> None:
         self._total = self._total_with(row)
         self._groups[row.group] = self._shape_with(row)
         self._rows += 1
         self._longest = max(self._longest, row.tokens)
         self._images = self._with_images(row)
 
-    def _shape_with(self, row: Occupant) -> Shape:
+    def _shape_with(self, row: _Occupant) -> Shape:
         rows, longest = self._groups.get(row.group, (0, 0))
         return rows + 1, max(longest, row.tokens)
 
-    def _total_with(self, row: Occupant) -> int:
+    def _total_with(self, row: _Occupant) -> int:
         return self._total - cells(self._groups.get(row.group, (0, 0))) + cells(self._shape_with(row))
 
-    def _joined(self, row: Occupant) -> tuple[tuple[int, int], int, int]:
+    def _joined(self, row: _Occupant) -> tuple[tuple[int, int], int, int]:
         """Return the bytes of the row's group with the row, of all buffers then, and of the largest copy."""
         after = self._costs.group_bytes(*self._shape_with(row))
         before, _ = self._bytes.get(row.group, (0, 0))
         return after, self._cached_bytes - before + after[0], max(self._copy_bytes, after[1])
 
-    def _with_images(self, row: Occupant) -> ImageDemand:
+    def _with_images(self, row: _Occupant) -> ImageDemand:
         return self._images if row.images is NO_IMAGES else self._images + row.images
 
 

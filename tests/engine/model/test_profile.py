@@ -100,7 +100,7 @@ def as_the_engine_does(name: str, *chunks: int) -> list[Any]:
     prefill = prompt_of(name, sum(chunks))
     for tokens in chunks:
         prefill.advance(tokens)
-    return prefill.finish().joining.cache
+    return prefill.finish().cache
 
 
 def prompt_of(name: str, tokens: int) -> PromptTask:

@@ -34,7 +34,7 @@ def task_of(request: GenerationRequest, prefix: PrefixCache | None = None) -> Pr
 
 
 def entries_of(task: PromptTask) -> PromptEntries:
-    entries = task.finish().joining.entries
+    entries = task.finish().entries
     assert entries is not None
     return entries
 
@@ -104,4 +104,4 @@ def test_without_a_head_there_are_no_entries() -> None:
     request = request_of()
     task = PromptTask(Row.of(request), ComputeSpans(trunk(), request))
     task.advance(TOKENS)
-    assert task.finish().joining.entries is None
+    assert task.finish().entries is None

@@ -15,7 +15,7 @@ from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row
 from worker.engine.options import EngineOptions
 from worker.engine.prefill.spans import ComputeSpans
-from worker.engine.prefill.stage import Ended, Phase, Stage
+from worker.engine.prefill.stage import Phase, Stage, StageProgress
 from worker.engine.prefill.task import PromptTask
 from worker.engine.step.cost import PromptChunk
 from worker.engine.thread import EngineThread
@@ -51,7 +51,7 @@ class Arrival(Stage):
     def report(self) -> Encoded:
         raise AssertionError("it has no progress")
 
-    def advance(self, tokens: int) -> Ended:
+    def advance(self, tokens: int) -> StageProgress:
         raise AssertionError("a stage that is not ready is never advanced")
 
 

@@ -61,7 +61,7 @@ class Decoding:
     def dense(self, request: GenerationRequest) -> None:
         task = PromptTask(Row.of(request), ComputeSpans(self.network, request))
         task.advance(task.stage.total)
-        self._join(task.finish().joining)
+        self._join(task.finish())
 
     def sparse(
         self,

@@ -11,7 +11,7 @@ from worker.engine.batch.row import Row
 from worker.engine.prefill.scoring import LOOKAHEAD, DraftScorer
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.specprefill import Score
-from worker.engine.prefill.stage import Ended, Phase, Stage, StageProgress
+from worker.engine.prefill.stage import Phase, Stage, StageProgress
 from worker.engine.prefill.task import PromptTask
 from worker.engine.prefix.cache import PrefixCache
 from worker.outcomes import Encoded, Outcome, Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
@@ -134,7 +134,7 @@ class Rehearse(Stage):
     def report(self) -> Outcome:
         return Encoded("row", self.done, self.total)
 
-    def advance(self, tokens: int) -> StageProgress | Ended:
+    def advance(self, tokens: int) -> StageProgress:
         if self._error:
             raise self._error
         self.remaining -= tokens
@@ -161,7 +161,8 @@ def test_stage_reports_done_with_its_last_tokens() -> None:
     assert spans.advance(80) == StageProgress(50), "a forward ends before the first dropped token"
     assert spans.advance(80) == StageProgress(80)
     assert spans.start == 170
-    assert spans.advance(80) == Ended(LONG - 40 - 1 - 130)
+    assert spans.advance(80) == StageProgress(LONG - 40 - 1 - 130)
+    assert (spans.remaining, spans.done) == (0, spans.total)
 
 
 def test_keeping_all_tokens_is_one_dense_span() -> None:

@@ -19,7 +19,7 @@ Draft = Sequence[int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class VerifiedStep:
+class _VerifiedStep:
     """A forward that has verified drafts."""
 
     tokens: list[StepToken]  # that rows have drawn and that are not delivered yet, each row's in order
@@ -30,13 +30,20 @@ class VerifiedStep:
 class ComputedRow:
     """A row that can decode. `cache`: mlx-lm caches of this row alone, without its next input; they must not be used
     once it has joined a batch. `pending`: its next input. `position`: position of that input, if it differs from the
-    length of the cache. `entries`: of an MTP head, if the model has one."""
+    length of the cache. `entries`: of an MTP head, if the model has one. `cached`: tokens that its prefill has found in
+    the prefix cache."""
 
     row: Row
     cache: list[Any]
     pending: PendingTokens
     position: int | None = None
     entries: PromptEntries | None = None
+    cached: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its prompt without the last one, which its prefill has computed or loaded."""
+        return self.row.length - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +133,7 @@ class DecodeBatch:
 
     def verify(
         self, inputs: Sequence[StepToken], drafts: Sequence[Draft], recurrence: Recurrence
-    ) -> VerifiedStep | None:
+    ) -> _VerifiedStep | None:
         """Feed each row its next input and its draft. Draws what `launch` would draw, whatever the drafts. Blocks until
         all is computed. None, and the rows are as before, if a token was drawn from non-finite logits: a draft may be
         the reason, and `launch` decides. `inputs`: of `read_inputs`. `drafts`: of each row."""
@@ -155,7 +162,7 @@ class DecodeBatch:
         mx.async_eval([layer.state for layer in layers(self._cache)])
         self._next = PendingTokens.known([each.tokens[-1].token for each in accepted])
         tokens = [token for each in zip(inputs, drafts, accepted, strict=True) for token in _delivered(*each)]
-        return VerifiedStep(tokens, [count - 1 for count in counts])
+        return _VerifiedStep(tokens, [count - 1 for count in counts])
 
     def _recorded(self, counts: Sequence[int], after: tuple[tuple[int, ...], ...] | None = None) -> FedTokens | None:
         """Return the tokens of the last forward that the rows keep, with their hidden states, if the network records

@@ -145,7 +145,7 @@ def _replay(grammar: GrammarState, tokens: Sequence[int]) -> None:
         grammar.accept(token)
 
 
-class RowLogprobs(NamedTuple):
+class _RowLogprobs(NamedTuple):
     """Log probabilities of a row's next input, among those of the forward that has drawn it."""
 
     step: StepLogprobs
@@ -173,7 +173,7 @@ class PendingTokens:
 
     tokens: mx.array  # (rows,)
     norms: mx.array  # (rows,): logarithm of the sum of the exponentials of the logits; finite only if they are
-    logprobs: dict[Row, RowLogprobs]  # of the rows that want logprobs and have drawn their token
+    logprobs: dict[Row, _RowLogprobs]  # of the rows that want logprobs and have drawn their token
 
     @classmethod
     def known(cls, tokens: Sequence[int]) -> "PendingTokens":
@@ -263,19 +263,19 @@ class BatchSampling:
                 drawn[mx.array(wanting)],
                 [rows[place].request.top_logprobs or 0 for place in wanting],
             )
-            logprobs |= {rows[place]: RowLogprobs(step, number) for number, place in enumerate(wanting)}
+            logprobs |= {rows[place]: _RowLogprobs(step, number) for number, place in enumerate(wanting)}
         found = PendingTokens(tokens, norms, logprobs)
         found.compute()
         return found
 
-    def _logprobs(self, logprobs: mx.array, drawn: mx.array) -> dict[Row, RowLogprobs]:
+    def _logprobs(self, logprobs: mx.array, drawn: mx.array) -> dict[Row, _RowLogprobs]:
         """Return the log probabilities of the rows that want them. `logprobs` (rows, vocab), `drawn` (rows,). Lazy."""
         wanting = self._wanting
         if len(wanting) < len(self._rows):
             logprobs, drawn = logprobs[mx.array(wanting)], drawn[mx.array(wanting)]
         rows = [self._rows[index] for index in wanting]
         step = StepLogprobs(logprobs, drawn, [row.request.top_logprobs or 0 for row in rows])
-        return {row: RowLogprobs(step, number) for number, row in enumerate(rows)}
+        return {row: _RowLogprobs(step, number) for number, row in enumerate(rows)}
 
 
 def forward(

@@ -3,7 +3,7 @@
 import time
 
 from worker.engine.memory import ImageDemand
-from worker.engine.prefill.stage import Ended, Phase, Stage, StageProgress
+from worker.engine.prefill.stage import Phase, Stage, StageProgress
 from worker.engine.prefix.cache import PrefixCache, StartedLoad
 from worker.engine.vision.feature_cache import Encode, EncoderRun, StoredFeatures, restored
 from worker.engine.vision.inputs import MultimodalInputs
@@ -83,7 +83,7 @@ class Load(Stage):
             self._namespace, self._key, self._limit_of, self._row_bytes
         )
 
-    def advance(self, tokens: int) -> StageProgress | Ended:
+    def advance(self, tokens: int) -> StageProgress:
         """Insert what was read into the prefix cache, or give up. Blocks while the memory of a part is copied, if the
         prefix cache has divided it otherwise."""
         assert self._load is not None, "the stage has ended"
@@ -96,9 +96,9 @@ class Load(Stage):
         assert self._prefix.disk is not None, "what was read is on disk"
         self._prefix.disk.store.reader.give_up(load.reading, time.monotonic() - self._began_s)
         self._load = None
-        return Ended(0)
+        return StageProgress(0)
 
-    def _insert(self, load: StartedLoad) -> Ended:
+    def _insert(self, load: StartedLoad) -> StageProgress:
         if load.for_row:
             loaded = self._prefix.restore_row(load.reading, len(self._key))
             length = loaded[1] if loaded else 0
@@ -108,7 +108,7 @@ class Load(Stage):
         gained = max(0, length - self._start)
         self._start += gained
         self._load = None
-        return Ended(gained, loaded=loaded if gained else None)
+        return StageProgress(gained, loaded=loaded if gained else None)
 
 
 class LoadImages(Stage):
@@ -192,7 +192,7 @@ class LoadImages(Stage):
             self._readings = [(image, self._stored.store.reader.read(chain)) for image, chain in found]
             self._total = self.remaining
 
-    def advance(self, tokens: int) -> StageProgress | Ended:
+    def advance(self, tokens: int) -> StageProgress:
         """Take the features that were read, and give up the others if they take too long."""
         if not self._reported:
             self._reported = True
@@ -205,7 +205,7 @@ class LoadImages(Stage):
             elif features := restored(reading):
                 self._inputs.add_features(image, features)
                 loaded += image.tokens
-        return Ended(loaded)
+        return StageProgress(loaded)
 
 
 class EncodeImages(Stage):
@@ -265,14 +265,14 @@ class EncodeImages(Stage):
         have encoded some of them."""
         self._missing = self._inputs.missing(start)
 
-    def advance(self, tokens: int) -> StageProgress | Ended:
+    def advance(self, tokens: int) -> StageProgress:
         """Encode about `tokens` tokens, at least one layer of one image. Blocks."""
         computed = 0
         while self._missing:
             computed += self._encode_first(tokens - computed)
             if self._encoder_run or computed >= tokens:
                 break
-        return StageProgress(computed) if self.needed else Ended(computed)
+        return StageProgress(computed)
 
     def _tokens_left(self, image: PromptImage) -> int:
         run = self._encoder_run

@@ -171,7 +171,7 @@ class Scoring:
     def _advance_prompt(self, tokens: int) -> int:
         advanced = self._task.advance(tokens)
         if self._task.is_computed:
-            row = self._task.finish().joining
+            row = self._task.finish()
             self._lookahead = _Lookahead(self._draft.network, row.cache, row.pending.tokens, len(self._request.prompt))
         return advanced.tokens
 
@@ -227,7 +227,7 @@ def _pooled(max_weights: mx.array) -> mx.array:
 
 
 @dataclass(slots=True)
-class AttentionProbe:
+class _AttentionProbe:
     """Record of the attention calls of one forward."""
 
     calls: int = 0
@@ -235,10 +235,10 @@ class AttentionProbe:
 
 
 @contextmanager
-def probe_attention(tokens: int) -> Iterator[AttentionProbe]:
+def probe_attention(tokens: int) -> Iterator[_AttentionProbe]:
     """Record the attention that the last of `tokens` tokens gives to all of them, in layers without a shorter window.
     For one forward."""
-    probe = AttentionProbe()
+    probe = _AttentionProbe()
 
     def record(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **how: Any) -> None:
         probe.calls += 1
@@ -290,7 +290,7 @@ def why_not_draft(target: Sequence[str], draft: Sequence[str], network: nn.Modul
     return f"{family} cannot be a draft: {why_not}. Choose a model with full attention, such as a small Qwen3 or Llama."
 
 
-def _probe_long_prompt(network: nn.Module) -> tuple[AttentionProbe, bool, int]:
+def _probe_long_prompt(network: nn.Module) -> tuple[_AttentionProbe, bool, int]:
     """Return the attention record at the end of a long prompt, whether any layer keeps keys by token, and the number of
     logits. Everything is lazy, so only shapes are known."""
     long = 1 << 18  # tokens: longer than any sliding window

@@ -14,7 +14,7 @@ from worker.engine.cache import slots
 from worker.engine.cache.kinds import kind_of
 from worker.engine.cache.layers import layers
 from worker.engine.cache.pack import Pack
-from worker.engine.prefill.stage import Ended, Phase, Stage, StageProgress
+from worker.engine.prefill.stage import Phase, Stage, StageProgress
 from worker.engine.speculation.mtp import Head, PromptEntries, PromptHead
 from worker.engine.upstream.hooks import rope_at
 from worker.engine.upstream.mlx_lm import make_prompt_cache
@@ -154,7 +154,7 @@ class ComputeSpans(Stage):
             return end
         return bisect_left(self._positions, self._inputs.end(self._positions[self.length], self._positions[end]))
 
-    def advance(self, tokens: int) -> StageProgress | Ended:
+    def advance(self, tokens: int) -> StageProgress:
         """Compute up to `tokens` tokens in one forward, or more if an image must be computed in one piece. Blocks.
         Raises `UnsupportedRope`."""
         end = self.end_of(tokens)
@@ -167,7 +167,7 @@ class ComputeSpans(Stage):
             if self._head and self._entries:
                 self._feed_head(self._head.trunk.take_hidden(), positions)
             self.length += len(positions)
-        return StageProgress(len(positions)) if self.length < self.total else Ended(len(positions))
+        return StageProgress(len(positions))
 
     def pack_row(self, tokens: int) -> PackRow:
         """Return what a pack needs to compute the next `tokens` tokens. Requires `can_share`."""
@@ -175,7 +175,7 @@ class ComputeSpans(Stage):
         position = self.length + (self._inputs.rope_delta if self._inputs else 0)
         return PackRow(chunk, self.cache, self.length, position)
 
-    def unpack(self, pack: Pack, index: int, tokens: int, hidden: mx.array | None = None) -> StageProgress | Ended:
+    def unpack(self, pack: Pack, index: int, tokens: int, hidden: mx.array | None = None) -> StageProgress:
         """Take the next `tokens` tokens from a pack in which they were computed as row `index`. Blocks. `hidden`: the
         hidden states (rows, tokens, hidden_size) of the pack, if the model has an MTP head."""
         pack.unpack(index)
@@ -183,7 +183,7 @@ class ComputeSpans(Stage):
         if hidden is not None:
             self._feed_head(hidden[index : index + 1, :tokens], self._positions[self.length : self.length + tokens])
         self.length += tokens
-        return StageProgress(tokens) if self.length < self.total else Ended(tokens)
+        return StageProgress(tokens)
 
     def _compute(self, positions: Sequence[int]) -> None:
         if self._inputs:  # a family with its own positions does not call MLX's rope

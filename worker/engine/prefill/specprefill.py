@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from worker.engine.prefill.scoring import LOOKAHEAD, DraftScorer, Scores, Scoring
-from worker.engine.prefill.stage import Ended, Phase, Stage, StageProgress
+from worker.engine.prefill.stage import Phase, Stage, StageProgress
 from worker.outcomes import Scored, SpecPrefillApplied, SpecPrefillSkipped
 from worker.request import GenerationRequest, Range, SpecPrefillParams, tokens_in
 
@@ -136,12 +136,12 @@ class Score(Stage):
         """True if the draft's cache may hold tokens."""
         return self._seconds > 0
 
-    def refresh(self, start: int) -> Ended | None:
+    def refresh(self, start: int) -> StageProgress | None:
         """Choose among the tokens from index `start` on. The first call decides if the prompt is scored, and returns
-        `Ended` if not."""
+        the choice to keep all tokens if not."""
         self._start = start
         if self._scoring is None and (reason := self._why_not()):
-            return Ended(0, SpecPrefillSkipped(self._request.id, reason))
+            return StageProgress(0, SpecPrefillSkipped(self._request.id, reason))
         request = self._request
         self._scoring = self._scoring or self._draft.scoring(request.namespace, request.prompt, request.boundaries)
         return None
@@ -151,7 +151,7 @@ class Score(Stage):
         assert self._scoring is not None, "not decided yet"
         self._scoring.load_prefix()
 
-    def advance(self, tokens: int) -> StageProgress | Ended:
+    def advance(self, tokens: int) -> StageProgress:
         """Compute up to `tokens` tokens with the draft, or a single one of its lookahead. Blocks. Raises
         ArithmeticError if the draft's scores are not finite."""
         assert self._scoring is not None, "not decided yet"
@@ -160,7 +160,7 @@ class Score(Stage):
         self._seconds += time.perf_counter() - began
         if self._scoring.scores is None:
             return StageProgress(computed)
-        return Ended(
+        return StageProgress(
             computed, SpecPrefillApplied(self._request.id, self._kept_ranges(self._scoring.scores), self._seconds)
         )
 

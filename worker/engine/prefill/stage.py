@@ -10,16 +10,8 @@ from worker.outcomes import Phase as Phase
 
 @dataclass(frozen=True, slots=True)
 class StageProgress:
-    """Result of an advance that did not end the stage. `tokens`: number of tokens computed."""
-
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Result of an advance that ended the stage. `tokens`: number of tokens computed. `choice`: the tokens of the
-    prompt that the later stages compute, if this stage has chosen them. `loaded`: a cache of the row, and the number of
-    first tokens in it, if this stage has loaded them."""
+    """Result of an advance. `tokens`: number of tokens computed. A stage may end with more: `choice`: the tokens of the
+    prompt that the later stages compute. `loaded`: a cache of the row, and the number of first tokens in it."""
 
     tokens: int
     choice: SpecPrefillApplied | SpecPrefillSkipped | None = None
@@ -105,14 +97,14 @@ class Stage(Protocol):
 
     # Its work
 
-    def refresh(self, start: int) -> Ended | None:
+    def refresh(self, start: int) -> StageProgress | None:
         """Adapt to the caches. `start`: index of the first token that is neither computed nor in the prefix cache.
-        Copies and computes nothing. Returns `Ended` if the stage ends without an advance."""
+        Copies and computes nothing. Returns a result if the stage ends without an advance."""
         return None
 
     def prepare(self) -> None:
         """Load what caches of the stage's own hold, so that `advance` only computes. Blocks."""
         return
 
-    def advance(self, tokens: int) -> StageProgress | Ended:
+    def advance(self, tokens: int) -> StageProgress:
         """Compute about `tokens` tokens. Called only if the stage is ready. Blocks."""

@@ -14,7 +14,7 @@ from worker.engine.isolation import isolate
 from worker.engine.memory import NO_IMAGES, ImageDemand
 from worker.engine.prefill.reuse import Beginning, PrefixReuse
 from worker.engine.prefill.spans import ComputeSpans, PackRow
-from worker.engine.prefill.stage import Ended, Phase, Stage, StageProgress
+from worker.engine.prefill.stage import Phase, Stage, StageProgress
 from worker.engine.prefix.cache import PrefixCache
 from worker.outcomes import Outcome, SpecPrefillApplied, SpecPrefillSkipped
 from worker.prefix_store.policy import LoadLimit
@@ -43,15 +43,6 @@ class Advanced:
     seconds: float = 0.0  # without loading from caches
     outcomes: tuple[Outcome, ...] = ()
     shared: bool = False  # computed in one forward with other prompts, which `seconds` does not include
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedPrompt:
-    """A prompt that is computed, and its row, which can decode now."""
-
-    joining: ComputedRow
-    tokens: int  # in the row's cache
-    cached: int  # of these, found in the prefix cache
 
 
 class PromptTask:
@@ -201,7 +192,7 @@ class PromptTask:
             shared=shared,
         )
 
-    def _compute(self, tokens: int) -> StageProgress | Ended:
+    def _compute(self, tokens: int) -> StageProgress:
         """Compute a chunk in forwards that end at the cuts, and insert into the prefix cache."""
         spans, start = self._spans, self._spans.length
         if packed := self._packed:
@@ -214,15 +205,15 @@ class PromptTask:
             stop = next((cut for cut in self._reuse.cuts if spans.length < cut < end), end)
             spans.advance(stop - spans.length)
             self._reuse.insert_if_due(spans.length, spans.cache)
-        return StageProgress(spans.length - start) if spans.remaining else Ended(spans.length - start)
+        return StageProgress(spans.length - start)
 
-    def _conclude(self, result: StageProgress | Ended | None) -> None:
+    def _conclude(self, result: StageProgress | None) -> None:
         """Apply the choice of tokens to compute, if the result has one, and continue from the cache that it has
         loaded."""
-        if isinstance(result, Ended) and result.loaded:
+        if result and result.loaded:
             self._spans.load(*result.loaded)
             self._reuse.skip(self._spans.length)
-        if isinstance(result, Ended) and result.choice:
+        if result and result.choice:
             self._choose(result.choice)
 
     def _choose(self, choice: SpecPrefillApplied | SpecPrefillSkipped) -> None:
@@ -267,7 +258,7 @@ class PromptTask:
         """True if the last stage has nothing left to compute."""
         return self.stage is self._spans and self._spans.remaining == 0
 
-    def finish(self) -> ComputedPrompt:
+    def finish(self) -> ComputedRow:
         """Return the row, which can decode now. The task must not be used afterwards. Lazy."""
-        joining = ComputedRow(self.row, *self._spans.finish(self.row), entries=self._spans.entries)
-        return ComputedPrompt(joining, self._spans.total, self.cached)
+        spans = self._spans
+        return ComputedRow(self.row, *spans.finish(self.row), entries=spans.entries, cached=self.cached)

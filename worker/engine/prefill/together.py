@@ -17,7 +17,7 @@ from worker.engine.step.tuning import MAX_CHUNK
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class _Shared:
     """A forward of several prompts."""
 
     done: tuple[int, ...]  # tokens that each prompt held before
@@ -54,7 +54,7 @@ class SharedForwards:
         """True if prompts can share a forward in which they compute different numbers of tokens."""
         return self._packing.padded
 
-    def compute(self, chunks: Sequence[tuple[PromptTask, int]], longest: int) -> Shared | None:
+    def compute(self, chunks: Sequence[tuple[PromptTask, int]], longest: int) -> _Shared | None:
         """Compute the next tokens of these prompts, of each so many, in one forward, and hand them to the tasks, which
         take them into their caches when they advance. Prompts that cannot share the forward with the first are left
         out. Returns None if nothing was computed. Blocks. `longest`: most tokens of a forward. If it raises, the tasks
@@ -72,7 +72,7 @@ class SharedForwards:
         hidden = self._head.trunk.take_hidden() if self._head else None
         for index, task in enumerate(packed):
             task.receive(pack, index, len(rows[index].tokens), hidden)
-        return Shared(done, tokens, memory_tokens, time.perf_counter() - began)
+        return _Shared(done, tokens, memory_tokens, time.perf_counter() - began)
 
     def _fitting(self, chunks: Iterable[tuple[PromptTask, int]]) -> dict[PromptTask, PackRow]:
         """Return the prompts that can share a forward with the first."""

@@ -15,7 +15,7 @@ from typing import Generic, Literal, Protocol, Self, TypeVar
 MAX_SEGMENT_TOKENS = 1024  # tokens of a new node, and so of what one eviction frees
 
 
-class Segment(Protocol):
+class _Segment(Protocol):
     """Cached data of each token of a node."""
 
     @property
@@ -26,7 +26,7 @@ class Segment(Protocol):
         """Return the segment of the first `at` tokens, and that of the others."""
 
 
-class Snapshot(Protocol):
+class _Snapshot(Protocol):
     """Cached state after all tokens up to the end of a node."""
 
     @property
@@ -38,8 +38,8 @@ class Snapshot(Protocol):
         """True if it can be trimmed to the state after fewer tokens."""
 
 
-R = TypeVar("R", bound=Segment)
-S = TypeVar("S", bound=Snapshot)
+R = TypeVar("R", bound=_Segment)
+S = TypeVar("S", bound=_Snapshot)
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,7 @@ from worker.request import GenerationRequest, GrammarState, Sampling
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 
-class ProcessedRow(Protocol):
+class _ProcessedRow(Protocol):
     """The part of a row that processors use."""
 
     request: GenerationRequest
@@ -28,7 +28,7 @@ class ProcessedRow(Protocol):
         """Tokens of the answer so far."""
 
 
-Rows = Mapping[int, ProcessedRow]  # rows by their index in the batch
+Rows = Mapping[int, _ProcessedRow]  # rows by their index in the batch
 
 
 def needs_prompt(sampling: Sampling) -> bool:
@@ -36,7 +36,7 @@ def needs_prompt(sampling: Sampling) -> bool:
     return sampling.repetition_penalty != 1
 
 
-def processors_for(rows: Sequence[ProcessedRow], fed_drawn: Sequence[bool]) -> list[Processor]:
+def processors_for(rows: Sequence[_ProcessedRow], fed_drawn: Sequence[bool]) -> list[Processor]:
     """Return the logits processors of a batch, in the order of application. Each must be called once for every forward,
     from the next one on, until the rows change.
 

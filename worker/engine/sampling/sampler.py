@@ -34,7 +34,7 @@ def sampling_kind(sampling: Sampling) -> SamplingKind:
     return SamplingKind(False, sampling.top_k, sampling.top_p < 1, sampling.min_p > 0)
 
 
-class Drawing(Protocol):
+class _Drawing(Protocol):
     """The part of a row that drawing uses."""
 
     request: GenerationRequest
@@ -48,7 +48,7 @@ class Sampler:
     """Draws a token for each of the same rows in every step. What does not change between steps is prepared once. Each
     row draws bit for bit what it would draw alone."""
 
-    def __init__(self, rows: Sequence[Drawing]) -> None:
+    def __init__(self, rows: Sequence[_Drawing]) -> None:
         self._indices: dict[SamplingKind, list[int]] = {}
         for index, row in enumerate(rows):
             self._indices.setdefault(row.kind, []).append(index)
@@ -71,7 +71,7 @@ class Sampler:
         return [mx.array(at) for at in indices], mx.array(sorted(range(len(order)), key=order.__getitem__))
 
 
-def draw(logprobs: mx.array, rows: Sequence[Drawing]) -> mx.array:
+def draw(logprobs: mx.array, rows: Sequence[_Drawing]) -> mx.array:
     """Draw one token for each row, as `Sampler` does: `logprobs` (rows, vocab) to tokens (rows,). Lazy."""
     return Sampler(rows)(logprobs)
 
@@ -79,7 +79,7 @@ def draw(logprobs: mx.array, rows: Sequence[Drawing]) -> mx.array:
 class _RowsAlike:
     """Rows of one kind, which are drawn in one call."""
 
-    def __init__(self, kind: SamplingKind, rows: Sequence[Drawing]) -> None:
+    def __init__(self, kind: SamplingKind, rows: Sequence[_Drawing]) -> None:
         self._kind, self._rows = kind, rows
         self._samplings = [row.request.sampling for row in rows]
 
