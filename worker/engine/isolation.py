@@ -7,7 +7,7 @@ from types import TracebackType
 logger = logging.getLogger("sluice.engine")
 
 
-class Isolation:
+class _Isolation:
     """Work that may fail: see `isolate`. A class, since a generator takes three times as long, several times a step."""
 
     __slots__ = ("_action", "_on_failure", "failed")
@@ -17,7 +17,7 @@ class Isolation:
         self._on_failure = on_failure
         self.failed = False
 
-    def __enter__(self) -> "Isolation":
+    def __enter__(self) -> "_Isolation":
         return self
 
     def __exit__(
@@ -32,10 +32,10 @@ class Isolation:
         return True
 
 
-def isolate(action: str, on_failure: Callable[[], None] | None = None) -> Isolation:
+def isolate(action: str, on_failure: Callable[[], None] | None = None) -> _Isolation:
     """Log any exception that the body raises instead of raising it, and call `on_failure`, or let the caller check
     `failed`, to give up what the body may have left incomplete. `action`: what the body does, for the log.
 
     MLX reports a lack of memory, a shape that does not fit and an error in a kernel as exceptions of several types, at
     whatever forward computes the array. So this and the end of the engine's thread catch every type."""
-    return Isolation(action, on_failure)
+    return _Isolation(action, on_failure)

@@ -13,7 +13,7 @@ from tests.engine.tiny import EVERY_FAMILY, alone, network, prompt
 from worker.engine.cache import recurrent, slots
 from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.layers import layers
-from worker.engine.cache.recurrent import NoRecurrence, Recurrence, Replay, SlotArraysCache, Stepping
+from worker.engine.cache.recurrent import Recurrence, Replay, SlotArraysCache, Stepping
 from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.cache.verification import verification
 from worker.engine.upstream.mlx_lm import RotatingKVCache, make_prompt_cache
@@ -139,7 +139,7 @@ def test_replay_refuses_a_recurrence_that_it_does_not_know(family: str) -> None:
 
 def test_states_without_recurrence_are_refused() -> None:
     with pytest.raises(ValueError, match="recorded"):
-        run(Verifying("qwen3_5", NoRecurrence()))
+        run(Verifying("qwen3_5", Recurrence()))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "falcon_h1"])
@@ -159,12 +159,12 @@ def test_keys_of_a_token_too_many_are_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         SlotKVCache, "commit", lambda self, counts, clear=(): commit(self, [n + 1 for n in counts], clear)
     )
-    assert not all(run(Verifying("qwen3", NoRecurrence())))
+    assert not all(run(Verifying("qwen3", Recurrence())))
 
 
 def test_a_ring_that_is_a_column_short_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotRotatingKVCache, "begin", SlotKVCache.begin)
-    assert not all(run(Verifying("gemma3", NoRecurrence(), max_draft=MAX_DRAFT - 1)))
+    assert not all(run(Verifying("gemma3", Recurrence(), max_draft=MAX_DRAFT - 1)))
 
 
 def test_a_ring_refuses_more_tokens_than_it_has_columns_for() -> None:
@@ -190,7 +190,7 @@ def test_a_forward_that_is_not_committed_changes_nothing(family: str) -> None:
 
 def test_a_rejected_token_that_is_not_finite_leaves_nothing_behind() -> None:
     """A mask alone does not hide it, since zero times NaN is NaN."""
-    table = Verifying("qwen3", NoRecurrence())
+    table = Verifying("qwen3", Recurrence())
     table.start(9, 0)
     table.start(5, 1)
     fed = mx.array([[answer[-1], 3, 3, 3] for answer in table.answers])
@@ -207,7 +207,7 @@ def test_a_rejected_token_that_is_not_finite_leaves_nothing_behind() -> None:
 
 
 def test_a_row_leaves_a_wide_ring_as_mlx_lm_would_hold_it() -> None:
-    wide, narrow = Verifying("gemma3", NoRecurrence()), Verifying("gemma3", NoRecurrence(), max_draft=0)
+    wide, narrow = Verifying("gemma3", Recurrence()), Verifying("gemma3", Recurrence(), max_draft=0)
     for table in wide, narrow:
         table.start(30, 1)
         for _ in range(9):

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.tiny import EVERY_FAMILY, network
-from worker.engine.cache.recurrent import NoRecurrence, Replay, Stepping
+from worker.engine.cache.recurrent import Recurrence, Replay, Stepping
 from worker.engine.model import profile as module
 from worker.engine.model.profile import Drafting, drafting, profile
 from worker.outcomes import MAX_DRAFT
@@ -24,7 +24,7 @@ def found(family: str) -> Drafting:
 @pytest.mark.parametrize("family", PLAIN)
 def test_rows_with_keys_and_values_alone_take_the_longest_drafts(family: str) -> None:
     assert found(family) == Drafting(MAX_DRAFT, "none")
-    assert isinstance(found(family).recurrence(network(family)), NoRecurrence)
+    assert type(found(family).recurrence(network(family))) is Recurrence
 
 
 @pytest.mark.parametrize("family", REPLAYED)

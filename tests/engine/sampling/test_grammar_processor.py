@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.support.stack import TINY_CHAT
 from tests.text.structured import Schema, schema
 from worker.engine.batch.row import Row
 from worker.engine.model.load import Model, open_model
-from worker.engine.sampling.processors import GrammarProcessor
+from worker.engine.sampling.processors import Processor, processors_for
 from worker.engine.tokenizer import MLXTokenizer
 from worker.outcomes import Sampled
 from worker.request import GenerationRequest, Sampling
@@ -57,11 +57,18 @@ class RecordingGrammar(StepwiseGrammar):
         del self.answer[len(self.answer) - count :]
 
 
+def processor(grammars: Mapping[int, RecordingGrammar], fed_drawn: Collection[int] = ()) -> Processor:
+    """Return what masks the logits of rows with these grammars, by index; rows between them have none."""
+    requests = [GenerationRequest("row", (7,), 9, grammar=grammars.get(index)) for index in range(1 + max(grammars))]
+    (found,) = processors_for([*map(Row.of, requests)], [index in fed_drawn for index in range(len(requests))])
+    return found
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [50, 64, 100])
 def test_forbidden_tokens_get_minus_infinity_and_others_are_unchanged(dtype: mx.Dtype, width: int) -> None:
     logits = mx.arange(width)[None].astype(dtype)
-    processed = GrammarProcessor({0: RecordingGrammar({0, 31, 32, 49, 63})}, set())(logits, mx.array([7]))
+    processed = processor({0: RecordingGrammar({0, 31, 32, 49, 63})})(logits, mx.array([7]))
     assert processed.dtype == dtype
     possible = [token for token, logit in enumerate(processed[0].tolist()) if logit != -float("inf")]
     assert possible == [token for token in (0, 31, 32, 49, 63) if token < width]
@@ -74,7 +81,7 @@ def test_each_mask_changes_its_own_row(constrained: tuple[int, ...], free: bool)
     logits = mx.random.normal((4 if free else 3, 64), key=mx.random.key(0))
     before: Any = logits.tolist()
     grammars = {row: RecordingGrammar({row, 40 + row} if row in constrained else None) for row in range(3)}
-    processed: Any = GrammarProcessor(grammars, set())(logits, mx.zeros(len(before), mx.int32)).tolist()
+    processed: Any = processor(grammars)(logits, mx.zeros(len(before), mx.int32)).tolist()
     expected = [
         [logit if row not in constrained or token in (row, 40 + row) else -math.inf for token, logit in enumerate(own)]
         for row, own in enumerate(before)
@@ -84,7 +91,7 @@ def test_each_mask_changes_its_own_row(constrained: tuple[int, ...], free: bool)
 
 def test_grammar_accepts_each_token_that_its_row_has_drawn() -> None:
     first, second = RecordingGrammar(None), RecordingGrammar({5})
-    process = GrammarProcessor({0: first, 2: second}, {2})
+    process = processor({0: first, 2: second}, {2})
     for fed in ([7, 8, 9], [20, 21, 22]):
         process(mx.zeros((3, 64)), mx.array(fed))
     assert (first.answer, second.answer) == ([20], [9, 22])
@@ -97,7 +104,7 @@ def test_device_begins_to_compute_the_logits_before_a_mask_is_filled(monkeypatch
     for grammar in grammars.values():
         monkeypatch.setattr(grammar, "accept", calls.append)
         monkeypatch.setattr(grammar, "bitmask", lambda: calls.append("mask"))
-    GrammarProcessor(grammars, {0, 1})(logits, mx.array([7, 8]))
+    processor(grammars, {0, 1})(logits, mx.array([7, 8]))
     assert calls[0] is logits
     assert calls[1:] == [7, 8, "mask", "mask"]
 
@@ -111,7 +118,7 @@ def test_new_row_resets_its_grammar_which_then_accepts_the_resumed_tokens() -> N
 
 def test_logits_are_unchanged_if_any_token_is_allowed() -> None:
     logits = mx.zeros((1, 64))
-    assert GrammarProcessor({0: RecordingGrammar(None)}, set())(logits, mx.array([7])) is logits
+    assert processor({0: RecordingGrammar(None)})(logits, mx.array([7])) is logits
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ from worker.engine.admission.classes import Bounds, Decoding, class_of
 from worker.engine.admission.grouping import MeasuredCost, place, regroup
 from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, PreemptedRow
 from worker.engine.batch.row import Row, StepToken
-from worker.engine.isolation import Isolation, isolate
+from worker.engine.isolation import isolate
 from worker.engine.speculation.mtp import Network
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.planner import GapLimit
@@ -389,7 +389,7 @@ class Groups:
     def _drop_empty(self) -> None:
         self._groups = [group for group in self._groups if group.rows]
 
-    def _isolate(self, group: DecodeBatch, action: str) -> Isolation:
+    def _isolate(self, group: DecodeBatch, action: str) -> AbstractContextManager[object]:
         """Lose the rows of the group, and no others, if the body raises."""
         return isolate(f"{action} of {len(group.rows)} rows", partial(self._lose, group))
 

@@ -11,9 +11,9 @@ per token."""
 import copy
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -203,30 +203,21 @@ def _concatenated(states: Sequence[mx.array | None]) -> mx.array | None:
     return mx.concatenate(present) if present else None
 
 
-class Recurrence(Protocol):
-    """Way to advance recurrent states by a part of a forward's tokens."""
-
-    def recording(self, cache: Sequence[Any]) -> AbstractContextManager[None]:
-        """Record, while the context is open and a forward builds its graph, how the states of the cache advance."""
-
-    def held_states(self, width: int) -> int:
-        """Return the number of states of a row that exist until a forward of `width` tokens is committed."""
-
-
-class NoRecurrence:
-    """For models without recurrent states."""
+class Recurrence:
+    """Way to advance recurrent states by a part of a forward's tokens. This class itself is that of models without
+    states."""
 
     @contextmanager
     def recording(self, cache: Sequence[Any]) -> Iterator[None]:
-        """Record nothing."""
+        """Record, while the context is open and a forward builds its graph, how the states of the cache advance."""
         yield
 
     def held_states(self, width: int) -> int:
-        """Return 1: there are none to keep."""
+        """Return the number of states of a row that exist until a forward of `width` tokens is committed."""
         return 1
 
 
-class Replay:
+class Replay(Recurrence):
     """Runs the recurrences again over the kept tokens."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -328,7 +319,7 @@ class _Recorder:
         return mx.concatenate(outputs, axis=1), states[-1]
 
 
-class Stepping:
+class Stepping(Recurrence):
     """Calls each layer with a state once per token."""
 
     def __init__(self, network: nn.Module) -> None:

@@ -24,7 +24,7 @@ from worker.engine.cache.segments import (
 )
 from worker.engine.isolation import isolate
 from worker.engine.memory import BUFFER_TOKENS
-from worker.engine.prefix.disk import DiskPrefixes, Restored, Storing
+from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.prefix.tree import CLOSE_TOKENS, Found, PrefixTree, checkpoint_positions
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.outcomes import NotStored, StoreResult
@@ -246,12 +246,14 @@ class PrefixCache:
         if the cache has divided the prefix otherwise, which makes copies. A failure is logged."""
         chain = reading.chain
         with isolate(f"loading a prefix of {len(chain.tokens)} tokens from disk"):
-            restored = self.disk.restore(reading) if self.disk else []
-            if self.match_length(chain.namespace, chain.tokens) < len(chain.tokens):  # else another prompt was first
-                self._insert_restored(chain, restored)
+            if self.disk:
+                self._insert_read(self.disk, reading)
         return self.match_length(chain.namespace, chain.tokens)
 
-    def _insert_restored(self, chain: Chain, restored: Sequence[Restored]) -> None:
+    def _insert_read(self, disk: DiskPrefixes, reading: ChainReading) -> None:
+        chain, restored = reading.chain, disk.restore(reading)
+        if self.match_length(chain.namespace, chain.tokens) == len(chain.tokens):  # another prompt was first
+            return
         self._touch_all(chain.namespace, chain.tokens)
         self._shrink(self._room - sum(each.nbytes for each in restored), chain)
         for each in restored:

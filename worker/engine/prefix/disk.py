@@ -54,7 +54,7 @@ class Storing:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class _Restored:
     """A part of a prefix that was read from disk: tokens `start` to `end` (exclusive)."""
 
     start: int
@@ -336,7 +336,7 @@ class DiskPrefixes:
                 break
             reading.cancel()
 
-    def restore(self, reading: ChainReading, *, for_row: bool = False) -> list[Restored]:
+    def restore(self, reading: ChainReading, *, for_row: bool = False) -> list[_Restored]:
         """Return what was read, file by file, which is the caller's to insert. `for_row`: not into the tree. Raises
         ValueError if it is not of this network."""
         if not for_row:
@@ -346,9 +346,9 @@ class DiskPrefixes:
     def _end_load(self, reading: ChainReading) -> None:
         self._readings = [weakref.ref(each) for each in self._loading() if each is not reading]
 
-    def _restored(self, loaded: LoadedSegment) -> Restored:
+    def _restored(self, loaded: LoadedSegment) -> _Restored:
         stateful = (layer for layer in layers(make_prompt_cache(self._network)) if not is_sliceable(layer))
-        return Restored(loaded.header.name.start, loaded.header.name.end, *restored_segment(loaded, stateful))
+        return _Restored(loaded.header.name.start, loaded.header.name.end, *restored_segment(loaded, stateful))
 
 
 def _held(nodes: Iterable[Node[KVSegment, StateSnapshot]]) -> Iterator[HeldNode]:

@@ -54,7 +54,7 @@ def processors_for(rows: Sequence[_ProcessedRow], fed_drawn: Sequence[bool]) -> 
     # The last, so that no bias allows what a grammar forbids.
     every = {index: row.request.grammar for index, row in enumerate(rows) if row.request.grammar}
     if grammars := {index: grammar for index, grammar in every.items() if not grammar.is_free}:
-        chosen.append(GrammarProcessor(grammars, {index for index in grammars if fed_drawn[index]}))
+        chosen.append(_Grammars(grammars, {index for index in grammars if fed_drawn[index]}))
     return chosen
 
 
@@ -125,8 +125,8 @@ def _floats(values: Iterable[float]) -> mx.array:
     return mx.array([*values], dtype=mx.float32)
 
 
-class GrammarProcessor:
-    """Logits processor that advances each row's grammar by the fed token and masks what it then forbids.
+class _Grammars:
+    """Advance each row's grammar by the fed token, and mask what it then forbids.
 
     A call blocks until the fed tokens are known. Meanwhile, and while the host fills the masks, the device computes the
     logits."""

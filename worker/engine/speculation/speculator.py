@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Protocol, TypeVar
 
-from worker.engine.cache.recurrent import NoRecurrence, Recurrence
+from worker.engine.cache.recurrent import Recurrence
 from worker.engine.memory import CHUNK, MemoryModel
 from worker.engine.speculation.mtp import HeadProposer, PromptEntries
 from worker.engine.speculation.offer import (
@@ -121,7 +121,7 @@ class Speculator:
         self._proposers: Sequence[Proposer] = proposers if max_draft else ()
         self._networks: Sequence[NetworkProposer] = networks if max_draft else ()
         self._head = head if max_draft else None
-        self.recurrence = recurrence or NoRecurrence()
+        self.recurrence = recurrence or Recurrence()
         self._eos_ids = frozenset(eos_ids)
         self.costs, self._budget = ForwardCosts(), DraftBudget()
         self._offered: dict[str, _Proposal] = {}  # by row: the last offer
