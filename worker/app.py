@@ -40,12 +40,8 @@ logger = logging.getLogger("sluice")
 
 EXIT_ENGINE_DIED = 3
 
-# After a second signal: jobs are requeued within milliseconds if Redis answers and the event loop is not blocked.
-_FORCED_STOP_S = 2.0
 # After the last job has ended: the results of remaining threads are no longer needed.
 _THREADS_S = 1.0
-# After an error: time for the engine's thread to end its step and release its memory.
-_ENGINE_S = 3.0
 
 
 async def serve_jobs(settings: Settings) -> None:
@@ -107,7 +103,8 @@ async def _serve(
             await context.codec.prepare()
             worker = parts.queue_worker(server, engine, context, [batches.cron] if batches else [])
             health.set_checks({"event loop": worker.heartbeat, "engine": engine.heartbeat}, worker.readiness.parts())
-            ending.when(worker.force_stop, _FORCED_STOP_S, EXIT_FORCED)
+            # Jobs are requeued within milliseconds if Redis answers and the event loop is not blocked.
+            ending.when(worker.force_stop, limit_s=2.0, code=EXIT_FORCED)
             resume_collections()
             if await worker.connect():
                 logger.info(
@@ -185,7 +182,7 @@ async def _loaded(
     """Load the model, importing what its jobs need meanwhile, and stop the engine after the block. After an error the
     time for that is limited."""
     try:
-        with ending.after_error(_ENGINE_S):
+        with ending.after_error(limit_s=3.0):  # for the engine's thread to end its step and release its memory
             model, *_ = await asyncio.gather(engine.start(), _import("worker.parts"), *meanwhile)
             yield model
     finally:

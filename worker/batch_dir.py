@@ -24,8 +24,6 @@ from worker.settings import Settings
 
 logger = logging.getLogger("sluice.batch")
 
-_LONGEST_LINE = 1 << 20  # bytes in the feeder's log
-
 
 async def feed(
     command: Sequence[str],
@@ -45,7 +43,7 @@ async def feed(
             stdin=PIPE,
             stdout=PIPE,
             stderr=STDOUT,
-            limit=_LONGEST_LINE,
+            limit=1 << 20,  # bytes of a line of its log
             env=env,
             process_group=0,  # so Ctrl-C reaches only the worker
         )
@@ -88,18 +86,25 @@ logger = logging.getLogger("sluice.batch")
 
 FEED = ("nice", sys.executable, "-m", "sluice.cli", "batch", "feed")
 _INPUT, _LOCK = "*/input.jsonl", "run"  # in a run's folder; its feeder holds the lock
-_SEARCH_S = 60.0
-_START_S = 60.0  # a feeder that fails sooner may not have taken any file
 
 
 class BatchDirectory:
     """Feeds the runs of one folder by child processes; workers that share the folder take turns."""
 
-    def __init__(self, folder: str, settings: Settings, *, command: Sequence[str] = FEED, search_s: float = _SEARCH_S):
-        """`search_s`: interval of the search for runs without a feeder, in seconds. Raises `CannotStart`."""
+    def __init__(
+        self,
+        folder: str,
+        settings: Settings,
+        *,
+        command: Sequence[str] = FEED,
+        search_s: float = 60.0,
+        start_s: float = 60.0,
+    ):
+        """`search_s`: interval of the search for runs without a feeder. `start_s`: a feeder that fails sooner may not
+        have taken any file. Raises `CannotStart`."""
         self._folder = Path(folder).absolute()
         self._settings = settings
-        self._search_s = search_s
+        self._search_s, self._start_s = search_s, start_s
         models = ["--models", settings.batch_models] if settings.batch_models else []
         self._command = [*command, str(self._folder), "--until-eof", *models]
         self._slot, self.feeding = asyncio.Event(), False
@@ -122,7 +127,7 @@ class BatchDirectory:
             if owed or self._slot.is_set():
                 began = time.monotonic()
                 taken = await self._feed("--take", stopping=stopping, force_stop=force_stop)
-                owed = not taken and time.monotonic() - began < _START_S
+                owed = not taken and time.monotonic() - began < self._start_s
             elif await asyncio.to_thread(_has_abandoned_run, self._folder / "running"):
                 await self._feed(stopping=stopping, force_stop=force_stop)
             await wait_first(self._slot.wait(), stopping.wait(), timeout_s=self._search_s)

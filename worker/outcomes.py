@@ -91,7 +91,6 @@ class Sampled:
 
 
 MAX_DRAFT = 7  # tokens of a draft: with the row's next token, MLX's vector attention on Metal takes up to 8 queries
-MAX_DRAFT = 7  # tokens of a draft: with the row's next token, MLX's vector attention on Metal takes up to 8 queries
 PREDICTION = "prediction"  # the proposer that copies from a request's prediction
 
 

@@ -9,7 +9,6 @@ from cronsim import CronSim, CronSimError
 
 _EXAMPLE = '"0 2 * * *" is every night at two'
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-(?:([01]\d|2[0-3]):([0-5]\d)|24:00)", re.ASCII)
-_DAY_MIN = 24 * 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Hours:
             raise ValueError("hours look like 22:00-06:00")
         begin_h, begin_min, end_h, end_min = found.groups()
         begin = int(begin_h) * 60 + int(begin_min)
-        end = int(end_h) * 60 + int(end_min) if end_h else _DAY_MIN
+        end = int(end_h) * 60 + int(end_min) if end_h else 24 * 60
         if begin == end:
             raise ValueError("the hours begin and end at the same time; 00:00-24:00 is all day")
         return cls(begin, end)

@@ -22,8 +22,6 @@ from worker.prefix_store.store import StoreOptions
 from worker.schedule_times import Crontab, Hours
 
 _REDIS_URL = "redis://localhost:6379/0"
-_RESERVED_ROWS = 2  # of 16
-_DAILY_QUOTAS = 5  # bytes written to disk in a day, as a multiple of the quota, if they are not set
 
 
 # Checks of settings whose values have a form of their own. Each returns the value, or raises ValueError.
@@ -95,7 +93,7 @@ class Settings(BaseSettings):
 
     max_rows: int = Field(16, ge=1, le=512, description="Maximum number of sequences in the running batch.")
     reserved_rows: int = Field(
-        default_factory=lambda given: min(_RESERVED_ROWS, given.get("max_rows", _RESERVED_ROWS + 1) - 1),
+        default_factory=lambda given: min(2, given.get("max_rows", 3) - 1),
         ge=0,
         examples=["2"],
         description="Rows that offline jobs never take. Default: 2, or all but one of fewer rows.",
@@ -381,7 +379,7 @@ class Settings(BaseSettings):
         """Return where prefixes are stored; None: nowhere."""
         if self.prefix_disk_dir is None:
             return None
-        daily_gb = self.prefix_disk_daily_gb or _DAILY_QUOTAS * self.prefix_disk_gb
+        daily_gb = self.prefix_disk_daily_gb or 5 * self.prefix_disk_gb
         key = decode_key(self.prefix_disk_key) if self.prefix_disk_key else None
         folder = self.prefix_disk_dir.expanduser()
         return StoreOptions(folder, int(self.prefix_disk_gb * 1e9), int(daily_gb * 1e9), key=key, label=self.model)

@@ -70,11 +70,19 @@ def feeder(tmp_path: Path, code: str = FEEDER) -> list[str]:
 
 @asynccontextmanager
 async def at_work(
-    url: str, folder: Path, clock: Clock, *, code: str = FEEDER, search_s: float = 60, **given: Any
+    url: str,
+    folder: Path,
+    clock: Clock,
+    *,
+    code: str = FEEDER,
+    search_s: float = 60,
+    start_s: float = 60,
+    **given: Any,
 ) -> AsyncIterator[BatchDirectory]:
     """A worker, until the end of the block, and then the time that its feeder takes to leave."""
     known = settings(url, **{"poll_s": 0.05, "batch_dir": str(folder), **given})
-    batches = BatchDirectory(str(folder), known, command=feeder(folder.parent, code), search_s=search_s)
+    command = feeder(folder.parent, code)
+    batches = BatchDirectory(str(folder), known, command=command, search_s=search_s, start_s=start_s)
     async with working(known, FakeChat().chat, crons=[batches.cron], clock=clock) as worker:
         running = asyncio.create_task(batches.run(worker.stopping, worker.force_stop))
         await until(lambda: batches.cron.next_run is not None)
@@ -279,12 +287,9 @@ async def test_a_slot_whose_feeder_fails_at_its_start_is_not_lost(redis_url: str
         assert [call["args"] for call in calls(folder)] == [["--until-eof", "--take"]]
 
 
-async def test_a_feeder_that_dies_later_has_had_its_slot(
-    redis_url: str, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("worker.batch_dir._START_S", 0.0)
+async def test_a_feeder_that_dies_later_has_had_its_slot(redis_url: str, folder: Path, clock: Clock) -> None:
     drop(folder, "a.jsonl")
-    async with at_work(redis_url, folder, clock, search_s=0.05):
+    async with at_work(redis_url, folder, clock, search_s=0.05, start_s=0):
         clock.moment += MINUTE
         await until(lambda: is_fed(folder, "a"))
         os.kill(calls(folder)[0]["pid"], signal.SIGKILL)

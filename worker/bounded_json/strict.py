@@ -2,14 +2,13 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from math import isfinite
 from typing import Any, NoReturn
 
 from worker.process.frames import FrameLimits
 
-_MOST_DIGITS = 4300  # Python's own limit for the text of a whole number
-_ECHOED = 20  # characters
 _NOT_JSON = (
     "The job's body is not JSON: give arq's create_pool a JSON job_serializer, for example "
     "lambda job: json.dumps(job).encode()."
@@ -48,41 +47,38 @@ def _finite(digits: str) -> float:
 
 
 def _whole_number(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
+    most = sys.int_info.default_max_str_digits  # 4,300
+    if len(digits) > most:
         raise NotJson(
-            f"The request holds a whole number of {len(digits):,} digits; send one of at most {_MOST_DIGITS:,}, "
-            "or a string."
+            f"The request holds a whole number of {len(digits):,} digits; send one of at most {most:,}, or a string."
         )
     return int(digits)
 
 
 def _short(digits: str) -> str:
     """Return the digits; of a long number, the beginning and the exponent."""
-    if len(digits) <= _ECHOED:
+    if len(digits) <= 20:
         return digits
     exponent = re.search(r"[eE][+-]?\d{1,6}$", digits)
-    return f"{digits[: _ECHOED // 2]}...{exponent[0] if exponent else ''}"
+    return f"{digits[:10]}...{exponent[0] if exponent else ''}"
 
 
 # The commas and opening brackets outside of strings are counted: at least as many as values. 10,000 tool calls, the
 # default limit of a conversation, are 60,000. Parsing this many takes about 50 ms.
 MAX_BODY_VALUES = 100_000
-_MOST_ESCAPES = 1_000_000  # decoding a million takes 20 ms, during which the interpreter's lock is held
-_WIDE_BYTES = 4_000_000  # of non-ASCII text: up to four bytes a character in memory, and copied twice
-_SLICE = 65_536
 _STRING = re.compile(rb'"[^"]*"?')
 
 
 def is_expensive(body: bytes) -> bool:
     """True if parsing could hold the interpreter's lock for more than about 50 ms. Takes 30 ms for 16 MB, in slices, so
     that other threads run between them. Counts characters inside strings too."""
-    if len(body) > _WIDE_BYTES and not body.isascii():
+    if len(body) > 4_000_000 and not body.isascii():  # up to four bytes a character in memory, and copied twice
         return True
     values = escapes = 0
     for part in _slices(body):
         values += _values(part)
         escapes += part.count(b"\\")
-        if values > MAX_BODY_VALUES or escapes > _MOST_ESCAPES:
+        if values > MAX_BODY_VALUES or escapes > 1_000_000:  # decoding a million escapes takes 20 ms
             return True
     return False
 
@@ -113,7 +109,8 @@ def _values(part: bytes) -> int:
 
 
 def _slices(body: bytes) -> Iterator[bytes]:
-    return (body[start : start + _SLICE] for start in range(0, len(body), _SLICE))
+    size = 65_536
+    return (body[start : start + size] for start in range(0, len(body), size))
 
 
 _PLAIN_NAME = re.compile(r"[\w$-]{1,40}", re.ASCII)

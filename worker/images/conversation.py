@@ -20,10 +20,7 @@ from worker.settings import Settings
 
 logger = logging.getLogger("sluice.images")
 
-_MAX_DECODERS = 2  # they compete with the engine for cores
 _LONGEST_S = 30  # a slow machine takes 5 s for the largest accepted file
-_PIXEL_BYTES = 64  # of address space for each pixel; decoding a WebP takes 24
-_BASE_BYTES = 1 << 30
 
 
 class Decoders:
@@ -31,7 +28,7 @@ class Decoders:
 
     def __init__(self) -> None:
         self._timeout_s: float = _LONGEST_S
-        self._children = Children("worker.images", _MAX_DECODERS, reused=True)
+        self._children = Children("worker.images", most=2, reused=True)  # they compete with the engine for cores
 
     async def decode(self, source: bytes, *, is_url: bool, max_bytes: int, max_pixels: int, low: bool) -> Image:
         """Decode an image in a process of the pool; waits for a free one. Raises `JobFailure` for an invalid image, one
@@ -40,7 +37,8 @@ class Decoders:
         `is_url`: the source is a data: URL, not a file. `max_bytes`: of the file. `low`: reduce it to `detail: low`.
         """
         task = {"is_url": is_url, "max_bytes": max_bytes, "max_pixels": max_pixels, "low": low}
-        memory = _BASE_BYTES + _PIXEL_BYTES * max_pixels + 4 * len(source)
+        # Of a pixel's bytes of address space, decoding a WebP takes 24.
+        memory = (1 << 30) + 64 * max_pixels + 4 * len(source)
         try:
             answer = await self._children.ask(task, source, FrameLimits(_LONGEST_S, memory, self._timeout_s))
         except TimeoutError:

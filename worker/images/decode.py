@@ -15,12 +15,6 @@ from PIL.WebPImagePlugin import WebPImageFile
 from worker.errors import JobFailure
 from worker.images.image import MEDIA_TYPES, SUPPORTED, Image, declared_kind, image_format
 
-LOW = 512  # pixels: OpenAI's side for `detail: low`
-# Largest ratio of the sides: the limit of Qwen's processors.
-_MAX_ASPECT_RATIO = 200
-# Each scan of a progressive JPEG of 25 megapixels takes 40 ms to decode, and can be 42 bytes. Encoders write ten.
-_MAX_SCANS = 100
-
 # Errors that Pillow raises for damaged files, found by damaging files. AssertionError: for a missing palette.
 _DAMAGED = (OSError, SyntaxError, ValueError, LookupError, TypeError, EOFError, struct.error, AssertionError)
 
@@ -49,7 +43,8 @@ def decode(data: bytes, *, max_pixels: int, declared: str | None = None, low: bo
     except _DAMAGED:
         raise JobFailure("invalid_request", f"the image, a {kind}, is damaged, truncated or empty.") from None
     if low:
-        picture.thumbnail((LOW, LOW), Pillow.Resampling.LANCZOS, reducing_gap=None)
+        # In pixels: OpenAI's side for `detail: low`.
+        picture.thumbnail((512, 512), Pillow.Resampling.LANCZOS, reducing_gap=None)
     return Image.of(*picture.size, picture.tobytes())
 
 
@@ -75,14 +70,15 @@ def _refuse_by_header(file: ImageFile, kind: str, data: bytes, max_pixels: int) 
     if width * height > max_pixels:
         size = f"{width * height:,} pixels ({width:,} × {height:,})"
         raise JobFailure("too_large", f"the image has {size}; this worker accepts {max_pixels:,}.")
-    if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
+    if max(width, height) > 200 * min(width, height):  # the limit of Qwen's processors
         raise JobFailure(
-            "invalid_request",
-            f"the image is {width:,} × {height:,}; its sides may differ by a factor of {_MAX_ASPECT_RATIO}.",
+            "invalid_request", f"the image is {width:,} × {height:,}; its sides may differ by a factor of 200."
         )
     if kind == "JPEG":  # a second image in the file is a preview or a depth map, not a frame
-        if data.count(b"\xff\xda") > _MAX_SCANS:
-            raise JobFailure("too_large", f"the image, a JPEG, has more than {_MAX_SCANS} scans.")
+        # Each scan of a progressive JPEG of 25 megapixels takes 40 ms to decode, and can be 42 bytes. Encoders write
+        # ten.
+        if data.count(b"\xff\xda") > 100:
+            raise JobFailure("too_large", "the image, a JPEG, has more than 100 scans.")
     elif isinstance(file, PngImageFile | WebPImageFile | GifImageFile) and file.is_animated:
         raise JobFailure("unsupported", f"the image, a {kind}, is animated; send one of its frames.")
 
@@ -133,7 +129,6 @@ def _upright(picture: Pillow.Image, file: ImageFile) -> Pillow.Image:
 
 
 _SPACE = b" \t\r\n\f"
-_LONGEST_TYPE = 100  # bytes; a longer one is not repeated in an error
 
 
 def read_data_url(url: bytes) -> tuple[str, bytes]:
@@ -142,7 +137,7 @@ def read_data_url(url: bytes) -> tuple[str, bytes]:
     if not comma:
         raise JobFailure("invalid_request", "the data: URL has no comma before its data.")
     media_type, *parameters = (each.strip() for each in head[len("data:") :].lower().split(b";"))
-    if len(media_type) > _LONGEST_TYPE or not media_type.isascii():
+    if len(media_type) > 100 or not media_type.isascii():  # a longer one is not repeated in an error
         raise JobFailure("invalid_request", "the data: URL must begin with a media type, such as image/png.")
     data = unquote_to_bytes(body) if b"%" in body else body
     return media_type.decode(), _from_base64(data) if b"base64" in parameters[-1:] else data

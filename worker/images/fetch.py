@@ -33,7 +33,6 @@ from worker import __version__
 from worker.errors import JobFailure
 from worker.images.image import MEDIA_TYPES, too_long
 
-_MAX_URL_CHARACTERS = 8_192
 _HOST = re.compile(r"[a-z0-9_.-]{1,253}", re.ASCII)
 _IN_PATHS = "/%:@!$&'()*+,;=~?[]|"  # not escaped: allowed in a URL, or accepted by servers
 _PORTS = {"http": 80, "https": 443}
@@ -42,8 +41,8 @@ _PORTS = {"http": 80, "https": 443}
 def parse_url(url: str) -> URL:
     """Parse an http: or https: URL. Its host is a name in ASCII, or an address without brackets; its target is path and
     query. Raises `JobFailure`."""
-    if len(url) > _MAX_URL_CHARACTERS:
-        raise JobFailure("invalid_request", f"the URL is longer than {_MAX_URL_CHARACTERS:,} characters.")
+    if len(url) > 8_192:
+        raise JobFailure("invalid_request", "the URL is longer than 8,192 characters.")
     try:
         parts = urlsplit(url)
         if parts.scheme not in _PORTS:
@@ -122,8 +121,6 @@ def _within(ip: IPv6Address) -> IPv4Address | None:
 # Limit for all that comes before the file, and before each part of it: status line, headers, interim answers, the line
 # before a chunk, trailers. Parsing this much takes up to 10 ms.
 HEAD_BYTES = 16_384
-_CONNECT_S = 3.0  # per address of a name, before the next one is tried
-_MAX_LOOK_UPS = 8  # DNS lookups at once
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
@@ -135,7 +132,7 @@ class PublicNetwork(AsyncNetworkBackend):
     def __init__(self, *, resolve: Resolve | None = None, network: AsyncNetworkBackend | None = None) -> None:
         """`resolve` replaces the DNS, and `network` all addresses, for tests."""
         # Own threads: a lookup cannot be stopped, and takes half a minute if the name server does not answer.
-        self._names = ThreadPoolExecutor(_MAX_LOOK_UPS, "names")
+        self._names = ThreadPoolExecutor(max_workers=8, thread_name_prefix="names")
         self._resolve = resolve or self._look_up
         self._network = network or AnyIOBackend()
 
@@ -154,7 +151,7 @@ class PublicNetwork(AsyncNetworkBackend):
             raise JobFailure("invalid_request", "the URL leads to an address that is not public.")
         for address in others:
             try:
-                return LimitedStream(await self._network.connect_tcp(address, port, _CONNECT_S))
+                return LimitedStream(await self._network.connect_tcp(address, port, timeout=3.0))
             except (ConnectError, ConnectTimeout):
                 continue
         return LimitedStream(await self._network.connect_tcp(last, port, timeout))
@@ -212,8 +209,6 @@ class LimitedStream(AsyncNetworkStream):
         return self._stream.get_extra_info(info)
 
 
-_MAX_REDIRECTS = 3
-_FETCH_S = 10.0  # from the first DNS lookup to the last byte, redirects included
 _HEADERS = {
     "User-Agent": f"sluice/{__version__}",
     "Accept": ", ".join(MEDIA_TYPES.values()),
@@ -236,11 +231,12 @@ class Fetcher:
         self,
         max_bytes: int,
         *,
-        seconds: float = _FETCH_S,
+        seconds: float = 10.0,
         network: PublicNetwork | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`seconds`: time limit per image. `network` and `tls` replace the internet and its certificates, for tests."""
+        """`seconds`: time limit per image, redirects included. `network` and `tls` replace the internet and its
+        certificates, for tests."""
         self._max_bytes, self._seconds = max_bytes, seconds
         self._network = network or PublicNetwork()
         self._tls = tls or ssl.create_default_context()
@@ -256,12 +252,12 @@ class Fetcher:
             raise JobFailure("invalid_request", late, retryable=True) from None
 
     async def _follow(self, url: str) -> bytes:
-        for _ in range(1 + _MAX_REDIRECTS):
+        for _ in range(1 + 3):  # the first request, and its redirects
             answer = await self._request(parse_url(url))
             if isinstance(answer, bytes):
                 return answer
             url = redirected(url, answer.location)
-        raise JobFailure("invalid_request", f"the URL redirects more than {_MAX_REDIRECTS} times.")
+        raise JobFailure("invalid_request", "the URL redirects more than 3 times.")
 
     async def _request(self, url: URL) -> bytes | Redirected:
         """Send one request on a connection of its own."""

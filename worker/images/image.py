@@ -60,7 +60,6 @@ _MAGIC = (
     (b"%PDF", "PDF"),
 )
 _BRANDS = {b"avif": "AVIF", b"avis": "AVIF", b"heic": "HEIC", b"heix": "HEIC", b"hevc": "HEIC", b"mif1": "HEIF"}
-_SVG_SEARCH_BYTES = 1_000  # bytes that may precede the tag: an XML declaration, comments, a doctype
 
 
 def image_format(data: bytes) -> str | None:
@@ -72,7 +71,8 @@ def image_format(data: bytes) -> str | None:
     for magic, kind in _MAGIC:
         if data.startswith(magic):
             return kind
-    start = data[:_SVG_SEARCH_BYTES].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    # An XML declaration, comments and a doctype may precede the tag.
+    start = data[:1_000].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return "SVG" if start.startswith((b"<svg", b"<?xml", b"<!")) and b"<svg" in start else None
 
 

@@ -8,8 +8,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
-_EVERY_S = 0.5
-
 
 class Heartbeat:
     """Written by the watched thread, read by others. A thread with nothing to do pauses it, and is not stalled then."""
@@ -27,7 +25,7 @@ class Heartbeat:
         try:
             while True:
                 self.beat()
-                await asyncio.sleep(_EVERY_S)
+                await asyncio.sleep(0.5)
         finally:
             self.pause()
 
@@ -48,15 +46,14 @@ class Heartbeat:
 
 HealthPart = Callable[[], str | None]
 
-_SILENT_S = 10.0  # longer than any step of the engine, and any pause of the event loop that is not a hang
-
 
 class Health:
     """Liveness and readiness by part. A worker that loads its model is alive, but not ready."""
 
     def __init__(self, watchdog_s: float) -> None:
         """`watchdog_s`: seconds after which a stalled process ends itself; probes report the stall earlier."""
-        self._silent_s = min(_SILENT_S, watchdog_s / 2)
+        # Longer than any step of the engine, and any pause of the event loop that is not a hang.
+        self._silent_s = min(10.0, watchdog_s / 2)
         self._alive: Mapping[str, HealthPart] = {}
         self._ready: Mapping[str, HealthPart] = {"model": lambda: "it is loading"}
 

@@ -18,8 +18,6 @@ from worker.monitoring.health import Health
 
 logger = logging.getLogger("sluice.probes")
 
-_CLOSE_S = 0.1  # interval at which the server checks if it must close
-_MAX_DROPPED_BYTES = 65_536  # bytes of an unwanted body that are read; the answer to a longer one may be lost
 _TEXT = "text/plain; charset=utf-8"
 
 
@@ -33,7 +31,8 @@ def answer_probes(port: int, registry: CollectorRegistry, health: Health) -> Ite
     except OSError as error:
         raise CannotStart(f"SLUICE_METRICS_PORT={port}: {_describe(error)}") from None
     with server:
-        thread = Thread(target=server.serve_forever, args=[_CLOSE_S], name="probes")
+        # `poll_interval`: seconds between two checks if the server must close.
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="probes")
         thread.start()
         try:
             yield
@@ -85,7 +84,7 @@ class _Handler(MetricsHandler):
         """Read the body: a connection that is closed with unread bytes is reset, and the answer may be lost."""
         length = self.headers.get("Content-Length", "")
         if length.isascii() and length.isdecimal() and len(length) < 10:
-            self.rfile.read(min(int(length), _MAX_DROPPED_BYTES))
+            self.rfile.read(min(int(length), 65_536))  # the answer to a longer one may be lost
 
     def _send_health(self, parts: dict[str, str]) -> None:
         well = all(state == "ok" for state in parts.values())

@@ -7,12 +7,6 @@ import threading
 import time
 from contextlib import suppress
 
-_NICENESS = 10  # added to the process's own; beside a computing thread, one gets about a tenth of a core
-_MAX_NICENESS = 19
-_QOS_UTILITY = 0x11  # of macOS's sys/qos.h: work that the user does not wait for
-_SHORTEST_S = 0.001  # pauses below this are added up
-_BESIDE_OTHER_WORK_BYTES_S = 30e6  # the rate of work beside other work that does not end
-
 
 def lower_priority(*, awaited: bool = False) -> None:
     """Let the system prefer all threads of normal priority to the calling one. Only on Linux, where each thread has a
@@ -21,11 +15,13 @@ def lower_priority(*, awaited: bool = False) -> None:
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):
-            niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
-            os.setpriority(os.PRIO_PROCESS, thread, min(niceness, _MAX_NICENESS))
+            # Beside a computing thread, one with 10 more gets about a tenth of a core. 19 is the system's highest.
+            niceness = os.getpriority(os.PRIO_PROCESS, thread) + 10
+            os.setpriority(os.PRIO_PROCESS, thread, min(niceness, 19))
     elif sys.platform == "darwin" and not awaited:
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_UTILITY, 0)
+            utility = 0x11  # of macOS's sys/qos.h: work that the user does not wait for
+            ctypes.CDLL(None).pthread_set_qos_class_self_np(utility, 0)
 
 
 class Pace:
@@ -49,9 +45,10 @@ class Pace:
         if self._unlimited.is_set():
             self._due_s = now_s
             return
-        self._due_s = max(self._due_s, now_s - _SHORTEST_S) + nbytes / self._bytes_per_s
+        shortest_s = 0.001  # shorter pauses are added up
+        self._due_s = max(self._due_s, now_s - shortest_s) + nbytes / self._bytes_per_s
         ahead_s = self._due_s - now_s
-        if ahead_s >= _SHORTEST_S:
+        if ahead_s >= shortest_s:
             self._unlimited.wait(ahead_s)
         if self._no_other_work and not self._unlimited.is_set():
-            self._no_other_work.wait(nbytes / _BESIDE_OTHER_WORK_BYTES_S)
+            self._no_other_work.wait(nbytes / 30e6)  # bytes a second, beside other work that does not end

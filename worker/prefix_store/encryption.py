@@ -15,8 +15,6 @@ TAG_BYTES = 16  # follow each encrypted part
 # writes between two calls release the lock, so the engine's thread hardly waits.
 CALL_BYTES = 256 << 10
 _KEY_BYTES = 32
-_SALT_BYTES = 32
-_NONCE_BYTES = 12
 
 
 class NoCryptography(Exception):
@@ -55,7 +53,7 @@ class Encryption:
 
     def new_file(self, name: str) -> "FileCipher":
         """Return the cipher of a file that is to be written."""
-        return self.file(name, os.urandom(_SALT_BYTES))
+        return self.file(name, os.urandom(32))
 
     def file(self, name: str, salt: bytes) -> "FileCipher":
         """Return the cipher of a file with this salt. `name` is bound to the content, which cannot be opened under
@@ -100,7 +98,7 @@ class FileCipher:
         from cryptography.hazmat.primitives.ciphers import Cipher
         from cryptography.hazmat.primitives.ciphers.modes import GCM
 
-        return Cipher(self._algorithm, GCM(part.to_bytes(_NONCE_BYTES, "big")))
+        return Cipher(self._algorithm, GCM(part.to_bytes(12, "big")))
 
 
 class PartDecryption:

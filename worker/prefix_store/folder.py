@@ -29,9 +29,6 @@ from worker.prefix_store.scan import Scan, copy_pin, scan_folder, write_pin
 
 _WAIT_S = 10.0  # a scan of 10,000 files, the longest that a process does with the lock, takes about one second
 _LAST_WAIT_S = 1.0  # while the worker ends
-_POLL_S = 0.005
-_DAY_S = 86_400
-_SCAN_S = 5.0  # files of others are counted again after this time; those of other workers at each write
 
 
 class _CountingFile(io.BufferedWriter):
@@ -129,7 +126,7 @@ class FolderLock:
                 raise TimeoutError(
                     f"another process has kept the lock of the folder for {waited_s:.0f} s; continue or end it"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(0.005)
         return file
 
     def _try(self) -> int | None:
@@ -283,7 +280,8 @@ class Folder:
                 return NotStored.QUOTA
             if not fits_budget(size, record.nbytes, self._daily_bytes):
                 return NotStored.DAILY_LIMIT
-            is_old = time.monotonic() - self._scanned_s > _SCAN_S
+            # Files of others are counted again after this time; those of other workers at each write.
+            is_old = time.monotonic() - self._scanned_s > 5.0
             if self._known is None or is_old or record != self._last_record:
                 self._known = self._scan()
             self._known = self._enforced(self._known, size)
@@ -427,4 +425,4 @@ class _Identity:
 
 
 def _today() -> int:
-    return int(time.time() // _DAY_S)
+    return int(time.time() // 86_400)

@@ -22,7 +22,6 @@ from worker.prefix_store.names import VERSION, FileName
 
 _FORMAT = "sluice-prefix"
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER = 64 << 20
 _NO_CHECKSUM = "0" * 8
 # Bytes of one read or write: a checksum finds them in the processor's cache, and rates are held finely.
 _COPY_BYTES = 1 << 20
@@ -162,7 +161,7 @@ def read_header(file: BinaryIO, name: FileName, encryption: Encryption | None = 
     if len(first) < _LENGTH.size:
         raise BadFile("it is shorter than a header")
     (length,) = _LENGTH.unpack(first)
-    if length > min(size, _MAX_HEADER):
+    if length > min(size, 64 << 20):
         raise BadFile("it is shorter than its header")
     try:
         header = _decoded(json.loads(file.read(length)), _LENGTH.size + length, name, encryption)

@@ -13,8 +13,6 @@ from worker.prefix_store.names import IMAGE_FEATURES, FileName, chain_to, file_o
 from worker.prefix_store.records import SegmentUse, outdated_digests, read_hits, read_memory, read_records, total_use
 from worker.prefix_store.scan import clear_end, scan_folder, write_pin
 
-_ID_LENGTH = 12
-
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
@@ -30,13 +28,13 @@ class StoredPrefix:
 
     @property
     def id(self) -> str:
-        """First digits of the digest of its tokens."""
-        return self.files[-1].digest[:_ID_LENGTH]
+        """First 12 digits of the digest of its tokens."""
+        return self.files[-1].digest[:12]
 
     @property
     def model(self) -> str:
-        """First digits of the digest of the model."""
-        return self.files[-1].model[:_ID_LENGTH]
+        """First 12 digits of the digest of the model."""
+        return self.files[-1].model[:12]
 
     @property
     def tokens(self) -> int:

@@ -6,11 +6,6 @@ from typing import Generic, TypeVar
 
 from worker.outcomes import NotStored, StoreResult
 
-_MIN_TOKENS = 32  # a shorter prefix is computed in about one forward
-_LATENCY_S = 0.002  # of a file: opening it, its header, handing it over
-_MIN_LIMIT_S = 0.5  # a shorter delay of the reader is no sign that the folder hangs
-_USES_FOR_EARLY_WRITE = 2  # a prefix used this often is likely to be used again
-
 T = TypeVar("T")
 
 
@@ -55,7 +50,7 @@ def files_to_remove(files: Iterable[StoredFile[T]], excess_bytes: int) -> list[T
 def writes_early(uses: int, *, handed_over: bool) -> bool:
     """Return True if a part of a prefix is to be written now, while it is in memory. `handed_over`: it was before, so
     it is not written again."""
-    return uses >= _USES_FOR_EARLY_WRITE and not handed_over
+    return uses >= 2 and not handed_over  # a prefix used this often is likely to be used again
 
 
 def fits_budget(nbytes: int, written_bytes: int, max_bytes: int | None) -> bool:
@@ -75,10 +70,12 @@ def store_result(
     return StoreResult(on_disk, written_bytes, refusal)
 
 
-def load_limit_s(load: LoadSize, compute_s: float, *, min_tokens: int = _MIN_TOKENS) -> float | None:
+def load_limit_s(load: LoadSize, compute_s: float, *, min_tokens: int = 32) -> float | None:
     """Return the seconds after which a load is given up; None if it should not begin, since computing is expected to
-    be as fast. `compute_s`: expected time of computing the tokens. `min_tokens`: fewer are computed."""
+    be as fast. `compute_s`: expected time of computing the tokens. `min_tokens`: fewer are computed, in about one
+    forward."""
+    latency_s = 0.002 * len(load.file_bytes)  # opening a file, its header, handing it over
     read_s = (sum(load.file_bytes) + load.waiting_bytes) / max(load.bytes_per_s, 1.0)
-    if load.tokens < min_tokens or len(load.file_bytes) * _LATENCY_S + read_s >= compute_s:
+    if load.tokens < min_tokens or latency_s + read_s >= compute_s:
         return None
-    return max(compute_s, _MIN_LIMIT_S)
+    return max(compute_s, 0.5)  # a shorter delay of the reader is no sign that the folder hangs

@@ -28,10 +28,7 @@ logger = logging.getLogger("sluice.prefix_store")
 
 _PIECE_BYTES = 1 << 20  # after each, a load that has come meanwhile is first
 _MAX_AHEAD_BYTES = 4 << 30  # of requests that wait: the page cache may lose what is read long before its use
-_FIRST_READ_BYTES_S = 500e6  # until reads are measured
 _SHARED_BYTES_S = 300e6  # while rows decode: the machine's memory bus is left to them
-_FIRST_BYTES = 1 << 20  # that the disk reads ahead of a file whose KV has an unknown size
-_WEIGHT = 0.3  # of the last measurement in the speed
 _TEMPORARY_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # the process or the machine has none left
 
 
@@ -182,7 +179,7 @@ class Reader:
         self._encryption = encryption
         self._destination = destination
         self._on_hit = on_hit
-        self._unlimited_bytes_per_s = _FIRST_READ_BYTES_S  # measured while reads are not limited
+        self._unlimited_bytes_per_s = 500e6  # until reads are measured, which they are while they are not limited
         self._work_per_byte = 1.0  # bytes read and decoded, for each byte of a file
         self.no_reads = threading.Event()  # set while nothing is read
         self.no_reads.set()
@@ -345,14 +342,14 @@ class Reader:
             self._work_per_byte = max(1.0, (self._pace.nbytes - paced) / nbytes)
         if nbytes and unlimited and self._unlimited.is_set():
             speed = nbytes / max(time.perf_counter() - began, 1e-9)
-            self._unlimited_bytes_per_s += _WEIGHT * (speed - self._unlimited_bytes_per_s)
+            self._unlimited_bytes_per_s += 0.3 * (speed - self._unlimited_bytes_per_s)
 
     def _advise(self, name: FileName, chain: Chain, segments: list[LoadedSegment]) -> None:
         """Let the disk begin with the file that is read next. Its KV takes about as many bytes as that of the one
-        before."""
+        before, and is taken for 1 MiB if there is none."""
         nbytes = chain.sizes[chain.files.index(name)]
         if name.has_state and name != chain.files[-1]:
-            nbytes = self._end_of(segments[-1].header, with_state=False) if segments else _FIRST_BYTES
+            nbytes = self._end_of(segments[-1].header, with_state=False) if segments else 1 << 20
         advise(self._folder.path / str(name), nbytes)
 
     def _needed_bytes(self, name: FileName, last: bool, file: BinaryIO) -> int:

@@ -26,10 +26,7 @@ from worker.prefix_store.names import (
 )
 from worker.prefix_store.scan import Scan
 
-_MAX_RECORD_BYTES = 1 << 20  # a larger file is none of ours
-_RENEWED_S = 60.0  # running workers renew their records more often than this
 _MAX_ENTRIES = 4096  # about 150 kB
-_STALE_S = 15.0  # a running worker renews its record more often than this
 
 
 class UsageRecord(Protocol):
@@ -61,7 +58,7 @@ def write_record(path: Path, content: str, room_bytes: int | None = None) -> boo
 def read_record(path: Path) -> dict[str, Any]:
     """Return the content of a record; an empty one if it is missing, damaged or cannot be read."""
     with suppress(OSError, ValueError, RecursionError):
-        if path.stat().st_size <= _MAX_RECORD_BYTES:
+        if path.stat().st_size <= 1 << 20:  # a larger file is none of ours
             content = json.loads(path.read_text("utf-8"))
             return content if isinstance(content, dict) else {}
     return {}
@@ -112,7 +109,8 @@ def outdated_digests(records: Iterable[ModelRecord]) -> frozenset[str]:
     last = dict[tuple[str, bool], float]()
     for each in known:
         last[each.label, each.encrypted] = max(each.used_s, last.get((each.label, each.encrypted), 0.0))
-    return frozenset(each.digest for each in known if last[each.label, each.encrypted] - each.used_s > _RENEWED_S)
+    renewed_s = 60.0  # running workers renew their records more often than this
+    return frozenset(each.digest for each in known if last[each.label, each.encrypted] - each.used_s > renewed_s)
 
 
 class HitRecord:
@@ -287,7 +285,7 @@ def _segment_uses(nodes: Iterable[HeldNode], digests: Iterable[str], stored: Col
 
 def _is_fresh(path: Path) -> bool:
     try:
-        return abs(time.time() - path.stat().st_mtime) <= _STALE_S
+        return abs(time.time() - path.stat().st_mtime) <= 15.0  # a running worker renews its record more often
     except OSError:
         return False
 

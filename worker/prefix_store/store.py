@@ -16,8 +16,6 @@ from worker.prefix_store.writer import Writer
 
 logger = logging.getLogger("sluice.prefix_store")
 
-_READER_S = 1.0  # to end; a folder that hangs must not delay the end of the worker
-
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
@@ -90,7 +88,8 @@ class PrefixStore:
         """Write what waits, and end the threads. Blocks at most so long; what is not written by then is lost."""
         self.writer.close()
         self.reader.close()
-        limits = {self.writer.thread: timeout_s, self.reader.thread: min(timeout_s, _READER_S)}
+        # A folder that hangs must not delay the end of the worker.
+        limits = {self.writer.thread: timeout_s, self.reader.thread: min(timeout_s, 1.0)}
         for thread, limit_s in limits.items():
             if thread.is_alive():
                 thread.join(limit_s)

@@ -19,7 +19,6 @@ logger = logging.getLogger("sluice.prefix_store")
 
 _RESCAN_S = 5.0  # other workers write into the folder too
 _PAUSE_S = 60.0  # after a failed write
-_WRITE_BYTES_S = 300e6  # while the worker serves, so that reads and the machine's memory bus are left free
 
 
 class WriteReport:
@@ -101,7 +100,8 @@ class Writer:
         self._pending = _Counter()
         self._unlimited = threading.Event()  # the worker ends: write as fast as possible
         self._closed = threading.Event()
-        self._pace = Pace(_WRITE_BYTES_S, self._unlimited, no_reads)
+        # While the worker serves, reads and the machine's memory bus are left free.
+        self._pace = Pace(300e6, self._unlimited, no_reads)
         self._paused_until_s = 0.0  # time.monotonic() before which nothing is written, after a failure
         self._lost = 0  # segments, since the last failure
         self._unlisted = False  # the last scan has failed

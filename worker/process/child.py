@@ -15,7 +15,6 @@ from worker.process.frames import BadFrame, Frame, FrameKind, FrameLimits, Limit
 
 _ROOT = Path(__file__).parents[2]  # the folder of the package `worker`
 _CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
-_LOGGED_BYTES = 500  # of a failed process's stderr
 
 
 class ChildFailed(Exception):
@@ -184,13 +183,13 @@ class Child:
             self._process.kill()
 
     def close(self) -> str:
-        """Kill the process, wait until it has ended, and close its pipes. Blocks. May be repeated. Returns the end of
-        its stderr."""
+        """Kill the process, wait until it has ended, and close its pipes. Blocks. May be repeated. Returns the last
+        500 bytes of its stderr."""
         self.kill()
         if self._process is None:
             return ""
         _, errors = self._process.communicate()
-        return errors[-_LOGGED_BYTES:].decode(errors="replace")
+        return errors[-500:].decode(errors="replace")
 
 
 def start(module: str) -> "subprocess.Popen[bytes]":

@@ -82,11 +82,6 @@ def _end(code: int, error: BaseException | None) -> None:
 
 logger = logging.getLogger("sluice")
 
-_INTERVAL_S = 5.0
-_FEW = 50_000  # objects: visiting them takes some 10 ms; a worker with 32 streams has 10,000
-_MANY_MORE = 2_000_000  # objects since the last collection, some hundred bytes each: memory would run out otherwise
-_NEVER = 1_000_000_000  # collections of the middle generation before Python starts a full one
-
 
 def pause_collections() -> None:
     """Collect nothing until `resume_collections`. Imports and the load of a model create hundreds of thousands of
@@ -101,11 +96,12 @@ def resume_collections() -> None:
 
 
 @asynccontextmanager
-async def collect_on_a_timer(interval_s: float = _INTERVAL_S) -> AsyncIterator[None]:
+async def collect_on_a_timer(interval_s: float = 5.0) -> AsyncIterator[None]:
     """Take over full collections within the context. Objects alive at its start are not visited again."""
     thresholds = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(*thresholds[:2], _NEVER)
+    never = 1_000_000_000  # collections of the middle generation before Python starts a full one
+    gc.set_threshold(*thresholds[:2], never)
     collecting = asyncio.create_task(_collect(interval_s))
     try:
         yield
@@ -134,4 +130,6 @@ def count_old() -> int:
 def is_due(objects: int, remaining: int) -> bool:
     """Return True if a full collection is quick, or can wait no longer. `objects`: number now. `remaining`: number
     after the last collection."""
-    return objects <= _FEW or objects - remaining >= _MANY_MORE
+    few = 50_000  # visiting them takes some 10 ms; a worker with 32 streams has 10,000
+    many_more = 2_000_000  # some hundred bytes each: memory would run out otherwise
+    return objects <= few or objects - remaining >= many_more

@@ -20,7 +20,6 @@ from typing import IO, Any, NamedTuple
 from worker.errors import JobFailure
 
 _LENGTHS = Struct("!BII")  # kind, bytes of the head, bytes of the body
-_MAX_BYTES = 1 << 30  # an image of 175 megapixels has half of it
 
 
 class FrameKind(IntEnum):
@@ -68,7 +67,7 @@ def write_frame(pipe: IO[bytes], frame: Frame) -> None:
 def read_frame(pipe: IO[bytes]) -> Frame:
     """Read a frame. Blocks. Raises OSError and `BadFrame`."""
     kind, head_bytes, body_bytes = _LENGTHS.unpack(_read(pipe, _LENGTHS.size))
-    if head_bytes + body_bytes > _MAX_BYTES:
+    if head_bytes + body_bytes > 1 << 30:  # an image of 175 megapixels has half of it
         raise BadFrame
     try:
         return Frame(FrameKind(kind), json.loads(_read(pipe, head_bytes)), _read(pipe, body_bytes))
@@ -86,15 +85,12 @@ def _read(pipe: IO[bytes], length: int) -> bytes:
 Send = Callable[[Any, bytes], None]  # sends an answer: its head, a JSON value, and its body
 FrameHandler = Callable[[Any, bytes, Send], None]
 
-_NICENESS = 10  # a decode step comes first when all cores are busy
-_WATCH_S = 0.5  # interval of the check that the worker still runs
-
 
 def handle_frames(handle: FrameHandler) -> None:
     """Call the handler with the task and body of each request, until the worker closes the pipe. It sends one answer or
     more, of which the last counts, or raises `JobFailure`, `LimitExceeded` or MemoryError. Ends the process soon after
     the worker has ended, also within a request. Other output goes to stderr."""
-    os.nice(_NICENESS)
+    os.nice(10)  # a decode step comes first when all cores are busy
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # other output must not mix with the answers
@@ -135,5 +131,5 @@ def _limit(kind: int, value: int) -> None:
 
 def _end_with(worker: int) -> None:
     while os.getppid() == worker:
-        time.sleep(_WATCH_S)
+        time.sleep(0.5)
     os._exit(1)

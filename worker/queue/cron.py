@@ -12,8 +12,6 @@ from worker.schedule_times import Crontab
 
 logger = logging.getLogger("sluice.queue")
 
-_TAKEN_S = 86_400  # expiry of a taken slot: a busy worker may try to take it late
-
 
 class Cron:
     """A job that begins at each slot of a crontab."""
@@ -44,8 +42,9 @@ class Cron:
     async def _take(self, redis: Redis, worker: str, slot: datetime) -> bool:
         """Take the slot. Returns True also if an earlier call took it and its reply was lost."""
         key = keys.slot(self.name, int(slot.timestamp()))
+        day_s = 86_400  # a busy worker may try to take it late
         try:
-            before = await redis.set(key, worker, nx=True, get=True, ex=_TAKEN_S)
+            before = await redis.set(key, worker, nx=True, get=True, ex=day_s)
         except ResponseError:
             if await redis.type(key) in (b"string", b"none"):
                 raise

@@ -29,7 +29,6 @@ logger = logging.getLogger("sluice.queue")
 # int() refuses very long numbers.
 _REPORT = re.compile(rb"(?:[\d.]+|%b) [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})" % keys.DRAINING.encode())
 _PROCESS = ["host", "pid", "started_at"]  # fields that no two processes share
-_WARN_EVERY_S = 60.0  # about another worker of this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +199,10 @@ class Presence:
         return _waiting(dict(zip(LANES, (interactive, batch), strict=True)), workers, now)
 
     def _warn_of_another(self, written_by: list[bytes | None]) -> None:
-        """Log that another process publishes itself under this name, if it does."""
+        """Log that another process publishes itself under this name, if it does; once a minute."""
         if None in written_by or written_by == [str(self._fields[name]).encode() for name in _PROCESS]:
             return
-        if time.monotonic() - self._warned_at >= _WARN_EVERY_S:
+        if time.monotonic() - self._warned_at >= 60.0:
             self._warned_at = time.monotonic()
             host, pid, _ = (value.decode(errors="replace") for value in written_by if value is not None)
             logger.error(

@@ -187,8 +187,6 @@ class ServerClock:
 
 logger = logging.getLogger("sluice.queue")
 
-_OLDEST = 7  # major version of Redis: SET with NX and GET came with it
-
 _CLUSTER = "it runs in cluster mode, where the worker's scripts cannot reach their keys; use a server without it."
 _EVICTS = (
     "maxmemory-policy is %s: when the server is full, it evicts queued jobs. Run CONFIG SET maxmemory-policy "
@@ -215,8 +213,8 @@ def server_problem(facts: ServerInfo) -> str | None:
         return _CLUSTER
     version = str(info.get("redis_version", ""))
     major = re.match(r"\d+", version)
-    if "valkey_version" not in info and major and int(major[0]) < _OLDEST:
-        return f"it is version {version}, and the worker needs Redis {_OLDEST}.0 or Valkey; install one of these."
+    if "valkey_version" not in info and major and int(major[0]) < 7:  # with which SET with NX and GET came
+        return f"it is version {version}, and the worker needs Redis 7.0 or Valkey; install one of these."
     return None
 
 
@@ -323,12 +321,9 @@ async def _read_server_info(redis: Redis) -> ServerInfo:
 
 logger = logging.getLogger("sluice.queue")
 
-_RETRY_S = 0.2
-REMIND_S = 30.0  # between two log lines about one outage
-
 
 async def until_redis_answers(
-    call: Callable[[], Awaitable[None]], stopping: asyncio.Event, *, remind_s: float = REMIND_S
+    call: Callable[[], Awaitable[None]], stopping: asyncio.Event, *, remind_s: float = 30.0
 ) -> bool:
     """Repeat the call until Redis answers it. Logs an outage when it begins and every `remind_s` seconds. Returns False
     if `stopping` is set before Redis answers."""
@@ -339,7 +334,7 @@ async def until_redis_answers(
         except (RedisError, OSError) as error:
             outage = outage or _Outage(remind_s)
             outage.note(error)
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(0.2)
         else:
             if outage:
                 logger.warning("redis is back after %.0f s", outage.lasted_s)

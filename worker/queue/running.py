@@ -150,7 +150,6 @@ logger = logging.getLogger("sluice.queue")
 
 _BATCH = 500  # ids in one call of the script: about 1 ms of the server's time
 _MAX_PENDING = 10_000  # further ids are dropped: a job among them ends when it is claimed, by its key `sluice:cancel`
-_RETRY_S = 0.2
 
 
 class CancelRequests:
@@ -206,7 +205,7 @@ class CancelRequests:
                         logger.info("job %s cancelled in the queue", job_id)
             except (RedisError, OSError):
                 self._add_all(ids)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(0.2)
 
     def _next_batch(self) -> list[str]:
         """Remove up to `_BATCH` ids from those stored. Interrupts jobs that run here now, and returns the other ids."""

@@ -6,8 +6,6 @@ from typing import Any
 
 Service = Callable[[], Coroutine[Any, Any, None]]
 
-_CANCEL_AGAIN_S = 0.1
-
 
 async def run_with_services(work: Coroutine[Any, Any, None], *services: Service) -> None:
     """Run endless coroutines until the work has ended, and cancel them then. If one of them raises, the work is
@@ -30,7 +28,7 @@ async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
         for task in running:
             task.cancel()
         # Before Python 3.12 a cancellation during asyncio.wait_for, which redis-py uses, may be lost.
-        await asyncio.wait(running, timeout=_CANCEL_AGAIN_S)
+        await asyncio.wait(running, timeout=0.1)
 
 
 def _errors(tasks: Iterable[asyncio.Task[None]]) -> list[Exception]:

@@ -31,15 +31,13 @@ from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")
 
-_EVERY_S = 10.0
-_PER_STEP = 2000  # keys of the server that one step looks at: about 1 ms of its time
 _MAX_LOGGED = 100  # queues, since any client can create them
 
 
 class UnclaimedQueues:
     """Walks over the keys of the server, a bounded part in each step, and logs each such queue once."""
 
-    def __init__(self, redis: Redis, model: str, *, every_s: float = _EVERY_S) -> None:
+    def __init__(self, redis: Redis, model: str, *, every_s: float = 10.0) -> None:
         """`model`: the one that this worker serves. `every_s`: seconds between two steps."""
         self._redis, self._model = redis, model
         self._every_s = every_s
@@ -59,7 +57,8 @@ class UnclaimedQueues:
             await asyncio.sleep(self._every_s)
 
     async def _step(self) -> None:
-        self._cursor, found = await self._redis.scan(self._cursor, match=keys.QUEUES, count=_PER_STEP)
+        # As many keys of the server take about 1 ms of its time.
+        self._cursor, found = await self._redis.scan(self._cursor, match=keys.QUEUES, count=2000)
         for name in found[:_MAX_LOGGED]:
             key = name.decode("utf-8", "replace")
             if key in self._logged or len(self._logged) >= _MAX_LOGGED:

@@ -122,10 +122,6 @@ def cleanup_keys(job_id: str) -> list[str]:
 # Jobs are left to other workers for this time, which is lost if one of them is dead or slow. An idle worker claims 1 to
 # 3 ms after it is woken, and several of them on a busy machine within 8: `scripts/chaos burst`.
 _LEFT_S = 0.008
-_LATEST_MS = 1e15  # year 33658: finite, so that it can be compared with any clock
-# Bodies up to this size come with the claim. Larger ones would delay the other jobs of the same reply, and block the
-# server while it builds the reply.
-_INLINE_BYTES = 65_536
 _RESUME_FIELDS = tuple(ResumeState.model_fields)
 
 
@@ -135,7 +131,10 @@ class Claims:
     def __init__(self, redis: Redis, settings: Settings) -> None:
         self._model, self._worker = settings.model_name, settings.worker_name
         self._lease_ms, self._max_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
-        self._inline_bytes, self._redis = min(_INLINE_BYTES, self._max_bytes), redis
+        self._redis = redis
+        # Bodies up to this size come with the claim. Larger ones would delay the other jobs of the same reply, and
+        # block the server while it builds the reply.
+        self._inline_bytes = min(65_536, self._max_bytes)
         self._reply_lost, self._claim_lock = set[Lane](), asyncio.Lock()
         self._unreconciled = set[Lane]()
         self._due_at = dict.fromkeys(keys.LANES, math.inf)  # monotonic
@@ -289,13 +288,14 @@ def _names(claims: Iterable[Claim]) -> list[str]:
 
 
 def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
+    latest_ms = 1e15  # year 33658: finite, so that it can be compared with any clock
     return Claim(
         job_id=values["job_id"].decode("utf-8", "surrogateescape"),
         lane=lane,
         attempt=values["attempt"],
         crashes=values["crashes"],
         cancelled=bool(values["cancelled"]),
-        queued_at=min(max(0.0, float(values["queued_ms"])), _LATEST_MS) / 1000,  # a score may be infinite
+        queued_at=min(max(0.0, float(values["queued_ms"])), latest_ms) / 1000,  # a score may be infinite
         events=values["events"],
         body=values["body"],
         body_bytes=values["body_bytes"],

@@ -75,7 +75,6 @@ def _named(envelope: Any) -> tuple[str, Any]:
 
 logger = logging.getLogger("sluice.queue")
 
-_MAX_FIELD = 80  # characters in the log
 MAX_CRASHES = 3  # worker crashes during which this job was the only suspect
 
 POISON_JOB = JobFailure(
@@ -125,7 +124,7 @@ class Endings:
         match why:
             case JobFailure():
                 # A field may be a name that the client made up, of any length and with line breaks.
-                field = "" if why.param is None else f", {why.param[:_MAX_FIELD]!r}"
+                field = "" if why.param is None else f", {why.param[:80]!r}"
                 logger.info("job %s failed: %s%s", job_id, why.type, field)
                 if await _write_ending(job, self._fail(job, why)):
                     self._metrics.failed(job.claim.lane, why.type)
