@@ -131,7 +131,7 @@ class FakeEngine:
     def _tell(self, report: StepReport) -> None:
         for outcome in report.outcomes:
             if row := self._rows.get(outcome.id):
-                row[1].on_outcome(outcome, report.rows)
+                row[1](outcome, report.rows)
 
 
 def _next(sequence: GenerationRequest, answer: Iterator[tuple[int, int]]) -> Outcome:

@@ -18,14 +18,12 @@ from worker.chat.speculation import draft_limit
 from worker.errors import JobFailure
 from worker.outcomes import (
     CutShort,
-    Encoded,
-    Loaded,
     Outcome,
     Prefilled,
+    PromptProgress,
     Refused,
     RowFailed,
     Sampled,
-    Scored,
     SpecPrefillApplied,
     SpecPrefillSkipped,
     Speculated,
@@ -94,7 +92,7 @@ class Chat:
                 if self._completed_before or len(generation_request.resume_tokens) >= generation_request.max_tokens:
                     self._finish_resumed(generation_request)
                 else:
-                    context.engine.submit(generation_request, self)
+                    context.engine.submit(generation_request, self.on_outcome)
                 finish_reason = await self._done
             finally:
                 context.engine.remove(generation_request.id)
@@ -196,8 +194,8 @@ class Chat:
                 self._sampled(outcome, rows)
             case Prefilled(done=done, total=total, cached=cached):
                 self._recorder.prefilled(done, total, cached)
-            case Loaded(done=done, total=total) | Encoded(done=done, total=total) | Scored(done=done, total=total):
-                self._recorder.progress(outcome.phase, done, total)
+            case PromptProgress(phase=phase, done=done, total=total):
+                self._recorder.progress(phase, done, total)
             case Speculated():
                 self._recorder.speculated(outcome)
             case SpecPrefillApplied() | SpecPrefillSkipped():

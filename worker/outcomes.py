@@ -1,9 +1,9 @@
 """Outcomes: messages about a request that the engine returns from a step, and the report of the step itself."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 from worker.request import Range
 
@@ -23,31 +23,11 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """Progress of a prefix, or of the features of images, that are read from disk: `done` of `total` tokens are in
-    memory."""
+class PromptProgress:
+    """Progress in tokens before the prefill. Of `total`, `done` are read from disk (a prefix, or features of images),
+    have been through the vision encoder, or were computed by the draft model of SpecPrefill."""
 
-    phase: ClassVar[Phase] = "loading"
-    id: str
-    done: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Image encoding progress: `done` of the `total` image tokens of a prompt have been through the vision encoder."""
-
-    phase: ClassVar[Phase] = "encoding"
-    id: str
-    done: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """SpecPrefill progress: the draft model has computed `done` of the `total` tokens of a prompt."""
-
-    phase: ClassVar[Phase] = "scoring"
+    phase: Literal["loading", "encoding", "scoring"]
     id: str
     done: int
     total: int
@@ -130,9 +110,7 @@ class CutShort:
 
 Outcome = (
     Prefilled
-    | Loaded
-    | Encoded
-    | Scored
+    | PromptProgress
     | SpecPrefillApplied
     | SpecPrefillSkipped
     | Sampled
@@ -143,12 +121,9 @@ Outcome = (
 )
 
 
-class OutcomeListener(Protocol):
-    """Receiver of the outcomes of one request."""
-
-    def on_outcome(self, outcome: Outcome, rows: int) -> None:
-        """Handle an outcome of the request. Called on the event loop, in order. `rows`: rows that decoded in the
-        step."""
+# Receives the outcomes of one request, each with the number of rows that decoded in the step. Called on the event loop,
+# in order.
+OutcomeListener = Callable[[Outcome, int], None]
 
 
 def frees_memory(outcome: Outcome) -> bool:
@@ -156,7 +131,7 @@ def frees_memory(outcome: Outcome) -> bool:
     match outcome:
         case SpecPrefillApplied() | SpecPrefillSkipped():
             return True
-        case Encoded(done=done, total=total) | Loaded(done=done, total=total):
+        case PromptProgress(phase="loading" | "encoding", done=done, total=total):
             return done == total
         case _:
             return False

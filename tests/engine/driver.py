@@ -16,13 +16,12 @@ from worker.engine.speculation.speculator import Speculator
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.outcomes import (
     CutShort,
-    Encoded,
     Outcome,
     Prefilled,
+    PromptProgress,
     Refused,
     RowFailed,
     Sampled,
-    Scored,
     SpecPrefillApplied,
     SpecPrefillSkipped,
     StepReport,
@@ -169,9 +168,9 @@ class Run:
                 self.kept_ranges[id] = kept_ranges
             case SpecPrefillSkipped(id, reason):
                 self.skipped[id] = reason
-            case Scored(id):
+            case PromptProgress("scoring", id):
                 self.scored[id] += 1
-            case Encoded(id):
+            case PromptProgress("encoding", id):
                 self.encoded[id] += 1
             case Prefilled(id, cached=cached):
                 self.chunks[id] += 1

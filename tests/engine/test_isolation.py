@@ -427,15 +427,11 @@ async def test_broken_engine_reports_failure_to_end_the_process(
 ) -> None:
     checkpoint, died, outcomes = write_checkpoint(CONFIGS["llama"], tmp_path), asyncio.Event(), list[Outcome]()
 
-    class Recorder:
-        def on_outcome(self, outcome: Outcome, rows: int) -> None:
-            outcomes.append(outcome)
-
     engine = EngineThread(lambda: open_model(str(checkpoint)), EngineOptions(0.1), on_failure=died.set)
     await engine.start()
     monkeypatch.setattr(rows_module, "forward", raising(always, rows_module.forward))
     for i in range(20):
-        engine.submit(GenerationRequest(str(i), GUILTY, 5), Recorder())
+        engine.submit(GenerationRequest(str(i), GUILTY, 5), lambda outcome, rows: outcomes.append(outcome))
     await asyncio.wait_for(died.wait(), 20)
     await engine.stop()
     assert EngineBroken in {record.exc_info[0] for record in caplog.records if record.exc_info}

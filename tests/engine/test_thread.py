@@ -74,8 +74,8 @@ async def test_listener_receives_outcomes_until_its_request_is_removed() -> None
     await engine.start()
     no_end = Sampling(logit_bias=((2, -100.0),))
     stays, keeps_running = Recorder(), Recorder()
-    engine.submit(GenerationRequest("stays", prompt(5, 1), 300, no_end), stays)
-    engine.submit(GenerationRequest("goes", prompt(5, 2), 10_000, no_end), keeps_running)
+    engine.submit(GenerationRequest("stays", prompt(5, 1), 300, no_end), stays.on_outcome)
+    engine.submit(GenerationRequest("goes", prompt(5, 2), 10_000, no_end), keeps_running.on_outcome)
     while len(keeps_running.said) < 3:
         await asyncio.sleep(0.001)
     engine.remove("goes")
@@ -92,7 +92,7 @@ async def test_no_memory_is_reported_as_reserved_after_the_last_request(removed:
     engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=unreached, on_step=reports.append)
     await engine.start()
     no_end = Sampling(logit_bias=((2, -100.0),))
-    engine.submit(GenerationRequest("a", prompt(5, 1), 10_000 if removed else 10, no_end), recorder)
+    engine.submit(GenerationRequest("a", prompt(5, 1), 10_000 if removed else 10, no_end), recorder.on_outcome)
     while len(recorder.said) < 3:
         await asyncio.sleep(0.001)
     assert any(used for used, _ in reserved(reports))
@@ -114,7 +114,7 @@ async def test_the_seconds_of_a_decode_step_are_known_once_steps_were_measured()
     await engine.start()
     assert not any(engine.step_times())
     recorder = Recorder()
-    engine.submit(GenerationRequest("a", prompt(5, 1), 30, Sampling(logit_bias=((2, -100.0),))), recorder)
+    engine.submit(GenerationRequest("a", prompt(5, 1), 30, Sampling(logit_bias=((2, -100.0),))), recorder.on_outcome)
     await asyncio.wait_for(recorder.ended.wait(), 30)
     assert [0 < seconds < 1 for seconds in engine.step_times()] == [True, *[False] * (CLASSES - 1)]
     await engine.stop()
@@ -124,7 +124,9 @@ async def test_paused_engine_makes_no_token_and_then_continues() -> None:
     engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=unreached)
     await engine.start()
     recorder = Recorder()
-    engine.submit(GenerationRequest("a", prompt(5, 1), 10_000, Sampling(logit_bias=((2, -100.0),))), recorder)
+    engine.submit(
+        GenerationRequest("a", prompt(5, 1), 10_000, Sampling(logit_bias=((2, -100.0),))), recorder.on_outcome
+    )
     while len(recorder.said) < 3:
         await asyncio.sleep(0.001)
     engine.set_paused(True)
@@ -149,7 +151,7 @@ async def test_engine_that_raises_reports_failure_to_end_the_process(monkeypatch
     engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=died.set)
     await engine.start()
     monkeypatch.setattr("worker.engine.engine.Engine.step", lambda self: 1 / 0)
-    engine.submit(GenerationRequest("a", prompt(5, 1), 5), Recorder())
+    engine.submit(GenerationRequest("a", prompt(5, 1), 5), Recorder().on_outcome)
     await asyncio.wait_for(died.wait(), 10)
     await engine.stop()
 
@@ -166,7 +168,7 @@ from worker.request import GenerationRequest
 async def main():
     engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=unreached)
     await engine.start()
-    engine.submit(GenerationRequest("a", prompt(5, 1), 5000), Recorder())
+    engine.submit(GenerationRequest("a", prompt(5, 1), 5000), Recorder().on_outcome)
     await asyncio.sleep(0.2)
     await engine.stop()
 

@@ -12,7 +12,7 @@ from tests.images.pictures import data_url, patch, saved
 from tests.queue.helpers import ask, ended, log, settings, types, until_it_has_said, words, working
 from worker.chat.images import ImageInputs
 from worker.jobs import chat
-from worker.outcomes import Encoded, StepReport
+from worker.outcomes import PromptProgress, StepReport
 from worker.request import GenerationRequest as Asked
 from worker.request import ProcessedImage, PromptImage
 
@@ -43,7 +43,7 @@ class SlowTower(FakeEngine):
     """Its images are half way through when half a second has passed."""
 
     def submit(self, sequence: Asked, listener: Any) -> None:
-        half = StepReport((Encoded(sequence.id, 7, 14),), 0)
+        half = StepReport((PromptProgress("encoding", sequence.id, 7, 14),), 0)
         asyncio.get_running_loop().call_later(0.5, self._deliver, half)
         super().submit(sequence, listener)
 

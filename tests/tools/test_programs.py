@@ -124,7 +124,7 @@ class Heard:
 async def play(player: Player, text: str, **more: Any) -> Heard:
     heard = Heard()
     request = GenerationRequest(**{"id": text, "prompt": tuple(map(ord, text)), "max_tokens": 100, **more})
-    player.submit(request, heard)
+    player.submit(request, heard.on_outcome)
     await wait_for(lambda: heard.ending is not None)
     player.remove(request.id)
     return heard
@@ -161,7 +161,7 @@ async def test_an_answer_that_is_removed_is_noted_once(tmp_path: Path, monkeypat
     monkeypatch.setenv("PLAYER_LOG", str(tmp_path / "log"))
     player, heard = Player(Letters()), Heard()
     asked = prompt(("user", message(Step(say="Hello.", token_s=60))))
-    player.submit(GenerationRequest(id="a", prompt=tuple(map(ord, asked)), max_tokens=9), heard)
+    player.submit(GenerationRequest(id="a", prompt=tuple(map(ord, asked)), max_tokens=9), heard.on_outcome)
     await wait_for(lambda: bool(heard.outcomes))
     for _ in range(2):
         player.remove("a")

@@ -16,7 +16,6 @@ from worker.chat.speculation import SpeculationReceipt, why_no_drafts
 from worker.json_bytes import Items, dumps
 from worker.monitoring.sink import CallFault
 from worker.outcomes import (
-    Loaded,
     Phase,
     Prefilled,
     Sampled,
@@ -212,7 +211,7 @@ class JobRecorder:
         """Emit a progress event, at most one every `_PROGRESS_EVERY_S` seconds, and none for the end of a phase. A load
         is reported once, when it begins, since the engine may sleep until it ends; the next event is later for it."""
         now, due_s = time.monotonic(), self._progress_at + _PROGRESS_EVERY_S
-        if done < total and (now >= due_s or phase == Loaded.phase):
+        if done < total and (now >= due_s or phase == "loading"):
             self._progress_at = max(now, due_s)
             self._job.log.emit("progress", phase=phase, done=done, total=total)
 

@@ -136,7 +136,7 @@ async def _warm_one(context: WorkerContext, store: StorePrefix, number: int, bod
     """Raises `JobFailure`."""
     request = await _generation_request(context, number, body)
     row = _Row()
-    context.engine.submit(request, row)
+    context.engine.submit(request, row.on_outcome)
     try:
         await row.ended
     finally:

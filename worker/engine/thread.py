@@ -151,7 +151,7 @@ class EngineThread:
         self._on_step(report)
         for outcome in report.outcomes:
             if listener := self._listeners.get(outcome.id):
-                listener.on_outcome(outcome, report.rows)
+                listener(outcome, report.rows)
 
     # On the engine's thread
 

@@ -19,7 +19,7 @@ from worker.engine.prefill.stage import Phase, Stage, StageProgress
 from worker.engine.prefill.task import PromptTask
 from worker.engine.step.cost import PromptChunk
 from worker.engine.thread import EngineThread
-from worker.outcomes import Encoded, Outcome, Sampled
+from worker.outcomes import Outcome, PromptProgress, Sampled
 from worker.request import GenerationRequest
 
 PROMPT, ANSWER = prompt(30, 1), 8
@@ -48,7 +48,7 @@ class Arrival(Stage):
         return not self._arrived.is_set()
 
     @property
-    def report(self) -> Encoded:
+    def report(self) -> PromptProgress:
         raise AssertionError("it has no progress")
 
     def advance(self, tokens: int) -> StageProgress:
@@ -124,16 +124,15 @@ def test_decoding_rows_go_on_without_being_waited_for(
 async def test_engine_thread_sleeps_until_it_is_woken(arrivals: dict[str, Arrival]) -> None:
     sampled, ended = list[int | None](), asyncio.Event()
 
-    class Recorder:
-        def on_outcome(self, outcome: Outcome, rows: int) -> None:
-            if isinstance(outcome, Sampled):
-                sampled.append(outcome.token)
-                if outcome.finish_reason:
-                    ended.set()
+    def on_outcome(outcome: Outcome, rows: int) -> None:
+        if isinstance(outcome, Sampled):
+            sampled.append(outcome.token)
+            if outcome.finish_reason:
+                ended.set()
 
     engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=ended.set)
     await engine.start()
-    engine.submit(GenerationRequest("late", PROMPT, ANSWER), Recorder())
+    engine.submit(GenerationRequest("late", PROMPT, ANSWER), on_outcome)
     async with asyncio.timeout(30):
         while "late" not in arrivals or engine.heartbeat.stalled_s():
             await asyncio.sleep(0.001)

@@ -14,7 +14,7 @@ from worker.engine.prefill.specprefill import Score
 from worker.engine.prefill.stage import Phase, Stage, StageProgress
 from worker.engine.prefill.task import PromptTask
 from worker.engine.prefix.cache import PrefixCache
-from worker.outcomes import Encoded, Outcome, Prefilled, Scored, SpecPrefillApplied, SpecPrefillSkipped
+from worker.outcomes import Outcome, Prefilled, PromptProgress, SpecPrefillApplied, SpecPrefillSkipped
 from worker.request import GenerationRequest, SpecPrefillParams
 
 LONG = 200
@@ -71,7 +71,7 @@ def test_scoring_precedes_the_prefill_of_the_kept_tokens() -> None:
     task.refresh()
     assert (task.stage.phase, task.stage.remaining) == ("scoring", LONG - 1 + LOOKAHEAD)
     first = task.advance(50)
-    assert first.outcomes == (Scored("row", 50, LONG - 1 + LOOKAHEAD),)
+    assert first.outcomes == (PromptProgress("scoring", "row", 50, LONG - 1 + LOOKAHEAD),)
     assert (first.phase, first.tokens) == ("scoring", 50)
     while task.stage.phase == "scoring":
         last = task.advance(LONG)
@@ -132,7 +132,7 @@ class Rehearse(Stage):
 
     @property
     def report(self) -> Outcome:
-        return Encoded("row", self.done, self.total)
+        return PromptProgress("encoding", "row", self.done, self.total)
 
     def advance(self, tokens: int) -> StageProgress:
         if self._error:
@@ -144,7 +144,7 @@ class Rehearse(Stage):
 def test_stage_of_a_further_kind_reports_its_own_progress_before_the_prefix_is_loaded(prefix: PrefixCache) -> None:
     task = task_of(prefix=prefix, first=[Rehearse()])
     advanced = task.advance(4)
-    assert advanced.outcomes == (Encoded("row", 4, 10),)
+    assert advanced.outcomes == (PromptProgress("encoding", "row", 4, 10),)
     assert (advanced.phase, advanced.tokens, advanced.chunk, task.cached) == ("rehearsing", 4, 0, 0)
     task.advance(6)
     assert task.advance(30).outcomes == (Prefilled("row", LONG // 2 + 30, LONG - 1, LONG // 2),)

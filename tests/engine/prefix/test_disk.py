@@ -27,7 +27,7 @@ from worker.engine.prefix.tensors import Arrays
 from worker.engine.thread import EngineThread
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.engine.upstream.streams import clear_streams
-from worker.outcomes import Loaded, NotStored, Outcome, Sampled, StoreResult
+from worker.outcomes import NotStored, Outcome, PromptProgress, Sampled, StoreResult
 from worker.prefix_store.format import read_file_header
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import parse_name
@@ -310,16 +310,21 @@ def test_a_damaged_file_is_computed_instead(tmp_path: Path, family: str, caplog:
     assert any("is removed" in record.message for record in caplog.records)
 
 
+def loads(worker: Worker) -> list[PromptProgress]:
+    """Take a step, and return the progress of loads in it."""
+    return [each for each in worker.step().outcomes if isinstance(each, PromptProgress) and each.phase == "loading"]
+
+
 def test_loading_is_reported_and_wakes_the_engine(tmp_path: Path) -> None:
     first = Worker("llama", tmp_path)
     first.say("llama", DOCUMENT)
     first.close()
     again = Worker("llama", tmp_path)
     again.add("late", DOCUMENT, max_tokens=ANSWER)
-    reports = [outcome for outcome in again.step().outcomes if isinstance(outcome, Loaded)]
+    reports = loads(again)
     assert again.woken.wait(20)
     while len(again.engine):
-        reports += [outcome for outcome in again.step().outcomes if isinstance(outcome, Loaded)]
+        reports += loads(again)
     again.close()
     assert reports[-1].done == reports[-1].total >= len(DOCUMENT) - 1
     assert reports[0].done == 0 or len(reports) == 1
@@ -442,14 +447,13 @@ async def answered(engine: EngineThread, request: GenerationRequest) -> list[int
     """Return the tokens of the answer."""
     tokens, ended = list[int](), asyncio.Event()
 
-    class Recorder:
-        def on_outcome(self, outcome: Outcome, rows: int) -> None:
-            if isinstance(outcome, Sampled):
-                tokens.append(outcome.token or 0)
-                if outcome.finish_reason:
-                    ended.set()
+    def on_outcome(outcome: Outcome, rows: int) -> None:
+        if isinstance(outcome, Sampled):
+            tokens.append(outcome.token or 0)
+            if outcome.finish_reason:
+                ended.set()
 
-    engine.submit(request, Recorder())
+    engine.submit(request, on_outcome)
     await ended.wait()
     return tokens
 

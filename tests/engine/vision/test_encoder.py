@@ -19,7 +19,7 @@ from worker.engine.prefill.caches import EngineCaches
 from worker.engine.prefill.queue import PrefillQueue
 from worker.engine.step.cost import PromptChunk
 from worker.engine.vision.feature_cache import EncoderRun, FeatureCache, Features
-from worker.outcomes import Encoded, Sampled
+from worker.outcomes import PromptProgress, Sampled
 from worker.request import PromptImage, Sampling
 
 FAMILIES = [*CONFIGS]
@@ -133,7 +133,7 @@ def test_others_decode_between_two_layers_of_an_image(family: str) -> None:
     parts = decoded = 0
     while not run.generated["picture"]:
         outcomes = run.step().outcomes
-        looked = sum(isinstance(outcome, Encoded) for outcome in outcomes)
+        looked = sum(isinstance(outcome, PromptProgress) and outcome.phase == "encoding" for outcome in outcomes)
         decoded += sum(isinstance(outcome, Sampled) and outcome.id == "text" for outcome in outcomes)
         parts += looked
         assert looked <= 1

@@ -17,7 +17,7 @@ from tests.engine.vision.test_encoder import counted
 from worker.engine.prefill.load import LoadImages
 from worker.engine.prefill.task import PromptTask
 from worker.engine.vision.feature_cache import FeatureCache, Features
-from worker.outcomes import Loaded, Outcome
+from worker.outcomes import Outcome, PromptProgress
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import IMAGE_FEATURES
 from worker.prefix_store.reader import ChainReading, Reader
@@ -40,12 +40,12 @@ class Seeing(Worker):
 
     def __init__(self, family: str, folder: Path, **options: Any) -> None:
         self.family = family
-        self.loads: list[Loaded] = []
+        self.loads: list[PromptProgress] = []
         super().__init__(family, folder, opened=cases.model(family), **options)
 
     def receive(self, outcome: Outcome) -> None:
         super().receive(outcome)
-        if isinstance(outcome, Loaded):
+        if isinstance(outcome, PromptProgress) and outcome.phase == "loading":
             self.loads.append(outcome)
 
     def look(self, given: Prompt, **more: Any) -> None:

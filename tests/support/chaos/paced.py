@@ -137,7 +137,7 @@ class PacedEngine:
             k = self._next[id]
             _inject_fault(sequence.prompt[0], k)
             self._next[id] = k + 1
-            listener.on_outcome(Sampled(id, k, "length" if k + 1 >= sequence.max_tokens else None), rows)
+            listener(Sampled(id, k, "length" if k + 1 >= sequence.max_tokens else None), rows)
 
 
 def _inject_fault(mark: int, k: int) -> None:

@@ -7,7 +7,7 @@ from worker.engine.prefill.stage import Phase, Stage, StageProgress
 from worker.engine.prefix.cache import PrefixCache, StartedLoad
 from worker.engine.vision.feature_cache import Encode, EncoderRun, StoredFeatures, restored
 from worker.engine.vision.inputs import MultimodalInputs
-from worker.outcomes import Encoded, Loaded
+from worker.outcomes import PromptProgress
 from worker.prefix_store.policy import LoadLimit
 from worker.prefix_store.reader import ChainReading
 from worker.request import GenerationRequest, PromptImage
@@ -18,7 +18,7 @@ class Load(Stage):
     loaded like any other. If it does not fit there, it is loaded into the row's own cache. Not needed if the disk holds
     no more than memory, or if computing is expected to be faster. Given up if it takes longer than that."""
 
-    phase: Phase = Loaded.phase
+    phase: Phase = "loading"
     before_prefix = True
     takes_chunk = False
 
@@ -50,9 +50,9 @@ class Load(Stage):
         return self.total - self._start
 
     @property
-    def report(self) -> Loaded:
+    def report(self) -> PromptProgress:
         """The progress of the loading."""
-        return Loaded(self._id, self.done, self.total)
+        return PromptProgress("loading", self._id, self.done, self.total)
 
     @property
     def needed(self) -> bool:
@@ -118,7 +118,7 @@ class LoadImages(Stage):
     It begins when the prefix is loaded, and before any image is encoded. A load that has begun ends in `advance` only,
     although another prompt may have encoded the image meanwhile: a step is planned for the stage that it finds."""
 
-    phase: Phase = Loaded.phase
+    phase: Phase = "loading"
     before_prefix = True
     takes_chunk = False
 
@@ -156,9 +156,9 @@ class LoadImages(Stage):
         return sum(image.tokens for image, _ in self._readings)
 
     @property
-    def report(self) -> Loaded:
+    def report(self) -> PromptProgress:
         """The progress of the loading."""
-        return Loaded(self._request.id, self.done, self.total)
+        return PromptProgress("loading", self._request.id, self.done, self.total)
 
     @property
     def needed(self) -> bool:
@@ -212,7 +212,7 @@ class EncodeImages(Stage):
     """Encodes the images whose features are not cached, one at a time. Images inside the cached prefix of the prompt
     are not encoded; if a part of that prefix is evicted, the stage may be needed again."""
 
-    phase: Phase = Encoded.phase
+    phase: Phase = "encoding"
     exclusive = True  # an encoder's activations take memory
     before_prefix = True
     takes_chunk = False
@@ -237,9 +237,9 @@ class EncodeImages(Stage):
         return sum(self._tokens_left(image) for image in self._missing)
 
     @property
-    def report(self) -> Encoded:
+    def report(self) -> PromptProgress:
         """The progress of the encoding."""
-        return Encoded(self._id, self.done, self.total)
+        return PromptProgress("encoding", self._id, self.done, self.total)
 
     @property
     def needed(self) -> bool:

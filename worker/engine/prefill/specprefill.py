@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from worker.engine.prefill.scoring import LOOKAHEAD, DraftScorer, Scores, Scoring
 from worker.engine.prefill.stage import Phase, Stage, StageProgress
-from worker.outcomes import Scored, SpecPrefillApplied, SpecPrefillSkipped
+from worker.outcomes import PromptProgress, SpecPrefillApplied, SpecPrefillSkipped
 from worker.request import GenerationRequest, Range, SpecPrefillParams, tokens_in
 
 
@@ -81,7 +81,7 @@ IsWorthwhile = Callable[[int, int, float], bool]
 class Score(Stage):
     """Decides if a prompt is scored, scores it with the draft, and chooses the tokens to keep."""
 
-    phase: Phase = Scored.phase
+    phase: Phase = "scoring"
     exclusive = True  # a draft's cache takes memory
 
     def __init__(
@@ -117,9 +117,9 @@ class Score(Stage):
         return self._scoring.remaining if self._scoring else 0
 
     @property
-    def report(self) -> Scored:
+    def report(self) -> PromptProgress:
         """The progress of the scoring."""
-        return Scored(self._request.id, self.done, self.total)
+        return PromptProgress("scoring", self._request.id, self.done, self.total)
 
     @property
     def fallback(self) -> SpecPrefillSkipped:

@@ -49,7 +49,7 @@ class Player:
         found = self._found(request.cache_key(request.prompt))
         total = len(request.prompt)
         await asyncio.sleep(answer.step.silent_s if answer.step else 0)
-        listener.on_outcome(Prefilled(request.id, total, total, min(found, total - 1)), 1)
+        listener(Prefilled(request.id, total, total, min(found, total - 1)), 1)
         tokens: list[int | None] = [*self._tokenizer.encode(answer.text, add_special_tokens=False), None]
         self._note(request, answer, found, total)
         for at in range(len(request.resume_tokens), len(tokens)):
@@ -68,7 +68,7 @@ class Player:
         ending: StopReason | None = "length" if at + 1 >= request.max_tokens else None
         if token is None:
             ending = "stop"
-        listener.on_outcome(Sampled(request.id, token, ending, at=time.monotonic()), 1)
+        listener(Sampled(request.id, token, ending, at=time.monotonic()), 1)
 
     def _found(self, tokens: tuple[int, ...]) -> int:
         """Return the length of the longest common prefix with an earlier prompt and its answer."""
