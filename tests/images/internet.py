@@ -11,7 +11,7 @@ from typing import Any
 from httpcore2 import AnyIOBackend, AsyncNetworkBackend, AsyncNetworkStream, ConnectError
 
 from worker.errors import JobFailure
-from worker.images.fetch import Fetcher, PublicNetwork
+from worker.images.fetch import Fetcher
 
 ADDRESS = "93.184.216.34"
 ANOTHER = "93.184.216.35"
@@ -67,8 +67,7 @@ class Internet(AsyncNetworkBackend):
             server.close()
 
     def fetcher(self, **given: Any) -> Fetcher:
-        network = PublicNetwork(resolve=self.resolve, network=self)
-        return Fetcher(**{"max_bytes": 1000, "seconds": 5.0, "network": network, **given})
+        return Fetcher(**{"max_bytes": 1000, "seconds": 5.0, "resolve": self.resolve, "network": self, **given})
 
     async def fetch(
         self,

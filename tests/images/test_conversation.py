@@ -11,7 +11,7 @@ from tests.images.pictures import data_url, patch, png, read, saved
 from tests.text import conversations
 from tests.text.conversations import Said, assistant, system, text, user
 from worker.errors import JobFailure
-from worker.images.conversation import ImageLoader, image_refs
+from worker.images.conversation import ImageLoader, images_of
 from worker.images.image import Image
 from worker.settings import Settings
 from worker.text.prompt.normalize import normalize
@@ -77,7 +77,7 @@ def picture_stories(draw: st.DrawFn) -> list[Said]:
 
 @given(picture_stories())
 def test_the_order_is_that_of_the_prompt_whatever_is_moved_to_its_front(said: list[Said]) -> None:
-    found = [each.image.url for each in image_refs(conversations.read(said))]
+    found = [image.url for _, image in images_of(conversations.read(said))]
     assert found == urls_of_prompt(said)
 
 

@@ -24,7 +24,7 @@ from tests.images.internet import (
     trusting,
 )
 from worker.errors import JobFailure
-from worker.images.fetch import HEAD_BYTES, Fetcher, PublicNetwork
+from worker.images.fetch import HEAD_BYTES, Fetcher
 
 FILE = bytes(range(256))
 CUT_OFF = ("invalid_request", "the server's answer is truncated or not valid HTTP.")
@@ -192,8 +192,8 @@ def broken_answers(draw: st.DrawFn) -> bytes:
 @given(broken_answers() | st.binary())
 async def test_whatever_a_server_says_is_a_file_a_redirect_or_refused(said: bytes) -> None:
     with suppress(JobFailure):
-        network = PublicNetwork(resolve=Internet({}).resolve, network=AsyncMockBackend([said]))
-        assert len(await Fetcher(1000, network=network, tls=UNUSED).fetch("http://pictures.example/")) <= 1000
+        fetcher = Fetcher(1000, resolve=Internet({}).resolve, network=AsyncMockBackend([said]), tls=UNUSED)
+        assert len(await fetcher.fetch("http://pictures.example/")) <= 1000
 
 
 async def tiny_chunks(writer: StreamWriter) -> None:
@@ -337,7 +337,7 @@ class NoConnection(AsyncNetworkBackend):
 @pytest.mark.parametrize("host", SPELLINGS)
 async def test_this_machine_and_its_network_are_refused_however_they_are_written(host: str) -> None:
     with pytest.raises(JobFailure) as raised:
-        await Fetcher(1000, network=PublicNetwork(network=NoConnection())).fetch(f"http://{host}:80/a.png")
+        await Fetcher(1000, network=NoConnection()).fetch(f"http://{host}:80/a.png")
     # Not every system's resolver takes every spelling.
     assert (raised.value.type, raised.value.message) in (
         NOT_PUBLIC, ("invalid_request", "the server cannot be reached."),
@@ -471,5 +471,5 @@ async def test_a_name_that_does_not_exist_may_exist_later() -> None:
         raise socket.gaierror
 
     with pytest.raises(JobFailure) as raised:
-        await Fetcher(1000, network=PublicNetwork(resolve=unknown)).fetch("http://nobody.example/")
+        await Fetcher(1000, resolve=unknown).fetch("http://nobody.example/")
     assert (raised.value.type, raised.value.retryable) == ("invalid_request", True)

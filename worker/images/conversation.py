@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from schemas.messages import ImagePart, ImageUrl, Message
@@ -65,14 +64,6 @@ if TYPE_CHECKING:
 REQUEST_FACTOR = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ImageRef:
-    """An image in a request, and its place for error messages."""
-
-    place: str
-    image: ImageUrl
-
-
 class ImageLoader:
     """Loads the images of requests: fetches, decodes and limits them. One per worker, for the event loop's thread."""
 
@@ -85,36 +76,36 @@ class ImageLoader:
         """Yield each image with its place, in the order of the conversation, which is also that of the prompt. Each is
         loaded when the caller asks for it, so that no request takes more than its share of memory and decoders. Raises
         `JobFailure` at the first image that is invalid or exceeds a limit."""
-        refs = list(image_refs(messages))
-        self._refuse_too_many(refs)
+        placed = list(images_of(messages))
+        self._refuse_too_many([place for place, _ in placed])
         pixels, limit = 0, REQUEST_FACTOR * self._settings.image_max_pixels
-        for ref in refs:
-            image = await self._load(ref)
+        for place, url in placed:
+            image = await self._load(place, url)
             pixels += image.width * image.height
             if pixels > limit:
                 raise JobFailure(
                     "too_large",
-                    f"{ref.place}: with this image the request's images have more than {limit:,} pixels; leave the "
+                    f"{place}: with this image the request's images have more than {limit:,} pixels; leave the "
                     "oldest out, or send smaller ones.",
-                    param=ref.place,
+                    param=place,
                 )
-            yield ref.place, image
+            yield place, image
 
-    def _refuse_too_many(self, refs: Sequence[ImageRef]) -> None:
-        limit = self._settings.max_images
-        if len(refs) > limit:
+    def _refuse_too_many(self, places: Sequence[str]) -> None:
+        images, limit = len(places), self._settings.max_images
+        if images > limit:
             message = (
-                f"messages: {len(refs):,} images are {len(refs) - limit:,} more than this worker accepts ({limit:,}); "
+                f"messages: {images:,} images are {images - limit:,} more than this worker accepts ({limit:,}); "
                 "leave the oldest out."
             )
-            raise JobFailure("too_large", message, param=refs[limit].place)
+            raise JobFailure("too_large", message, param=places[limit])
 
-    async def _load(self, ref: ImageRef) -> Image:
+    async def _load(self, place: str, image: ImageUrl) -> Image:
         try:
-            return await self._decode(ref.image)
+            return await self._decode(image)
         except JobFailure as refusal:
-            message = f"{ref.place}: {refusal.message}"
-            raise JobFailure(refusal.type, message, retryable=refusal.retryable, param=ref.place) from None
+            message = f"{place}: {refusal.message}"
+            raise JobFailure(refusal.type, message, retryable=refusal.retryable, param=place) from None
 
     async def _decode(self, image: ImageUrl) -> Image:
         is_data = image.url[: len("data:")].lower() == "data:"
@@ -145,9 +136,9 @@ def _fetcher(max_bytes: int) -> "Fetcher":
     return Fetcher(max_bytes)
 
 
-def image_refs(messages: list[Message]) -> Iterator[ImageRef]:
-    """Yield the images in these messages, in order."""
+def images_of(messages: list[Message]) -> Iterator[tuple[str, ImageUrl]]:
+    """Yield the images in these messages, in order, each with its place for error messages."""
     for at, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, ImagePart):
-                yield ImageRef(f"messages[{at}].content[{index}].image_url", part.image_url)
+                yield f"messages[{at}].content[{index}].image_url", part.image_url

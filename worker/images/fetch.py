@@ -6,7 +6,6 @@ import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from socket import SOCK_STREAM, getaddrinfo
@@ -125,12 +124,12 @@ HEAD_BYTES = 16_384
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
-class PublicNetwork(AsyncNetworkBackend):
+class _PublicNetwork(AsyncNetworkBackend):
     """Connects to addresses that were checked: a name is resolved once for each connection, since a second lookup may
     yield another address. For the event loop's thread."""
 
-    def __init__(self, *, resolve: Resolve | None = None, network: AsyncNetworkBackend | None = None) -> None:
-        """`resolve` replaces the DNS, and `network` all addresses, for tests."""
+    def __init__(self, resolve: Resolve | None, network: AsyncNetworkBackend | None) -> None:
+        """Both as for `Fetcher`."""
         # Own threads: a lookup cannot be stopped, and takes half a minute if the name server does not answer.
         self._names = ThreadPoolExecutor(max_workers=8, thread_name_prefix="names")
         self._resolve = resolve or self._look_up
@@ -151,10 +150,10 @@ class PublicNetwork(AsyncNetworkBackend):
             raise JobFailure("invalid_request", "the URL leads to an address that is not public.")
         for address in others:
             try:
-                return LimitedStream(await self._network.connect_tcp(address, port, timeout=3.0))
+                return _LimitedStream(await self._network.connect_tcp(address, port, timeout=3.0))
             except (ConnectError, ConnectTimeout):
                 continue
-        return LimitedStream(await self._network.connect_tcp(last, port, timeout))
+        return _LimitedStream(await self._network.connect_tcp(last, port, timeout))
 
     async def _look_up(self, host: str, port: int) -> list[str]:
         """Return the addresses of a name, or of an address in any notation."""
@@ -167,7 +166,7 @@ class PublicNetwork(AsyncNetworkBackend):
         self._names.shutdown(wait=False, cancel_futures=True)
 
 
-class LimitedStream(AsyncNetworkStream):
+class _LimitedStream(AsyncNetworkStream):
     """A connection on which at most `HEAD_BYTES` are read between two calls of `advance`. httpcore limits neither the
     number of interim answers nor the time that it takes to parse what it reads at once."""
 
@@ -195,7 +194,7 @@ class LimitedStream(AsyncNetworkStream):
     ) -> AsyncNetworkStream:
         """Return the encrypted stream. If that fails or is cancelled, the connection is closed."""
         try:
-            return LimitedStream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
+            return _LimitedStream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
         except BaseException:  # httpcore closes only connections that are complete
             await self.aclose()
             raise
@@ -217,13 +216,6 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Redirected:
-    """An answer that refers to another URL, which may be relative."""
-
-    location: str
-
-
 class Fetcher:
     """Fetches files over HTTP from public addresses only. For the event loop's thread."""
 
@@ -232,13 +224,14 @@ class Fetcher:
         max_bytes: int,
         *,
         seconds: float = 10.0,
-        network: PublicNetwork | None = None,
+        resolve: Resolve | None = None,
+        network: AsyncNetworkBackend | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`seconds`: time limit per image, redirects included. `network` and `tls` replace the internet and its
-        certificates, for tests."""
+        """`seconds`: time limit per image, redirects included. For tests, `resolve` replaces the DNS,
+        `network` all addresses, and `tls` the certificates of the internet."""
         self._max_bytes, self._seconds = max_bytes, seconds
-        self._network = network or PublicNetwork()
+        self._network = _PublicNetwork(resolve, network)
         self._tls = tls or ssl.create_default_context()
 
     async def fetch(self, url: str) -> bytes:
@@ -256,11 +249,12 @@ class Fetcher:
             answer = await self._request(parse_url(url))
             if isinstance(answer, bytes):
                 return answer
-            url = redirected(url, answer.location)
+            url = redirected(url, location=answer)
         raise JobFailure("invalid_request", "the URL redirects more than 3 times.")
 
-    async def _request(self, url: URL) -> bytes | Redirected:
-        """Send one request on a connection of its own."""
+    async def _request(self, url: URL) -> bytes | str:
+        """Send one request on a connection of its own. Returns the file, or the location that the answer redirects
+        to."""
         connection = AsyncHTTPConnection(url.origin, self._tls, network_backend=self._network)
         headers = [("Host", host_header(url)), *_HEADERS.items()]
         try:
@@ -279,11 +273,11 @@ class Fetcher:
         self._network.close()
 
 
-async def _read(response: Response, max_bytes: int) -> bytes | Redirected:
-    """Return the file of an answer, or its redirect. Raises `JobFailure`."""
+async def _read(response: Response, max_bytes: int) -> bytes | str:
+    """Return the file of an answer, or the location that it redirects to. Raises `JobFailure`."""
     status, headers = response.status, {name.lower(): value for name, value in reversed(response.headers)}
     if status in (301, 302, 303, 307, 308) and (location := headers.get(b"location")):
-        return Redirected(location.decode("latin-1"))
+        return location.decode("latin-1")
     if status != 200:
         raise JobFailure("invalid_request", f"the server answered {status}.", retryable=status >= 500 or status == 429)
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -296,7 +290,7 @@ async def _read(response: Response, max_bytes: int) -> bytes | Redirected:
 
 
 async def _body(response: Response, max_bytes: int) -> bytes:
-    stream: LimitedStream = response.extensions["network_stream"]
+    stream: _LimitedStream = response.extensions["network_stream"]
     data = bytearray()
     stream.advance()
     async with aclosing(response.aiter_stream()) as parts:
