@@ -15,7 +15,7 @@ from worker.jobs import chat
 from worker.monitoring.sink import MetricsSink
 from worker.queue.cron import Cron
 from worker.queue.job.runner import JobFunctions
-from worker.queue.presence import Abilities
+from worker.queue.presence import abilities
 from worker.queue.redis_server import RedisServer
 from worker.queue.worker import QueueWorker, ServedModel
 from worker.settings import Settings
@@ -65,20 +65,21 @@ def _needs_boundaries(model: Model) -> bool:
     return model.stateful or (model.draft is not None and model.draft.stateful)
 
 
-def _abilities(context: WorkerContext) -> Abilities:
-    codec = context.codec
-    return Abilities(context.context_tokens, context.images is not None, codec.parses_tools, codec.parses_thoughts)
-
-
 def queue_worker(
     server: RedisServer, engine: EngineThread, context: WorkerContext, crons: Sequence[Cron]
 ) -> QueueWorker:
     """Return the queue worker, which runs the jobs and the `crons`."""
+    known = abilities(
+        context_tokens=context.context_tokens,
+        images=context.images is not None,
+        tools=context.codec.parses_tools,
+        reasoning=context.codec.parses_thoughts,
+    )
     return QueueWorker(
         JobFunctions([func(chat, name="chat"), func(count, name="count")], {"context": context}, context.reader),
         server=server,
         settings=context.settings,
         metrics=context.metrics,
-        model=ServedModel(engine.set_paused, [engine.heartbeat], _abilities(context), engine.step_times),
+        model=ServedModel(engine.set_paused, [engine.heartbeat], known, engine.step_times),
         crons=crons,
     )

@@ -7,13 +7,14 @@ from sluice.contract.keys import Lane
 from tests.end_to_end import endless_tokenizer
 from worker.__main__ import main
 from worker.engine.tokenizer import MLXTokenizer
-from worker.queue.presence import Presence, Running
+from worker.queue.presence import Presence
+from worker.queue.running import RunningJobs
 
 _publish = Presence.run
 _UNTIL_IT_TOKENIZES_S = 0.5
 
 
-async def _fail(presence: Presence, running: Running, on_waiting: Callable[[Lane, int], None]) -> None:
+async def _fail(presence: Presence, running: RunningJobs, on_waiting: Callable[[Lane, int], None]) -> None:
     keeping = asyncio.create_task(_publish(presence, running, on_waiting))
     while not sum(running.by_lane().values()):
         await asyncio.sleep(0.02)

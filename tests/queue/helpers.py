@@ -157,7 +157,7 @@ def queue_worker(
         settings=given,
         metrics=ctx["context"].metrics if "context" in ctx else Metrics(given.model_name),
         crons=crons,
-        model=ServedModel(abilities=abilities or Abilities()),
+        model=ServedModel(abilities=abilities) if abilities else None,
     )
 
 

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from redis.asyncio import Redis
@@ -31,23 +30,20 @@ _REPORT = re.compile(rb"(?:[\d.]+|%b) [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})" %
 _PROCESS = ["host", "pid", "started_at"]  # fields that no two processes share
 
 
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """What the served model accepts and emits, as a worker publishes it."""
-
-    context_tokens: int = 0  # prompt and answer together; 0 if unknown
-    images: bool = False
-    tools: bool = False
-    reasoning: bool = False
-
-    def as_fields(self) -> dict[str, str | int]:
-        """Return the fields of the worker's hash."""
-        flags = {"images": self.images, "tools": self.tools, "reasoning": self.reasoning}
-        context: dict[str, str | int] = {"context_tokens": self.context_tokens} if self.context_tokens else {}
-        return {**context, **{name: "yes" if on else "no" for name, on in flags.items()}}
+Abilities = dict[str, str | int]  # fields of a worker's hash
 
 
-class Running(Protocol):
+def abilities(
+    *, context_tokens: int = 0, images: bool = False, tools: bool = False, reasoning: bool = False
+) -> Abilities:
+    """Return what the served model accepts and emits, as a worker publishes it. `context_tokens`: prompt and answer
+    together; 0 if unknown."""
+    context: Abilities = {"context_tokens": context_tokens} if context_tokens else {}
+    flags = {"images": images, "tools": tools, "reasoning": reasoning}
+    return {**context, **{name: "yes" if on else "no" for name, on in flags.items()}}
+
+
+class _Running(Protocol):
     """The jobs that this worker runs."""
 
     def by_lane(self) -> Mapping[Lane, int]:
@@ -102,10 +98,11 @@ class Presence:
         redis: Redis,
         settings: Settings,
         clock: ServerClock,
-        abilities: Abilities | None = None,
+        accepted: Abilities | None = None,
         stopping: asyncio.Event | None = None,
     ) -> None:
-        """`stopping`: set when the worker begins to drain."""
+        """`accepted`: what `abilities` returns; None: those of a model of text without tools. `stopping`: set when the
+        worker begins to drain."""
         self._clock, self._settings = clock, settings
         self._stopping = stopping or asyncio.Event()
         self._warned_at = float("-inf")
@@ -119,14 +116,14 @@ class Presence:
             "model": settings.model_name,
             "max_rows": settings.max_rows,
             "queue_limit": settings.queue_limit,
-            **(abilities or Abilities()).as_fields(),
+            **(accepted or abilities()),
             "version": __version__,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started_at": round(time.time(), 3),
         }
 
-    async def take_name(self, running: Running) -> None:
+    async def take_name(self, running: _Running) -> None:
         """Wait until the worker's name is free, and publish its presence; once. Raises `CannotStart`, and RedisError,
         OSError."""
         if not self._has_name:
@@ -135,7 +132,7 @@ class Presence:
                 await self.publish(running)
                 self._has_name = True
 
-    async def run(self, running: Running, on_waiting: Callable[[Lane, int], None]) -> None:
+    async def run(self, running: _Running, on_waiting: Callable[[Lane, int], None]) -> None:
         """Publish, and synchronize the clock, three times per lease until this task is cancelled. `on_waiting` receives
         the waiting jobs of each lane."""
         while True:
@@ -155,7 +152,7 @@ class Presence:
         else:
             await wait_first(self._stopping.wait(), timeout_s=pause_s)
 
-    async def publish(self, running: Running) -> dict[Lane, int]:
+    async def publish(self, running: _Running) -> dict[Lane, int]:
         """Publish this worker's state, valid for one lease.
 
         Returns the waiting jobs by lane, computed from the reports of all workers of the model. Raises RedisError,
@@ -174,7 +171,7 @@ class Presence:
                 logger.warning("deleted a foreign value: %s held a %s", key, kind.decode())
                 await self._redis.delete(key)
 
-    async def _publish(self, running: Running) -> dict[Lane, int]:
+    async def _publish(self, running: _Running) -> dict[Lane, int]:
         rate, now = round(running.per_s(), 3), self._clock.now()
         jobs = running.by_lane()
         offline = offline_rows(self._settings, self._clock.utc())

@@ -198,17 +198,12 @@ _FORGETS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """Replies of the server to INFO and CONFIG GET; None if it denies the command."""
-
-    info: Mapping[str, Any] | None
-    config: Mapping[str, str] | None
+# `info` and `config`: replies of the server to INFO and CONFIG GET; None if it denies the command.
 
 
-def server_problem(facts: ServerInfo) -> str | None:
+def server_problem(info: Mapping[str, Any] | None) -> str | None:
     """Return the reason why no worker can use this server, or None."""
-    info = facts.info or {}
+    info = info or {}
     if info.get("cluster_enabled") or "cluster" in (info.get("redis_mode"), info.get("server_mode")):
         return _CLUSTER
     version = str(info.get("redis_version", ""))
@@ -218,26 +213,27 @@ def server_problem(facts: ServerInfo) -> str | None:
     return None
 
 
-def warnings(facts: ServerInfo, *, keyspace_events: bool) -> list[str]:
+def warnings(info: Mapping[str, Any] | None, config: Mapping[str, str] | None, *, keyspace_events: bool) -> list[str]:
     """Return warnings for the operator, without those of `server_problem`."""
-    info, config = facts.info or {}, facts.config or {}
-    policy = info.get("maxmemory_policy") or config.get("maxmemory-policy") or "noeviction"
+    known, configured = info or {}, config or {}
+    policy = known.get("maxmemory_policy") or configured.get("maxmemory-policy") or "noeviction"
     found = [] if policy == "noeviction" else [_EVICTS % policy]
-    if config.get("save") == "" and config.get("appendonly") == "no":
+    if configured.get("save") == "" and configured.get("appendonly") == "no":
         found.append(_FORGETS)
-    if None in (facts.info, facts.config):
-        found.append(_denied_sentence(facts, keyspace_events))
+    denied = {}
+    if info is None:
+        denied["INFO"] = "version and cluster mode are not checked"
+    if config is None:
+        denied["CONFIG"] = "eviction and persistence are not checked"
+    if denied:
+        found.append(_denied_sentence(denied, keyspace_events))
     return found
 
 
-def _denied_sentence(facts: ServerInfo, keyspace_events: bool) -> str:
-    lost = {
-        "INFO": (facts.info, "version and cluster mode are not checked"),
-        "CONFIG": (facts.config, "eviction and persistence are not checked"),
-    }
-    names = " and ".join(name for name, (known, _) in lost.items() if known is None)
-    follows = "; ".join(meaning for known, meaning in lost.values() if known is None)
-    if facts.config is None and keyspace_events:
+def _denied_sentence(denied: Mapping[str, str], keyspace_events: bool) -> str:
+    """Return what follows from denied commands. `denied`: what follows from each."""
+    names, follows = " and ".join(denied), "; ".join(denied.values())
+    if "CONFIG" in denied and keyspace_events:
         follows += ", and jobs of plain arq producers wait for the next poll unless notify-keyspace-events has Kz"
     return f"the server denies {names}: {follows}."
 
@@ -278,8 +274,8 @@ class RedisServer:
         if self._passed:
             return
         try:
-            facts = await _read_server_info(self.client)
-            if why := server_problem(facts):
+            info, config = await _read_server_info(self.client)
+            if why := server_problem(info):
                 raise self._error(why)
             if absent := await missing(self.client, NEEDED):
                 raise self._error(f"it has no {', '.join(absent)}; remove the rename-command lines from redis.conf.")
@@ -294,7 +290,7 @@ class RedisServer:
                 f"it refuses the connection: {error}. The number behind the last / must be that of a database that it "
                 "has, and the options behind the ? must be right for it."
             ) from None
-        for warning in warnings(facts, keyspace_events=self._settings.keyspace_events):
+        for warning in warnings(info, config, keyspace_events=self._settings.keyspace_events):
             logger.warning("redis: %s", warning)
         self._passed = True
 
@@ -305,18 +301,18 @@ class RedisServer:
         return str(self.client.connection_pool.connection_kwargs.get("username") or "default")
 
 
-async def _read_server_info(redis: Redis) -> ServerInfo:
+async def _read_server_info(redis: Redis) -> tuple[Mapping[str, Any] | None, Mapping[str, str] | None]:
     try:
-        info = await redis.info()
+        info: Mapping[str, Any] | None = await redis.info()
     except AuthenticationError:
         raise
     except ResponseError:
         info = None
     try:
-        config = await redis.config_get("maxmemory-policy", "save", "appendonly")  # type: ignore[arg-type]
+        config: Mapping[str, str] | None = await redis.config_get("maxmemory-policy", "save", "appendonly")  # type: ignore[arg-type]
     except ResponseError:
         config = None
-    return ServerInfo(info, config)
+    return info, config
 
 
 logger = logging.getLogger("sluice.queue")

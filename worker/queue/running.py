@@ -241,9 +241,6 @@ def _ids(found: Iterable[bytes]) -> list[str]:
 
 logger = logging.getLogger("sluice.queue")
 
-# A flood of messages is read at this pace, which leaves most of the event loop's and the interpreter's time to streams.
-_AT_ONCE = 32  # messages: some 2 ms of work
-_WINDOW_S = 0.01
 _QUIET_S = 5.0  # silence after which a ping is sent; without an answer for as long again, the connection is lost
 
 
@@ -283,7 +280,8 @@ class ControlListener:
             channels += await self._keyspace_channels()
         async with self._redis.pubsub() as pubsub:
             await pubsub.subscribe(*channels)
-            pace = _Pace()
+            # A flood of messages leaves most of the event loop's time to streams: 32 take some 2 ms.
+            pace = _Pace(rounds=32, window_s=0.01)
             async for message in _messages(pubsub):
                 await self._handle(message["type"], message["channel"], message["data"])
                 await pace.keep()
@@ -307,18 +305,19 @@ class ControlListener:
 
 
 class _Pace:
-    """Limits a loop to `_AT_ONCE` rounds in each `_WINDOW_S`. Messages wait on the server meanwhile, which closes the
+    """Limits a loop to some rounds in each window of time. Messages wait on the server meanwhile, which closes the
     connection if they take too much memory; what they asked for is then found by the poll and the cancel keys."""
 
-    def __init__(self) -> None:
-        self._left, self._ends = _AT_ONCE, 0.0  # rounds of this window, and its end by the monotonic clock
+    def __init__(self, rounds: int, window_s: float) -> None:
+        self._rounds, self._window_s = rounds, window_s
+        self._left, self._ends = rounds, 0.0  # rounds of this window, and its end by the monotonic clock
 
     async def keep(self) -> None:
         """Count a round, and wait for the end of the window if it was the last one."""
         self._left -= 1
         if not self._left:
             await asyncio.sleep(max(0.0, self._ends - time.monotonic()))
-            self._left, self._ends = _AT_ONCE, time.monotonic() + _WINDOW_S
+            self._left, self._ends = self._rounds, time.monotonic() + self._window_s
 
 
 async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:

@@ -22,8 +22,8 @@ from worker.monitoring.sink import MetricsSink
 from worker.queue.cron import Cron
 from worker.queue.job.claims import MAX_COUNTS, Claim, Claims, LeaseKeeper, Takeover, WorkerRows, worker_rows
 from worker.queue.job.publisher import Publisher
-from worker.queue.job.runner import Endings, JobFunctions, JobRunner
-from worker.queue.presence import Abilities, Presence
+from worker.queue.job.runner import JobFunctions, JobRunner
+from worker.queue.presence import Abilities, Presence, abilities
 from worker.queue.redis_server import Readiness, RedisServer, until_redis_answers
 from worker.queue.running import CancelRequests, ControlListener, RunningJobs
 from worker.queue.services import run_with_services, wait_first
@@ -92,7 +92,7 @@ class ServedModel:
 
     set_paused: Callable[[bool], None] = lambda on: None  # pauses it while too many events wait, see `Publisher`
     heartbeats: Sequence[Heartbeat] = ()  # of its threads; the process ends if one stalls
-    abilities: Abilities = field(default_factory=Abilities)
+    abilities: Abilities = field(default_factory=abilities)
     step_times: Callable[[], Sequence[float]] = tuple  # as `StepTimes.seconds` returns them
 
 
@@ -137,9 +137,8 @@ class QueueWorker:
 
         self._claims, self._takeover = Claims(redis, settings), Takeover(settings.lease_s)
         publisher = Publisher(redis, server.clock, settings, model.set_paused)
-        endings = Endings(publisher, self._claims, settings.model_name, metrics)
         runner = JobRunner(
-            redis, functions, self._claims, endings, max_bytes=settings.max_request_bytes, stopping=self.stopping
+            redis, functions, self._claims, publisher, metrics, settings=settings, stopping=self.stopping
         )
         self.jobs = RunningJobs(publisher, metrics, run=runner.run, wake=self.wake)
         self._cancels = CancelRequests(redis, settings, self.jobs)

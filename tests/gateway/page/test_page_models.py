@@ -17,7 +17,7 @@ from tests.queue.helpers import listening, settings, types, working
 from tests.queue.helpers import log as log_of
 from tests.support.stack import WorkerProcess
 from tests.waiting import until
-from worker.queue.presence import Abilities
+from worker.queue.presence import abilities
 
 KILLED = "tests.end_to_end.killed_in_answers"
 CHOSEN = "document.querySelector('#model').value"
@@ -35,7 +35,7 @@ async def two_models(
 ) -> AsyncIterator[Browser]:
     """The page, with the model `default` for text alone and the model `seeing` for images."""
     known = settings(redis_url, model_name="seeing", worker_name="bob")
-    async with working(known, chat.chat, abilities=Abilities(images=True)):
+    async with working(known, chat.chat, abilities=abilities(images=True)):
         await listening(db, workers=2)
         await until(lambda: _is_known(db, known.worker_name))
         await do(chromium.open, gateway.url)

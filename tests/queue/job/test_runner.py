@@ -20,7 +20,7 @@ from worker.monitoring.metrics import Metrics
 from worker.queue.job.claims import Claims
 from worker.queue.job.job import Job
 from worker.queue.job.publisher import Publisher
-from worker.queue.job.runner import Endings, JobFunctions, JobRunner
+from worker.queue.job.runner import JobFunctions, JobRunner
 from worker.queue.redis_server import ServerClock, redis_from_settings
 from worker.settings import Settings
 
@@ -37,8 +37,9 @@ class Runner:
             redis,
             JobFunctions([func(self.chat.chat, name="chat")], {}),
             self._claims,
-            Endings(self.publisher, self._claims, known.model_name, Metrics("m")),
-            max_bytes=known.max_request_bytes,
+            self.publisher,
+            Metrics("m"),
+            settings=known,
             stopping=self.stopping,
         )
 

@@ -25,13 +25,11 @@ from tests.queue.helpers import (
 )
 from tests.support.stack import Server, free_port
 from worker.errors import CannotStart
-from worker.queue.redis_server import RedisServer, ServerInfo, redis_from_settings, server_problem, warnings
+from worker.queue.redis_server import RedisServer, redis_from_settings, server_problem, warnings
 
-SOUND = ServerInfo({"redis_version": "7.0.0", "maxmemory_policy": "noeviction"}, {"save": "3600 1", "appendonly": "no"})
-
-
-def told(**info: Any) -> ServerInfo:
-    return ServerInfo({**(SOUND.info or {}), **info}, SOUND.config)
+# Answers to INFO and CONFIG GET
+INFO = {"redis_version": "7.0.0", "maxmemory_policy": "noeviction"}
+CONFIG = {"save": "3600 1", "appendonly": "no"}
 
 
 # What is made of what a server tells
@@ -50,7 +48,7 @@ def told(**info: Any) -> ServerInfo:
     ],
 )
 def test_a_server_that_will_do_is_not_refused(info: dict[str, Any]) -> None:
-    assert server_problem(told(**info)) is None
+    assert server_problem({**INFO, **info}) is None
 
 
 @pytest.mark.parametrize(
@@ -64,35 +62,35 @@ def test_a_server_that_will_do_is_not_refused(info: dict[str, Any]) -> None:
     ],
 )
 def test_a_server_on_which_the_scripts_fail_is_refused(info: dict[str, Any]) -> None:
-    assert server_problem(told(**info)) is not None
+    assert server_problem({**INFO, **info}) is not None
 
 
 def test_a_server_that_tells_nothing_is_not_refused() -> None:
-    assert server_problem(ServerInfo(None, None)) is None
+    assert server_problem(None) is None
 
 
 def test_a_sound_server_is_not_warned_of() -> None:
-    assert warnings(SOUND, keyspace_events=True) == []
+    assert warnings(INFO, CONFIG, keyspace_events=True) == []
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-ttl", "volatile-lru"])
 def test_a_server_that_evicts_is_warned_of_with_the_line_that_mends_it(policy: str) -> None:
-    (by_info,) = warnings(told(maxmemory_policy=policy), keyspace_events=True)
+    (by_info,) = warnings({**INFO, "maxmemory_policy": policy}, CONFIG, keyspace_events=True)
     assert policy in by_info
     assert "CONFIG SET maxmemory-policy noeviction" in by_info
-    by_config = ServerInfo({"redis_version": "7.0.0"}, {"maxmemory-policy": policy, "save": "", "appendonly": "yes"})
-    assert warnings(by_config, keyspace_events=True) == [by_info]
+    config = {"maxmemory-policy": policy, "save": "", "appendonly": "yes"}
+    assert warnings({"redis_version": "7.0.0"}, config, keyspace_events=True) == [by_info]
 
 
 def test_a_server_without_persistence_is_warned_of_with_the_line_that_mends_it() -> None:
-    (warning,) = warnings(ServerInfo(SOUND.info, {"save": "", "appendonly": "no"}), keyspace_events=True)
+    (warning,) = warnings(INFO, {"save": "", "appendonly": "no"}, keyspace_events=True)
     assert "CONFIG SET appendonly yes" in warning
 
 
 def test_a_denied_command_is_one_warning_that_says_what_follows() -> None:
-    assert len(warnings(ServerInfo(None, None), keyspace_events=True)) == 1
-    (polled,) = warnings(ServerInfo(SOUND.info, None), keyspace_events=True)
-    (wanted_so,) = warnings(ServerInfo(SOUND.info, None), keyspace_events=False)
+    assert len(warnings(None, None, keyspace_events=True)) == 1
+    (polled,) = warnings(INFO, None, keyspace_events=True)
+    (wanted_so,) = warnings(INFO, None, keyspace_events=False)
     assert ("poll" in polled, "poll" in wanted_so, "INFO" in polled) == (True, False, False)
 
 

@@ -14,7 +14,7 @@ JobInterruption = CancelJob | Requeue | OwnershipLost | JobFailure
 
 
 @dataclass(slots=True)
-class RunningUsage:
+class _RunningUsage:
     """The `Usage` of the final event, counted while the job runs, so that failed and cancelled jobs report it too."""
 
     prompt_tokens: int = 0
@@ -59,7 +59,7 @@ class Job:
     claim: Claim
     log: JobLog
     task: asyncio.Task[None] | None = None
-    usage: RunningUsage = field(default_factory=RunningUsage)
+    usage: _RunningUsage = field(default_factory=_RunningUsage)
     interruption: JobInterruption | None = None
     began: bool = False  # before that, cancelling the task would skip its ending, or the load of its events
     is_ending: bool = False  # its ending is being written: too late to interrupt it

@@ -27,7 +27,7 @@ _MAX_UNWRITTEN = 20_000  # unwritten events; above it the engine is paused
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class _Ending:
     """The end of a job, written with its final event."""
 
     state: State
@@ -47,7 +47,7 @@ class JobLog:
     events: list[bytes] = field(default_factory=list)
     unwritten_fields: dict[str, str | int] = field(default_factory=dict)  # see `store`
     written: int = 0  # number of events in Redis
-    ending: Ending | None = None
+    ending: _Ending | None = None
     all_written: asyncio.Event = field(default_factory=asyncio.Event)
     fenced: bool = False
     on_abandoned: Callable[[], None] | None = None  # called after `disconnect_grace_s` without a subscriber
@@ -134,7 +134,7 @@ class Publisher:
         """Write the final event with the job's result and state, and wait for it. Without a result, the event itself
         is stored as the result. Raises `OwnershipLost`."""
         log.emit(state, **content)
-        log.ending = Ending(state, log.events[-1] if result is None else result, dead_letter)
+        log.ending = _Ending(state, log.events[-1] if result is None else result, dead_letter)
         await self.until_written(log)
 
     @property
@@ -199,7 +199,7 @@ class Publisher:
         for row, log in enumerate(logs):
             self._settle_row(log, sent[row], verdicts.get(row + 1))
 
-    async def _write_final(self, log: JobLog, ending: Ending) -> None:
+    async def _write_final(self, log: JobLog, ending: _Ending) -> None:
         job_id, sent = log.claim.job_id, (len(log.events), log.unwritten_fields.copy())
         model, settings = self._settings.model_name, self._settings
         verdict = await self._final(

@@ -19,6 +19,7 @@ from worker.queue.job.claims import Claim, Claims
 from worker.queue.job.job import Job, JobInterruption, JobResult
 from worker.queue.job.publisher import Publisher
 from worker.queue.redis_server import until_redis_answers
+from worker.settings import Settings
 
 # The functions that a job can name, as arq registers them, and the bodies that name them: arq's `{t, f, a, k, et}`, as
 # JSON, with one argument.
@@ -83,7 +84,7 @@ POISON_JOB = JobFailure(
 )
 
 
-class Endings:
+class _Endings:
     """Writes the endings of jobs, and counts them in the metrics."""
 
     def __init__(self, publisher: Publisher, claims: Claims, model: str, metrics: MetricsSink) -> None:
@@ -197,16 +198,17 @@ class JobRunner:
         redis: Redis,
         functions: JobFunctions,
         claims: Claims,
-        endings: Endings,
+        publisher: Publisher,
+        metrics: MetricsSink,
         *,
-        max_bytes: int,
+        settings: Settings,
         stopping: asyncio.Event,
     ) -> None:
-        """`max_bytes`: largest body that is accepted. `stopping`: once it is set, a job that cannot be read because
-        Redis does not answer is requeued."""
+        """`stopping`: once it is set, a job that cannot be read because Redis does not answer is requeued."""
         self._redis, self._functions = redis, functions
-        self._claims, self._endings = claims, endings
-        self._max_bytes, self._stopping = max_bytes, stopping
+        self._claims = claims
+        self._endings = _Endings(publisher, claims, settings.model_name, metrics)
+        self._max_bytes, self._stopping = settings.max_request_bytes, stopping
 
     async def run(self, job: Job) -> None:
         """Run a job to its one ending. Does not raise."""
