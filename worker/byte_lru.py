@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
-class HasBytes(Protocol):
+class _HasBytes(Protocol):
     """A value of known size."""
 
     @property
@@ -13,7 +13,7 @@ class HasBytes(Protocol):
         """Bytes that the value occupies."""
 
 
-T = TypeVar("T", bound=HasBytes)
+T = TypeVar("T", bound=_HasBytes)
 
 
 EvictedValue = tuple[str, bytes, T]  # namespace, digest, value

@@ -19,7 +19,7 @@ from worker.outcomes import NotStored, StoreResult
 from worker.prefix_store.folder import Folder
 from worker.prefix_store.listing import Listing
 from worker.prefix_store.names import IMAGE_FEATURES, model_digest, model_record
-from worker.prefix_store.records import Held, HeldNode
+from worker.prefix_store.records import HeldNode
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment
 
@@ -235,14 +235,14 @@ def test_the_last_use_of_a_prefix_is_that_of_its_own_last_file(folder: Path) -> 
 
 # Hits, age and memory
 
-HELD = Held(5_000_000, (HeldNode(None, "", PATH[:10], 1_000_000, 4), HeldNode(0, "", PATH[10:], 2_000_000, 1)))
+HELD = (5_000_000, (HeldNode(None, "", PATH[:10], 1_000_000, 4), HeldNode(0, "", PATH[10:], 2_000_000, 1)))
 
 
 def test_hits_age_and_memory_are_listed(folder: Path) -> None:
     opened = store(folder)
     for _ in range(2):
         read(opened, opened.find("", PATH, stateful=False))
-    opened.memory.show(HELD)
+    opened.memory.show(*HELD)
     opened.writer.scan()
     listed = {each["tokens"]: each for each in run(folder, "list", "--json")}
     opened.close(20)
@@ -268,7 +268,7 @@ def test_the_table_keeps_ids_and_numbers_whole_in_80_columns(folder: Path, monke
     for tokens in (1, 11, 30):
         run(folder, "pin", id_of(folder, tokens))
     opened = store(folder)
-    opened.memory.show(replace(HELD, nodes=tuple(replace(each, nbytes=6_000_000_000) for each in HELD.nodes)))
+    opened.memory.show(HELD[0], tuple(replace(each, nbytes=6_000_000_000) for each in HELD[1]))
     opened.writer.scan()
     result = CliRunner().invoke(app, ["prefix", "list", "--dir", str(folder)])
     opened.close(20)

@@ -26,9 +26,9 @@ def segment(
     """Return the segment of tokens `start` to the end of the path."""
     half = content(path, size)
     tensors = (
-        Tensor("U8", (size,), memoryview(half)),
-        Tensor("BF16", (2, size // 4), memoryview(half)),
-        Tensor("F32", (0,), b""),
+        Tensor.of("U8", (size,), memoryview(half)),
+        Tensor.of("BF16", (2, size // 4), memoryview(half)),
+        Tensor.of("F32", (0,), b""),
     )
     return NewSegment(path, state, StoredSegment(namespace, path[start:], '{"kind": "test"}', tensors))
 

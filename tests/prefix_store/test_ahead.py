@@ -10,7 +10,7 @@ import pytest
 from tests.prefix_store.segments import assert_right, files, read, segment, store, written
 from worker.prefix_store import reader as reader_module
 from worker.prefix_store.index import Chain
-from worker.prefix_store.reader import PageCache, Reader, advise
+from worker.prefix_store.reader import Reader, _PageCache, advise
 from worker.prefix_store.store import PrefixStore
 
 PATH = tuple(range(30))
@@ -24,14 +24,14 @@ class Pieces:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self._go = threading.Event()
-        bring_piece = PageCache.bring_piece
+        bring_piece = _PageCache.bring_piece
 
-        def held(cache: PageCache) -> None:
+        def held(cache: _PageCache) -> None:
             self.count += 1
             assert self._go.wait(20)
             bring_piece(cache)
 
-        monkeypatch.setattr(PageCache, "bring_piece", held)
+        monkeypatch.setattr(_PageCache, "bring_piece", held)
 
     def go(self) -> None:
         self._go.set()

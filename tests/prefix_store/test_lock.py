@@ -10,32 +10,32 @@ from typing import Any
 import pytest
 
 from worker.prefix_store import folder as folder_module
-from worker.prefix_store.folder import FolderLock
+from worker.prefix_store.folder import Folder
 from worker.prefix_store.names import LOCK
 
 
 @pytest.fixture
 def taken(tmp_path: Path) -> Iterator[Path]:
     """A folder whose lock another one has and keeps."""
-    with FolderLock(tmp_path).held():
+    with Folder(tmp_path, 0).lock.held():
         yield tmp_path
 
 
-def attempt(lock: FolderLock) -> None:
-    with lock.held():
+def attempt(folder: Folder) -> None:
+    with folder.lock.held():
         pass
 
 
 def test_a_lock_that_is_kept_is_waited_for_with_a_limit(taken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_module, "_WAIT_S", 0.02)
     with pytest.raises(TimeoutError):
-        attempt(FolderLock(taken))
+        attempt(Folder(taken, 0))
 
 
 def test_a_lock_that_is_released_meanwhile_is_had(tmp_path: Path) -> None:
-    waiting = FolderLock(tmp_path)
+    waiting = Folder(tmp_path, 0)
     thread = threading.Thread(target=attempt, args=(waiting,))
-    with FolderLock(tmp_path).held():
+    with Folder(tmp_path, 0).lock.held():
         thread.start()
     thread.join(20)
     assert not thread.is_alive()
@@ -45,17 +45,17 @@ def test_a_lock_that_is_released_meanwhile_is_had(tmp_path: Path) -> None:
 def test_a_wait_that_has_begun_ends_with_the_worker(taken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_module, "_WAIT_S", 1e6)
     monkeypatch.setattr(folder_module, "_LAST_WAIT_S", 0.0)
-    lock, errors = FolderLock(taken), list[BaseException]()
+    folder, errors = Folder(taken, 0), list[BaseException]()
 
     def run() -> None:
         try:
-            attempt(lock)
+            attempt(folder)
         except TimeoutError as error:
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    lock.shorten_waits()
+    folder.lock.shorten_waits()
     thread.join(20)
     assert len(errors) == 1
 
@@ -72,8 +72,8 @@ def test_the_lock_of_a_file_that_was_deleted_meanwhile_does_not_count(
         return flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", slow)
-    with FolderLock(tmp_path).held():
+    with Folder(tmp_path, 0).lock.held():
         monkeypatch.setattr(folder_module, "_WAIT_S", 0.0)
         with pytest.raises(TimeoutError):
-            attempt(FolderLock(tmp_path))
+            attempt(Folder(tmp_path, 0))
     assert len(deleted) == 1

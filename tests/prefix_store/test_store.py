@@ -18,7 +18,7 @@ from safetensors import safe_open
 from tests.prefix_store.segments import MODEL, assert_right, files, nbytes, read, segment, store, written
 from tests.selection import examples
 from worker.prefix_store import folder as folder_module
-from worker.prefix_store.folder import FolderLock, Unwritable
+from worker.prefix_store.folder import Folder, Unwritable
 from worker.prefix_store.names import LOCK, parse_name
 from worker.prefix_store.records import ModelRecord
 from worker.prefix_store.scan import Scan
@@ -311,7 +311,7 @@ def test_a_wait_for_room_at_the_end_is_not_held_up_by_a_kept_lock(
     monkeypatch.setattr("worker.prefix_store.folder._WAIT_S", 1e6)
     monkeypatch.setattr("worker.prefix_store.folder._LAST_WAIT_S", 0.05)
     opened = store(tmp_path)
-    with FolderLock(tmp_path).held():
+    with Folder(tmp_path, 0).lock.held():
         opened.writer.write(segment((1,)))
         assert opened.writer.wait_for_room(1 << 40, time.monotonic() + 20)
     opened.close(20)

@@ -99,7 +99,7 @@ def _short(seconds: float) -> str:
 if TYPE_CHECKING:
     from worker.chat.warm import Warmed
     from worker.prefix_store.encryption import Encryption
-    from worker.prefix_store.listing import Dropped, Listing, StoredPrefix
+    from worker.prefix_store.listing import Listing, StoredPrefix
 
 _DIR = "SLUICE_PREFIX_DISK_DIR"
 _KEY = "SLUICE_PREFIX_DISK_KEY"
@@ -212,13 +212,16 @@ def drop(
         _drop_tenant(listing, tenant)
     elif outdated:
         found = [each for each in listing.prefixes if listing.is_outdated(each)]
-        _report_drop(len(found), listing.drop(found), listing.drop_stale())
+        _drop(listing, found, stale=True)
     else:
-        _report_drop(1, listing.drop([_find(listing, id or "")]))
+        _drop(listing, [_find(listing, id or "")])
 
 
-def _report_drop(prefixes: int, dropped: "Dropped", stale_files: int = 0) -> None:
-    message = f"dropped {prefixes} prefix{'es' * (prefixes != 1)}, {_files(dropped.removed + stale_files)}"
+def _drop(listing: "Listing", prefixes: "list[StoredPrefix]", *, stale: bool = False) -> None:
+    """Drop prefixes, and tell what was removed. `stale`: drop files of other versions too."""
+    dropped = listing.drop(prefixes)
+    removed = dropped.removed + (listing.drop_stale() if stale else 0)
+    message = f"dropped {len(prefixes)} prefix{'es' * (len(prefixes) != 1)}, {_files(removed)}"
     if dropped.kept:
         message += f"; kept {_files(dropped.kept)} that other prefixes share"
     if dropped.pinned:
@@ -242,7 +245,7 @@ def _drop_tenant(listing: "Listing", tenant: str) -> None:
     unread = {file for each, name in tenants.items() if name is None for file in each.files}
     num_unread = len(unread - {file for each in found for file in each.files}) + len(listing.stale)
     if found:
-        _report_drop(len(found), listing.drop(found))
+        _drop(listing, found)
     if num_unread:
         raise CliError(
             f"--tenant: {num_unread} file{'s' * (num_unread != 1)} cannot be read and may be of {tenant}; set {_KEY} "
@@ -340,11 +343,11 @@ def _listing(folder: Path | None) -> "Listing":
 
 def _encryption(key: str | None) -> "Encryption | None":
     """Return the workers' key, which opens the tenants of encrypted prefixes; None if there is none."""
-    from worker.prefix_store.encryption import Encryption, NoCryptography, decode_key
+    from worker.prefix_store.encryption import Encryption, decode_key
 
     try:
         return Encryption(decode_key(key)) if key else None
-    except (NoCryptography, ValueError) as error:
+    except (ImportError, ValueError) as error:
         raise CliError(f"{_KEY}: {error}.") from None
 
 

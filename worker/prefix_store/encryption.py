@@ -17,10 +17,6 @@ CALL_BYTES = 256 << 10
 _KEY_BYTES = 32
 
 
-class NoCryptography(Exception):
-    """The package `cryptography` is not installed."""
-
-
 def decode_key(text: str) -> bytes:
     """Return the key that an operator has given in base64. Raises ValueError, with a message without the key."""
     try:
@@ -42,12 +38,12 @@ class Encryption:
     """The operator's key. For several threads."""
 
     def __init__(self, key: bytes) -> None:
-        """`key`: 32 bytes. Raises `NoCryptography`."""
+        """`key`: 32 bytes. Raises ImportError, with a message for the operator, if `cryptography` is not installed."""
         try:
             from cryptography.hazmat.primitives.ciphers import aead  # noqa: F401
         except ImportError as missing:
             message = "the package cryptography is missing; install the worker with its extra `encryption`"
-            raise NoCryptography(message) from missing
+            raise ImportError(message) from missing
         self._key = key
         self.digest_key = _derived(key, None, b"sluice-prefix names")
 
@@ -81,11 +77,11 @@ class FileCipher:
         encryptor.finalize()
         yield encryptor.tag
 
-    def decryption(self, part: int) -> "PartDecryption":
+    def decryption(self, part: int) -> "_PartDecryption":
         """Return what decrypts a part, from its start."""
         decryptor = self._cipher(part).decryptor()
         decryptor.authenticate_additional_data(self._name)
-        return PartDecryption(decryptor)
+        return _PartDecryption(decryptor)
 
     def decrypt(self, part: int, data: bytes) -> bytes | None:
         """Return the content of a short part with its tag; None if the key is wrong, or the part is damaged."""
@@ -101,7 +97,7 @@ class FileCipher:
         return Cipher(self._algorithm, GCM(part.to_bytes(12, "big")))
 
 
-class PartDecryption:
+class _PartDecryption:
     """Decrypts one part, piece by piece. What it has decrypted must not be used before `verify`."""
 
     def __init__(self, decryptor: Any) -> None:

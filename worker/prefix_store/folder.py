@@ -24,7 +24,7 @@ from worker.prefix_store.encryption import Encryption
 from worker.prefix_store.format import StoredSegment, encoded_size, write_segment
 from worker.prefix_store.names import LOCK, WRITTEN, FileName, pin_of
 from worker.prefix_store.policy import files_to_remove, fits_budget
-from worker.prefix_store.records import ModelRecord, UsageRecord, write_record
+from worker.prefix_store.records import HitRecord, MemoryRecord, ModelRecord, write_record
 from worker.prefix_store.scan import Scan, copy_pin, scan_folder, write_pin
 
 _WAIT_S = 10.0  # a scan of 10,000 files, the longest that a process does with the lock, takes about one second
@@ -42,7 +42,7 @@ class _CountingFile(io.BufferedWriter):
         return written
 
 
-class UnfinishedFile:
+class _UnfinishedFile:
     """A file that has its final size from the start, so that it counts as what it will take. Its content is written
     without the folder's lock."""
 
@@ -95,7 +95,7 @@ def is_abandoned(path: Path) -> bool:
     return True
 
 
-class FolderLock:
+class _FolderLock:
     """The lock of a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -160,7 +160,7 @@ class Folder:
         daily_bytes: int | None = None,
         encryption: Encryption | None = None,
         record: ModelRecord | None = None,
-        usage: Sequence[UsageRecord] = (),
+        usage: Sequence[HitRecord | MemoryRecord] = (),
     ) -> None:
         """`max_bytes`: of all files in the folder together, also those of others. `daily_bytes`: most bytes to write in
         a day; None: no limit. `encryption`: of the files that are written; None: they are plain. `record`: of
@@ -174,7 +174,7 @@ class Folder:
         self._usage = usage
         self._writer = f"{socket.gethostname()}-{os.getpid()}-{time.monotonic_ns()}"
         self._changes = count()  # of the folder, by this process
-        self.lock = FolderLock(path)
+        self.lock = _FolderLock(path)
         self._last_record = _Record(0, 0, "")
         self._known: Scan | None = None  # the last scan, with own changes
         self._scanned_s = 0.0
@@ -271,7 +271,7 @@ class Folder:
             raise Unwritable(str(error)) from error
         return scan
 
-    def _reserve(self, name: FileName, size: int) -> tuple[UnfinishedFile, int] | NotStored:
+    def _reserve(self, name: FileName, size: int) -> tuple[_UnfinishedFile, int] | NotStored:
         """Make room for a file, and create it with its size, so that other processes count it from now on. Returns the
         file and the day to whose budget its bytes count, or why it may not be written. Raises OSError."""
         with self.lock.held():
@@ -289,14 +289,14 @@ class Folder:
                 return NotStored.QUOTA
             temporary = name.temporary(f"{os.getpid()}-{time.monotonic_ns()}")
             with ExitStack() as undo:
-                unfinished = undo.enter_context(closing(UnfinishedFile(self.path / temporary, size)))
+                unfinished = undo.enter_context(closing(_UnfinishedFile(self.path / temporary, size)))
                 self._write_record(replace(record, nbytes=record.nbytes + size))
                 undo.pop_all()
             self._known = self._known.with_unfinished(temporary, size)
             return unfinished, record.day
 
     def _finish(
-        self, unfinished: UnfinishedFile, name: FileName, size: int, *, pinned: bool, ends_pinned: bool
+        self, unfinished: _UnfinishedFile, name: FileName, size: int, *, pinned: bool, ends_pinned: bool
     ) -> None:
         """Let a file that is written appear, with its pin. Raises OSError."""
         with self.lock.held():
@@ -318,7 +318,7 @@ class Folder:
         if self.remove(name):
             self._known = self._known and self._known.without({str(name)})
 
-    def _release(self, unfinished: UnfinishedFile, day: int) -> None:
+    def _release(self, unfinished: _UnfinishedFile, day: int) -> None:
         """Give the bytes of a file that were not written back to the budget of the day that they were taken from.
         Raises no OSError."""
         self._known = None

@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from worker.prefix_store.encryption import CALL_BYTES, TAG_BYTES, Encryption, FileCipher, PartDecryption
+from worker.prefix_store.encryption import CALL_BYTES, TAG_BYTES, Encryption, FileCipher
 from worker.prefix_store.names import VERSION, FileName
 
 _FORMAT = "sluice-prefix"
@@ -30,27 +30,19 @@ B = TypeVar("B")
 
 
 @dataclass(frozen=True, slots=True)
-class Deferred:
-    """Bytes that are computed when they are written."""
-
-    nbytes: int
-    compute: Callable[[], memoryview | bytes]  # called on the writer's thread; raises OSError if it fails
-
-    def __len__(self) -> int:
-        return self.nbytes
-
-
-@dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor's bytes in row-major order. `dtype`: as safetensors names it."""
+    """A tensor to write. `dtype`: as safetensors names it. `content`: returns its bytes in row-major order.
+    Called on the writer's thread, it may compute them, each time, and raises OSError if that fails."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview | bytes | Deferred
+    nbytes: int
+    content: Callable[[], memoryview | bytes]
 
-    def content(self) -> memoryview | bytes:
-        """Return the bytes. Computes them if they are deferred, each time; raises OSError if that fails."""
-        return self.data.compute() if isinstance(self.data, Deferred) else self.data
+    @classmethod
+    def of(cls, dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> "Tensor":
+        """Return a tensor of bytes in row-major order."""
+        return cls(dtype, shape, len(data), lambda: data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +57,7 @@ class StoredSegment:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(len(tensor.data) for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class BadFile(Exception):
@@ -108,7 +100,7 @@ def encode_header(name: FileName, segment: StoredSegment, cipher: FileCipher | N
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for index, tensor in enumerate(segment.tensors):
-        size = len(tensor.data) + (TAG_BYTES if cipher else 0)
+        size = tensor.nbytes + (TAG_BYTES if cipher else 0)
         dtype, shape = ("U8", (size,)) if cipher else (tensor.dtype, tensor.shape)
         header[f"{index:06d}"] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
         at += size
@@ -299,7 +291,7 @@ def read_tensors(
         view = memoryview(buffer).cast("B") if sizes[index] else memoryview(b"")  # type: ignore[arg-type]
         start = header.data_start + starts[index]
         if header.cipher:
-            _read_encrypted(file, header.cipher.decryption(_part_of(index)), view, start, on_read)
+            _read_encrypted(file, header.cipher, _part_of(index), view, start, on_read)
         else:
             _read_plain(file, view, start, on_read)
             computed.append(checksums.submit(zlib.crc32, view))
@@ -328,7 +320,10 @@ def _read_plain(file: BinaryIO, view: memoryview, start: int, on_read: OnRead) -
         on_read(len(piece))
 
 
-def _read_encrypted(file: BinaryIO, decryption: PartDecryption, view: memoryview, start: int, on_read: OnRead) -> None:
+def _read_encrypted(
+    file: BinaryIO, cipher: FileCipher, part: int, view: memoryview, start: int, on_read: OnRead
+) -> None:
+    decryption = cipher.decryption(part)
     for at in range(0, len(view), CALL_BYTES):
         piece = view[at : at + CALL_BYTES]
         _fill(file, piece, start + at)

@@ -43,7 +43,7 @@ class StoredPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class _Dropped:
     """What became of the files of prefixes that were dropped."""
 
     removed: int  # files
@@ -53,7 +53,7 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class FileContent:
+class _FileContent:
     """What a file says about itself."""
 
     tenant: str  # empty if it has none
@@ -73,11 +73,11 @@ class Listing:
         records = read_records(path, self._scan.models)
         self._model_names = {record.digest: record.label for record in records}
         self._outdated = outdated_digests(records)
-        self._memory = read_memory(path, self._scan.memory)
+        # Bytes that workers hold in memory, also of prefixes that are not on disk.
+        self.memory_bytes, self._held = read_memory(path, self._scan.memory)
         self._hits = {model: read_hits(path, model) for model in {name.model for name in self._scan.names}}
-        self._contents = dict[FileName, FileContent | None]()
+        self._contents = dict[FileName, _FileContent | None]()
         self.nbytes = self._scan.nbytes  # of all files, also those of others
-        self.memory_bytes = self._memory.nbytes  # that workers hold in memory, also of prefixes that are not on disk
         self.stale = self._scan.stale  # files of other versions of the store, by path relative to the folder
 
     @property
@@ -92,7 +92,7 @@ class Listing:
 
     def _prefix(self, files: list[FileName], *, pinned: bool) -> StoredPrefix:
         stored = [self._scan.files[str(name)] for name in files]
-        held = (self._memory.segments.get((name.model, name.digest), SegmentUse()) for name in files)
+        held = (self._held.get((name.model, name.digest), SegmentUse()) for name in files)
         return StoredPrefix(
             tuple(files),
             sum(file.nbytes for file in stored),
@@ -112,14 +112,14 @@ class Listing:
             return ""
         return content.tenant if content else None
 
-    def content(self, prefix: StoredPrefix) -> FileContent | None:
+    def content(self, prefix: StoredPrefix) -> _FileContent | None:
         """Return what the last file of a prefix says about itself; None if it is gone, or cannot be read or
         decrypted."""
         with suppress(FileNotFoundError):
             return self._content_of(prefix)
         return None
 
-    def _content_of(self, prefix: StoredPrefix) -> FileContent | None:
+    def _content_of(self, prefix: StoredPrefix) -> _FileContent | None:
         """Return what the last file of a prefix says; None if it cannot be read or decrypted. Raises
         FileNotFoundError."""
         name = prefix.files[-1]
@@ -127,12 +127,12 @@ class Listing:
             self._contents[name] = self._read(name)
         return self._contents[name]
 
-    def _read(self, name: FileName) -> FileContent | None:
+    def _read(self, name: FileName) -> _FileContent | None:
         for encryption in {self._encryption, None}:  # workers with and without a key may share the folder
             try:
                 header = read_file_header(self._folder.path / str(name), name, encryption)
                 is_image = header.tokens[0] >= IMAGE_FEATURES
-                return FileContent(header.namespace, "image" if is_image else "prefix", header.created_s)
+                return _FileContent(header.namespace, "image" if is_image else "prefix", header.created_s)
             except FileNotFoundError:
                 raise
             except (BadFile, OSError):
@@ -166,7 +166,7 @@ class Listing:
             for name in self._files_of({prefix.files[-1].segment}):
                 clear_end(self._folder.path, name)
 
-    def drop(self, prefixes: Iterable[StoredPrefix]) -> Dropped:
+    def drop(self, prefixes: Iterable[StoredPrefix]) -> _Dropped:
         """Remove these prefixes and their pins, except for the files that others share. A worker stops to use them
         within seconds; what it holds in memory is not affected. Raises OSError."""
         dropped = [*prefixes]
@@ -176,7 +176,7 @@ class Listing:
         pinned = _segments(each for each in others if each.pinned)
         names = self._files_of(segments - shared)
         failed = tuple(str(name) for name in names if not self._folder.remove(name))
-        return Dropped(len(names) - len(failed), len(segments & shared), len(segments & pinned), failed)
+        return _Dropped(len(names) - len(failed), len(segments & shared), len(segments & pinned), failed)
 
     def _files_of(self, segments: Collection[tuple[str, str]]) -> list[FileName]:
         """Return all files of these segments. One may have two, without the state and with it."""

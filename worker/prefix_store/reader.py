@@ -39,7 +39,7 @@ class ReadAhead:
         self.chain = chain
 
 
-class PageCache:
+class _PageCache:
     """Brings files into the page cache, piece by piece, those of the request that came first before others. For the
     reader's thread."""
 
@@ -188,7 +188,7 @@ class Reader:
         beside = partial(lower_priority, awaited=True)
         self._checksums = ThreadPoolExecutor(1, "prefix-checksums", initializer=beside)
         self._pace = Pace(_SHARED_BYTES_S, self._unlimited)
-        self._page_cache = PageCache(folder.path, self._needed_bytes, Pace(_SHARED_BYTES_S, self._unlimited))
+        self._page_cache = _PageCache(folder.path, self._needed_bytes, Pace(_SHARED_BYTES_S, self._unlimited))
         self._began_s: float | None = None  # time at which what is read now was begun
         self._given_up_s = float("-inf")  # time at which a caller last gave up
         self._closed = threading.Event()

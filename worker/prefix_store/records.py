@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 from worker.prefix_store.names import (
     TEMPORARY,
@@ -27,17 +27,6 @@ from worker.prefix_store.names import (
 from worker.prefix_store.scan import Scan
 
 _MAX_ENTRIES = 4096  # about 150 kB
-
-
-class UsageRecord(Protocol):
-    """A record that a worker keeps in the folder."""
-
-    def renew(self, folder: Path, scan: Scan, room_bytes: int) -> dict[str, int]:
-        """Bring the record up to date, if it grows by `room_bytes` at most. Returns the bytes of each file that has
-        changed, 0 if it was removed. Requires the folder's lock. Raises OSError."""
-
-    def end(self, folder: Path, room_bytes: int) -> None:
-        """Leave the record as it is to be while the worker does not run. Requires the folder's lock. Raises OSError."""
 
 
 def write_record(path: Path, content: str, room_bytes: int | None = None) -> bool:
@@ -113,6 +102,11 @@ def outdated_digests(records: Iterable[ModelRecord]) -> frozenset[str]:
     return frozenset(each.digest for each in known if last[each.label, each.encrypted] - each.used_s > renewed_s)
 
 
+# A worker keeps two records of the use of prefixes. `renew` brings one up to date, if it grows by `room_bytes` at most,
+# and returns the bytes of each file that has changed, 0 if it was removed. `end` leaves it as it is to be while the
+# worker does not run. Both require the folder's lock, and raise OSError.
+
+
 class HitRecord:
     """Counts the reads of this worker, and adds them to the record. `add` is for any thread."""
 
@@ -128,7 +122,7 @@ class HitRecord:
             self._new[name.digest] += 1
 
     def renew(self, folder: Path, scan: Scan, room_bytes: int) -> dict[str, int]:
-        """Add the new reads, and drop the entries of segments without a file: see `UsageRecord`."""
+        """Add the new reads, and drop the entries of segments without a file."""
         if not self._new:
             return {}
         return self._write(folder, {name.digest for name in scan.names if name.model == self._model}, room_bytes)
@@ -177,14 +171,6 @@ class HeldNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a worker holds in memory."""
-
-    nbytes: int = 0  # of all prefixes
-    nodes: tuple[HeldNode, ...] = ()  # the most recently used
-
-
-@dataclass(frozen=True, slots=True)
 class SegmentUse:
     """A segment that is on disk, in memory."""
 
@@ -205,16 +191,16 @@ class MemoryRecord:
         """`model`: digest of the model. `digest_key`: of the digests of tokens."""
         self._model = model
         self._name = memory_record(model, secrets.token_hex(8))
-        self._held: Held | None = None
+        self._held: tuple[int, tuple[HeldNode, ...]] | None = None  # as `show` got it
         self._digests = _Digests(model, digest_key)
-        self._recorded: tuple[Held, Collection[str]] | None = None  # with the digests of stored segments
+        self._recorded: object = None  # what is held, with the digests of stored segments
 
-    def show(self, held: Held) -> None:
-        """Let people see this from the next renewal on."""
-        self._held = held
+    def show(self, nbytes: int, nodes: tuple[HeldNode, ...]) -> None:
+        """Let people see this from the next renewal on. `nbytes`: of all prefixes. `nodes`: the most recently used."""
+        self._held = nbytes, nodes
 
     def renew(self, folder: Path, scan: Scan, room_bytes: int) -> dict[str, int]:
-        """Write the record, and remove those of workers that have died: see `UsageRecord`."""
+        """Write the record, and remove those of workers that have died."""
         dead = [each for each in scan.memory if each != self._name and not _is_fresh(folder / each)]
         for each in dead:
             (folder / each).unlink(missing_ok=True)
@@ -224,14 +210,15 @@ class MemoryRecord:
         held, path = self._held, folder / self._name
         if held is None:
             return {}
+        held_bytes, nodes = held
         stored = {name.digest for name in scan.names if name.model == self._model}
         if (held, stored) == self._recorded:
             with suppress(FileNotFoundError):
                 os.utime(path)
                 return {}
-        uses = _segment_uses(held.nodes, self._digests.of(held.nodes), stored)
+        uses = _segment_uses(nodes, self._digests.of(nodes), stored)
         segments = {digest: [use.nbytes, use.uses] for digest, use in uses.items()}
-        if not write_record(path, json.dumps({"bytes": held.nbytes, "segments": segments}), room_bytes):
+        if not write_record(path, json.dumps({"bytes": held_bytes, "segments": segments}), room_bytes):
             return {}
         self._recorded = held, stored
         return {self._name: path.stat().st_size}
@@ -290,16 +277,9 @@ def _is_fresh(path: Path) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """What all running workers hold together."""
-
-    nbytes: int
-    segments: Mapping[tuple[str, str], SegmentUse]  # by the digests of model and tokens
-
-
-def read_memory(folder: Path, names: Iterable[str]) -> MemoryUse:
-    """Return what the records of these names say, without those of workers that have died, and without damaged ones."""
+def read_memory(folder: Path, names: Iterable[str]) -> tuple[int, dict[tuple[str, str], SegmentUse]]:
+    """Return the bytes that all running workers hold together, and the use of each segment by the digests of model and
+    tokens, as the records of these names say. Those of workers that have died, and damaged ones, are left out."""
     total, segments = 0, dict[tuple[str, str], SegmentUse]()
     for name in names:
         record = read_record(folder / name) if _is_fresh(folder / name) else {}
@@ -310,4 +290,4 @@ def read_memory(folder: Path, names: Iterable[str]) -> MemoryUse:
                 key = held_model(name) or "", digest
                 known = segments.get(key, SegmentUse())
                 segments[key] = SegmentUse(known.nbytes + use[0], known.uses + use[1])
-    return MemoryUse(total, segments)
+    return total, segments

@@ -36,7 +36,7 @@ class PrefixStore:
 
     def __init__(self, options: StoreOptions, fingerprint: str, destination: Destination | None = None) -> None:
         """`fingerprint`: of the model and of all that its caches depend on. `destination`: what files are read into;
-        None: bytes. Raises OSError, and `NoCryptography` if there is a key and no library for it."""
+        None: bytes. Raises OSError, and ImportError if there is a key and no library for it."""
         destination = destination or Destination()
         encryption = Encryption(options.key) if options.key else None
         digest_key = encryption.digest_key if encryption else b""

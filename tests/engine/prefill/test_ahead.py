@@ -12,7 +12,7 @@ from tests.engine.prefix.test_cache import lonely
 from tests.engine.prefix.test_disk import ANSWER, DOCUMENT, stored
 from tests.engine.tiny import model, prompt
 from worker.engine.prefix.disk import DiskPrefixes
-from worker.prefix_store.reader import PageCache
+from worker.prefix_store.reader import _PageCache
 from worker.prefix_store.store import StoreOptions
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "qwen3_5"])
@@ -28,13 +28,13 @@ def always_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Let pieces be brought only after the event is set."""
     go = threading.Event()
-    bring_piece = PageCache.bring_piece
+    bring_piece = _PageCache.bring_piece
 
-    def held(cache: PageCache) -> None:
+    def held(cache: _PageCache) -> None:
         assert go.wait(20)
         bring_piece(cache)
 
-    monkeypatch.setattr(PageCache, "bring_piece", held)
+    monkeypatch.setattr(_PageCache, "bring_piece", held)
     yield go
     go.set()
 
@@ -58,7 +58,7 @@ class OneRow(Run):
         assert self.waiting == ["late"]
 
     @property
-    def brought(self) -> PageCache:
+    def brought(self) -> _PageCache:
         assert self.engine._disk is not None
         return self.engine._disk.store.reader._page_cache
 

@@ -69,7 +69,7 @@ def test_a_quantized_array_is_right_to_a_step(dtype: mx.Dtype, most: float, size
     mx.eval(array)
     assert group_size(array) == size
     tensors = [*quantized_tensors(array, size)]
-    assert [len(tensor.content()) for tensor in tensors] == [len(tensor.data) for tensor in tensors]
+    assert [len(tensor.content()) for tensor in tensors] == [tensor.nbytes for tensor in tensors]
     (found,) = read_back(tensors, [size])
     assert (found.dtype, found.shape) == (array.dtype, array.shape)
     error = mx.abs(found.astype(mx.float32) - array.astype(mx.float32))

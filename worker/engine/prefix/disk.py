@@ -26,11 +26,10 @@ from worker.engine.prefix.tree import MAX_SEGMENT_TOKENS, Evicted, Found, Node, 
 from worker.engine.upstream.mlx_lm import make_prompt_cache
 from worker.errors import CannotStart
 from worker.outcomes import NotStored
-from worker.prefix_store.encryption import NoCryptography
 from worker.prefix_store.index import Chain
 from worker.prefix_store.policy import LoadLimit, LoadSize, writes_early
 from worker.prefix_store.reader import ChainReading, LoadedSegment
-from worker.prefix_store.records import Held, HeldNode
+from worker.prefix_store.records import HeldNode
 from worker.prefix_store.store import PrefixStore, StoreOptions
 from worker.prefix_store.writer import NewSegment, WriteReport
 
@@ -107,7 +106,7 @@ class DiskPrefixes:
             self.store.open()
         except OSError as error:
             raise CannotStart(f"SLUICE_PREFIX_DISK_DIR={options.folder}: {error}; give a writable folder") from error
-        except NoCryptography as error:
+        except ImportError as error:
             raise CannotStart(f"SLUICE_PREFIX_DISK_KEY: {error}") from None
 
     def close(self, write_others: Callable[[float], None] = lambda until_s: None) -> None:
@@ -291,7 +290,7 @@ class DiskPrefixes:
         if state != self._shown and (idle or now_s - self._shown_s >= _SHOW_S):
             self._shown, self._shown_s = state, now_s
             nodes = self.tree.recent()[:512]  # a record of about 25 kB, and a millisecond of the engine's thread
-            self.store.memory.show(Held(self.tree.nbytes, tuple(_held(nodes))))
+            self.store.memory.show(self.tree.nbytes, tuple(_held(nodes)))
 
     def find(
         self, namespace: str, tokens: tuple[int, ...], longer_than: int = 0, *, alone: bool = False

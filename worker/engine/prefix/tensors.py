@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from worker.engine.cache.segments import KVSegment, StateSnapshot
 from worker.engine.upstream.streams import clear_streams
-from worker.prefix_store.format import Deferred, Header, OnRead, StoredSegment, Tensor
+from worker.prefix_store.format import Header, OnRead, StoredSegment, Tensor
 from worker.prefix_store.reader import Destination, LoadedSegment
 
 BITS = 8
@@ -34,7 +34,7 @@ _FLOATS = mx.bfloat16, mx.float16, mx.float32
 
 def exact_tensor(array: mx.array) -> Tensor:
     """Return an evaluated array as a tensor that shares its memory."""
-    return Tensor(_DTYPES[array.dtype], array.shape, _bytes_of(array))
+    return Tensor.of(_DTYPES[array.dtype], array.shape, _bytes_of(array))
 
 
 def _bytes_of(array: mx.array) -> memoryview | bytes:
@@ -58,7 +58,7 @@ def quantized_tensors(array: mx.array, size: int) -> Iterator[Tensor]:
     quantization = _Quantization(array, size)
     for part, (dtype, length) in enumerate(kinds):
         nbytes = array.size // last * length * dtype.size
-        yield Tensor(_DTYPES[dtype], (*axes, length), Deferred(nbytes, partial(quantization.take, part)))
+        yield Tensor(_DTYPES[dtype], (*axes, length), nbytes, partial(quantization.take, part))
 
 
 class _Quantization:
