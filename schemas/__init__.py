@@ -5,10 +5,7 @@ from schemas.explain import explain, field_of
 from schemas.outputs import BatchLine, BatchOutput, ChatCompletion, CountResult, FinalEvent, JobEvent
 from sluice.contract.batch import Batch
 
-CONTRACT_VERSION = 1
-
 __all__ = [
-    "CONTRACT_VERSION",
     "Batch",
     "BatchLine",
     "BatchOutput",

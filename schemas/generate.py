@@ -58,9 +58,9 @@ def contract() -> dict[str, Any]:
     named = {name: parts[name, mode] for name, (_, mode) in _PARTS.items()}
     return {
         "$schema": _DIALECT,
-        "title": f"The contract of Sluice, version {schemas.CONTRACT_VERSION}",
+        "title": "The contract of Sluice, version 1",
         "description": _ABOUT,
-        "x-contract-version": schemas.CONTRACT_VERSION,
+        "x-contract-version": 1,
         "$defs": dict(sorted({**named, **shared["$defs"]}.items())),
     }
 

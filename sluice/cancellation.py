@@ -44,7 +44,7 @@ class Cancellation:
     async def _cancel_some(self, job_ids: Sequence[str]) -> None:
         async with self._redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
-                await self._script(keys=[], args=cancel_args(job_id, keep_ms=keys.CANCEL_S * 1000), client=pipe)
+                await self._script(keys=[], args=_kept(job_id), client=pipe)
             for answer in await pipe.execute(raise_on_error=False):
                 if isinstance(answer, Exception) and not is_full(answer):
                     raise answer
@@ -75,9 +75,14 @@ class Cancellation:
         return b"requested", error
 
     async def _cancel(self, job_id: str, queues: Sequence[bytes], call_id: str) -> tuple[bytes, Exception | None]:
-        args = cancel_args(job_id, keep_ms=keys.CANCEL_S * 1000, call_id=call_id)
+        args = _kept(job_id, call_id)
         outcome, *errors = await self._retries.run(lambda: self._script(keys=list(queues), args=args))
         return outcome, errors[0] if errors else None
+
+
+def _kept(job_id: str, call_id: str = "") -> list[str | bytes | int]:
+    """Return the arguments of a request to cancel that is stored for an hour, if the job does not end at once."""
+    return cancel_args(job_id, keep_ms=3_600_000, call_id=call_id)
 
 
 def _new_call_id() -> str:

@@ -123,11 +123,9 @@ class Interruption:
 
 Command = Callable[[], Any]  # sends one command; redis-py's type hints are unreliable
 
-# A dead connection costs the first limit only, since the next try opens a new one: less than 5 s in total.
+# A dead connection costs this limit only, since the next try begins with a PING on a new one.
 ANSWER_S = 2.0
-_PING_S = 3.0  # further tries begin with a PING, on a new connection
 _BACKOFF_S = (0.0, 0.1, 0.2, 0.5)  # between tries; the first is for connections that died while they were idle
-_CALL_S = 5.0
 
 
 def is_transient(error: Exception) -> bool:
@@ -188,7 +186,8 @@ class Retries:
     async def run(self, command: Command) -> Any:
         """Send a command whose caller waits only for its answer; gives up after about five seconds. Raises as
         `run_for`."""
-        return await self.run_for(command, _CALL_S if self._outage_s is None else min(_CALL_S, self._outage_s))
+        longest_s = 2.5 * ANSWER_S  # for the first try, and the PING of the second
+        return await self.run_for(command, longest_s if self._outage_s is None else min(longest_s, self._outage_s))
 
     async def run_until_answered(self, command: Command) -> Any:
         """Send a command for a caller that waits anyway, for a job or a run: up to the outage limit. Raises as
@@ -236,7 +235,7 @@ class Retries:
         if is_first:
             async with time_limit(ANSWER_S):
                 return await command()
-        async with time_limit(_PING_S):
+        async with time_limit(1.5 * ANSWER_S):
             await self._ping()
         async with time_limit(30.0):  # the server is alive, but megabytes may come over a slow connection
             return await command()
@@ -280,7 +279,6 @@ def _outage_error(error: Exception, seconds: float) -> Exception:
 
 
 MAX_CALLS = 100  # in one round trip: others wait for it, and an answer may be a long list of events
-_MAX_WAIT_S = 0.05  # for the round trip before: a longer one is an outage, or has a long answer
 
 C = TypeVar("C")
 A = TypeVar("A")
@@ -328,7 +326,7 @@ class RoundTrips(Generic[C, A]):
         self, trip: "_Trip[C, A]", before: "asyncio.Task[Sequence[A | Exception]] | None"
     ) -> Sequence[A | Exception]:
         if before is not None and not before.done():
-            await asyncio.wait({before}, timeout=_MAX_WAIT_S)
+            await asyncio.wait({before}, timeout=0.05)  # a longer one is an outage, or has a long answer
         if self._filling is trip:
             self._filling = None
         return await self._send(trip.calls)

@@ -5,7 +5,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from schemas import ChatRequest
-from sluice.gateway.chat import MAX_CHOICES
 from sluice.gateway.messages.body import CountBody, MessagesBody
 from sluice.gateway.responses.request import KNOWN
 
@@ -16,7 +15,7 @@ _TEXT: Schema = {"type": ["string", "null"]}
 _FLAG: Schema = {"type": ["boolean", "null"]}
 _OBJECT: Schema = {"type": ["object", "null"]}
 _MODEL: Schema = {**_TEXT, "description": "A served name, or one that the gateway maps to one."}
-_CHOICES: Schema = {"type": ["integer", "null"], "minimum": 1, "maximum": MAX_CHOICES}
+_CHOICES: Schema = {"type": ["integer", "null"], "minimum": 1, "maximum": 128}
 _PART: Schema = {
     "type": "object",
     "properties": {

@@ -40,9 +40,7 @@ from sluice.wording import cancelled_sentence
 
 _POLL_S = 0.25
 _MAX_WAIT_S = 60.0
-_LOST_WAIT_S = 0.5  # before a line is queued again whose job the server has lost
-_FULL_WAIT_S = 5.0  # before a line that a full server rejected is queued again
-_CANCEL_WAIT_S = 5.0  # for workers to end cancelled jobs; then no live worker holds them
+_WORKERS_S = 5.0  # for workers to end jobs: cancelled ones, which no live worker holds then, or some on a full server
 
 logger = logging.getLogger("sluice.batch")
 
@@ -133,7 +131,7 @@ class LineDispatcher:
         run_ended = RunEnded(LineError(code, message))
         await self._store.cancel([self._job_id(entry) for entry in self._queued()])
         await self._apply_to_all(run_ended)
-        deadline = time.monotonic() + _CANCEL_WAIT_S
+        deadline = time.monotonic() + _WORKERS_S
         while self._in_flight and time.monotonic() < deadline:
             await self._collect()
             await asyncio.sleep(_POLL_S)
@@ -177,7 +175,7 @@ class LineDispatcher:
         excess = newest[max(len(newest) - (queued - self._max_queued), 0) :]
         await self._store.delete([job for entry in excess for job in self._jobs_of(entry)])
         for entry in excess:
-            entry.apply(JobGone(_FULL_WAIT_S))
+            entry.apply(JobGone(_WORKERS_S))
 
     async def _collect(self) -> None:
         queued = self._queued()
@@ -245,14 +243,14 @@ def _submit_event(outcome: Submitted | QueueFull | ServerFull) -> LineEvent:
         case QueueFull():
             return JobRejected(min(outcome.retry_after_s, _MAX_WAIT_S))
         case ServerFull():
-            return JobRejected(_FULL_WAIT_S)
+            return JobRejected(_WORKERS_S)
     return JobQueued()
 
 
 def _job_event(entry: InFlightLine, result: bytes | None, exists: bool) -> LineEvent | None:
     """Return what has happened to a queued job of a line; None if it has not ended."""
     if result is None:
-        return None if exists else JobGone(_LOST_WAIT_S)
+        return None if exists else JobGone(0.5)
     match json.loads(result):
         case {"type": "failed", "error": dict(error)}:
             return _failure_event(error, entry.failures)

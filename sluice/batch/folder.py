@@ -22,9 +22,6 @@ from sluice.transport import Retries
 
 logger = logging.getLogger("sluice.batch")
 
-_MAX_CONCURRENT_RUNS = 8  # so that a run for a model without a worker does not delay the others
-_SETTLED_S = 2.0  # a file that has not changed for this long is complete
-
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -87,9 +84,12 @@ async def submit_file(redis: Redis, folder: RunFolder, file: Path) -> Batch:
     return batch
 
 
-async def feed_runs(redis: Redis, folder: RunFolder, *, take: bool, models: Mapping[str, str]) -> None:
+async def feed_runs(
+    redis: Redis, folder: RunFolder, *, take: bool, models: Mapping[str, str], at_once: int = 8
+) -> None:
     """Make one pass: with `take`, start the files of the inbox; then run each run in `running` that no other process
-    feeds, the oldest first and up to eight at once. Return when they have ended.
+    feeds, the oldest first and several `at_once`: one for a model without a worker does not delay the others. Return
+    when they have ended.
 
     All files are moved out of the inbox before the first run, so that another feeder can resume them if this process
     dies. `models` is the mapping for new runs; a resumed run keeps its own. A run that an error of the server or of a
@@ -98,7 +98,7 @@ async def feed_runs(redis: Redis, folder: RunFolder, *, take: bool, models: Mapp
     folder.make()
     for file in await _complete_files(folder.inbox) if take else []:
         _take(folder, file)
-    slots = asyncio.Semaphore(_MAX_CONCURRENT_RUNS)
+    slots = asyncio.Semaphore(at_once)
 
     async def feed_run(run_dir: Path) -> None:
         async with slots:
@@ -203,8 +203,9 @@ async def _complete_files(inbox: Path) -> list[Path]:
         logger.warning("%s stays in the inbox: it is a link or not a regular file", other.name)
     files = [file for file in found if file not in irregular]
     before = {file: _stamp(file) for file in files}
-    if any(not is_run_id(file.stem) and time.time() - _stamp(file)[0] < _SETTLED_S for file in files):
-        await asyncio.sleep(_SETTLED_S)
+    settled_s = 2.0  # a file that has not changed for this long is complete
+    if any(not is_run_id(file.stem) and time.time() - _stamp(file)[0] < settled_s for file in files):
+        await asyncio.sleep(settled_s)
     return _oldest_first(file for file in files if file.is_file() and _stamp(file) == before[file])
 
 

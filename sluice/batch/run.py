@@ -126,9 +126,6 @@ logger = logging.getLogger("sluice.batch")
 
 OnProgress = Callable[[Batch], None]
 
-_TOUCH_EVERY_S = 2.0
-_PUBLISH_S = 60.0
-
 _EARLY_ENDINGS = {
     RunAction.EXPIRE_LINES: ("batch_expired", "The completion window ran out before this line was done."),
     RunAction.CANCEL_LINES: ("batch_cancelled", "The run was cancelled before this line was done."),
@@ -192,13 +189,15 @@ def endless_retries(redis: Redis) -> Retries:
     return Retries(redis, None, waits_for=(OutOfMemoryError,), log=logger)
 
 
-async def publish(retries: Retries, method: Callable[[Batch], Awaitable[None]], batch: Batch) -> None:
-    """Send the status with a method of `BatchRegistry`; logs an error if it fails for a minute.
+async def publish(
+    retries: Retries, method: Callable[[Batch], Awaitable[None]], batch: Batch, *, for_s: float = 60.0
+) -> None:
+    """Send the status with a method of `BatchRegistry`; logs an error if it fails for `for_s` seconds.
 
     The files hold the result, so a server that is down or full must not block the end of a run.
     """
     try:
-        await retries.run_for(lambda: method(batch), _PUBLISH_S)
+        await retries.run_for(lambda: method(batch), for_s)
     except (RedisError, OSError) as error:
         logger.error("%s is %s, but the server could not be informed: %s", batch.id, batch.status, error)
 
@@ -298,7 +297,7 @@ class Run:
         """Touch the status every two seconds until cancelled. Reading a large file, or waiting for a full server, takes
         longer than the ten seconds after which a run counts as paused."""
         while True:
-            await asyncio.sleep(_TOUCH_EVERY_S)
+            await asyncio.sleep(2.0)
             with suppress(RedisError, OSError):
                 await self._registry.touch(self._saved.batch.id)
 

@@ -18,8 +18,6 @@ from sluice.errors import BatchRefused
 from sluice.presence import mapping_pair
 from sluice.wording import counted
 
-MAX_LINES = 50_000  # OpenAI's limits
-MAX_BYTES = 200 * 1024 * 1024
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -96,18 +94,18 @@ class Source:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def scan(self) -> FileScan:
-        """Check every line, in file order. Blocks while it reads the file."""
+    def scan(self, *, max_lines: int = 50_000, max_bytes: int = 200 * 1024 * 1024) -> FileScan:
+        """Check every line, in file order. Blocks while it reads the file. The limits are OpenAI's."""
         found, first_lines = FileScan(), dict[bytes, int]()
-        if (size := os.fstat(self._file.fileno()).st_size) > MAX_BYTES:
-            found.add(Problem("file_too_large", f"the file is {size:,} bytes; the limit is {MAX_BYTES:,}."))
+        if (size := os.fstat(self._file.fileno()).st_size) > max_bytes:
+            found.add(Problem("file_too_large", f"the file is {size:,} bytes; the limit is {max_bytes:,}."))
             return found
         sha256 = hashlib.sha256()
         for raw in self._raw_lines(sha256):
             if not raw.text.strip():
                 continue
-            if len(found.lines) == MAX_LINES:
-                found.add(Problem("too_many_lines", f"there are more than {MAX_LINES:,} requests.", raw.number))
+            if len(found.lines) == max_lines:
+                found.add(Problem("too_many_lines", f"there are more than {max_lines:,} requests.", raw.number))
                 break
             try:
                 found.lines.append(self._line(raw, first_lines, found.named_models))
@@ -198,10 +196,6 @@ def sorted_for_reuse(lines: list[Line]) -> list[Line]:
     return sorted(lines, key=lambda line: (line.prefix, line.number))
 
 
-# Sizes in characters, 74,752 in all: small blocks separate short instructions, large ones are enough for documents.
-_BLOCKS = tuple(chain(repeat(64, 16), repeat(512, 16), repeat(4096, 16)))
-
-
 def prefix_key(body: dict[str, Any]) -> bytes:
     """Return a key that sorts requests with a common prefix together. Raises ValueError for non-finite numbers."""
     first = {"tools": body.get("tools"), "messages": body["messages"]}
@@ -211,7 +205,8 @@ def prefix_key(body: dict[str, Any]) -> bytes:
 
 def _blocks(text: bytes) -> Iterator[bytes]:
     start = 0
-    for size in _BLOCKS:
+    # 74,752 characters in all: small blocks separate short instructions, large ones are enough for documents.
+    for size in chain(repeat(64, 16), repeat(512, 16), repeat(4096, 16)):
         if start >= len(text):
             return
         yield text[start : start + size]

@@ -20,7 +20,6 @@ QUEUES = "sluice:queue:*"
 DRAINING = "draining"  # in a worker's hash and in that of its model: it ends its jobs, and takes no more
 INDEX = ("lines", "suspects", "leases", "deadlines", "count-lines")
 MAX_REQUEST_BYTES = 16_000_000  # of a job's body: the default of SLUICE_MAX_REQUEST_BYTES
-CANCEL_S = 3600  # how long a cancel request is stored
 JOB_LIFE_S = 86_400  # life of a job that has not ended: arq's default for a queued body
 RESULT_TTL_S = 3600  # the default of SLUICE_RESULT_TTL_S
 # Lives of a job, and of the log and the result of one that a client ends (SLUICE_LOG_TTL_S is 600 by default), in ms.

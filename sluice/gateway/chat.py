@@ -187,7 +187,6 @@ def _sums(counts: Sequence[UsageFields]) -> dict[str, Any]:
 
 
 ID_PREFIX = "chatcmpl-"
-MAX_CHOICES = 128  # OpenAI's
 _SEVERAL = re.compile(rf"{ID_PREFIX}[0-9a-f]{{32}}-n(\d{{1,3}})")
 
 
@@ -212,8 +211,8 @@ class _ChatFields:
 def read_chat_request(body: Mapping[str, Any], length: int, max_bytes: int) -> _ChatFields:
     """Read a request whose body has `length` bytes. Raises `ApiError`; the worker checks all other fields."""
     choices = 1 if body.get("n") is None else body["n"]
-    if type(choices) is not int or not 1 <= choices <= MAX_CHOICES:
-        raise refusal("n", f"it must be a whole number from 1 to {MAX_CHOICES}.")
+    if type(choices) is not int or not 1 <= choices <= 128:
+        raise refusal("n", "it must be a whole number from 1 to 128.")  # as OpenAI's
     if choices > 1 and choices * length > max_bytes:
         message = f"n: {choices} choices of a body of {length:,} bytes exceed {max_bytes:,} bytes; ask for fewer."
         raise ApiError(ErrorForm.BODY_TOO_LARGE, message, param="n")

@@ -159,7 +159,6 @@ def _keep_owner(descriptor: int, path: Path) -> None:
 
 
 logger = logging.getLogger("sluice.gateway")
-CHECK_S = 1.0  # between two looks at the file: a revoked key is refused after at most this time
 
 Signature = tuple[int, int, int]  # differs whenever the file was written or replaced
 
@@ -167,9 +166,10 @@ Signature = tuple[int, int, int]  # differs whenever the file was written or rep
 class KeyStore:
     """Finds keys. A file that becomes invalid or unreadable leaves the previous keys in force, and is logged once."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the file. Raises `BadKeyFile`."""
-        self._path = path
+    def __init__(self, path: Path, check_s: float = 1.0) -> None:
+        """Read the file. `check_s`: between two looks at it; a revoked key is refused after at most this time. Raises
+        `BadKeyFile`."""
+        self._path, self._check_s = path, check_s
         self._signature = _signature(path)
         self._by_digest = _by_digest(read_key_file(path))
         self._checked_at = time.monotonic()
@@ -182,7 +182,7 @@ class KeyStore:
         return None if key is None or key.has_expired(datetime.now(UTC)) else key
 
     async def _reload_if_changed(self) -> None:
-        if time.monotonic() - self._checked_at < CHECK_S:
+        if time.monotonic() - self._checked_at < self._check_s:
             return
         self._checked_at = time.monotonic()
         signature = _signature(self._path)

@@ -124,7 +124,6 @@ class AnswerTimer:
 logger = logging.getLogger("sluice.gateway.access")
 
 _METHODS = frozenset({"GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"})
-_BROKEN_OFF = 499  # the status that proxies log if the client leaves before a response
 REQUEST_ID = "access_log_id"  # in the state of a request: its job's id, or else one that is made here
 _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 
@@ -173,7 +172,8 @@ class _Response:
         """`state`: of the request, which gets an id here."""
         self._send, self._state = send, state
         self._state[REQUEST_ID] = f"req-{uuid.uuid4().hex}"
-        self.status = _BROKEN_OFF
+        self.status = 499  # what proxies log if the client leaves before a response
+        self._has_begun = False
 
     @property
     def request_id(self) -> str:
@@ -182,6 +182,7 @@ class _Response:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
+            self._has_begun = True
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             self._state[REQUEST_ID] = headers.setdefault("x-request-id", self.request_id)
@@ -189,5 +190,5 @@ class _Response:
 
     def failed(self) -> None:
         """Note an exception: the status is 500 unless a response has begun."""
-        if self.status == _BROKEN_OFF:
+        if not self._has_begun:
             self.status = 500  # what Starlette, outside of this middleware, answers an exception with

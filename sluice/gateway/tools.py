@@ -24,7 +24,6 @@ HOSTED = frozenset(
 )  # fmt: skip
 INPUT = "input"  # the argument of a custom tool's function
 MAX_TOOLS = 1_000  # of a request, those in namespaces included
-_NAME_CHARACTERS = 128  # as MCP allows; OpenAI allows 64
 _FUNCTION_FIELDS = {
     "type", "name", "description", "parameters", "strict", "defer_loading", "allowed_callers", "async", "output_schema",
 }  # fmt: skip
@@ -107,10 +106,11 @@ def flattened(namespace: str | None, name: str) -> str:
 
 def _shortened(function: str, origin: str, *, always: bool = False) -> str:
     """Return the name, with a digest of its origin in place of its end if it is too long."""
-    if len(function) <= _NAME_CHARACTERS and not always:
+    most_characters = 128  # as MCP allows; OpenAI allows 64
+    if len(function) <= most_characters and not always:
         return function
     digest = blake2b(origin.encode(errors="replace"), digest_size=4).hexdigest()
-    return f"{function[: _NAME_CHARACTERS - len(digest) - 1]}_{digest}"
+    return f"{function[: most_characters - len(digest) - 1]}_{digest}"
 
 
 class _Reader:

@@ -24,11 +24,9 @@ logger = logging.getLogger("sluice.gateway")
 
 _FRESH_S = 1.0  # a worker's presence lasts for a lease of seconds
 _SEEN_KEY = "sluice:serve:models"  # sorted set: models that had a worker, by Unix seconds
-_SEEN_S = 86_400.0  # a model whose workers left within a day is expected back
 # Of a worker that takes jobs: queue limit, rate, and until when it holds, in Unix seconds. Any client can write it, so
 # digits are bounded.
 _REPORT = re.compile(rb"\d+ [\d.]+ (\d{1,15})\b")
-POLL_S = 0.25  # between two checks for a worker, at least
 
 Worker = Mapping[str, str]  # the fields that a worker publishes
 
@@ -82,7 +80,7 @@ class ServedModels:
         async def send() -> None:
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.zadd(_SEEN_KEY, {model: time.time()})
-                pipe.zremrangebyscore(_SEEN_KEY, "-inf", time.time() - _SEEN_S)
+                pipe.zremrangebyscore(_SEEN_KEY, "-inf", _day_ago())
                 await pipe.execute()
 
         try:
@@ -97,7 +95,7 @@ class ServedModels:
         if not served or model in served:
             return True
         seen: float | None = await self._run(lambda: self._redis.zscore(_SEEN_KEY, model))
-        return seen is not None and seen > time.time() - _SEEN_S
+        return seen is not None and seen > _day_ago()
 
     async def live(self) -> Sequence[Worker]:
         """Return the fields of each live worker that takes jobs. Callers share one reading."""
@@ -108,6 +106,11 @@ class ServedModels:
         self._live = [worker for worker in await asyncio.shield(self._reading) if serves(worker)]
         self._read_at = time.monotonic()
         return self._live
+
+
+def _day_ago() -> float:
+    """Return the Unix time since when the workers of a model are expected back."""
+    return time.time() - 86_400
 
 
 def worker_gone(model: str) -> ApiError:
@@ -122,7 +125,7 @@ class QueueWatch:
     def __init__(self, client: Client, workers: ServedModels, no_worker_s: float) -> None:
         self._client, self._workers = client, workers
         self._no_worker_s = no_worker_s
-        self._every_s = max(POLL_S, no_worker_s / 4)
+        self._every_s = max(0.25, no_worker_s / 4)
 
     @contextmanager
     def watching(self, job_id: str) -> Iterator[None]:

@@ -12,9 +12,7 @@ from tests.queue.helpers import settings, working
 def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "_POLL_S", 0.02)
     monkeypatch.setattr(dispatcher, "_MAX_WAIT_S", 0.05)
-    monkeypatch.setattr(dispatcher, "_LOST_WAIT_S", 0.05)
-    monkeypatch.setattr(dispatcher, "_FULL_WAIT_S", 0.1)
-    monkeypatch.setattr(dispatcher, "_CANCEL_WAIT_S", 0.5)
+    monkeypatch.setattr(dispatcher, "_WORKERS_S", 0.5)
 
 
 @pytest.fixture

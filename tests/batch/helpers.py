@@ -41,9 +41,9 @@ def write(path: Path, *lines: Mapping[str, Any]) -> Path:
     return path
 
 
-def scan(path: Path, models: Models = ANY) -> FileScan:
+def scan(path: Path, models: Models = ANY, **limits: int) -> FileScan:
     with Source(path, models) as source:
-        return source.scan()
+        return source.scan(**limits)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

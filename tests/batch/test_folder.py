@@ -10,9 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Batch, Client
-from sluice.batch import folder as folders
 from sluice.batch.files import StateFile
-from sluice.batch.folder import RunFolder
+from sluice.batch.folder import RunFolder, feed_runs
 from tests.batch.helpers import ANY, Chat, ids, says, write
 from tests.queue.helpers import until
 
@@ -104,13 +103,10 @@ async def test_a_bad_file_ends_in_failed_and_the_next_is_run(client: Client, cha
     assert {batch.status for batch in await client.batches()} == {"completed", "failed"}
 
 
-async def test_files_are_taken_oldest_first(
-    client: Client, chat: Chat, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folders, "_MAX_CONCURRENT_RUNS", 1)
+async def test_files_are_taken_oldest_first(client: Client, chat: Chat, folder: RunFolder) -> None:
     for k in (2, 3, 1):
         put(folder, f"{k}.jsonl", f"r{k}", age_s=100 - k, words=f"{k}")
-    await feed(client, folder)
+    await feed_runs(client.redis, folder, take=True, models=ANY, at_once=1)
     assert [request["say"] for request in chat.requests] == [["1"], ["2"], ["3"]]
 
 
@@ -143,10 +139,7 @@ async def test_a_run_with_a_file_in_it_that_no_run_wrote_ends_as_failed(
         assert batch.errors.data[0].code == "refused"
 
 
-async def test_a_file_that_is_still_written_is_left(
-    client: Client, chat: Chat, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(folders, "_SETTLED_S", 1.0)
+async def test_a_file_that_is_still_written_is_left(client: Client, chat: Chat, folder: RunFolder) -> None:
     for name in (".hidden.jsonl", "half.jsonl.part", "half.tmp", "notes.txt"):
         put(folder, name, "a")
     put(folder, "settled.jsonl", "a", age_s=0)

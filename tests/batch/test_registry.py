@@ -9,7 +9,6 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Batch, Client
-from sluice.batch import run
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.run import Run
 from sluice.batch.source import FileScan, Source
@@ -61,7 +60,6 @@ async def nothing(self: Run) -> None:
 async def test_a_run_that_only_reads_its_file_is_heard_of(
     client: Client, db: Redis, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "_TOUCH_EVERY_S", 0.02)
     reading, read_on = threading.Event(), threading.Event()
 
     def slow(self: Source) -> FileScan:

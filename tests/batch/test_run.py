@@ -206,7 +206,7 @@ async def test_a_bad_file_is_failed_with_its_lines_and_the_corrected_one_runs(
 async def test_a_cancelled_run_ends_lines_for_a_model_that_nobody_serves_at_once(
     client: Client, db: Redis, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatcher, "_CANCEL_WAIT_S", 60.0)
+    monkeypatch.setattr(dispatcher, "_WORKERS_S", 60.0)
     many = write(tmp_path / "in.jsonl", *(says(f"r{k}") for k in range(150)))
     task = asyncio.create_task(client.batch(many, out))
     await until(lambda: holds(db, "sluice:queue:default:batch", 150))
@@ -564,9 +564,8 @@ async def test_a_bad_wish_is_refused_before_anything_is_written(
 
 
 async def test_the_last_word_does_not_wait_for_ever_for_a_server(
-    redis_url: str, chat: Chat, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, chat: Chat, tmp_path: Path, out: Path
 ) -> None:
-    monkeypatch.setattr(run, "_PUBLISH_S", 0.2)
     async with Line(redis_url) as way, Client(way.url) as client:
         done = Batch(
             id="batch_1",
@@ -577,7 +576,7 @@ async def test_the_last_word_does_not_wait_for_ever_for_a_server(
             request_counts=NO_LINES,
         )
         way.down()
-        await run.publish(run.endless_retries(client._redis), client._registry.announce, done)
+        await run.publish(run.endless_retries(client._redis), client._registry.announce, done, for_s=0.2)
 
 
 def test_a_line_is_json_whatever_its_custom_id(tmp_path: Path) -> None:

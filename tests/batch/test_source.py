@@ -2,6 +2,7 @@
 
 import json
 import re
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from schemas import BatchLine
-from sluice.batch import source
 from sluice.batch.lines import BadLine, read_line
-from sluice.batch.source import MAX_LINES, Source, sorted_for_reuse
+from sluice.batch.source import Source, sorted_for_reuse
 from sluice.errors import BatchRefused
 from tests.batch.helpers import ANY, HELLO, as_bytes, line, scan, write
 from tests.schemas.strategies import JSON, TEXT
@@ -22,11 +22,11 @@ from tests.support.stack import ROOT
 GOOD = as_bytes([line("a"), line("b")])
 
 
-def found(tmp_path: Path, raw: bytes) -> list[tuple[int | None, str]]:
+def found(tmp_path: Path, raw: bytes, **limits: int) -> list[tuple[int | None, str]]:
     """Return the line and the rule of each problem."""
     file = tmp_path / "in.jsonl"
     file.write_bytes(raw)
-    return [(problem.line, problem.code) for problem in scan(file).problems]
+    return [(problem.line, problem.code) for problem in scan(file, **limits).problems]
 
 
 def numbers(tmp_path: Path, raw: bytes) -> list[int]:
@@ -166,18 +166,15 @@ def test_a_line_of_ten_megabytes_is_taken_and_one_that_no_worker_would_take_is_n
     assert found(tmp_path, raw) == [(3, "line_too_long")]
 
 
-def test_a_file_of_more_lines_or_bytes_than_are_taken_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source, "MAX_LINES", 2)
-    assert found(tmp_path, b"\n" + GOOD) == []
-    assert found(tmp_path, b"\n" + GOOD + b"\n{}\n{}\n") == [(5, "too_many_lines")]
-    monkeypatch.setattr(source, "MAX_BYTES", len(GOOD) - 1)
-    assert found(tmp_path, GOOD) == [(None, "file_too_large")]
+def test_a_file_of_more_lines_or_bytes_than_are_taken_is_refused(tmp_path: Path) -> None:
+    assert found(tmp_path, b"\n" + GOOD, max_lines=2) == []
+    assert found(tmp_path, b"\n" + GOOD + b"\n{}\n{}\n", max_lines=2) == [(5, "too_many_lines")]
+    assert found(tmp_path, GOOD, max_bytes=len(GOOD) - 1) == [(None, "file_too_large")]
 
 
 def test_the_limits_are_those_of_openai() -> None:
-    assert (MAX_LINES, source.MAX_BYTES) == (50_000, 200 * 1024 * 1024)
+    parameters = signature(Source.scan).parameters
+    assert (parameters["max_lines"].default, parameters["max_bytes"].default) == (50_000, 200 * 1024 * 1024)
 
 
 def test_beyond_a_thousand_problems_only_their_number_is_said(tmp_path: Path) -> None:

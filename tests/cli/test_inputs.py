@@ -19,14 +19,12 @@ def test_a_device_without_an_end_is_refused() -> None:
         inputs.read_request_file("/dev/zero")
 
 
-def test_a_file_of_more_than_the_most_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_more_than_the_most_bytes_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "request.json"
     file.write_text(REQUEST)
-    monkeypatch.setattr(inputs, "_MAX_BYTES", len(REQUEST))
-    assert inputs.read_request_file(str(file)) == {"messages": []}
-    monkeypatch.setattr(inputs, "_MAX_BYTES", len(REQUEST) - 1)
+    assert inputs.read_request_file(str(file), len(REQUEST)) == {"messages": []}
     with pytest.raises(CliError, match="the limit of 15 bytes"):
-        inputs.read_request_file(str(file))
+        inputs.read_request_file(str(file), len(REQUEST) - 1)
 
 
 def test_what_is_no_request_is_refused_and_a_list_of_messages_is_one(tmp_path: Path) -> None:

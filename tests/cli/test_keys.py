@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from sluice.cli.app import app
 from sluice.cli.errors import CliError
+from sluice.cli.terminal.view import console
 from sluice.gateway.key_file import key_digest, read_key_file
 
 
@@ -47,7 +48,7 @@ def test_a_created_key_is_printed_once_and_its_hash_is_in_the_file() -> None:
 
 
 def test_the_list_fits_80_columns_without_breaking_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.cli.terminal.output._PIPE_COLUMNS", 80)
+    monkeypatch.setattr("sluice.cli.terminal.output.console", lambda width: console(width=80))
     create("--requests-per-minute", "60", "--tokens-per-minute", "1000000", "--expires", "2099-01-31T10:00:00+02:00")
     create("--lanes", "batch", "--models", "tiny,large", "--note", "the phone app")
     listed = run("list", "--file", "keys.json").stdout

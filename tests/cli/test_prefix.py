@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from sluice.cli.app import app
 from sluice.cli.errors import CliError
+from sluice.cli.terminal.view import console
 from tests.prefix_store.segments import files, read, segment, store, written
 from worker.chat.warm import Warmed
 from worker.cli.prefix import _warmed
@@ -264,7 +265,7 @@ def test_features_of_images_are_told_from_prefixes(tmp_path: Path) -> None:
 
 
 def test_the_table_keeps_ids_and_numbers_whole_in_80_columns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sluice.cli.terminal.output._PIPE_COLUMNS", 80)
+    monkeypatch.setattr("sluice.cli.terminal.output.console", lambda width: console(width=80))
     for tokens in (1, 11, 30):
         run(folder, "pin", id_of(folder, tokens))
     opened = store(folder)

@@ -35,7 +35,7 @@ OWN = pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mar
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the client take a connection, or a server, for dead after a fifth of the time."""
     waits = {
-        "sluice.transport": {"ANSWER_S": 0.4, "_PING_S": 0.6, "_CALL_S": 1.0},
+        "sluice.transport": {"ANSWER_S": 0.4},
         "sluice.streaming": {"_QUIET_S": 0.2, "SILENCE_S": 0.2, "ANSWER_S": 0.4},
         "sluice.client": {"SILENCE_S": 0.2},
     }

@@ -85,8 +85,8 @@ def test_the_file_has_the_parts_and_the_version_of_the_contract() -> None:
     assert {"Request", "Event", "Result", "CountResult", "BatchLine", "BatchOutput", "Batch"} <= CONTRACT[
         "$defs"
     ].keys()
-    assert CONTRACT["x-contract-version"] == schemas.CONTRACT_VERSION
-    assert CONTRACT["title"].endswith(f"version {schemas.CONTRACT_VERSION}")
+    assert CONTRACT["x-contract-version"] == 1
+    assert CONTRACT["title"].endswith("version 1")
 
 
 def test_every_reference_in_the_file_leads_somewhere_else() -> None:

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from sluice.cli.errors import CliError
 from sluice.wording import json_problem
 
-_MAX_BYTES = 256 * 1024 * 1024  # to queue: workers may have a higher limit
 _IMAGE_LIMIT = "SLUICE_IMAGE_MAX_BYTES"  # the worker's setting: largest image file in bytes
 
 
@@ -81,7 +80,7 @@ def read_request_file(path: str, max_bytes: int | None = None) -> dict[str, Any]
 
 def read_text(path: str, max_bytes: int | None = None) -> str:
     """Return the text of a file; `-` reads stdin. Raises `CliError`, also beyond `max_bytes`."""
-    limit = _MAX_BYTES if max_bytes is None else max_bytes
+    limit = 256 * 1024 * 1024 if max_bytes is None else max_bytes  # to queue: workers may have a higher limit
     try:
         raw = sys.stdin.buffer.read(limit + 1) if path == "-" else _read_file(path, limit)
         if len(raw) > limit:

@@ -16,8 +16,6 @@ from sluice.cli.terminal.view import console, printable
 # In JSON these occur in strings only, where an escape is equivalent: see `printable`.
 _TO_ESCAPE = re.compile(r"[\x7f-\x9f\ud800-\udfff]")
 
-_PIPE_COLUMNS = 1000  # characters; wide enough that no id is folded when stdout is a pipe
-
 
 def replace_unencodable() -> None:
     """Print "?" for characters that the encoding of stdout lacks, such as an emoji in a locale of Latin-1."""
@@ -43,8 +41,8 @@ def print_table(
         table.add_column(name, justify=justify, overflow="fold", no_wrap=name in whole)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    # A title of the table would be folded to the width of the columns.
-    console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(Text(printable(title), "table.title"), table)
+    # In a pipe no id is folded. A title of the table would be folded to the width of the columns.
+    console(width=None if sys.stdout.isatty() else 1000).print(Text(printable(title), "table.title"), table)
 
 
 def format_duration(seconds: float) -> str:

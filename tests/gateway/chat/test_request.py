@@ -27,7 +27,13 @@ def test_a_seed_that_is_none_is_left_to_the_worker_to_refuse(seed: Any) -> None:
 
 @pytest.mark.parametrize(
     ("body", "status", "param"),
-    [({"n": 0}, 400, "n"), ({"n": "2"}, 400, "n"), ({"stream": 1}, 400, "stream"), ({"n": 11}, 413, "n")],
+    [
+        ({"n": 0}, 400, "n"),
+        ({"n": 129}, 400, "n"),
+        ({"n": "2"}, 400, "n"),
+        ({"stream": 1}, 400, "stream"),
+        ({"n": 11}, 413, "n"),
+    ],
 )
 def test_what_the_gateway_cannot_do_is_refused_by_name(body: dict[str, Any], status: int, param: str) -> None:
     with pytest.raises(ApiError) as refused:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from sluice.gateway import key_file
 from sluice.gateway.key_file import BadKeyFile, Key, KeyFile, KeyStore, edit, key_digest, new_key, read_key_file
 
 ENTRY = {"id": "k-1", "sha256": key_digest("secret"), "tenant": "acme"}
@@ -24,11 +23,6 @@ def write(path: Path, *entries: dict[str, Any]) -> Path:
 
 def add(key: Key) -> Any:
     return lambda content: content.model_copy(update={"keys": (*content.keys, key)})
-
-
-@pytest.fixture(autouse=True)
-def _looks_at_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_file, "CHECK_S", 0.0)
 
 
 def test_a_created_file_is_readable_by_its_owner_only_and_holds_no_secret(tmp_path: Path) -> None:
@@ -108,7 +102,7 @@ def test_a_missing_file_does_not_start_a_gateway(tmp_path: Path) -> None:
 
 
 async def test_only_the_secret_itself_finds_its_key(tmp_path: Path) -> None:
-    keys = KeyStore(write(tmp_path / "keys.json", ENTRY))
+    keys = KeyStore(write(tmp_path / "keys.json", ENTRY), 0.0)
     found = await keys.find("secret")
     assert found is not None
     assert found.id == "k-1"
@@ -120,12 +114,12 @@ async def test_a_key_is_refused_from_the_time_at_which_it_expires(tmp_path: Path
     now = datetime.now(UTC)
     for late_s, is_found in ((3600, True), (-1, False)):
         expires = (now + timedelta(seconds=late_s)).isoformat()
-        keys = KeyStore(write(tmp_path / "keys.json", {**ENTRY, "expires": expires}))
+        keys = KeyStore(write(tmp_path / "keys.json", {**ENTRY, "expires": expires}), 0.0)
         assert (await keys.find("secret") is not None) == is_found
 
 
 async def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    keys = KeyStore(write(tmp_path / "keys.json", ENTRY))
+    keys = KeyStore(write(tmp_path / "keys.json", ENTRY), 0.0)
     write(tmp_path / "keys.json", {**ENTRY, "sha256": key_digest("another")})
     assert await keys.find("secret") is None
     assert await keys.find("another") is not None
@@ -136,7 +130,7 @@ async def test_a_file_that_breaks_keeps_the_old_keys_and_logs_one_sentence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str | None
 ) -> None:
     path = write(tmp_path / "keys.json", ENTRY)
-    keys = KeyStore(path)
+    keys = KeyStore(path, 0.0)
     if broken is None:
         path.unlink()
     else:
@@ -149,9 +143,8 @@ async def test_a_file_that_breaks_keeps_the_old_keys_and_logs_one_sentence(
     assert await keys.find("another") is not None
 
 
-async def test_the_file_is_looked_at_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_file, "CHECK_S", 60.0)
-    keys = KeyStore(write(tmp_path / "keys.json", ENTRY))
+async def test_the_file_is_looked_at_once_a_second_at_most(tmp_path: Path) -> None:
+    keys = KeyStore(write(tmp_path / "keys.json", ENTRY), check_s=60.0)
     write(tmp_path / "keys.json")
     assert await keys.find("secret") is not None
 
@@ -160,7 +153,7 @@ async def test_a_file_that_could_not_be_read_once_is_read_again_without_a_furthe
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "keys.json", ENTRY)
-    keys = KeyStore(path)
+    keys = KeyStore(path, 0.0)
     write(path, {**ENTRY, "sha256": key_digest("another")})
 
     def fail(path: Path) -> bytes:
