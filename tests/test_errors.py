@@ -9,7 +9,6 @@ import pytest
 
 from sluice import openai
 from sluice.batch.lines import BadLine
-from sluice.batch.transitions import UnexpectedEvent
 from sluice.contract.events import JobError
 from sluice.errors import JobCancelled, JobFailed, NoWorker, QueueFull, SluiceError, UnknownJob
 from sluice.gateway.errors import ApiError
@@ -74,7 +73,6 @@ def test_a_failure_that_was_handed_on_has_its_type_and_if_a_retry_may_succeed(
         ApiError(ErrorForm.OVERLOADED, "Later.", retry_after_s=2.0),
         ClientDisconnected(),
         BadLine("missing", "There is no body.", "body"),
-        UnexpectedEvent("ended", "begin"),
         JobFailure("overloaded", "Later.", retryable=True),
         UnsupportedKeyword("/a/b", "it must be an object"),
     ],

@@ -13,23 +13,10 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from sluice import errors
-from sluice.batch.files import LineResult, ResultFiles
+from sluice.batch.files import LineError, LineResult, ResultFiles
 from sluice.batch.registry import JobStore
 from sluice.batch.source import Line, Source
-from sluice.batch.transitions import (
-    JobEnded,
-    JobGone,
-    JobQueued,
-    JobRejected,
-    JobToRetry,
-    JobWasCancelled,
-    LineAction,
-    LineError,
-    LineEvent,
-    LineState,
-    RunEnded,
-    line_step,
-)
+from sluice.batch.transitions import LineAction, LineEvent, LineState, line_step
 from sluice.contract.batch import line_job_id
 from sluice.contract.events import JobError, parse_as
 from sluice.errors import QueueFull, ServerFull
@@ -46,6 +33,8 @@ logger = logging.getLogger("sluice.batch")
 
 T = TypeVar("T")
 
+Outcome = bytes | LineError  # of a line: an answer, as the worker wrote it, or an error
+
 
 @dataclass(slots=True)
 class InFlightLine:
@@ -58,31 +47,27 @@ class InFlightLine:
     wants_json: bool = False  # likewise
     state: LineState = LineState.WAITING
     due: float = 0.0  # if waiting: when to queue it, by the monotonic clock
-    run_error: LineError | None = None  # if closing
+    run_error: Outcome | None = None  # if closing
 
     @property
     def has_job(self) -> bool:
         """True if a job of the line is on the server."""
         return self.state in (LineState.QUEUED, LineState.CLOSING)
 
-    def apply(self, event: LineEvent) -> bytes | LineError | None:
-        """Enter the state that follows. Returns the line's outcome, an answer or an error, if it has ended. Raises
-        `UnexpectedEvent`."""
-        step = line_step(self.state, event)
-        self.state = step.state
-        match step.action, event:
-            case LineAction.POSTPONE, JobRejected(wait_s):
+    def apply(self, event: LineEvent, *, wait_s: float = 0.0, outcome: Outcome | None = None) -> Outcome | None:
+        """Enter the state that follows. Returns the line's outcome if it has ended: that of the event, or the run's.
+        `wait_s`: before the line is queued again."""
+        self.state, action = line_step(self.state, event)
+        match action:
+            case LineAction.POSTPONE | LineAction.RETRY:
+                self.retry += action is LineAction.RETRY
+                self.failures += event is LineEvent.JOB_TO_RETRY
                 self.due = time.monotonic() + wait_s
-            case LineAction.RETRY, JobGone(wait_s) | JobToRetry(wait_s):
-                self.retry += 1
-                if isinstance(event, JobToRetry):
-                    self.failures += 1
-                self.due = time.monotonic() + wait_s
-            case LineAction.CLOSE, RunEnded(error):
-                self.run_error = error
-            case LineAction.RECORD, JobEnded(outcome) | JobWasCancelled(outcome) | RunEnded(outcome):
+            case LineAction.CLOSE:
+                self.run_error = outcome
+            case LineAction.RECORD:
                 return outcome
-            case LineAction.RECORD_RUN_ERROR, _:
+            case LineAction.RECORD_RUN_ERROR:
                 return self.run_error
         return None
 
@@ -128,17 +113,17 @@ class LineDispatcher:
     async def end(self, code: str, message: str) -> None:
         """Cancel the queued jobs, and write this error for every unfinished line. A line that finishes within five
         seconds keeps its answer."""
-        run_ended = RunEnded(LineError(code, message))
+        error = LineError(code, message)
         await self._store.cancel([self._job_id(entry) for entry in self._queued()])
-        await self._apply_to_all(run_ended)
+        await self._end_all(error)
         deadline = time.monotonic() + _WORKERS_S
         while self._in_flight and time.monotonic() < deadline:
             await self._collect()
             await asyncio.sleep(_POLL_S)
-        await self._apply_to_all(run_ended)
+        await self._end_all(error)
         rest = (InFlightLine(line) for lines in self._waiting.values() for line in lines)
         while chunk := list(islice(rest, MAX_CALLS)):
-            await _run_in_thread(self._results.add, [self._result(entry, run_ended.error) for entry in chunk])
+            await _run_in_thread(self._results.add, [self._result(entry, error) for entry in chunk])
         self._waiting.clear()
 
     def _fill(self) -> None:
@@ -158,7 +143,7 @@ class LineDispatcher:
         for chunk in _chunks(due[: max(free, 0)]):
             outcomes = await self._store.submit(await asyncio.to_thread(self._new_jobs, chunk))
             for entry, outcome in zip(chunk, outcomes, strict=True):
-                entry.apply(_submit_event(outcome))
+                _apply_submission(entry, outcome)
             if any(isinstance(outcome, ServerFull) for outcome in outcomes):
                 await self._halve_queue([entry for entry in chunk if entry.has_job])
                 return
@@ -175,24 +160,22 @@ class LineDispatcher:
         excess = newest[max(len(newest) - (queued - self._max_queued), 0) :]
         await self._store.delete([job for entry in excess for job in self._jobs_of(entry)])
         for entry in excess:
-            entry.apply(JobGone(_WORKERS_S))
+            entry.apply(LineEvent.JOB_GONE, wait_s=_WORKERS_S)
 
     async def _collect(self) -> None:
         queued = self._queued()
         jobs = await self._store.read([self._job_id(entry) for entry in queued])
-        events = [_job_event(entry, result, exists) for entry, (result, exists) in zip(queued, jobs, strict=True)]
-        await self._apply((entry, event) for entry, event in zip(queued, events, strict=True) if event)
+        await self._write([_apply_job(entry, *job) for entry, job in zip(queued, jobs, strict=True)], queued)
 
-    async def _apply_to_all(self, event: LineEvent) -> None:
-        await self._apply((entry, event) for entry in self._in_flight.values())
+    async def _end_all(self, error: LineError) -> None:
+        entries = list(self._in_flight.values())
+        await self._write([entry.apply(LineEvent.RUN_ENDED, outcome=error) for entry in entries], entries)
 
-    async def _apply(self, events: Iterable[tuple[InFlightLine, LineEvent]]) -> None:
-        """Apply the events, and write the results of the lines that have ended."""
-        outcomes = ((entry, entry.apply(event)) for entry, event in events)
-        await self._write([(entry, self._result(entry, outcome)) for entry, outcome in outcomes if outcome is not None])
-
-    async def _write(self, ended: Sequence[tuple[InFlightLine, LineResult]]) -> None:
-        """Write the results, then delete the jobs on the server: in this order no crash loses a result."""
+    async def _write(self, outcomes: Sequence[Outcome | None], entries: Sequence[InFlightLine]) -> None:
+        """Write the outcomes of the lines that have one, and then delete their jobs on the server: in this order no
+        crash loses a result."""
+        pairs = zip(entries, outcomes, strict=True)
+        ended = [(entry, self._result(entry, outcome)) for entry, outcome in pairs if outcome is not None]
         if not ended:
             return
         jobs = [job for entry, _ in ended for job in self._jobs_of(entry)]
@@ -231,34 +214,45 @@ class LineDispatcher:
         entry.custom_id, entry.wants_json = request.custom_id, request.wants_json
         return NewJob(self._job_id(entry), request.as_job(), entry.line.model, "batch")
 
-    def _result(self, entry: InFlightLine, outcome: bytes | LineError) -> LineResult:
+    def _result(self, entry: InFlightLine, outcome: Outcome) -> LineResult:
         job_id, custom_id = self._job_id(entry), self._custom_id(entry)
         if isinstance(outcome, LineError):
             return LineResult(job_id, custom_id, error=outcome)
         return LineResult(job_id, custom_id, result=outcome)
 
 
-def _submit_event(outcome: Submitted | QueueFull | ServerFull) -> LineEvent:
+def _apply_submission(entry: InFlightLine, outcome: Submitted | QueueFull | ServerFull) -> None:
     match outcome:
         case QueueFull():
-            return JobRejected(min(outcome.retry_after_s, _MAX_WAIT_S))
+            entry.apply(LineEvent.JOB_REJECTED, wait_s=min(outcome.retry_after_s, _MAX_WAIT_S))
         case ServerFull():
-            return JobRejected(_WORKERS_S)
-    return JobQueued()
+            entry.apply(LineEvent.JOB_REJECTED, wait_s=_WORKERS_S)
+        case _:
+            entry.apply(LineEvent.JOB_QUEUED)
 
 
-def _job_event(entry: InFlightLine, result: bytes | None, exists: bool) -> LineEvent | None:
-    """Return what has happened to a queued job of a line; None if it has not ended."""
+def _apply_job(entry: InFlightLine, result: bytes | None, exists: bool) -> Outcome | None:
+    """Apply what has happened to the queued job of a line. Returns the line's outcome if it has ended."""
     if result is None:
-        return None if exists else JobGone(0.5)
+        return None if exists else entry.apply(LineEvent.JOB_GONE, wait_s=0.5)
     match json.loads(result):
         case {"type": "failed", "error": dict(error)}:
-            return _failure_event(error, entry.failures)
+            return _apply_failure(entry, parse_as(JobError, error))
         case {"type": "cancelled", "reason": str(reason)}:
-            return JobWasCancelled(_line_error("cancelled", cancelled_sentence(reason), errors.JobCancelled(reason)))
+            cancelled = _line_error("cancelled", cancelled_sentence(reason), errors.JobCancelled(reason))
+            return entry.apply(LineEvent.JOB_CANCELLED, outcome=cancelled)
         case {"choices": [dict(choice), *_]} if entry.wants_json and (problem := _json_problem(choice)):
-            return JobEnded(LineError("answer_not_json", problem, 200, result))
-    return JobEnded(result)
+            return entry.apply(LineEvent.JOB_ENDED, outcome=LineError("answer_not_json", problem, 200, result))
+    return entry.apply(LineEvent.JOB_ENDED, outcome=result)
+
+
+def _apply_failure(entry: InFlightLine, error: JobError) -> Outcome | None:
+    # A deadline is part of the request, so a missed one is not retried. Others are tried five times.
+    if not error.retryable or error.type == "deadline" or entry.failures + 1 >= 5:
+        failed = _line_error(error.type, error.message, errors.JobFailed(error))
+        return entry.apply(LineEvent.JOB_ENDED, outcome=failed)
+    wait_s = min(2**entry.failures, _MAX_WAIT_S) * random.uniform(0.5, 1.5)
+    return entry.apply(LineEvent.JOB_TO_RETRY, wait_s=wait_s)
 
 
 def _line_error(code: str, message: str, error: errors.SluiceError) -> LineError:
@@ -282,15 +276,6 @@ def _json_problem(choice: dict[str, Any]) -> str | None:
         remedy = "it was cut off, so raise max_tokens." if is_cut else "ask again, or for less."
         return f"response_format: the answer is not JSON; {remedy}"
     return None
-
-
-def _failure_event(failure: dict[str, Any], failures: int) -> LineEvent:
-    """`failures`: of the line's earlier jobs."""
-    error = parse_as(JobError, failure)
-    # A deadline is part of the request, so a missed one is not retried. Others are tried five times.
-    if not error.retryable or error.type == "deadline" or failures + 1 >= 5:
-        return JobEnded(_line_error(error.type, error.message, errors.JobFailed(error)))
-    return JobToRetry(min(2**failures, _MAX_WAIT_S) * random.uniform(0.5, 1.5))
 
 
 def _chunks(entries: Sequence[InFlightLine]) -> Iterator[list[InFlightLine]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from sluice.batch.lines import custom_id_digest
-from sluice.batch.transitions import LineError
 from sluice.contract.batch import Batch, BatchUsage, InputTokens, OutputTokens, is_retry
 from sluice.errors import BatchRefused, BatchTaken
 
@@ -103,6 +102,17 @@ class AppendOnlyFile:
     def _truncate(self, end: int) -> None:
         os.ftruncate(self._file, end)
         self._end = end
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """Code and message of a line that failed, and the HTTP response that OpenAI's interface gives for it. Its status is
+    0 if no job of the line has ended."""
+
+    code: str
+    message: str
+    status: int = 0
+    body: bytes = b""  # JSON
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,7 +311,7 @@ class Run:
         """Save the run as failed, and return its status. For a run that queued no line, or cannot be resumed."""
         output = str(self._paths.output) if self._paths.output.exists() else None
         batch = replace(self._saved.batch, errors=Problems(tuple(problems)), output_file_id=output)
-        self._save(batch.enter(run_step(batch.status, RunEvent.REFUSED).state, time.time()))
+        self._save(batch.enter(run_step(batch.status, RunEvent.REFUSED)[0], time.time()))
         return self._saved.batch
 
     def _initial_state(self) -> RunState:
@@ -329,11 +329,11 @@ class Run:
         dispatcher = LineDispatcher(batch.id, source, unfinished, self._jobs, results, self._options.window)
         models = Counter(line.model for line in lines)
         self._counts = _LineCounts(results, models, batch.in_progress_at or time.time())
-        step = run_step(batch.status, RunEvent.ACCEPTED)
-        while step.action is not RunAction.END:
-            await self._announce(self._in_state(step.state))
-            step = run_step(step.state, await self._perform(step.action, dispatcher))
-        self._save(self._in_state(step.state))
+        state, action = run_step(batch.status, RunEvent.ACCEPTED)
+        while action is not RunAction.END:
+            await self._announce(self._in_state(state))
+            state, action = run_step(state, await self._perform(action, dispatcher))
+        self._save(self._in_state(state))
 
     async def _perform(self, action: RunAction, dispatcher: LineDispatcher) -> RunEvent:
         if action is RunAction.FEED:

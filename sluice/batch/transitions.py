@@ -2,22 +2,9 @@
 list cannot occur in it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 
 from sluice.contract.batch import BatchState
-
-
-class UnexpectedEvent(RuntimeError):
-    """An event occurred in a state that does not list it."""
-
-    def __init__(self, state: object, event: object) -> None:
-        super().__init__(state, event)
-        self.state = state
-        self.event = event
-
-    def __str__(self) -> str:
-        return f"{self.state}: {self.event} cannot occur in this state; please report it"
 
 
 class RunEvent(Enum):
@@ -40,42 +27,38 @@ class RunAction(Enum):
     END = "nothing more"
 
 
-@dataclass(frozen=True, slots=True)
-class _RunStep:
-    """A transition of a run: the state to enter and save, and then the action."""
-
-    state: BatchState
-    action: RunAction
-
-
 # A resumed run is accepted in the state that was saved. One that was finalizing has all results, unless its files were
 # changed meanwhile: then it is fed again.
-RUN_STEPS: Mapping[tuple[BatchState, RunEvent], _RunStep] = {
-    ("validating", RunEvent.ACCEPTED): _RunStep("in_progress", RunAction.FEED),
-    ("validating", RunEvent.REFUSED): _RunStep("failed", RunAction.END),
-    ("in_progress", RunEvent.ACCEPTED): _RunStep("in_progress", RunAction.FEED),
-    ("in_progress", RunEvent.REFUSED): _RunStep("failed", RunAction.END),
-    ("in_progress", RunEvent.LINES_DONE): _RunStep("finalizing", RunAction.FEED),
-    ("in_progress", RunEvent.CANCEL_REQUESTED): _RunStep("cancelling", RunAction.CANCEL_LINES),
-    ("in_progress", RunEvent.WINDOW_OVER): _RunStep("in_progress", RunAction.EXPIRE_LINES),
-    ("in_progress", RunEvent.LINES_CLOSED): _RunStep("expired", RunAction.END),
-    ("finalizing", RunEvent.ACCEPTED): _RunStep("finalizing", RunAction.FEED),
-    ("finalizing", RunEvent.REFUSED): _RunStep("failed", RunAction.END),
-    ("finalizing", RunEvent.LINES_DONE): _RunStep("completed", RunAction.END),
-    ("finalizing", RunEvent.CANCEL_REQUESTED): _RunStep("cancelling", RunAction.CANCEL_LINES),
-    ("finalizing", RunEvent.WINDOW_OVER): _RunStep("finalizing", RunAction.EXPIRE_LINES),
-    ("finalizing", RunEvent.LINES_CLOSED): _RunStep("expired", RunAction.END),
-    ("cancelling", RunEvent.ACCEPTED): _RunStep("cancelling", RunAction.CANCEL_LINES),
-    ("cancelling", RunEvent.REFUSED): _RunStep("failed", RunAction.END),
-    ("cancelling", RunEvent.LINES_CLOSED): _RunStep("cancelled", RunAction.END),
+RUN_STEPS: Mapping[tuple[BatchState, RunEvent], tuple[BatchState, RunAction]] = {
+    ("validating", RunEvent.ACCEPTED): ("in_progress", RunAction.FEED),
+    ("validating", RunEvent.REFUSED): ("failed", RunAction.END),
+    ("in_progress", RunEvent.ACCEPTED): ("in_progress", RunAction.FEED),
+    ("in_progress", RunEvent.REFUSED): ("failed", RunAction.END),
+    ("in_progress", RunEvent.LINES_DONE): ("finalizing", RunAction.FEED),
+    ("in_progress", RunEvent.CANCEL_REQUESTED): ("cancelling", RunAction.CANCEL_LINES),
+    ("in_progress", RunEvent.WINDOW_OVER): ("in_progress", RunAction.EXPIRE_LINES),
+    ("in_progress", RunEvent.LINES_CLOSED): ("expired", RunAction.END),
+    ("finalizing", RunEvent.ACCEPTED): ("finalizing", RunAction.FEED),
+    ("finalizing", RunEvent.REFUSED): ("failed", RunAction.END),
+    ("finalizing", RunEvent.LINES_DONE): ("completed", RunAction.END),
+    ("finalizing", RunEvent.CANCEL_REQUESTED): ("cancelling", RunAction.CANCEL_LINES),
+    ("finalizing", RunEvent.WINDOW_OVER): ("finalizing", RunAction.EXPIRE_LINES),
+    ("finalizing", RunEvent.LINES_CLOSED): ("expired", RunAction.END),
+    ("cancelling", RunEvent.ACCEPTED): ("cancelling", RunAction.CANCEL_LINES),
+    ("cancelling", RunEvent.REFUSED): ("failed", RunAction.END),
+    ("cancelling", RunEvent.LINES_CLOSED): ("cancelled", RunAction.END),
 }
 
 
-def run_step(state: BatchState, event: RunEvent) -> _RunStep:
-    """Return what follows an event of a run. Raises `UnexpectedEvent`."""
+def run_step(state: BatchState, event: RunEvent) -> tuple[BatchState, RunAction]:
+    """Return what follows an event of a run: the state to enter and save, and then the action."""
     if step := RUN_STEPS.get((state, event)):
         return step
-    raise UnexpectedEvent(state, event)
+    raise _unexpected(state, event)
+
+
+def _unexpected(state: object, event: object) -> RuntimeError:
+    return RuntimeError(f"{state}: {event} cannot occur in this state; please report it")
 
 
 class LineState(Enum):
@@ -87,65 +70,16 @@ class LineState(Enum):
     ENDED = "ended"  # it has an outcome
 
 
-@dataclass(frozen=True, slots=True)
-class LineError:
-    """Code and message of a line that failed, and the HTTP response that OpenAI's interface gives for it. Its status is
-    0 if no job of the line has ended."""
+class LineEvent(Enum):
+    """An event of a line."""
 
-    code: str
-    message: str
-    status: int = 0
-    body: bytes = b""  # JSON
-
-
-@dataclass(frozen=True, slots=True)
-class JobQueued:
-    """The server has queued the line's job."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobRejected:
-    """The server is full and did not queue the line's job."""
-
-    wait_s: float  # before the next attempt
-
-
-@dataclass(frozen=True, slots=True)
-class JobGone:
-    """The server has lost the job, or it was withdrawn from a full server."""
-
-    wait_s: float  # before the line is queued again
-
-
-@dataclass(frozen=True, slots=True)
-class JobToRetry:
-    """The job failed, and another attempt may succeed."""
-
-    wait_s: float  # before the line is queued again
-
-
-@dataclass(frozen=True, slots=True)
-class JobWasCancelled:
-    """The job was cancelled, by the run itself or by another client."""
-
-    error: LineError
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnded:
-    """The job ended with an answer, as the worker wrote it, or failed for good."""
-
-    outcome: bytes | LineError
-
-
-@dataclass(frozen=True, slots=True)
-class RunEnded:
-    """The run ends early. For a line whose job it has cancelled: the time for such jobs is over."""
-
-    error: LineError
-
-
-LineEvent = JobQueued | JobRejected | JobGone | JobToRetry | JobWasCancelled | JobEnded | RunEnded
+    JOB_QUEUED = "the server has queued its job"
+    JOB_REJECTED = "the server is full and did not queue its job"
+    JOB_GONE = "the server has lost its job, or it was withdrawn from a full server"
+    JOB_TO_RETRY = "its job failed, and another attempt may succeed"
+    JOB_CANCELLED = "its job was cancelled, by the run itself or by another client"
+    JOB_ENDED = "its job ended with an answer, or failed for good"
+    RUN_ENDED = "the run ends early; for a line whose job it has cancelled, the time for such jobs is over"
 
 
 class LineAction(Enum):
@@ -159,33 +93,25 @@ class LineAction(Enum):
     RECORD_RUN_ERROR = "record the run's error"
 
 
-@dataclass(frozen=True, slots=True)
-class _LineStep:
-    """A transition of a line."""
-
-    state: LineState
-    action: LineAction
-
-
-LINE_STEPS: Mapping[tuple[LineState, type[LineEvent]], _LineStep] = {
-    (LineState.WAITING, JobQueued): _LineStep(LineState.QUEUED, LineAction.NOTHING),
-    (LineState.WAITING, JobRejected): _LineStep(LineState.WAITING, LineAction.POSTPONE),
-    (LineState.WAITING, RunEnded): _LineStep(LineState.ENDED, LineAction.RECORD),
-    (LineState.QUEUED, JobGone): _LineStep(LineState.WAITING, LineAction.RETRY),
-    (LineState.QUEUED, JobToRetry): _LineStep(LineState.WAITING, LineAction.RETRY),
-    (LineState.QUEUED, JobWasCancelled): _LineStep(LineState.ENDED, LineAction.RECORD),
-    (LineState.QUEUED, JobEnded): _LineStep(LineState.ENDED, LineAction.RECORD),
-    (LineState.QUEUED, RunEnded): _LineStep(LineState.CLOSING, LineAction.CLOSE),
-    (LineState.CLOSING, JobGone): _LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
-    (LineState.CLOSING, JobToRetry): _LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
-    (LineState.CLOSING, JobWasCancelled): _LineStep(LineState.ENDED, LineAction.RECORD_RUN_ERROR),
-    (LineState.CLOSING, JobEnded): _LineStep(LineState.ENDED, LineAction.RECORD),
-    (LineState.CLOSING, RunEnded): _LineStep(LineState.ENDED, LineAction.RECORD),
+LINE_STEPS: Mapping[tuple[LineState, LineEvent], tuple[LineState, LineAction]] = {
+    (LineState.WAITING, LineEvent.JOB_QUEUED): (LineState.QUEUED, LineAction.NOTHING),
+    (LineState.WAITING, LineEvent.JOB_REJECTED): (LineState.WAITING, LineAction.POSTPONE),
+    (LineState.WAITING, LineEvent.RUN_ENDED): (LineState.ENDED, LineAction.RECORD),
+    (LineState.QUEUED, LineEvent.JOB_GONE): (LineState.WAITING, LineAction.RETRY),
+    (LineState.QUEUED, LineEvent.JOB_TO_RETRY): (LineState.WAITING, LineAction.RETRY),
+    (LineState.QUEUED, LineEvent.JOB_CANCELLED): (LineState.ENDED, LineAction.RECORD),
+    (LineState.QUEUED, LineEvent.JOB_ENDED): (LineState.ENDED, LineAction.RECORD),
+    (LineState.QUEUED, LineEvent.RUN_ENDED): (LineState.CLOSING, LineAction.CLOSE),
+    (LineState.CLOSING, LineEvent.JOB_GONE): (LineState.ENDED, LineAction.RECORD_RUN_ERROR),
+    (LineState.CLOSING, LineEvent.JOB_TO_RETRY): (LineState.ENDED, LineAction.RECORD_RUN_ERROR),
+    (LineState.CLOSING, LineEvent.JOB_CANCELLED): (LineState.ENDED, LineAction.RECORD_RUN_ERROR),
+    (LineState.CLOSING, LineEvent.JOB_ENDED): (LineState.ENDED, LineAction.RECORD),
+    (LineState.CLOSING, LineEvent.RUN_ENDED): (LineState.ENDED, LineAction.RECORD),
 }
 
 
-def line_step(state: LineState, event: LineEvent) -> _LineStep:
-    """Return what follows an event of a line. Raises `UnexpectedEvent`."""
-    if step := LINE_STEPS.get((state, type(event))):
+def line_step(state: LineState, event: LineEvent) -> tuple[LineState, LineAction]:
+    """Return what follows an event of a line."""
+    if step := LINE_STEPS.get((state, event)):
         return step
-    raise UnexpectedEvent(state, event)
+    raise _unexpected(state, event)

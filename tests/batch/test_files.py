@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from sluice.batch.files import AppendOnlyFile, LineResult, ResultFiles, RunState, StateFile
+from sluice.batch.files import AppendOnlyFile, LineError, LineResult, ResultFiles, RunState, StateFile
 from sluice.batch.lines import custom_id_digest
-from sluice.batch.transitions import LineError
 from sluice.contract.batch import NO_LINES, Batch, is_retry, is_run_id, line_job_id, new_run_id
 from sluice.errors import BatchRefused, BatchTaken
 from tests.batch.helpers import ids, read

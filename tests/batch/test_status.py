@@ -8,9 +8,8 @@ from openai.types import Batch as Theirs
 from pydantic import TypeAdapter
 
 import schemas
-from sluice.batch.files import LineResult
+from sluice.batch.files import LineError, LineResult
 from sluice.batch.source import parse_window
-from sluice.batch.transitions import LineError
 from sluice.contract.batch import (
     NO_LINES,
     Batch,
