@@ -1,10 +1,11 @@
 """What workers write: results, events, and the lines and reports of OpenAI's Batch API."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
 from schemas.base import AnyJsonObject, Sent, Strict, TokenCount, describe_types
+from sluice.contract import events
 from sluice.contract.batch import (
     Batch,
     BatchDetails,
@@ -15,20 +16,7 @@ from sluice.contract.batch import (
     Problems,
     RequestCounts,
 )
-from sluice.contract.events import (
-    Cancelled,
-    Delta,
-    Failed,
-    Finished,
-    FinishReason,
-    JobError,
-    Progress,
-    Restarted,
-    Resumed,
-    Started,
-    Timings,
-    Usage,
-)
+from sluice.contract.events import FinishReason, JobError, Timings, Usage
 from sluice.contract.keys import Lane
 
 
@@ -145,13 +133,10 @@ class ChatCompletion(Sent):
     sluice: SluiceDetails
 
 
-describe_types(Usage, Timings, JobError, Started, Progress, Delta, Resumed, Restarted, Finished, Failed, Cancelled)
+describe_types(Usage, Timings, JobError, *get_args(events.JobEvent))
 
-JobEvent = Annotated[
-    Started | Progress | Delta | Resumed | Restarted | Finished | Failed | Cancelled,
-    Field(discriminator="type"),
-]
-FinalEvent = Annotated[Finished | Failed | Cancelled, Field(discriminator="type")]
+JobEvent = Annotated[events.JobEvent, Field(discriminator="type")]
+FinalEvent = Annotated[events.FinalEvent, Field(discriminator="type")]
 
 
 # Offline batches in the forms of OpenAI's Batch API: input line and output line; the object that reports a run is the

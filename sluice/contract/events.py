@@ -189,16 +189,9 @@ class Cancelled(Event):
     usage: Usage
 
 
-EVENTS: dict[str, type[Event]] = {
-    "started": Started,
-    "progress": Progress,
-    "delta": Delta,
-    "resumed": Resumed,
-    "restarted": Restarted,
-    "finished": Finished,
-    "failed": Failed,
-    "cancelled": Cancelled,
-}
+FinalEvent = Finished | Failed | Cancelled
+JobEvent = Started | Progress | Delta | Resumed | Restarted | FinalEvent
+EVENTS: dict[str, type[Event]] = {get_args(kind.__annotations__["type"])[0]: kind for kind in get_args(JobEvent)}
 _NESTED: dict[str, type[Timings] | type[JobError]] = {"timings": Timings, "error": JobError}
 
 D = TypeVar("D")
