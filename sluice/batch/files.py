@@ -57,7 +57,7 @@ def _is_cut_off(body: dict[str, Any]) -> bool:
     return False
 
 
-class AppendOnlyFile:
+class _AppendOnlyFile:
     """A file of whole lines. Lines survive any crash once `append` has returned."""
 
     def __init__(self, path: Path) -> None:
@@ -145,8 +145,8 @@ class ResultFiles:
     def __init__(self, output: Path, errors: Path) -> None:
         """Raises OSError, or `BatchRefused` if a file holds a line that no run wrote."""
         self._errors_path = errors
-        self._output = AppendOnlyFile(output)
-        self._errors = AppendOnlyFile(errors) if errors.exists() else None
+        self._output = _AppendOnlyFile(output)
+        self._errors = _AppendOnlyFile(errors) if errors.exists() else None
         self.counts, self.done = _RunCounts(), set[bytes]()  # `done`: digests of the custom_ids in the files
         try:
             for file in filter(None, [self._output, self._errors]):
@@ -173,7 +173,7 @@ class ResultFiles:
             self._output.append(answers)
             self._count(answers)
         if failures:
-            self._errors = self._errors or AppendOnlyFile(self._errors_path)
+            self._errors = self._errors or _AppendOnlyFile(self._errors_path)
             self._errors.append(failures)
             self._count(failures)
 
@@ -181,7 +181,7 @@ class ResultFiles:
         for raw in lines:
             self.counts.add(json.loads(raw))
 
-    def _load(self, file: AppendOnlyFile) -> None:
+    def _load(self, file: _AppendOnlyFile) -> None:
         for number, raw in enumerate(file.raw_lines(), 1):
             match _read(raw):
                 case {"id": str(), "custom_id": str(custom_id)} as line:
@@ -215,7 +215,7 @@ class StateFile:
 
     def __init__(self, path: Path) -> None:
         """Open and lock the file. Raises OSError, or `BatchTaken` if another process holds the lock."""
-        self._file = AppendOnlyFile(path)
+        self._file = _AppendOnlyFile(path)
         if not self._file.lock():
             self._file.close()
             raise BatchTaken(f"{_feeder(path)} is feeding this run: {path} is locked")
