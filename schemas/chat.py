@@ -36,7 +36,7 @@ Speculation = Annotated[
 ]
 
 
-class Prediction(Strict):
+class _Prediction(Strict):
     """OpenAI's: a text that the client expects in the answer, such as a file that is edited."""
 
     type: Literal["content"]
@@ -56,7 +56,7 @@ class Prediction(Strict):
         return self
 
 
-class Function(Strict):
+class _Function(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: Text | None = None
     parameters: JsonObject | None = Field(default=None, description="A JSON schema of the arguments.")
@@ -65,7 +65,7 @@ class Function(Strict):
 
 class Tool(Strict):
     type: Literal["function"]
-    function: Function
+    function: _Function
 
 
 class NamedFunction(Strict):
@@ -97,14 +97,14 @@ FunctionChoice = Annotated[
 ]
 
 
-class JsonSchema(Strict):
+class _JsonSchema(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     description: Text | None = None
     json_schema: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class TextFormat(Strict):
+class _TextFormat(Strict):
     type: Literal["text"]
 
 
@@ -114,16 +114,16 @@ class JsonObjectFormat(Strict):
 
 class JsonSchemaFormat(Strict):
     type: Literal["json_schema"]
-    json_schema: JsonSchema
+    json_schema: _JsonSchema
 
 
 ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat,
+    _TextFormat | JsonObjectFormat | JsonSchemaFormat,
     Field(discriminator="type"),
 ]
 
 
-class StreamOptions(Strict):
+class _StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -226,7 +226,7 @@ class ChatRequest(Strict):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[Function], Field(fail_fast=True)] | None = Field(
+    functions: Annotated[list[_Function], Field(fail_fast=True)] | None = Field(
         default=None, description="The older form of tools. Calls come back as tool_calls."
     )
     function_call: FunctionChoice | None = Field(default=None, description="The older form of tool_choice.")
@@ -248,7 +248,7 @@ class ChatRequest(Strict):
         default=None,
         description="If drafts may be verified; never changes the answer. true, as if absent: the worker decides.",
     )
-    prediction: Prediction | None = Field(
+    prediction: _Prediction | None = Field(
         default=None, description="A text that the client expects, used as a draft; never changes the answer."
     )
 
@@ -272,7 +272,7 @@ class ChatRequest(Strict):
     store: bool | None = Field(default=None, description="Echoed, without effect.")
 
     stream: bool | None = Field(default=None, description="Without effect: every job streams.")
-    stream_options: StreamOptions | None = Field(default=None, description="Without effect.")
+    stream_options: _StreamOptions | None = Field(default=None, description="Without effect.")
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, fail_fast=True)] | None = Field(
         default=None, description='Only ["text"].'
     )

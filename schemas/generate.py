@@ -27,7 +27,18 @@ _PARTS: dict[str, tuple[Any, Mode]] = {
 }
 
 
-class _Plain(GenerateJsonSchema):
+class NamedByClass(GenerateJsonSchema):
+    """Names each model by its class, without the underscore of one that only its module uses."""
+
+    def normalize_name(self, name: str) -> str:
+        return super().normalize_name(name).removeprefix("_")
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        schema_json = super().model_schema(schema)
+        return {**schema_json, "title": schema_json["title"].removeprefix("_")}
+
+
+class _Plain(NamedByClass):
     """Omits keywords without information: titles that repeat a name, defaults of null, minimum lengths of 0."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:

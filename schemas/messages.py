@@ -42,7 +42,7 @@ TextContent = Annotated[
 ]
 
 
-class FunctionCall(Strict):
+class _FunctionCall(Strict):
     name: Text
     arguments: Text = Field(description="JSON text, as the model wrote it.")
 
@@ -50,17 +50,17 @@ class FunctionCall(Strict):
 class ToolCall(Strict):
     id: Text
     type: Literal["function"] = "function"
-    function: FunctionCall
+    function: _FunctionCall
     index: int | None = None
 
 
-class SystemMessage(Strict):
+class _SystemMessage(Strict):
     role: Literal["system"]
     content: TextContent
     name: Text | None = None
 
 
-class DeveloperMessage(Strict):
+class _DeveloperMessage(Strict):
     role: Literal["developer"]
     content: TextContent
     name: Text | None = None
@@ -83,7 +83,7 @@ class AssistantMessage(Strict):
     # OpenAI's libraries send an answer's empty fields back.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
-    function_call: FunctionCall | None = Field(default=None, description="The older form of one tool call.")
+    function_call: _FunctionCall | None = Field(default=None, description="The older form of one tool call.")
     provider_specific_fields: JsonObject | None = Field(
         default=None, exclude=True, description="What LiteLLM adds to an answer. Without effect."
     )
@@ -105,6 +105,6 @@ class FunctionMessage(Strict):
 
 
 Message = Annotated[
-    SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
+    _SystemMessage | _DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
     Field(discriminator="role"),
 ]

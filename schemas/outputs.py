@@ -20,7 +20,7 @@ from sluice.contract.events import FinishReason, JobError, Timings, Usage
 from sluice.contract.keys import Lane
 
 
-class CompletionUsage(Sent):
+class _CompletionUsage(Sent):
     prompt_tokens: TokenCount
     completion_tokens: TokenCount
     total_tokens: TokenCount
@@ -32,7 +32,7 @@ class CompletionUsage(Sent):
     )
 
 
-class AnswerMessage(Sent):
+class _AnswerMessage(Sent):
     role: Literal["assistant"] = "assistant"
     content: str | None
     reasoning: str | None = None
@@ -40,14 +40,14 @@ class AnswerMessage(Sent):
     refusal: None = None
 
 
-class Choice(Sent):
+class _Choice(Sent):
     index: Literal[0] = 0
-    message: AnswerMessage
+    message: _AnswerMessage
     finish_reason: FinishReason
     logprobs: dict[str, Any] | None = Field(default=None, description="OpenAI's form.")
 
 
-class SpecPrefill(Sent):
+class _SpecPrefill(Sent):
     """SpecPrefill's report on a long prompt: the share that was kept, or why it was computed whole."""
 
     kept: float | None = Field(default=None, description="Share of the prompt's tokens.")
@@ -59,25 +59,25 @@ class SpecPrefill(Sent):
     skipped: str | None = Field(default=None, description="Why it was computed whole.")
 
 
-class DraftCounts(Sent):
+class _DraftCounts(Sent):
     proposed: TokenCount = Field(description="Tokens of drafts that were verified.")
     accepted: TokenCount = Field(description="Those that became a part of the answer.")
 
 
-class SpeculationReport(DraftCounts):
+class SpeculationReport(_DraftCounts):
     """Speculation of the attempt that finished the job."""
 
     tokens_per_forward: float = Field(
         description="Tokens of the answer by the forwards that have drawn them, or its end."
     )
-    kinds: dict[str, DraftCounts] = Field(
+    kinds: dict[str, _DraftCounts] = Field(
         description="By the source of the drafts: `copy`, `prediction`, `grammar`, `grammar_guess`, `mtp`, `draft`; "
         "others may follow."
     )
     skipped: str | None = Field(default=None, description="Why no draft was verified.")
 
 
-class SluiceDetails(Sent):
+class _SluiceDetails(Sent):
     """Fields that OpenAI's object does not have."""
 
     lane: Lane
@@ -89,7 +89,7 @@ class SluiceDetails(Sent):
     stop_sequence: str | None = Field(default=None, description="As in the final event.")
     rows_mean: float = Field(description="Mean number of rows that decoded in the same step, this one included.")
     kept_tokens: TokenCount | None = Field(default=None, description="As in the final event's usage.")
-    specprefill: SpecPrefill | None = None
+    specprefill: _SpecPrefill | None = None
     speculation: SpeculationReport | None = Field(
         default=None, description="Absent if nothing was drafted and the request has no field about it."
     )
@@ -116,7 +116,7 @@ class CountResult(Sent):
     object: Literal["token_count"] = "token_count"
     created: int = Field(description="Unix seconds at the claim.")
     model: str
-    usage: CompletionUsage = Field(description="As of the chat, without an answer.")
+    usage: _CompletionUsage = Field(description="As of the chat, without an answer.")
 
 
 class ChatCompletion(Sent):
@@ -128,9 +128,9 @@ class ChatCompletion(Sent):
     service_tier: Literal["default", "flex"] = Field(
         default="default", description="The request's: `flex`, or `default` for all others. If absent, from the lane."
     )
-    choices: list[Choice] = Field(min_length=1, max_length=1)
-    usage: CompletionUsage
-    sluice: SluiceDetails
+    choices: list[_Choice] = Field(min_length=1, max_length=1)
+    usage: _CompletionUsage
+    sluice: _SluiceDetails
 
 
 describe_types(Usage, Timings, JobError, *get_args(events.JobEvent))
@@ -156,13 +156,13 @@ class BatchLine(Strict):
     body: AnyJsonObject = Field(description="A Request.")
 
 
-class BatchResponse(Sent):
+class _BatchResponse(Sent):
     status_code: int
     request_id: str = Field(description="The job's id.")
     body: dict[str, Any] = Field(description="A Result, or OpenAI's error object.")
 
 
-class BatchError(Sent):
+class _BatchError(Sent):
     code: str = Field(
         description="The type of the job's error, or answer_not_json, batch_expired, batch_cancelled, cancelled."
     )
@@ -175,5 +175,5 @@ class BatchOutput(Sent):
 
     id: str
     custom_id: str
-    response: BatchResponse | None
-    error: BatchError | None
+    response: _BatchResponse | None
+    error: _BatchError | None

@@ -141,7 +141,7 @@ async def sse(chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorReply:
+class _ErrorReply:
     """An HTTP error response; the headers tell OpenAI clients if and when to retry."""
 
     status: int
@@ -150,7 +150,7 @@ class ErrorReply:
     form: ErrorForm
 
 
-def error_reply(error: SluiceError) -> ErrorReply:
+def error_reply(error: SluiceError) -> _ErrorReply:
     """Return the HTTP response for an error of `read_body`, `Client.submit` or `sse`."""
     match error:
         case BadRequest(param=param):
@@ -316,8 +316,8 @@ def _reply(
     wait_s: float | None = None,
     param: str | None = None,
     code: str | None = None,
-) -> ErrorReply:
+) -> _ErrorReply:
     """`code`: that of a later worker, of which the form knows nothing."""
     error = {"message": f"{form.begins}{message}", "type": form.type, "param": param, "code": code or form.code}
     wait = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
-    return ErrorReply(form.status, {"error": error}, {"x-should-retry": str(retryable).lower(), **wait}, form)
+    return _ErrorReply(form.status, {"error": error}, {"x-should-retry": str(retryable).lower(), **wait}, form)

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from schemas import ChatRequest
+from schemas.generate import NamedByClass
 from sluice.gateway.messages.body import CountBody, MessagesBody
 from sluice.gateway.responses.request import KNOWN
 
@@ -112,7 +113,7 @@ def bodies() -> dict[str, Schema]:
     kinds: list[Any] = [
         (kind.__name__, "validation", TypeAdapter(kind)) for kind in (ChatRequest, MessagesBody, CountBody)
     ]
-    _, shared = TypeAdapter.json_schemas(kinds, ref_template=_REFERENCE)
+    _, shared = TypeAdapter.json_schemas(kinds, ref_template=_REFERENCE, schema_generator=NamedByClass)
     schemas: dict[str, Schema] = shared["$defs"]
     chat = schemas["ChatRequest"]
     fields = {**chat["properties"], "n": _CHOICES, "model": _MODEL}

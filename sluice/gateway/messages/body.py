@@ -26,20 +26,20 @@ class TextBlock(_StrictBody):
     citations: list[Any] | None = None  # of an earlier answer, sent back
 
 
-class Base64Source(_StrictBody):
+class _Base64Source(_StrictBody):
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: str
 
 
-class UrlSource(_StrictBody):
+class _UrlSource(_StrictBody):
     type: Literal["url"]
     url: str = Field(min_length=1)
 
 
-class ImageBlock(_StrictBody):
+class _ImageBlock(_StrictBody):
     type: Literal["image"]
-    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+    source: Annotated[_Base64Source | _UrlSource, Field(discriminator="type")]
     cache_control: CacheControl = None
 
 
@@ -49,7 +49,7 @@ class PlainTextSource(_StrictBody):
     data: BodyText
 
 
-class DocumentBlock(_StrictBody):
+class _DocumentBlock(_StrictBody):
     """A document in plain text; PDF files are refused."""
 
     type: Literal["document"]
@@ -60,13 +60,13 @@ class DocumentBlock(_StrictBody):
     cache_control: CacheControl = None
 
 
-class ThinkingBlock(_StrictBody):
+class _ThinkingBlock(_StrictBody):
     type: Literal["thinking"]
     thinking: BodyText
     signature: str | None = None
 
 
-class RedactedThinkingBlock(_StrictBody):
+class _RedactedThinkingBlock(_StrictBody):
     type: Literal["redacted_thinking"]
     data: str
 
@@ -81,7 +81,7 @@ class ToolUseBlock(_StrictBody):
     toolset_name: None = None
 
 
-ResultBlock = Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]
+ResultBlock = Annotated[TextBlock | _ImageBlock | _DocumentBlock, Field(discriminator="type")]
 
 
 def _shape(value: object) -> str | None:
@@ -108,9 +108,9 @@ class ToolResultBlock(_StrictBody):
     toolset_name: None = None
 
 
-UserBlock = Annotated[TextBlock | ImageBlock | DocumentBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | _ImageBlock | _DocumentBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
+    TextBlock | _ThinkingBlock | _RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
 ]
 TextBlocks = Annotated[
     _String | Annotated[list[TextBlock], Field(fail_fast=True), Tag("array")],
@@ -171,45 +171,45 @@ OfferedTool = Annotated[
 ]
 
 
-class AutoChoice(_StrictBody):
+class _AutoChoice(_StrictBody):
     type: Literal["auto"]
     disable_parallel_tool_use: bool | None = None
 
 
-class AnyChoice(_StrictBody):
+class _AnyChoice(_StrictBody):
     type: Literal["any"]
     disable_parallel_tool_use: bool | None = None
 
 
-class NamedChoice(_StrictBody):
+class _NamedChoice(_StrictBody):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool | None = None
 
 
-class NoChoice(_StrictBody):
+class _NoChoice(_StrictBody):
     type: Literal["none"]
 
 
-ToolChoiceOption = Annotated[AutoChoice | AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")]
+ToolChoiceOption = Annotated[_AutoChoice | _AnyChoice | _NamedChoice | _NoChoice, Field(discriminator="type")]
 
 
-class ThinkingOn(_StrictBody):
+class _ThinkingOn(_StrictBody):
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1)
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ThinkingAdaptive(_StrictBody):
+class _ThinkingAdaptive(_StrictBody):
     type: Literal["adaptive", "between_tools"]
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ThinkingOff(_StrictBody):
+class _ThinkingOff(_StrictBody):
     type: Literal["disabled"]
 
 
-ThinkingOption = Annotated[ThinkingOn | ThinkingAdaptive | ThinkingOff, Field(discriminator="type")]
+ThinkingOption = Annotated[_ThinkingOn | _ThinkingAdaptive | _ThinkingOff, Field(discriminator="type")]
 
 
 class OutputFormat(_StrictBody):
@@ -230,20 +230,20 @@ class ToolReference(_StrictBody):
     name: BodyText
 
 
-class ToolDefinition(_StrictBody):
+class _ToolDefinition(_StrictBody):
     type: Literal["tool_definition"]
     definition: OfferedTool
 
 
-class ToolAddition(_StrictBody):
+class _ToolAddition(_StrictBody):
     """A tool that is offered from here on: one of `tools`, or another."""
 
     type: Literal["tool_addition"]
-    tool: Annotated[ToolReference | ToolDefinition, Field(discriminator="type")]
+    tool: Annotated[ToolReference | _ToolDefinition, Field(discriminator="type")]
     cache_control: CacheControl = None
 
 
-class ToolRemoval(_StrictBody):
+class _ToolRemoval(_StrictBody):
     """A tool that is not offered from here on."""
 
     type: Literal["tool_removal"]
@@ -251,7 +251,7 @@ class ToolRemoval(_StrictBody):
     cache_control: CacheControl = None
 
 
-SystemBlock = Annotated[TextBlock | ToolAddition | ToolRemoval, Field(discriminator="type")]
+SystemBlock = Annotated[TextBlock | _ToolAddition | _ToolRemoval, Field(discriminator="type")]
 
 
 class SystemTurn(_StrictBody):

@@ -10,31 +10,18 @@ from typing import Any
 from sluice.contract.keys import TENANT_CHARACTERS
 from sluice.gateway.errors import ApiError
 from sluice.gateway.messages.body import (
-    AnyChoice,
     AssistantTurn,
-    Base64Source,
     CountBody,
     CustomTool,
-    DocumentBlock,
     HostedTool,
-    ImageBlock,
     Message,
     MessagesBody,
-    NamedChoice,
-    NoChoice,
     OfferedTool,
-    OutputFormat,
+    ResultBlock,
+    SystemBlock,
     SystemTurn,
-    TextBlock,
-    ThinkingBlock,
-    ThinkingOff,
-    ThinkingOn,
     ThinkingOption,
-    ToolAddition,
     ToolChoiceOption,
-    ToolDefinition,
-    ToolReference,
-    ToolRemoval,
     ToolResultBlock,
     ToolUseBlock,
     UserTurn,
@@ -89,8 +76,8 @@ def _thinking(thinking: ThinkingOption | None) -> dict[str, Any]:
     the template decides."""
     if thinking is None:
         return {}
-    is_on = not isinstance(thinking, ThinkingOff)
-    budget = {"max_reasoning_tokens": thinking.budget_tokens} if isinstance(thinking, ThinkingOn) else {}
+    is_on = thinking.type != "disabled"
+    budget = {"max_reasoning_tokens": thinking.budget_tokens} if thinking.type == "enabled" else {}
     return {"chat_template_kwargs": {"enable_thinking": is_on, "thinking": is_on}, **budget}
 
 
@@ -99,7 +86,7 @@ def _output(body: CountBody) -> dict[str, Any]:
     later = [message.output_config for message in body.messages if isinstance(message, SystemTurn)]
     efforts = [each.effort for each in (config, *later) if each and each.effort]
     effort = {"reasoning_effort": efforts[-1]} if efforts else {}
-    wanted: OutputFormat | None = (config.format if config else None) or body.output_format
+    wanted = (config.format if config else None) or body.output_format
     if wanted is None:
         return effort
     schema = {"name": "output", "schema": wanted.json_schema}
@@ -145,7 +132,7 @@ def _tool_message(result: ToolResultBlock) -> dict[str, Any]:
     texts = [
         block if isinstance(block, str) else _part(block)["text"]
         for block in blocks
-        if not isinstance(block, ImageBlock)
+        if isinstance(block, str) or block.type != "image"
     ]
     text = "\n".join(texts)
     return {
@@ -156,32 +143,31 @@ def _tool_message(result: ToolResultBlock) -> dict[str, Any]:
 
 
 def _result_images(result: ToolResultBlock) -> list[TranslatedPart]:
-    images = [block for block in result.content or () if isinstance(block, ImageBlock)]
+    images = [block for block in result.content or () if not isinstance(block, str) and block.type == "image"]
     label = [{"type": "text", "text": f"The images of the result {result.tool_use_id}:"}] if images else []
     return [*label, *map(_part, images)]
 
 
-def _part(block: TextBlock | ImageBlock | DocumentBlock) -> TranslatedPart:
-    match block:
-        case TextBlock(text=text):
-            return {"type": "text", "text": text}
-        case DocumentBlock():
+def _part(block: ResultBlock) -> TranslatedPart:
+    match block.type:
+        case "text":
+            return {"type": "text", "text": block.text}
+        case "document":
             heads = [head for head in (block.title, block.context) if head]
             return {"type": "text", "text": "\n\n".join([*heads, block.source.data])}
-        case ImageBlock(source=source):
-            is_inline = isinstance(source, Base64Source)
-            url = f"data:{source.media_type};base64,{source.data}" if is_inline else source.url  # type: ignore[union-attr]
+        case "image":
+            source = block.source
+            url = f"data:{source.media_type};base64,{source.data}" if source.type == "base64" else source.url
             return {"type": "image_url", "image_url": {"url": url}}
-    raise AssertionError(block)
 
 
 def _assistant_message(message: AssistantTurn) -> dict[str, Any]:
     """Return an earlier answer. Redacted thinking is dropped: only Anthropic can read it."""
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
-    text = "".join(block.text for block in message.content if isinstance(block, TextBlock))
-    reasoning = "\n\n".join(block.thinking for block in message.content if isinstance(block, ThinkingBlock))
-    calls = [_call(block) for block in message.content if isinstance(block, ToolUseBlock)]
+    text = "".join(block.text for block in message.content if block.type == "text")
+    reasoning = "\n\n".join(block.thinking for block in message.content if block.type == "thinking")
+    calls = [_call(block) for block in message.content if block.type == "tool_use"]
     return {
         "role": "assistant",
         "content": None if calls and not text else text,
@@ -195,21 +181,22 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
-def _text(content: str | Sequence[TextBlock | ToolAddition | ToolRemoval]) -> str:
+def _text(content: str | Sequence[SystemBlock]) -> str:
     return content if isinstance(content, str) else "\n\n".join(map(_told, content))
 
 
-def _told(block: TextBlock | ToolAddition | ToolRemoval) -> str:
+def _told(block: SystemBlock) -> str:
     """Return the text of a block. Tools stay where the prompt begins with them: what changes is told here, so that the
     prompt continues the former one."""
-    match block:
-        case TextBlock(text=text):
-            return text
-        case ToolAddition(tool=tool):
-            name = tool.name if isinstance(tool, ToolReference) else _name(tool.definition)
+    match block.type:
+        case "text":
+            return block.text
+        case "tool_addition":
+            tool = block.tool
+            name = tool.name if tool.type == "tool_reference" else _name(tool.definition)
             return f"The tool {name} is available from here on."
-        case ToolRemoval(tool=tool):
-            return f"The tool {tool.name} is not available any more."
+        case "tool_removal":
+            return f"The tool {block.tool.name} is not available any more."
 
 
 def _name(tool: OfferedTool) -> str:
@@ -239,20 +226,20 @@ def _added_tools(messages: Sequence[Message]) -> Iterator[OfferedTool]:
         if not isinstance(message, SystemTurn) or isinstance(message.content, str):
             continue
         for block in message.content:
-            if isinstance(block, ToolAddition) and isinstance(block.tool, ToolDefinition):
+            if block.type == "tool_addition" and block.tool.type == "tool_definition":
                 yield block.tool.definition
 
 
 def _check_choice(choice: ToolChoiceOption | None, custom: Sequence[OfferedTool], hosted: Sequence[str]) -> None:
-    match choice:
-        case NamedChoice(name=name) if name in hosted:
-            raise _refused(f"{name!r} is a tool that only Anthropic's servers have; offer a custom tool.")
-        case NamedChoice(name=name) if name not in {tool.name for tool in custom}:
-            raise _refused(f"{name[:80]!r} is not among the tools.")
-        case AnyChoice() if hosted and not custom:
-            raise _refused("all tools are ones that only Anthropic's servers have; offer a custom tool.")
-        case AnyChoice() if not custom:
-            raise _refused("there are no tools to choose from; send tools.")
+    if choice is None:
+        return
+    if choice.type == "tool" and choice.name in hosted:
+        raise _refused(f"{choice.name!r} is a tool that only Anthropic's servers have; offer a custom tool.")
+    if choice.type == "tool" and choice.name not in {tool.name for tool in custom}:
+        raise _refused(f"{choice.name[:80]!r} is not among the tools.")
+    if choice.type == "any" and not custom:
+        problem = "all tools are ones that only Anthropic's servers have; offer a custom tool."
+        raise _refused(problem if hosted else "there are no tools to choose from; send tools.")
 
 
 def _refused(problem: str) -> ApiError:
@@ -268,11 +255,11 @@ def _function(tool: CustomTool) -> dict[str, Any]:
 def _choice(choice: ToolChoiceOption | None) -> dict[str, Any]:
     if choice is None:
         return {}
-    single = not isinstance(choice, NoChoice) and choice.disable_parallel_tool_use
+    single = choice.type != "none" and choice.disable_parallel_tool_use
     parallel = {"parallel_tool_calls": False} if single else {}
-    match choice:
-        case NamedChoice(name=name):
-            return {"tool_choice": {"type": "function", "function": {"name": name}}, **parallel}
-        case AnyChoice():
+    match choice.type:
+        case "tool":
+            return {"tool_choice": {"type": "function", "function": {"name": choice.name}}, **parallel}
+        case "any":
             return {"tool_choice": "required", **parallel}
     return {"tool_choice": choice.type, **parallel}
