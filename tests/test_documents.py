@@ -139,7 +139,7 @@ def test_a_quoted_name_that_no_code_has_is_found(tmp_path: Path) -> None:
     )
     assert names_in(page) == {"_slots_for", "Gone_By", "GoneClass", "gone()", "sluice.gone"}
     assert not {"_slots_for", "GoneClass"} & names_of_the_code()
-    assert {"_batched_layer", "SlotArraysCache", "sse"} <= names_of_the_code()
+    assert {"_shared", "SlotArraysCache", "sse"} <= names_of_the_code()
 
 
 @documents
