@@ -18,10 +18,6 @@ from worker.queue.services import wait_first
 from worker.schedule_times import Crontab
 from worker.settings import Settings
 
-# Runs a feeder as a child process, since files of 200 MB would block the loop that publishes tokens.
-#
-# The feeder ends when its stdin is closed: on request, or because its worker died in any way.
-
 logger = logging.getLogger("sluice.batch")
 
 
@@ -33,7 +29,9 @@ async def feed(
     force_stop: asyncio.Event,
     grace_s: float,
 ) -> bool:
-    """Run a feeder to its end, and stop it at `stopping`. Returns False if it failed; the reason is only logged.
+    """Run a feeder to its end, and stop it at `stopping`. Returns False if it failed; the reason is only logged. It is
+    a child process, since files of 200 MB would block the loop that publishes tokens, and ends when its stdin is
+    closed: on request, or because its worker died in any way.
 
     `grace_s`: seconds that it may take to stop; `force_stop` ends them early. Then it is killed.
     """
@@ -81,8 +79,6 @@ async def _log_lines(lines: asyncio.StreamReader) -> str:
             logger.info("%s", text)
             last = text
 
-
-logger = logging.getLogger("sluice.batch")
 
 FEED = ("nice", sys.executable, "-m", "sluice.cli", "batch", "feed")
 _INPUT, _LOCK = "*/input.jsonl", "run"  # in a run's folder; its feeder holds the lock

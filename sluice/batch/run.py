@@ -32,6 +32,8 @@ from sluice.presence import Workers
 from sluice.transport import Retries
 from sluice.wording import counted
 
+logger = logging.getLogger("sluice.batch")
+
 
 def _difference(saved: RunState, options: RunOptions, sha256: str) -> str | None:
     """Return how the saved run differs from the requested one, as a noun phrase; None if it can be resumed."""
@@ -121,8 +123,6 @@ def _sources(model: str, mapped: Mapping[str, str]) -> list[str]:
     """Return the names in the mapping that lead to `model`; `model` itself if there is none."""
     return [source for source, target in mapped.items() if target == model] or [model]
 
-
-logger = logging.getLogger("sluice.batch")
 
 OnProgress = Callable[[Batch], None]
 

@@ -22,6 +22,8 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from sluice.contract.keys import LANES, TENANT_CHARACTERS, Lane
 
+logger = logging.getLogger("sluice.gateway")
+
 SECRET_PREFIX = "sk-sluice-"  # so that scanners for leaked secrets can recognize a key
 
 Limit = Annotated[int, Field(ge=1, le=10**12)]
@@ -157,8 +159,6 @@ def _keep_owner(descriptor: int, path: Path) -> None:
     if os.geteuid() == 0 and path.exists():
         os.fchown(descriptor, path.stat().st_uid, path.stat().st_gid)
 
-
-logger = logging.getLogger("sluice.gateway")
 
 Signature = tuple[int, int, int]  # differs whenever the file was written or replaced
 

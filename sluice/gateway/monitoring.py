@@ -15,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sluice.contract.events import Cancelled, Delta, Event, Failed, Finished
 from sluice.errors import JobCancelled, JobFailed, SluiceError
 
+logger = logging.getLogger("sluice.gateway.access")
+
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1800)
 
 
@@ -120,8 +122,6 @@ class AnswerTimer:
     def _seconds(self) -> float:
         return time.monotonic() - self._started
 
-
-logger = logging.getLogger("sluice.gateway.access")
 
 _METHODS = frozenset({"GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"})
 REQUEST_ID = "access_log_id"  # in the state of a request: its job's id, or else one that is made here

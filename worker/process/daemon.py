@@ -80,8 +80,6 @@ def _end(code: int, error: BaseException | None) -> None:
 # each one take 0.2 s, in which no token is delivered. Here they run on a timer, and wait while there are many objects.
 # Young objects are still collected as usual, and reference counts still free most objects at once.
 
-logger = logging.getLogger("sluice")
-
 
 def pause_collections() -> None:
     """Collect nothing until `resume_collections`. Imports and the load of a model create hundreds of thousands of

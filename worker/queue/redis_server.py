@@ -20,6 +20,8 @@ from sluice.transport import options_fit, wrong_credentials
 from worker.errors import CannotStart
 from worker.settings import Settings
 
+logger = logging.getLogger("sluice.queue")
+
 KEYS = ("sluice:*", "arq:*")
 CHANNELS = ("sluice:*",)
 
@@ -185,8 +187,6 @@ class ServerClock:
         return datetime.fromtimestamp(self.now(), UTC)
 
 
-logger = logging.getLogger("sluice.queue")
-
 _CLUSTER = "it runs in cluster mode, where the worker's scripts cannot reach their keys; use a server without it."
 _EVICTS = (
     "maxmemory-policy is %s: when the server is full, it evicts queued jobs. Run CONFIG SET maxmemory-policy "
@@ -198,11 +198,9 @@ _FORGETS = (
 )
 
 
-# `info` and `config`: replies of the server to INFO and CONFIG GET; None if it denies the command.
-
-
 def server_problem(info: Mapping[str, Any] | None) -> str | None:
-    """Return the reason why no worker can use this server, or None."""
+    """Return the reason why no worker can use this server, or None. `info`: its reply to INFO; None if it denies the
+    command."""
     info = info or {}
     if info.get("cluster_enabled") or "cluster" in (info.get("redis_mode"), info.get("server_mode")):
         return _CLUSTER
@@ -214,7 +212,7 @@ def server_problem(info: Mapping[str, Any] | None) -> str | None:
 
 
 def warnings(info: Mapping[str, Any] | None, config: Mapping[str, str] | None, *, keyspace_events: bool) -> list[str]:
-    """Return warnings for the operator, without those of `server_problem`."""
+    """Return warnings for the operator, without those of `server_problem`. `config`: the reply to CONFIG GET."""
     known, configured = info or {}, config or {}
     policy = known.get("maxmemory_policy") or configured.get("maxmemory-policy") or "noeviction"
     found = [] if policy == "noeviction" else [_EVICTS % policy]
@@ -315,9 +313,6 @@ async def _read_server_info(redis: Redis) -> tuple[Mapping[str, Any] | None, Map
     return info, config
 
 
-logger = logging.getLogger("sluice.queue")
-
-
 async def until_redis_answers(
     call: Callable[[], Awaitable[None]], stopping: asyncio.Event, *, remind_s: float = 30.0
 ) -> bool:
@@ -356,11 +351,9 @@ class _Outage:
         self._next_s = self.lasted_s + self._remind_s
 
 
-# Readiness of a worker to claim jobs: Redis has answered, still answers regularly, and the worker is not stopping.
-
-
 class Readiness:
-    """State of the readiness checks, written on the event loop and read on other threads."""
+    """Readiness to claim jobs: Redis has answered, still answers regularly, and the worker is not stopping. Written on
+    the event loop, and read on other threads."""
 
     def __init__(self, every_s: float) -> None:
         """`every_s`: interval at which the worker polls Redis for jobs, in seconds."""

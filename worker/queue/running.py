@@ -27,6 +27,8 @@ from worker.queue.redis_server import Need, forbidden
 from worker.queue.scripts import JOB_LIFE_MS, script
 from worker.settings import Settings
 
+logger = logging.getLogger("sluice.queue")
+
 _RATE_OVER_S = 60.0
 
 
@@ -146,8 +148,6 @@ class RunningJobs:
             await asyncio.wait(tasks)
 
 
-logger = logging.getLogger("sluice.queue")
-
 _BATCH = 500  # ids in one call of the script: about 1 ms of the server's time
 _MAX_PENDING = 10_000  # further ids are dropped: a job among them ends when it is claimed, by its key `sluice:cancel`
 
@@ -238,8 +238,6 @@ class CancelRequests:
 def _ids(found: Iterable[bytes]) -> list[str]:
     return [job_id.decode("utf-8", "surrogateescape") for job_id in found]
 
-
-logger = logging.getLogger("sluice.queue")
 
 _QUIET_S = 5.0  # silence after which a ping is sent; without an answer for as long again, the connection is lost
 

@@ -81,8 +81,6 @@ class UnclaimedQueues:
         return int(await self._redis.zcard(name))
 
 
-logger = logging.getLogger("sluice.queue")
-
 _LAST_WRITES_S = 5.0  # for the last writes of a stopping worker, if Redis does not answer at once
 
 
@@ -104,7 +102,9 @@ class QueueWorker:
 
     - `Claims` takes jobs from the queues; `RunningJobs` owns those that run here, `JobRunner` brings each to its ending
     - `ControlListener` receives wake-ups, and cancellations for `CancelRequests`
-    - `LeaseKeeper` renews the leases, `Presence` publishes that the worker is alive
+    - `Publisher` writes events and endings
+    - `LeaseKeeper` renews the leases, `Takeover` forbids taking others over after an outage
+    - `Presence` publishes that the worker is alive, `UnclaimedQueues` logs queues that no worker reads
 
     `stopping` is set by the first signal: no more jobs are claimed. `force_stop` is set by the second one: the grace
     period of the running jobs ends early. Only `on_signal` sets them.

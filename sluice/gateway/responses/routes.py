@@ -37,6 +37,8 @@ from sluice.openai import exceeds_context
 from sluice.sse import take
 from sluice.streaming import BackgroundReader
 
+logger = logging.getLogger("sluice.gateway")
+
 _OWN_NAMES = {
     "messages": "input",
     "response_format": "text.format",
@@ -155,8 +157,6 @@ def _framed(events: Sequence[dict[str, Any]], after: int) -> bytes:
         if event["sequence_number"] > after
     )
 
-
-logger = logging.getLogger("sluice.gateway")
 
 _PATH = "/v1/responses"
 

@@ -308,8 +308,6 @@ def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
     )
 
 
-logger = logging.getLogger("sluice.queue")
-
 EXIT_STALLED = 4
 
 

@@ -21,12 +21,12 @@ from worker.queue.job.publisher import Publisher
 from worker.queue.redis_server import until_redis_answers
 from worker.settings import Settings
 
-# The functions that a job can name, as arq registers them, and the bodies that name them: arq's `{t, f, a, k, et}`, as
-# JSON, with one argument.
+logger = logging.getLogger("sluice.queue")
 
 
 class JobFunctions:
-    """The functions of a worker, the context that they share, and the reader of the bodies that name them."""
+    """The functions that a job can name, as arq registers them, the context that they share, and the reader of the
+    bodies that name them: arq's `{t, f, a, k, et}`, as JSON, with one argument."""
 
     def __init__(self, functions: Sequence[Function], ctx: dict[Any, Any], reader: BodyReader | None = None) -> None:
         """`ctx`: their first argument, as arq passes it. Each call gets a copy, with the running `Job` as its "job"."""
@@ -73,8 +73,6 @@ def _named(envelope: Any) -> tuple[str, Any]:
             )
     raise JobFailure("invalid_request", "The job's body is not an arq job: it has no function name.")
 
-
-logger = logging.getLogger("sluice.queue")
 
 MAX_CRASHES = 3  # worker crashes during which this job was the only suspect
 
@@ -185,9 +183,6 @@ async def _write_ending(job: Job, ending: Awaitable[None]) -> bool:
 
 def _log_lost_lease(job: Job) -> None:
     logger.warning("job %s lost: another attempt owns it", job.claim.job_id)
-
-
-logger = logging.getLogger("sluice.queue")
 
 
 class JobRunner:
