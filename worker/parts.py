@@ -7,11 +7,10 @@ from arq.worker import func
 
 from worker.chat.context import WorkerContext
 from worker.chat.images import ImageInputs
-from worker.chat.prepare import count
 from worker.engine.model.load import Model
 from worker.engine.thread import EngineThread
 from worker.engine.tokenizer import MLXTokenizer
-from worker.jobs import chat
+from worker.jobs import chat, count
 from worker.monitoring.sink import MetricsSink
 from worker.queue.cron import Cron
 from worker.queue.job.runner import JobFunctions

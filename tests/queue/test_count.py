@@ -19,8 +19,7 @@ from tests.queue.helpers import ended, envelope, put, settings, types, working
 from tests.queue.test_images import SIGN, DimEyes, image
 from tests.waiting import until
 from worker.chat.images import ImageInputs
-from worker.chat.prepare import count
-from worker.jobs import chat
+from worker.jobs import chat, count
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 PROMPT = len("<user>Hello<assistant>")

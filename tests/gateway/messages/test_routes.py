@@ -32,8 +32,7 @@ from tests.queue.helpers import field, listening, settings, working
 from tests.queue.test_images import SIGN, DimEyes
 from tests.waiting import until
 from worker.chat.images import ImageInputs
-from worker.chat.prepare import count
-from worker.jobs import chat
+from worker.jobs import chat, count
 
 Said = dict[str, Any]
 
