@@ -19,7 +19,7 @@ from worker.engine.cache.rotating import SlotRotatingKVCache
 from worker.engine.cache.verification import Verification
 from worker.engine.sampling.sampler import draw_key
 from worker.engine.speculation import verify
-from worker.engine.speculation.verify import Accepted, DrawnToken, Position
+from worker.engine.speculation.verify import Accepted, Position
 from worker.text.grammar.row.grammar import RowGrammar
 
 Patch = pytest.MonkeyPatch
@@ -156,7 +156,7 @@ def drafts_use_up_no_random_keys(patch: Patch) -> None:
 
 
 def wrong_tokens_are_accepted(patch: Patch) -> None:
-    def accept_all(drawn: Sequence[DrawnToken], draft: Sequence[int], clean: Sequence[bool]) -> Accepted:
+    def accept_all(drawn: Sequence[Any], draft: Sequence[int], clean: Sequence[bool]) -> Accepted:
         return Accepted(tuple(drawn), len(drawn), True)
 
     patch.setattr(verify, "_accepted", accept_all)

@@ -27,7 +27,7 @@ from tests.engine.vision import cases
 from tests.engine.vision.test_rows import OTHER_ROWS, mixed
 from worker.engine.model.load import DraftModel, Model
 from worker.engine.speculation import verify
-from worker.engine.speculation.verify import Accepted, DrawnToken
+from worker.engine.speculation.verify import Accepted
 from worker.outcomes import Speculated, StepReport
 from worker.request import Sampling, SpecPrefillParams
 
@@ -182,7 +182,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[Verified]:
     """All drafts of all forwards."""
     decide, rows = verify._accepted, list[Verified]()
 
-    def recording(drawn: Sequence[DrawnToken], draft: Sequence[int], clean: Sequence[bool]) -> Accepted:
+    def recording(drawn: Sequence[Any], draft: Sequence[int], clean: Sequence[bool]) -> Accepted:
         accepted = decide(drawn, draft, clean)
         if draft:
             rows.append(Verified(tuple(draft), tuple(each.token for each in accepted.tokens), accepted.inputs))

@@ -111,14 +111,14 @@ def test_plain_steps_of_fewer_rows_take_no_longer_and_no_less_than_their_part(ro
     assert rows / (rows + more) <= learned.mean_plain_s(rows) < 1
 
 
-def plain_steps(learned: ForwardCosts, steps: int, *, timed: bool = True) -> list[int]:
+def plain_steps(learned: ForwardCosts, steps: int, *, rows: int = 1, timed: bool = True) -> list[int]:
     """Return the plain steps among steps that verify drafts otherwise."""
     due = list[int]()
     for step in range(steps):
-        if learned.is_plain_due():
+        if learned.is_plain_due([rows]):
             due.append(step)
             if timed:
-                learned.observe(1, 1, 1.0)
+                learned.observe(rows, 1, 1.0)
     return due
 
 
@@ -132,8 +132,20 @@ def test_few_steps_are_plain_for_the_sake_of_their_cost() -> None:
 def test_no_step_is_plain_for_the_sake_of_its_cost_if_others_are_anyway() -> None:
     learned = plain_costs(lambda number: 1.0, 1)
     for _ in range(5 * PLAIN_EVERY):
-        assert not learned.is_plain_due()
+        assert not learned.is_plain_due([1])
         learned.observe(1, 1, 1.0)
+
+
+def test_far_fewer_rows_run_some_plain_steps_first() -> None:
+    for rows, first in (12, PLAIN_EVERY), (11, PLAIN_EVERY // 3), (1, PLAIN_EVERY // 3):
+        learned = plain_costs(lambda number: 1.0, 16)
+        due = plain_steps(learned, PLAIN_EVERY + 20, rows=rows)
+        assert due == [*range(first, first + PLAIN_WANTED)]
+
+
+def test_rows_that_change_too_often_to_be_measured_verify_drafts_nevertheless() -> None:
+    learned = plain_costs(lambda number: 1.0, 16)
+    assert len(plain_steps(learned, 10_000, timed=False)) <= 10_000 * 6 * PLAIN_WANTED / PLAIN_EVERY
 
 
 def test_an_unseen_width_lies_between_its_neighbours() -> None:

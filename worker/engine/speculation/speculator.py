@@ -155,7 +155,7 @@ class Speculator:
             rows = [row for group in groups for row in group.rows if _takes_drafts(row)]
             self._begun = sum(proposer.begin_step(rows) for proposer in self._proposers) > 0
         chosen = list[_AnyGroup]()
-        if self._budget.may_ask and not self.costs.is_plain_due():
+        if self._budget.may_ask and not self.costs.is_plain_due(len(group.rows) for group in groups):
             self._more_s = self._share_s(groups, gap) if gap else inf
             chosen = [group for group in groups if self._more_s > 0 and self._worthwhile(group)]
         for group in groups:

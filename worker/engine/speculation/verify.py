@@ -84,7 +84,7 @@ def allowed(grammar: GrammarState | None, undelivered: Sequence[int], draft: Seq
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnToken:
+class _DrawnToken:
     """A token that a forward has drawn. `finite` is False if it was drawn from non-finite logits."""
 
     token: int
@@ -96,7 +96,7 @@ class DrawnToken:
 class Accepted:
     """The accepted tokens of a row's draft, and the token drawn after them."""
 
-    tokens: tuple[DrawnToken, ...]  # none after one that is not finite
+    tokens: tuple[_DrawnToken, ...]  # none after one that is not finite
     inputs: int  # of the tokens that were fed, those that its cache keeps
     clean: bool  # no input that it does not keep has produced a value that is not finite
 
@@ -162,11 +162,11 @@ class _DrawnPositions:
         return accepted
 
 
-def _drawn(at: range, tokens: list[int], finite: list[bool], logprobs: Mapping[int, Logprobs]) -> list[DrawnToken]:
-    return [DrawnToken(tokens[i], finite[i], logprobs.get(i)) for i in at]
+def _drawn(at: range, tokens: list[int], finite: list[bool], logprobs: Mapping[int, Logprobs]) -> list[_DrawnToken]:
+    return [_DrawnToken(tokens[i], finite[i], logprobs.get(i)) for i in at]
 
 
-def _accepted(drawn: Sequence[DrawnToken], draft: Sequence[int], clean: Sequence[bool]) -> Accepted:
+def _accepted(drawn: Sequence[_DrawnToken], draft: Sequence[int], clean: Sequence[bool]) -> Accepted:
     accepted = 0
     while accepted + 1 < len(drawn) and drawn[accepted].finite and drawn[accepted].token == draft[accepted]:
         accepted += 1
