@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from math import inf
 
 from worker.engine.speculation.offer import Offer
 from worker.engine.speculation.tuning import (
@@ -288,11 +287,12 @@ class DraftBudget:
     Each source of drafts has a balance, and so has looking for drafts that no forward verifies. What that takes, and
     what a step with drafts takes longer, is subtracted; the time of the plain steps that drafts save is added. Who has
     nothing left pauses, until its part of `LOSS_SHARE` has filled its balance again. So all decoding takes at most 1 +
-    `LOSS_SHARE` times the time of plain steps, and for each source `CREDIT` plain steps and one step with drafts
-    more."""
+    `LOSS_SHARE` times the time of plain steps, and for each source `CREDIT` plain steps and one step with drafts more.
+
+    Balances are in plain steps of as many rows as decode, so there is as much left when rows join or leave."""
 
     def __init__(self) -> None:
-        self._left_s = dict[object, float]({_ASKS: 0.0})  # by source: seconds that it may still lose
+        self._left = dict[object, float]({_ASKS: 0.0})  # by source: plain steps that it may still lose
         self._step_s = 0.0  # of the last plain step; 0: none was measured, and no draft is verified before
 
     @property
@@ -302,17 +302,17 @@ class DraftBudget:
 
     def allows(self, source: object) -> bool:
         """Return True if the source may take time."""
-        return self._left_s.get(source, 0.0) >= 0
+        return self._left.get(source, 0.0) >= 0
 
     def is_full(self, source: object) -> bool:
         """Return True if the source may lose all of its credit."""
-        return self._left_s.get(source, inf) >= CREDIT * self._step_s
+        return self._left.get(source, CREDIT) >= CREDIT
 
     def pass_time(self, step_s: float, steps: float = 1.0) -> None:
         """Record that `steps` plain steps of `step_s` seconds have run, or that drafts have made the tokens of as
         many."""
         self._step_s = step_s
-        short = [source for source in self._left_s if not self.is_full(source)]
+        short = [source for source in self._left if not self.is_full(source)]
         for source in short:
             self.charge(source, -LOSS_SHARE * steps * step_s / len(short))
 
@@ -322,9 +322,8 @@ class DraftBudget:
 
     def charge(self, source: object, seconds: float) -> None:
         """Subtract seconds that a source took and that plain decoding does not take; fewer than 0 were gained."""
-        most_s = CREDIT * self._step_s
-        left_s = self._left_s.get(source, most_s)
-        self._left_s[source] = min(left_s - seconds, max(left_s, most_s))
+        if self._step_s:
+            self._left[source] = min(CREDIT, self._left.get(source, CREDIT) - seconds / self._step_s)
 
     def charge_verified(
         self,
