@@ -125,7 +125,7 @@ class MemoryModel:
     encoder: EncoderCost = NO_ENCODER  # for images; its weights are in `weights_bytes`
     max_draft: int = 0  # tokens that a forward may verify for a row beyond the first
     draft_states: int = 2  # recurrent states of a row that exist while drafts are verified
-    factor: float = 1.0  # applied to all memory except weights and pixel inputs: see `Correction`
+    factor: float = 1.0  # applied to all memory except weights and pixel inputs: see `Calibration`
 
     @property
     def token_bytes(self) -> int:

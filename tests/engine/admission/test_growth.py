@@ -107,7 +107,7 @@ rows = st.lists(
 
 @given(rows, st.integers(0, 15_000_000_000))
 def test_growth_keeps_its_promises_whatever_the_rows(active: list[RowEstimate], spare: int) -> None:
-    limit = room_for(*active) + spare - 7_000_000_000  # memory may be shorter than what is reserved: see `Correction`
+    limit = room_for(*active) + spare - 7_000_000_000  # memory may be shorter than what is reserved: see `Calibration`
     growth = grown(active, limit)
     by_id = {each.id: each for each in active}
     left = {each.id: each for each in growth.rows}

@@ -25,7 +25,7 @@ from worker.engine.admission.decision import (
     longest_answer,
     victims,
 )
-from worker.engine.admission.tuning import QUANTILE
+from worker.engine.admission.tuning import FIRST_ANSWER, KNOWN_ANSWERS, QUANTILE
 from worker.engine.memory import BUFFER_TOKENS, CHUNK, NO_IMAGES, ImageDemand, Occupancy
 from worker.engine.step.tuning import MAX_CHUNK
 
@@ -42,13 +42,12 @@ class AnswerLengths:
         """Record the length of an answer that has ended."""
         recent = self._recent.setdefault(lane, deque(maxlen=256))
         recent.append(tokens)
-        if len(recent) >= 16:  # fewer tell nothing
+        if len(recent) >= KNOWN_ANSWERS:
             self._at_first[lane] = sorted(recent)[int(self._quantile * (len(recent) - 1))]
 
     def likely(self, lane: Lane, drawn: int = 0) -> int:
         """Return the tokens to reserve for an answer of which `drawn` tokens are known."""
-        at_first = self._at_first.get(lane, 1_024)  # unknown: a limit that workers had for all answers. test_growth
-        return max(at_first, grown(drawn) if drawn else BUFFER_TOKENS)
+        return max(self._at_first.get(lane, FIRST_ANSWER), grown(drawn) if drawn else BUFFER_TOKENS)
 
 
 def grown(tokens: int) -> int:

@@ -4,6 +4,10 @@ wrong one. Tests are those of `tests/engine/admission/` unless a path says other
 # Most rows that may overtake a row that does not fit yet. Then the rows behind it wait too, so memory is freed for it.
 # test_decision, tests/engine/test_memory.py.
 MAX_OVERTAKES = 16
+# Tokens reserved for an answer while fewer than `KNOWN_ANSWERS` of its lane are known: a limit that workers had for
+# all of them. test_growth.
+FIRST_ANSWER = 1_024
+KNOWN_ANSWERS = 16
 # Share of recent answers that is not longer than what is reserved at admission: less reserves too little to admit by,
 # and rows are preempted; more leaves memory unused. `scripts/simulate --memory`.
 QUANTILE = 0.8

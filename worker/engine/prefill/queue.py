@@ -232,7 +232,7 @@ class PrefillQueue:
 
     def delays_first_step(self, running: RunningRows, delayed_s: float) -> bool:
         """Return True if rows of which none has begun its answer should wait for another interactive prompt: see
-        `FirstStep`. `delayed_s`: seconds since the first of these rows joined."""
+        `delays_first_step` of `step.planner`. `delayed_s`: seconds since the first of these rows joined."""
         stages = [task.stage for task in self._tasks.values() if task.row.request.lane == "interactive"]
         computable = [stage for stage in stages if stage.phase == "prefill" and stage.ready]
         waiting = ((stage.remaining, stage.done) for stage in computable)
