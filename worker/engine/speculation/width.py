@@ -280,6 +280,8 @@ def choose_width(
 
 # What drafts may lose: the second of the two rules.
 
+_ASKS = "asks"  # what looking for drafts in vain is charged to
+
 
 class DraftBudget:
     """Keeps account of what drafts lose and gain, as measured, whatever was expected of them.
@@ -348,6 +350,3 @@ class DraftBudget:
         for source, lost in lost_s.items():
             self.charge(source, lost)
         self.charge_asks(min(0.0, sum(lost_s.values())))  # gains pay for looking for more
-
-
-_ASKS = "asks"  # what looking for drafts is charged to
