@@ -1,5 +1,6 @@
 """Run an engine step by step, and collect its outcomes."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -181,11 +182,11 @@ class Run:
         return self.generated
 
     def until(self, done: Callable[[], bool], *, max_steps: int = 1000) -> None:
-        for _ in range(max_steps):
-            if done():
-                return
+        steps, end = 0, time.monotonic() + 10  # idle steps are fast, and a busy machine reads files slowly
+        while not done():
+            assert steps < max_steps or time.monotonic() < end, f"{steps} steps: {self.generated}, {self.ended}"
             self.step()
-        raise AssertionError(f"after {max_steps} steps: {self.generated}, {self.ended}")
+            steps += 1
 
     @property
     def active(self) -> list[str]:
