@@ -150,13 +150,16 @@ class _ErrorReply:
     form: ErrorForm
 
 
+WORKER_RETRY_S = 5.0  # until a worker may have changed it: one that restarts loads its model, jobs that end free memory
+
+
 def error_reply(error: SluiceError) -> _ErrorReply:
     """Return the HTTP response for an error of `read_body`, `Client.submit` or `sse`."""
     match error:
         case BadRequest(param=param):
             return _reply(ErrorForm.INVALID_REQUEST, str(error), retryable=False, param=param)
         case NoWorker(served=()):  # the workers may be restarting
-            return _reply(ErrorForm.OVERLOADED, full_sentence(str(error)), retryable=True)
+            return _reply(ErrorForm.OVERLOADED, full_sentence(str(error)), retryable=True, wait_s=WORKER_RETRY_S)
         case NoWorker():
             return _reply(ErrorForm.MODEL_NOT_FOUND, full_sentence(str(error)), retryable=False, param="model")
         case JobFailed(error=failed) if exceeds_context(failed):
@@ -166,7 +169,10 @@ def error_reply(error: SluiceError) -> _ErrorReply:
             return _reply(ErrorForm.BAD_IMAGE, message, retryable=False, param=param)
         case JobFailed(error=failed):
             form = _OF_JOBS.get(failed.type, ErrorForm.INTERNAL)
-            return _reply(form, failed.message, retryable=failed.retryable, param=failed.param, code=failed.type)
+            wait_s = WORKER_RETRY_S if failed.type == "overloaded" else None
+            return _reply(
+                form, failed.message, retryable=failed.retryable, wait_s=wait_s, param=failed.param, code=failed.type
+            )
         case JobCancelled(reason=reason):
             return _reply(ErrorForm.CANCELLED, cancelled_sentence(reason), retryable=False)
         case UnknownJob():
@@ -174,7 +180,8 @@ def error_reply(error: SluiceError) -> _ErrorReply:
         case QueueFull(retry_after_s=wait_s):
             return _reply(ErrorForm.OVERLOADED, full_sentence(str(error)), retryable=True, wait_s=wait_s)
         case ServerFull() | ServerUnreachable():
-            return _reply(ErrorForm.OVERLOADED, _queue_sentence(error), retryable=True)
+            wait_s = WORKER_RETRY_S if isinstance(error, ServerFull) else None
+            return _reply(ErrorForm.OVERLOADED, _queue_sentence(error), retryable=True, wait_s=wait_s)
     return _reply(ErrorForm.INTERNAL, str(error), retryable=True)
 
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from sluice.contract.refusals import is_full, reason_of
-from sluice.errors import JobFailed, NoWorker, QueueFull, ServerFull, ServerUnreachable, SluiceError
+from sluice.errors import ServerUnreachable, SluiceError
 from sluice.http_errors import ErrorForm
 from sluice.openai import error_reply, is_of_image
 from sluice.transport import is_transient, server_full
@@ -19,7 +19,6 @@ from sluice.transport import is_transient, server_full
 logger = logging.getLogger("sluice.gateway")
 
 RETRY_S = 1.0  # until what refuses a request may have passed: another request that ends, another gateway that answers
-WORKER_RETRY_S = 5.0  # until a worker may have changed it: one that restarts loads its model, jobs that end free memory
 
 
 class ApiError(Exception):
@@ -68,7 +67,7 @@ def from_client(error: SluiceError | RedisError) -> ApiError:
         reply.form,
         body["message"].removeprefix(reply.form.begins),
         param=body["param"],
-        retry_after_s=_wait_s(error),
+        retry_after_s=float(reply.headers["retry-after"]) if "retry-after" in reply.headers else None,
         retryable=reply.headers["x-should-retry"] == "true",
     )
 
@@ -84,19 +83,6 @@ def log_refusal(error: SluiceError | RedisError) -> None:
     """Log an error of the server that clients are not shown: a missing permission, a wrong password."""
     if not isinstance(error, SluiceError) and not is_transient(error):
         logger.error("the server of the queue refused a request: %s", reason_of(error) or error, exc_info=error)
-
-
-def _wait_s(error: SluiceError) -> float | None:
-    match error:
-        case QueueFull(retry_after_s=wait_s):
-            return wait_s
-        case ServerFull():
-            return WORKER_RETRY_S
-        case NoWorker(served=()):
-            return WORKER_RETRY_S
-        case JobFailed(error=failed) if failed.type == "overloaded":
-            return WORKER_RETRY_S
-    return None
 
 
 def openai_body(error: ApiError) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from sluice.contract import keys
 from sluice.contract.keys import MODEL_NAME
 from sluice.errors import SluiceError, describe_served
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import WORKER_RETRY_S, ApiError
+from sluice.gateway.errors import ApiError
 from sluice.http_errors import ErrorForm
+from sluice.openai import WORKER_RETRY_S
 from sluice.presence import mapped_name, serves
 from sluice.transport import Interruption, Retries
 

@@ -354,3 +354,8 @@ def test_other_errors_are_told_in_whole_sentences(error: SluiceError, message: s
 def test_a_full_queue_says_when_to_come_back(wait_s: float, header: str) -> None:
     reply = error_reply(QueueFull(5, 5, wait_s))
     assert (reply.status, reply.headers) == (503, {"x-should-retry": "true", "retry-after": header})
+
+
+@pytest.mark.parametrize("error", [ServerFull("OOM"), NoWorker("default", []), failed("overloaded", retryable=True)])
+def test_what_a_worker_may_change_says_when_to_come_back(error: SluiceError) -> None:
+    assert error_reply(error).headers == {"x-should-retry": "true", "retry-after": "5"}
