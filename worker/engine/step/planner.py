@@ -102,7 +102,7 @@ class Overruns:
 
 
 def _overran(ratios: Sequence[float], least: int) -> bool:
-    return sum(ratio > STALL for ratio in ratios) >= least
+    return sum(ratio > 1.2 for ratio in ratios) >= least
 
 
 @dataclass(frozen=True, slots=True)

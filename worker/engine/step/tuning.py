@@ -12,8 +12,9 @@ COMPUTED_WITHIN_S = 0.5
 # Multiple of a plan beyond which a gap is a stall: another process had the processor, or memory was reclaimed.
 # test_overruns, simulate --stalls.
 STALL = 1.5
-# Stalls are expected again if this many of the latest gaps were some, or this many of those whose steps computed the
-# same: the plan may underestimate these. Gaps. test_overruns.
+# Stalls are expected again if this many of the latest gaps overran, or this many of those whose steps computed the
+# same: the plan may underestimate these. Usual gaps last nearly as planned, so one of 1.2 plans overran. Gaps.
+# test_overruns.
 OVERRAN, OF_GAPS = 3, 20
 OVERRAN_ALIKE, OF_GAPS_ALIKE = 2, 4
 # Multiple of a plan that is expected at most, before the margin: a plan of less than half of the gap leaves hardly
