@@ -14,7 +14,8 @@ from worker.queue.job.resume_state import ResumeState
 from worker.text.output.output import Output, OutputDelta, concat
 from worker.text.threads import Check, never
 
-_ENDINGS: tuple[Literal["length", "stop"], ...] = ("length", "stop")
+# Where both yield what was delivered, "stop" counts: it tells if the last call is complete, which "length" need not.
+_ENDINGS: tuple[Literal["stop", "length"], ...] = ("stop", "length")
 
 
 @dataclass(frozen=True, slots=True)
