@@ -9,11 +9,10 @@ from jsonschema import Draft202012Validator
 
 from schemas import ChatRequest
 from tests.engine.driver import Run, answer, answers, tokens
-from tests.engine.speculation.oracle import Oracle, any_width, recurrence_of
+from tests.engine.speculation.oracle import Oracle, recurrence_of, verify_everything
 from tests.selection import examples
 from tests.support.stack import TINY_CHAT
 from worker.engine.model.load import Model, open_model
-from worker.engine.speculation import speculator
 from worker.engine.speculation.forced import GrammarProposer
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.tokenizer import MLXTokenizer
@@ -112,7 +111,7 @@ async def test_drafts_change_no_answer(chat: Model, monkeypatch: pytest.MonkeyPa
         for index, sampling in enumerate(SAMPLINGS)
     }
     plain = {id: answer(chat, await asking.row(id, sampling)) for id, (asking, sampling) in requests.items()}
-    monkeypatch.setattr(speculator, "choose_width", any_width())
+    verify_everything(monkeypatch)
     oracle = Oracle({id: tokens(said) for id, said in plain.items()})
     drafting = Speculator(
         [oracle, GrammarProposer()],
