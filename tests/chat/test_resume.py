@@ -25,6 +25,7 @@ from worker.queue.job.resume_state import ResumeState, SpecPrefillReport
 from worker.text.output.output import Output, OutputDelta, concat
 
 TINY = speech.model()
+HARMONY = next(each for each, _ in speech.SPEAKERS if each.dialect.harmony)
 VOCAB = len(TINY.words.tokens)
 BEGUN = {"fingerprint": "fp", "seed": 7}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -86,6 +87,17 @@ def test_an_answer_whose_last_words_were_let_out_has_ended(
     assert ended == (unended.stopped or earlier.output != before.output)
     if ended:
         assert second.finish_reason(engine) == first.finish_reason(engine)
+
+
+def test_an_answer_that_either_ending_explains_ended_with_its_call() -> None:
+    tokens = cut(HARMONY, '<|channel|>commentary to=functions.weather json<|message|>{"city": ', [])
+    first = output(HARMONY, "open", tools=TOOLS)
+    earlier = delivered(spoken(first, tokens, "stop"))
+    assert earlier is not None
+    replayed = replay(earlier, lambda: output(HARMONY, "open", tools=TOOLS))
+    assert replayed is not None
+    assert replayed[0].finish_reason("stop") == first.finish_reason("stop") == "tool_calls"
+    assert replayed[0].finish_reason("length") == "length"
 
 
 @pytest.mark.parametrize(
