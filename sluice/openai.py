@@ -53,6 +53,7 @@ _OF_JOBS = {
         ErrorForm.INTERNAL,
     )
 }  # fmt: skip
+WORKER_RETRY_S = 5.0  # until a worker may have changed it: one that restarts loads its model, jobs that end free memory
 _MODEL = "default"  # for a request without a model
 
 
@@ -141,7 +142,7 @@ async def sse(chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _ErrorReply:
+class ErrorReply:
     """An HTTP error response; the headers tell OpenAI clients if and when to retry."""
 
     status: int
@@ -150,10 +151,7 @@ class _ErrorReply:
     form: ErrorForm
 
 
-WORKER_RETRY_S = 5.0  # until a worker may have changed it: one that restarts loads its model, jobs that end free memory
-
-
-def error_reply(error: SluiceError) -> _ErrorReply:
+def error_reply(error: SluiceError) -> ErrorReply:
     """Return the HTTP response for an error of `read_body`, `Client.submit` or `sse`."""
     match error:
         case BadRequest(param=param):
@@ -323,8 +321,8 @@ def _reply(
     wait_s: float | None = None,
     param: str | None = None,
     code: str | None = None,
-) -> _ErrorReply:
+) -> ErrorReply:
     """`code`: that of a later worker, of which the form knows nothing."""
     error = {"message": f"{form.begins}{message}", "type": form.type, "param": param, "code": code or form.code}
     wait = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
-    return _ErrorReply(form.status, {"error": error}, {"x-should-retry": str(retryable).lower(), **wait}, form)
+    return ErrorReply(form.status, {"error": error}, {"x-should-retry": str(retryable).lower(), **wait}, form)

@@ -51,7 +51,8 @@ RUN_STEPS: Mapping[tuple[BatchState, RunEvent], tuple[BatchState, RunAction]] = 
 
 
 def run_step(state: BatchState, event: RunEvent) -> tuple[BatchState, RunAction]:
-    """Return what follows an event of a run: the state to enter and save, and then the action."""
+    """Return what follows an event of a run: the state to enter and save, and then the action. Raises RuntimeError for
+    one that cannot occur in the state."""
     if step := RUN_STEPS.get((state, event)):
         return step
     raise _unexpected(state, event)
@@ -111,7 +112,7 @@ LINE_STEPS: Mapping[tuple[LineState, LineEvent], tuple[LineState, LineAction]] =
 
 
 def line_step(state: LineState, event: LineEvent) -> tuple[LineState, LineAction]:
-    """Return what follows an event of a line."""
+    """Return what follows an event of a line. Raises RuntimeError for one that cannot occur in the state."""
     if step := LINE_STEPS.get((state, event)):
         return step
     raise _unexpected(state, event)

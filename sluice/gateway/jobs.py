@@ -23,6 +23,7 @@ from sluice.gateway.monitoring import AnswerTimer
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.sse import ClientDisconnected, raised_by, until_ended
 from sluice.gateway.workers import (
+    POLL_S,
     QueueWatch,
     ServedModels,
     model_missing,
@@ -406,7 +407,7 @@ class JobSubmission:
         while not await self._workers.is_served(model):
             if time.monotonic() >= until:
                 raise worker_gone(requested_model(body))
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(POLL_S)
             await self._check_exists(caller, body, model)  # a worker of another model may have started
 
     async def _check_exists(self, caller: Caller, body: Mapping[str, Any], model: str) -> None:

@@ -24,6 +24,7 @@ from sluice.transport import Interruption, Retries
 logger = logging.getLogger("sluice.gateway")
 
 _FRESH_S = 1.0  # a worker's presence lasts for a lease of seconds
+POLL_S = 0.25  # between two checks for a worker, at least
 _SEEN_KEY = "sluice:serve:models"  # sorted set: models that had a worker, by Unix seconds
 # Of a worker that takes jobs: queue limit, rate, and until when it holds, in Unix seconds. Any client can write it, so
 # digits are bounded.
@@ -126,7 +127,7 @@ class QueueWatch:
     def __init__(self, client: Client, workers: ServedModels, no_worker_s: float) -> None:
         self._client, self._workers = client, workers
         self._no_worker_s = no_worker_s
-        self._every_s = max(0.25, no_worker_s / 4)
+        self._every_s = max(POLL_S, no_worker_s / 4)
 
     @contextmanager
     def watching(self, job_id: str) -> Iterator[None]:

@@ -159,7 +159,7 @@ class Engine:
             step.buffers = self._running.buffers
             outcomes += [*self._part(self._decode), *self._part(self._tidy)]
             memory = self._compare_memory()
-        if self._failures >= 10:  # so many are not the fault of single rows
+        if self._failures >= 10:  # ten in a row are not the fault of single rows
             raise EngineBroken(f"{self._failures} failures without a decoded token between them")
         return self._report(outcomes, memory)
 

@@ -36,7 +36,7 @@ class Decoders:
         `is_url`: the source is a data: URL, not a file. `max_bytes`: of the file. `low`: reduce it to `detail: low`.
         """
         task = {"is_url": is_url, "max_bytes": max_bytes, "max_pixels": max_pixels, "low": low}
-        # Of a pixel's bytes of address space, decoding a WebP takes 24.
+        # 64 bytes of address space for each pixel: decoding a WebP takes 24.
         memory = (1 << 30) + 64 * max_pixels + 4 * len(source)
         try:
             answer = await self._children.ask(task, source, FrameLimits(_LONGEST_S, memory, self._timeout_s))

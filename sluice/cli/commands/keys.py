@@ -28,7 +28,7 @@ File = Annotated[
         help="The file of the keys.  [default: SLUICE_SERVE_KEYS in .env]",
     ),
 ]
-_limit = integer(1, 10**12)
+_LIMIT = integer(1, 10**12)
 
 keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -49,11 +49,11 @@ def _about() -> None:
 def create(
     tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant whose jobs the key may send and read.")],
     requests_per_minute: Annotated[
-        int | None, typer.Option(parser=_limit, metavar="N", help="Limit of requests.  [default: none]")
+        int | None, typer.Option(parser=_LIMIT, metavar="N", help="Limit of requests.  [default: none]")
     ] = None,
     tokens_per_minute: Annotated[
         int | None,
-        typer.Option(parser=_limit, metavar="N", help="Limit of tokens, prompts and answers.  [default: none]"),
+        typer.Option(parser=_LIMIT, metavar="N", help="Limit of tokens, prompts and answers.  [default: none]"),
     ] = None,
     lanes: Annotated[
         str | None, typer.Option(metavar="LANE,...", help="Lanes that the key may use.  [default: both]")

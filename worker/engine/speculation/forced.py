@@ -147,7 +147,7 @@ class _Draft:
         """Append the usual token among those of a mask. Returns False if there is none, if it and all tokens before it
         are hardly ever right, or in free text: where a grammar allows more than an eighth of the vocabulary, no token
         is usual."""
-        if int.from_bytes(mask, "little").bit_count() > len(mask):  # of 8 bits a byte
+        if int.from_bytes(mask, "little").bit_count() > len(mask):  # bits: a byte has eight
             return False
         key = hash(mask)
         self.choices[len(self.tokens)] = key
