@@ -80,8 +80,6 @@ def test_variables_of_others_are_none_of_our_business(monkeypatch: pytest.Monkey
             "SLUICE_BATCH_MODELS=a=b,gpt-4o: 'gpt-4o' must look like gpt-4o-mini=default",
         ),
         ("SLUICE_PREFIX_DISK_BITS", "4", "SLUICE_PREFIX_DISK_BITS=4: it must be 'exact' or '8'"),
-        ("SLUICE_MTP_MODEL", "a/b", "SLUICE_MTP_MODEL=a/b: it drafts only with SLUICE_SPECULATION=auto; set that too"),
-        ("SLUICE_DRAFT_MODEL", "a/b", "SLUICE_DRAFT_MODEL=a/b: it drafts only with SLUICE_SPECULATION=auto"),
         ("SLUICE_BATCH_HOURS", "22-6", "SLUICE_BATCH_HOURS=22-6: hours look like 22:00-06:00"),
         ("SLUICE_BATCH_HOURS", "", "SLUICE_BATCH_HOURS=: hours look like 22:00-06:00"),
         ("SLUICE_BATCH_OFF_HOURS_ROWS", "-1", "SLUICE_BATCH_OFF_HOURS_ROWS=-1: it must be at least 0"),
@@ -93,6 +91,14 @@ def test_a_bad_value_is_named_by_its_variable(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
 ) -> None:
     monkeypatch.setenv(name, value)
+    assert sentence().startswith(said)
+
+
+@pytest.mark.parametrize("name", ["SLUICE_MTP_MODEL", "SLUICE_DRAFT_MODEL"])
+def test_what_drafts_is_refused_if_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "a/b")
+    monkeypatch.setenv("SLUICE_SPECULATION", "off")
+    said = f"{name}=a/b: with SLUICE_SPECULATION=off nothing is drafted; set it to auto, or leave this out"
     assert sentence().startswith(said)
 
 

@@ -213,20 +213,25 @@ def _open(settings: Settings, memory: int) -> "Model":
 
         model = with_draft(model, settings.specprefill_draft_model)
     if settings.speculation == "auto":
-        model = _with_drafts(model, settings)
+        model = _with_drafts(model, settings, memory)
     if reason := why_too_large(model.costs, memory):  # as measured, and with draft models
         raise not_served(settings.model, [reason])
     return model
 
 
-def _with_drafts(model: "Model", settings: Settings) -> "Model":
-    """Return the model with the networks that draft its answers: an MTP head, if there is one, and a draft model."""
+def _with_drafts(model: "Model", settings: Settings, memory: int) -> "Model":
+    """Return the model with the networks that draft its answers: an MTP head, if there is one that fits or a setting
+    names one, and a draft model."""
     from worker.engine.model.drafter import with_drafter, with_head
+    from worker.engine.model.load import why_too_large
 
-    model = with_head(model, settings.model, settings.mtp_model)
+    headed = with_head(model, settings.model, settings.mtp_model)
+    if settings.mtp_model is None and not why_too_large(model.costs, memory) and why_too_large(headed.costs, memory):
+        logger.warning("the model's MTP head is not used: the model fits into memory only without it")
+        headed = model
     if settings.draft_model is None:
-        return model
-    return with_drafter(model, settings.draft_model, settings.specprefill_draft_model)
+        return headed
+    return with_drafter(headed, settings.draft_model, settings.specprefill_draft_model)
 
 
 @contextmanager

@@ -161,7 +161,7 @@ class Settings(BaseSettings):
     )
 
     speculation: Literal["auto", "off"] = Field(
-        "off",
+        "auto",
         description="Speculative decoding: `auto` verifies several tokens of a row in one forward when that is "
         "faster. Answers are the same.",
     )
@@ -351,7 +351,7 @@ class Settings(BaseSettings):
     @classmethod
     def _is_used(cls, model: str | None, info: object) -> str | None:
         if model is not None and info.data.get("speculation") == "off":  # type: ignore[attr-defined]
-            raise ValueError("it drafts only with SLUICE_SPECULATION=auto; set that too, or leave this out")
+            raise ValueError("with SLUICE_SPECULATION=off nothing is drafted; set it to auto, or leave this out")
         return model
 
     @field_validator("result_ttl_s")

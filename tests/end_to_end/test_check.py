@@ -48,7 +48,7 @@ def test_a_person_sees_what_a_model_gets_in_eighty_columns() -> None:
     assert said["weights"] == "2 MB, not quantized; computes in float32"
     assert said["cache layers"] == "2 × recurrent, 2 × kv"
     assert said["drafts"] == "up to 7 tokens; recurrences are replayed"
-    assert said["MTP"] == "a qwen3_5 head, used with SLUICE_SPECULATION=auto"
+    assert said["MTP"] == "a qwen3_5 head, used unless SLUICE_SPECULATION=off"
     assert said["a row takes"] == "1 kB a token, 42 kB at any length"
     assert said["reasoning"] == "<think> … </think>"
     assert said["tool calls"] == "hermes: what the chat template writes is read back"

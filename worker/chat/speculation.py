@@ -24,7 +24,7 @@ def why_no_drafts(request: ChatRequest, settings: Settings) -> str:
     if request.speculation is None and request.prediction is None:
         return ""
     if settings.speculation == "off":
-        return "Speculation is off on this worker; SLUICE_SPECULATION=auto turns it on."
+        return "Speculation is off on this worker (SLUICE_SPECULATION=off)."
     if draft_limit(request, settings) == 0:
         return "The request turns speculation off."
     return "No source had a draft, or none was expected to save time."

@@ -169,7 +169,7 @@ def _drafts(facts: Facts) -> str:
 
 def _mtp(facts: Facts) -> str:
     if facts["mtp"]:
-        used = "used with SLUICE_SPECULATION=auto" if facts["max_draft"] else "not used: there are no drafts"
+        used = "used unless SLUICE_SPECULATION=off" if facts["max_draft"] else "not used: there are no drafts"
         return f"a {facts['mtp_kind']} head, {used}"
     return f"a head that is not used: {reason}" if (reason := facts["mtp_unsupported_reason"]) else "no"
 
