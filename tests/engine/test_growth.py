@@ -233,7 +233,9 @@ def chat_of(family: WideFamily, number: int) -> Asked:
     return Asked(family_prompt(family, PROMPT, seed=number), sampling, grammar, ANSWERS[number % len(ANSWERS)])
 
 
-@pytest.mark.parametrize("name", [*WIDE_CONFIGS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3_5")) for name in WIDE_CONFIGS]
+)
 def test_crowd_without_limits_runs_at_once_in_the_memory_of_four_and_each_ends_as_alone(
     wide_model: Model, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
