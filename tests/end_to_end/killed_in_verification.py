@@ -1,5 +1,5 @@
-"""`python -m worker` that verifies every draft, and is killed in the middle of its fourth verification: the tokens are
-drawn, and neither committed nor delivered."""
+"""`python -m worker` that verifies every draft, and is killed in the middle of its fourth verification, or of a later
+one if no unfinished answer has a part in Redis then: the tokens are drawn, and neither committed nor delivered."""
 
 import os
 import signal
@@ -15,19 +15,23 @@ _VERIFICATIONS = 4
 _commit = Verification.commit
 _begun = list[Verification]()
 _record_written = JobLog.record_written
-_delivered = threading.Event()  # a part of an answer is in Redis
+_cut = set[str]()  # jobs of which a part, and not the end, is in Redis
+_delivered = threading.Event()  # there is such a job
 
 
 def _record(log: JobLog, upto: int, sent: dict[str, str | int], **named: Any) -> None:
     _record_written(log, upto, sent, **named)
-    if any(b'"delta"' in event for event in log.events[:upto]):
-        _delivered.set()
+    written = log.events[:upto]
+    if any(b'"delta"' in event for event in written) and not any(b'"finished"' in event for event in written):
+        _cut.add(log.claim.job_id)
+    else:
+        _cut.discard(log.claim.job_id)
+    (_delivered.set if _cut else _delivered.clear)()
 
 
 def _commit_or_die(verifying: Verification, counts: Sequence[int], clear: Collection[int] = ()) -> None:
     _begun.append(verifying)
-    if len(_begun) == _VERIFICATIONS:
-        _delivered.wait(60)  # the engine may be ahead of the event loop
+    if len(_begun) >= _VERIFICATIONS and _delivered.wait(1):  # the engine may be ahead of the event loop
         os.kill(os.getpid(), signal.SIGKILL)
     _commit(verifying, counts, clear)
 
