@@ -160,7 +160,7 @@ TABLE = {
         "mlx mlx_lm",
     ),
     "worker.engine.prefill": May(
-        "worker.engine.batch worker.engine.cache worker.engine.isolation worker.engine.model "
+        "worker.engine.batch worker.engine.cache worker.engine.checkpoint worker.engine.isolation worker.engine.model "
         "worker.engine.options worker.engine.prefix worker.engine.speculation worker.engine.tokenizer "
         "worker.engine.upstream worker.engine.vision worker.errors "
         f"worker.prefix_store {NUMBERS}",

@@ -1,10 +1,12 @@
 """Read the JSON files of a model's folder, and refuse code that it brings along."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from worker.engine.memory import format_bytes
 from worker.errors import CannotStart
@@ -17,6 +19,80 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     JSON."""
     file = folder / name
     return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+
+
+def read_config(folder: Path, name: str) -> dict[str, Any]:
+    """Return the content of config.json. `name`: of the model, in errors. Raises `CannotStart` if there is none, or if
+    a field that the libraries rely on is of a wrong kind."""
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except FileNotFoundError:
+        raise CannotStart(f"{name}: there is no config.json; fetch the model's own.") from None
+    except OSError as error:
+        raise CannotStart(f"{name}: config.json cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CannotStart(f"{name}: config.json is not JSON ({error}); fetch the model's own again.") from error
+    if wrong := _why_malformed(config):
+        raise CannotStart(f"{name}: config.json: {wrong}; compare it with the model's own.")
+    return cast(dict[str, Any], config)
+
+
+def _why_malformed(config: Any) -> str | None:
+    if not isinstance(config, dict):
+        return "it must be an object"
+    if not isinstance(config.get("model_type"), str):
+        return "model_type must be a text, such as qwen3"
+    for name in ("text_config", "vision_config", "quantization"):
+        if not isinstance(config.get(name), dict | None):
+            return f"{name} must be an object"
+    quantization = config.get("quantization") or {}
+    if quantization and not all(_is_count(quantization.get(name)) for name in ("bits", "group_size")):
+        return "bits and group_size of quantization must be numbers"
+    for part in (config, text_config(config)):
+        if (context := part.get("max_position_embeddings")) is not None and not _is_count(context):
+            return "max_position_embeddings must be a positive whole number"
+        ends = part.get("eos_token_id")
+        if not all(isinstance(id, int | None) for id in (ends if isinstance(ends, list) else [ends])):
+            return "eos_token_id must be a number or a list of numbers"
+    return _why_too_many(config)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _why_too_many(config: dict[str, Any]) -> str | None:
+    """Return which number of layers or experts could not be built in any time; None if there is none."""
+    for name, value in config.items():
+        if isinstance(value, dict) and (found := _why_too_many(value)):
+            return found
+        # The libraries build each in a loop. The most of published models: 128 layers, 1,024 experts.
+        if re.search("layer|expert|block|depth", name) and isinstance(value, int | float) and value > 10_000:
+            return f"{name} is {value:,}, and no model has that many"
+    return None
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config that describes the language model."""
+    text: dict[str, Any] = config.get("text_config") or config
+    return text
+
+
+@contextmanager
+def told_as(sentence: Callable[[str], str]) -> Iterator[None]:
+    """Raise what a library raises on a model's files as `CannotStart`. `sentence`: returns its message for the
+    reason."""
+    try:
+        yield
+    except CannotStart:
+        raise
+    except SystemExit as error:  # as mlx-lm's olmo ends without its package
+        raise CannotStart(sentence("it ended the process, as if a package that it needs is missing")) from error
+    except Exception as error:  # the border of a model's files: its code may raise whatever Python does
+        reason = str(error) or type(error).__name__
+        if not isinstance(error, ValueError | OSError | ImportError | RuntimeError):
+            reason = f"{type(error).__name__}: {reason}; a field of config.json may be missing or wrong"
+        raise CannotStart(sentence(reason)) from error
 
 
 def is_path(path_or_hub_id: str) -> bool:

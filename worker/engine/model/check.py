@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine import device
-from worker.engine.checkpoint import tensor_names
+from worker.engine.checkpoint import read_config, tensor_names, text_config, told_as
 from worker.engine.memory import MemoryModel
 from worker.engine.model.load import (
     model_folder,
@@ -52,7 +52,7 @@ class ModelReport:
     @property
     def context(self) -> int | None:
         """Context length in tokens; None if the config has none."""
-        tokens: int | None = self.config.get("text_config", self.config).get("max_position_embeddings")
+        tokens: int | None = text_config(self.config).get("max_position_embeddings")
         return tokens
 
     @property
@@ -78,46 +78,44 @@ def check_model(folder_or_hub_id: str, *, memory: int, vision: bool = True, trus
     folder = model_folder(folder_or_hub_id, name=folder_or_hub_id, only=_TEXTS)
     if Path(folder_or_hub_id).expanduser().is_dir():
         refuse_without_weights(folder, folder_or_hub_id)
-    with_vision = False
-    try:
+    described, with_vision = read_config(folder, folder_or_hub_id), False
+    with told_as(lambda reason: why_not_loaded(folder_or_hub_id, reason, with_vision=with_vision)):
         files = _files(folder)
-        no_vision = _why_no_vision(folder, files, vision=vision)
+        no_vision = vision_unsupported_reason(described, files.names) or (None if vision else "SLUICE_VISION is off.")
         with_vision = no_vision is None
         network, config, vision_part, refused = _opened(folder, files, with_vision=with_vision, trusted=trusted)
         tokenizer = load_tokenizer(folder, template_of(vision_part), eos_token_ids=config.get("eos_token_id"))
+        if not tokenizer.get_vocab():
+            raise ValueError("its tokenizer has no tokens; fetch the model's own tokenizer.json again")
         found = profile(network, config)
         no_batch = why_not_batched(network, config)
-    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        raise CannotStart(why_not_loaded(folder_or_hub_id, error, with_vision=with_vision)) from error
-    no_vision = no_vision or refused
-    encoder_bytes = 0 if no_vision else _encoder_bytes(network, vision_part, files)
-    costs = found.costs(weights_bytes=weights_bytes(network) + encoder_bytes)
-    reasons = why_not_served(network, config, costs, memory, has_template=tokenizer.has_chat_template)
-    return ModelReport(
-        config=config,
-        profile=found,
-        costs=costs,
-        drafting=drafting(network, found.layers) if no_batch is None else Drafting(unsupported_reason=_NO_BATCH),
-        batches=no_batch is None,
-        device=device.describe(),
-        limit=memory,
-        tokenizer=MLXTokenizer(tokenizer),
-        mtp=report_head(config, files.names or []),
-        vision_unsupported_reason=no_vision,
-        encoder_bytes=encoder_bytes,
-        blockers=(*([refused] if refused else []), *reasons),
-    )
+        no_vision = no_vision or refused
+        encoder_bytes = 0 if no_vision else _encoder_bytes(network, vision_part, files)
+        costs = found.costs(weights_bytes=weights_bytes(network) + encoder_bytes)
+        reasons = why_not_served(network, config, costs, memory, has_template=tokenizer.has_chat_template)
+        return ModelReport(
+            config=config,
+            profile=found,
+            costs=costs,
+            drafting=drafting(network, found.layers) if no_batch is None else Drafting(unsupported_reason=_NO_BATCH),
+            batches=no_batch is None,
+            device=device.describe(),
+            limit=memory,
+            tokenizer=MLXTokenizer(tokenizer),
+            mtp=report_head(config, files.names or []),
+            vision_unsupported_reason=no_vision,
+            encoder_bytes=encoder_bytes,
+            blockers=(*([refused] if refused else []), *reasons),
+        )
 
 
 def open_tokenizer(folder_or_hub_id: str) -> MLXTokenizer:
     """Open a model's tokenizer alone, with its chat template; from the hub, only small files are downloaded. Blocks.
     Raises `CannotStart`."""
     folder = model_folder(folder_or_hub_id, name=folder_or_hub_id, only=_TEXTS)
-    try:
-        ends = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    ends = read_config(folder, folder_or_hub_id).get("eos_token_id")
+    with told_as(lambda reason: why_not_loaded(folder_or_hub_id, reason, with_vision=False)):
         return MLXTokenizer(load_tokenizer(folder, eos_token_ids=ends))
-    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        raise CannotStart(why_not_loaded(folder_or_hub_id, error, with_vision=False)) from error
 
 
 def _files(folder: Path) -> _Files:
@@ -128,11 +126,6 @@ def _files(folder: Path) -> _Files:
         return _Files(False, None)
     listed = json.loads(index.read_text("utf-8"))
     return _Files(False, [*listed["weight_map"]], int(listed.get("metadata", {}).get("total_size", 0)))
-
-
-def _why_no_vision(folder: Path, files: _Files, *, vision: bool) -> str | None:
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    return vision_unsupported_reason(config, files.names) or (None if vision else "SLUICE_VISION is off.")
 
 
 def _opened(
@@ -161,7 +154,7 @@ def _encoder_bytes(network: nn.Module, vision_part: Vision | None, files: _Files
 
 def _set_dtypes(network: nn.Module, config: dict[str, Any]) -> None:
     """Set dtypes and quantization by the config, for a network whose weight files are not here."""
-    text = config.get("text_config", config)
+    text = text_config(config)
     dtypes = (part.get(name) for part in (config, text) for name in ("dtype", "torch_dtype"))
     network.set_dtype(_DTYPES.get(next(filter(None, dtypes), ""), mx.bfloat16))
     if (quantization := config.get("quantization")) is None:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.engine.checkpoint import read_json, tensor_names
+from worker.engine.checkpoint import read_json, tensor_names, told_as
 from worker.engine.memory import KVLayers, MemoryModel
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.load import Model, context_of, model_folder, refuse_undraftable
@@ -140,10 +140,8 @@ def with_drafter(model: Model, path_or_hub_id: str, specprefill_path_or_hub_id: 
     refuse_undraftable(model, name)
     folder = model_folder(path_or_hub_id, name=name)
     is_shared = specprefill_path_or_hub_id is not None and _is_same(folder, specprefill_path_or_hub_id)
-    try:
+    with told_as(lambda reason: f"{name}: mlx-lm cannot load it: {reason}"):
         return _with_drafter(model, folder, name, shared=model.draft.network if model.draft and is_shared else None)
-    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        raise CannotStart(f"{name}: mlx-lm cannot load it: {error}") from error
 
 
 def _with_drafter(model: Model, folder: Path, name: str, *, shared: nn.Module | None) -> Model:

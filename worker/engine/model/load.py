@@ -13,7 +13,15 @@ import mlx.nn as nn
 
 from worker.engine import device
 from worker.engine.cache.segments import needs_states
-from worker.engine.checkpoint import is_path, read_json, refuse_code, similar_folder
+from worker.engine.checkpoint import (
+    is_path,
+    read_config,
+    read_json,
+    refuse_code,
+    similar_folder,
+    text_config,
+    told_as,
+)
 from worker.engine.memory import MemoryModel, format_bytes
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.profile import NO_DRAFTS, Drafting, drafting, profile, weights_bytes, why_not_batched
@@ -70,7 +78,8 @@ def open_model(path_or_hub_id: str, *, memory: int | None = None, vision: bool =
     before weights are read if `sluice check` has it too."""
     path, with_vision = model_folder(path_or_hub_id, name=f"SLUICE_MODEL={path_or_hub_id}"), False
     refuse_without_weights(path, path_or_hub_id)
-    try:
+    read_config(path, path_or_hub_id)
+    with told_as(lambda reason: why_not_loaded(path_or_hub_id, reason, with_vision=with_vision)):
         with_vision = vision and is_vision_model(path)
         network, config, vision_part = open_vision(path, trusted=trusted) if with_vision else open_text(path, trusted)
         with ThreadPoolExecutor(1, "tokenizer") as thread:  # reading weights and forwards need no interpreter
@@ -85,8 +94,6 @@ def open_model(path_or_hub_id: str, *, memory: int | None = None, vision: bool =
             drafts = drafting(network, model_profile.layers)
             costs = _measured(costs, network, vision_part, config, model_profile.vocab)
             tokenizer = tokenizer_loaded.result()
-    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        raise CannotStart(why_not_loaded(path_or_hub_id, error, with_vision=with_vision)) from error
     return Model(
         network=network,
         tokenizer=tokenizer,
@@ -161,7 +168,7 @@ def _measured(
 def context_of(config: dict[str, Any]) -> int:
     """Return the context length in tokens, prompt and answer together, by the model's config; if that has none, 4096,
     which is short enough to be safe."""
-    return int(config.get("text_config", config).get("max_position_embeddings") or 4096)
+    return int(text_config(config).get("max_position_embeddings") or 4096)
 
 
 def open_text(
@@ -175,10 +182,10 @@ def open_text(
     return network, config, None
 
 
-def why_not_loaded(path_or_hub_id: str, error: Exception, *, with_vision: bool) -> str:
+def why_not_loaded(path_or_hub_id: str, reason: str, *, with_vision: bool) -> str:
     """Return the error message for a model that a library could not load."""
     by, way_out = ("mlx-vlm", f"; {TEXT_ONLY}") if with_vision else ("mlx-lm", "")
-    return f"{by} cannot load {path_or_hub_id}: {error}{way_out}"
+    return f"{by} cannot load {path_or_hub_id}: {reason}{way_out}"
 
 
 def template_of(vision: Vision | None) -> dict[str, str]:

@@ -18,6 +18,7 @@ from worker.engine.cache.kinds import kind_of
 from worker.engine.cache.layers import cannot_batch, layers, mapped
 from worker.engine.cache.recurrent import Recurrence, Replay, Stepping
 from worker.engine.cache.verification import verification
+from worker.engine.checkpoint import text_config
 from worker.engine.device import fused_attention
 from worker.engine.memory import BUFFER_TOKENS, KVLayers, MemoryModel
 from worker.engine.upstream.hooks import observed_attention
@@ -115,7 +116,7 @@ def profile(network: nn.Module, config: dict[str, Any]) -> ModelProfile:
     with observed_attention(lambda *given, **named: calls.append(_Attention.of(*given, **named))):
         few, _ = _filled(network, _FEW)
     many, logits = _filled(network, _MANY)
-    text, width = config.get("text_config", config), logits.dtype.size
+    text, width = text_config(config), logits.dtype.size
     found = tuple(_layer(one, other) for one, other in zip(layers(few), layers(many), strict=True))
     # Some models do not call MLX's attention, and materialize all scores.
     unfused = text.get("num_attention_heads", 0) * width if any(layer.token_bytes for layer in found) else 0
@@ -153,7 +154,7 @@ def why_not_batched(network: nn.Module, config: dict[str, Any]) -> str | None:
 
 
 def _why_not_together(config: dict[str, Any], error: Exception) -> str:
-    scaling = config.get("text_config", config).get("rope_scaling") or {}
+    scaling = text_config(config).get("rope_scaling") or {}
     if "dynamic" in (scaling.get("type"), scaling.get("rope_type")):
         return (
             "Dynamic-NTK rope scaling depends on the length of the longest row, so rows of different "

@@ -21,6 +21,7 @@ from worker.engine.batch.row import Row
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.segments import is_sliceable, needs_states
+from worker.engine.checkpoint import told_as
 from worker.engine.model.drafter import tokens_read, why_not_same_tokens
 from worker.engine.model.load import DraftModel, Model, context_of, model_folder
 from worker.engine.model.profile import profile, weights_bytes
@@ -315,15 +316,13 @@ def with_draft(model: Model, path_or_hub_id: str) -> Model:
     with the reason and what to do."""
     setting = f"SLUICE_SPECPREFILL_DRAFT_MODEL={path_or_hub_id}"
     path = model_folder(path_or_hub_id, name=setting)
-    try:
+    with told_as(lambda reason: f"{setting}: mlx-lm cannot load it: {reason}"):
         draft, config = load_model(path, lazy=True)
         tokens = MLXTokenizer(load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))).tokens
         why_not = why_not_draft(tokens_read(model), tokens, draft)
         if why_not is None:
             mx.eval(draft.parameters())
             why_not = why_not_sparse(model.network, model.context)
-    except (ValueError, OSError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
-        raise CannotStart(f"{setting}: mlx-lm cannot load it: {error}") from error
     if why_not:
         raise CannotStart(f"{setting}: {why_not}")
     draft_costs = profile(draft, config).costs(weights_bytes=weights_bytes(draft))

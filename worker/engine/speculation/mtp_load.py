@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from worker.engine.checkpoint import read_json, tensor_shapes
+from worker.engine.checkpoint import read_json, tensor_shapes, text_config
 from worker.engine.speculation.mtp import MTPHead, Trunk
 from worker.engine.upstream.decoder_layers import (
     Glm4MoeArgs,
@@ -58,12 +58,6 @@ class HeadReport:
 
     status: Literal["yes", "no", "without weights", "unsupported"]
     kind: str | None = None  # the layout, or why the head is not loaded
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config that describes the language model."""
-    text: dict[str, Any] = config.get("text_config") or config
-    return text
 
 
 def layout_of(config: dict[str, Any]) -> _Layout | None:

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from worker.engine.checkpoint import read_json, refuse_code, tensor_names
+from worker.engine.checkpoint import read_json, refuse_code, tensor_names, text_config
 from worker.engine.memory import EncoderCost, MemoryModel
 from worker.engine.upstream.mlx_lm import get_classes, make_prompt_cache
 from worker.engine.vision import processors
@@ -136,7 +136,7 @@ def refuse_unlike(vlm: nn.Module, text_model: nn.Module, vocab: int) -> None:
 
 def _filled(config: dict[str, Any], settings: Any) -> dict[str, Any]:
     """Add mlx-vlm's default settings of the language model that the checkpoint omits; mlx-lm has other defaults."""
-    text = config.get("text_config", config)
+    text = text_config(config)
     text.update(copy.deepcopy({name: value for name, value in vars(settings).items() if name not in text}))
     return config
 
