@@ -8,6 +8,7 @@ import sys
 from rich.console import Console
 
 from scripts.benchmarks import engine, sampling, spine
+from scripts.benchmarks.capacity import command as capacity
 from scripts.benchmarks.serve import command as serve
 from scripts.benchmarks.serve import options as serve_options
 from scripts.benchmarks.speculation import command as speculation
@@ -24,6 +25,7 @@ def main() -> int:
     serve_options.add_options(names.add_parser("serve", help=serve_options.SUMMARY))
     sampling.add_options(names.add_parser("sampling", help="cost of sampling, and of a step on the host"))
     speculation.add_options(names.add_parser("speculation", help=speculation.SUMMARY))
+    capacity.add_options(names.add_parser("capacity", help=capacity.SUMMARY))
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers of a benchmark are stopped too
     console = Console(width=110)
@@ -44,6 +46,8 @@ def _passed(given: argparse.Namespace, console: Console) -> bool:
             return sampling.main(console, given)
         case "speculation":
             return speculation.main(given)
+        case "capacity":
+            return capacity.main(Console(width=170), given)
     return serve.main(given)
 
 

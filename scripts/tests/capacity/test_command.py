@@ -1,0 +1,94 @@
+"""The command `scripts/bench capacity`: a short run of each part, and what limits a run."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from scripts.benchmarks.capacity import claim
+from scripts.benchmarks.capacity.claim import ClaimCost
+from scripts.benchmarks.capacity.command import add_options, judge, main, notes
+from scripts.benchmarks.capacity.load import Figures, measure
+from scripts.benchmarks.capacity.process import Load
+from scripts.benchmarks.serve.figures import Quantiles
+from tests.support.stack import server_binary
+
+FAST = Quantiles(0.001, 0.002, 0.003, 0.004)
+IDLE = Figures(
+    server="Valkey 9.1.2", load=Load(128, 16, 10.0, 100, 64), tokens_per_s=20_480.0, kept=1.0, commands_per_s=1.0,
+    server_cpu=0.5, pickup=FAST, token=FAST, in_bytes_per_s=1.0, out_bytes_per_s=1.0, memory_bytes=1.0, connections=1,
+    commands=[], load_cpu=0.5, lag_p99_s=0.001, machine_cpu=0.1, other_cpu=0.0,
+)  # fmt: skip
+
+
+def given(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_workers_append_a_token_to_each_row_in_each_step_and_clients_read_them() -> None:
+    figures = measure(server_binary(), Load(2, 4, 10.0, 10, 4), 1.0, 2)
+    assert 0 < figures.kept < 1.2  # of 80 tokens, on a machine that may be busy
+    assert 0 < figures.token.p50 < 10
+    assert 0 < figures.pickup.p50 < 10
+    names = {command.name: command for command in figures.commands}
+    assert names["evalsha"].calls_per_s < names["rpush"].calls_per_s  # one call for all rows of a worker
+    assert figures.server_cpu > 0
+    assert figures.out_bytes_per_s > 1000
+
+
+def test_claims_are_measured_with_the_jobs_and_workers_of_their_case(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(claim, "RUNNING", (0, 300))  # more than one call claims
+    monkeypatch.setattr(claim, "WORKERS", (1, 3))
+    file = tmp_path / "figures.json"
+    main(
+        Console(quiet=True), given("--part", "claim", "--calls", "2", "--server", server_binary(), "--json", str(file))
+    )
+    saved: list[dict[str, Any]] = json.loads(file.read_text())["claims"]
+    cases = {(each["waiting"], each["running"], each["workers"]) for each in saved}
+    assert cases == {(waiting, running, workers) for waiting in (1, 16) for running in (0, 300) for workers in (1, 3)}
+    assert all(20 < each["median_us"] < 1e6 for each in saved)
+
+
+def test_a_busy_server_is_its_own_limit_whatever_else_is_busy() -> None:
+    assert replace(IDLE, server_cpu=0.95, load_cpu=0.99).limit == "server"
+
+
+@pytest.mark.parametrize("busy", [{"load_cpu": 0.9}, {"lag_p99_s": 0.02}])
+def test_a_busy_process_of_the_load_is_told_from_a_busy_server(busy: dict[str, float]) -> None:
+    figures = replace(IDLE, **busy)  # type: ignore[arg-type]
+    assert figures.limit == "load"
+    assert "the benchmark is the limit" in notes([figures])[0]
+
+
+def test_a_machine_whose_cores_are_busy_and_other_programs_are_named() -> None:
+    figures = replace(IDLE, machine_cpu=1000.0, other_cpu=1.5)
+    assert figures.limit == "machine"
+    assert len(notes([figures])) == 2
+    assert notes([IDLE]) == []
+
+
+def test_only_the_load_with_bars_is_compared_with_them() -> None:
+    slow = replace(IDLE, token=Quantiles(0.001, 0.002, 0.021, 0.03))
+    other = replace(slow, load=Load(512, 16, 10.0, 100, 64))
+    assert [verdict.holds for verdict in judge([slow, other])] == [True, False]
+
+
+def test_a_claim_that_costs_more_the_more_jobs_run_misses_its_bar() -> None:
+    costs = [
+        ClaimCost("", waiting, running, workers, 100.0 + running * 0.01, (90.0, 110.0))
+        for waiting in claim.WAITING for running in claim.RUNNING for workers in claim.WORKERS
+    ]  # fmt: skip
+    assert [verdict.holds for verdict in claim.judge(costs)] == [True] * 8 + [False] * 4
+
+
+def test_a_server_that_is_no_program_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentError, match="redis-server or valkey-server"):
+        given("--server", "/no/such/server")
