@@ -17,6 +17,7 @@ from scripts.benchmarks.capacity.claim import ClaimCost
 from scripts.benchmarks.capacity.load import Figures, measure
 from scripts.benchmarks.capacity.process import Load
 from scripts.benchmarks.conditions import conditions
+from scripts.benchmarks.serve.figures import finite
 from scripts.benchmarks.serve.options import above_0, new_file, positive
 from scripts.benchmarks.serve.report import seconds, verdict_table
 from scripts.benchmarks.serve.results import Verdict
@@ -40,6 +41,8 @@ appends, renews its leases and publishes its presence as a real one does. As man
 sluice.Client reads --read, whose tokens are timed; a socket that drops what comes is subscribed to the others. The
 server writes its changes to a file, as that of `sluice up`.
 
+of a token: the server's CPU time for a token, with all else that it did. It hardly depends on what else the machine
+does: a core of a server carries a second over it.
 full: what limits the run. `server`: its one core is busy, which is its capacity. `load`: a process of the benchmark is
 busy, or its event loop wakes more than 10 ms late; `machine`: all cores are busy. Then the server could do more: give
 the load more --processes, or a machine with more cores and nothing else to do.
@@ -98,7 +101,9 @@ def main(console: Console, given: argparse.Namespace) -> bool:
         complete = False
     verdicts = judge(figures)
     if figures:
-        console.print(loads_table(figures), commands_table(figures), *notes(figures), verdict_table(verdicts, "load"))
+        console.print(loads_table(figures), commands_table(figures), *notes(figures), sep="\n")
+    if verdicts:
+        console.print(verdict_table(verdicts, "capacity"))
     if given.json:
         _save(given.json, figures, costs)
     return complete and all(verdict.holds for verdict in [*verdicts, *_judge_claims(costs)])
@@ -131,15 +136,15 @@ def _name(load: Load) -> str:
 
 def loads_table(figures: Sequence[Figures]) -> Table:
     """Return the table of all loads."""
-    table = Table("workers x rows x steps", title="One server under load", title_justify="left")
-    for name in ("server", "tokens/s", "kept", "commands/s", "CPU", "pickup p50", "p99", "token p50", "p99",
-                 "MB/s in, out", "MB", "load CPU", "late p99", "full"):  # fmt: skip
+    table = Table("load", title="One server under load: workers x rows x steps", title_justify="left")
+    for name in ("server", "tokens/s", "kept", "commands/s", "CPU", "of a token", "pickup p50", "p99", "token p50",
+                 "p99", "MB/s in, out", "MB", "load CPU", "late p99", "full"):  # fmt: skip
         table.add_column(name, justify="right")
     for each in figures:
         table.add_row(
             _name(each.load), each.server, f"{each.tokens_per_s:,.0f}", f"{each.kept:.0%}",
-            f"{each.commands_per_s:,.0f}", f"{each.server_cpu:.2f}", seconds(each.pickup.p50), seconds(each.pickup.p99),
-            seconds(each.token.p50), seconds(each.token.p99),
+            f"{each.commands_per_s:,.0f}", f"{each.server_cpu:.2f}", f"{each.cpu_us_per_token:.0f} µs",
+            seconds(each.pickup.p50), seconds(each.pickup.p99), seconds(each.token.p50), seconds(each.token.p99),
             f"{each.in_bytes_per_s / 1e6:.1f}, {each.out_bytes_per_s / 1e6:.1f}", f"{each.memory_bytes / 1e6:.0f}",
             f"{each.load_cpu:.2f}", seconds(each.lag_p99_s), each.limit or "–",
         )  # fmt: skip
@@ -149,7 +154,7 @@ def loads_table(figures: Sequence[Figures]) -> Table:
 def commands_table(figures: Sequence[Figures]) -> Table:
     """Return the table of the commands that took the server the most time."""
     title = "Calls a second x microseconds of a call, those of scripts with their commands"
-    table = Table("workers x rows x steps", "server", "commands", title=title, title_justify="left")
+    table = Table("load", "server", "commands", title=title, title_justify="left")
     for each in figures:
         spent = (f"{command.name} {command.calls_per_s:,.0f} x {command.us:.1f}" for command in each.commands[:5])
         table.add_row(_name(each.load), each.server, ", ".join(spent))
@@ -167,7 +172,10 @@ def notes(figures: Sequence[Figures]) -> list[str]:
                 f"{each.load_cpu:.2f} cores, and its event loop woke {seconds(each.lag_p99_s)} late (p99)[/]"
             )
         if each.limit == "machine":
-            lines.append(f"[yellow]{where}: all cores are busy, so the server is not the limit[/]")
+            lines.append(
+                f"[yellow]{where}: all cores are busy, so the server is not the limit; event loops of the benchmark "
+                f"woke {seconds(each.lag_p99_s)} late (p99), which is in all of its times[/]"
+            )
         if each.other_cpu > 0.1:
             lines.append(
                 f"[yellow]{where}: other programs used {each.other_cpu:.2f} cores: measure on an idle machine[/]"
@@ -186,6 +194,8 @@ def _claims_table(costs: Sequence[ClaimCost]) -> Table:
 
 
 def _save(file: Path, figures: Sequence[Figures], costs: Sequence[ClaimCost]) -> None:
-    loads = [{**asdict(each), "full": each.limit} for each in figures]
+    loads = [
+        finite({**asdict(each), "cpu_us_per_token": each.cpu_us_per_token, "full": each.limit}) for each in figures
+    ]
     content = {"conditions": conditions(), "loads": loads, "claims": [asdict(cost) for cost in costs]}
     file.write_text(json.dumps(content, indent=1) + "\n", "utf-8")

@@ -150,7 +150,7 @@ class Figures:
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as JSON values; figures without a value are null."""
-        return {name: _finite(value) for name, value in asdict(self).items()}
+        return {name: finite(value) for name, value in asdict(self).items()}
 
 
 def _worst_tenant(answers: Iterable[Answer]) -> float:
@@ -178,7 +178,8 @@ def _median(values: Sequence[Any]) -> Any:
     return statistics.median([value for value in values if math.isfinite(value)] or [math.nan])
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return the value for JSON, which has no NaN: None for a number that is not finite, in dictionaries too."""
     if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return value if math.isfinite(value) else None
+        return {name: finite(each) for name, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

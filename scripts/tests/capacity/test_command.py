@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from scripts.benchmarks.capacity import claim
+from scripts.benchmarks.capacity import claim, command
 from scripts.benchmarks.capacity.claim import ClaimCost
 from scripts.benchmarks.capacity.command import add_options, judge, main, notes
 from scripts.benchmarks.capacity.load import Figures, measure
@@ -57,6 +57,19 @@ def test_claims_are_measured_with_the_jobs_and_workers_of_their_case(
     assert all(20 < each["median_us"] < 1e6 for each in saved)
 
 
+def test_the_figures_of_a_load_are_written_as_json_also_those_that_are_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "measure", lambda *_: replace(IDLE, machine_cpu=float("nan")))
+    file = tmp_path / "figures.json"
+    options = given(
+        "--part", "load", "--workers", "8", "--steps", "10", "--server", server_binary(), "--json", str(file)
+    )
+    assert main(Console(quiet=True), options)
+    (saved,) = json.loads(file.read_text(), parse_constant=pytest.fail)["loads"]
+    assert (saved["load"]["workers"], saved["machine_cpu"], saved["full"]) == (128, None, "")
+
+
 def test_a_busy_server_is_its_own_limit_whatever_else_is_busy() -> None:
     assert replace(IDLE, server_cpu=0.95, load_cpu=0.99).limit == "server"
 
@@ -73,6 +86,10 @@ def test_a_machine_whose_cores_are_busy_and_other_programs_are_named() -> None:
     assert figures.limit == "machine"
     assert len(notes([figures])) == 2
     assert notes([IDLE]) == []
+
+
+def test_the_servers_time_for_a_token_is_that_of_its_cpu() -> None:
+    assert replace(IDLE, server_cpu=0.5, tokens_per_s=20_000.0).cpu_us_per_token == pytest.approx(25)
 
 
 def test_only_the_load_with_bars_is_compared_with_them() -> None:
