@@ -166,6 +166,8 @@ def notes(figures: Sequence[Figures]) -> list[str]:
     lines = list[str]()
     for each in figures:
         where = f"{_name(each.load)}, {each.server}"
+        if each.failed:
+            lines.append(f"[yellow]{where}: {each.failed} chats were given up, since the server did not answer[/]")
         if each.limit == "load":
             lines.append(
                 f"[yellow]{where}: the benchmark is the limit, not the server: a process of it used "

@@ -37,6 +37,7 @@ class Figures:
     load: Load
     tokens_per_s: float
     kept: float  # share of the tokens that the load asked for
+    failed: int  # chats that were given up since the server did not answer for long
     commands_per_s: float  # with those of scripts
     server_cpu: float
     pickup: Quantiles  # submission until the job runs
@@ -159,6 +160,7 @@ def _figures(
         load=load,
         tokens_per_s=tokens / seconds,
         kept=tokens / seconds / (load.workers * load.rows * load.steps),
+        failed=sum(each.failed for each in measured),
         commands_per_s=rate("total_commands_processed"),
         server_cpu=server_cpu,
         pickup=Quantiles.of(_all(each.pickups for each in measured)),

@@ -21,6 +21,7 @@ from arq.worker import func
 
 from sluice import Client
 from sluice.contract import keys
+from sluice.errors import ServerUnreachable
 from worker.bounded_json.reader import BodyReader
 from worker.monitoring.metrics import Metrics
 from worker.queue.job.job import Job, JobResult
@@ -61,6 +62,7 @@ class Measured:
 
     cpu_s: float = 0.0
     tokens: int = 0  # that its workers appended
+    failed: int = 0  # chats that were given up since the server did not answer for long
     lags: list[float] = field(default_factory=list)  # times by which the event loop woke late
     pickups: list[float] = field(default_factory=list)  # from the submission until the job runs
     received: list[float] = field(default_factory=list)  # from the append of a token until a client has it
@@ -74,6 +76,7 @@ class _Window:
         self.measured = Measured()
 
     def is_open(self) -> bool:
+        """True while is measured."""
         return self._begin <= time.time() < self._end
 
     async def measure(self) -> Measured:
@@ -159,11 +162,19 @@ class _Sink(asyncio.Protocol):
     def __init__(self) -> None:
         self._tail = b""
         self._ended = dict[bytes, asyncio.Event]()
+        self._lost = asyncio.get_running_loop().create_future()
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost.set_exception(ConnectionError(f"the server has closed the connection of a subscriber: {error}"))
+
+    async def until_lost(self) -> None:
+        """Wait for the end of the connection. Raises ConnectionError."""
+        await self._lost
 
     def listen(self, job_id: str) -> asyncio.Event:
         """Subscribe to a job, and return an event that is set when it has ended."""
@@ -201,13 +212,20 @@ class _Chats:
         for turn, longest in _turns(1, tokens):
             job_id = f"{number}-{turn}"
             request = {"messages": [], "max_tokens": random.randint(longest - tokens + 1, longest), "at": time.time()}
-            if number < self._share.load.read:
-                await self._client.submit(request, model=MODEL, id=job_id)
-                await self._read(job_id)
-            else:
-                ended = self._sink.listen(job_id)
-                await self._client.submit(request, model=MODEL, id=job_id)
-                await ended.wait()
+            try:
+                await self._chat(job_id, request, is_read=number < self._share.load.read)
+            except ServerUnreachable:
+                if self._window.is_open():
+                    self._window.measured.failed += 1
+                await asyncio.sleep(1.0)
+
+    async def _chat(self, job_id: str, request: dict[str, Any], *, is_read: bool) -> None:
+        ended = None if is_read else self._sink.listen(job_id)
+        await self._client.submit(request, model=MODEL, id=job_id)
+        if ended:
+            await ended.wait()
+        else:
+            await self._read(job_id)
 
     async def _read(self, job_id: str) -> None:
         async for event in self._client.stream(job_id):
@@ -227,13 +245,10 @@ async def _start_chats(share: Share, window: _Window, stack: AsyncExitStack) -> 
     client = await stack.enter_async_context(Client(share.url))
     host, _, port = share.url.removeprefix("redis://").removesuffix("/0").partition(":")
     _, sink = await asyncio.get_running_loop().create_connection(_Sink, host, int(port))
-    chats, numbers = (
-        _Chats(share, window, client, sink),
-        range(share.number, share.load.workers * share.load.rows, share.of),
-    )
-    return [
-        chats.run(number, number / 500) for number in numbers
-    ]  # 500 a second: a burst of all takes longer to settle
+    chats = _Chats(share, window, client, sink)
+    numbers = range(share.number, share.load.workers * share.load.rows, share.of)
+    # 500 a second: a burst of all takes longer to settle.
+    return [sink.until_lost(), *(chats.run(number, number / 500) for number in numbers)]
 
 
 async def _run(share: Share) -> Measured:
@@ -244,8 +259,9 @@ async def _run(share: Share) -> Measured:
         print("ready", flush=True)
         measuring = asyncio.create_task(window.measure())
         await asyncio.wait([measuring, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        for ended in (task for task in tasks if task.done()):  # none ends but by an error
-            ended.result()
+        if ended := [task for task in tasks if task.done()]:  # none ends but by an error
+            print(f"error: {ended[0].exception()!r}", file=sys.stderr, flush=True)
+            os._exit(1)
         print(json.dumps(asdict(await measuring)), flush=True)
         os._exit(0)  # without a drain: the server goes with its data
 

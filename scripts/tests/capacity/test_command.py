@@ -2,7 +2,9 @@
 
 import argparse
 import json
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,15 @@ from scripts.benchmarks.capacity import claim, command
 from scripts.benchmarks.capacity.claim import ClaimCost
 from scripts.benchmarks.capacity.command import add_options, judge, main, notes
 from scripts.benchmarks.capacity.load import Figures, measure
-from scripts.benchmarks.capacity.process import Load
+from scripts.benchmarks.capacity.process import Load, Share
 from scripts.benchmarks.serve.figures import Quantiles
-from tests.support.stack import server_binary
+from tests.support.stack import ROOT, Server, server_binary
 
 FAST = Quantiles(0.001, 0.002, 0.003, 0.004)
 IDLE = Figures(
-    server="Valkey 9.1.2", load=Load(128, 16, 10.0, 100, 64), tokens_per_s=20_480.0, kept=1.0, commands_per_s=1.0,
-    server_cpu=0.5, pickup=FAST, token=FAST, in_bytes_per_s=1.0, out_bytes_per_s=1.0, memory_bytes=1.0, connections=1,
-    commands=[], load_cpu=0.5, lag_p99_s=0.001, machine_cpu=0.1, other_cpu=0.0,
+    server="Valkey 9.1.2", load=Load(128, 16, 10.0, 100, 64), tokens_per_s=20_480.0, kept=1.0, failed=0,
+    commands_per_s=1.0, server_cpu=0.5, pickup=FAST, token=FAST, in_bytes_per_s=1.0, out_bytes_per_s=1.0,
+    memory_bytes=1.0, connections=1, commands=[], load_cpu=0.5, lag_p99_s=0.001, machine_cpu=0.1, other_cpu=0.0,
 )  # fmt: skip
 
 
@@ -40,6 +42,20 @@ def test_workers_append_a_token_to_each_row_in_each_step_and_clients_read_them()
     assert names["evalsha"].calls_per_s < names["rpush"].calls_per_s  # one call for all rows of a worker
     assert figures.server_cpu > 0
     assert figures.out_bytes_per_s > 1000
+
+
+def test_a_process_whose_server_goes_ends_with_one_sentence() -> None:
+    with Server() as server:
+        share = json.dumps(asdict(Share(server.url, "chats", Load(1, 1, 1.0, 1, 1), 0, 1)))
+        command = [sys.executable, "-m", "scripts.benchmarks.capacity.process", share]
+        streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, text=True, cwd=ROOT, **streams) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "ready\n"
+            server.kill()
+            assert process.stderr.read().startswith("error: ConnectionError")
+    assert process.returncode == 1
 
 
 def test_claims_are_measured_with_the_jobs_and_workers_of_their_case(
