@@ -20,7 +20,16 @@ from sluice.contract import keys
 from sluice.contract.events import WAITING, Event, parse_event
 from sluice.errors import UnknownJob, UnreadableLog
 from sluice.presence import Attendances
-from sluice.transport import ANSWER_S, Interruption, Retries, RoundTrips, is_transient, raise_outage, time_limit
+from sluice.transport import (
+    ANSWER_S,
+    Interruption,
+    Retries,
+    RoundTrips,
+    is_transient,
+    raise_outage,
+    refuse_demoted,
+    time_limit,
+)
 
 _IDLE_CHANNEL = "sluice:hub"  # keeps the connection subscribed when no stream is open; no client publishes on it
 _QUIET_S = 1.0  # of silence, after which the connection is tested
@@ -180,8 +189,8 @@ class Hub:
                 block.interrupt(error)
 
     async def _wait_until_dead(self, pubsub: PubSub) -> NoReturn:
-        """Raise redis-py's TimeoutError, or the error of sending, when the connection is dead, but not within
-        `_QUIET_S` seconds."""
+        """Raise redis-py's TimeoutError, or the error of sending, when the connection is dead or its server demoted;
+        not within `_QUIET_S` seconds."""
         while True:
             before = self._received
             await asyncio.sleep(_QUIET_S)
@@ -189,6 +198,7 @@ class Hub:
                 async with time_limit(ANSWER_S):  # redis-py may reconnect in this call
                     # Redis acknowledges it, and it needs no permission that the user might lack, as for PING.
                     await pubsub.subscribe(_IDLE_CHANNEL)
+                await refuse_demoted(pubsub)
                 await asyncio.sleep(ANSWER_S)
                 await asyncio.sleep(0.1)  # to read an answer that arrived while the process was stopped
                 if self._received == before:

@@ -4,19 +4,31 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from redis.asyncio import ConnectionPool, Redis
+import redis.sentinel
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
+from redis.asyncio.client import PubSub
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, ConnectionError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from sluice.contract.redis_url import BAD_OPTION, UNREADABLE, credentials_error, redacted, url_error
+from sluice.contract.redis_url import (
+    BAD_OPTION,
+    UNREADABLE,
+    Sentinels,
+    credentials_error,
+    redacted,
+    sentinels_of,
+    url_error,
+)
 from sluice.contract.refusals import is_full, is_temporary, reason_of
 from sluice.errors import ServerFull, ServerUnreachable
 
@@ -25,13 +37,113 @@ def connect(url: str) -> Redis:
     """Return a client that connects with its first command. Raises ValueError if the URL is invalid."""
     if reason := url_error(url):
         raise _bad(url, reason)
+    # Without redis-py's time limits and retries, which differ by release: `Retries` has them.
+    options: dict[str, Any] = {"socket_connect_timeout": 5, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
     try:
-        redis: Redis = Redis.from_url(url, **_options(url))
+        pool = pool_of(url, **options)
     except ValueError:
         raise _bad(url, UNREADABLE) from None
-    if not options_fit(redis.connection_pool):
+    if not options_fit(pool):
         raise _bad(url, BAD_OPTION)
-    return redis
+    return Redis.from_pool(pool)
+
+
+def pool_of(url: str, kind: type[ConnectionPool] = ConnectionPool, **options: Any) -> ConnectionPool:
+    """Return a pool of connections to the server of a URL; if the URL names sentinels, to the primary that they name. A
+    pool of the latter waits for a free connection whatever its `kind`. Options of the URL override those given. Raises
+    ValueError."""
+    if not url.startswith("unix:"):
+        options["socket_keepalive"] = True
+    if (sentinels := sentinels_of(url)) is None:
+        return kind.from_url(url, **options)
+    to_server, to_sentinel = _sentinel_options(sentinels)
+    once = {**to_sentinel, "retry": Retry(NoBackoff(), 0)}
+    manager = Sentinel(sentinels.addresses, sentinel_kwargs=once)  # type: ignore[no-untyped-call]
+    unlimited = {"max_connections": 2**31, "timeout": None}
+    return _PrimaryPool(sentinels.service, manager, **{**unlimited, **options, **to_server})  # type: ignore[no-untyped-call]
+
+
+def blocking_client(url: str, **options: Any) -> redis.Redis:
+    """Return a client without an event loop, for the server of a URL as `pool_of` finds it. Raises ValueError."""
+    if (sentinels := sentinels_of(url)) is None:
+        return redis.Redis.from_url(url, **options)
+    to_server, to_sentinel = _sentinel_options(sentinels)
+    manager = redis.sentinel.Sentinel(sentinels.addresses, sentinel_kwargs=to_sentinel)  # type: ignore[no-untyped-call]
+    primary: redis.Redis = manager.master_for(sentinels.service, **{**options, **to_server})  # type: ignore[no-untyped-call]
+    return primary
+
+
+def follow_primary(client: redis.Redis) -> None:
+    """Have the next command of a client of `blocking_client` go to the primary that the sentinels name now. Does
+    nothing without sentinels, or if none of them answers."""
+    pool = client.connection_pool
+    if isinstance(pool, redis.sentinel.SentinelConnectionPool):
+        with suppress(redis.sentinel.MasterNotFoundError):
+            pool.get_master_address()  # type: ignore[no-untyped-call]
+
+
+def _sentinel_options(sentinels: Sentinels) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of connections to the servers, and of those to the sentinels. Raises ValueError."""
+    given: dict[str, Any] = dict(parse_url(sentinels.server))
+    for name in ("host", "port"):
+        given.pop(name, None)
+    # Two dead sentinels leave half of the time for an answer: hosts that are gone are asked until another answers.
+    to_sentinel = {"socket_connect_timeout": ANSWER_S / 4, "socket_timeout": ANSWER_S / 4}
+    for name in ("username", "password"):
+        if value := given.pop(f"sentinel_{name}", None):
+            to_sentinel[name] = value
+    if given.pop("connection_class", None):
+        tls = {name: value for name, value in given.items() if name.startswith("ssl_")}
+        to_sentinel |= {"ssl": True, **tls}
+        given["ssl"] = True
+    return given, to_sentinel
+
+
+class _PrimaryPool(SentinelConnectionPool, BlockingConnectionPool):
+    """Connections to the server that sentinels name as the primary."""
+
+    async def get_master_address(self) -> tuple[str, int]:
+        """Ask the sentinels for the primary's address, and drop idle connections to another. Raises redis-py's
+        MasterNotFoundError."""
+        try:
+            address: tuple[str, int] = await self.sentinel_manager.discover_master(self.service_name)
+        except MasterNotFoundError:  # its text lists Python objects
+            raise MasterNotFoundError(
+                f"no sentinel names a primary of {self.service_name!r} that is up; check that the sentinels answer, and"
+                " the service's name in the URL"
+            ) from None
+        if address != self.master_address:
+            self.master_address = address
+            await _drop_idle(self)
+        return address
+
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        """Disconnect the connections; with those in use also the ones to the sentinels."""
+        await super().disconnect(inuse_connections)
+        if inuse_connections:
+            for sentinel in self.sentinel_manager.sentinels:
+                await sentinel.aclose()
+
+
+async def refuse_demoted(pubsub: PubSub) -> None:
+    """Raise redis-py's ConnectionError if the sentinels name another primary than the server of this subscription,
+    which a failover can leave connected. Does nothing without sentinels, or if none of them answers."""
+    pool: ConnectionPool = pubsub.connection_pool
+    connection = getattr(pubsub, "connection", None)  # declared as None in redis-py
+    if not isinstance(pool, _PrimaryPool) or connection is None:
+        return
+    try:
+        primary = await pool.get_master_address()
+    except MasterNotFoundError:
+        return
+    if (connection.host, connection.port) != primary:
+        raise ConnectionError("the server is the primary no more")
+
+
+async def _drop_idle(pool: ConnectionPool) -> None:
+    # The pool's own `disconnect` would hand out a connection while it waits for the socket.
+    for connection in list(pool._available_connections):
+        await connection.disconnect(nowait=True)
 
 
 async def wrong_credentials(redis: Redis) -> str:
@@ -54,13 +166,6 @@ async def _is_open(redis: Redis) -> bool:
     except (RedisError, OSError, TimeoutError):
         return False
     return True
-
-
-def _options(url: str) -> dict[str, Any]:
-    """Return connection options without redis-py's time limits and retries, which differ by release: `Retries` has
-    them."""
-    options: dict[str, Any] = {"socket_connect_timeout": 5, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
-    return options if url.startswith("unix:") else {**options, "socket_keepalive": True}
 
 
 def options_fit(pool: ConnectionPool) -> bool:
@@ -264,9 +369,7 @@ class Retries:
         if self._dropped_at > sent_at:
             return
         self._dropped_at = time.monotonic()
-        # The pool's own `disconnect` would hand out a connection while it waits for the socket.
-        for connection in list(self._redis.connection_pool._available_connections):
-            await connection.disconnect(nowait=True)
+        await _drop_idle(self._redis.connection_pool)
 
 
 def _outage_error(error: Exception, seconds: float) -> Exception:

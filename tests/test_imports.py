@@ -171,12 +171,14 @@ TABLE = {
     # The queue: the server below the jobs, and the worker above both.
     "worker.queue": May(
         "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring sluice.contract "
+        "sluice.transport "
         "worker.schedule_times worker.settings",
         "redis",
     ),
     "worker.queue.redis_server": May("sluice.contract sluice.transport worker.errors worker.settings", "redis"),
     "worker.queue.job": May(
-        "sluice.contract worker.bounded_json worker.errors worker.json_bytes worker.monitoring worker.queue.scripts "
+        "sluice.contract sluice.transport worker.bounded_json worker.errors worker.json_bytes worker.monitoring "
+        "worker.queue.scripts "
         "worker.queue.redis_server worker.outcomes worker.request worker.schedule_times worker.settings",
         "arq pydantic pydantic_core redis",
     ),

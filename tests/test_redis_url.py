@@ -9,10 +9,13 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from redis.asyncio.connection import SSLConnection
+from redis.asyncio.sentinel import SentinelConnectionPool
 
 from sluice import Client
 from sluice.cli.app import run
-from sluice.contract.redis_url import redacted, url_error
+from sluice.contract.redis_url import Sentinels, redacted, sentinels_of, url_error
+from sluice.transport import connect
 from tests.fakes import FakeChat
 from tests.queue.helpers import settings, until, working
 from tests.support.stack import free_port
@@ -59,6 +62,14 @@ UNREADABLE = [
     "redis:/:kumquat@localhost:6379/0",
     ":kumquat@localhost:6379",
     "REDIS://:kumquat@localhost",
+    "redis+sentinel://:kumquat@localhost:6379",
+    "redis+sentinel://:kumquat@localhost:6379/",
+    "redis+sentinel://:kumquat@localhost:6379/a/zebra",
+    "redis+sentinel://:kumquat@localhost:6379,localhost:zebra/a",
+    "redis+sentinel://:kumquat@localhost:6379,:6379/a",
+    "redis+sentinel://:kumquat/zebra@localhost:6379/a",
+    "redis+sentinel://:kumquat@localhost:6379/a?zebra=1",
+    "rediss+sentinel://:kumquat@localhost:6379/a?ssl_cert_reqs=zebra",
 ]
 NOT_THERE = [
     "redis://:kumquat@localhost:{port}/0",
@@ -72,6 +83,9 @@ NOT_THERE = [
     "redis://localhost:{port}/0?password=48151@62342",
     "unix://:kumquat@/tmp/sluice-none-{port}.sock",
     "unix:///tmp/sluice-none-{port}.sock?password=kumquat",
+    "redis+sentinel://:kumquat@localhost:{port},[::1]:{port}/a",
+    "redis+sentinel://:kumquat,zebra@localhost:{port}/a/0?sentinel_password=zebra",
+    "rediss+sentinel://zebra:kumquat@localhost:{port}/a",
 ]
 
 
@@ -165,6 +179,8 @@ def test_whatever_stands_in_a_password_none_of_it_is_shown(odd: list[str], first
         f"redis://:{password}@{LOCAL}",
         f"redis://user:{password}@{LOCAL}",
         f"redis://{LOCAL}?password={password}",
+        f"redis+sentinel://:{password}@localhost:1,localhost:2/a/0",
+        f"redis+sentinel://localhost:1/a?sentinel_password={password}",
         f"http://:{password}@{LOCAL}",
         f":{password}@{LOCAL}",
         f"{LOCAL}?password={password}",
@@ -185,7 +201,35 @@ def test_a_url_without_a_problem_leads_to_its_server_and_nowhere_else(odd: list[
         assert (parts.hostname, parts.port, parts.path) == ("localhost", 6379, "/0")
 
 
+def test_sentinels_are_read_of_a_url() -> None:
+    url = "redis+sentinel://user:a%2Cb@one:1,[::1],three/my-service/2?client_name=c"
+    assert url_error(url) is None
+    addresses = (("one", 1), ("::1", 26_379), ("three", 26_379))
+    assert sentinels_of(url) == Sentinels(addresses, "my-service", "redis://user:a%2Cb@one:1/2?client_name=c")
+    assert sentinels_of("redis://one:1/0") is None
+
+
+async def test_each_part_of_a_url_reaches_the_servers_or_the_sentinels() -> None:
+    url = "rediss+sentinel://u:p@one:1,two:2/s/3?ssl_cert_reqs=none&sentinel_password=q&socket_timeout=9"
+    async with connect(url) as server:
+        pool = server.connection_pool
+        assert isinstance(pool, SentinelConnectionPool)
+        given = pool.connection_kwargs
+        assert (given["username"], given["password"], given["db"], given["socket_timeout"]) == ("u", "p", 3, 9.0)
+        assert (pool.service_name, given["ssl_cert_reqs"]) == ("s", "none")
+        assert issubclass(pool.connection_class, SSLConnection)
+        asked = [each.connection_pool for each in pool.sentinel_manager.sentinels]
+        assert [(each.connection_kwargs["host"], each.connection_kwargs["port"]) for each in asked] == [
+            ("one", 1),
+            ("two", 2),
+        ]
+        assert {each.connection_kwargs["password"] for each in asked} == {"q"}
+        assert all(issubclass(each.connection_class, SSLConnection) for each in asked)
+
+
 def test_what_is_no_secret_is_shown() -> None:
+    assert redacted("redis+sentinel://u:kumquat@a:1,b:2/s/0?c=d") == "redis+sentinel://***@a:1,b:2/s/0"
+    assert redacted("redis+sentinel://a:1,b:zebra/s s") == "redis+sentinel://a:1,b:***/***"
     assert redacted("redis://localhost:6379/0") == "redis://localhost:6379/0"
     assert redacted("redis://user:kumquat@[::1]:6379/12") == "redis://***@[::1]:6379/12"
     assert redacted("unix://:kumquat@/run/redis.sock?db=1") == "unix://***@/run/redis.sock"

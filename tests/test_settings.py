@@ -109,7 +109,10 @@ def test_an_empty_url_of_the_server_is_none(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_url_without_its_scheme_is_shown_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICE_REDIS_URL", ":kumquat@localhost:16379")
-    assert sentence() == "SLUICE_REDIS_URL=***@localhost:16379: it must begin with redis://, rediss:// or unix://"
+    assert (
+        sentence()
+        == "SLUICE_REDIS_URL=***@localhost:16379: it must begin with redis://, rediss://, unix:// or redis+sentinel://"
+    )
 
 
 @pytest.mark.parametrize("pairs", ["", "=default", "gpt=", "gpt=a b", "a=b,", ",a=b", "a=b, c=d", " =b", "a=b=c"])

@@ -65,8 +65,8 @@ class Settings(BaseSettings):
     redis_url: str = Field(
         _REDIS_URL,
         repr=False,
-        description="URL of the Redis server: redis://, rediss:// or unix://. In a password, write / as %2F, ? as %3F, "
-        "# as %23 and @ as %40.",
+        description="URL of the Redis server: redis://, rediss://, unix:// or redis+sentinel://. In a password, write "
+        "/ as %2F, ? as %3F, # as %23 and @ as %40.",
     )
     model: str = Field(
         examples=["models/tiny-chat"],

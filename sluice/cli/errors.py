@@ -144,7 +144,7 @@ def _outage_reason(error: RedisError, url: str) -> str:
             return "the socket does not exist."
         case socket.gaierror():
             return "its host name is unknown."
-        case OSError() if url.startswith("rediss:"):
+        case OSError() if url.startswith("rediss"):
             return "it accepts no TLS connection. If it has no TLS, begin the URL with redis://."
         case ConnectionResetError():
             return "it closed the connection. All of its may be taken: close idle clients, or raise its maxclients."

@@ -1,15 +1,22 @@
 """Checks URLs of Redis servers, and redacts their passwords."""
 
 import re
+from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
-_SCHEMES = ("redis", "rediss", "unix")
-_HOST = r"(?P<host>[^\s/?#@:\[\]]*|\[[0-9A-Fa-f:.]+\])"
+_SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
+_SCHEMES = ("redis", "rediss", "unix", *_SENTINEL_SCHEMES)
+_HOST = r"(?P<host>[^\s/?#@:\[\],]*|\[[0-9A-Fa-f:.]+\])"
 _SERVER = re.compile(_HOST + r"(?::(?P<port>\d*))?")
+_SERVICE = r"[A-Za-z0-9._-]+"  # as `sentinel monitor` permits
 _OTHER_SCHEMES = ("http", "https", "tcp", "valkey", "valkeys")
 _HOST_AND_PORT = re.compile(r"[^\s/?#@:\[\]]+:\d{1,5}(?:/\d{0,4})?")
 
 UNREADABLE = "it cannot be read: in a password / is written as %2F, ? as %3F, # as %23, @ as %40, [ as %5B"
+_NO_SERVICE = (
+    "after the sentinels it needs the name of the service that they watch, as in "
+    "redis+sentinel://HOST1:26379,HOST2:26379/SERVICE; only the number of a database may follow"
+)
 BAD_OPTION = "an option after the ? is unknown to redis-py, or has a bad value"
 
 
@@ -20,9 +27,9 @@ def url_error(url: str) -> str | None:
     """
     scheme, found, rest = url.partition("://")
     if not found or scheme not in _SCHEMES:
-        return "it must begin with redis://, rediss:// or unix://"
+        return "it must begin with redis://, rediss://, unix:// or redis+sentinel://"
     rest, _, query = rest.partition("?")
-    if scheme != "unix" and (error := _server_error(rest)):
+    if scheme != "unix" and (error := _server_error(rest, sentinels=scheme in _SENTINEL_SCHEMES)):
         return error
     try:
         parse_qsl(query, strict_parsing=bool(query), keep_blank_values=True)
@@ -31,16 +38,46 @@ def url_error(url: str) -> str | None:
     return None
 
 
-def _server_error(rest: str) -> str | None:
+def _server_error(rest: str, *, sentinels: bool) -> str | None:
     authority, slash, path = rest.partition("/")
     if "@" in path or "#" in rest or not authority.isprintable():
         return UNREADABLE
-    server = _SERVER.fullmatch(authority.rpartition("@")[2])
-    if server is None or int(server["port"] or 0) > 65_535:
-        return "the port must be a number up to 65535"
+    for one in authority.rpartition("@")[2].split("," if sentinels else None) or [""]:
+        server = _SERVER.fullmatch(one)
+        if server is None or int(server["port"] or 0) > 65_535:
+            return "the port must be a number up to 65535"
+        if sentinels and not server["host"]:
+            return "each sentinel needs a host, as in redis+sentinel://HOST1:26379,HOST2:26379/SERVICE"
+    if sentinels:
+        return None if re.fullmatch(rf"{_SERVICE}(/\d*)?", path) else _NO_SERVICE
     if slash and not re.fullmatch(r"\d*/?", path):
         return "only the number of a database may follow the host"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Sentinels:
+    """Sentinels that name the primary of a service, as a URL gives them."""
+
+    addresses: tuple[tuple[str, int], ...]
+    service: str
+    server: str  # URL with the credentials, database and options of the service's servers, and a sentinel's address
+
+
+def sentinels_of(url: str) -> Sentinels | None:
+    """Return the sentinels of a URL that begins with redis+sentinel:// or rediss+sentinel://; None for another.
+    `url_error` must have found no problem."""
+    scheme, _, rest = url.partition("://")
+    if scheme not in _SENTINEL_SCHEMES:
+        return None
+    rest, _, query = rest.partition("?")
+    authority, _, path = rest.partition("/")
+    user, at, servers = authority.rpartition("@")
+    found = [match for match in map(_SERVER.fullmatch, servers.split(",")) if match]
+    addresses = tuple((match["host"].strip("[]"), int(match["port"] or 26_379)) for match in found)
+    service, _, database = path.partition("/")
+    server = f"{scheme.partition('+')[0]}://{user}{at}{found[0][0]}/{database}?{query}"
+    return Sentinels(addresses, service, server)
 
 
 def redacted(url: str) -> str:
@@ -55,6 +92,10 @@ def redacted(url: str) -> str:
     server = re.split(r"[?#]", server)[0]
     if scheme == "unix":
         return f"unix://{hidden}{server if server.startswith('/') else '***'}"
+    if scheme.lower() in _SENTINEL_SCHEMES:
+        servers, _, path = server.partition("/")
+        public = path if re.fullmatch(rf"{_SERVICE}(/\d{{0,4}})?", path) else "***"
+        return f"{scheme}://{hidden}{','.join(map(_redacted_server, servers.split(',')))}/{public}"
     return f"{scheme}://{hidden}{_redacted_server(server)}"
 
 

@@ -23,6 +23,7 @@ SCENARIOS: dict[str, Scenario] = {
     "a blocked event loop keeps its leases": lambda s: crashes.blocked_loop(s.url),
     "poison is parked and its neighbours are not": lambda s: crashes.poison(s.url, neighbours=7, tokens=40),
     "the server restarts": lambda s: outages.restarted(away_s=2, streams=8, tokens=120),
+    "the primary is killed": lambda s: outages.failed_over(streams=32, tokens=400),
     "connections are killed": lambda s: outages.connections_killed(s.url, streams=8, tokens=100),
     "subscribers are killed": lambda s: outages.subscribers_killed(s.url, streams=16, tokens=100),
     "scripts are forgotten": lambda s: outages.scripts_forgotten(s.url, streams=8, tokens=50),
@@ -45,6 +46,7 @@ TIMED = {
     "a stopped worker hands its streams over",
     "a sleeper that wakes writes nothing stale",
     "an idle worker is quiet",
+    "the primary is killed",
 }
 
 
@@ -60,6 +62,7 @@ LARGE = {
     "an idle worker is quiet",
     "answers are lost",
     "scripts are forgotten",
+    "the primary is killed",
     "subscribers are killed",
     "poison is parked and its neighbours are not",
     "an offline run is killed",

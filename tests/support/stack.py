@@ -18,6 +18,8 @@ from typing import IO, Self
 
 import redis
 
+from sluice.transport import blocking_client
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY_CHAT = ROOT / "models" / "tiny-chat"
 _ports_given = set[int]()
@@ -179,7 +181,7 @@ class WorkerProcess(LoggingProcess):
     def wait_ready(self) -> None:
         """Block until the worker has published its presence. Raises RuntimeError if it ends or takes a minute."""
         assert self.process is not None
-        with redis.Redis.from_url(self.url) as client:
+        with blocking_client(self.url) as client:
             key = f"sluice:worker:{self.name}"
             _wait("the worker", self.process, lambda: _exists(client, key), self.log)
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import AuthenticationError, ExecAbortError, NoPermissionError, RedisError, ResponseError
 
 from sluice.contract.redis_url import BAD_OPTION, UNREADABLE, redacted
 from sluice.contract.refusals import is_full, is_temporary, reason_of
-from sluice.transport import options_fit, wrong_credentials
+from sluice.transport import options_fit, pool_of, wrong_credentials
 from worker.errors import CannotStart
 from worker.settings import Settings
 
@@ -144,17 +144,16 @@ def redis_from_settings(settings: Settings) -> Redis:
     return Redis(connection_pool=pool)
 
 
-def _pool(settings: Settings) -> BlockingConnectionPool:
-    tcp = {} if settings.redis_url.startswith("unix:") else {"socket_keepalive": True}
+def _pool(settings: Settings) -> ConnectionPool:
     try:
-        return BlockingConnectionPool.from_url(
+        return pool_of(
             settings.redis_url,
+            BlockingConnectionPool,
             max_connections=32,
             timeout=None,
             socket_connect_timeout=2,
             socket_timeout=10,
             encoding_errors="surrogateescape",
-            **tcp,
         )
     except ValueError:
         raise _bad_url(settings, UNREADABLE) from None

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 from sluice.contract import keys
 from sluice.contract.keys import Lane
 from sluice.contract.scripts import cancel_args, source
+from sluice.transport import refuse_demoted
 from worker.errors import CancelJob, OwnershipLost
 from worker.monitoring.sink import MetricsSink
 from worker.queue.job.claims import Claim
@@ -328,6 +329,7 @@ async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:
             raise ConnectionLost("no answer to a ping")
         if asked := message is None:
             await pubsub.ping()
+            await refuse_demoted(pubsub)
         else:
             yield message
 

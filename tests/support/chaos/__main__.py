@@ -30,6 +30,7 @@ SCENARIOS: dict[str, Scenario] = {
     "block": lambda s: crashes.blocked_loop(s.url),
     "poison": lambda s: crashes.poison(s.url, neighbours=15, tokens=60),
     "restart": lambda s: _each(*(outages.restarted(away_s=away_s, streams=32, tokens=200) for away_s in (2, 8, 60))),
+    "failover": lambda s: outages.failed_over(streams=32, tokens=400),
     "connections": lambda s: outages.connections_killed(s.url, streams=32, tokens=200),
     "subscribers": lambda s: outages.subscribers_killed(s.url, streams=64, tokens=200),
     "scripts": lambda s: outages.scripts_forgotten(s.url, streams=32, tokens=200),

@@ -2,12 +2,13 @@
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import redis.asyncio
 
-from sluice import Client
+from sluice import Client, UnknownJob
 from tests.support.chaos.harness import (
     Figure,
     Recording,
@@ -24,6 +25,7 @@ from tests.support.chaos.harness import (
     submit_all,
     until_decoding,
 )
+from tests.support.sentinels import Sentinels, replica_of
 from tests.support.stack import Server
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
@@ -60,6 +62,55 @@ async def restarted(*, away_s: float, streams: int, tokens: int) -> list[Figure]
         *figures,
         Figure(f"server away for {away_s:g} s: worker alive", "yes", "yes" if alive else "no", alive),
     ]
+
+
+async def failed_over(*, streams: int, tokens: int) -> list[Figure]:
+    """Kill the primary while all streams run. The replica that three sentinels promote lacks the last half second: ends
+    of the logs, and a job that was submitted then."""
+    with (
+        Server() as primary,
+        replica_of(primary) as replica,
+        Sentinels(primary) as sentinels,
+    ):
+        async with Client(sentinels.url) as client, redis.asyncio.Redis.from_url(replica.url) as db:
+            with paced_worker(sentinels.url, max_rows=streams + 1, reserved_rows=0):
+                ids = await submit_all(client, streams, chat_request(tokens))
+                watching = asyncio.create_task(record_all(client, ids))
+                await until_decoding(client, ids)
+                await _cut_off_replicas(primary)
+                await client.submit(chat_request(tokens), id="lost")
+                await until_decoding(client, ["lost"])
+                running_then = await count_running(db, ids)
+                began = time.monotonic()
+                primary.kill()
+                await asyncio.to_thread(sentinels.until, lambda: sentinels.primary_port() == replica.port)
+                failover_s = time.monotonic() - began
+                recordings = await watching
+                figures = await figures_of(db, f"failover, {streams} streams", recordings, tokens)
+                is_told = await _is_unknown(client, "lost")
+    gap_s = max(stream.gap_s for stream in recordings)
+    return [
+        at_each("failover", [running_then], streams),
+        *figures,
+        Figure("failover: longest gap", f"≤ {failover_s:.1f} + 5 s", f"{gap_s:.1f} s", gap_s <= failover_s + 5),
+        Figure("failover: a lost job is told", "yes", "yes" if is_told else "no", is_told),
+    ]
+
+
+async def _cut_off_replicas(primary: Server) -> None:
+    """Have replicas miss all that is written from now on."""
+    async with redis.asyncio.Redis.from_url(primary.url) as db:
+        await db.execute_command("ACL SETUSER", "default", "-psync", "-sync")
+        await db.execute_command("CLIENT KILL", "TYPE", "replica")
+
+
+async def _is_unknown(client: Client, job_id: str) -> bool:
+    try:
+        async for _ in client.stream(job_id, unknown_s=1):
+            pass
+    except UnknownJob:
+        return True
+    return False
 
 
 async def connections_killed(url: str, *, streams: int, tokens: int) -> list[Figure]:

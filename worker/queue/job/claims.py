@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-import redis
 from arq.constants import in_progress_key_prefix, job_key_prefix, retry_key_prefix
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from sluice.contract import keys
 from sluice.contract.keys import Lane
+from sluice.transport import blocking_client, follow_primary
 from worker.monitoring.health import Heartbeat
 from worker.queue.job.resume_state import ResumeState
 from worker.queue.scripts import JOB_LIFE_MS, arguments, reply_fields, script, worker_source
@@ -333,10 +333,8 @@ class LeaseKeeper:
         self._every_s = settings.lease_s / 3
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
-        self._redis = redis.Redis.from_url(
-            settings.redis_url,
-            socket_timeout=self._every_s,
-            socket_connect_timeout=self._every_s,
+        self._redis = blocking_client(
+            settings.redis_url, socket_timeout=self._every_s, socket_connect_timeout=self._every_s
         )
         self._renew = self._redis.register_script(worker_source("renew"))
 
@@ -383,6 +381,7 @@ class LeaseKeeper:
     def _renew_leases(self, claims: list[Claim]) -> list[Claim]:
         """Renew the leases. Returns the claims that this worker no longer owns."""
         names = [_as_bytes(name) for claim in claims for name in _keys_of(claim.job_id)]
+        follow_primary(self._redis)
         lease_ms, name = int(self._settings.lease_s * 1000), self._settings.worker_name
         answer = self._renew(keys=names, args=[lease_ms, JOB_LIFE_MS, name, *(c.attempt for c in claims)])
         return [claims[i - 1] for i in answer]
