@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from redis.asyncio import Redis
 
@@ -243,6 +243,11 @@ class Client:
     async def workers(self) -> list[dict[str, str]]:
         """Return the fields that each live worker publishes about itself; `state` is `running` or `draining`."""
         return await self._workers.read_all()
+
+    async def ask_worker(self, worker: Mapping[str, str], what: Literal["drain", "restart"]) -> bool:
+        """Ask a worker, as `workers` returns it, to drain (end its jobs and leave), or to drain and start again, one
+        worker of a model after the other. Returns at once; False if that process has ended."""
+        return await self._workers.ask(worker, what)
 
     async def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters, the jobs that crashed workers, oldest first."""

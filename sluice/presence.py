@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
@@ -25,12 +25,19 @@ class Workers:
         self._redis = redis
         self._retries = retries
         self._waits_out_outages = waits_out_outages
+        self._ask = redis.register_script(source("ask_worker"))
 
     async def read_all(self) -> list[dict[str, str]]:
         """Return the fields of each live worker."""
         found = await self._retries.scan(keys.WORKERS, waits_out_outages=self._waits_out_outages)
         workers = [await self._read(key) for key in found]
         return [worker for worker in workers if worker]
+
+    async def ask(self, worker: Mapping[str, str], what: Literal["drain", "restart"]) -> bool:
+        """Ask the process of these fields to drain or to restart. Returns False if it has ended."""
+        name = worker["name"]
+        args = [name, worker["started_at"], what]
+        return bool(await self._send(lambda: self._ask(keys=[keys.worker(name)], args=args)))
 
     async def models(self) -> set[str]:
         """Return the models that have a live worker which takes jobs."""

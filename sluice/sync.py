@@ -168,6 +168,7 @@ class SyncClient:
     waits_for = blocking(Client.waits_for)
     state = blocking(Client.state)
     workers = blocking(Client.workers)
+    ask_worker = blocking(Client.ask_worker)
     queued = blocking(Client.queued)
     queues = blocking(Client.queues)
     misplaced_jobs = blocking(Client.misplaced_jobs)

@@ -21,6 +21,8 @@ from worker.process.daemon import (
     EXIT_FORCED,
     ExitTimer,
     collect_on_a_timer,
+    default_signals,
+    execute_again,
     pause_collections,
     resume_collections,
 )
@@ -45,7 +47,8 @@ _THREADS_S = 1.0
 
 
 async def serve_jobs(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT; then the process ends, even if a thread does not. Raises `CannotStart`."""
+    """Serve until SIGTERM or SIGINT; then the process ends, even if a thread does not. If it is asked to restart, it
+    executes itself again instead. Raises `CannotStart`."""
     health, ending = Health(settings.watchdog_s), ExitTimer()
     with ending.after_error(_THREADS_S), served_metrics(settings.model_name, settings.metrics_port, health) as metrics:
         batches = _batch_directory(settings)
@@ -54,7 +57,12 @@ async def serve_jobs(settings: Settings) -> None:
             server = RedisServer(redis, settings)
             await server.check_early()
             await engine_imported
-            await _serve(settings, server, batches, metrics, health, ending)
+            worker = await _serve(settings, server, batches, metrics, health, ending)
+    if worker.restarts:
+        default_signals()
+        await asyncio.sleep(0.01)  # for the handlers of earlier signals: such a process does not come back
+        if worker.restarts:
+            execute_again()
     # Without it Python would wait for threads in native code: asyncio for its own, then the interpreter for all.
     ending.exit_after(_THREADS_S, 0)
 
@@ -91,7 +99,7 @@ async def _serve(
     metrics: MetricsSink,
     health: Health,
     ending: ExitTimer,
-) -> None:
+) -> "QueueWorker":
     to_warm = _to_warm(settings)
     engine = _engine(settings, metrics)
     logger.info("loading %s", settings.model)
@@ -115,6 +123,7 @@ async def _serve(
                 async with _warming(engine, context, to_warm):
                     await _work(worker, batches, ending)
     logger.info("stopped")
+    return worker
 
 
 def _to_warm(settings: Settings) -> "list[WarmBody]":

@@ -12,8 +12,9 @@ from sluice.cli.commands.chat import chat
 from sluice.cli.commands.dead import dead
 from sluice.cli.commands.jobs import cancel, submit, tail
 from sluice.cli.commands.keys import keys
-from sluice.cli.commands.queue import queue, workers
+from sluice.cli.commands.queue import queue
 from sluice.cli.commands.up import serve, up
+from sluice.cli.commands.workers import workers
 from sluice.cli.errors import CliError
 from sluice.cli.terminal.output import replace_unencodable
 
@@ -30,8 +31,9 @@ app.command()(up)
 app.command()(serve)
 for name in ("check", "prompt", "parse"):
     worker_commands.add(app, name)
-for command in (chat, submit, tail, cancel, workers):
+for command in (chat, submit, tail, cancel):
     app.command()(command)
+app.add_typer(workers, name="workers")
 app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")

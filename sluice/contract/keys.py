@@ -108,6 +108,11 @@ def worker(name: str) -> str:
     return f"sluice:worker:{name}"
 
 
+def restart(model: str) -> str:
+    """String: the one worker of the model that restarts now; the next waits until it is back."""
+    return f"sluice:restart:{model}"
+
+
 def slot(name: str, unix_s: int) -> str:
     """String: the worker that has taken this slot of a cron job."""
     return f"sluice:cron:{name}:{unix_s}"

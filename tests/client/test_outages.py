@@ -135,6 +135,7 @@ CALLS: dict[str, tuple[Callable[[Client], Awaitable[Any]], Any]] = {
     "cancel": (lambda client: client.cancel("a"), None),
     "state": (lambda client: client.state("a"), "running"),
     "workers": (lambda client: client.workers(), [{"name": "ada"}]),
+    "ask_worker": (lambda client: client.ask_worker({"name": "ada", "started_at": "1"}, "drain"), False),
     "queued": (lambda client: client.queued("default", "batch"), 0),
     "ping": (lambda client: client.ping(), None),
     "dead_letters": (lambda client: client.dead_letters(), []),

@@ -20,6 +20,7 @@ NAMES = {
     keys.model("default"): "sluice:model:default",
     keys.rows("default"): "sluice:model:default:rows",
     keys.worker("mac-1"): "sluice:worker:mac-1",
+    keys.restart("default"): "sluice:restart:default",
     keys.slot("5f2c", 1795305600): "sluice:cron:5f2c:1795305600",
     keys.WORKERS: "sluice:worker:*",
     keys.batch("batch_1"): "sluice:batch:batch_1",

@@ -40,7 +40,7 @@ def narrow(narrow_worker: WorkerProcess, sluice: Command) -> Iterator[str]:
     sluice("cancel", "busy")
 
 
-def paced(url: str, model_name: str, *, max_rows: int = 4, queue_limit: int = 100) -> WorkerProcess:
+def paced(url: str, model_name: str, *, max_rows: int = 4, queue_limit: int = 100, **more: object) -> WorkerProcess:
     return WorkerProcess(
         url,
         model="paced",
@@ -50,6 +50,7 @@ def paced(url: str, model_name: str, *, max_rows: int = 4, queue_limit: int = 10
         max_rows=max_rows,
         reserved_rows=0,
         queue_limit=queue_limit,
+        **more,
     )
 
 
@@ -93,9 +94,10 @@ def test_workers_are_shown_with_their_rows_and_the_jobs_of_each_lane(sluice: Com
     put_off(sluice, "interactive", 2)
     put_off(sluice, "batch", 1200)
     code, out, err = sluice("workers")
-    ((*fields, rate, paused, up_for, version),) = table(out, "Workers")
+    ((*fields, rate, speed, load, paused, up_for, version),) = table(out, "Workers")
     assert (code, fields, paused, err) == (0, [alive.name, "default", "running", "0 / 16", "14"], "no", "")
     assert (re.fullmatch(r"\d+\.\d\d", rate) is not None, version) == (True, __version__)
+    assert re.fullmatch(r"[\d,]+ \d+%", f"{speed} {load}")
     assert re.fullmatch(r"\d+ (s|min)( \d+ s)?", up_for)
     assert table(out, "Jobs queued and running") == [["default", "2", "1,200"]]
 
@@ -107,6 +109,7 @@ def test_workers_as_json_are_one_object_a_line_with_numbers(sluice: Command, ali
     said = json.loads(line)
     assert 0 <= time.time() - said.pop("started_at") < HOUR_S
     assert said.pop("jobs_per_s") >= 0  # other tests' jobs may have ended in the last minute
+    assert (said.pop("tokens_per_s") >= 0, 0 <= said.pop("load") <= 1) == (True, True)
     assert (code, err, said) == (0, "", {
         "name": alive.name,
         "model": "default",
@@ -117,6 +120,7 @@ def test_workers_as_json_are_one_object_a_line_with_numbers(sluice: Command, ali
         "queue_limit": 10_000,
         "images": False,
         "version": __version__,
+        "protocol": 1,
         "queued": {"interactive": 0, "batch": 3},
     })  # fmt: skip
 
@@ -150,6 +154,57 @@ def test_no_worker_is_a_sentence_with_the_way_out_and_exit_code_1(sluice: Comman
         code, out, err = sluice("workers", *how, "--redis-url", empty.url)
     assert (code, out, len(err.splitlines())) == (1, "", 1)
     assert "Start one: sluice worker --model" in err
+
+
+def test_a_drained_worker_ends_its_jobs_takes_no_more_and_leaves(sluice: Command, alive: WorkerProcess) -> None:
+    with paced(alive.url, "leaving", grace_s=60) as process:
+        sluice("submit", "--file", "-", "--id", "last", "--model", "leaving", stdin=json.dumps(chat_request(100)))
+        sluice.wait_until_running("last")
+        code, out, err = sluice("workers", "drain", process.name)
+        assert (code, out, err.splitlines()[-1]) == (0, "", f"{process.name}: has left")
+        assert f"{process.name}: drains, rows left: 1" in err
+        assert (process.wait(), sluice.db.hmget("sluice:job:last", "state", "attempt")) == (0, ["finished", "1"])
+    assert sluice.db.hget(f"sluice:worker:{alive.name}", "state") == "running"
+
+
+def test_asking_without_waiting_returns_at_once(sluice: Command, alive: WorkerProcess) -> None:
+    with paced(alive.url, "leaving") as process:
+        code, out, err = sluice("workers", "drain", process.name, "--no-wait")
+        assert (code, out, err) == (0, "", f"asked to drain: {process.name}\n")
+        assert process.wait() == 0
+
+
+def test_workers_restart_one_after_the_other(sluice: Command, alive: WorkerProcess) -> None:
+    with paced(alive.url, "many", name="m-1") as one, paced(alive.url, "many", name="m-2") as two:
+        before = [sluice.db.hget(f"sluice:worker:{each.name}", "started_at") for each in (one, two)]
+        code, out, err = sluice("workers", "restart", "m-1", "m-2")
+        assert (code, out, err.splitlines()[-1].endswith("is back")) == (0, "", True)
+        assert {line for line in err.splitlines() if "is back" in line} == {"m-1: is back", "m-2: is back"}
+        assert sum("waits for its turn" in line for line in err.splitlines()) >= 1
+        after = [sluice.db.hget(f"sluice:worker:{each.name}", "started_at") for each in (one, two)]
+        assert all(was != now for was, now in zip(before, after, strict=True))
+        pids = [sluice.db.hget(f"sluice:worker:{each.name}", "pid") for each in (one, two)]
+        assert pids == [str(one.pid), str(two.pid)], "a service manager that started them still has them"
+        assert not sluice.db.exists("sluice:restart:many")
+
+
+@pytest.mark.parametrize("what", ["drain", "restart"])
+def test_an_unknown_worker_is_refused_with_those_there_are(sluice: Command, alive: WorkerProcess, what: str) -> None:
+    code, out, err = sluice("workers", what, "nobody", alive.name)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert ("'nobody'" in err, alive.name in err) == (True, True)
+    assert sluice.db.hget(f"sluice:worker:{alive.name}", "asked") is None
+
+
+def test_a_worker_of_an_earlier_version_is_not_asked(sluice: Command, alive: WorkerProcess) -> None:
+    sluice.db.hset("sluice:worker:old", mapping={"name": "old", "model": "m", "started_at": "1"})
+    code, _, err = sluice("workers", "drain", "old")
+    assert (code, "SIGTERM" in err, sluice.db.hget("sluice:worker:old", "asked")) == (2, True, None)
+
+
+def test_an_option_in_front_of_the_command_is_refused_instead_of_ignored(sluice: Command, alive: WorkerProcess) -> None:
+    code, _, err = sluice("workers", "--redis-url", "redis://elsewhere", "drain", alive.name)
+    assert (code, "--redis-url: it must follow the command" in err) == (2, True)
 
 
 # Dead letters
@@ -284,7 +339,10 @@ def test_a_retry_into_a_full_queue_keeps_the_letter(sluice: Command, narrow: str
 # Help
 
 
-@pytest.mark.parametrize("command", ["workers", "dead", "dead list", "dead show", "dead retry", "dead drop"])
+@pytest.mark.parametrize(
+    "command",
+    ["workers", "workers drain", "workers restart", "dead", "dead list", "dead show", "dead retry", "dead drop"],
+)
 def test_help_teaches_with_an_example_and_needs_no_worker(sluice: Command, command: str) -> None:
     code, out = sluice.help(*command.split())
     example = command if command != "dead" else "dead list"

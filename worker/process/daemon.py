@@ -5,9 +5,11 @@ import gc
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import NoReturn
 
 from worker.errors import CannotStart
 
@@ -52,6 +54,24 @@ class ExitTimer:
     async def _await(self, event: asyncio.Event, limit_s: float, code: int) -> None:
         await event.wait()
         self.exit_after(limit_s, code)
+
+
+def default_signals() -> None:
+    """Let the next SIGINT or SIGTERM end the process at once. Handlers of the loop still run for those that came."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+
+
+def execute_again() -> NoReturn:
+    """Replace this process by a new one with its id, command line and environment. Threads end wherever they are.
+    Raises `CannotStart`."""
+    # The new process ignores it until it serves: by default it ends one that loads its model.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    logging.shutdown()
+    try:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    except OSError as error:
+        raise CannotStart(f"{sys.executable}: cannot be executed again ({error.strerror}); start the worker") from None
 
 
 def _exit_code(error: BaseException) -> int:

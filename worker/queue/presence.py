@@ -1,4 +1,5 @@
-"""Publishes a worker's presence: a hash with its model and limits, which expires with its lease."""
+"""Publishes a worker's presence, a hash with its model and limits which expires with its lease, and reads in it what
+the worker is asked to do. Lets workers restart one after the other."""
 
 import asyncio
 import logging
@@ -8,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import Literal, Protocol
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -19,6 +20,7 @@ from worker import __version__
 from worker.errors import CannotStart
 from worker.queue.job.claims import offline_rows
 from worker.queue.redis_server import ServerClock
+from worker.queue.scripts import script
 from worker.queue.services import wait_first
 from worker.settings import Settings
 
@@ -28,6 +30,9 @@ logger = logging.getLogger("sluice.queue")
 # int() refuses very long numbers.
 _REPORT = re.compile(rb"(?:[\d.]+|%b) [\d.]+ (\d{1,15}) (\d{1,15}) (\d{1,15})" % keys.DRAINING.encode())
 _PROCESS = ["host", "pid", "started_at"]  # fields that no two processes share
+
+Asked = Literal["drain", "restart"]
+_ASKED: tuple[Asked, ...] = ("drain", "restart")
 
 
 Abilities = dict[str, str | int]  # fields of a worker's hash
@@ -100,11 +105,17 @@ class Presence:
         clock: ServerClock,
         accepted: Abilities | None = None,
         stopping: asyncio.Event | None = None,
+        *,
+        work: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
+        on_asked: Callable[[Asked], None] = lambda asked: None,
     ) -> None:
         """`accepted`: what `abilities` returns; None: those of a model of text without tools. `stopping`: set when the
-        worker begins to drain."""
+        worker begins to drain. `work`: see `ServedModel`. `on_asked` receives what this process is asked to do."""
         self._clock, self._settings = clock, settings
         self._stopping = stopping or asyncio.Event()
+        self._work, self._work_before = work, (time.monotonic(), *work())
+        self._asked, self._on_asked = b"", on_asked
+        self._told = asyncio.Event()
         self._warned_at = float("-inf")
         self._has_name = False
         self._redis, self._key = redis, keys.worker(settings.worker_name)
@@ -118,6 +129,7 @@ class Presence:
             "queue_limit": settings.queue_limit,
             **(accepted or abilities()),
             "version": __version__,
+            "protocol": 1,  # the version of the contract
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started_at": round(time.time(), 3),
@@ -144,13 +156,17 @@ class Presence:
                 pass  # the publisher and the claim loop log an outage
             await self._next_turn()
 
+    def told(self) -> None:
+        """Publish soon: this worker is asked for something, a message says. Any client can send it."""
+        self._told.set()
+
     async def _next_turn(self) -> None:
-        """Wait for a third of a lease, or until the worker begins to drain."""
-        pause_s = self._lease_ms / 1000 / 3
-        if self._stopping.is_set():
-            await asyncio.sleep(pause_s)
-        else:
-            await wait_first(self._stopping.wait(), timeout_s=pause_s)
+        """Wait for a third of a lease, or until the worker begins to drain or is told."""
+        began = [] if self._stopping.is_set() else [self._stopping.wait()]
+        await wait_first(self._told.wait(), *began, timeout_s=self._lease_ms / 1000 / 3)
+        if self._told.is_set():
+            await asyncio.sleep(0.05)  # of a flood of messages, all that come meanwhile are one
+            self._told.clear()
 
     async def publish(self, running: _Running) -> dict[Lane, int]:
         """Publish this worker's state, valid for one lease.
@@ -177,13 +193,13 @@ class Presence:
         offline = offline_rows(self._settings, self._clock.utc())
         draining = self._stopping.is_set()
         state = keys.DRAINING if draining else "running"
-        load = {"state": state, "rows": running.rows(), "offline_rows": offline, "jobs_per_s": rate}
+        load = {"state": state, "rows": running.rows(), "offline_rows": offline, "jobs_per_s": rate, **self._speed()}
         counts = " ".join(str(jobs[lane]) for lane in LANES)
         # Without a limit, submissions do not count the worker, which takes no more jobs.
         limit = keys.DRAINING if draining else self._settings.queue_limit
         report = f"{limit} {rate} {self._valid_until():.0f} {counts}"
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hmget(self._key, _PROCESS)
+            pipe.hmget(self._key, [*_PROCESS, "asked"])
             pipe.hset(self._key, mapping={**self._fields, **load})
             pipe.pexpire(self._key, self._lease_ms)
             pipe.hset(self._model_key, self._settings.worker_name, report)
@@ -191,9 +207,25 @@ class Presence:
             pipe.hvals(self._model_key)
             for queue in self._queues:
                 pipe.zcount(queue, "-inf", now * 1000)
-            written_by, *_, workers, interactive, batch = await pipe.execute()
+            (*written_by, asked), *_, workers, interactive, batch = await pipe.execute()
         self._warn_of_another(written_by)
+        self._pass_on(asked or b"")
         return _waiting(dict(zip(LANES, (interactive, batch), strict=True)), workers, now)
+
+    def _speed(self) -> dict[str, float]:
+        """Return what the engine has done since the last call: sampled tokens a second, and its share of the time."""
+        before, self._work_before = self._work_before, (time.monotonic(), *self._work())
+        took_s, *done = (now - then for now, then in zip(self._work_before, before, strict=True))
+        tokens_per_s, load = (each / max(took_s, 0.001) for each in done)
+        return {"tokens_per_s": round(tokens_per_s, 1), "load": round(min(1.0, load), 3)}
+
+    def _pass_on(self, asked: bytes) -> None:
+        """Pass on what this process is asked to do, once. What another process of this name was asked is not meant."""
+        if asked != self._asked:
+            self._asked = asked
+            for each in _ASKED:
+                if asked == f"{each} {self._fields['started_at']}".encode():
+                    self._on_asked(each)
 
     def _warn_of_another(self, written_by: list[bytes | None]) -> None:
         """Log that another process publishes itself under this name, if it does; once a minute."""
@@ -220,6 +252,63 @@ class Presence:
                 await pipe.execute()
         except (RedisError, OSError):
             logger.info("redis does not answer: the worker's presence expires with its lease")
+
+
+class RestartTurn:
+    """Lets the workers of a model restart one after the other: the next begins when the one before is back.
+
+    The key of the turn holds a worker's name, which its process keeps when it executes itself again."""
+
+    def __init__(self, redis: Redis, settings: Settings, begin: Callable[[], None]) -> None:
+        """`begin` is called when this worker's turn to restart has come."""
+        self._redis, self._script = redis, script(redis, "restart")
+        self._key, self._name = keys.restart(settings.model_name), settings.worker_name
+        # For the drain, and for the load of a model from a slow disk: after that, the worker counts as lost.
+        self._turn_ms = int((settings.grace_s + 600.0) * 1000)
+        self._begin, self._asked = begin, asyncio.Event()
+
+    def ask(self) -> None:
+        """Restart when no other worker of the model does."""
+        self._asked.set()
+
+    def withdraw(self) -> None:
+        """Do not restart, unless the turn has come already."""
+        self._asked.clear()
+
+    async def run(self) -> None:
+        """Wait for the turn whenever the worker is asked to restart, until this task is cancelled."""
+        before = ""
+        while True:
+            await self._asked.wait()
+            try:
+                holder = await self._take(self._turn_ms)
+                if holder != self._name:
+                    if before != holder:
+                        logger.info("restarts when %s is back", holder)
+                    before = holder
+                elif before and not await self._redis.exists(keys.worker(before)):
+                    await self._give_up(before)
+                    before = ""
+                elif self._asked.is_set():
+                    self._asked.clear()
+                    self._begin()
+            except (RedisError, OSError):
+                pass  # the publisher and the claim loop log an outage
+            await asyncio.sleep(0.5)
+
+    async def _give_up(self, missing: str) -> None:
+        logger.error("does not restart: %s did not come back after its restart; find out why in its log", missing)
+        self._asked.clear()
+        await self._redis.hdel(keys.worker(self._name), "asked")  # type: ignore[misc]
+        await self.end()
+
+    async def end(self) -> None:
+        """End the turn, if this worker has it: it is back, or leaves. Raises RedisError, OSError."""
+        await self._take(0)
+
+    async def _take(self, turn_ms: int) -> str:
+        holder: bytes = await self._script(keys=[self._key], args=[self._name, turn_ms])
+        return holder.decode("utf-8", "replace")
 
 
 def _waiting(due: Mapping[Lane, int], workers: Iterable[bytes], now: float) -> dict[Lane, int]:

@@ -256,8 +256,12 @@ class ControlListener:
         wake: Callable[[], None],
         cancel: Callable[[str], None],
         on_reconnect: Callable[[], Awaitable[None]],
+        worker: str = "",
+        told: Callable[[], None] = lambda: None,
     ) -> None:
+        """`told` is called when `worker`, this one, is asked for something, which its hash says."""
         self._redis = redis
+        self._told, self._told_by = told, f"worker {worker}"
         self._model = model
         self._keyspace_events = keyspace_events
         self._wake = wake
@@ -298,7 +302,11 @@ class ControlListener:
             if channel == keys.CONTROL.encode():
                 await self._on_reconnect()
         elif channel == keys.CONTROL.encode():
-            self._cancel(data.decode("utf-8", "surrogateescape"))
+            text = data.decode("utf-8", "surrogateescape")
+            if text == self._told_by:
+                self._told()
+            else:
+                self._cancel(text)
         elif channel == keys.wake(self._model).encode() or data == b"zadd":
             self._wake()
 

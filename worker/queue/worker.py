@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,7 +24,7 @@ from worker.queue.cron import Cron
 from worker.queue.job.claims import MAX_COUNTS, Claim, Claims, LeaseKeeper, Takeover, WorkerRows, worker_rows
 from worker.queue.job.publisher import Publisher
 from worker.queue.job.runner import JobFunctions, JobRunner
-from worker.queue.presence import Abilities, Presence, abilities
+from worker.queue.presence import Abilities, Asked, Presence, RestartTurn, abilities
 from worker.queue.redis_server import Readiness, RedisServer, until_redis_answers
 from worker.queue.running import CancelRequests, ControlListener, RunningJobs
 from worker.queue.services import run_with_services, wait_first
@@ -92,6 +93,7 @@ class ServedModel:
     heartbeats: Sequence[Heartbeat] = ()  # of its threads; the process ends if one stalls
     abilities: Abilities = field(default_factory=abilities)
     step_times: Callable[[], Sequence[float]] = tuple  # as `StepTimes.seconds` returns them
+    work: Callable[[], tuple[int, float]] = lambda: (0, 0.0)  # tokens sampled and seconds spent in steps so far
 
 
 class QueueWorker:
@@ -105,9 +107,11 @@ class QueueWorker:
     - `Publisher` writes events and endings
     - `LeaseKeeper` renews the leases, `Takeover` forbids taking others over after an outage
     - `Presence` publishes that the worker is alive, `UnclaimedQueues` logs queues that no worker reads
+    - `RestartTurn` lets the workers of a model restart one after the other
 
     `stopping` is set by the first signal: no more jobs are claimed. `force_stop` is set by the second one: the grace
-    period of the running jobs ends early. Only `on_signal` sets them.
+    period of the running jobs ends early. `restarts` is True while the process shall execute itself again once it has
+    drained.
     """
 
     def __init__(
@@ -120,13 +124,14 @@ class QueueWorker:
         model: ServedModel | None = None,
         crons: Sequence[Cron] = (),
     ) -> None:
-        """Create it in the event loop's thread: from then on SIGINT and SIGTERM stop it. `crons` are not jobs: they
-        take no row, and no client can enqueue one."""
+        """Create it in the event loop's thread: from then on SIGINT and SIGTERM stop it, and SIGHUP restarts it.
+        `crons` are not jobs: they take no row, and no client can enqueue one."""
         model = model or ServedModel()
         redis = server.client
         self._server, self._settings = server, settings
         self._crons, self._step_times = tuple(crons), model.step_times
         self.stopping, self.force_stop = asyncio.Event(), asyncio.Event()
+        self.restarts, self._on_terminal = False, _on_terminal()
         self._woken = asyncio.Event()
         self._connected = False
         # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
@@ -142,6 +147,10 @@ class QueueWorker:
         )
         self.jobs = RunningJobs(publisher, metrics, run=runner.run, wake=self.wake)
         self._cancels = CancelRequests(redis, settings, self.jobs)
+        self._turn = RestartTurn(redis, settings, self._begin_restart)
+        self._presence = Presence(
+            redis, settings, server.clock, model.abilities, self.stopping, work=model.work, on_asked=self._on_asked
+        )
         listener = ControlListener(
             redis,
             settings.model_name,
@@ -149,8 +158,9 @@ class QueueWorker:
             wake=self.wake,
             cancel=self._cancels.add,
             on_reconnect=self._cancels.check_running,
+            worker=settings.worker_name,
+            told=self._presence.told,
         )
-        self._presence = Presence(redis, settings, server.clock, model.abilities, self.stopping)
         self.heartbeat = Heartbeat("event loop")
         heartbeats = [self.heartbeat, *model.heartbeats]
         self._leases = LeaseKeeper(settings, self.jobs.claims, self.jobs.ownership_lost, heartbeats)
@@ -159,11 +169,16 @@ class QueueWorker:
             listener.run,
             self._cancels.run,
             partial(self._presence.run, self.jobs, metrics.set_waiting),
+            self._turn.run,
             self.heartbeat.keep_beating,
             UnclaimedQueues(redis, settings.model_name).run,
         )
+        self._handle_signals(asyncio.get_running_loop())
+
+    def _handle_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         for signum in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(signum, self.on_signal, signum)
+            loop.add_signal_handler(signum, self.on_signal, signum)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
 
     async def main(self) -> None:
         """Run until a signal, give running jobs `grace_s` seconds to end, requeue the rest. Raises `CannotStart`."""
@@ -175,13 +190,20 @@ class QueueWorker:
         finally:
             self._leases.stop()
         await self._presence.remove()
+        if not self.restarts:
+            with suppress(RedisError, OSError):  # then the turn expires
+                await self._turn.end()
 
     async def connect(self) -> bool:
         """Wait for Redis, check it, and take the worker's name. Returns False if the worker is stopped first. Raises
         `CannotStart`."""
         if not self._connected:
             self._connected = await self._until_answered(self._check_server)
-        return self._connected and await self._until_answered(partial(self._presence.take_name, self.jobs))
+        return self._connected and await self._until_answered(self._take_name)
+
+    async def _take_name(self) -> None:
+        await self._presence.take_name(self.jobs)
+        await self._turn.end()
 
     async def _check_server(self) -> None:
         self._takeover.record_first_answer(await self._server.connect())
@@ -276,14 +298,38 @@ class QueueWorker:
     def on_signal(self, signum: Signals) -> None:
         """Start the drain at the first signal; end its grace period at the second."""
         name, running = Signals(signum).name, len(self.jobs)
-        if not self.stopping.is_set():
-            logger.info("%s: stopping; %s", name, _plan(running, self._settings.grace_s))
+        if not self.stopping.is_set() or self.restarts:
+            self._drain(f"{name}: stopping")
         elif not self.force_stop.is_set():
             logger.info("%s again: requeueing %s", name, _jobs(running))
             self.force_stop.set()
+
+    def _drain(self, why: str, *, restarts: bool = False) -> None:
+        logger.info("%s; %s", why, _plan(len(self.jobs), self._settings.grace_s))
+        self.restarts = restarts
+        self._turn.withdraw()
         self.stopping.set()
         self.readiness.drain()
         self.wake()
+
+    def _on_asked(self, asked: Asked) -> None:
+        """Leave or restart, as an operator has asked this process by its hash."""
+        if asked == "restart":
+            self._turn.ask()
+        elif not self.stopping.is_set() or self.restarts:
+            self._drain("asked to drain: stopping")
+
+    def _on_hangup(self) -> None:
+        """Restart; or stop, if SIGHUP says that the worker's terminal was closed."""
+        if self._on_terminal and not _on_terminal():
+            self.on_signal(signal.SIGHUP)
+        elif not self.stopping.is_set():
+            logger.info("SIGHUP: restarting when no other worker of %s does", self._settings.model_name)
+            self._turn.ask()
+
+    def _begin_restart(self) -> None:
+        if not self.stopping.is_set():
+            self._drain("restarting", restarts=True)
 
     def stop(self) -> None:
         """Start the drain, as at SIGTERM."""
@@ -305,6 +351,10 @@ class QueueWorker:
         await wait_first(self.jobs.all_ended(), timeout_s=_LAST_WRITES_S)
         if left := len(self.jobs):
             logger.error("%d jobs could not be requeued: other workers take them over when their leases expire", left)
+
+
+def _on_terminal() -> bool:
+    return any(map(os.isatty, range(3)))
 
 
 def _plan(running: int, grace_s: float) -> str:

@@ -20,6 +20,7 @@ from worker.engine.step.tuning import CLASSES
 from worker.jobs import chat
 from worker.monitoring.health import Health
 from worker.outcomes import OutcomeListener, Sampled
+from worker.process.daemon import execute_again
 from worker.queue.job.runner import JobFunctions
 from worker.queue.redis_server import RedisServer, redis_from_settings
 from worker.queue.worker import QueueWorker, ServedModel
@@ -168,6 +169,8 @@ async def serve(settings: Settings, step_s: float) -> None:
             health.set_checks({"event loop": worker.heartbeat}, worker.readiness.parts())
             await worker.main()
     stepping.cancel()
+    if worker.restarts:
+        execute_again()
 
 
 if __name__ == "__main__":
