@@ -35,8 +35,8 @@ class Workers:
 
     async def ask(self, worker: Mapping[str, str], what: Literal["drain", "restart"]) -> bool:
         """Ask the process of these fields to drain or to restart. Returns False if it has ended."""
-        name = worker["name"]
-        args = [name, worker["started_at"], what]
+        name = worker.get("name", "")
+        args = [name, worker.get("started_at", ""), what]
         return bool(await self._send(lambda: self._ask(keys=[keys.worker(name)], args=args)))
 
     async def models(self) -> set[str]:

@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Client, Finished
-from tests.end_to_end.test_shutdown import ended
+from tests.end_to_end.test_shutdown import HANGS_S, ended, endless, until_decoding, until_said
 from tests.support.stack import WorkerProcess, free_port
 from tests.waiting import until
 
@@ -96,6 +96,19 @@ async def test_a_worker_restarts_with_its_port_and_then_stops(redis_url: str, cl
         await until(is_back, within_s=60)
         assert (await answer(client, 0))[1] == {1}
         worker.signal(signal.SIGTERM)
+        assert await ended(worker) == 0
+
+
+@pytest.mark.slow
+async def test_sigterm_ends_a_worker_that_drains_to_restart(redis_url: str, client: Client) -> None:
+    with WorkerProcess(redis_url, grace_s=HANGS_S) as worker:
+        job = await client.submit(endless(20_000))
+        await until_decoding(client, job.id)
+        worker.signal(signal.SIGHUP)
+        await until_said(worker, "restarting;")
+        worker.signal(signal.SIGTERM)
+        await until_said(worker, "SIGTERM: stopping;")
+        await client.cancel(job.id)
         assert await ended(worker) == 0
 
 

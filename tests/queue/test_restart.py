@@ -97,6 +97,7 @@ async def test_a_process_that_has_ended_cannot_be_asked(db: Redis, client: Clien
     assert not await client.ask_worker({"name": "ada", "started_at": "1"}, "drain")
     await db.hset(keys.worker("ada"), "started_at", "2")
     assert not await client.ask_worker({"name": "ada", "started_at": "1"}, "drain")
+    assert not await client.ask_worker({"name": "ada"}, "drain")
     assert await db.hgetall(keys.worker("ada")) == {b"started_at": b"2"}
     await db.set(keys.worker("bob"), "foreign")
     assert not await client.ask_worker({"name": "bob", "started_at": "1"}, "drain")

@@ -242,9 +242,11 @@ async def _follow(
                 changed_at = time.monotonic()
         shown = now
         left = [name for name, progress in now.items() if progress not in _DONE]
-        if refusing := [name for name in left if now[name] == _WITHDRAWN]:
+        if lost := [name for name in left if now[name] == _WITHDRAWN]:
             raise CliError(
-                f"{refusing[0]} does not restart: a worker before it did not come back. Its log says why.", exit_code=1
+                f"{lost[0]} will not {what}: a worker before it did not come back, as its log says, or the server lost "
+                "the request. Ask again.",
+                exit_code=1,
             )
         if not left:
             return
@@ -254,7 +256,7 @@ async def _follow(
 
 
 _GONE, _BACK = "has left", "is back"
-_WITHDRAWN = "does not restart"
+_WITHDRAWN = "is not asked any more"
 _DONE = (_GONE, _BACK)
 
 
@@ -266,6 +268,6 @@ def _progress(asked: _Fields, now: _Fields | None, what: Literal["drain", "resta
         return _GONE if what == "drain" else _BACK
     if now.get("state") == DRAINING:
         return f"drains, rows left: {now.get('rows')}"
-    if what == "restart" and "asked" not in now:
+    if "asked" not in now:
         return _WITHDRAWN
     return "waits for its turn" if what == "restart" else "is asked to drain"
