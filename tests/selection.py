@@ -13,6 +13,9 @@ ALIKE = (
     ("llama", "qwen3", "qwen3_moe", "deepseek_v3"),  # keys and values of every token
     # a window beside full attention
     ("gemma3", "gpt_oss", "gemma3n", "gemma4 with experts", "gemma4", "llama_swa", "cohere2", "gemma4_text"),
+    # both through mlx-vlm
+    ("k2_horizon", "mistral_large3", "xing4_0"),
+    ("cohere2_moe", "flint", "kolibri1", "step3p7"),
     # recurrent state beside full attention
     ("qwen3_5", "jamba", "kimi_linear", "qwen3_5_moe", "qwen3_next", "nemotron_h", "granitemoehybrid", "lfm2"),
     ("mamba2", "rwkv7", "mamba"),  # recurrent state alone

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.engine.driver import Run
-from tests.engine.tiny import CONFIGS, FAMILIES, VOCAB, alone, greedy_with_logprobs, network, prompt, write_checkpoint
+from tests.engine.tiny import (
+    CONFIGS,
+    FAMILIES,
+    ONLY_MLX_VLM,
+    VOCAB,
+    alone,
+    greedy_with_logprobs,
+    network,
+    prompt,
+    write_checkpoint,
+)
 from tests.engine.tiny import model as family_model
 from worker.engine.batch.decode_batch import DecodeBatch
 from worker.engine.model.load import Model, open_model
@@ -48,7 +58,7 @@ def outcomes_alone(family: str, i: int) -> list[tuple[int, float]]:
         pytest.param(1.0, id="plenty", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ONLY_MLX_VLM])
 def test_rows_that_join_leave_and_are_preempted_equal_their_answers_alone(family: str, step_s: float) -> None:
     run, rng = Run(family_model(family), step_s=step_s), random.Random(f"{family} {step_s}")
     cancelled, preempted = {"3": rng.randrange(4, 20), "8": rng.randrange(4, 20)}, set[str]()

@@ -18,6 +18,7 @@ from worker.engine.cache.segments import needs_states
 from worker.engine.model.load import Model
 from worker.engine.model.profile import drafting, profile, weights_bytes
 from worker.engine.upstream.mlx_lm import load_tokenizer
+from worker.engine.vision.load import LanguageModel, built_by_mlx_vlm
 
 VOCAB = 1024
 EOS = 2
@@ -358,6 +359,63 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
+_LATENT_EXPERTS = {
+    **_LATENT,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
+_WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+_ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Families that mlx-lm does not have.
+ONLY_MLX_VLM: dict[str, dict[str, Any]] = {
+    "k2_horizon": {**_PLAIN, "model_type": "k2_horizon"},
+    # The text of two models for images.
+    "mistral_large3": {
+        "model_type": "mistral_large3",
+        "text_config": _LATENT_EXPERTS,
+        "vision_config": {
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "patch_size": 14,
+            "image_size": 28,
+        },
+    },
+    "step3p7": {
+        "model_type": "step3p7",
+        "text_config": {
+            **_SMALL,
+            **_WINDOWS,
+            "num_attention_groups": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "share_expert_dim": 32,
+            "moe_layers_enum": [2, 3],
+        },
+        "vision_config": {"width": 32, "layers": 1, "heads": 2, "image_size": 28},
+    },
+    "xing4_0": {**_LATENT_EXPERTS, "model_type": "xing4_0", "n_group": 2, "topk_group": 1},
+    "cohere2_moe": {
+        **_SMALL,
+        **_ROUTED,
+        "model_type": "cohere2_moe",
+        "num_hidden_layers": 4,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "moe_num_shared_experts": 1,
+        "logit_scale": 0.25,
+    },
+    "flint": {**_SMALL, **_WINDOWS, **_ROUTED, "model_type": "flint", "shared_expert_intermediate_size": 32},
+    "kolibri1": {**_SMALL, **_WINDOWS, **_ROUTED, "model_type": "kolibri1", "shared_expert_intermediate_size": 32},
+}
+_ALL = {**EVERY_FAMILY, **ONLY_MLX_VLM}
 CANNOT_BATCH: dict[str, dict[str, Any]] = {
     "llama4": {
         "model_type": "llama4",
@@ -389,22 +447,30 @@ CANNOT_BATCH: dict[str, dict[str, Any]] = {
 
 @cache
 def network(family: str) -> Any:
-    return build(EVERY_FAMILY[family])
+    return build(_ALL[family])
 
 
 @cache
 def model(family: str) -> Model:
-    return model_of(network(family), EVERY_FAMILY[family])
+    return model_of(network(family), _ALL[family])
 
 
 def build(config: dict[str, Any]) -> nn.Module:
     """Return a network with random fp32 weights, spread enough for varied greedy answers."""
-    model_class, args_class = _get_classes(config)
     mx.random.seed(1)
-    built = model_class(args_class.from_dict(config))
+    built = _random(config)
     built.update(tree_map(_spread, built.parameters()))
     mx.eval(built.parameters())
-    return built
+    return LanguageModel(built) if config["model_type"] in ONLY_MLX_VLM else built
+
+
+def _random(config: dict[str, Any]) -> nn.Module:
+    """Return the whole model of the library that has this family."""
+    if config["model_type"] in ONLY_MLX_VLM:
+        return built_by_mlx_vlm(config)
+    model_class, args_class = _get_classes(config)
+    network: nn.Module = model_class(args_class.from_dict(config))
+    return network
 
 
 def model_of(network: nn.Module, config: dict[str, Any]) -> Model:
@@ -424,10 +490,9 @@ def model_of(network: nn.Module, config: dict[str, Any]) -> Model:
 
 
 def write_checkpoint(config: dict[str, Any], folder: Path, *, seed: int = 0) -> Path:
-    """Write a folder that `mlx_lm.load` opens: random fp32 weights, spread enough for varied greedy answers."""
-    model_class, args_class = _get_classes(config)
+    """Write a folder that the family's library opens: random fp32 weights, spread enough for varied greedy answers."""
     mx.random.seed(seed)
-    model = model_class(args_class.from_dict(config))
+    model = _random(config)
     model.update(tree_map(_spread, model.parameters()))
     folder.mkdir(parents=True, exist_ok=True)
     weights = dict(tree_flatten(model.parameters()))

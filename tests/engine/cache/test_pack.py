@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.engine.tiny import CANNOT_BATCH, FAMILIES, alone, build, network, prompt
+from tests.engine.tiny import CANNOT_BATCH, FAMILIES, ONLY_MLX_VLM, alone, build, network, prompt
 from worker.engine.cache.layers import layers
 from worker.engine.cache.pack import Pack, packing_of
 from worker.engine.cache.slots import batch_of, join, materialize
@@ -84,7 +84,7 @@ def assert_equals_alone(family: str, prompts: list[Prompt], shapes: list[tuple[i
         assert answer[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ONLY_MLX_VLM])
 def test_rows_of_one_length_equal_those_alone(family: str) -> None:
     shapes = [(31, seed) for seed in range(3)]
     prompts = [Prompt(family, *shape) for shape in shapes]
@@ -96,7 +96,7 @@ def test_rows_of_one_length_equal_those_alone(family: str) -> None:
 PACKING = cache(lambda family: packing_of(network(family)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ONLY_MLX_VLM])
 def test_rows_with_changing_partners_equal_those_alone(family: str) -> None:
     rng = random.Random(family)
     packing = PACKING(family)
@@ -119,7 +119,7 @@ NOT_PADDED = {"jamba", "recurrent_gemma", "rwkv7"}  # padding enters their state
 NOT_RAGGED = {"deepseek_v32"}  # selects columns
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ONLY_MLX_VLM])
 def test_rows_that_cannot_share_a_forward_are_known(family: str) -> None:
     recurrent = any(isinstance(layer, ArraysCache) for layer in layers(make_prompt_cache(network(family))))
     assert astuple(PACKING(family)) == (True, family not in NOT_RAGGED, recurrent, family not in NOT_PADDED)

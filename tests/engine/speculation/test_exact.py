@@ -22,7 +22,7 @@ from tests.engine.speculation.scenarios import (
     resumed,
     submit,
 )
-from tests.engine.tiny import EVERY_FAMILY, alone, model, network, prompt
+from tests.engine.tiny import EVERY_FAMILY, ONLY_MLX_VLM, alone, model, network, prompt
 from tests.support.stack import ROOT
 from worker.request import GenerationRequest
 
@@ -37,7 +37,7 @@ def test_drafts_are_tested_with_as_many_families_as_the_page_on_models_says() ->
     assert f", {len(EVERY_FAMILY)} in all." in (ROOT / "docs" / "models.md").read_text()
 
 
-@pytest.mark.parametrize("family", EVERY_FAMILY)
+@pytest.mark.parametrize("family", [*EVERY_FAMILY, *ONLY_MLX_VLM])
 def test_rows_with_drafts_draw_the_same(family: str) -> None:
     without, run, oracle = pair_of(family, joined)
     assert_equal(without, run, oracle)

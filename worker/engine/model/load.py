@@ -29,7 +29,17 @@ from worker.engine.speculation.draft_model import DraftNetwork
 from worker.engine.speculation.mtp import Head
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, download, load_model, load_tokenizer
 from worker.engine.upstream.transformers import hub_errors
-from worker.engine.vision.load import TEXT_ONLY, Vision, is_vision_model, open_vision, refuse_unlike, with_encoder_cost
+from worker.engine.vision.load import (
+    TEXT_ONLY,
+    LanguageModel,
+    Vision,
+    is_vision_model,
+    only_in_mlx_vlm,
+    open_language_model,
+    open_vision,
+    refuse_unlike,
+    with_encoder_cost,
+)
 from worker.errors import CannotStart
 
 # They resize and normalize images, and compute their features.
@@ -67,7 +77,8 @@ class Model:
     def cache_fingerprint(self) -> str:
         """Fingerprint of all that KV, states and image features depend on: other releases of the libraries may compute
         others."""
-        libraries = ("mlx-lm", *(_IMAGE_LIBRARIES if self.vision else ()))
+        computed = ("mlx-vlm",) if isinstance(self.network, LanguageModel) else ()
+        libraries = ("mlx-lm", *(_IMAGE_LIBRARIES if self.vision else computed))
         return " ".join([self.fingerprint, *(f"{name} {version(name)}" for name in libraries)])
 
 
@@ -174,10 +185,14 @@ def context_of(config: dict[str, Any]) -> int:
 def open_text(
     path: Path, trusted: bool, *, with_weights: bool = True
 ) -> tuple[nn.Module, dict[str, Any], Vision | None]:
-    """Return the text model and its config, as `open_vision` does. Lazy. `with_weights`: False if the files of the
-    weights are not here. Raises `CannotStart`, and what mlx-lm raises while loading."""
+    """Return the text model and its config, as `open_vision` does: mlx-lm's model, or mlx-vlm's if only that has
+    the family. Lazy. `with_weights`: False if the files of the weights are not here. Raises `CannotStart`, and what
+    mlx-lm raises while loading."""
     if not trusted:
-        refuse_code(path, "model_file")  # mlx-lm does not read auto_map
+        refuse_code(path, "model_file")  # neither library reads auto_map of a text model
+    described = read_config(path, str(path))
+    if not described.get("model_file") and only_in_mlx_vlm(described):
+        return *open_language_model(path, described, trusted=trusted, with_weights=with_weights), None
     network, config = load_model(path, lazy=True, strict=with_weights, trust_remote_code=trusted)
     return network, config, None
 

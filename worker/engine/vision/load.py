@@ -1,9 +1,10 @@
-"""Recognize and load a vision model: mlx-vlm loads it once, and mlx-lm gets a text model on the same weights.
+"""Load through mlx-vlm: vision models, and the text of families that mlx-lm does not have.
 
-The text model uses the same arrays, so it takes no memory. All rows decode with it, and requests without images never
-call mlx-vlm."""
+A vision model is loaded once, and mlx-lm gets a text model on the same weights. It uses the same arrays, so it takes no
+memory. All rows decode with it, and requests without images never call mlx-vlm."""
 
 import copy
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,9 +16,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from worker.engine.checkpoint import read_json, refuse_code, tensor_names, text_config
+from worker.engine.checkpoint import read_json, refuse_code, tensor_names, text_config, told_as
 from worker.engine.memory import EncoderCost, MemoryModel
-from worker.engine.upstream.mlx_lm import get_classes, make_prompt_cache
+from worker.engine.upstream.mlx_lm import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    get_classes,
+    make_prompt_cache,
+)
 from worker.engine.vision import processors
 from worker.engine.vision.families import Gemma3, Gemma4, MakeFamily, Pixtral, Qwen
 from worker.engine.vision.feature_cache import EncoderRun
@@ -43,6 +51,21 @@ _KNOWN: dict[str, tuple[MakeFamily, Callable[[Any, int], ImageProcessor]]] = {
     "gemma4": (Gemma4, processors.gemma4),
     "pixtral": (Pixtral, processors.pixtral),
     "mistral3": (Pixtral, processors.pixtral),
+}
+# Families that mlx-lm (0.32.2) does not have, and whose rows tests compare with mlx-vlm's path for a single request.
+_TEXT_THROUGH_MLX_VLM = "cohere2_moe", "flint", "k2_horizon", "kolibri1", "mistral_large3", "step3p7", "xing4_0"
+# Why rows of others cannot share a batch. Pools and indexes are no cache that rows join in place.
+_ALONE = {
+    "deepseek_v4": "its cache (PoolingCache) holds pools of tokens, which rows cannot join",
+    "glm5_next": "its cache (PoolingCache) holds pools of tokens, which rows cannot join",
+    "hy_v4": "its cache (HyV4KVCache) holds an index beside the keys, which rows cannot join",
+    "qwen4_exp": "its cache (QSAKVCache) holds an index beside the keys, which rows cannot join",
+    "minimax_m3": "its cache (MiniMaxM3KVCache) holds an index beside the keys, which rows cannot join",
+    "z1t": "its cache (Z1TCache) holds states of its own, which rows cannot join",
+    "inkling": "a row in a batch gets other tokens than alone",
+    "hrm_text": "it reads a prompt in both directions, and prompts are computed in parts",
+    "llada2_moe": "it writes its answer in blocks by diffusion, not token after token",
+    "diffusion_gemma": "it writes its answer in blocks by diffusion, not token after token",
 }
 _TRIAL_IMAGE = 160, 96  # pixels
 _TRIAL_TOKENS, _COMPARED = 128, 16  # not all positions: the logits of a large vocabulary take much memory
@@ -103,6 +126,105 @@ def open_vision(folder: Path, *, trusted: bool) -> tuple[nn.Module, dict[str, An
         config,
         Vision(network, family, image_processor, processor.chat_template or processor.tokenizer.chat_template),
     )
+
+
+class LanguageModel(nn.Module):
+    """The language model of mlx-vlm's model, called as mlx-lm's models are, with mlx-lm's caches."""
+
+    def __init__(self, vlm: nn.Module) -> None:
+        super().__init__()
+        self.language_model = vlm.language_model
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers."""
+        found: list[nn.Module] = self.language_model.layers
+        return found
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        """Return the logits, (rows, tokens, vocabulary)."""
+        logits: mx.array = self.language_model(tokens, cache=cache).logits
+        return logits
+
+    def make_cache(self) -> list[Any]:
+        """Return mlx-lm's caches of the kinds that mlx-vlm's model would create."""
+        from worker.engine.upstream import mlx_vlm
+
+        return [_as_mlx_lm(layer) for layer in mlx_vlm.make_prompt_cache(self.language_model)]
+
+
+def _as_mlx_lm(layer: Any) -> Any:
+    from worker.engine.upstream import mlx_vlm
+
+    kind = type(layer)  # exactly: a subclass may hold other state
+    if kind is mlx_vlm.KVCache:
+        return KVCache()
+    if kind is mlx_vlm.RotatingKVCache:
+        return RotatingKVCache(max_size=layer.max_size, keep=layer.keep)
+    if kind is mlx_vlm.ArraysCache:
+        return ArraysCache(len(layer.cache))
+    if kind is mlx_vlm.CacheList:
+        return CacheList(*map(_as_mlx_lm, layer.caches))
+    raise NotImplementedError(f"its cache ({kind.__name__}) is of no kind that rows can share a batch with")
+
+
+def only_in_mlx_vlm(config: dict[str, Any]) -> bool:
+    """Return True if mlx-lm has no model of this type, and mlx-vlm has one. Imports mlx-vlm only if mlx-lm has none."""
+    try:
+        get_classes(config)
+    except ValueError:
+        try:
+            from worker.engine.upstream import mlx_vlm
+        except ImportError:
+            return config["model_type"] in (*_TEXT_THROUGH_MLX_VLM, *_ALONE)
+        name = mlx_vlm.get_model_type(config)
+        return importlib.util.find_spec(f"mlx_vlm.models.{name}") is not None
+    return False
+
+
+def open_language_model(
+    folder: Path, config: dict[str, Any], *, trusted: bool, with_weights: bool
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the text model of a family that only mlx-vlm has, and its config with mlx-vlm's defaults. Lazy.
+    `with_weights`: False if the files of the weights are not here. Raises `CannotStart`."""
+    name = config["model_type"].lower().replace("cohere2moe", "cohere2_moe")
+    if name not in _TEXT_THROUGH_MLX_VLM:
+        reason = _ALONE.get(name, "no test compares its rows in a batch with those alone")
+        raise CannotStart(
+            f"{folder} cannot be served. Only mlx-vlm has models of type {name}, and {reason}. Serve another model; "
+            "mlx_vlm.server can serve this one if it writes text."
+        )
+    try:
+        from worker.engine.upstream import mlx_vlm
+    except ImportError as error:
+        raise CannotStart(
+            f"Only mlx-vlm has models of type {name}, and it cannot be imported ({error}): "
+            "pip install 'mlx-vlm>=0.7.10' 'pillow>=12'."
+        ) from error
+    with told_as(lambda reason: f"mlx-vlm cannot load {folder}: {reason}"):
+        if with_weights:
+            vlm = mlx_vlm.load_model(folder, lazy=True, trust_remote_code=trusted)
+        else:
+            vlm = built_by_mlx_vlm(config)
+        ends = read_json(folder, "generation_config.json").get("eos_token_id")
+        filled = _filled(config, getattr(vlm.config, "text_config", None) or vlm.config)
+        filled["eos_token_id"] = ends or config.get("eos_token_id") or text_config(config).get("eos_token_id")
+        network = LanguageModel(vlm)
+        network.make_cache()
+    return network, filled
+
+
+def built_by_mlx_vlm(config: dict[str, Any]) -> nn.Module:
+    """Return mlx-vlm's model with random weights, built as its `load_model` does. Lazy."""
+    from worker.engine.upstream import mlx_vlm
+
+    given = {"text_config": {}, "vision_config": {}, "audio_config": {}, **copy.deepcopy(config)}
+    module, _ = mlx_vlm.get_model_and_args(given)
+    settings = module.ModelConfig.from_dict(given)
+    parts = ["text", "vision", "perceiver", "projector", "audio"]
+    vlm: nn.Module = module.Model(mlx_vlm.update_module_configs(settings, module, given, parts))
+    vlm.eval()
+    return vlm
 
 
 def refuse_unready(folder: Path, *, trusted: bool) -> None:
