@@ -245,8 +245,8 @@ def _with_drafts(model: "Model", settings: Settings, memory: int) -> "Model":
 
 @contextmanager
 def served_metrics(model_name: str, port: int | None, health: Health) -> Iterator[MetricsSink]:
-    """Count metrics, and serve them and the probes at the port while the block runs. Without a port, drop all. Raises
-    `CannotStart` if the port cannot be opened."""
+    """Count metrics, and serve them and the probes at the port while the block runs. Without a port, count only what
+    presence publishes. Raises `CannotStart` if the port cannot be opened."""
     if port is None:
         yield MetricsSink()
         return

@@ -72,16 +72,13 @@ async def test_a_running_token_count_does_not_wait_and_takes_no_row(redis_url: s
     assert await db.hget(keys.worker("ada"), "rows") == b"1"
 
 
-async def test_a_worker_publishes_its_speed_and_its_load_since_the_last_time(redis_url: str, db: Redis) -> None:
-    work = [(1000, 60.0)]
-    presence = Presence(db, settings(redis_url), ServerClock(), work=lambda: work[-1])
-    work.append((1100, 60.5))
-    await asyncio.sleep(1.0)
+async def test_what_the_metrics_say_is_published_and_replaced(redis_url: str, db: Redis) -> None:
+    said: dict[str, float | str] = {"tokens_per_s": 12.5, "gap_p50_ms": 20}
+    presence = Presence(db, settings(redis_url), ServerClock(), measured=lambda: said)
     await presence.publish(NONE_RUNNING)
-    shown = await db.hgetall(keys.worker("ada"))
-    assert (30 < float(shown[b"tokens_per_s"]) <= 100, 0.1 < float(shown[b"load"]) <= 0.5) == (True, True)
+    said["gap_p50_ms"] = ""
     await presence.publish(NONE_RUNNING)
-    assert await db.hmget(keys.worker("ada"), "tokens_per_s", "load", "protocol") == [b"0.0", b"0.0", b"1"]
+    assert await db.hmget(keys.worker("ada"), ["tokens_per_s", "gap_p50_ms", "rows"]) == [b"12.5", b"", b"0"]
 
 
 async def test_presence_is_published_three_times_per_lease_and_after_an_outage_again(redis_url: str, db: Redis) -> None:

@@ -25,7 +25,7 @@ from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.cost import StepTimes
 from worker.engine.upstream.streams import clear_streams
 from worker.monitoring.health import Heartbeat
-from worker.outcomes import OutcomeListener, Sampled, StepReport, StoreResult
+from worker.outcomes import OutcomeListener, StepReport, StoreResult
 from worker.prefix_store.store import StoreOptions
 from worker.request import GenerationRequest
 
@@ -91,7 +91,6 @@ class EngineThread:
         self._paused = False
         self.heartbeat = Heartbeat("engine")
         self._step_times = StepTimes()
-        self._sampled, self._stepped_s = 0, 0.0
         self._listeners: dict[str, OutcomeListener] = {}
         self._loaded: asyncio.Future[Model] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine")
@@ -130,10 +129,6 @@ class EngineThread:
         """Return the mean seconds of the latest decode steps by their rows, as `StepTimes`."""
         return self._step_times.seconds(time.monotonic())
 
-    def work(self) -> tuple[int, float]:
-        """Return the tokens sampled and the seconds spent in steps since the start."""
-        return self._sampled, self._stepped_s
-
     async def store_prefix(self, namespace: str, tokens: tuple[int, ...]) -> StoreResult:
         """Write the cached prefix of these tokens to disk, if prefixes are stored there, and never remove it for space.
         Waits until it is written, or refused."""
@@ -153,8 +148,6 @@ class EngineThread:
 
     def _deliver(self, report: StepReport) -> None:
         self._step_times.observe(*report.decode, time.monotonic())
-        self._sampled += sum(isinstance(outcome, Sampled) for outcome in report.outcomes)
-        self._stepped_s += report.seconds
         self._on_step(report)
         for outcome in report.outcomes:
             if listener := self._listeners.get(outcome.id):

@@ -3,7 +3,6 @@
 Names and meanings are vLLM's if it has the metric; ours begin with `sluice:`. Imported only if a port is set.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar, get_args
@@ -13,18 +12,11 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from sluice.contract.events import ErrorType
 from sluice.contract.keys import LANES, Lane
-from worker.monitoring.sink import CallFault, MetricsSink
+from worker.monitoring.sink import JOB_S, TOKEN_S, CallFault, Durations, MetricsSink
 from worker.outcomes import MAX_DRAFT, DraftUse, StepReport
 
 _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
-# A token takes 5 ms (a small model on a Mac) to 100 ms, the default target of a step; more shows a problem.
-_TOKEN_S = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
-# From a job that is claimed at once, over the minutes of a long prompt, to an offline job that is queued for a day.
-_JOB_S = (
-    0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600, 1800,
-    3600, 14_400, 86_400,
-)  # fmt: skip
 _TOKENS = tuple(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5))
 _ROWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
 _RATIO = (0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 4)
@@ -37,12 +29,13 @@ _BY_LANE = ("model_name", "lane")
 
 
 class Metrics(MetricsSink):
-    """Metrics of one worker. Seconds are never negative."""
+    """Metrics of one worker, and the collector of those that `MetricsSink` counts. Seconds are never negative."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._tokens = _Tokens(model_name)
-        self.registry.register(self._tokens)
+        super().__init__()
+        self._model = model_name
+        self.registry.register(self)
         make = _Families(self.registry, model_name)
         self._add_job_metrics(make)
         self._add_engine_metrics(make)
@@ -55,10 +48,6 @@ class Metrics(MetricsSink):
             "Jobs in the queue that no worker runs. All workers of a model report the same number: use max, not sum.",
         )
         self._queue_s = make.seconds("vllm:request_queue_time_seconds", "Seconds from submission to claim.")
-        self._ttft_s = make.seconds(
-            "vllm:time_to_first_token_seconds",
-            "Seconds from submission to the first token. A job's own ttft_s counts from the claim.",
-        )
         self._prefill_s = make.seconds(
             "vllm:request_prefill_time_seconds", "Seconds from claim to the end of the prompt."
         )
@@ -98,12 +87,6 @@ class Metrics(MetricsSink):
         self._taken_over = make.by_lane(Counter, "sluice:takeovers", "Jobs taken over from a worker that died.")
 
     def _add_engine_metrics(self, make: "_Families") -> None:
-        self._queried = make.by_model(
-            Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
-        )
-        self._hit = make.by_model(
-            Counter, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache, and not computed."
-        )
         self._evicted = make.by_model(
             Counter, "sluice:prefix_cache_evictions", "Segments, snapshots and images evicted from the prefix cache."
         )
@@ -123,7 +106,7 @@ class Metrics(MetricsSink):
             "Accepted tokens by their position in the draft, from 0.",
         )
         self._prefixes = make.by_model(Gauge, "sluice:prefix_cache_bytes", "Size of the prefix cache.")
-        self._step_s = make.by_model(Histogram, "sluice:step_seconds", "Seconds of an engine step.", buckets=_TOKEN_S)
+        self._step_s = make.by_model(Histogram, "sluice:step_seconds", "Seconds of an engine step.", buckets=TOKEN_S)
         self._step_rows = make.by_model(Histogram, "sluice:step_rows", "Rows that decode in a step.", buckets=_ROWS)
         self._awaiting_memory = make.by_model(
             Gauge, "sluice:rows_awaiting_memory", "Claimed jobs that wait for memory."
@@ -155,12 +138,9 @@ class Metrics(MetricsSink):
             self._taken_over[lane].inc()
 
     def first_token(self, lane: Lane, *, ttft_s: float, prefill_s: float, prompt_tokens: int) -> None:
-        self._ttft_s[lane].observe(ttft_s)
+        super().first_token(lane, ttft_s=ttft_s, prefill_s=prefill_s, prompt_tokens=prompt_tokens)
         self._prefill_s[lane].observe(prefill_s)
         self._prompt_tokens[lane].inc(prompt_tokens)
-
-    def token(self, lane: Lane, gap_s: float | None) -> None:
-        self._tokens.count(lane, gap_s)
 
     def finished(
         self, lane: Lane, reason: str, *, e2e_s: float, decode_s: float, prompt_tokens: int, completion_tokens: int
@@ -193,6 +173,7 @@ class Metrics(MetricsSink):
         self._waiting[lane].set(jobs)
 
     def record_step(self, step: StepReport) -> None:
+        super().record_step(step)
         self._step_rows.observe(step.rows)
         self._step_s.observe(step.seconds)
         self._awaiting_memory.set(step.num_waiting)
@@ -201,8 +182,6 @@ class Metrics(MetricsSink):
         if step.reserved:
             used, there = step.reserved
             self._reserved.set(used / there)
-        self._queried.inc(step.prefix.queried)
-        self._hit.inc(step.prefix.hit)
         self._evicted.inc(step.prefix.evicted)
         self._prefixes.set(step.prefix.nbytes)
         if step.drafts.drafts:
@@ -221,6 +200,39 @@ class Metrics(MetricsSink):
         self._predicted.set(predicted)
         self._measured.set(measured)
         self._ratio.observe(measured / predicted)
+
+    # What `MetricsSink` counts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics. Called on the server's threads while the loop counts, so numbers may differ by a token."""
+        queried = CounterMetricFamily(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", labels=_BY_MODEL
+        )
+        hits = CounterMetricFamily(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache, and not computed.", labels=_BY_MODEL
+        )
+        queried.add_metric((self._model,), self._queried)
+        hits.add_metric((self._model,), self._hit)
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Answer tokens.", labels=_BY_LANE)
+        for lane in LANES:
+            tokens.add_metric((self._model, lane), self._tokens[lane])
+        yield from (queried, hits, tokens)
+        yield self._histogram(
+            "vllm:time_to_first_token_seconds",
+            "Seconds from submission to the first token. A job's own ttft_s counts from the claim.",
+            self._ttft_s,
+        )
+        yield self._histogram(
+            "vllm:inter_token_latency_seconds", "Seconds between two tokens of an answer.", self._gaps
+        )
+
+    def _histogram(self, name: str, help: str, by_lane: dict[Lane, Durations]) -> Metric:
+        family = HistogramMetricFamily(name, help, labels=_BY_LANE)
+        for lane, counted in by_lane.items():
+            names = [*(str(float(bound)) for bound in counted.bounds), "+Inf"]
+            upto = accumulate(counted.buckets.copy())
+            family.add_metric((self._model, lane), list(zip(names, upto, strict=True)), counted.total_s)
+        return family
 
 
 class _Families:
@@ -242,39 +254,8 @@ class _Families:
         return {lane: family.labels(self._model, lane) for lane in LANES}
 
     def seconds(self, name: str, help: str) -> dict[Lane, Histogram]:
-        return self.by_lane(Histogram, name, help, buckets=_JOB_S)
+        return self.by_lane(Histogram, name, help, buckets=JOB_S)
 
     def by_lane_and(self, label: str, values: tuple[str, ...], name: str, help: str) -> dict[tuple[Lane, str], Counter]:
         family = Counter(name, help, (*_BY_LANE, label), registry=self._registry)
         return {(lane, value): family.labels(self._model, lane, value) for lane in LANES for value in values}
-
-
-class _Tokens:
-    """Tokens and the time between them, counted by hand: prometheus-client's counter and histogram take 1.7 µs for
-    each, of the ten that publishing a token may take; this takes a third of that."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model = model_name
-        self._tokens = dict.fromkeys(LANES, 0)
-        self._gaps = {lane: [0] * (len(_TOKEN_S) + 1) for lane in LANES}
-        self._seconds = dict.fromkeys(LANES, 0.0)
-
-    def count(self, lane: Lane, gap_s: float | None) -> None:
-        self._tokens[lane] += 1
-        if gap_s is not None:
-            self._gaps[lane][bisect_left(_TOKEN_S, gap_s)] += 1
-            self._seconds[lane] += gap_s
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics. Called on the server's threads while the loop counts, so numbers may differ by a token."""
-        tokens = CounterMetricFamily("vllm:generation_tokens", "Answer tokens.", labels=_BY_LANE)
-        gaps = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "Seconds between two tokens of an answer.", labels=_BY_LANE
-        )
-        bounds = [*(str(float(bound)) for bound in _TOKEN_S), "+Inf"]
-        for lane in LANES:
-            labels = (self._model, lane)
-            tokens.add_metric(labels, self._tokens[lane])
-            upto = accumulate(self._gaps[lane].copy())
-            gaps.add_metric(labels, list(zip(bounds, upto, strict=True)), self._seconds[lane])
-        yield from (tokens, gaps)

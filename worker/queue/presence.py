@@ -106,14 +106,14 @@ class Presence:
         accepted: Abilities | None = None,
         stopping: asyncio.Event | None = None,
         *,
-        work: Callable[[], tuple[int, float]] = lambda: (0, 0.0),
+        measured: Callable[[], Mapping[str, float | str]] = dict,
         on_asked: Callable[[Asked], None] = lambda asked: None,
     ) -> None:
         """`accepted`: what `abilities` returns; None: those of a model of text without tools. `stopping`: set when the
-        worker begins to drain. `work`: see `ServedModel`. `on_asked` receives what this process is asked to do."""
+        worker begins to drain. `measured`: returns what its metrics say. `on_asked` receives what this process is asked
+        to do."""
         self._clock, self._settings = clock, settings
-        self._stopping = stopping or asyncio.Event()
-        self._work, self._work_before = work, (time.monotonic(), *work())
+        self._stopping, self._measured = stopping or asyncio.Event(), measured
         self._asked, self._on_asked = b"", on_asked
         self._told = asyncio.Event()
         self._warned_at = float("-inf")
@@ -193,14 +193,14 @@ class Presence:
         offline = offline_rows(self._settings, self._clock.utc())
         draining = self._stopping.is_set()
         state = keys.DRAINING if draining else "running"
-        load = {"state": state, "rows": running.rows(), "offline_rows": offline, "jobs_per_s": rate, **self._speed()}
+        load = {"state": state, "rows": running.rows(), "offline_rows": offline, "jobs_per_s": rate}
         counts = " ".join(str(jobs[lane]) for lane in LANES)
         # Without a limit, submissions do not count the worker, which takes no more jobs.
         limit = keys.DRAINING if draining else self._settings.queue_limit
         report = f"{limit} {rate} {self._valid_until():.0f} {counts}"
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hmget(self._key, [*_PROCESS, "asked"])
-            pipe.hset(self._key, mapping={**self._fields, **load})
+            pipe.hset(self._key, mapping={**self._fields, **load, **self._measured()})
             pipe.pexpire(self._key, self._lease_ms)
             pipe.hset(self._model_key, self._settings.worker_name, report)
             pipe.pexpire(self._model_key, self._lease_ms)
@@ -211,13 +211,6 @@ class Presence:
         self._warn_of_another(written_by)
         self._pass_on(asked or b"")
         return _waiting(dict(zip(LANES, (interactive, batch), strict=True)), workers, now)
-
-    def _speed(self) -> dict[str, float]:
-        """Return what the engine has done since the last call: sampled tokens a second, and its share of the time."""
-        before, self._work_before = self._work_before, (time.monotonic(), *self._work())
-        took_s, *done = (now - then for now, then in zip(self._work_before, before, strict=True))
-        tokens_per_s, load = (each / max(took_s, 0.001) for each in done)
-        return {"tokens_per_s": round(tokens_per_s, 1), "load": round(min(1.0, load), 3)}
 
     def _pass_on(self, asked: bytes) -> None:
         """Pass on what this process is asked to do, once. What another process of this name was asked is not meant."""

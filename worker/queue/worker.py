@@ -93,7 +93,6 @@ class ServedModel:
     heartbeats: Sequence[Heartbeat] = ()  # of its threads; the process ends if one stalls
     abilities: Abilities = field(default_factory=abilities)
     step_times: Callable[[], Sequence[float]] = tuple  # as `StepTimes.seconds` returns them
-    work: Callable[[], tuple[int, float]] = lambda: (0, 0.0)  # tokens sampled and seconds spent in steps so far
 
 
 class QueueWorker:
@@ -149,7 +148,13 @@ class QueueWorker:
         self._cancels = CancelRequests(redis, settings, self.jobs)
         self._turn = RestartTurn(redis, settings, self._begin_restart)
         self._presence = Presence(
-            redis, settings, server.clock, model.abilities, self.stopping, work=model.work, on_asked=self._on_asked
+            redis,
+            settings,
+            server.clock,
+            model.abilities,
+            self.stopping,
+            measured=metrics.measured,
+            on_asked=self._on_asked,
         )
         listener = ControlListener(
             redis,
