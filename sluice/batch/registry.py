@@ -3,15 +3,17 @@
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError, ResponseError
 
 from sluice.cancellation import Cancellation
 from sluice.contract import keys
 from sluice.contract.batch import Batch
 from sluice.errors import QueueFull, ServerFull, UnknownBatch
 from sluice.submission import NewJob, Submission, Submitted
-from sluice.transport import MAX_CALLS, Retries
+from sluice.transport import MAX_CALLS, Retries, raise_outage
 
 _STATUS_TTL_S = 7 * 86_400  # after the last report on a run
 
@@ -54,23 +56,34 @@ class BatchRegistry:
 
     async def read(self, batch_id: str) -> Batch:
         """Return the status of a run. Raises `UnknownBatch`."""
-        (found,) = await self._read([keys.batch(batch_id)])
+        found = await self._read(keys.batch(batch_id))
         if found is None:
             raise UnknownBatch(f"there is no offline run {batch_id!r}")
         return found
 
     async def read_all(self, found: Sequence[bytes]) -> list[Batch]:
-        """Return the runs among the given keys, oldest first."""
-        statuses = await self._read([key for key in found if not key.endswith(b":cancel")])
+        """Return the runs among the given keys, oldest first. Foreign values are skipped."""
+        flat = await self._answers([key for key in found if not key.endswith(b":cancel")])
+        statuses = (_read_known(raw, left_ms) for raw, left_ms in zip(flat[::2], flat[1::2], strict=True))
         return sorted(filter(None, statuses), key=lambda batch: (batch.created_at, batch.id))
 
-    async def _read(self, names: Sequence[str | bytes]) -> list[Batch | None]:
+    async def _read(self, name: str) -> Batch | None:
+        raw, left_ms = await self._answers([name])
+        if isinstance(raw, ResponseError):
+            raise raw
+        return _read(raw, left_ms)
+
+    async def _answers(self, names: Sequence[str | bytes]) -> list[Any]:
+        """Return the value and the remaining life of each key; an error in place of a foreign value."""
         async with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
                 pipe.get(name)
                 pipe.pttl(name)
-            flat = await pipe.execute() if names else []
-        return [_read(raw, left_ms) for raw, left_ms in zip(flat[::2], flat[1::2], strict=True)]
+            answers = await pipe.execute(raise_on_error=False) if names else []
+        for denied in (answer for answer in answers if isinstance(answer, NoPermissionError)):
+            raise denied
+        raise_outage(answers)
+        return answers
 
     async def request_cancel(self, batch_id: str) -> None:
         """Request the cancellation of a run. Its feeder checks for such requests, as does one that resumes it."""
@@ -88,6 +101,28 @@ def _read(raw: bytes | None, left_ms: int) -> Batch | None:
     batch, silent_s = Batch.from_json(raw), _STATUS_TTL_S - left_ms / 1000
     # A feeder reports every two seconds.
     return batch.paused(time.time() - silent_s) if silent_s > 10.0 else batch
+
+
+def _read_known(raw: Any, left_ms: int) -> Batch | None:
+    """Parse a status; None for a value that no feeder wrote."""
+    try:
+        batch = _read(raw, left_ms) if isinstance(raw, bytes) else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return batch if batch and _is_ours(batch) else None
+
+
+def _is_ours(batch: Batch) -> bool:
+    """Return True if what is listed of a run has the types that feeders write."""
+    counts = batch.request_counts
+    texts = (batch.id, batch.status, batch.input_file_id)
+    numbers = (batch.created_at, counts.total, counts.completed, counts.failed, batch.sluice.cut_off)
+    paused = batch.sluice.paused_at
+    return (
+        all(isinstance(each, str) for each in texts)
+        and all(type(each) is int and 0 <= each < 1e12 for each in numbers)
+        and (paused is None or (isinstance(paused, int | float) and 0 <= paused < 1e12))
+    )
 
 
 class JobStore:

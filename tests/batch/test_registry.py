@@ -1,6 +1,7 @@
 """A run without a feeder is paused, and its status has the time since when."""
 
 import asyncio
+import json
 import threading
 import time
 from pathlib import Path
@@ -51,6 +52,33 @@ async def test_a_run_whose_feeder_died_is_paused_since_it_was_heard_of(
     (batch,) = await client.batches()
     assert batch.sluice.paused_at is not None
     assert abs(time.time() - 60 - batch.sluice.paused_at) < 3
+
+
+@pytest.mark.parametrize("value", ["{", "3", "[" * 100_000, '{"id": 1}', b"\xff", None])
+async def test_a_value_that_no_feeder_wrote_hides_no_run(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path, value: str | bytes | None
+) -> None:
+    await leave(await started(client, write(tmp_path / "in.jsonl", says("a"), says("b", then="hang")), out))
+    before = await client.batches()
+    if value is None:
+        await db.hset(keys.batch("foreign"), "a", "b")
+    else:
+        await db.set(keys.batch("foreign"), value)
+    assert [batch.id for batch in await client.batches()] == [batch.id for batch in before]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"request_counts": {"total": "many"}}, {"created_at": None}, {"id": 5}, {"sluice": {"paused_at": "then"}}],
+    ids=str,
+)
+async def test_a_status_with_values_of_other_types_is_not_listed(
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path, changed: dict[str, object]
+) -> None:
+    await leave(await started(client, write(tmp_path / "in.jsonl", says("a"), says("b", then="hang")), out))
+    (batch,) = await client.batches()
+    await db.set(keys.batch("foreign"), json.dumps({**json.loads(batch.to_json()), **changed}))
+    assert [each.id for each in await client.batches()] == [batch.id]
 
 
 async def nothing(self: Run) -> None:
