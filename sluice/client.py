@@ -19,7 +19,7 @@ from sluice.contract.events import Event, JobError, parse_as
 from sluice.contract.keys import JobFunction, Lane
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.presence import Attendances, Workers, serves
-from sluice.queues import DeadLetter, DeadLetters, MisplacedJobs, Queue, Queues
+from sluice.queues import DeadLetter, DeadLetters, MisplacedJobs, Queue, QueueHead, Queues
 from sluice.streaming import SILENCE_S, Hub, Streams
 from sluice.submission import ExtraKey, NewJob, Submission, Submitted, new_job
 from sluice.transport import Retries, connect
@@ -360,6 +360,11 @@ class Client:
         return await self._queues.read_all(
             [worker.get("model", "") for worker in await self.workers() if serves(worker)]
         )
+
+    async def queue_heads(self) -> list[QueueHead]:
+        """Return how long tenants have waited, of the oldest 300 jobs of every queue; of fewer if there are many
+        queues."""
+        return await self._queues.read_heads()
 
     async def misplaced_jobs(self) -> list[MisplacedJobs]:
         """Return the keys like `sluice:queue:default`, without a lane or with a wrong one, that hold jobs which no

@@ -171,6 +171,7 @@ class SyncClient:
     ask_worker = blocking(Client.ask_worker)
     queued = blocking(Client.queued)
     queues = blocking(Client.queues)
+    queue_heads = blocking(Client.queue_heads)
     misplaced_jobs = blocking(Client.misplaced_jobs)
     purge = blocking(Client.purge)
     ping = blocking(Client.ping)

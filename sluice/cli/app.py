@@ -13,6 +13,7 @@ from sluice.cli.commands.dead import dead
 from sluice.cli.commands.jobs import cancel, submit, tail
 from sluice.cli.commands.keys import keys
 from sluice.cli.commands.queue import queue
+from sluice.cli.commands.top import top
 from sluice.cli.commands.up import serve, up
 from sluice.cli.commands.workers import workers
 from sluice.cli.errors import CliError
@@ -31,7 +32,7 @@ app.command()(up)
 app.command()(serve)
 for name in ("check", "prompt", "parse"):
     worker_commands.add(app, name)
-for command in (chat, submit, tail, cancel):
+for command in (chat, submit, tail, cancel, top):
     app.command()(command)
 app.add_typer(workers, name="workers")
 app.add_typer(batch, name="batch")

@@ -162,8 +162,9 @@ def test_monitoring_may_list_workers_queues_and_batches(
     sluice: Command, redis_url: str, denied: Callable[[], object]
 ) -> None:
     sluice.db.zadd("sluice:queue:nobody:batch", {"a": 1})
+    sluice.db.set("sluice:batch:a", "any value")
     monitoring = as_role(sluice, redis_url, "monitoring")
-    for command in (("workers",), ("workers", "--json"), ("queue", "list"), ("batch", "list")):
+    for command in (("workers",), ("workers", "--json"), ("queue", "list"), ("batch", "list"), ("top", "--once")):
         code, _, err = monitoring(*command)
         assert (code, "NOPERM" in err) == (0, False), err
     assert denied() == []

@@ -1,0 +1,164 @@
+"""`sluice top`: a live view of workers, models, queues, tenants and offline runs."""
+
+import asyncio
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+from rich.live import Live
+
+from sluice.cli.errors import CliError, connected
+from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, number
+from sluice.cli.terminal.output import print_json
+from sluice.cli.terminal.top_view import Sample, TopView
+from sluice.cli.terminal.view import console, note
+from sluice.client import Client
+from sluice.contract import keys
+from sluice.contract.batch import Batch
+from sluice.presence import serves
+from sluice.queues import QueueHead
+
+_NUMBERS = (
+    "rows", "max_rows", "offline_rows", "jobs_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "gap_p50_ms",
+    "gap_p95_ms", "prefix_hit_rate", "prefix_cache_bytes", "memory_bytes", "memory_limit_bytes", "started_at",
+)  # fmt: skip
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one sample and exit, as without a terminal.")] = False,
+    every: Annotated[
+        float, typer.Option(parser=number(0.2), metavar="SECONDS", help="Seconds between two samples.")
+    ] = 2.0,
+    redis_url: RedisUrl = REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Watch workers, models, queues, tenants and offline runs, until Ctrl-C.
+
+    Workers publish their numbers three times in a lease: tokens a second of the last ten seconds; of the last minute,
+    how long interactive jobs took to the first token and from token to token (half of them, and 95 % of them, took at
+    most so long), and the share of prompt tokens found in the prefix cache; and the memory of the running rows, without
+    the model. Waiting jobs are counted by tenant in the oldest 300 of a queue. An outage of the server is shown, and
+    waited out.
+
+    \b
+    With --json, print an object for each sample:
+      at       Unix seconds
+      workers  name, model, state, version, and as numbers or null: rows,
+               max_rows, offline_rows, jobs_per_s, tokens_per_s, ttft_p50_ms,
+               ttft_p95_ms, gap_p50_ms, gap_p95_ms, prefix_hit_rate (0 to 1),
+               prefix_cache_bytes, memory_bytes, memory_limit_bytes, started_at
+      models   model, workers (that take jobs), rows, max_rows, tokens_per_s
+      queues   model, lane, jobs; of the oldest 300: running, waiting, oldest_s;
+               complete (there are no more, or they are put off)
+      tenants  model, lane, tenant ("": none), waiting, oldest_s
+      runs     id, status, total, completed, failed, paused (of those not ended)
+
+    Exit codes: 0, or 2 if --once finds no server.
+
+    \b
+    Examples:
+      sluice top
+      sluice top --json --every 10 | jq '.models[] | {model, tokens_per_s}'
+    """
+    with suppress(KeyboardInterrupt):  # the way to end it
+        if once or not (as_json or sys.stdout.isatty()):
+            asyncio.run(_print_once(redis_url, as_json))
+        else:
+            asyncio.run(_print_each(redis_url, every) if as_json else _show(redis_url, every))
+
+
+async def _print_once(url: str, as_json: bool) -> None:
+    async with connected(url) as client:
+        sample = await _sample(client)
+    if as_json:
+        print_json(sample)
+    else:
+        console().print(TopView(url, sample))
+
+
+async def _print_each(url: str, every_s: float) -> None:
+    async for sample in _samples(url, every_s):
+        if isinstance(sample, CliError):
+            note(f"sluice: {sample}", style="yellow")
+        else:
+            print_json(sample)
+
+
+async def _show(url: str, every_s: float) -> None:
+    """Show samples on the terminal, whose screen and cursor are restored when the task ends."""
+    view = TopView(url)
+    with Live(view, console=console(), screen=True):
+        async for sample in _samples(url, every_s):
+            view.update(sample)
+
+
+async def _samples(url: str, every_s: float) -> AsyncIterator[Sample | CliError]:
+    """Yield samples without end, and in an outage why there is none."""
+    while True:
+        try:
+            async with connected(url) as client:
+                while True:
+                    yield await _sample(client)
+                    await asyncio.sleep(every_s)
+        except CliError as error:
+            yield error
+        await asyncio.sleep(every_s)
+
+
+async def _sample(client: Client) -> Sample:
+    workers = sorted(filter(None, map(_worker, await client.workers())), key=lambda each: (each["model"], each["name"]))
+    heads = await client.queue_heads()
+    return {
+        "at": round(time.time(), 3),
+        "workers": workers,
+        "models": [_model(name, workers) for name in sorted({each["model"] for each in workers})],
+        "queues": [_queue(head) for head in heads],
+        "tenants": [tenant for head in heads for tenant in _tenants(head)],
+        "runs": [_run(batch) for batch in await client.batches() if not batch.ended],
+    }
+
+
+def _worker(fields: dict[str, str]) -> dict[str, Any] | None:
+    """Return what a worker publishes; None for a foreign value under its key. A number that an earlier version does not
+    publish, or that no worker wrote, is None."""
+    if not fields.get("name") or not keys.is_model_name(fields.get("model", "")):
+        return None
+    texts = {name: fields.get(name, "")[:128] for name in ("name", "model", "version")}
+    state = keys.DRAINING if not serves(fields) else "running"
+    return {**texts, "state": state, **{name: _number(fields.get(name, "")) for name in _NUMBERS}}
+
+
+def _number(text: str) -> float | None:
+    if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,17})?(e-[0-9]{1,2})?", text):
+        return None
+    return int(text) if text.isdigit() else float(text)
+
+
+def _model(name: str, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    own = [each for each in workers if each["model"] == name]
+    sums = {field: sum(each[field] or 0 for each in own) for field in ("rows", "max_rows", "tokens_per_s")}
+    return {"model": name, "workers": sum(map(serves, own)), **sums}
+
+
+def _queue(head: QueueHead) -> dict[str, Any]:
+    waiting = sum(jobs for jobs, _ in head.waiting.values())
+    oldest_s = max((oldest_s for _, oldest_s in head.waiting.values()), default=0.0)
+    of_head = {"running": head.running, "waiting": waiting, "oldest_s": round(oldest_s, 1), "complete": head.complete}
+    return {"model": head.model, "lane": head.lane, "jobs": head.jobs, **of_head}
+
+
+def _tenants(head: QueueHead) -> list[dict[str, Any]]:
+    return [
+        {"model": head.model, "lane": head.lane, "tenant": tenant, "waiting": jobs, "oldest_s": round(oldest_s, 1)}
+        for tenant, (jobs, oldest_s) in head.waiting.items()
+    ]
+
+
+def _run(batch: Batch) -> dict[str, Any]:
+    counts = batch.request_counts
+    done = {"total": counts.total, "completed": counts.completed, "failed": counts.failed}
+    return {"id": batch.id, "status": batch.status, **done, "paused": batch.sluice.paused_at is not None}
