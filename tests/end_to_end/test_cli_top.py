@@ -219,6 +219,20 @@ def test_it_lives_through_an_outage_and_leaves_the_terminal_as_it_was(own_server
         assert terminal.process.wait(20) == 0
 
 
+def test_json_goes_on_after_an_outage_and_says_on_stderr_why_it_paused(own_server: Server, tmp_path: Path) -> None:
+    with Command(own_server.url, tmp_path).running("top", "--json", "--every", "0.2") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        before = json.loads(process.stdout.readline())
+        own_server.kill()
+        assert process.stderr.readline().startswith("sluice: no server answers at")
+        own_server.start()
+        while json.loads(process.stdout.readline())["at"] < before["at"] + 0.5:
+            pass
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
 def test_a_real_worker_publishes_its_load(sluice: Command, alive: WorkerProcess) -> None:
     request = json.dumps(chat_request(200))
     for k in range(2):

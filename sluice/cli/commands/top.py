@@ -91,9 +91,10 @@ async def _print_each(url: str, every_s: float) -> None:
 async def _show(url: str, every_s: float) -> None:
     """Show samples on the terminal, whose screen and cursor are restored when the task ends."""
     view = TopView(url)
-    with Live(view, console=console(), screen=True):
+    with Live(view, console=console(), screen=True, refresh_per_second=2) as live:  # to follow the terminal's size
         async for sample in _samples(url, every_s):
             view.update(sample)
+            live.refresh()
 
 
 async def _samples(url: str, every_s: float) -> AsyncIterator[Sample | CliError]:

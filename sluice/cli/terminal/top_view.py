@@ -1,7 +1,7 @@
 """Draws a sample of `sluice top` in the width, and on a terminal in the height, that there is."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -39,28 +39,34 @@ class TopView:
             self._sample, self._problem = found, ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        sample, wide = self._sample, options.max_width >= 110  # columns, from which workers have more
+        sample, width = self._sample, options.max_width
+        notices = [*self._notices()]
         yield Text(self._summary(), "bold", no_wrap=True, overflow="ellipsis")
-        if self._problem:
-            age = f" Last seen {format_duration(time.time() - sample['at'])} ago." if sample else ""
-            yield Text(printable(f"{self._problem}{age} Trying again."), "yellow")
+        yield from notices
         if sample is None:
             return
-        if not sample["workers"]:
-            yield Text("No worker is alive. Start one: sluice worker --model FOLDER_OR_HUB_ID", "yellow")
         parts = [
-            _workers(sample["workers"], wide),
+            _workers(sample["workers"], wide=width >= 110),  # columns: then there are more numbers
             _models(sample),
             _tenants(sample["tenants"]),
             _runs(sample["runs"]),
         ]
-        # A part begins with an empty line and the names of its columns, and may end with the number of hidden rows.
-        left = console.height - 3 - 3 * sum(bool(rows) for _, rows in parts)
-        shares = _shares(left, [len(rows) for _, rows in parts])
+        # Without the summary; and a part begins with an empty line and the names of its columns.
+        used = 1 + sum(len(each.wrap(console, width)) for each in notices) + 2 * sum(bool(rows) for _, rows in parts)
+        shares = _shares(console.height - used, [len(rows) for _, rows in parts])
         for (names, rows), share in zip(parts, shares, strict=True):
             if rows:
-                shown = rows[:share] if self._fits else rows
-                yield from _table(names, shown, len(rows) - len(shown), options.max_width)
+                is_whole = not self._fits or share >= len(rows)
+                shown = rows if is_whole else rows[: max(1, share - 1)]  # a line tells the number of the others
+                yield from _table(names, shown, len(rows) - len(shown), width)
+
+    def _notices(self) -> Iterator[Text]:
+        sample = self._sample
+        if self._problem:
+            age = f" Last seen {format_duration(time.time() - sample['at'])} ago." if sample else ""
+            yield Text(printable(f"{self._problem}{age} Trying again."), "yellow")
+        if sample and not sample["workers"]:
+            yield Text("No worker is alive. Start one: sluice worker --model FOLDER_OR_HUB_ID", "yellow")
 
     def _summary(self) -> str:
         sample = self._sample
@@ -72,11 +78,11 @@ class TopView:
 
 
 def _shares(lines: int, sizes: list[int]) -> list[int]:
-    """Share lines among parts of these sizes: the small ones are shown whole, and all others alike; one line each at
-    least."""
+    """Share lines among parts of these sizes: the small ones are shown whole, and all others alike; two lines each at
+    least, a row and the number of the others."""
     shares = dict[int, int]()
     for place, i in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
-        shares[i] = min(sizes[i], max(1, lines // (len(sizes) - place)))
+        shares[i] = min(sizes[i], max(2, lines // (len(sizes) - place)))
         lines -= shares[i]
     return [shares[i] for i in range(len(sizes))]
 
@@ -102,7 +108,7 @@ def _lengths(cells: list[list[Text]]) -> list[list[int]]:
     return [[cell.cell_len for cell in column] for column in zip(*cells, strict=True)]
 
 
-def _workers(workers: list[_Row], wide: bool) -> tuple[list[str], list[list[str]]]:
+def _workers(workers: list[_Row], *, wide: bool) -> tuple[list[str], list[list[str]]]:
     draining = any(each["state"] != "running" for each in workers)
     columns: dict[str, Callable[[_Row], str]] = {
         "worker": lambda each: each["name"],
