@@ -159,7 +159,7 @@ def test_without_a_port_only_the_load_is_counted_and_nobody_listens() -> None:
 
 def test_every_measurement_that_is_dropped_without_a_port_is_counted_with_one() -> None:
     received = {name for name, each in vars(MetricsSink).items() if callable(each)}
-    assert received - {*vars(Metrics)} == {"load", "token"}, "which the sink counts itself"
+    assert received - {*vars(Metrics)} == {"measured", "token"}, "which the sink counts itself"
 
 
 @pytest.mark.timing

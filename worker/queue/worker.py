@@ -147,15 +147,8 @@ class QueueWorker:
         self.jobs = RunningJobs(publisher, metrics, run=runner.run, wake=self.wake)
         self._cancels = CancelRequests(redis, settings, self.jobs)
         self._turn = RestartTurn(redis, settings, self._begin_restart)
-        self._presence = Presence(
-            redis,
-            settings,
-            server.clock,
-            model.abilities,
-            self.stopping,
-            measured=metrics.measured,
-            on_asked=self._on_asked,
-        )
+        presence = partial(Presence, redis, settings, server.clock, model.abilities, self.stopping)
+        self._presence = presence(measured=metrics.measured, on_asked=self._on_asked)
         listener = ControlListener(
             redis,
             settings.model_name,

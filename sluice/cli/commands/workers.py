@@ -52,9 +52,9 @@ def list_workers(context: typer.Context, redis_url: RedisUrl = REDIS_URL, as_jso
     """List the live workers, their queues, and those without a worker; drain or restart workers.
 
     A worker that is draining has been stopped: it ends its jobs and takes no more. A job stays in its queue while it
-    runs, and is counted there. `load` is the share of the last ten seconds in which a worker has computed. With
-    --json, print an object for each worker; `queued` has the number of jobs by lane for its model, and `images` is true if the model accepts images. Exit codes: 0, or 1
-    if no worker is alive. `sluice queue list` shows all queues.
+    runs, and is counted there. `load` is the share of the last ten seconds in which a worker has computed. With --json,
+    print an object for each worker; `queued` has the number of jobs by lane for its model, and `images` is true if the
+    model accepts images. Exit codes: 0, or 1 if no worker is alive. `sluice queue list` shows all queues.
 
     \b
     Examples:
