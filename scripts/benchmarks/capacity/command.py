@@ -41,8 +41,9 @@ appends, renews its leases and publishes its presence as a real one does. As man
 sluice.Client reads --read, whose tokens are timed; a socket that drops what comes is subscribed to the others. The
 server writes its changes to a file, as that of `sluice up`.
 
-of a token: the server's CPU time for a token, with all else that it did. It hardly depends on what else the machine
-does: a core of a server carries a second over it.
+kept: the share of the load's tokens that were appended. Below 90 % the load is another one: late tokens share an append.
+of a token: the server's CPU time for a token, with all else that it did, which hardly depends on what else the machine
+does. One core carries as many tokens a second as a second has of these times.
 full: what limits the run. `server`: its one core is busy, which is its capacity. `load`: a process of the benchmark is
 busy, or its event loop wakes more than 10 ms late; `machine`: all cores are busy. Then the server could do more: give
 the load more --processes, or a machine with more cores and nothing else to do.
@@ -71,9 +72,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="measured time of a load; default: %(default)g")  # fmt: skip
     parser.add_argument("--processes", type=positive, default=max(2, (os.cpu_count() or 1) // 2), metavar="N",
                         help="of workers, and half as many of chats; default: half the cores, at least 2")  # fmt: skip
-    parser.add_argument("--calls", type=positive, default=50, metavar="N",
+    parser.add_argument("--calls", type=_calls, default=50, metavar="N",
                         help="calls of each case of the part claim; default: %(default)s")  # fmt: skip
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write all figures to this file")
+
+
+def _calls(text: str) -> int:
+    if (calls := positive(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: the quarters of a case need at least 2 calls")
+    return calls
 
 
 def _binary(text: str) -> str:

@@ -122,6 +122,14 @@ def test_a_claim_that_costs_more_the_more_jobs_run_misses_its_bar() -> None:
     assert [verdict.holds for verdict in claim.judge(costs)] == [True] * 8 + [False] * 4
 
 
-def test_a_server_that_is_no_program_is_refused() -> None:
-    with pytest.raises(argparse.ArgumentError, match="redis-server or valkey-server"):
-        given("--server", "/no/such/server")
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["--server", "/no/such/server"], "redis-server or valkey-server"),
+        (["--calls", "1"], "at least 2"),
+        (["--workers", "0"], "at least 1"),
+    ],
+)
+def test_options_that_cannot_be_measured_are_refused_with_a_remedy(arguments: list[str], remedy: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match=remedy):
+        given(*arguments)
