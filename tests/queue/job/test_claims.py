@@ -75,10 +75,20 @@ async def test_a_claim_marks_the_job(db: Redis, claims: Claims) -> None:
     await claims.take("batch", 1)
     hash = {name.decode(): value.decode() for name, value in (await db.hgetall(keys.job("a"))).items()}
     assert float(hash.pop("started_at")) == pytest.approx((await db.time())[0], abs=5)
-    assert hash == {"state": "running", "attempt": "1", "crashes": "0", "worker": "ada", "lane": "batch"}
+    assert hash == {
+        "state": "running", "attempt": "1", "indexed_attempt": "1", "crashes": "0", "worker": "ada", "lane": "batch",
+    }  # fmt: skip
     assert await db.get(lease_key("a")) == b"ada:1"
     assert 1_000 < await db.pttl(lease_key("a")) <= 5_000
     assert await db.zscore(BATCH, "a") is not None, "a running job stays in its queue, to be claimed again"
+
+
+async def test_a_running_job_is_looked_at_again_when_its_lease_ends(db: Redis, claims: Claims) -> None:
+    await put(db, "a", BODY)
+    await claims.take("interactive", 1)
+    (leases,) = await db.keys("sluice:index:*:leases")
+    seconds, _ = await db.time()
+    assert 3_000 < await db.zscore(leases, "a") - 1_000 * seconds <= 6_000, "a lease is 5 seconds"
 
 
 async def test_each_lane_has_its_own_queue(db: Redis, claims: Claims) -> None:

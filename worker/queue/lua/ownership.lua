@@ -25,7 +25,7 @@ local function take_ownership(index, job, arguments, now)
   if job.expirations > 0 then redis.call('HSET', key, 'lapses', job.expirations, 'probation', 1) end
   redis.call('SET', 'arq:in-progress:' .. id, arguments.worker .. ':' .. attempt, 'PX', arguments.lease_ms)
   redis.call('HSET', key, 'state', 'running', 'worker', arguments.worker, 'lane', arguments.lane,
-    'started_at', now / 1000, 'crashes', job.crashes)
+    'started_at', now / 1000, 'crashes', job.crashes, 'indexed_attempt', attempt)
   redis.call('PEXPIRE', key, arguments.life_ms)
   local events = events_of(id)
   if events > 0 then redis.call('PEXPIRE', 'sluice:log:' .. id, arguments.life_ms) end

@@ -1,6 +1,8 @@
 -- Read the state of a job, and put it into the index of its queue.
 
-local RECHECK_MS = 500 -- interval of lease checks: a worker of a version without an index may release a job
+-- Interval of lease checks of jobs that no worker with this index has claimed: their worker may release them without
+-- changing it. Other leases are checked at their ends, so a claim does not cost more the more jobs run.
+local RECHECK_MS = 500
 local MAX_ID_BYTES = 8192
 local MAX_READ_BYTES = 32768     -- of a body that is read for its user: about 0.1 ms
 local bytes_to_read = 131072     -- in one call, so that a page of new jobs does not hold the server up
@@ -35,7 +37,7 @@ end
 local function read_job(id, score)
   local key = 'sluice:job:' .. id
   local fields = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt',
-    'function', 'user', 'model')
+    'function', 'user', 'model', 'indexed_attempt')
   for _, at in ipairs({ 2, 6, 7 }) do
     if fields.err or (fields[at] and not is_counter(fields[at])) then
       delete_foreign(key, fields.err and 'no hash' or 'a count that is no number')
@@ -46,7 +48,7 @@ local function read_job(id, score)
   local counts_as_crash = lease_expired and fields[3] == '1'
   return {
     id = id, score = score, state = fields[1], lease_expired = lease_expired, counts_as_crash = counts_as_crash,
-    tenant = fields[4] or '', user = fields[9] or '',
+    tenant = fields[4] or '', user = fields[9] or '', is_indexed = fields[11] ~= nil and fields[11] == fields[7],
     is_plain = not fields[10], deadline = read_deadline(fields[5]),
     expirations = tonumber(fields[2] or 0) + (lease_expired and 1 or 0),
     crashes = tonumber(fields[6] or 0) + (counts_as_crash and 1 or 0), is_count = fields[8] == 'count'
@@ -72,11 +74,11 @@ local function lease_left(id, lease_ms)
   return left_ms == -1 and tonumber(lease_ms) or left_ms, owner
 end
 
--- Move a job to the running jobs, with the remaining milliseconds of its lease.
-local function move_to_leases(index, id, score, left_ms, now)
+-- Move a job to the running jobs; its lease is checked in `check_ms`.
+local function move_to_leases(index, id, score, check_ms, now)
   remove_from_place(index, id)
   redis.call('ZADD', index.jobs, score, id)
-  redis.call('ZADD', index.leases, now + math.min(left_ms, RECHECK_MS), id)
+  redis.call('ZADD', index.leases, now + check_ms, id)
 end
 
 local function is_name(value)

@@ -18,7 +18,7 @@ local function waiting_job(selection, id)
   end
   local left_ms = lease_left(id, selection.lease_ms)
   if not left_ms then return job end
-  move_to_leases(index, id, score, left_ms, selection.now)
+  move_to_leases(index, id, score, job.is_indexed and left_ms or math.min(left_ms, RECHECK_MS), selection.now)
 end
 
 local function may_take(selection, job)
