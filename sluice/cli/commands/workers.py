@@ -49,12 +49,13 @@ Depths = dict[str, dict[str, int]]  # jobs by model and lane
 
 @workers.callback()
 def list_workers(context: typer.Context, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
-    """List the live workers, their queues, and those without a worker; drain or restart workers.
+    """List the live workers; drain or restart them.
 
-    A worker that is draining has been stopped: it ends its jobs and takes no more. A job stays in its queue while it
-    runs, and is counted there. `load` is the share of the last ten seconds in which a worker has computed. With --json,
-    print an object for each worker; `queued` has the number of jobs by lane for its model, and `images` is true if the
-    model accepts images. Exit codes: 0, or 1 if no worker is alive. `sluice queue list` shows all queues.
+    Queues are listed too, also those without a worker. A worker that is draining has been stopped: it ends its jobs and
+    takes no more. A job stays in its queue while it runs, and is counted there. `load` is the share of the last ten
+    seconds in which a worker has computed. With --json, print an object for each worker; `queued` has the number of
+    jobs by lane for its model, and `images` is true if the model accepts images. Exit codes: 0, or 1 if no worker is
+    alive. `sluice queue list` shows all queues.
 
     \b
     Examples:
