@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.engine.tiny import CONFIGS, FAMILIES, build, model_of, write_checkpoint
+from tests.engine.tiny import CONFIGS, FAMILIES, ONLY_MLX_VLM, build, model_of, write_checkpoint
 from worker.engine.cache.recurrent import Replay
 from worker.engine.model.drafter import with_drafter
 from worker.engine.model.load import Model
 from worker.engine.model.profile import weights_bytes
 from worker.engine.prefill.scoring import with_draft
+from worker.engine.vision.load import LanguageModel
 from worker.errors import CannotStart
 
 
@@ -80,5 +81,12 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CannotStart, match="cannot load it"):
+    with pytest.raises(CannotStart, match=r"^SLUICE_DRAFT_MODEL=.*: there is no config\.json"):
         with_drafter(model(), str(tmp_path), None)
+
+
+def test_a_draft_model_may_be_of_a_family_that_only_mlx_vlm_has(tmp_path: Path) -> None:
+    path = str(write_checkpoint(ONLY_MLX_VLM["k2_horizon"], tmp_path))
+    drafter = with_drafter(model(), path, None).drafter
+    assert drafter
+    assert isinstance(drafter.network, LanguageModel)

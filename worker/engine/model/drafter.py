@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from worker.engine.checkpoint import read_json, tensor_names, told_as
+from worker.engine.checkpoint import read_config, read_json, tensor_names, told_as
 from worker.engine.memory import KVLayers, MemoryModel
 from worker.engine.model.calibration import calibrated
-from worker.engine.model.load import Model, context_of, model_folder, refuse_undraftable
+from worker.engine.model.load import Model, context_of, model_folder, open_text, refuse_undraftable
 from worker.engine.model.profile import Drafting, drafting, profile, weights_bytes
 from worker.engine.speculation.draft_model import DraftNetwork
 from worker.engine.speculation.mtp import Head, Trunk, entry_shape
@@ -26,7 +26,7 @@ from worker.engine.speculation.mtp_load import (
     with_config,
 )
 from worker.engine.tokenizer import MLXTokenizer
-from worker.engine.upstream.mlx_lm import load_model, load_tokenizer
+from worker.engine.upstream.mlx_lm import load_tokenizer
 from worker.errors import CannotStart
 from worker.outcomes import MAX_DRAFT
 
@@ -140,15 +140,14 @@ def with_drafter(model: Model, path_or_hub_id: str, specprefill_path_or_hub_id: 
     refuse_undraftable(model, name)
     folder = model_folder(path_or_hub_id, name=name)
     is_shared = specprefill_path_or_hub_id is not None and _is_same(folder, specprefill_path_or_hub_id)
+    read_config(folder, name)
     with told_as(lambda reason: f"{name}: mlx-lm cannot load it: {reason}"):
         return _with_drafter(model, folder, name, shared=model.draft.network if model.draft and is_shared else None)
 
 
 def _with_drafter(model: Model, folder: Path, name: str, *, shared: nn.Module | None) -> Model:
     """`shared`: the network of this folder, if it is loaded already."""
-    network, config = (
-        (shared, read_json(folder, "config.json")) if shared is not None else load_model(folder, lazy=True)
-    )
+    network, config = (shared, read_json(folder, "config.json")) if shared is not None else _opened(folder)
     tokens = MLXTokenizer(load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))).tokens
     found = profile(network, config)
     way = drafting(network, found.layers)
@@ -157,6 +156,11 @@ def _with_drafter(model: Model, folder: Path, name: str, *, shared: nn.Module | 
     mx.eval(network.parameters())
     guessed = found.costs(weights_bytes=0 if shared is not None else weights_bytes(network))
     return added(model, network, calibrated(guessed, network, context_of(config)), way, config)
+
+
+def _opened(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    network, config, _ = open_text(folder, trusted=False)
+    return network, config
 
 
 def added(model: Model, network: nn.Module, costs: MemoryModel, way: Drafting, config: dict[str, Any]) -> Model:

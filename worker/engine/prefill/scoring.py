@@ -21,16 +21,16 @@ from worker.engine.batch.row import Row
 from worker.engine.cache import slots
 from worker.engine.cache.layers import layers
 from worker.engine.cache.segments import is_sliceable, needs_states
-from worker.engine.checkpoint import told_as
+from worker.engine.checkpoint import read_config, told_as
 from worker.engine.model.drafter import tokens_read, why_not_same_tokens
-from worker.engine.model.load import DraftModel, Model, context_of, model_folder
+from worker.engine.model.load import DraftModel, Model, context_of, model_folder, open_text
 from worker.engine.model.profile import profile, weights_bytes
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.task import PromptTask
 from worker.engine.prefix.cache import PrefixCache
 from worker.engine.tokenizer import MLXTokenizer
 from worker.engine.upstream.hooks import UnsupportedRope, observed_attention, rope_at
-from worker.engine.upstream.mlx_lm import load_model, load_tokenizer, make_prompt_cache
+from worker.engine.upstream.mlx_lm import load_tokenizer, make_prompt_cache
 from worker.errors import CannotStart
 from worker.request import GenerationRequest
 
@@ -316,8 +316,9 @@ def with_draft(model: Model, path_or_hub_id: str) -> Model:
     with the reason and what to do."""
     setting = f"SLUICE_SPECPREFILL_DRAFT_MODEL={path_or_hub_id}"
     path = model_folder(path_or_hub_id, name=setting)
+    read_config(path, setting)
     with told_as(lambda reason: f"{setting}: mlx-lm cannot load it: {reason}"):
-        draft, config = load_model(path, lazy=True)
+        draft, config, _ = open_text(path, trusted=False)
         tokens = MLXTokenizer(load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))).tokens
         why_not = why_not_draft(tokens_read(model), tokens, draft)
         if why_not is None:
