@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import redis.asyncio
 
@@ -27,6 +28,7 @@ from tests.support.chaos.harness import (
 )
 from tests.support.sentinels import Sentinels, replica_of
 from tests.support.stack import Server
+from tests.waiting import until
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
@@ -68,11 +70,12 @@ async def failed_over(*, streams: int, tokens: int) -> list[Figure]:
     """Kill the primary while all streams run. The replica that three sentinels promote lacks the last half second: ends
     of the logs, and a job that was submitted then."""
     with (
-        Server() as primary,
+        Server(args=("--repl-diskless-sync-delay", "0")) as primary,
         replica_of(primary) as replica,
         Sentinels(primary) as sentinels,
     ):
         async with Client(sentinels.url) as client, redis.asyncio.Redis.from_url(replica.url) as db:
+            await until(partial(_is_copied, db))
             with paced_worker(sentinels.url, max_rows=streams + 1, reserved_rows=0):
                 ids = await submit_all(client, streams, chat_request(tokens))
                 watching = asyncio.create_task(record_all(client, ids))
@@ -95,6 +98,11 @@ async def failed_over(*, streams: int, tokens: int) -> list[Figure]:
         Figure("failover: longest gap", f"≤ {failover_s:.1f} + 5 s", f"{gap_s:.1f} s", gap_s <= failover_s + 5),
         Figure("failover: a lost job is told", "yes", "yes" if is_told else "no", is_told),
     ]
+
+
+async def _is_copied(replica: redis.asyncio.Redis) -> bool:
+    """Return True if the replica has what its primary has, and receives what follows."""
+    return bool((await replica.info("replication"))["master_link_status"] == "up")
 
 
 async def _cut_off_replicas(primary: Server) -> None:
