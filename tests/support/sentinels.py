@@ -19,6 +19,12 @@ def replica_of(primary: Server) -> Server:
     return Server(args=("--replicaof", "127.0.0.1", str(primary.port)))
 
 
+def is_copied(replica: Server) -> bool:
+    """Return True if the replica has what its primary has, and receives what follows."""
+    with redis.Redis(port=replica.port) as client:
+        return bool(client.info("replication")["master_link_status"] == "up")
+
+
 class Sentinels:
     """Sentinels on free ports that take a primary for dead after a second. Use it in a `with` block."""
 

@@ -26,9 +26,8 @@ from tests.support.chaos.harness import (
     submit_all,
     until_decoding,
 )
-from tests.support.sentinels import Sentinels, replica_of
+from tests.support.sentinels import Sentinels, is_copied, replica_of
 from tests.support.stack import Server
-from tests.waiting import until
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
@@ -75,7 +74,7 @@ async def failed_over(*, streams: int, tokens: int) -> list[Figure]:
         Sentinels(primary) as sentinels,
     ):
         async with Client(sentinels.url) as client, redis.asyncio.Redis.from_url(replica.url) as db:
-            await until(partial(_is_copied, db))
+            await asyncio.to_thread(sentinels.until, partial(is_copied, replica))
             with paced_worker(sentinels.url, max_rows=streams + 1, reserved_rows=0):
                 ids = await submit_all(client, streams, chat_request(tokens))
                 watching = asyncio.create_task(record_all(client, ids))
@@ -98,11 +97,6 @@ async def failed_over(*, streams: int, tokens: int) -> list[Figure]:
         Figure("failover: longest gap", f"≤ {failover_s:.1f} + 5 s", f"{gap_s:.1f} s", gap_s <= failover_s + 5),
         Figure("failover: a lost job is told", "yes", "yes" if is_told else "no", is_told),
     ]
-
-
-async def _is_copied(replica: redis.asyncio.Redis) -> bool:
-    """Return True if the replica has what its primary has, and receives what follows."""
-    return bool((await replica.info("replication"))["master_link_status"] == "up")
 
 
 async def _cut_off_replicas(primary: Server) -> None:
