@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+import math
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
@@ -42,6 +43,8 @@ def lane(value: str) -> Lane:
 
 
 def _within(value: N, minimum: N | None, maximum: N | None) -> N:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError
     if minimum is not None and value < minimum:
         raise typer.BadParameter(f"it must be at least {minimum}, not {value}.")
     if maximum is not None and value > maximum:

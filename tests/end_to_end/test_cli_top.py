@@ -172,9 +172,13 @@ def test_without_a_terminal_it_prints_one_sample(busy: Command) -> None:
     assert piped == once
 
 
-def test_a_pause_that_is_too_short_is_refused(sluice: Command) -> None:
-    code, _, err = sluice("top", "--every", "0")
-    assert (code, "it must be at least 0.2, not 0.0." in err) == (2, True), err
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [("0", "at least 0.2, not 0.0."), ("nan", "a number, not 'nan'."), ("inf", "a number, not 'inf'.")],
+)
+def test_a_pause_that_nobody_can_wait_for_is_refused(sluice: Command, value: str, said: str) -> None:
+    code, _, err = sluice("top", "--every", value)
+    assert (code, f"it must be {said}" in " ".join(err.split())) == (2, True), err
 
 
 def test_once_without_a_server_is_a_sentence(tmp_path: Path) -> None:

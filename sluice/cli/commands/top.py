@@ -36,13 +36,13 @@ def top(
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Watch workers, models, queues, tenants and offline runs, until Ctrl-C.
+    """Watch workers, models, queues, tenants and offline runs.
 
-    Workers publish their numbers three times in a lease: tokens a second of the last ten seconds; of the last minute,
-    how long interactive jobs took to the first token and from token to token (half of them, and 95 % of them, took at
-    most so long), and the share of prompt tokens found in the prefix cache; and the memory of the running rows, without
-    the model. Waiting jobs are counted by tenant in the oldest 300 of a queue. An outage of the server is shown, and
-    waited out.
+    It goes on until Ctrl-C and waits out an outage; if stdout is no terminal, it prints one sample. Workers publish
+    three times in a lease: tokens a second, of the last ten seconds; of the last minute, how long interactive jobs took
+    to the first token and from token to token (median/95th percentile), and the share of prompt tokens found in the
+    prefix cache; the memory reserved for running rows, of what the model leaves. Waiting jobs are counted by tenant in
+    the oldest 300 of each queue.
 
     \b
     With --json, print an object for each sample:
