@@ -41,7 +41,7 @@ appends, renews its leases and publishes its presence as a real one does. As man
 sluice.Client reads --read, whose tokens are timed; a socket that drops what comes is subscribed to the others. The
 server writes its changes to a file, as that of `sluice up`.
 
-kept: the share of the load's tokens that were appended. Below 90 % the load is another one: late tokens share an append.
+kept: the share of the load's tokens that were appended. Below 90 % the load is another: late tokens share an append.
 of a token: the server's CPU time for a token, with all else that it did, which hardly depends on what else the machine
 does. One core carries as many tokens a second as a second has of these times.
 full: what limits the run. `server`: its one core is busy, which is its capacity. `load`: a process of the benchmark is
