@@ -20,6 +20,19 @@ from worker.text.tokenizer import TemplateMessages
 PLAIN_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
+class Clock:
+    """A clock that a test sets: it stands in place of the module `time` in the module under test."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
 class ByteDetokenizer:
     """An id beyond the vocabulary raises."""
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.fakes import Clock
 from worker.monitoring import sink
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.sink import Durations, MetricsSink
@@ -11,16 +12,6 @@ NOTHING = {
     "tokens_per_s": 0.0, "load": 0.0, "ttft_p50_ms": "", "ttft_p95_ms": "", "gap_p50_ms": "", "gap_p95_ms": "",
     "prefix_hit_rate": "", "prefix_cache_bytes": 0, "memory_bytes": 0, "memory_limit_bytes": "",
 }  # fmt: skip
-
-
-class Clock:
-    """The monotonic clock of the module `sink`."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -131,8 +131,7 @@ class QueueWorker:
         self._crons, self._step_times = tuple(crons), model.step_times
         self.stopping, self.force_stop = asyncio.Event(), asyncio.Event()
         self.restarts, self._on_terminal = False, _on_terminal()
-        self._woken = asyncio.Event()
-        self._connected = False
+        self._woken, self._connected = asyncio.Event(), False
         # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
         self._sweep_s = min(settings.poll_s, max(0.1, settings.lease_s / 20))
         self._swept_at = 0.0  # monotonic
@@ -147,8 +146,10 @@ class QueueWorker:
         self.jobs = RunningJobs(publisher, metrics, run=runner.run, wake=self.wake)
         self._cancels = CancelRequests(redis, settings, self.jobs)
         self._turn = RestartTurn(redis, settings, self._begin_restart)
-        presence = partial(Presence, redis, settings, server.clock, model.abilities, self.stopping)
-        self._presence = presence(measured=metrics.measured, on_asked=self._on_asked)
+        self._presence = Presence(
+            redis, settings, server.clock, model.abilities, self.stopping, measured=metrics.measured,
+            on_asked=self._on_asked,
+        )  # fmt: skip
         listener = ControlListener(
             redis,
             settings.model_name,

@@ -102,7 +102,8 @@ async def _measure(url: str, calls: int) -> list[ClaimCost]:
             await queue.fill(client, stack)
         cases = {(queue, waiting): list[float]() for queue in queues for waiting in WAITING}
         for turn in range(calls + 2):  # the first ones load the scripts
-            # Running jobs are checked twice a second: so each call pays as much of that as a call can.
+            # If running jobs were checked twice a second, each call would pay as much of that as a call can. Their
+            # leases end after the run; of leases of 10 s, 2,048 jobs have 205 checks a second, in whatever claims come.
             await asyncio.sleep(0.5)
             for (queue, waiting), spent in cases.items():
                 cost = await queue.cost_us(client, redis, waiting)

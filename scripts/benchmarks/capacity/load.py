@@ -31,7 +31,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one server did under one load. CPU is in cores; seconds are of this machine's clock."""
+    """Measurements of one server under one load. CPU is in cores; seconds are of this machine's clock."""
 
     server: str  # its kind and version
     load: Load
@@ -60,7 +60,7 @@ class Figures:
 
     @property
     def limit(self) -> Limit:
-        """What is full: the server, a process of the load, or the machine; '' if nothing is."""
+        """The part that is full: the server, a process of the load, or the machine; '' if none is."""
         if self.server_cpu > 0.9:  # of the one core that executes commands
             return "server"
         if self.load_cpu > 0.85:

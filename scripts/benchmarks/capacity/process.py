@@ -36,7 +36,7 @@ MODEL = "capacity"
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one server is put under: as many chats as rows, each followed by another when its answer ends."""
+    """The load on one server: as many chats as rows, each followed by another when its answer ends."""
 
     workers: int
     rows: int  # of a worker
@@ -58,7 +58,7 @@ class Share:
 
 @dataclass(slots=True)
 class Measured:
-    """What a process measured between the begin and the end, in seconds."""
+    """Measurements of one process between the begin and the end, in seconds."""
 
     cpu_s: float = 0.0
     tokens: int = 0  # that its workers appended
@@ -69,14 +69,14 @@ class Measured:
 
 
 class _Window:
-    """The time in which is measured."""
+    """The time of the measurement."""
 
     def __init__(self) -> None:
         self._begin = self._end = math.inf
         self.measured = Measured()
 
     def is_open(self) -> bool:
-        """True while is measured."""
+        """Return True during the measurement."""
         return self._begin <= time.time() < self._end
 
     async def measure(self) -> Measured:

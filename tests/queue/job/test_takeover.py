@@ -2,16 +2,9 @@
 
 import pytest
 
+from tests.fakes import Clock
 from worker.queue.job import claims
 from worker.queue.job.claims import Takeover
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture
