@@ -36,8 +36,8 @@ GROUPS = {
     "Who answers for the clients": "default_max_tokens max_output_tokens max_content_parts max_request_bytes "
     "queue_limit max_images image_max_pixels image_max_bytes image_urls",
     "Who plans offline batches": "batch_schedule batch_models batch_hours batch_off_hours_rows",
-    "Who operates the workers": "worker_name lease_s watchdog_s grace_s disconnect_grace_s poll_s keyspace_events "
-    "log_level log_ttl_s result_ttl_s",
+    "Who operates the workers": "redis_urls worker_name lease_s watchdog_s grace_s disconnect_grace_s poll_s "
+    "keyspace_events log_level log_ttl_s result_ttl_s",
     "HTTP gateway": "serve_port serve_no_worker_s serve_heartbeat_s serve_disconnect_grace_s serve_max_body_bytes "
     "serve_max_held_bytes serve_response_ttl_s serve_strict serve_max_connections_per_key serve_client_timeout_s "
     "serve_cors_origins serve_drain_s",
@@ -56,8 +56,8 @@ _PAGE_HEAD = """\
 
 A worker reads its settings from the environment and from a file `.env` in its working directory; the environment wins.
 [.env.example](../.env.example) is ready to copy. A wrong value, or a name that begins with `SLUICE_` and is no setting,
-ends the start. `sluice serve`, the [HTTP gateway](gateway.md), reads `SLUICE_REDIS_URL` and what begins with
-`SLUICE_SERVE_` from the same places. The tests read `SLUICE_TEST_REDIS_URL`, a server to use in place of their own.
+ends the start. `sluice serve`, the [HTTP gateway](gateway.md), reads `SLUICE_REDIS_URL`, `SLUICE_REDIS_URLS` and what
+begins with `SLUICE_SERVE_` from the same places.
 
 In parentheses stand the default and, after a semicolon, the values that a setting takes.
 """

@@ -221,6 +221,30 @@ class Client:
         """The redis-py client that this client uses, for keys of the caller's own. It does not decode responses."""
         return self._redis
 
+    @property
+    def retries(self) -> Retries:
+        """Sends commands of `redis` until they are answered, for at most five seconds."""
+        return self._retries
+
+    @property
+    def absent(self) -> Sequence[str]:
+        """Sentences about servers that did not answer the last time: lists go without them. None without a map."""
+        return ()
+
+    def of_model(self, model: str) -> "Client":
+        """Return the client of the server that has the model's jobs: this one, unless a map names several."""
+        return self
+
+    async def of_job(self, job_id: str, names: Sequence[str] = ()) -> "Client":
+        """Return the client of the server that has a trace of the job, or one of the keys `names`; the default server's
+        if none has. Raises `ServerUnreachable` if a server that may have it does not answer."""
+        return self
+
+    async def _has(self, job_id: str, names: Sequence[str] = ()) -> bool:
+        """Return True if the server has a trace of the job, or one of the keys `names`."""
+        traces = [name(job_id) for name in (keys.job, keys.body, keys.log, keys.result)]
+        return bool(await self._retries.run(lambda: self._redis.exists(*traces, *names)))
+
     async def waits_for(self, job_id: str) -> str | None:
         """Return the model for which a queued job waits; None if it is not queued or its hash names no model."""
         keys.check_job_id(job_id)
@@ -302,7 +326,7 @@ class Client:
         paths = RunPaths.next_to_output(Path(input), Path(output), Path(errors) if errors else None)
         run_id = new_run_id(paths.input.stem)
         options = RunOptions(models, completion_window, metadata, window, run_id, served_only)
-        return await run_batch(self._redis, paths, options, on_progress)
+        return await run_batch(self._redis, paths, options, on_progress, self._redis_of)
 
     async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:
         """Copy a file into the folder that is the workers' SLUICE_BATCH_DIR; they run it at its scheduled time. Raises
@@ -316,7 +340,11 @@ class Client:
         these runs have ended. `models` is the model mapping of new runs, as for `batch`. Raises OSError."""
         from sluice.batch.folder import RunFolder, feed_runs
 
-        await feed_runs(self._redis, RunFolder(Path(folder).absolute()), take=take, models=models)
+        runs = RunFolder(Path(folder).absolute())
+        await feed_runs(self._redis, runs, take=take, models=models, redis_of=self._redis_of)
+
+    def _redis_of(self, model: str) -> Redis:
+        return self.of_model(model).redis
 
     async def batch_status(self, batch_id: str) -> Batch:
         """Return the status of a run, whichever host feeds it. Raises `UnknownBatch`."""

@@ -32,6 +32,7 @@ from sluice.errors import (
     UnknownJob,
     UnreadableLog,
 )
+from sluice.mapped import MappedClient
 from sluice.queues import DeadLetter, Queue
 from sluice.submission import ExtraKey, Submitted
 from sluice.sync import SyncClient
@@ -52,6 +53,7 @@ __all__ = [
     "JobCancelled",
     "JobError",
     "JobFailed",
+    "MappedClient",
     "NoWorker",
     "Progress",
     "Queue",

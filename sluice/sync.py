@@ -11,13 +11,17 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import CancelledError, Future
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from sluice.client import Client
+from sluice.contract.redis_url import MapFile
+from sluice.mapped import open_client
 from sluice.streaming import BackgroundReader
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 Work = Callable[[], Coroutine[Any, Any, T]]
 
 
@@ -90,6 +94,13 @@ class _Background:
 _INHERITED: list[_Background] = []
 
 
+def _overridden(client: Client, method: F) -> F:
+    """Return the client's own form of a method of `Client`; a function that is none as it is."""
+    name = getattr(method, "__name__", "")
+    own: F = getattr(type(client), name) if getattr(Client, name, None) is method else method
+    return own
+
+
 def blocking(
     method: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
 ) -> "Callable[Concatenate[SyncClient, P], T]":
@@ -98,7 +109,8 @@ def blocking(
     @wraps(method)
     def call(self: "SyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
         background = self._background()
-        return background.call(lambda: method(background.client, *args, **kwargs))
+        own = _overridden(background.client, method)
+        return background.call(lambda: own(background.client, *args, **kwargs))
 
     return call
 
@@ -111,7 +123,8 @@ def iterating(
     @wraps(method)
     def iterate(self: "SyncClient", /, *args: P.args, **kwargs: P.kwargs) -> Generator[T]:
         background = self._background()
-        source = BackgroundReader(method(background.client, *args, **kwargs))
+        own = _overridden(background.client, method)
+        source = BackgroundReader(own(background.client, *args, **kwargs))
         try:
             while items := background.call(source.take):
                 yield from items
@@ -138,10 +151,17 @@ class SyncClient:
     called in the background thread: it must not call the client, and while it runs all other calls wait.
     """
 
-    def __init__(self, url: str = "redis://localhost:6379/0", *, outage_s: float | None = 60.0) -> None:
+    def __init__(
+        self,
+        url: str = "redis://localhost:6379/0",
+        *,
+        outage_s: float | None = 60.0,
+        servers: str | Path | None = None,
+    ) -> None:
         """Create a client that connects with its first call. `outage_s`: the longest outage, in seconds, that `stream`,
-        `result` and `batch_events` wait out; None waits for ever. Raises ValueError if the URL is invalid."""
-        self._open = partial(Client, url, outage_s=outage_s)
+        `result` and `batch_events` wait out; None waits for ever. `servers`: the file of a map of several servers, to
+        use instead of `url` as `MappedClient` does. Raises ValueError if the URL or the file is invalid."""
+        self._open = partial(open_client, url if servers is None else MapFile(servers), outage_s=outage_s)
         self._open()  # checks the URL; connects to nothing
         # By process id: a lock that another thread holds during a fork is never released in the child.
         self._locks: dict[int, threading.Lock] = {}

@@ -31,7 +31,7 @@ TABLE = {
     "sluice.contract.keys": May(),
     "sluice.contract.events": May(),
     "sluice.contract.batch": May("sluice.contract.events"),
-    "sluice.contract.redis_url": May(),
+    "sluice.contract.redis_url": May("sluice.contract.keys"),  # a map's models
     "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
     "sluice.cli": May("sluice", "redis rich typer"),

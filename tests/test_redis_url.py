@@ -14,7 +14,7 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 
 from sluice import Client
 from sluice.cli.app import run
-from sluice.contract.redis_url import Sentinels, redacted, sentinels_of, url_error
+from sluice.contract.redis_url import Sentinels, Servers, redacted, sentinels_of, url_error
 from sluice.transport import connect
 from tests.fakes import FakeChat
 from tests.queue.helpers import settings, until, working
@@ -243,3 +243,81 @@ def test_what_is_no_secret_is_shown() -> None:
     assert [
         url_error(url) for url in ("redis://", "redis://h/", "rediss://u:p@h:1/2/", "unix:///a@b", "redis://h?db=1")
     ] == [None] * 5
+
+
+# A map of servers
+
+MAP = """
+default = "redis://:kumquat@queue-1/0"
+[models]
+big = "rediss://:zebra@queue-2:6380/0"
+"qwen3.5" = "rediss://:zebra@queue-2:6380/0"
+"""
+
+
+def map_file(folder: Path, text: str) -> Path:
+    path = folder / "servers.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_map_names_the_server_of_a_model_and_of_all_others(tmp_path: Path) -> None:
+    servers = Servers.read(map_file(tmp_path, MAP))
+    found = {model: servers.of_model(model) for model in ("big", "qwen3.5", "default")}
+    first, second = "redis://:kumquat@queue-1/0", "rediss://:zebra@queue-2:6380/0"
+    assert found == {"big": second, "qwen3.5": second, "default": first}
+    assert servers.urls == (first, second)
+    assert servers.describe(second) == "the server rediss://***@queue-2:6380/0 of big, qwen3.5"
+    assert servers.describe(first) == "the server redis://***@queue-1/0 of all models that are not named"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "`default` is missing"),
+        ("default = 5", "default must be the URL of a server"),
+        ('default = ":kumquat@queue-1"', "default is not the URL of a server: it must begin with redis://"),
+        ('default = "http://:kumquat@queue-1"', "default is not the URL of a server: it must begin with redis://"),
+        ('default = "redis://queue-1"\nbig = "redis://queue-2"', "'big' is unknown"),
+        ('default = "redis://queue-1"\nmodels = "big"', "`models` must be a table"),
+        ('default = "redis://queue-1"\n[models]\nbig = ["redis://queue-2"]', "big must be the URL of a server"),
+        ('default = "redis://queue-1"\n[models]\nqwen3.5 = "redis://queue-2"', "'qwen3' is a table; a name with"),
+        ('default = "redis://queue-1"\n[models]\n"a b" = "redis://queue-2"', "'a b' is not a model's name"),
+        ('default = "redis://queue-1"\n[models]\n"redis://:kumquat@b" = "big"', "*** is not a model's name"),
+        ('default = "redis://queue-1"\n[models]\nbig = "redis://a"\nbig = "redis://b"', "has a name twice"),
+        ('default = "redis://:kumquat', "it is no TOML"),
+    ],
+)
+def test_a_broken_map_is_explained_without_a_password(tmp_path: Path, text: str, problem: str) -> None:
+    path = map_file(tmp_path, text)
+    with pytest.raises(ValueError, match="servers.toml: ") as refused:
+        Servers.read(path)
+    assert problem in str(refused.value)
+    assert [secret for secret in SECRETS if secret in str(refused.value)] == []
+
+
+def test_a_map_that_is_no_file_or_no_text_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="it cannot be read: No such file"):
+        Servers.read(tmp_path / "none.toml")
+    (tmp_path / "servers.toml").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="no text in UTF-8"):
+        Servers.read(tmp_path / "servers.toml")
+
+
+def test_a_worker_takes_the_server_of_its_model_unless_an_option_names_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLUICE_REDIS_URLS", str(map_file(tmp_path, MAP)))
+    monkeypatch.setenv("SLUICE_REDIS_URL", "redis://elsewhere")
+    of_big = read_settings(model="none", model_name="big", _env_file=None)
+    assert (of_big.redis_url, of_big.server.endswith("servers.toml: rediss://***@queue-2:6380/0")) == (
+        "rediss://:zebra@queue-2:6380/0", True,
+    )  # fmt: skip
+    assert read_settings(model="none", _env_file=None).redis_url == "redis://:kumquat@queue-1/0"
+    chosen = read_settings(model="none", model_name="big", redis_url="redis://here", _env_file=None)
+    assert (chosen.redis_url, chosen.redis_urls) == ("redis://here", None)
+    monkeypatch.setenv("SLUICE_REDIS_URLS", "")
+    assert read_settings(model="none", _env_file=None).redis_url == "redis://elsewhere"
+    monkeypatch.setenv("SLUICE_REDIS_URLS", str(tmp_path / "none.toml"))
+    with pytest.raises(CannotStart, match="SLUICE_REDIS_URLS=.*none.toml: .*cannot be read"):
+        read_settings(model="none", _env_file=None)

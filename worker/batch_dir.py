@@ -131,7 +131,8 @@ class BatchDirectory:
     async def _feed(self, *more: str, stopping: asyncio.Event, force_stop: asyncio.Event) -> bool:
         self.feeding = True
         self._slot.clear()
-        env, grace_s = child_environment(self._settings.redis_url), self._settings.grace_s
+        env = child_environment(self._settings.redis_url, self._settings.redis_urls)
+        grace_s = self._settings.grace_s
         well = await feed([*self._command, *more], env, stopping=stopping, force_stop=force_stop, grace_s=grace_s)
         self.feeding = False
         return well

@@ -39,9 +39,9 @@ def read_unchecked(settings: type[BaseSettings]) -> dict[str, str]:
     return {field: str(value) for field, value in written.items() if value}
 
 
-def child_environment(redis_url: str) -> dict[str, str]:
+def child_environment(redis_url: str, redis_urls: str | None) -> dict[str, str]:
     """Return the environment of a child process. The URL is passed in it, since command lines are public."""
-    return {**os.environ, variable("redis_url"): redis_url}
+    return {**os.environ, variable("redis_url"): redis_url, variable("redis_urls"): redis_urls or ""}
 
 
 def refuse_unknown(fields: Iterable[str], env_file: Path) -> None:

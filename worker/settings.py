@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sluice.contract.keys import MAX_REQUEST_BYTES, MODEL_NAME, RESULT_TTL_S, is_model_name
-from sluice.contract.redis_url import redacted, url_error
+from sluice.contract.redis_url import Servers, redacted, url_error
 from sluice.wording import value_problem
 from worker.engine.options import EngineOptions
 from worker.environment import PREFIX, refuse_unknown, unique_worker_name, variable
@@ -67,6 +67,11 @@ class Settings(BaseSettings):
         repr=False,
         description="URL of the Redis server: redis://, rediss://, unix:// or redis+sentinel://. In a password, write "
         "/ as %2F, ? as %3F, # as %23 and @ as %40.",
+    )
+    redis_urls: str | None = Field(
+        None,
+        description="TOML file that spreads models over servers, in place of SLUICE_REDIS_URL, for all programs: see "
+        "docs/operations.md. Default: none, there is one server.",
     )
     model: str = Field(
         examples=["models/tiny-chat"],
@@ -332,6 +337,13 @@ class Settings(BaseSettings):
             raise ValueError(problem)
         return url
 
+    @field_validator("redis_urls")
+    @classmethod
+    def _names_servers(cls, file: str | None) -> str | None:
+        if file:
+            Servers.read(file)
+        return file or None
+
     @field_validator("reserved_rows")
     @classmethod
     def _leaves_a_row(cls, reserved: int, info: object) -> int:
@@ -363,6 +375,12 @@ class Settings(BaseSettings):
             raise ValueError(f"a job's state must be kept at least as long as its events, {events_s} s")
         return state_s
 
+    @property
+    def server(self) -> str:
+        """The server, and the setting that names it, without its password."""
+        url = redacted(self.redis_url)
+        return f"SLUICE_REDIS_URLS={self.redis_urls}: {url}" if self.redis_urls else f"SLUICE_REDIS_URL={url}"
+
     def engine_options(self, memory: int) -> EngineOptions:
         """Return the options of the engine. `memory`: bytes that weights, rows and caches may take together."""
         return EngineOptions(
@@ -388,8 +406,15 @@ class Settings(BaseSettings):
 def read_settings(**given: object) -> Settings:
     """Read and validate all settings. Raises `CannotStart`, which names the variable and what is accepted."""
     refuse_unknown(Settings.model_fields, Path(str(Settings.model_config["env_file"])))
+    if "redis_url" in given:  # an option is for one server
+        given = {"redis_urls": None, **given}
     try:
-        return Settings(**given)  # type: ignore[arg-type]
+        settings = Settings(**given)  # type: ignore[arg-type]
+        if settings.redis_urls is None:
+            return settings
+        return settings.model_copy(
+            update={"redis_url": Servers.read(settings.redis_urls).of_model(settings.model_name)}
+        )
     except ValidationError as error:
         # A default that depends on another setting is none if any setting is wrong.
         wrong = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]

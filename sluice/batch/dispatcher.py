@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from sluice import errors
 from sluice.batch.files import LineError, LineResult, ResultFiles
-from sluice.batch.registry import JobStore
+from sluice.batch.registry import JobStores
 from sluice.batch.source import Line, Source
 from sluice.batch.transitions import LineAction, LineEvent, LineState, line_step
 from sluice.contract.batch import line_job_id
@@ -79,7 +79,7 @@ class LineDispatcher:
     """
 
     def __init__(
-        self, run_id: str, source: Source, lines: Iterable[Line], store: JobStore, results: ResultFiles, window: int
+        self, run_id: str, source: Source, lines: Iterable[Line], store: JobStores, results: ResultFiles, window: int
     ) -> None:
         self._run_id = run_id
         self._source = source
@@ -114,7 +114,7 @@ class LineDispatcher:
         """Cancel the queued jobs, and write this error for every unfinished line. A line that finishes within five
         seconds keeps its answer."""
         error = LineError(code, message)
-        await self._store.cancel([self._job_id(entry) for entry in self._queued()])
+        await self._store.cancel([(self._job_id(entry), entry.line.model) for entry in self._queued()])
         await self._end_all(error)
         deadline = time.monotonic() + _WORKERS_S
         while self._in_flight and time.monotonic() < deadline:
@@ -164,7 +164,7 @@ class LineDispatcher:
 
     async def _collect(self) -> None:
         queued = self._queued()
-        jobs = await self._store.read([self._job_id(entry) for entry in queued])
+        jobs = await self._store.read([(self._job_id(entry), entry.line.model) for entry in queued])
         await self._write([_apply_job(entry, *job) for entry, job in zip(queued, jobs, strict=True)], queued)
 
     async def _end_all(self, error: LineError) -> None:

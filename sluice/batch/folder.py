@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.batch.files import StateFile
-from sluice.batch.registry import BatchRegistry
+from sluice.batch.registry import BatchRegistry, RedisOf
 from sluice.batch.run import Run, endless_retries, new_batch, publish
 from sluice.batch.source import RunOptions, RunPaths
 from sluice.contract.batch import Batch, Problem, Problems, is_run_id, new_run_id
@@ -85,15 +85,22 @@ async def submit_file(redis: Redis, folder: RunFolder, file: Path) -> Batch:
 
 
 async def feed_runs(
-    redis: Redis, folder: RunFolder, *, take: bool, models: Mapping[str, str], at_once: int = 8
+    redis: Redis,
+    folder: RunFolder,
+    *,
+    take: bool,
+    models: Mapping[str, str],
+    at_once: int = 8,
+    redis_of: RedisOf | None = None,
 ) -> None:
     """Make one pass: with `take`, start the files of the inbox; then run each run in `running` that no other process
     feeds, the oldest first and several `at_once`: one for a model without a worker does not delay the others. Return
     when they have ended.
 
     All files are moved out of the inbox before the first run, so that another feeder can resume them if this process
-    dies. `models` is the mapping for new runs; a resumed run keeps its own. A run that an error of the server or of a
-    file interrupts stays in `running` for the next pass. Raises OSError if the folder cannot be read or written.
+    dies. `models` is the mapping for new runs; a resumed run keeps its own. `redis_of`: as for `run_batch`. A run that
+    an error of the server or of a file interrupts stays in `running` for the next pass. Raises OSError if the folder
+    cannot be read or written.
     """
     folder.make()
     for file in await _complete_files(folder.inbox) if take else []:
@@ -102,19 +109,19 @@ async def feed_runs(
 
     async def feed_run(run_dir: Path) -> None:
         async with slots:
-            await _resume(redis, folder, run_dir, models)
+            await _resume(redis, redis_of or (lambda model: redis), folder, run_dir, models)
 
     async with asyncio.TaskGroup() as group:
         for file in _oldest_first(folder.running.glob("*/input.jsonl")):
             group.create_task(feed_run(file.parent))
 
 
-async def _resume(redis: Redis, folder: RunFolder, run_dir: Path, models: Mapping[str, str]) -> None:
+async def _resume(redis: Redis, redis_of: RedisOf, folder: RunFolder, run_dir: Path, models: Mapping[str, str]) -> None:
     if not run_paths(run_dir).input.exists():
         return  # another feeder has moved it, or is moving it here
     try:
         with StateFile(run_paths(run_dir).state) as state:
-            await _feed(redis, folder, run_dir, state, models)
+            await _feed(redis, redis_of, folder, run_dir, state, models)
     except BatchTaken:
         pass
     except BatchRefused as error:  # a later pass would fail in the same way
@@ -123,13 +130,20 @@ async def _resume(redis: Redis, folder: RunFolder, run_dir: Path, models: Mappin
         logger.error("%s waits for the next pass: %s", run_dir.name, error)
 
 
-async def _feed(redis: Redis, folder: RunFolder, run_dir: Path, state: StateFile, models: Mapping[str, str]) -> None:
+async def _feed(
+    redis: Redis,
+    redis_of: RedisOf,
+    folder: RunFolder,
+    run_dir: Path,
+    state: StateFile,
+    models: Mapping[str, str],
+) -> None:
     saved = state.load()
     batch = saved.batch if saved else None
     if batch is None or not batch.ended:
         logger.info("%s is %s", run_dir.name, "resumed" if saved else "taken")
         options = RunOptions(None if saved else models, id=run_dir.name, models_from_setting=True)
-        run = Run(redis, run_paths(run_dir), options, state)
+        run = Run(redis, redis_of, run_paths(run_dir), options, state)
         try:
             batch = await run.run_to_end()
         except BatchRefused as error:

@@ -1,9 +1,10 @@
 """The runs and the jobs of their lines, as stored in Redis: status, published changes, requested cancellations."""
 
+import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
@@ -14,6 +15,9 @@ from sluice.contract.batch import Batch
 from sluice.errors import QueueFull, ServerFull, UnknownBatch
 from sluice.submission import NewJob, Submission, Submitted
 from sluice.transport import MAX_CALLS, Retries, raise_outage
+
+T = TypeVar("T")
+A = TypeVar("A")
 
 _STATUS_TTL_S = 7 * 86_400  # after the last report on a run
 
@@ -123,6 +127,61 @@ def _is_ours(batch: Batch) -> bool:
         and all(type(each) is int and 0 <= each < 1e12 for each in numbers)
         and (paused is None or (isinstance(paused, int | float) and 0 <= paused < 1e12))
     )
+
+
+RedisOf = Callable[[str], Redis]  # the server of a model's jobs
+
+
+class JobStores:
+    """A `JobStore` for each server on which a run's lines have jobs. Jobs are named by id and model."""
+
+    def __init__(self, redis_of: RedisOf, make: Callable[[Redis], Retries]) -> None:
+        """`make`: the retries of a server."""
+        self._redis_of, self._make = redis_of, make
+        self._stores = dict[Redis, JobStore]()
+
+    def _of(self, model: str) -> "JobStore":
+        redis = self._redis_of(model)
+        if redis not in self._stores:
+            self._stores[redis] = JobStore(redis, self._make(redis))
+        return self._stores[redis]
+
+    async def submit(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | ServerFull]:
+        """Queue jobs, and return an outcome for each."""
+        return await self._each(jobs, [job.model for job in jobs], lambda store, own: store.submit(own))
+
+    async def read(self, jobs: Sequence[tuple[str, str]]) -> list[tuple[bytes | None, bool]]:
+        """Return for each job what `JobStore.read` does."""
+        ids, models = [id for id, _ in jobs], [model for _, model in jobs]
+        return await self._each(ids, models, lambda store, own: store.read(own))
+
+    async def cancel(self, jobs: Sequence[tuple[str, str]]) -> None:
+        """Cancel jobs: queued ones at once, running ones through their workers."""
+        for model in dict.fromkeys(model for _, model in jobs):
+            await self._of(model).cancel([id for id, own in jobs if own == model])
+
+    async def delete(self, jobs: Sequence[tuple[str, str]]) -> None:
+        """Delete all keys of these jobs, as `JobStore.delete` does."""
+        for model in dict.fromkeys(model for _, model in jobs):
+            await self._of(model).delete([job for job in jobs if job[1] == model])
+
+    async def delete_run(self, run_id: str, models: Iterable[str]) -> None:
+        """Delete the run's queued or running jobs of these models."""
+        for model in models:
+            await self._of(model).delete_run(run_id, [model])
+
+    async def _each(
+        self, items: Sequence[T], models: Sequence[str], ask: Callable[["JobStore", Sequence[T]], Awaitable[list[A]]]
+    ) -> list[A]:
+        """Return the answer for each item, of the server of its model; the servers are asked at the same time."""
+        places = dict[JobStore, list[int]]()
+        for place, model in enumerate(models):
+            places.setdefault(self._of(model), []).append(place)
+        asked = (ask(store, [items[place] for place in own]) for store, own in places.items())
+        answers = dict[int, A]()
+        for own, found in zip(places.values(), await asyncio.gather(*asked), strict=True):
+            answers |= zip(own, found, strict=True)
+        return [answers[place] for place in range(len(items))]
 
 
 class JobStore:

@@ -14,7 +14,7 @@ from redis.exceptions import OutOfMemoryError, RedisError
 
 from sluice.batch.dispatcher import LineDispatcher
 from sluice.batch.files import ResultFiles, RunState, StateFile
-from sluice.batch.registry import BatchRegistry, JobStore
+from sluice.batch.registry import BatchRegistry, JobStores, RedisOf
 from sluice.batch.source import (
     DEFAULT_WINDOW,
     FileScan,
@@ -136,21 +136,31 @@ def _ignore(_: Batch) -> None:
     """Ignore the status."""
 
 
-async def run_batch(redis: Redis, paths: RunPaths, options: RunOptions, on_progress: OnProgress = _ignore) -> Batch:
+async def run_batch(
+    redis: Redis,
+    paths: RunPaths,
+    options: RunOptions,
+    on_progress: OnProgress = _ignore,
+    redis_of: RedisOf | None = None,
+) -> Batch:
     """Run a file to its end and return the final status. A cancelled run can be resumed.
 
-    `on_progress` receives the status a few times a second. Raises `BatchRefused` (`BatchTaken` if another process feeds
+    `on_progress` receives the status a few times a second. `redis_of`: the server of a model's jobs; by default
+    `redis`, which has the status. Raises `BatchRefused` (`BatchTaken` if another process feeds
     the run), OSError if a file cannot be written, or redis-py's error if the server refuses a command.
     """
     with Source(paths.input, {}) as source:  # readable, before any file is created
         if not paths.state.exists():
             paths.refuse_to_overwrite()
         with StateFile(paths.state) as state:
-            await _check_options(redis, paths, options, state, await asyncio.to_thread(source.sha256))
-            return await _resume_or_start(redis, paths, options, state, on_progress)
+            redis_of = redis_of or (lambda model: redis)
+            await _check_options(redis, redis_of, paths, options, state, await asyncio.to_thread(source.sha256))
+            return await _resume_or_start(redis, redis_of, paths, options, state, on_progress)
 
 
-async def _check_options(redis: Redis, paths: RunPaths, options: RunOptions, state: StateFile, sha256: str) -> None:
+async def _check_options(
+    redis: Redis, redis_of: RedisOf, paths: RunPaths, options: RunOptions, state: StateFile, sha256: str
+) -> None:
     """Refuse the files of a different run, but replace one that has no results. Raises `BatchRefused`."""
     saved = state.load()
     if saved is None or saved.batch.status == "failed" or not (different := _difference(saved, options, sha256)):
@@ -162,20 +172,25 @@ async def _check_options(redis: Redis, paths: RunPaths, options: RunOptions, sta
     )
     retries = endless_retries(redis)
     old = _replaced(saved.batch, different, time.time())
-    await JobStore(redis, retries).delete_run(old.id, old.sluice.models)
+    await JobStores(redis_of, endless_retries).delete_run(old.id, old.sluice.models)
     state.save(replace(saved, batch=old))
     await publish(retries, BatchRegistry(redis).announce, old)
 
 
 async def _resume_or_start(
-    redis: Redis, paths: RunPaths, options: RunOptions, state: StateFile, on_progress: OnProgress
+    redis: Redis,
+    redis_of: RedisOf,
+    paths: RunPaths,
+    options: RunOptions,
+    state: StateFile,
+    on_progress: OnProgress,
 ) -> Batch:
     saved = state.load()
     registry, retries = BatchRegistry(redis), endless_retries(redis)
     if saved and saved.batch.ended and saved.batch.status != "failed":
         await publish(retries, registry.announce_late, saved.batch)
         return saved.batch
-    batch = await Run(redis, paths, options, state, on_progress).run_to_end()
+    batch = await Run(redis, redis_of, paths, options, state, on_progress).run_to_end()
     if batch.status == "failed":  # refused, and no line was queued
         await publish(retries, registry.withdraw, batch)
         state.remove()
@@ -233,15 +248,21 @@ class Run:
     """One run whose state file this process has locked."""
 
     def __init__(
-        self, redis: Redis, paths: RunPaths, options: RunOptions, state: StateFile, on_progress: OnProgress = _ignore
+        self,
+        redis: Redis,
+        redis_of: RedisOf,
+        paths: RunPaths,
+        options: RunOptions,
+        state: StateFile,
+        on_progress: OnProgress = _ignore,
     ) -> None:
-        self._redis = redis
+        self._redis_of = redis_of
         self._paths = paths
         self._options = options
         self._state = state
         self._on_progress = on_progress
         self._retries = endless_retries(redis)
-        self._registry, self._jobs = BatchRegistry(redis), JobStore(redis, self._retries)
+        self._registry, self._jobs = BatchRegistry(redis), JobStores(redis_of, endless_retries)
         self._saved = self._initial_state()
         self._counts: _LineCounts | None = None  # once the input has been read
         self._put_at = 0.0
@@ -283,7 +304,9 @@ class Run:
 
     async def _check_served(self, scan: FileScan) -> tuple[Problem, ...]:
         """Return a problem if the file is to be refused for a model without a worker; otherwise only log a warning."""
-        served = await Workers(self._redis, self._retries, waits_out_outages=True).models()
+        served = set[str]()
+        for redis in {self._redis_of(line.model) for line in scan.lines}:
+            served |= await Workers(redis, endless_retries(redis), waits_out_outages=True).models()
         mapped = {name: to for name, to in self._saved.models.items() if name == "*" or name in scan.named_models}
         remedy = set_mapping if self._options.models_from_setting else give_options
         message = describe_unserved(Counter(line.model for line in scan.lines), served, mapped, remedy)

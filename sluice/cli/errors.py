@@ -14,11 +14,13 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from sluice.cli.terminal.view import note
 from sluice.client import Client
 from sluice.contract import keys
-from sluice.contract.redis_url import UNREADABLE, redacted
+from sluice.contract.redis_url import UNREADABLE, MapFile, redacted
 from sluice.contract.refusals import reason_of
 from sluice.errors import NoWorker, QueueFull, ServerFull, UnknownJob, UnreadableLog
+from sluice.mapped import open_client
 from sluice.transport import connect, wrong_credentials
 
 INSTALL = "in a checkout of Sluice, run ./scripts/setup worker,server"  # worker, gateway, embedded server
@@ -64,15 +66,17 @@ def worker_missing(missing: ImportError | None) -> CliError:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
-    """Yield a client whose server has answered. The client's errors inside the block become `CliError`."""
-    async with _client(url) as client:
+    """Yield a client whose server has answered. The client's errors inside the block become `CliError`. `url` may be
+    the map of several servers: those that did not answer are named at the end."""
+    async with _client(url) as client, _absent_named(client):
         try:
             await _check_reachable(client, url)
             yield client
         except RedisError as error:
             raise CliError(await _explain(error, url)) from None
         except UnknownJob as error:
-            remedy = f"Check the id, and if {redacted(url)} is the server that it was submitted to."
+            where = f"the servers of {url} are those" if isinstance(url, MapFile) else f"{redacted(url)} is the server"
+            remedy = f"Check the id, and if {where} that it was submitted to."
             raise CliError(f"{sentence(str(error))} {remedy}") from None
         except UnreadableLog as error:
             raise CliError(f"{sentence(str(error))} Another program changed it, so the job cannot be shown.") from None
@@ -103,9 +107,18 @@ def refuse_bad_id(job_id: str) -> None:
 
 def _client(url: str) -> Client:
     try:
-        return Client(url)
+        return open_client(url)
     except ValueError as error:
-        raise CliError(sentence(str(error))) from None
+        variable = "SLUICE_REDIS_URLS: " if isinstance(url, MapFile) else ""
+        raise CliError(f"{variable}{sentence(str(error))}") from None
+
+
+@asynccontextmanager
+async def _absent_named(client: Client) -> AsyncIterator[None]:
+    """Print a note about each server of a map that did not answer."""
+    yield
+    for each in client.absent:
+        note(sentence(each), style="yellow")
 
 
 async def _check_reachable(client: Client, url: str) -> None:
@@ -118,6 +131,8 @@ async def _check_reachable(client: Client, url: str) -> None:
 
 
 async def _explain(error: RedisError, url: str) -> str:
+    if isinstance(url, MapFile):
+        return f"{sentence(str(error))} The servers are those of {url}."
     server = redacted(url)
     match error:
         case ServerFull():

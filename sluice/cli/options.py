@@ -1,12 +1,14 @@
 """Options that several commands share."""
 
 import math
+import os
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import typer
 
 from sluice.contract.keys import LANES, Lane
+from sluice.contract.redis_url import MapFile
 
 N = TypeVar("N", int, float)
 
@@ -52,8 +54,22 @@ def _within(value: N, minimum: N | None, maximum: N | None) -> N:
     return value
 
 
+def _server(context: typer.Context, url: str) -> str:
+    """Return the map of servers if the environment names one, unless an option gives a URL."""
+    source = context.get_parameter_source("redis_url")
+    file = os.environ.get("SLUICE_REDIS_URLS")
+    return MapFile(file) if file and (source is None or source.name != "COMMANDLINE") else url
+
+
 RedisUrl = Annotated[
-    str, typer.Option("--redis-url", metavar="URL", envvar="SLUICE_REDIS_URL", help="URL of the Redis server.")
+    str,
+    typer.Option(
+        "--redis-url",
+        metavar="URL",
+        envvar="SLUICE_REDIS_URL",
+        help="URL of the Redis server. Overrides SLUICE_REDIS_URLS, the map of several.",
+        callback=_server,
+    ),
 ]
 ModelName = Annotated[
     str | None,

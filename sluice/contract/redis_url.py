@@ -1,8 +1,14 @@
-"""Checks URLs of Redis servers, and redacts their passwords."""
+"""URLs of Redis servers: checks them, redacts their passwords, and reads the map of several servers."""
 
 import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 from urllib.parse import parse_qsl
+
+from sluice.contract.keys import is_model_name
 
 _SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 _SCHEMES = ("redis", "rediss", "unix", *_SENTINEL_SCHEMES)
@@ -127,3 +133,71 @@ def credentials_error(*, has_user: bool, has_password: bool, is_open: bool) -> s
     if has_user:
         return "it refuses the user or the password in the URL, but needs none; correct or remove them"
     return "it has no password, and refuses the one in the URL; remove it from the URL"
+
+
+class MapFile(str):
+    """The path of a map of servers, if it stands where else the URL of one server does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """The servers over which models are spread."""
+
+    file: str
+    default: str  # URL for the models that are not named
+    models: Mapping[str, str]  # URL by model
+
+    @classmethod
+    def read(cls, file: str | Path) -> Self:
+        """Read a TOML file: `default`, and a table `models`. Raises ValueError, which names the file and never quotes a
+        password."""
+        try:
+            return cls._parse(str(file), tomllib.loads(Path(file).read_text("utf-8")))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{file}: it is no TOML, or has a name twice: {error}") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{file}: it is no text in UTF-8") from None
+        except OSError as error:
+            raise ValueError(f"{file}: it cannot be read: {error.strerror}") from None
+
+    @classmethod
+    def _parse(cls, file: str, given: dict[str, Any]) -> Self:
+        models = given.get("models", {})
+        if unknown := sorted(given.keys() - {"default", "models"}):
+            raise ValueError(f"{file}: {_name(unknown[0])} is unknown; there are `default` and the table [models]")
+        if "default" not in given:
+            raise ValueError(f"{file}: `default` is missing: the URL of the server for all models that are not named")
+        if not isinstance(models, dict):
+            raise ValueError(f"{file}: `models` must be a table: [models], and below it a line for each model")
+        for model, url in models.items():
+            if isinstance(url, dict):
+                raise ValueError(f'{file}: {_name(model)} is a table; a name with a point needs quotes: "qwen3.5" = …')
+            if not is_model_name(model):
+                raise ValueError(f"{file}: {_name(model)} is not a model's name, which has letters, digits, . _ and -")
+        for name, url in [("default", given["default"]), *models.items()]:
+            if not isinstance(url, str):
+                raise ValueError(f'{file}: {name} must be the URL of a server, as in "redis://localhost:6379/0"')
+            if problem := url_error(url):
+                raise ValueError(f"{file}: {name} is not the URL of a server: {problem}")
+        return cls(file, given["default"], models)
+
+    def of_model(self, model: str) -> str:
+        """Return the URL of the server of a model."""
+        return self.models.get(model, self.default)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URL of each server, the default one first."""
+        return tuple(dict.fromkeys([self.default, *self.models.values()]))
+
+    def describe(self, url: str) -> str:
+        """Return a noun phrase for a server, with its models and without its password."""
+        models = sorted(model for model, own in self.models.items() if own == url)
+        listed = [*(["all models that are not named"] if url == self.default else []), *models[:5]]
+        more = f" and {len(models) - 5} more" if len(models) > 5 else ""
+        return f"the server {redacted(url)} of {', '.join(listed)}{more}"
+
+
+def _name(text: str) -> str:
+    """Return a name of the file in quotes; `***` if it might be a URL with a password."""
+    return "***" if ":" in text or "@" in text else repr(text[:80])

@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.client import Client
+from sluice.contract.redis_url import MapFile
 from sluice.contract.refusals import reason_of
 from sluice.gateway import catalog, chat, messages, openapi, page, responses
 from sluice.gateway.caller import limit_headers
@@ -35,10 +36,11 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.key_file import BadKeyFile
 from sluice.gateway.monitoring import REQUEST_ID, AccessLog
 from sluice.gateway.protection import MAX_HEADER_BYTES, MIN_BYTES_PER_S, LocalOnly, at_end, protocol
-from sluice.gateway.settings import CannotServe, ServeSettings
+from sluice.gateway.settings import REDIS_URL, REDIS_URLS, CannotServe, ServeSettings
 from sluice.gateway.sse import CONNECTION
 from sluice.http_errors import ErrorForm
 from sluice.log_lines import set_up_logging
+from sluice.mapped import open_client
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -255,9 +257,10 @@ def _reason(error: OSError) -> str:
 
 async def _serve(listening: socket.socket, redis_url: str, settings: ServeSettings) -> None:
     try:
-        client = Client(redis_url)
+        client = open_client(redis_url)
     except ValueError as error:
-        raise CannotServe(f"SLUICE_REDIS_URL: {error}") from None
+        variable = REDIS_URLS if isinstance(redis_url, MapFile) else REDIS_URL
+        raise CannotServe(f"{variable}: {error}") from None
     async with client:
         application = _application(client, settings)
         config = uvicorn.Config(

@@ -6,7 +6,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from redis.asyncio import Redis
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,9 +21,8 @@ from sluice.gateway.monitoring import AnswerTimer, GatewayMetrics
 from sluice.gateway.protection import Memory, at_end
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.sse import unless_disconnected
-from sluice.gateway.workers import QueueWatch, ServedModels
+from sluice.gateway.workers import DEFAULT, QueueWatch, ServedModels
 from sluice.presence import mapped_name
-from sluice.transport import Retries
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -38,25 +36,19 @@ class Gateway:
         """Raises `BadKeyFile`."""
         self.client = client
         self.settings = settings
-        self.retries = Retries(client.redis, 5.0)  # seconds of an outage that a command of the gateway's own waits out
-        self.workers = ServedModels(client, self.retries)
+        self.workers = ServedModels(client)
         self.metrics = GatewayMetrics()
-        limits = Limits(client.redis, self.retries)
+        limits = Limits(client.redis, client.retries)
         self._authentication = (
             Authentication(KeyStore(settings.keys), limits, settings.max_connections_per_key) if settings.keys else None
         )
         self._memory = Memory(settings.max_held_bytes, settings.max_body_bytes)
-        self.idempotency_keys = IdempotencyKeys(client.redis, self.retries)
+        self.idempotency_keys = IdempotencyKeys(client)
         queue_watch = QueueWatch(client, self.workers, settings.no_worker_s)
         counted = limits if settings.keys else None
-        self.jobs = Jobs(client, self.retries, queue_watch, counted, settings.disconnect_grace_s)
+        self.jobs = Jobs(client, queue_watch, counted, settings.disconnect_grace_s)
         self.submission = JobSubmission(client, self.workers, settings, self.jobs)
         self.draining = False
-
-    @property
-    def redis(self) -> Redis:
-        """The server, for keys of the gateway's own, which begin with `sluice:serve:`; `retries` sends its commands."""
-        return self.client.redis
 
     def drain(self) -> None:
         """Stop being ready, and cancel no job from now on."""
@@ -103,10 +95,12 @@ class Gateway:
         `path`: of the route; `new_id`: a prefix of the interface and 32 digits, from which `ids_of` makes the ids of
         the jobs. `continues`: they do so in any case when the client leaves.
         """
+        model = body.content.get("model")
+        at = self.client.of_model(mapped_name(model if isinstance(model, str) else DEFAULT, self.settings.model_map))
         if (key := idempotency.key_of(request)) is not None:
             base = idempotency.job_id(caller, path, key, new_id[:-32])
             jobs = AnswerJobs(ids_of(base), detached=True, has_key=True)
-            async with self.idempotency_keys.registered(base, jobs.ids, body.digest) as was_queued:
+            async with self.idempotency_keys.registered(at, base, jobs.ids, body.digest) as was_queued:
                 if was_queued:
                     return jobs, await join(jobs, await self.jobs.stored(jobs.ids))
                 return jobs, await submit(jobs)
@@ -114,7 +108,7 @@ class Gateway:
             jobs = AnswerJobs(ids_of(new_id), detached=True)
             return jobs, await submit(jobs)
         retry_key = await idempotency.retry_key(caller, path, body)
-        if (returned := await self.jobs.returned(retry_key)) is None:
+        if (returned := await self.jobs.returned(at, retry_key)) is None:
             jobs = AnswerJobs(ids_of(new_id), retry_key=retry_key)
             return jobs, await submit(jobs)
         jobs = AnswerJobs(returned[0], retry_key=retry_key)

@@ -11,17 +11,16 @@ from functools import partial
 from importlib.resources import files
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from starlette.requests import Request
 
+from sluice.client import Client
 from sluice.contract import keys
 from sluice.errors import SluiceError
 from sluice.gateway.body import Body, in_thread_if_long
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import RETRY_S, ApiError, was_refused
 from sluice.http_errors import ErrorForm
-from sluice.transport import Retries
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -74,46 +73,48 @@ def registration_key(job_id: str) -> str:
 class IdempotencyKeys:
     """Registers keys for the bodies that they came with."""
 
-    def __init__(self, redis: Redis, retries: Retries) -> None:
-        self._redis, self._retries = redis, retries
+    def __init__(self, client: Client) -> None:
         self._noting = set[asyncio.Task[None]]()
-        self._unregister = redis.register_script((files(__package__) / "lua" / "unregister_key.lua").read_text("utf-8"))
+        self._unregister = client.redis.register_script(
+            (files(__package__) / "lua" / "unregister_key.lua").read_text("utf-8")
+        )
 
     @asynccontextmanager
-    async def registered(self, base: str, job_ids: Sequence[str], body_digest: str) -> AsyncIterator[bool]:
-        """Register a key for its body while the jobs are queued. `base` is the id that the key stands for.
+    async def registered(self, at: Client, base: str, job_ids: Sequence[str], body_digest: str) -> AsyncIterator[bool]:
+        """Register a key for its body while the jobs are queued. `at`: the server that gets them; `base`: the id that
+        the key stands for.
 
         Yields True if the jobs were queued before: the block has to queue nothing. If the block ends in a refusal, the
         key is free again. Raises `ApiError` 409 if the key came with another body before, or if a gateway of another
         version has registered it; and `SluiceError`."""
         key, registration = registration_key(base), f"{_VERSION} {body_digest}"
-        send = partial(self._redis.set, key, registration, nx=True, get=True, ex=_LIFE_S)
-        earlier: bytes | None = await self._retries.run(send)
+        send = partial(at.redis.set, key, registration, nx=True, get=True, ex=_LIFE_S)
+        earlier: bytes | None = await at.retries.run(send)
         was_queued = earlier is not None and _was_queued(earlier, body_digest)
         try:
             yield was_queued
         except (ApiError, SluiceError, RedisError) as error:
             if was_refused(error) and not was_queued:
-                await self._free(key, job_ids, registration)
+                await self._free(at, key, job_ids, registration)
             raise
         if not was_queued:
-            task = asyncio.create_task(self._note_queued(key, registration))
+            task = asyncio.create_task(self._note_queued(at, key, registration))
             self._noting.add(task)
             task.add_done_callback(self._noting.discard)
 
-    async def _note_queued(self, key: str, registration: str) -> None:
+    async def _note_queued(self, at: Client, key: str, registration: str) -> None:
         """Note in a registration that its jobs are queued. No request waits for it: without the note, a retry queues
         the jobs again, which has no effect while they are known."""
         try:
-            await self._retries.run(lambda: self._redis.set(key, f"{registration} {_QUEUED}", ex=_LIFE_S))
+            await at.retries.run(lambda: at.redis.set(key, f"{registration} {_QUEUED}", ex=_LIFE_S))
         except (SluiceError, RedisError) as error:
             logger.warning("%s: it was not noted that its jobs are queued: %s", key, error)
 
-    async def _free(self, key: str, job_ids: Sequence[str], registration: str) -> None:
+    async def _free(self, at: Client, key: str, job_ids: Sequence[str], registration: str) -> None:
         """Delete the registration unless one of its jobs was queued, by this request or by another with its key."""
         jobs = [key(job_id) for job_id in job_ids for key in (keys.job, keys.body)]
         with suppress(SluiceError, RedisError):  # the refusal itself matters more
-            await self._retries.run(lambda: self._unregister(keys=[key, *jobs], args=[registration]))
+            await at.retries.run(lambda: self._unregister([key, *jobs], [registration], client=at.redis))
 
 
 def _was_queued(earlier: bytes, body_digest: str) -> bool:

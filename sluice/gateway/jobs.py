@@ -11,6 +11,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.client import Client
@@ -34,7 +35,6 @@ from sluice.gateway.workers import (
 )
 from sluice.http_errors import ErrorForm
 from sluice.submission import ExtraKey, NewJob, Submitted, lane_of
-from sluice.transport import Retries
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -76,12 +76,10 @@ class AnswerJobs:
 class Jobs:
     """Reads, settles and cancels the jobs of all interfaces."""
 
-    def __init__(
-        self, client: Client, retries: Retries, queue_watch: QueueWatch, limits: Limits | None, grace_s: float
-    ) -> None:
+    def __init__(self, client: Client, queue_watch: QueueWatch, limits: Limits | None, grace_s: float) -> None:
         """`limits`: those that the usage of jobs counts for; None without keys. `grace_s`: seconds that a job continues
         after its client has left."""
-        self._client, self._retries = client, retries
+        self._client = client
         self._queue_watch, self._limits = queue_watch, limits
         self._grace_s, self._left = grace_s, 0
         self._draining = False
@@ -146,18 +144,12 @@ class Jobs:
     async def _settle_unfinished(self, job_id: str, limits: Limits) -> None:
         """Settle a job that failed or was cancelled: its result is its final event."""
         try:
-            function, stored = await self._retries.run(lambda: self._read_ending(job_id))
+            at = await self._client.of_job(job_id)
+            function, stored = await at.retries.run(partial(_read_ending, at.redis, job_id))
             tokens = 0 if function == b"count" else used_tokens(parse_event(stored or b""))
         except (ServerUnreachable, ValueError):
             return  # the estimate stands: the result cannot be read, or has expired
         await limits.settle(job_id, tokens)
-
-    async def _read_ending(self, job_id: str) -> list[Any]:
-        """Return the job's function, which is None for a chat, and its stored result."""
-        async with self._client.redis.pipeline(transaction=False) as pipe:
-            pipe.hget(keys.job(job_id), "function")
-            pipe.get(keys.result(job_id))
-            return await pipe.execute()
 
     def abandon(self, job_ids: Iterable[str]) -> None:
         """Cancel jobs that no client waits for any more, without waiting; none while this gateway drains."""
@@ -176,10 +168,11 @@ class Jobs:
         field = " ".join(job_ids)
         self._left += 1
         try:
-            if not await self._retries.run(lambda: self._note_left(job_ids, retry_key, field)) or self._draining:
+            at = await self._client.of_job(job_ids[0])
+            if not await at.retries.run(lambda: self._note_left(at.redis, job_ids, retry_key, field)) or self._draining:
                 return
             await asyncio.sleep(self._grace_s)
-            if not await self._retries.run(lambda: self._client.redis.hdel(retry_key, field)):
+            if not await at.retries.run(lambda: at.redis.hdel(retry_key, field)):
                 return
         except (SluiceError, RedisError) as error:
             logger.warning("job %s: cancelled at once, since its retry could not find it: %s", job_ids[0], error)
@@ -187,27 +180,28 @@ class Jobs:
             self._left -= 1
         await self._cancel_all(job_ids)
 
-    async def _note_left(self, job_ids: Sequence[str], retry_key: str, field: str) -> bool:
+    async def _note_left(self, redis: Redis, job_ids: Sequence[str], retry_key: str, field: str) -> bool:
         """Note jobs for a retry, unless they have ended: their client has the whole answer, and the same request is a
         new one."""
-        async with self._client.redis.pipeline(transaction=False) as pipe:
+        async with redis.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.hget(keys.job(job_id), "state")
             states = await pipe.execute()
         if all(state in _ENDED for state in states):
             return False
-        async with self._client.redis.pipeline(transaction=False) as pipe:
+        async with redis.pipeline(transaction=False) as pipe:
             pipe.hset(retry_key, field, str(round(time.time())))
             pipe.pexpire(retry_key, round(self._grace_s * 1000) + 60_000)  # the gateway may be late or ending
             await pipe.execute()
         return True
 
-    async def returned(self, retry_key: str) -> tuple[Sequence[str], StoredAnswer] | None:
+    async def returned(self, at: Client, retry_key: str) -> tuple[Sequence[str], StoredAnswer] | None:
         """Return the jobs of the same request whose client has left, and what the server has of their answer; None if
-        there are none. From then on they are the caller's, and no other request finds them."""
+        there are none. From then on they are the caller's, and no other request finds them. `at`: the server of the
+        request's model."""
         if not self._grace_s:
             return None
-        claim = asyncio.create_task(self._claim(retry_key))
+        claim = asyncio.create_task(self._claim(at, retry_key))
         try:
             await until_ended([claim])
         except asyncio.CancelledError:
@@ -216,12 +210,11 @@ class Jobs:
             raise
         return claim.result()
 
-    async def _claim(self, retry_key: str) -> tuple[Sequence[str], StoredAnswer] | None:
-        redis = self._client.redis
-        for name in await self._retries.run(lambda: redis.hgetall(retry_key)):
+    async def _claim(self, at: Client, retry_key: str) -> tuple[Sequence[str], StoredAnswer] | None:
+        for name in await at.retries.run(lambda: at.redis.hgetall(retry_key)):
             field = name.decode()
             job_ids = field.split()
-            if not await self._retries.run(partial(redis.hdel, retry_key, field)):
+            if not await at.retries.run(partial(at.redis.hdel, retry_key, field)):
                 continue  # another request was faster, or the grace is over
             stored = await self.stored(job_ids)
             if stored.available is Available.EVENTS and not stored.is_lost:
@@ -262,9 +255,10 @@ class Jobs:
     async def stored(self, job_ids: Sequence[str]) -> StoredAnswer:
         """Return what the server has of the answer that these jobs make, in one round trip."""
         first = job_ids[0]
+        at = await self._client.of_job(first)
 
         async def read() -> list[Any]:
-            async with self._client.redis.pipeline(transaction=False) as pipe:
+            async with at.redis.pipeline(transaction=False) as pipe:
                 pipe.hget(keys.job(first), "state")
                 pipe.exists(keys.body(first))
                 for job_id in job_ids:
@@ -273,7 +267,7 @@ class Jobs:
                     pipe.lrange(keys.log(job_id), -8, -1)  # whose mean length is taken for that of all
                 return await pipe.execute()
 
-        state, has_body, *sizes = await self._retries.run(read)
+        state, has_body, *sizes = await at.retries.run(read)
         event_bytes = sum(map(_event_bytes, sizes[1::3], sizes[2::3]))
         if sizes[1] or state in (b"queued", b"running") or (has_body and state is None):
             available = Available.EVENTS
@@ -287,9 +281,18 @@ class Jobs:
             raise unknown(job_id)
         if caller.tenant is None:
             return
-        tenant: bytes | None = await self._retries.run(lambda: self._client.redis.hget(keys.job(job_id), "tenant"))
+        at = await self._client.of_job(job_id)
+        tenant: bytes | None = await at.retries.run(lambda: at.redis.hget(keys.job(job_id), "tenant"))
         if tenant is None or tenant.decode("utf-8", "replace") != caller.tenant:
             raise unknown(job_id)
+
+
+async def _read_ending(redis: Redis, job_id: str) -> list[Any]:
+    """Return the job's function, which is None for a chat, and its stored result."""
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.hget(keys.job(job_id), "function")
+        pipe.get(keys.result(job_id))
+        return await pipe.execute()
 
 
 def unknown(job_id: str) -> ApiError:

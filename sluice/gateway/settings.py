@@ -11,11 +11,12 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sluice.contract.keys import MODEL_NAME
+from sluice.contract.redis_url import MapFile
 from sluice.gateway.protection import is_loopback
 from sluice.wording import unknown_setting, value_problem
 
 PREFIX = "SLUICE_SERVE_"
-REDIS_URL = "SLUICE_REDIS_URL"  # shared with the workers
+REDIS_URL, REDIS_URLS = "SLUICE_REDIS_URL", "SLUICE_REDIS_URLS"  # shared with the workers
 _NEEDS_KEYS = (
     "without keys the gateway listens on a loopback address only; make a key with `sluice keys create` "
     "and set SLUICE_SERVE_KEYS"
@@ -161,9 +162,11 @@ def read_serve_settings(**given: object) -> ServeSettings:
 
 
 def read_redis_url(default: str) -> str:
-    """Return the URL of the server, from the environment or `.env`."""
-    env_file = Path(str(ServeSettings.model_config["env_file"]))
-    return os.environ.get(REDIS_URL) or read_variables(env_file).get(REDIS_URL) or default
+    """Return the URL of the server, or the map of several, from the environment or `.env`."""
+    variables = read_variables(Path(str(ServeSettings.model_config["env_file"])))
+    if file := variables.get(REDIS_URLS):
+        return MapFile(file)
+    return variables.get(REDIS_URL) or default
 
 
 def read_variables(env_file: Path) -> dict[str, str]:

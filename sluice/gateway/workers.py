@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from sluice.client import Client
@@ -19,7 +20,7 @@ from sluice.gateway.errors import ApiError
 from sluice.http_errors import ErrorForm
 from sluice.openai import WORKER_RETRY_S
 from sluice.presence import mapped_name, serves
-from sluice.transport import Interruption, Retries
+from sluice.transport import Interruption
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -36,9 +37,8 @@ Worker = Mapping[str, str]  # the fields that a worker publishes
 class ServedModels:
     """Answers which models are served, for any number of requests at once."""
 
-    def __init__(self, client: Client, retries: Retries) -> None:
+    def __init__(self, client: Client) -> None:
         self._client = client
-        self._redis, self._run = client.redis, retries.run
         self._served: dict[str, float] = {}  # models with a live worker, by when that was read
         self._noted: dict[str, float] = {}
         self._recording = set[asyncio.Task[None]]()
@@ -51,17 +51,18 @@ class ServedModels:
         now = time.monotonic()
         if now - self._served.get(model, float("-inf")) < _FRESH_S:
             return True
-        if not await self._run(lambda: self._has_report(model)):
+        at = self._client.of_model(model)
+        if not await at.retries.run(lambda: self._has_report(at.redis, model)):
             self._served.pop(model, None)
             return False
         self._served[model] = now
         self.note(model)
         return True
 
-    async def _has_report(self, model: str) -> bool:
+    async def _has_report(self, redis: Redis, model: str) -> bool:
         """Return True if a worker of the model says that it takes jobs, and its lease has not expired."""
         try:
-            async with self._redis.pipeline(transaction=False) as pipe:
+            async with redis.pipeline(transaction=False) as pipe:
                 pipe.hvals(keys.model(model))
                 pipe.time()
                 reports, (seconds, _) = await pipe.execute()
@@ -79,14 +80,16 @@ class ServedModels:
             task.add_done_callback(self._recording.discard)
 
     async def _record(self, model: str) -> None:
+        at = self._client.of_model(model)
+
         async def send() -> None:
-            async with self._redis.pipeline(transaction=False) as pipe:
+            async with at.redis.pipeline(transaction=False) as pipe:
                 pipe.zadd(_SEEN_KEY, {model: time.time()})
                 pipe.zremrangebyscore(_SEEN_KEY, "-inf", _day_ago())
                 await pipe.execute()
 
         try:
-            await self._run(send)
+            await at.retries.run(send)
         except (SluiceError, RedisError) as error:
             self._noted.pop(model, None)  # the next request tries again
             logger.warning("the model %s: other gateways were not told that it is served: %s", model, error)
@@ -96,7 +99,8 @@ class ServedModels:
         served = {worker.get("model") for worker in await self.live()}
         if not served or model in served:
             return True
-        seen: float | None = await self._run(lambda: self._redis.zscore(_SEEN_KEY, model))
+        at = self._client.of_model(model)
+        seen: float | None = await at.retries.run(lambda: at.redis.zscore(_SEEN_KEY, model))
         return seen is not None and seen > _day_ago()
 
     async def live(self) -> Sequence[Worker]:

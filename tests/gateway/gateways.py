@@ -11,8 +11,8 @@ from typing import Any
 
 import uvicorn
 
-from sluice import Client
 from sluice.gateway import ServeSettings, app
+from sluice.mapped import open_client
 from tests.support.stack import GatewayProcess, free_port
 
 
@@ -34,7 +34,7 @@ def serving(redis_url: str, settings: ServeSettings) -> Iterator[HttpGateway]:
     servers: list[uvicorn.Server] = []
 
     async def serve() -> None:
-        async with Client(redis_url) as client:
+        async with open_client(redis_url) as client:
             config = uvicorn.Config(app(client, settings), port=port, log_level="error", timeout_graceful_shutdown=1)
             servers.append(uvicorn.Server(config))
             ready.set()

@@ -194,13 +194,21 @@ class WorkerProcess(LoggingProcess):
 class GatewayProcess(LoggingProcess):
     """A process `sluice serve` in a temporary folder. `no_worker_s=1` is SLUICE_SERVE_NO_WORKER_S=1."""
 
-    def __init__(self, redis_url: str, *, port: int | None = None, root: Path = ROOT, **settings: object) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        port: int | None = None,
+        root: Path = ROOT,
+        more_env: Mapping[str, str] | None = None,
+        **settings: object,
+    ) -> None:
         """`root`: the checkout whose code is run."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         given = {f"SLUICE_SERVE_{key.upper()}": str(value) for key, value in settings.items()}
         others = {key: value for key, value in os.environ.items() if not key.startswith("SLUICE_")}
-        self._env = {**others, **given, "SLUICE_REDIS_URL": redis_url, "PYTHONPATH": str(root)}
+        self._env = {**others, **given, "SLUICE_REDIS_URL": redis_url, "PYTHONPATH": str(root), **(more_env or {})}
         self._folder = tempfile.TemporaryDirectory(prefix="sluice-gateway-")
         super().__init__(Path(self._folder.name) / "gateway.log")
 

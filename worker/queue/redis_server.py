@@ -14,7 +14,7 @@ from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import AuthenticationError, ExecAbortError, NoPermissionError, RedisError, ResponseError
 
-from sluice.contract.redis_url import BAD_OPTION, UNREADABLE, redacted
+from sluice.contract.redis_url import BAD_OPTION, UNREADABLE
 from sluice.contract.refusals import is_full, is_temporary, reason_of
 from sluice.transport import options_fit, pool_of, wrong_credentials
 from worker.errors import CannotStart
@@ -160,7 +160,7 @@ def _pool(settings: Settings) -> ConnectionPool:
 
 
 def _bad_url(settings: Settings, why: str) -> CannotStart:
-    return CannotStart(f"SLUICE_REDIS_URL={redacted(settings.redis_url)}: {why}")
+    return CannotStart(f"{settings.server}: {why}")
 
 
 class ServerClock:
@@ -292,7 +292,7 @@ class RedisServer:
         self._passed = True
 
     def _error(self, why: str) -> CannotStart:
-        return CannotStart(f"SLUICE_REDIS_URL={redacted(self._settings.redis_url)}: {why}")
+        return CannotStart(f"{self._settings.server}: {why}")
 
     def _user(self) -> str:
         return str(self.client.connection_pool.connection_kwargs.get("username") or "default")

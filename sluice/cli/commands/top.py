@@ -56,6 +56,7 @@ def top(
                complete (there are no more, or they are put off)
       tenants  model, lane, tenant ("": none), waiting, oldest_s
       runs     id, status, total, completed, failed, paused (of those not ended)
+      absent   sentences: servers of SLUICE_REDIS_URLS that did not answer
 
     Exit codes: 0, or 2 if --once finds no server.
 
@@ -120,6 +121,7 @@ async def _sample(client: Client) -> Sample:
         "queues": [_queue(head) for head in heads],
         "tenants": [tenant for head in heads for tenant in _tenants(head)],
         "runs": [_run(batch) for batch in await client.batches() if not batch.ended],
+        "absent": [*client.absent],
     }
 
 

@@ -49,7 +49,8 @@ class GatewayProcess:
         if self.base_url is None:
             return
         command = [sys.executable, "-m", "sluice.cli", "serve", "--port", str(self._port)]
-        env = {**os.environ, "SLUICE_REDIS_URL": self._redis_url}  # command lines are public
+        # Command lines are public. An empty map overrides that of `.env`: here is one server.
+        env = {**os.environ, "SLUICE_REDIS_URL": self._redis_url, "SLUICE_REDIS_URLS": ""}
         # Without its own session Ctrl-C would reach it twice, from the terminal and from `stop`.
         self._process = await asyncio.create_subprocess_exec(
             *command, start_new_session=True, stdin=subprocess.DEVNULL, env=env

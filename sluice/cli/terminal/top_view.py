@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -13,7 +14,7 @@ from sluice.cli.errors import CliError
 from sluice.cli.terminal.output import format_duration
 from sluice.cli.terminal.view import printable
 from sluice.contract.keys import LANES
-from sluice.contract.redis_url import redacted
+from sluice.contract.redis_url import MapFile, redacted
 from sluice.wording import counted
 
 Sample = dict[str, Any]  # as `sluice top --json` prints it
@@ -27,7 +28,7 @@ class TopView:
 
     def __init__(self, url: str, sample: Sample | None = None) -> None:
         """`sample`: if there is one, it is drawn whole; else the view fits into the terminal."""
-        self._server, self._fits = redacted(url), sample is None
+        self._server, self._fits = Path(url).name if isinstance(url, MapFile) else redacted(url), sample is None
         self._sample = sample
         self._problem = ""
 
@@ -65,6 +66,8 @@ class TopView:
         if self._problem:
             age = f" Last seen {format_duration(time.time() - sample['at'])} ago." if sample else ""
             yield Text(printable(f"{self._problem}{age} Trying again."), "yellow")
+        for each in sample["absent"] if sample else ():
+            yield Text(printable(each), "yellow")
         if sample and not sample["workers"]:
             yield Text("No worker is alive. Start one: sluice worker --model FOLDER_OR_HUB_ID", "yellow")
 

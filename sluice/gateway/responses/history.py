@@ -4,15 +4,17 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from sluice.client import Client
 from sluice.contract import keys
 from sluice.contract.events import Cancelled, Event, Failed, Usage
 from sluice.errors import JobCancelled, JobFailed, SluiceError, UnknownJob
@@ -29,7 +31,6 @@ from sluice.gateway.responses.stream import ResponseState
 from sluice.gateway.workers import requested_model
 from sluice.http_errors import ErrorForm
 from sluice.submission import ExtraKey
-from sluice.transport import Retries
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -48,22 +49,32 @@ def _keys(response_ids: Sequence[str]) -> list[str]:
     return [key for each in response_ids for key in (record_key(each), final_key(each))]
 
 
+async def _read(redis: Redis, response_ids: Sequence[str], ask: Callable[[Any, str], object]) -> list[Any]:
+    async with redis.pipeline(transaction=False) as pipe:
+        for key in _keys(response_ids):
+            ask(pipe, key)
+        return await pipe.execute()
+
+
 def _source(name: str) -> str:
     return (files(__package__) / "lua" / f"{name}.lua").read_text("utf-8")
 
 
 class Store:
-    """Reads and writes records, and responses that have ended. Every use of a response renews its time to live.
+    """Reads and writes records, and responses that have ended, on the server of their job. Every use of a response
+    renews its time to live.
 
     Raises `ServerUnreachable`, or redis-py's error if the server refuses.
     """
 
-    def __init__(self, redis: Redis, retries: Retries, ttl_s: int) -> None:
-        self._redis = redis
-        self._retries = retries
+    def __init__(self, client: Client, ttl_s: int) -> None:
+        self._client = client
         self._ttl_s = ttl_s
-        self._store_final = redis.register_script(_source("store_final"))
-        self._delete_content = redis.register_script(_source("delete_content"))
+        self._store_final = client.redis.register_script(_source("store_final"))
+        self._delete_content = client.redis.register_script(_source("delete_content"))
+
+    async def _at(self, response_id: str) -> Client:
+        return await self._client.of_job(response_id, [record_key(response_id)])
 
     def record(self, response_id: str, record: bytes) -> ExtraKey:
         """Return the key of a record as JSON, to be set when the job of the response is queued."""
@@ -71,21 +82,24 @@ class Store:
 
     async def read(self, response_id: str) -> bytes | None:
         """Return a record as JSON, and renew its time to live."""
-        key = record_key(response_id)
-        found: bytes | None = await self._retries.run(lambda: self._redis.getex(key, ex=self._ttl_s))
+        at, key = await self._at(response_id), record_key(response_id)
+        found: bytes | None = await at.retries.run(lambda: at.redis.getex(key, ex=self._ttl_s))
         return found
 
     async def read_all(self, response_ids: Sequence[str]) -> list[tuple[bytes | None, bytes | None]]:
         """Return the record and the ended response of each id, as JSON, and renew their times to live."""
+        return await self._of_each(response_ids, lambda pipe, key: pipe.getex(key, ex=self._ttl_s))
 
-        async def read() -> list[bytes | None]:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for key in _keys(response_ids):
-                    pipe.getex(key, ex=self._ttl_s)
-                return await pipe.execute()
-
-        found = await self._retries.run(read) if response_ids else []
-        return list(zip(found[::2], found[1::2], strict=True))
+    async def _of_each(self, response_ids: Sequence[str], ask: Callable[[Any, str], object]) -> list[tuple[Any, Any]]:
+        """Return the answers for the record and for the ended response of each id, in one round trip to each server."""
+        servers = dict[Client, list[str]]()
+        for response_id in dict.fromkeys(response_ids):
+            servers.setdefault(await self._at(response_id), []).append(response_id)
+        answers = dict[str, tuple[Any, Any]]()
+        for at, ids in servers.items():
+            found = await at.retries.run(partial(_read, at.redis, ids, ask))
+            answers |= zip(ids, zip(found[::2], found[1::2], strict=True), strict=True)
+        return [answers[response_id] for response_id in response_ids]
 
     async def final(self, response_id: str) -> Response | None:
         """Return a response that has ended, and renew its time to live."""
@@ -94,8 +108,8 @@ class Store:
 
     async def final_json(self, response_id: str) -> bytes | None:
         """Return a response that has ended as JSON, and renew its time to live."""
-        key = final_key(response_id)
-        found: bytes | None = await self._retries.run(lambda: self._redis.getex(key, ex=self._ttl_s))
+        at, key = await self._at(response_id), final_key(response_id)
+        found: bytes | None = await at.retries.run(lambda: at.redis.getex(key, ex=self._ttl_s))
         return found
 
     async def length(self, response_id: str) -> int:
@@ -104,15 +118,8 @@ class Store:
 
     async def lengths(self, response_ids: Sequence[str]) -> list[int]:
         """Return the bytes of the record and the ended response of each id together."""
-
-        async def read() -> list[int]:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for key in _keys(response_ids):
-                    pipe.strlen(key)
-                return await pipe.execute()
-
-        found = await self._retries.run(read) if response_ids else []
-        return [record + final for record, final in zip(found[::2], found[1::2], strict=True)]
+        found = await self._of_each(response_ids, lambda pipe, key: pipe.strlen(key))
+        return [record + final for record, final in found]
 
     async def store_final(self, response: Response) -> None:
         """Store a response that has ended, unless it was deleted. A failure is logged: the response can be made again
@@ -120,22 +127,26 @@ class Store:
         written = await to_json(response)
         held = [record_key(response["id"]), final_key(response["id"])]
         try:
-            await self._retries.run(lambda: self._store_final(keys=held, args=[written, self._ttl_s]))
+            at = await self._at(response["id"])
+            await at.retries.run(lambda: self._store_final(held, [written, self._ttl_s], client=at.redis))
         except (SluiceError, RedisError):
             logger.warning("response %s: its end was not stored", response["id"], exc_info=True)
 
     async def has_log(self, response_id: str) -> bool:
         """Return True if the job of a response has events."""
-        return bool(await self._retries.run(lambda: self._redis.exists(keys.log(response_id))))
+        at = await self._at(response_id)
+        return bool(await at.retries.run(lambda: at.redis.exists(keys.log(response_id))))
 
     async def delete(self, response_id: str) -> None:
         """Delete a record and the ended response."""
-        await self._retries.run(lambda: self._redis.delete(record_key(response_id), final_key(response_id)))
+        at = await self._at(response_id)
+        await at.retries.run(lambda: at.redis.delete(record_key(response_id), final_key(response_id)))
 
     async def delete_content(self, response_id: str) -> bool:
         """Delete the content that the job of a response has. Returns False if the job has not ended."""
         held = [keys.job(response_id), keys.log(response_id), keys.result(response_id), keys.DEAD]
-        return bool(await self._retries.run(lambda: self._delete_content(keys=held, args=[response_id])))
+        at = await self._at(response_id)
+        return bool(await at.retries.run(lambda: self._delete_content(held, [response_id], client=at.redis)))
 
 
 _MAX_RESPONSES = 1000  # in one conversation

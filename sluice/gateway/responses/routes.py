@@ -188,7 +188,7 @@ class _Responses:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._store = Store(gateway.redis, gateway.retries, gateway.settings.response_ttl_s)
+        self._store = Store(gateway.client, gateway.settings.response_ttl_s)
         self._history = History(gateway, self._store)
 
     async def create(self, http: Request) -> HttpResponse:

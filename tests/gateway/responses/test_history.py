@@ -42,13 +42,13 @@ class RecordStore(Store):
 
     async def put(self, response_id: str, record: bytes) -> None:
         key = self.record(response_id, record)
-        await self._redis.set(key.name, key.value, ex=key.ttl_s)
+        await self._client.redis.set(key.name, key.value, ex=key.ttl_s)
 
 
 @pytest.fixture
 def store(client: Client) -> RecordStore:
     gateway = Gateway(client, ServeSettings(_env_file=None))
-    return RecordStore(gateway.redis, gateway.retries, TTL_S)
+    return RecordStore(gateway.client, TTL_S)
 
 
 @pytest.fixture

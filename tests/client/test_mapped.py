@@ -1,0 +1,201 @@
+"""Models on two servers: each job is on its model's, an id finds it again, and a dead server takes its models alone."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from sluice import MappedClient, NoWorker, ServerUnreachable, SyncClient, UnknownJob
+from sluice.contract import keys
+from tests.client.streaming import HELLO
+from tests.fakes import FakeChat
+from tests.queue.helpers import settings, working
+from tests.support.stack import Server
+from tests.waiting import until
+
+BOTH = ("big", "small")
+SAY = {"messages": HELLO, "say": ["a", "b"]}
+HANG = {"messages": HELLO, "say": ["a"], "then": "hang"}
+
+
+@pytest.fixture
+def second() -> Iterator[Server]:
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture
+def file(redis_url: str, second: Server, tmp_path: Path) -> Path:
+    """A map: `small`, and all that is not named, on the test's server, `big` on the second."""
+    path = tmp_path / "servers.toml"
+    path.write_text(f'default = "{redis_url}"\n[models]\nbig = "{second.url}"\n')
+    return path
+
+
+@pytest.fixture
+async def mapped(file: Path) -> AsyncIterator[MappedClient]:
+    async with MappedClient(file, outage_s=0.5) as client:
+        yield client
+
+
+@pytest.fixture
+async def served(mapped: MappedClient, redis_url: str, second: Server) -> AsyncIterator[FakeChat]:
+    """A worker for each model, on its server."""
+    chat = FakeChat()
+    async with AsyncExitStack() as stack:
+        for model, url in zip(BOTH, (second.url, redis_url), strict=True):
+            given = settings(url, model_name=model, worker_name=f"of-{model}")
+            await stack.enter_async_context(working(given, chat.chat))
+
+        async def are_alive() -> bool:
+            return len(await mapped.workers()) == len(BOTH)
+
+        await until(are_alive)
+        yield chat
+
+
+@pytest.fixture
+async def db2(second: Server) -> AsyncIterator[Redis]:
+    async with Redis.from_url(second.url) as client:
+        yield client
+
+
+@pytest.mark.usefixtures("served")
+async def test_jobs_of_two_models_are_on_their_servers_and_end(mapped: MappedClient, db: Redis, db2: Redis) -> None:
+    for model in BOTH:
+        assert (await mapped.submit(SAY, model=model, id=f"job-{model}")).served
+    for model in BOTH:
+        assert (await mapped.result(f"job-{model}"))["said"] == "ab"
+        assert [event.type async for event in mapped.stream(f"job-{model}")][-1] == "finished"
+        assert await mapped.state(f"job-{model}") == "finished"
+    assert [await db.exists(keys.job(f"job-{model}")) for model in BOTH] == [0, 1]
+    assert [await db2.exists(keys.job(f"job-{model}")) for model in BOTH] == [1, 0]
+
+
+async def test_another_client_finds_jobs_by_their_ids(file: Path, mapped: MappedClient, served: FakeChat) -> None:
+    for model in BOTH:
+        await mapped.submit(HANG, model=model, id=f"job-{model}")
+    async with MappedClient(file) as other:
+        for model in BOTH:
+            stream = other.stream(f"job-{model}")
+            assert [(await anext(stream)).type for _ in range(2)] == ["started", "delta"]
+            assert await other.state(f"job-{model}") == "running"
+            assert await other.cancel(f"job-{model}") == "requested"
+            assert [event.type async for event in stream] == ["cancelled"]
+            assert await other.cancel(f"job-{model}") == "ended"
+
+
+async def test_a_waiting_job_is_cancelled_on_its_server(file: Path, mapped: MappedClient) -> None:
+    await mapped.submit(SAY, model="big", id="a")
+    async with MappedClient(file) as other:
+        assert (await other.waits_for("a"), await other.cancel("a")) == ("big", "cancelled")
+
+
+async def test_a_stream_may_begin_before_its_job(mapped: MappedClient, served: FakeChat) -> None:
+    stream = asyncio.create_task(anext(mapped.stream("late")))
+    await asyncio.sleep(0.3)
+    await mapped.submit(SAY, model="big", id="late")
+    assert (await stream).type == "started"
+
+
+async def test_a_job_that_no_server_knows_is_unknown(mapped: MappedClient) -> None:
+    with pytest.raises(UnknownJob):
+        await anext(mapped.stream("nobody", unknown_s=0))
+    assert (await mapped.state("nobody"), await mapped.waits_for("nobody")) == (None, None)
+
+
+async def test_a_cancellation_that_comes_first_holds_on_every_server(mapped: MappedClient, db: Redis) -> None:
+    assert await mapped.cancel("early") == "requested"
+    for model in BOTH:
+        assert await mapped.of_model(model).redis.exists(keys.cancel("early"))
+
+
+@pytest.mark.usefixtures("served")
+async def test_lists_are_those_of_all_servers(mapped: MappedClient) -> None:
+    for model in (*BOTH, "unserved"):
+        await mapped.submit(HANG, model=model)
+    assert {worker["model"] for worker in await mapped.workers()} == {*BOTH}
+    assert [(queue.model, queue.workers) for queue in await mapped.queues()] == [
+        ("big", 1), ("small", 1), ("unserved", 0),
+    ]  # fmt: skip
+    assert [head.model for head in await mapped.queue_heads()] == ["big", "small", "unserved"]
+    assert [await mapped.queued(model, "interactive") for model in BOTH] == [1, 1]
+    assert await mapped.purge("unserved", "interactive") == 1
+    with pytest.raises(NoWorker) as refused:
+        await mapped.submit(SAY, model="unserved", wait_worker_s=0)
+    assert refused.value.served == BOTH
+
+
+async def test_a_queue_on_the_wrong_server_is_named(mapped: MappedClient, db: Redis) -> None:
+    await db.zadd(keys.queue("big", "batch"), {"a": 1})
+    assert await mapped.queues() == []
+    assert [(found.key, found.jobs) for found in await mapped.misplaced_jobs()] == [(keys.queue("big", "batch"), 1)]
+
+
+async def test_a_dead_server_takes_its_models_alone(
+    file: Path, mapped: MappedClient, served: FakeChat, second: Server
+) -> None:
+    await mapped.submit(SAY, model="small", id="kept")
+    second.kill()
+    with pytest.raises(ServerUnreachable, match=f"127.0.0.1:{second.port}/0 of big: "):
+        await mapped.submit(SAY, model="big")
+    async with MappedClient(file, outage_s=0.5) as other:
+        assert (await other.result("kept"))["said"] == "ab"  # found, although the other server may have had it
+        assert (await other.submit(SAY, model="small", id="b")).new
+        assert (await other.result("b"))["said"] == "ab"
+        assert [worker["model"] for worker in await other.workers()] == ["small"]
+        (sentence,) = other.absent
+        assert f"127.0.0.1:{second.port}/0 of big: " in sentence
+        await other.ping()
+        with pytest.raises(ServerUnreachable):  # it may be on the dead server
+            await other.state("nobody")
+        second.start()
+        await until(lambda: _all_answer(other))
+
+
+async def _all_answer(client: MappedClient) -> bool:
+    await client.workers()
+    return not client.absent
+
+
+async def test_lists_of_a_dead_server_are_awaited_once(mapped: MappedClient, second: Server) -> None:
+    second.kill()
+    await mapped.workers()
+    started = time.monotonic()
+    await mapped.workers()
+    assert time.monotonic() - started < 2.0
+
+
+async def test_ping_raises_if_no_server_answers(tmp_path: Path, second: Server) -> None:
+    path = tmp_path / "servers.toml"
+    path.write_text(f'default = "{second.url}"\n')
+    second.kill()
+    async with MappedClient(path) as client:
+        with pytest.raises(ServerUnreachable):
+            await client.ping()
+        with pytest.raises(ServerUnreachable):
+            await client.workers()
+
+
+async def test_a_dead_letter_is_found_and_retried_on_its_server(mapped: MappedClient, db2: Redis) -> None:
+    letter = (
+        '{"id":"x","model":"big","lane":"batch","crashes":3,"parked_at":1.0,"error":{},'
+        '"body":"{\\"f\\":\\"chat\\",\\"a\\":[{}]}"}'
+    )
+    await db2.hset(keys.DEAD, "x", letter)
+    assert [each.id for each in await mapped.dead_letters()] == ["x"]
+    retried = await mapped.retry("x")
+    assert await db2.exists(keys.job(retried.id))
+    with pytest.raises(UnknownJob):
+        await mapped.drop_dead_letter("x")
+
+
+def test_a_blocking_client_takes_the_map(file: Path, redis_url: str, second: Server) -> None:
+    with SyncClient(servers=file) as client:
+        assert [client.submit(SAY, model=model, id=model).state for model in BOTH] == ["queued", "queued"]
+        assert [(queue.model, queue.jobs) for queue in client.queues()] == [("big", 1), ("small", 1)]
+        assert client.cancel("big") == "cancelled"
