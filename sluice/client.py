@@ -126,7 +126,7 @@ class Client:
         extra_keys: Sequence[ExtraKey] = (),
     ) -> Submitted:
         """Queue a chat: the body of an OpenAI chat completion, or only its messages. With "count" as `function`, its
-        prompt tokens are counted: see `count_tokens`.
+        prompt tokens are counted: see `count_tokens`. `model` may be an alias: `Submitted.model` is what it stood for.
 
         Without a `lane`, the request's `service_tier` decides: "flex" is the batch lane, all else is interactive.
 
@@ -273,6 +273,19 @@ class Client:
         worker of a model after the other. Returns at once; False if that process has ended."""
         return await self._workers.ask(worker, what)
 
+    async def aliases(self) -> dict[str, str]:
+        """Return the model that each alias stands for."""
+        return await self._workers.aliases()
+
+    async def set_alias(self, alias: str, model: str | None, *, served_only: bool = True) -> str | None:
+        """Let a name stand for a model from now on, or with None for no model, and return the model that it stood for.
+
+        A job runs on the model that the alias names when it is submitted; jobs that wait keep theirs. With
+        `served_only` the model must have a live worker. Raises ValueError if a live worker serves the alias's name, or
+        if the model is an alias itself.
+        """
+        return await self._workers.set_alias(alias, model, served_only=served_only)
+
     async def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters, the jobs that crashed workers, oldest first."""
         return await self._dead_letters.read_all()
@@ -286,7 +299,8 @@ class Client:
         call that failed or was cancelled, whatever it had done, may be repeated, and queues one job. Raises
         `UnknownJob`, `QueueFull`, `ServerFull`, and ValueError if the letter's body is missing or broken."""
         letter = await self.dead_letter(job_id)
-        job = new_job(letter.request, letter.model, letter.lane, id=letter.retry_id, function=letter.function)
+        request = letter.request | ({"model": letter.model} if letter.request.get("model") is not None else {})
+        job = new_job(request, letter.model, letter.lane, id=letter.retry_id, function=letter.function)
         submitted = await self._submission.submit(job)
         with suppress(UnknownJob):  # another client has retried it, too, or has just dropped it
             await self._dead_letters.delete(letter)
@@ -385,9 +399,8 @@ class Client:
     async def queues(self) -> list[Queue]:
         """Return every queue that holds jobs, with the number of workers that serve its model. Ends the jobs past their
         deadline that no worker has, in queues without a worker: elsewhere a worker ends them."""
-        return await self._queues.read_all(
-            [worker.get("model", "") for worker in await self.workers() if serves(worker)]
-        )
+        served = [worker.get("model", "") for worker in await self.workers() if serves(worker)]
+        return await self._queues.read_all(served, await self.aliases())
 
     async def queue_heads(self) -> list[QueueHead]:
         """Return how long tenants have waited, of the oldest 300 jobs of every queue; of fewer if there are many

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
 from sluice.contract import keys
 from sluice.contract.scripts import source
@@ -26,6 +26,7 @@ class Workers:
         self._retries = retries
         self._waits_out_outages = waits_out_outages
         self._ask = redis.register_script(source("ask_worker"))
+        self._alias = redis.register_script(source("alias"))
 
     async def read_all(self) -> list[dict[str, str]]:
         """Return the fields of each live worker."""
@@ -40,8 +41,30 @@ class Workers:
         return bool(await self._send(lambda: self._ask(keys=[keys.worker(name)], args=args)))
 
     async def models(self) -> set[str]:
-        """Return the models that have a live worker which takes jobs."""
-        return {worker["model"] for worker in await self.read_all() if "model" in worker and serves(worker)}
+        """Return the models that have a live worker which takes jobs, and the aliases that stand for one."""
+        served = {worker["model"] for worker in await self.read_all() if "model" in worker and serves(worker)}
+        return served | {alias for alias, model in (await self.aliases()).items() if model in served}
+
+    async def aliases(self) -> dict[str, str]:
+        """Return the model of each alias. A foreign value, or one that the user may not read, counts as none."""
+        try:
+            stored: dict[bytes, bytes] = await self._send(lambda: self._redis.hgetall(keys.ALIASES))
+        except ResponseError:
+            return {}
+        names = [
+            (alias.decode("utf-8", "replace"), model.decode("utf-8", "replace")) for alias, model in stored.items()
+        ]
+        return {alias: model for alias, model in sorted(names) if all(map(keys.is_model_name, (alias, model)))}
+
+    async def set_alias(self, alias: str, model: str | None, *, served_only: bool) -> str | None:
+        """Let a name stand for a model, or for none; return the model that it stood for. `served_only`: only for a
+        model with a live worker. Raises ValueError, which says why not."""
+        for name in (alias, model or alias):
+            keys.check_model_name(name)
+        outcome, other = await self._send(lambda: self._alias(args=[alias, model or "", int(served_only)]))
+        if outcome != b"done":
+            raise ValueError(_alias_refused(outcome.decode(), alias, model, other.decode("utf-8", "replace")))
+        return other.decode("utf-8", "replace") or None
 
     async def _read(self, key: bytes) -> dict[str, str]:
         """Return the fields of one worker; empty if it has just exited, or if the key is not a hash."""
@@ -52,6 +75,18 @@ class Workers:
 
     async def _send(self, command: Command) -> Any:
         return await (self._retries.run_until_answered if self._waits_out_outages else self._retries.run)(command)
+
+
+def _alias_refused(why: str, alias: str, model: str | None, other: str) -> str:
+    """Return why an alias is not set, and what would be right; see `alias.lua`."""
+    return {
+        "served": f"{alias!r} is served by live workers of that name; an alias must have a name of its own",
+        "alias": f"{model!r} is an alias itself; give the model that it stands for: {other!r}",
+        "target": f"the alias {other!r} stands for {alias!r}, and an alias stands for a model; move or remove it first",
+        "self": f"{alias!r} cannot stand for itself; give the name that a worker serves",
+        "unserved": f"no live worker serves {model!r}, so jobs would wait; start one first",
+        "full": "there are 1,000 aliases, and no server keeps more; remove those that nobody uses",
+    }[why]
 
 
 def mapping_pair(name: str, mapped: Mapping[str, str]) -> str | None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,10 +64,13 @@ class Queues:
         self._redis, self._retries = redis, retries
         self._attendances = attendances
 
-    async def read_all(self, workers: Collection[str]) -> list[Queue]:
-        """Return every queue with jobs, sorted by model and lane. `workers`: the model of each live worker."""
+    async def read_all(self, workers: Collection[str], aliases: Mapping[str, str]) -> list[Queue]:
+        """Return every queue with jobs, sorted by model and lane. `workers`: the model of each live worker. `aliases`:
+        the model of each, whose workers take the jobs under its name."""
         lanes = sorted(filter(None, map(keys.parse_queue, await self._retries.scan(keys.QUEUES))))
-        found = [await self._read(model, lane, workers) for model, lane in lanes]
+        named = {alias: model for alias, model in aliases.items() if alias not in workers}
+        serving = [*workers, *(alias for alias, model in named.items() for each in workers if each == model)]
+        found = [await self._read(model, lane, serving) for model, lane in lanes]
         return [queue for queue in found if queue is not None]
 
     async def read_heads(self) -> list[QueueHead]:

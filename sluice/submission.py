@@ -30,6 +30,7 @@ class Submitted:
     new: bool  # False: there was a job of this id already, and nothing was queued
     state: str  # current state of the job: queued, running, finished, failed or cancelled
     served: bool = False  # True if a live worker serves the model
+    model: str | None = None  # the model that the name in the call stands for; None if that is no alias
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +162,10 @@ class Submission:
         while True:
             try:
                 return await self.submit(job, needs_worker=True)
-            except NoWorker:
+            except NoWorker as missing:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    raise NoWorker(job.model, list(await served_models())) from None
+                    raise NoWorker(missing.model, list(await served_models())) from None
                 await asyncio.sleep(min(0.25, left_s))
 
     async def submit_all(self, jobs: Sequence[NewJob]) -> list[Submitted | QueueFull | ServerFull]:
@@ -206,13 +207,13 @@ def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | Q
 def _read(job: NewJob, answer: list[Any]) -> Submitted | QueueFull | NoWorker:
     code, *fields = answer
     if code == _NO_WORKER:
-        return NoWorker(job.model, ())
+        return NoWorker(fields[0].decode() or job.model, ())
     if code == _FULL:
         length, limit, retry_after_s = fields
         estimate_s = float(retry_after_s or 60.0)  # unknown if no job has ended within the last minute
         return QueueFull(length, limit, min(estimate_s, 3600.0))  # no rate is steady for longer
-    state, served = fields
-    return Submitted(job.id, bool(code), state.decode(), bool(served))
+    state, served, target = fields
+    return Submitted(job.id, bool(code), state.decode(), bool(served), target.decode() or None)
 
 
 def _arq_job(job: NewJob) -> bytes:

@@ -189,6 +189,8 @@ class SyncClient:
     state = blocking(Client.state)
     workers = blocking(Client.workers)
     ask_worker = blocking(Client.ask_worker)
+    aliases = blocking(Client.aliases)
+    set_alias = blocking(Client.set_alias)
     queued = blocking(Client.queued)
     queues = blocking(Client.queues)
     queue_heads = blocking(Client.queue_heads)

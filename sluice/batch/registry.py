@@ -216,8 +216,12 @@ class JobStore:
 
         async def send() -> None:
             async with self._redis.pipeline(transaction=False) as pipe:
-                for job_id, model in jobs:
-                    pipe.zrem(keys.queue(model, "batch"), job_id)
+                for job_id, _ in jobs:
+                    pipe.hget(keys.job(job_id), "model")
+                stored = await pipe.execute(raise_on_error=False)  # an error for a foreign value
+                for (job_id, name), model in zip(jobs, stored, strict=True):
+                    queued_for = model.decode() if isinstance(model, bytes) else name  # `name` may be an alias
+                    pipe.zrem(keys.queue(queued_for, "batch"), job_id)
                     pipe.unlink(*(name(job_id) for name in _JOB_KEYS))
                 await pipe.execute()
 
@@ -225,8 +229,10 @@ class JobStore:
             await self._retries.run_until_answered(send)
 
     async def delete_run(self, run_id: str, models: Iterable[str]) -> None:
-        """Delete the run's queued or running jobs of these models."""
-        for model in models:
+        """Delete the run's queued or running jobs of these models; an alias stood for any model."""
+        aliases: dict[bytes, bytes] = await self._retries.run_until_answered(lambda: self._redis.hgetall(keys.ALIASES))
+        lanes = await self._retries.scan(keys.QUEUES, waits_out_outages=True) if aliases else ()
+        for model in {*models, *(lane[0] for lane in map(keys.parse_queue, lanes) if lane)}:
             queued = await self._queued(f"{run_id}-*", model)
             for start in range(0, len(queued), MAX_CALLS):
                 await self.delete([(job_id, model) for job_id in queued[start : start + MAX_CALLS]])

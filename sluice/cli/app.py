@@ -12,6 +12,7 @@ from sluice.cli.commands.chat import chat
 from sluice.cli.commands.dead import dead
 from sluice.cli.commands.jobs import cancel, submit, tail
 from sluice.cli.commands.keys import keys
+from sluice.cli.commands.models import models
 from sluice.cli.commands.queue import queue
 from sluice.cli.commands.top import top
 from sluice.cli.commands.up import serve, up
@@ -35,6 +36,7 @@ for name in ("check", "prompt", "parse"):
 for command in (chat, submit, tail, cancel, top):
     app.command()(command)
 app.add_typer(workers, name="workers")
+app.add_typer(models, name="models")
 app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")

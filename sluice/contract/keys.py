@@ -13,6 +13,7 @@ JOB_ID = r"[A-Za-z0-9._-]{1,128}"
 TENANT_CHARACTERS = 128  # at most, as in `user` and `safety_identifier`
 CACHE_KEY_CHARACTERS = 256  # at most
 CONTROL = "sluice:control"
+ALIASES = "sluice:aliases"  # hash: the model that an alias stands for, by the name of the alias
 DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
 BATCHES = "sluice:batch:*"

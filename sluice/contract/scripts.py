@@ -7,7 +7,8 @@ from importlib.resources import files
 from sluice.contract.keys import LIVES_MS
 
 LIBRARIES = ("job_log", "index")  # in front of each script that writes to a job
-_PARTS = {"cancel": ("ending",), "attended": ("ending",)}  # beside the libraries
+# Beside the libraries.
+_PARTS = {"cancel": ("ending",), "attended": ("ending",), "submit": ("names",), "alias": ("names",)}
 
 
 def read_lua(package: str, *names: str) -> str:

@@ -1,4 +1,4 @@
-"""`/v1/models`: the models that live workers serve, and their abilities."""
+"""`/v1/models`: the models that live workers serve, their aliases, and their abilities."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -30,6 +30,7 @@ def routes(gateway: Gateway) -> list[Route]:
     async def single(request: Request) -> Response:
         caller, name = await gateway.authenticate(request), request.path_params["id"]
         served_as = served_name(caller, name, gateway.settings.model_map)
+        served_as = (await gateway.workers.aliases()).get(served_as, served_as)
         workers = [worker for worker in await gateway.workers.live() if worker.get("model") == served_as]
         if not workers:
             raise model_not_found(name)
@@ -50,22 +51,28 @@ def _endpoint(handler: Handler) -> Handler:
 
 
 async def _models(gateway: Gateway, caller: Caller) -> dict[str, dict[str, Any]]:
-    return models(await gateway.workers.live(), gateway.settings.model_map, caller)
+    found = gateway.workers
+    return models(await found.live(), gateway.settings.model_map, caller, await found.aliases())
 
 
-def models(workers: Sequence[Worker], mapped: Mapping[str, str], caller: Caller) -> dict[str, dict[str, Any]]:
-    """Return the caller's models by name: the whole names of the mapping, and those of the workers that it leaves as
-    they are. Names that only `*` stands for cannot be listed; each of them is found by itself."""
+def models(
+    workers: Sequence[Worker], mapped: Mapping[str, str], caller: Caller, aliases: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return the caller's models by name: the whole names of the mapping, and those of the workers and the `aliases`
+    that it leaves as they are. Names that only `*` stands for cannot be listed; each of them is found by itself."""
     served: dict[str, list[Worker]] = {}
     for worker in workers:
         served.setdefault(worker.get("model", ""), []).append(worker)
     served.pop("", None)
-    own = {name: name for name in served if mapped_name(name, mapped) == name}
-    whole = {name: target for name, target in mapped.items() if not name.endswith("*") and target in served}
-    names = {**own, **whole}
+    models_of = {
+        **{alias: model for alias, model in aliases.items() if model in served},
+        **{name: name for name in served},
+    }
+    own = {name: name for name in models_of if mapped_name(name, mapped) == name}
+    whole = {name: target for name, target in mapped.items() if not name.endswith("*") and target in models_of}
     return {
-        name: _model(name, target, served[target])
-        for name, target in sorted(names.items())
+        name: _model(name, models_of[target], served[models_of[target]])
+        for name, target in sorted({**own, **whole}.items())
         if caller.models is None or {name, target} & caller.models
     }
 

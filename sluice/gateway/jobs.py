@@ -377,7 +377,7 @@ class JobSubmission:
                 await caller.release(refused)
         submitted = [task.result() for task in sent.values()]
         if any(each.served for each in submitted):
-            self._workers.note(jobs[0].model)
+            self._workers.note(submitted[0].model or jobs[0].model)
         return submitted
 
     def _send(self, jobs: Iterable[NewJob], wait_worker_s: float | None = None) -> _Sent:
@@ -424,6 +424,7 @@ class JobSubmission:
         raise from_client(NoWorker(requested, list(usable))) if usable else model_not_found(requested)
 
     async def _usable(self, caller: Caller) -> Set[str]:
-        """Return the models with a live worker that the caller may use."""
+        """Return the models with a live worker that the caller may use, and the aliases of such models."""
         served = {worker.get("model", "") for worker in await self._workers.live()}
+        served |= {alias for alias, model in (await self._workers.aliases()).items() if model in served}
         return served if caller.models is None else served & caller.models

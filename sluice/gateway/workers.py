@@ -43,18 +43,20 @@ class ServedModels:
         self._noted: dict[str, float] = {}
         self._recording = set[asyncio.Task[None]]()
         self._live: Sequence[Worker] = ()
+        self._aliases: Mapping[str, str] = {}
         self._read_at = float("-inf")
-        self._reading: asyncio.Task[list[dict[str, str]]] | None = None
+        self._reading: asyncio.Task[tuple[list[dict[str, str]], dict[str, str]]] | None = None
 
     async def is_served(self, model: str) -> bool:
-        """Return True if a live worker serves the model."""
+        """Return True if a live worker serves the model, or the one that this alias stands for."""
         now = time.monotonic()
         if now - self._served.get(model, float("-inf")) < _FRESH_S:
             return True
         at = self._client.of_model(model)
         if not await at.retries.run(lambda: self._has_report(at.redis, model)):
             self._served.pop(model, None)
-            return False
+            target = (await self.aliases()).get(model)
+            return target is not None and await self._run(lambda: self._has_report(target))
         self._served[model] = now
         self.note(model)
         return True
@@ -95,9 +97,9 @@ class ServedModels:
             logger.warning("the model %s: other gateways were not told that it is served: %s", model, error)
 
     async def exists(self, model: str) -> bool:
-        """Return False if other models are served and this one was not within the last day."""
+        """Return False if other models are served and this one was not within the last day. An alias exists."""
         served = {worker.get("model") for worker in await self.live()}
-        if not served or model in served:
+        if not served or model in served or model in await self.aliases():
             return True
         at = self._client.of_model(model)
         seen: float | None = await at.retries.run(lambda: at.redis.zscore(_SEEN_KEY, model))
@@ -105,13 +107,28 @@ class ServedModels:
 
     async def live(self) -> Sequence[Worker]:
         """Return the fields of each live worker that takes jobs. Callers share one reading."""
-        if time.monotonic() - self._read_at < _FRESH_S:
-            return self._live
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(self._client.workers())
-        self._live = [worker for worker in await asyncio.shield(self._reading) if serves(worker)]
-        self._read_at = time.monotonic()
+        await self._refresh()
         return self._live
+
+    async def aliases(self) -> Mapping[str, str]:
+        """Return the model that each alias stands for, without those that live workers serve as a model. Callers share
+        one reading."""
+        await self._refresh()
+        return self._aliases
+
+    async def _refresh(self) -> None:
+        if time.monotonic() - self._read_at < _FRESH_S:
+            return
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read())
+        workers, aliases = await asyncio.shield(self._reading)
+        self._live = [worker for worker in workers if serves(worker)]
+        served = {worker.get("model") for worker in self._live}
+        self._aliases = {alias: model for alias, model in aliases.items() if alias not in served}
+        self._read_at = time.monotonic()
+
+    async def _read(self) -> tuple[list[dict[str, str]], dict[str, str]]:
+        return await self._client.workers(), await self._client.aliases()
 
 
 def _day_ago() -> float:

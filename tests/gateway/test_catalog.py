@@ -25,7 +25,7 @@ def test_a_model_has_what_all_its_workers_can() -> None:
         worker("tiny", context_tokens="4096", tools="yes", reasoning="yes", started_at="9"),
         worker("tiny", context_tokens="2048", tools="yes"),
     ]
-    assert models(workers, {}, LOCAL) == {
+    assert models(workers, {}, LOCAL, {}) == {
         "tiny": {
             "id": "tiny",
             "object": "model",
@@ -58,19 +58,19 @@ def test_a_model_has_what_all_its_workers_can() -> None:
     ],
 )
 def test_the_names_are_those_that_a_request_may_use(mapped: dict[str, str], names: list[str]) -> None:
-    found = models([worker("tiny"), worker("big")], mapped, LOCAL)
+    found = models([worker("tiny"), worker("big")], mapped, LOCAL, {})
     assert list(found) == names
     assert {name: found[name]["sluice"]["model"] for name in mapped if name in found}.items() <= mapped.items()
 
 
 def test_a_caller_sees_its_own_models_alone() -> None:
     caller = Caller(models=frozenset({"gpt-4o"}))
-    assert list(models([worker("tiny"), worker("big")], {"gpt-4o": "big"}, caller)) == ["gpt-4o"]
+    assert list(models([worker("tiny"), worker("big")], {"gpt-4o": "big"}, caller, {})) == ["gpt-4o"]
 
 
 @pytest.mark.parametrize("wrong", ["", "many", "nan", "-1", "1e400", "inf"])
 def test_numbers_that_no_worker_wrote_count_as_none(wrong: str) -> None:
-    (model,) = models([worker("tiny", started_at=wrong, rows=wrong)], {}, LOCAL).values()
+    (model,) = models([worker("tiny", started_at=wrong, rows=wrong)], {}, LOCAL, {}).values()
     assert (model["created"], model["sluice"]["rows"]) == (0, 0)
 
 
@@ -79,7 +79,7 @@ def test_numbers_that_no_worker_wrote_count_as_none(wrong: str) -> None:
     [("253402300799", "9999-12-31T23:59:59Z"), ("253402300800", "1970-01-01T00:00:00Z")],
 )
 def test_a_time_beyond_the_last_year_of_a_calendar_counts_as_none(started_at: str, created_at: str) -> None:
-    (model,) = models([worker("tiny", started_at=started_at)], {}, LOCAL).values()
+    (model,) = models([worker("tiny", started_at=started_at)], {}, LOCAL, {}).values()
     assert model_info(model)["created_at"] == created_at
 
 
@@ -145,3 +145,30 @@ async def test_a_model_that_is_awaited_does_not_exist_once_a_worker_of_another_h
             async with working(settings(redis_url), chat.chat):
                 answer = await waiting
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_an_alias_of_a_served_model_is_listed_under_its_own_name() -> None:
+    aliases = {"fast": "tiny", "waiting": "gone", "hidden": "big"}
+    found = models([worker("tiny"), worker("big")], {"gpt-4o": "fast", "hid*": "tiny"}, LOCAL, aliases)
+    assert {name: each["sluice"]["model"] for name, each in found.items()} == {
+        "big": "big",
+        "fast": "tiny",
+        "gpt-4o": "tiny",
+        "tiny": "tiny",
+    }
+    assert list(models([worker("tiny")], {}, Caller(models=frozenset({"fast"})), aliases)) == ["fast"]
+
+
+@pytest.mark.usefixtures("fake_worker")
+async def test_an_alias_is_found_and_served_like_its_model(http: httpx.AsyncClient, db: Redis) -> None:
+    await db.hset(keys.ALIASES, mapping={"fast": "default", "waiting": "gone"})
+    listed = (await http.get("/v1/models")).json()["data"]
+    assert [(each["id"], each["sluice"]["model"]) for each in listed] == [("default", "default"), ("fast", "default")]
+    assert (await http.get("/v1/models/fast")).json() == listed[1]
+    said = await http.post(
+        "/v1/chat/completions", json={"model": "fast", "messages": [{"role": "user", "content": "Hi"}]}
+    )
+    assert said.status_code == 200, said.text
+    missing = await http.post("/v1/chat/completions", json={"model": "waiting", "messages": []})
+    assert missing.status_code == 503, "the alias exists, and its model has no worker"
+    assert (await http.get("/v1/models/waiting")).status_code == 404

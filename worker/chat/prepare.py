@@ -37,6 +37,7 @@ async def validate_request(job: Job, context: WorkerContext, body: Any) -> ChatR
         read_request,
         body,
         settings.model_name,
+        alias=claim.alias,
         max_parts=settings.max_content_parts,
         has_draft_model=settings.specprefill_draft_model is not None or decided,
     )

@@ -56,8 +56,11 @@ def _messages(messages: list[Message]) -> list[Message]:
 _OF_THE_MODEL = "temperature", "top_p", "top_k", "min_p"  # its generation config may have them
 
 
-def read_request(body: Any, model_name: str, *, max_parts: int, has_draft_model: bool = False) -> ChatRequest:
-    """Validate a job's body. `model_name`: the served model. `has_draft_model`: this worker has a draft model.
+def read_request(
+    body: Any, model_name: str, *, max_parts: int, alias: str = "", has_draft_model: bool = False
+) -> ChatRequest:
+    """Validate a job's body. `model_name`: the served model. `alias`: the name that the job was queued under, if that
+    was an alias. `has_draft_model`: this worker has a draft model.
 
     Raises `JobFailure`, which names the field.
     """
@@ -67,7 +70,7 @@ def read_request(body: Any, model_name: str, *, max_parts: int, has_draft_model:
         raise JobFailure("invalid_request", explain(error), param=field_of(error)) from None
     except RecursionError:
         raise JobFailure("invalid_request", "The request is nested too deeply; flatten it.") from None
-    if request.model not in (None, model_name):
+    if request.model not in (None, model_name, alias or None):
         message = f"model: this queue serves {model_name!r}, not {request.model!r}."
         raise JobFailure("invalid_request", message, param="model")
     if not has_draft_model:

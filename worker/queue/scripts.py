@@ -19,13 +19,14 @@ _PARTS = {
     "final": ("arguments", "share"),
     "release": ("places",),
 }
+_SHARED = {"forward": ("names",)}  # of `sluice.contract`
 
 
 @cache
 def worker_source(name: str) -> str:
     """Return the text of a script of workers, after the files that it needs."""
     own = scripts.read_lua("worker.queue", *_PARTS.get(name, ()), name)
-    return "\n".join((scripts.read_lua("sluice.contract", *scripts.LIBRARIES), own))
+    return "\n".join((scripts.read_lua("sluice.contract", *scripts.LIBRARIES, *_SHARED.get(name, ())), own))
 
 
 def script(redis: Redis, name: str) -> AsyncScript:

@@ -73,6 +73,8 @@ class UnclaimedQueues:
         model = key.split(":")[2]
         if model == self._model or await self._redis.exists(keys.model(model)):
             return None
+        if await self._redis.hget(keys.ALIASES, model):  # type: ignore[misc]
+            return None  # the workers of the model that it stands for take these jobs
         remedy = f"start one, correct the name in the producer, or run sluice queue purge {model}"
         return f"no worker serves {model!r}; {remedy}"
 
@@ -234,6 +236,8 @@ class QueueWorker:
         arq aborts, and begins the crons that are due. Raises RedisError, OSError."""
         is_sweep = time.monotonic() - self._swept_at >= self._sweep_s
         self._next_at = math.inf
+        if is_sweep and not self.stopping.is_set():
+            await self._claims.forward(takeover=self._takeover.allowed())
         for lane in keys.LANES:
             await self._poll_lane(lane, is_sweep=is_sweep)
         if is_sweep:

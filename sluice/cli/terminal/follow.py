@@ -61,6 +61,7 @@ async def submit_job(
 async def mention_missing_worker(client: Client, model: str, *, waits: str = "the job waits") -> bool:
     """Return True if the model is served; otherwise print a note with the remedy. `waits`: a clause for the note."""
     served = {worker["model"] for worker in await client.workers() if "model" in worker and serves(worker)}
+    model = (await client.aliases()).get(model, model) if model not in served else model
     if model in served:
         return True
     no_worker = NoWorker(model, sorted(served))
@@ -73,7 +74,10 @@ async def mention_missing_worker(client: Client, model: str, *, waits: str = "th
 async def check_images(url: str, model: str) -> None:
     """Raises `CliError` if workers serve the model and none of them accepts images."""
     async with connected(url) as client:
-        takes = {worker.get("images", "yes") for worker in await client.workers() if worker.get("model") == model}
+        workers = await client.workers()
+        served_as = (await client.aliases()).get(model, model)
+        names = {model} if model in {worker.get("model") for worker in workers} else {served_as}
+        takes = {worker.get("images", "yes") for worker in workers if worker.get("model") in names}
     if takes == {"no"}:
         raise CliError(f"{model} does not accept images. Choose a vision model with --model, or leave the image out.")
 

@@ -1,34 +1,24 @@
 -- Queue one job and wake the workers, unless its id is in use, the lane is full, or no live worker serves the model
--- although one is required.
+-- although one is required. The name of an alias stands for the model that it has now: see names.lua.
 -- KEYS  body, queue, job, wake channel, workers of the model, and any number of strings to set if the job is queued
 -- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or '',
 --       1 if a live worker is required (else 0), 'chat' or 'count', user or '', and for each of these strings its value
 --       and life_ms
--- Returns 1, 'queued', and 1 if a worker serves the model (else 0); or 0, the state of the job with this id, and the
--- same flag; or -1, the lane's length, its limit, and the estimated seconds until it has room ('' if no job ended
--- lately); or -2 without a live worker.
+-- Returns 1, 'queued', 1 if a worker serves the model (else 0), and the model that an alias stands for ('': no alias);
+-- or 0, the state of the job with this id, and the same two; or -1, the lane's length, its limit, and the estimated
+-- seconds until it has room ('' if no job ended lately); or -2 and that model without a live worker.
 local body, queue, job, wake, workers = unpack(KEYS)
 local id, lane, tenant, user = ARGV[1], ARGV[4], ARGV[5], ARGV[11]
 local now_ms = milliseconds()
 
--- Each worker of the model keeps a field in this hash: 'limit jobs_per_s valid_until ...'.
-local function read_workers()
-  local reports, limit, rate = redis.pcall('HVALS', workers), nil, 0
-  if reports.err then
-    redis.call('DEL', workers) -- a foreign value; the workers write theirs again
-    reports = {}
-  end
-  for _, text in ipairs(reports) do
-    local worker_limit, worker_rate, valid_until = string.match(text, '^(%d+) ([%d.]+) (%d+)')
-    if worker_limit and tonumber(worker_rate) and tonumber(valid_until) * 1000 > now_ms then
-      limit = math.min(limit or math.huge, tonumber(worker_limit))
-      rate = rate + tonumber(worker_rate)
-    end
-  end
-  return limit, rate
+local limit, rate = read_workers(workers, now_ms)
+local model, alias = string.sub(queue, #'sluice:queue:' + 1, -#lane - 2), nil
+local target = not limit and model_of_alias(model) or ''
+if target ~= '' then
+  model, alias = target, model
+  queue, wake, workers = 'sluice:queue:' .. model .. ':' .. lane, 'sluice:wake:' .. model, 'sluice:model:' .. model
+  limit, rate = read_workers(workers, now_ms)
 end
-
-local limit, rate = read_workers()
 local served = limit and 1 or 0
 
 local existing = redis.pcall('HMGET', job, 'state', 'submission')
@@ -38,14 +28,14 @@ if existing.err then
 end
 if existing[1] then -- a submission that is repeated because its reply was lost counts as new again
   local is_repeated = ARGV[8] ~= '' and existing[2] == ARGV[8]
-  return { is_repeated and 1 or 0, existing[1], served }
+  return { is_repeated and 1 or 0, existing[1], served, target }
 end
-if redis.call('EXISTS', body) == 1 then return { 0, 'queued', served } end
+if redis.call('EXISTS', body) == 1 then return { 0, 'queued', served, target } end
 
 if ARGV[9] == '1' and not limit then
   -- Changes nothing. A server that refuses writes raises its error here: its workers cannot show that they live.
   redis.call('ZADD', queue, 'XX', 0, '')
-  return { -2 }
+  return { -2, target }
 end
 local length = redis.call('ZCARD', queue)
 if limit and length >= limit then
@@ -55,10 +45,10 @@ end
 redis.call('SET', body, ARGV[2], 'PX', ARGV[3])
 for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[2 * i], 'PX', ARGV[2 * i + 1]) end
 redis.call('ZADD', queue, now_ms, id)
-local model = string.sub(queue, #'sluice:queue:' + 1, -#lane - 2)
 redis.call('HSET', job, 'state', 'queued', 'model', model, 'lane', lane, 'queued_at', now_ms / 1000)
 -- The server would write a number of 17 digits with an exponent.
 local deadline = ARGV[6] ~= '' and string.format('%.3f', now_ms / 1000 + ARGV[6]) or nil
+if alias then redis.call('HSET', job, 'alias', alias) end
 if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
 if user ~= '' then redis.call('HSET', job, 'user', user) end
 if deadline then redis.call('HSET', job, 'deadline', deadline) end
@@ -73,4 +63,4 @@ if redis.call('EXISTS', index.jobs) == 1 then -- otherwise the next claim create
   in_index(add_waiting, index, id, now_ms, line_of(tenant, user), deadline and tonumber(deadline) * 1000, is_count)
 end
 redis.call('PUBLISH', wake, '')
-return { 1, 'queued', served }
+return { 1, 'queued', served, target }

@@ -48,6 +48,7 @@ class Claim:
     lease_expirations: int = 0  # times that its lease expired while it ran, for any reason
     expired: bool = False  # its deadline has passed
     is_count: bool = False  # a token count of our submit, which takes no row
+    alias: str = ""  # the name that it was queued under, if that was an alias of the model
     # Left by an earlier attempt; None if another program wrote it.
     resume_state: ResumeState | None = field(default_factory=ResumeState)
 
@@ -146,6 +147,7 @@ class Claims:
         self._wake_channel = keys.wake(self._model)
         self._claim = script(redis, "claim")
         self._release = script(redis, "release")
+        self._forward = script(redis, "forward")
 
     async def take(
         self,
@@ -186,7 +188,7 @@ class Claims:
                     reply_lost=int(lost),
                     running=known,
                     rows=_names(claim for claim in running if not claim.is_count),
-                    resume_fields=_RESUME_FIELDS,
+                    resume_fields=(*_RESUME_FIELDS, "alias"),
                     count_rows=_names(claim for claim in running if claim.is_count),
                     left_at=self._left_at(lane),
                     wake=self._wake_channel if wake else "",
@@ -247,6 +249,11 @@ class Claims:
             return b""
         return bytes(found or b"")
 
+    async def forward(self, *, takeover: bool) -> None:
+        """Move jobs that were queued under an alias of the model into its queues. `takeover`: as in `take`. Raises
+        RedisError, OSError."""
+        await self._forward(args=[self._model, JOB_LIFE_MS, int(takeover)])
+
     async def release(self, claim: Claim) -> None:
         """Return the job to its queue and wake the workers. Does nothing if another attempt owns the job. Raises
         RedisError, OSError."""
@@ -288,6 +295,7 @@ def _names(claims: Iterable[Claim]) -> list[str]:
 
 
 def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
+    *resume_state, alias = values["resume_state"]
     latest_ms = 1e15  # year 33658: finite, so that it can be compared with any clock
     return Claim(
         job_id=values["job_id"].decode("utf-8", "surrogateescape"),
@@ -304,7 +312,8 @@ def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
         lease_expirations=values["lease_expirations"],
         expired=bool(values["expired"]),
         is_count=bool(values["is_count"]),
-        resume_state=ResumeState.load(dict(zip(_RESUME_FIELDS, values["resume_state"], strict=True))),
+        alias=(alias or b"").decode("utf-8", "replace"),
+        resume_state=ResumeState.load(dict(zip(_RESUME_FIELDS, resume_state, strict=True))),
     )
 
 

@@ -1,0 +1,140 @@
+"""`sluice models`: the names of models, over real workers."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sluice import Client, Finished
+from sluice.gateway import ServeSettings
+from tests.end_to_end.test_cli import Command
+from tests.gateway.gateways import serving
+from tests.queue.helpers import enqueue
+from tests.support.stack import WorkerProcess
+
+pytestmark = pytest.mark.usefixtures("worker")
+
+
+@pytest.fixture(scope="module")
+def other(worker: WorkerProcess) -> Iterator[WorkerProcess]:
+    """A worker of the model `other` on the server of `worker`, which serves `default`."""
+    with WorkerProcess(worker.url, lease_s=2, model_name="other", max_rows=4) as process:
+        yield process
+
+
+@pytest.fixture
+def sluice(redis_url: str, tmp_path: Path, worker: WorkerProcess, other: WorkerProcess) -> Command:
+    worker.wait_ready()
+    other.wait_ready()
+    return Command(redis_url, tmp_path)
+
+
+def counting(i: int, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"Count to {5 + i % 9}."}], "temperature": 0, **fields}
+
+
+def until(number: int) -> str:
+    return " ".join(map(str, range(1, number + 1)))
+
+
+async def test_an_alias_that_moves_under_load_loses_no_job(sluice: Command, client: Client, tmp_path: Path) -> None:
+    """Chats of our client and over HTTP, plain producers, and a batch run, while the alias moves eight times."""
+    await client.set_alias("fast", "default")
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": counting(i, model="fast")}
+        for i in range(24)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    models, moving = Counter[str](), True
+
+    async def chat(k: int) -> None:
+        i = k
+        while moving:
+            request = counting(i, **({"model": "fast"} if i % 2 else {}))
+            job = await client.submit(request, model="fast", id=f"chat-{i}")
+            again = await client.submit(request, model="fast", id=f"chat-{i}")  # the same key, whatever it stands for
+            assert (again.new, job.model in ("default", "other")) == (False, True)
+            events = [event async for event in client.stream(job.id)]
+            assert isinstance(events[-1], Finished), events[-1]
+            result = await client.result(job.id)
+            assert (result["model"], result["choices"][0]["message"]["content"]) == (job.model, until(5 + i % 9))
+            models[result["model"]] += 1
+            i += 10
+
+    async def plain() -> None:
+        i = 0
+        while moving:
+            await enqueue(sluice.env["SLUICE_REDIS_URL"], "sluice:queue:fast:interactive", f"plain-{i}", counting(i))
+            result = await client.result(f"plain-{i}", timeout=30)
+            assert result["choices"][0]["message"]["content"] == until(5 + i % 9)
+            models[result["model"]] += 1
+            i += 1
+
+    async def over_http(http: httpx.AsyncClient) -> None:
+        i = 0
+        while moving:
+            found = await http.post("/v1/chat/completions", json=counting(i, model="fast"))
+            assert found.status_code == 200, found.text
+            models[found.json()["model"]] += 1
+            i += 1
+
+    with serving(sluice.env["SLUICE_REDIS_URL"], ServeSettings(_env_file=None)) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+            work = [asyncio.create_task(each) for each in (*map(chat, range(4)), plain(), over_http(http))]
+            run = asyncio.create_task(client.batch(file, out, served_only=True))
+            for i in range(8):
+                await asyncio.sleep(0.4)
+                await client.set_alias("fast", ("other", "default")[i % 2])
+            moving = False
+            await asyncio.gather(*work)
+    batch = await run
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 24, 0)
+    assert min(models["default"], models["other"]) > 3, models
+    assert sluice.db.keys("sluice:queue:*") == [], "nothing is left under any name"
+
+
+def test_the_command_sets_moves_lists_and_removes_an_alias(sluice: Command) -> None:
+    assert sluice("models", "alias", "fast", "default")[0] == 0
+    code, out, err = sluice("models", "alias", "fast", "other")
+    assert (code, out) == (0, "")
+    assert "before: default" in err
+    listed = [json.loads(line) for line in sluice("models", "list", "--json")[1].splitlines()]
+    assert [(each["name"], each["model"], each["workers"]) for each in listed] == [
+        ("default", None, 1),
+        ("fast", "other", 1),
+        ("other", None, 1),
+    ]
+    assert "fast" in sluice("models", "list")[1]
+    assert sluice("models", "alias", "fast", "--remove")[0] == 0
+    assert sluice.db.exists("sluice:aliases") == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["fast"], "--remove"),
+        (["fast", "other", "--remove"], "not both"),
+        (["default", "other"], "live workers"),
+        (["fast", "gone"], "--force"),
+        (["fast", "fast"], "itself"),
+        (["a b", "other"], "must match"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_an_alias(sluice: Command, args: list[str], says: str) -> None:
+    code, out, err = sluice("models", "alias", *args)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert sluice.db.exists("sluice:aliases") == 0
+
+
+def test_a_chat_with_an_alias_is_answered_without_a_note(sluice: Command) -> None:
+    sluice("models", "alias", "fast", "other")
+    code, out, err = sluice("chat", "Count to 3.", "--model", "fast")
+    assert (code, out.strip()) == (0, "1 2 3")
+    assert "no worker" not in err
