@@ -29,6 +29,7 @@ NAMES = {
     keys.BATCHES: "sluice:batch:*",
     keys.CONTROL: "sluice:control",
     keys.DEAD: "sluice:dead",
+    keys.ALIASES: "sluice:aliases",
 }
 
 

@@ -368,7 +368,8 @@ def test_submit_prints_the_id_alone_and_queues_it_once(sluice: Command) -> None:
     first = sluice("submit", "Count to 3.", "--id", "a-1", "--model", "nobody")
     again = sluice("submit", "Count to 3.", "--id", "a-1", "--model", "nobody", "--json")
     assert (first[:2], sluice.db.zcard("sluice:queue:nobody:interactive")) == ((0, "a-1\n"), 1)
-    assert (again[0], json.loads(again[1])) == (0, {"id": "a-1", "new": False, "state": "queued", "served": False})
+    known = {"id": "a-1", "new": False, "state": "queued", "served": False, "model": None}
+    assert (again[0], json.loads(again[1])) == (0, known)
 
 
 @pytest.mark.parametrize("how", [(), ("--wait",), ("--json",)])

@@ -236,11 +236,11 @@ class QueueWorker:
         arq aborts, and begins the crons that are due. Raises RedisError, OSError."""
         is_sweep = time.monotonic() - self._swept_at >= self._sweep_s
         self._next_at = math.inf
-        if is_sweep and not self.stopping.is_set():
-            await self._claims.forward(takeover=self._takeover.allowed())
         for lane in keys.LANES:
             await self._poll_lane(lane, is_sweep=is_sweep)
         if is_sweep:
+            if not self.stopping.is_set() and await self._claims.forward(takeover=self._takeover.allowed()):
+                self.wake()
             await self._cancels.check_running()
             await self._cancels.add_aborted()
             self._swept_at = time.monotonic()

@@ -249,10 +249,10 @@ class Claims:
             return b""
         return bytes(found or b"")
 
-    async def forward(self, *, takeover: bool) -> None:
-        """Move jobs that were queued under an alias of the model into its queues. `takeover`: as in `take`. Raises
-        RedisError, OSError."""
-        await self._forward(args=[self._model, JOB_LIFE_MS, int(takeover)])
+    async def forward(self, *, takeover: bool) -> bool:
+        """Move jobs that were queued under an alias of the model into its queues. Returns True if there were any.
+        `takeover`: as in `take`. Raises RedisError, OSError."""
+        return 0 < await self._forward(args=[self._model, JOB_LIFE_MS, int(takeover)])
 
     async def release(self, claim: Claim) -> None:
         """Return the job to its queue and wake the workers. Does nothing if another attempt owns the job. Raises
