@@ -136,6 +136,23 @@ class MappedClient(Client):
         """Ask a worker, on whichever server it is, as `Client.ask_worker` does."""
         return any(await self._each(lambda client: client.ask_worker(worker, what)))
 
+    async def aliases(self) -> dict[str, str]:
+        """Return the model that each alias stands for, of all servers."""
+        found = await self._each(lambda client: client.aliases())
+        return {alias: model for aliases in found for alias, model in aliases.items()}
+
+    async def set_alias(self, alias: str, model: str | None, *, served_only: bool = True) -> str | None:
+        """Let a name stand for a model, as `Client.set_alias` does. Raises ValueError also if the map gives the name to
+        another server than the model: a submit reads the aliases of one server."""
+        client = self.of_model(alias)
+        if model is not None and self.of_model(model) is not client:
+            url = self._servers.of_model(model)
+            raise ValueError(
+                f"the alias {alias!r} is not on the server of {model!r}: name it in the map beside the model, with"
+                f" {self._servers.describe(url)}"
+            )
+        return await client.set_alias(alias, model, served_only=served_only)
+
     async def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters of all servers, oldest first."""
         return sorted(_joined(await self._each(lambda client: client.dead_letters())), key=attrgetter("parked_at"))

@@ -56,7 +56,7 @@ class ServedModels:
         if not await at.retries.run(lambda: self._has_report(at.redis, model)):
             self._served.pop(model, None)
             target = (await self.aliases()).get(model)
-            return target is not None and await self._run(lambda: self._has_report(target))
+            return target is not None and await at.retries.run(lambda: self._has_report(at.redis, target))
         self._served[model] = now
         self.note(model)
         return True

@@ -199,3 +199,26 @@ def test_a_blocking_client_takes_the_map(file: Path, redis_url: str, second: Ser
         assert [client.submit(SAY, model=model, id=model).state for model in BOTH] == ["queued", "queued"]
         assert [(queue.model, queue.jobs) for queue in client.queues()] == [("big", 1), ("small", 1)]
         assert client.cancel("big") == "cancelled"
+
+
+@pytest.mark.usefixtures("served")
+async def test_an_alias_is_on_the_server_of_its_model(mapped: MappedClient, db: Redis, db2: Redis) -> None:
+    """Of one server's models by itself, of another's once the map names it there too."""
+    assert await mapped.set_alias("quick", "small") is None
+    with pytest.raises(ValueError, match="name it in the map beside the model, with the server .* of big"):
+        await mapped.set_alias("deep", "big")
+    assert await mapped.aliases() == {"quick": "small"}
+    submitted = await mapped.submit(SAY, model="quick")
+    assert submitted.model == "small"
+    assert (await mapped.result(submitted.id))["said"] == "ab"
+    assert [await each.hgetall("sluice:aliases") for each in (db, db2)] == [{b"quick": b"small"}, {}]
+
+
+@pytest.mark.usefixtures("served")
+async def test_an_alias_that_the_map_names_beside_its_model(file: Path, second: Server, db2: Redis) -> None:
+    file.write_text(file.read_text() + f'deep = "{second.url}"\n')
+    async with MappedClient(file, outage_s=0.5) as client:
+        assert await client.set_alias("deep", "big") is None
+        assert (await client.submit(SAY, model="deep")).model == "big"
+        assert await client.set_alias("deep", None) == "big"
+    assert not await db2.exists("sluice:aliases")

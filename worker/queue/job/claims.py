@@ -252,7 +252,8 @@ class Claims:
     async def forward(self, *, takeover: bool) -> bool:
         """Move jobs that were queued under an alias of the model into its queues. Returns True if there were any.
         `takeover`: as in `take`. Raises RedisError, OSError."""
-        return 0 < await self._forward(args=[self._model, JOB_LIFE_MS, int(takeover)])
+        moved: int = await self._forward(args=[self._model, JOB_LIFE_MS, int(takeover)])
+        return moved > 0
 
     async def release(self, claim: Claim) -> None:
         """Return the job to its queue and wake the workers. Does nothing if another attempt owns the job. Raises
