@@ -64,9 +64,8 @@ In parentheses stand the default and, after a semicolon, the values that a setti
 _METRICS_HEAD = """\
 ## Metrics
 
-With `SLUICE_METRICS_PORT=9100` a worker serves these metrics to Prometheus at `http://<machine>:9100/metrics`. Names
-with the prefix `vllm:` are vLLM's and mean the same. Every metric has the label `model_name`; others are
-named. What ends in `_total` is a counter.
+With `SLUICE_METRICS_PORT=9100` a worker serves these to Prometheus at `http://<machine>:9100/metrics`. Those of `vllm:`
+mean what vLLM's do. All have the label `model_name`. What ends in `_total` is a counter.
 
 """
 _GATEWAY_METRICS_HEAD = """

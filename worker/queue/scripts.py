@@ -18,6 +18,7 @@ _PARTS = {
     "claim": ("arguments", "places", "reconcile", "ownership", "selection", "share"),
     "final": ("arguments", "share"),
     "release": ("places",),
+    "record": ("arguments",),
 }
 
 

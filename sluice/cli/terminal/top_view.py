@@ -47,7 +47,7 @@ class TopView:
             return
         parts = [
             _workers(sample["workers"], wide=width >= 110),  # columns: then there are more numbers
-            _models(sample),
+            _models(sample, fleet=width >= 80),
             _tenants(sample["tenants"]),
             _runs(sample["runs"]),
         ]
@@ -120,26 +120,37 @@ def _workers(workers: list[_Row], *, wide: bool) -> tuple[list[str], list[list[s
         "first s": lambda each: _pair(each["ttft_p50_ms"], each["ttft_p95_ms"], 1000),
         "gap ms": lambda each: _pair(each["gap_p50_ms"], each["gap_p95_ms"], 1),
         "hits": lambda each: _NONE if each["prefix_hit_rate"] is None else f"{each['prefix_hit_rate']:.0%}",
+        "hints": lambda each: _NONE if each["prefix_hint_rate"] is None else f"{each['prefix_hint_rate']:.0%}",
+        "left": _left,
         "memory": lambda each: f"{_size(each['memory_bytes'])}/{_size(each['memory_limit_bytes'])}",
         "prefixes": lambda each: _size(each["prefix_cache_bytes"]),
     }
     if not wide:
-        columns = {name: of for name, of in columns.items() if name not in ("jobs/s", "prefixes")}
+        columns = {name: of for name, of in columns.items() if name not in ("jobs/s", "prefixes", "hints", "left")}
     if not wide and not draining:
         del columns["state"]
     return [*columns], [[of(each) for of in columns.values()] for each in workers]
 
 
-def _models(sample: Sample) -> tuple[list[str], list[list[str]]]:
+def _left(each: _Row) -> str:
+    """Return the jobs left to other workers, and those taken although another was better."""
+    if each["claims_left"] is None or each["claims_overruled"] is None:
+        return _NONE
+    return f"{each['claims_left']:,}/{each['claims_overruled']:,}"
+
+
+def _models(sample: Sample, *, fleet: bool) -> tuple[list[str], list[list[str]]]:
     models = {each["model"]: each for each in sample["models"]}
     queues = {(each["model"], each["lane"]): each for each in sample["queues"]}
-    none = {"workers": 0, "rows": 0, "max_rows": 0, "tokens_per_s": 0}
+    none = {"workers": 0, "rows": 0, "max_rows": 0, "tokens_per_s": 0, "claims_left": 0, "claims_overruled": 0}
     rows = []
     for name in sorted({*models, *(model for model, _ in queues)}):
         model = models.get(name, none)
         load = [f"{model['workers']:,}", f"{model['rows']:,}/{model['max_rows']:,}", _whole(model["tokens_per_s"])]
+        load += [_left(model)] if fleet else []
         rows.append([name, *load, *(cell for lane in LANES for cell in _lane(queues.get((name, lane))))])
-    return ["model", "workers", "rows", "tok/s", "interactive", "oldest", "batch", "oldest"], rows
+    names = ["model", "workers", "rows", "tok/s", *(["left"] if fleet else [])]
+    return [*names, "interactive", "oldest", "batch", "oldest"], rows
 
 
 def _lane(queue: _Row | None) -> tuple[str, str]:

@@ -83,6 +83,12 @@ class PrefillQueue:
         """Return the current estimate of what a chunk in this phase costs."""
         return self._costs[phase].now
 
+    @property
+    def token_cost(self) -> tuple[float, float]:
+        """Estimated seconds of a prompt's token, and of each pair of a token and one before it."""
+        cost = self.cost("prefill")
+        return cost.token_s, cost.before_s
+
     # Prompts
 
     def expect(self, request: GenerationRequest) -> None:
@@ -174,7 +180,8 @@ class PrefillQueue:
 
     def remove(self, id: str) -> None:
         """Drop a prompt and what it has computed, or what is read ahead for it. An unknown id is ignored."""
-        self._pop(id)
+        if task := self._pop(id):
+            self._caches.mark(task.row.request)
         self._ahead.pop(id, None)
 
     def _pop(self, id: str) -> PromptTask | None:
