@@ -9,11 +9,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.contract import keys
-from tests.fakes import Clock
-from tests.queue.helpers import settings
+from tests.fakes import Clock, FakeChat
+from tests.queue.helpers import ask, settings, working
+from tests.waiting import until
 from worker.monitoring.metrics import Metrics
 from worker.queue import fleet
-from worker.queue.fleet import FleetRecord
+from worker.queue.fleet import FleetRecord, JobPrompt
+from worker.queue.job.job import JobResult
 from worker.queue.redis_server import ServerClock
 
 FLEET, READY = keys.fleet("default"), keys.ready("default")
@@ -278,3 +280,39 @@ async def test_claims_and_hints_are_counted(db: Redis) -> None:
     assert (read("sluice:prefix_hint_tokens_total"), read("sluice:prefix_marks")) == (400, 7)
     assert read("sluice:ready_ms") == 600 + round(its._rates.gap_s * 1_000)
     assert metrics.measured()["prefix_hint_rate"] == 0.75
+
+
+async def test_a_running_worker_publishes_its_record_until_it_has_drained(redis_url: str, db: Redis) -> None:
+    chat = FakeChat()
+
+    async def free() -> list[bytes]:
+        return [text.split(b" ")[2] for text in await db.hvals(FLEET)]
+
+    async def has(rows: bytes) -> bool:
+        return await free() == [rows]
+
+    async with working(settings(redis_url, lease_s=1, grace_s=30, max_rows=4), chat.chat) as worker:
+        await until(lambda: has(b"4"))
+        await ask(db, "a", {"then": "hang"})
+        await until(lambda: len(chat.began) == 1)
+        worker.stop()
+        await until(lambda: has(b"0"), within_s=0.3)  # at once, not at the next turn
+    assert await db.exists(FLEET, READY) == 0
+
+
+async def test_the_prompts_of_running_jobs_are_those_of_the_record(redis_url: str, db: Redis) -> None:
+    seen: list[JobPrompt] = []
+
+    async def chat(ctx: dict[Any, Any], request: dict[str, Any]) -> JobResult:
+        seen.append(ctx["job"].prompt)
+        ctx["job"].prompt.tokenized(1_000, is_text=True)
+        return await FakeChat().chat(ctx, request)
+
+    async with working(settings(redis_url), chat) as worker:
+        await ask(db, "a", {"then": "hang"})
+        await until(lambda: len(seen) == 1)
+        assert worker._fleet._prompts == {"a": seen[0]}
+        assert numbers(worker._fleet.said(4))[10:12] == [500, 1]  # of what its engine is thought to take
+        await db.set(keys.cancel("a"), "1")
+        await db.publish(keys.CONTROL, "a")
+        await until(lambda: worker._fleet._prompts == {})
