@@ -13,8 +13,8 @@ MAX_LINES_OF_A_MODULE = 500
 MAX_LINES_OF_A_FUNCTION = 50
 
 # Ideas that a reader has to hold, of the whole product: lower a limit when there are fewer.
-MAX_MODULES = 322
-MAX_MODULES_WITH_ONE_IMPORTER = 60
+MAX_MODULES = 323
+MAX_MODULES_WITH_ONE_IMPORTER = 61
 MAX_PUBLIC_CLASSES = 549
 MAX_NUMBERS = 147  # that a module names
 

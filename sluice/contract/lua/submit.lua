@@ -2,8 +2,8 @@
 -- although one is required.
 -- KEYS  body, queue, job, wake channel, workers of the model, and any number of strings to set if the job is queued
 -- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or '',
---       1 if a live worker is required (else 0), 'chat' or 'count', user or '', and for each of these strings its value
---       and life_ms
+--       1 if a live worker is required (else 0), 'chat' or 'count', user or '', the marks of the prompt or '', the
+--       bytes that they are of, and for each of these strings its value and life_ms
 -- Returns 1, 'queued', and 1 if a worker serves the model (else 0); or 0, the state of the job with this id, and the
 -- same flag; or -1, the lane's length, its limit, and the estimated seconds until it has room ('' if no job ended
 -- lately); or -2 without a live worker.
@@ -53,7 +53,7 @@ if limit and length >= limit then
 end
 
 redis.call('SET', body, ARGV[2], 'PX', ARGV[3])
-for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[2 * i], 'PX', ARGV[2 * i + 1]) end
+for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[2 * i + 2], 'PX', ARGV[2 * i + 3]) end
 redis.call('ZADD', queue, now_ms, id)
 local model = string.sub(queue, #'sluice:queue:' + 1, -#lane - 2)
 redis.call('HSET', job, 'state', 'queued', 'model', model, 'lane', lane, 'queued_at', now_ms / 1000)
@@ -66,6 +66,7 @@ if ARGV[7] ~= '' then redis.call('HSET', job, 'prompt_cache_key', ARGV[7]) end
 if ARGV[8] ~= '' then redis.call('HSET', job, 'submission', ARGV[8]) end
 local is_count = ARGV[10] == 'count'
 if is_count then redis.call('HSET', job, 'function', 'count') end
+if ARGV[12] ~= '' then redis.call('HSET', job, 'marks', ARGV[12], 'bytes', ARGV[13]) end
 redis.call('PEXPIRE', job, ARGV[3])
 
 local index = index_of(queue)
