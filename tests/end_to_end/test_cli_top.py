@@ -72,7 +72,7 @@ def test_every_number_is_readable_at_the_width(busy: Command, width: int) -> Non
     numbers = rf" running +3/16 +412{more} +0\.2/1\.9 +8\.5/21 +87% +812M/24G"
     assert re.search(rf"^{name} +qwen3-\S+{numbers}", out, re.MULTILINE), out
     assert re.search(r"^ada +default +draining +3/16", out, re.MULTILINE), out
-    assert re.search(r"^default +0 +3/16 +412 +4 wait +1m1\ds +– *$", out, re.MULTILINE), out
+    assert re.search(r"^default +0 +3/16 +412 +12/3 +95% +4 wait +1m1\ds +– *$", out, re.MULTILINE), out
     assert re.search(r"^shop +default +interactive +3 +1m1\ds", out, re.MULTILINE), out
     assert re.search(r"^– +default +interactive +1 +\ds", out, re.MULTILINE), out
     assert re.search(r"^batch_night +in_progress +52/200 +2", out, re.MULTILINE), out

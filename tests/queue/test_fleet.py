@@ -282,6 +282,7 @@ async def test_claims_and_hints_are_counted(db: Redis) -> None:
     assert metrics.measured()["prefix_hint_rate"] == 0.75
 
 
+@pytest.mark.timing
 async def test_a_running_worker_publishes_its_record_until_it_has_drained(redis_url: str, db: Redis) -> None:
     chat = FakeChat()
 
