@@ -157,9 +157,8 @@ class QueueWorker:
             wake=self.wake,
             cancel=self._cancels.add,
             on_reconnect=self._cancels.check_running,
-            worker=settings.worker_name,
-            told=self._presence.told,
-        )
+            worker=settings.worker_name, told=self._presence.told, wid=lambda: self._claims.wid,
+        )  # fmt: skip
         self.heartbeat = Heartbeat("event loop")
         heartbeats = [self.heartbeat, *model.heartbeats]
         self._leases = LeaseKeeper(settings, self.jobs.claims, self.jobs.ownership_lost, heartbeats)
