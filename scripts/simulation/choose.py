@@ -1,5 +1,5 @@
-"""Choose which waiting jobs a worker takes, and which it leaves to others: the same as worker/queue/lua/choose.lua, for
-simulations. A test holds the two equal. All times are milliseconds."""
+"""Choose which waiting jobs a worker takes, and which it leaves to others, for simulations: as choose.lua of the worker
+and fleet.lua of the contract do. A test holds them equal. All times are milliseconds."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

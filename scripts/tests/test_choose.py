@@ -18,7 +18,7 @@ IDLE = f"{NOW + 10_000} {NOW} 4 4 2000 800 500 220 0 0 0 0 0 0 0 0"  # 1,250 tok
 
 # Calls choose.lua as the twin is called; numbers are printed with all their digits.
 HARNESS = """
-local given, workers, out = cjson.decode(ARGV[1]), {}, { taken = {}, left = {} }
+local given, workers, out = cjson.decode(ARGV[1]), {}, { taken = {}, left = {}, kept = 0, overruled = 0 }
 local function worker(wid)
   local text = given.fleet[wid]
   if workers[wid] == nil then workers[wid] = text and read_worker(wid, text, given.now) or false end
@@ -26,8 +26,9 @@ local function worker(wid)
 end
 local least, at = {}, 0
 for _, wid in ipairs(given.least) do if worker(wid) then least[#least + 1] = worker(wid) end end
-local chosen = choose({
-  me = worker(given.me), worker = worker, least = least, now = given.now, want = given.want, share = given.share,
+local choice = {
+  me = worker(given.me), worker = worker, least = least, now = given.now, want = given.want,
+  is_kept = function(_, taken) return taken >= given.share end,
   next_job = function()
     at = at + 1
     local job = given.jobs[at]
@@ -42,9 +43,14 @@ local chosen = choose({
     for i = 2, #window do if window[i].rank < window[first].rank then first = i end end
     return first
   end,
-  take = function(job) out.taken[#out.taken + 1] = { job.id, string.format('%.17g', job.held) } end,
-  leave = function(job, to) out.left[#out.left + 1] = { job.id, to.wid } end,
-})
+  take = function(job, overruled)
+    out.taken[#out.taken + 1] = { job.id, string.format('%.17g', job.held) }
+    if overruled then out.overruled = out.overruled + 1 end
+  end,
+  leave = function(job, to) out.left[#out.left + 1] = { job.id, to.worker.wid } end,
+  keep = function() out.kept = out.kept + 1 end,
+}
+local again = choose(choice)
 local costs = {}
 for wid, its in pairs(workers) do
   if its then
@@ -54,9 +60,8 @@ for wid, its in pairs(workers) do
   end
 end
 out.costs = costs
-if chosen then
-  out.kept, out.overruled, out.scanned = chosen.kept, chosen.overruled, chosen.scanned
-  out.again = chosen.again < math.huge and chosen.again or -1
+if again then
+  out.scanned, out.again = choice.scanned, again < math.huge and again or -1
 end
 return cjson.encode(out)
 """
@@ -110,7 +115,9 @@ def in_python(given: dict[str, Any], waiting: list[Job]) -> dict[str, Any]:
 
 def in_lua(server: redis.Redis, given: dict[str, Any], waiting: list[Job]) -> dict[str, Any]:
     text = json.dumps({**given, "jobs": [asdict(job) for job in waiting], "now": NOW})
-    found = json.loads(server.eval(read_lua("worker.queue", "choose") + HARNESS, 0, text))  # type: ignore[arg-type]
+    found = json.loads(
+        server.eval(read_lua("sluice.contract", "fleet") + read_lua("worker.queue", "choose") + HARNESS, 0, text)
+    )  # type: ignore[arg-type]
     choice = Choice(
         [(id, float(held)) for id, held in found["taken"] or []], [(id, wid) for id, wid in found["left"] or []]
     )

@@ -7,7 +7,7 @@ from importlib.resources import files
 from sluice.contract.keys import LIVES_MS
 
 LIBRARIES = ("job_log", "index")  # in front of each script that writes to a job
-_PARTS = {"cancel": ("ending",), "attended": ("ending",)}  # beside the libraries
+_PARTS = {"cancel": ("ending",), "attended": ("ending",), "submit": ("fleet",)}  # beside the libraries
 
 
 def read_lua(package: str, *names: str) -> str:

@@ -28,6 +28,8 @@ async def test_a_submitted_job_is_on_the_queue_as_arq_would_have_put_it(db: Redi
     assert float(hash.pop("queued_at")) == pytest.approx(queued_ms / 1000, abs=0.001)
     assert float(hash.pop("deadline")) == pytest.approx(queued_ms / 1000 + 60, abs=0.001)
     assert len(hash.pop("submission")) == 32
+    marks, nbytes = marks_of(await db.get(f"arq:job:{job.id}"))
+    assert (hash.pop("marks"), hash.pop("bytes")) == (marks, str(nbytes))
     assert hash == {"state": "queued", "model": "tiny", "lane": "batch", "tenant": "acme"}
     for key in (f"arq:job:{job.id}", keys.job(job.id)):
         assert 86_000 < await db.ttl(key) <= 86_400

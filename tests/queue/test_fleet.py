@@ -43,7 +43,9 @@ class Prompts:
 
 
 def record(db: Redis, engine: Prompts | None = None, metrics: Metrics | None = None, **given: Any) -> FleetRecord:
-    worker = settings("", max_rows=4, **{key: given.pop(key) for key in [*given] if key.startswith("prefix")})
+    worker = settings(
+        "", max_rows=4, **{key: given.pop(key) for key in [*given] if key.startswith(("prefix", "affinity"))}
+    )
     return FleetRecord(db, worker, ServerClock(), metrics or Metrics("default"), engine or Prompts(), **given)
 
 

@@ -122,15 +122,12 @@ class FleetRecord:
         clock: ServerClock,
         metrics: MetricsSink,
         engine: EnginePrompts | None = None,
-        *,
-        affinity: bool = True,
         stopping: asyncio.Event | None = None,
     ) -> None:
-        """`affinity`: if False, there is no record (`SLUICE_AFFINITY`). `stopping`: from then on, it has no rows
-        for more jobs."""
+        """`engine`: None if it reports nothing. `stopping`: once it is set, this worker has no rows for more jobs."""
         self._clock, self._metrics = clock, metrics
         self._engine = engine or _Unknown()
-        self.affinity, self._stopping = affinity, stopping or asyncio.Event()
+        self._affinity, self._stopping = settings.affinity, stopping or asyncio.Event()
         self._rows, self._lease_ms = settings.max_rows, int(settings.lease_s * 1000)
         self._per_tenant = settings.prefix_cache_per_tenant
         self._keys = [keys.fleet(settings.model_name), keys.ready(settings.model_name)]
@@ -148,7 +145,7 @@ class FleetRecord:
         """Return the worker's id, its record (as `keys.fleet` describes it), and when it will be done with its prompts,
         in Unix milliseconds. `free_rows`: that interactive jobs may still take. Without affinity, the texts are empty
         and the time is 0."""
-        if not self.affinity:
+        if not self._affinity:
             return "", "", 0
         self._look_at_cache()
         self._free = 0 if self._stopping.is_set() else max(0, free_rows)
@@ -190,12 +187,12 @@ class FleetRecord:
     async def publish(self) -> None:
         """Publish the record for a lease, and let the server forget the marks of lost prefixes. Raises RedisError,
         OSError."""
-        if self.affinity:
+        if self._affinity:
             await self._publish(*self.said(self._free))
 
     async def remove(self) -> None:
         """Delete the record: this worker leaves. Raises RedisError, OSError."""
-        if self.affinity:
+        if self._affinity:
             self._gone.append(self._wid)
             await self._publish(self._wid, "", 0)
 
@@ -225,6 +222,7 @@ class FleetRecord:
         found = _MARK.findall(marks[:1024])[:30] if bytes_ > 0 else []
         ends = tuple((mark, int(end)) for mark, end in found if int(end) <= bytes_)
         self._prompts[job_id] = JobPrompt(bytes_, max(0, expected_tokens), ends)
+        self._free = max(0, self._free - 1)  # a token count takes none, which the next claim corrects
 
     def prompt(self, job_id: str, tenant: str = "") -> JobPrompt:
         """Return the prompt of a claimed job, to be kept up to date by the job while it runs."""

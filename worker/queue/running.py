@@ -265,11 +265,13 @@ class ControlListener:
         on_reconnect: Callable[[], Awaitable[None]],
         worker: str = "",
         told: Callable[[], None] = lambda: None,
+        wid: Callable[[], str] = str,
     ) -> None:
-        """`told` is called when `worker`, this one, is asked for something, which its hash says."""
+        """`told` is called when `worker`, this one, is asked for something, which its hash says. `wid` returns the id
+        by which submits wake it alone, or an empty one: then it wakes for all jobs."""
         self._redis = redis
         self._told, self._told_by = told, f"worker {worker}"
-        self._model = model
+        self._model, self._wid = model, wid
         self._keyspace_events = keyspace_events
         self._wake = wake
         self._cancel = cancel
@@ -314,7 +316,10 @@ class ControlListener:
                 self._told()
             else:
                 self._cancel(text)
-        elif channel == keys.wake(self._model).encode() or data == b"zadd":
+        elif channel != keys.wake(self._model).encode():
+            if data == b"zadd":
+                self._wake()
+        elif not data or not (own := self._wid()) or data == own.encode():
             self._wake()
 
 

@@ -15,7 +15,7 @@ JOB_LIFE_MS = keys.JOB_LIFE_S * 1000
 
 # Files that a script needs beside the libraries of `sluice.contract`.
 _PARTS = {
-    "claim": ("arguments", "places", "reconcile", "ownership", "selection", "share"),
+    "claim": ("arguments", "places", "reconcile", "ownership", "selection", "share", "choose", "affinity"),
     "final": ("arguments", "share"),
     "release": ("places",),
     "record": ("arguments",),
@@ -26,7 +26,8 @@ _PARTS = {
 def worker_source(name: str) -> str:
     """Return the text of a script of workers, after the files that it needs."""
     own = scripts.read_lua("worker.queue", *_PARTS.get(name, ()), name)
-    return "\n".join((scripts.read_lua("sluice.contract", *scripts.LIBRARIES), own))
+    shared = (*scripts.LIBRARIES, *(("fleet",) if name == "claim" else ()))
+    return "\n".join((scripts.read_lua("sluice.contract", *shared), own))
 
 
 def script(redis: Redis, name: str) -> AsyncScript:

@@ -140,7 +140,7 @@ class QueueWorker:
         self.readiness = Readiness(self._sweep_s)
 
         self._fleet = FleetRecord(redis, settings, server.clock, metrics, model.prompts, stopping=self.stopping)
-        self._claims, self._takeover = Claims(redis, settings), Takeover(settings.lease_s)
+        self._claims, self._takeover = Claims(redis, settings, self._fleet), Takeover(settings.lease_s)
         publisher = Publisher(redis, server.clock, settings, model.set_paused)
         runner = JobRunner(
             redis, functions, self._claims, publisher, metrics, settings=settings, stopping=self.stopping
@@ -159,9 +159,8 @@ class QueueWorker:
             wake=self.wake,
             cancel=self._cancels.add,
             on_reconnect=self._cancels.check_running,
-            worker=settings.worker_name,
-            told=self._presence.told,
-        )
+            worker=settings.worker_name, told=self._presence.told, wid=lambda: self._claims.wid,
+        )  # fmt: skip
         self.heartbeat = Heartbeat("event loop")
         heartbeats = [self.heartbeat, *model.heartbeats]
         self._leases = LeaseKeeper(settings, self.jobs.claims, self.jobs.ownership_lost, heartbeats)

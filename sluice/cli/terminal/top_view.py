@@ -150,7 +150,8 @@ def _models(sample: Sample, *, fleet: bool) -> tuple[list[str], list[list[str]]]
         load = [f"{model['workers']:,}", f"{model['rows']:,}/{model['max_rows']:,}", _whole(model["tokens_per_s"])]
         hints = [each["prefix_hint_rate"] for each in sample["workers"] if each["model"] == name]
         known = [rate for rate in hints if rate is not None]
-        load += [_left(model), _share(sum(known) / len(known) if known else None)] if fleet else []
+        rate = sum(known) / len(known) if known else None
+        load += [_left(model), _share(rate)] if fleet else []
         rows.append([name, *load, *(cell for lane in LANES for cell in _lane(queues.get((name, lane))))])
     names = ["model", "workers", "rows", "tok/s", *(["left", "hints"] if fleet else [])]
     return [*names, "interactive", "oldest", "batch", "oldest"], rows

@@ -66,12 +66,32 @@ if ARGV[7] ~= '' then redis.call('HSET', job, 'prompt_cache_key', ARGV[7]) end
 if ARGV[8] ~= '' then redis.call('HSET', job, 'submission', ARGV[8]) end
 local is_count = ARGV[10] == 'count'
 if is_count then redis.call('HSET', job, 'function', 'count') end
-if ARGV[12] ~= '' then redis.call('HSET', job, 'marks', ARGV[12], 'bytes', ARGV[13]) end
+redis.call('HSET', job, 'marks', ARGV[12], 'bytes', ARGV[13])
 redis.call('PEXPIRE', job, ARGV[3])
 
 local index = index_of(queue)
 if redis.call('EXISTS', index.jobs) == 1 then -- otherwise the next claim creates it
   in_index(add_waiting, index, id, now_ms, line_of(tenant, user), deadline and tonumber(deadline) * 1000, is_count)
 end
-redis.call('PUBLISH', wake, '')
+
+-- Return the wid of the worker with a free row that is done with this job soonest; '', which wakes all, if nobody is known
+-- to hold anything of it, or all who are known are full.
+local function best_worker()
+  local prompt, fleet, best, least = {}, read_fleet(model, now_ms, ''), '', math.huge
+  read_marks(prompt, ARGV[12], ARGV[13], ARGV[7] ~= '' and ARGV[7])
+  if is_count or #fleet.least == 0 or #prompt.names == 0 then return '' end
+  read_holders(prompt, model)
+  if tenant ~= '' then -- workers may keep a prefix cache per tenant
+    local shared = prompt.holders
+    read_holders(prompt, model, tenant)
+    for at, others in ipairs(shared) do prompt.holders[at] = (others or '') .. (prompt.holders[at] or '') end
+  end
+  if not find_others(fleet, prompt, 0, '') then return '' end
+  for _, other in ipairs(prompt.others) do
+    local _, all = cost_ms(other.worker, other.own, now_ms)
+    if other.worker.free > 0 and all < least then best, least = other.worker.wid, all end
+  end
+  return best
+end
+redis.call('PUBLISH', wake, best_worker())
 return { 1, 'queued', served }
