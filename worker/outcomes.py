@@ -191,7 +191,8 @@ class StepReport:
     reserved: tuple[int, int] | None = None  # bytes in addition to the weights: reserved for active rows, and available
     memory: tuple[int, int] | None = None  # bytes in addition to the weights: predicted, measured; None: not compared
     prefix: PrefixUse = PrefixUse()
-    prompt_cost: tuple[float, float] = (0.0, 0.0)  # seconds of a prompt's token, and of each pair of one and one before
+    # Measured seconds of a prompt's token, and of each pair of one and one before it; 0 before the first prompt.
+    prompt_cost: tuple[float, float] = (0.0, 0.0)
     drafts: DraftUse = DraftUse()
 
 

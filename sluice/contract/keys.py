@@ -107,7 +107,8 @@ def fleet(model: str) -> str:
     """Hash: a field for each live worker of the model that claims by prefix, by its id: "until_ms at_ms free rows
     gap_ms token_us before_ns tokens_per_kib", and four times the milliseconds left of prompts and their number: of
     those with less than 250 ms, 1 s, 4 s, and more. `gap_ms`: between two rows that come free; `token_us`, `before_ns`:
-    of a prompt's token, and of each pair of one and one before it; `tokens_per_kib`: of a body's text."""
+    of a prompt's token, and of each pair of one and one before it; `tokens_per_kib`: of a body's text. The last three
+    are 0 until they are measured."""
     return f"sluice:fleet:{model}"
 
 

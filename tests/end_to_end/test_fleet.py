@@ -65,7 +65,8 @@ async def test_the_turns_of_a_chat_go_to_the_worker_that_holds_it(redis_url: str
             await talk.say(f"Tell me more, for the {turn}th time.")
         assert set(talk.workers) == {talk.workers[0]}
         prompts = [end.usage.prompt_tokens for end in talk.ends]
-        assert all(found >= before for before, found in zip(prompts, talk.cached[1:], strict=False))
+        # The answer's text may have other tokens than those that were drawn.
+        assert all(found >= before - 1 for before, found in zip(prompts, talk.cached[1:], strict=False))
 
 
 async def test_a_chat_goes_on_elsewhere_when_its_worker_is_killed_in_the_middle_of_a_turn(

@@ -28,11 +28,12 @@ class Said:
 
     def __init__(self, wid: str, *, rows: int = 4, token_us: int = 800) -> None:
         self.wid, self.rows, self.token_us = wid, rows, token_us
+        self.per_kib = 220
         self.held = list[tuple[str, str, int, int]]()
         self.counts = list[dict[str, Any]]()
 
     def said(self, free_rows: int) -> tuple[str, str, int]:
-        return self.wid, f"2 1 {free_rows} {self.rows} 2000 {self.token_us} 0 220 0 0 0 0 0 0 0 0", 1
+        return self.wid, f"2 1 {free_rows} {self.rows} 2000 {self.token_us} 0 {self.per_kib} 0 0 0 0 0 0 0 0", 1
 
     def claimed(self, job_id: str, marks: str, bytes_: int, expected_tokens: int) -> None:
         self.held.append((job_id, marks, bytes_, expected_tokens))
@@ -124,6 +125,22 @@ async def test_a_job_is_left_to_its_holder_for_what_that_saves_to_the_millisecon
     left = [counts for counts in bob.said.counts if counts["cache"]]
     assert len(left) == 1  # a job counts once, however often it is left
     assert bob.said.counts[-1]["overruled_s"] == [pytest.approx(saved_ms(body()) / 1000, abs=0.1)]
+
+
+@pytest.mark.parametrize("unmeasured", ["ada", "bob"])
+async def test_a_worker_that_has_computed_nothing_counts_as_fast_as_the_other(
+    db: Redis, fleet: dict[str, Worker], unmeasured: str
+) -> None:
+    """Else a slow machine's holder would lose its chats to whoever has just started."""
+    ada, bob = fleet["ada"], fleet["bob"]
+    for worker in (ada, bob):
+        worker.said.token_us = 5_000
+    fleet[unmeasured].said.token_us = fleet[unmeasured].said.per_kib = 0
+    await bob.take()
+    await hold(db, ada)
+    await ask(db, "a")
+    assert await bob.take() == []
+    assert await ada.take() == ["a"]
 
 
 async def test_a_holder_takes_its_job_at_once_also_if_it_has_more_rows_in_use(

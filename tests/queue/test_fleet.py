@@ -59,21 +59,28 @@ async def until_dead(db: Redis, wid: str) -> None:
 
 
 async def test_prompts_are_counted_by_the_time_that_is_left_of_them(db: Redis) -> None:
-    its = record(db)  # a millisecond a token, and a token for four bytes
+    its = record(db)  # a millisecond a token; and four bytes a token, until a prompt was read
     for job_id, kib, expected in [("a", 0.5, 0), ("b", 2, 0), ("c", 4, 256), ("d", 8, 0), ("e", 40, 2_000)]:
         its.claimed(job_id, "", int(kib * 1024), expected)
     until, at, free, rows, gap, token, before, per_kib, *lefts = numbers(said := its.said(3))
-    assert (until - at, free, rows, gap, token, before, per_kib) == (10_000, 3, 4, 1_000, 1_000, 0, 256)
+    assert (until - at, free, rows, gap, token, before, per_kib) == (10_000, 3, 4, 1_000, 1_000, 0, 0)
     assert lefts == [128, 1, 512 + 768, 2, 2_048, 1, 8_240, 1]
     assert said[2] == at + sum(lefts[::2]) + 150 * 1
 
 
 async def test_a_token_costs_more_the_more_come_before_it(db: Redis) -> None:
-    its = record(db, Prompts((0.0, 1e-6)))
+    its = record(db, Prompts((1e-5, 1e-6)))
     its.claimed("a", "", 4096, 512)
     _, _, _, _, _, token, before, _, *lefts = numbers(its.said(4))
-    assert (token, before) == (0, 1_000)
-    assert lefts[:4] == [0, 0, round((1024**2 - 512**2) / 2 * 1e-3), 1]
+    assert (token, before) == (10, 1_000)
+    assert lefts[:4] == [0, 0, round(512 * 0.01 + (1024**2 - 512**2) / 2 * 1e-3), 1]
+
+
+async def test_a_worker_that_has_computed_no_prompt_says_so_and_guesses(db: Redis) -> None:
+    its = record(db, Prompts((0.0, 0.0)))
+    its.claimed("a", "", 4096, 512)
+    _, _, _, _, _, token, _, per_kib, *lefts = numbers(its.said(4))
+    assert (token, per_kib, lefts[2:4]) == (0, 0, [256, 1])  # half a millisecond a token
 
 
 async def test_progress_of_the_prefill_replaces_what_the_claim_expected(db: Redis) -> None:

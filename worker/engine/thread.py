@@ -23,7 +23,7 @@ from worker.engine.speculation.draft_model import DraftModelProposer
 from worker.engine.speculation.forced import GrammarProposer
 from worker.engine.speculation.mtp import HeadProposer
 from worker.engine.speculation.speculator import Speculator
-from worker.engine.step.cost import CostEstimate, StepTimes
+from worker.engine.step.cost import StepTimes
 from worker.engine.upstream.streams import clear_streams
 from worker.monitoring.health import Heartbeat
 from worker.outcomes import OutcomeListener, StepReport, StoreResult
@@ -92,8 +92,7 @@ class EngineThread:
         self._paused = False
         self.heartbeat = Heartbeat("engine")
         self._step_times = StepTimes()
-        cost = CostEstimate().now  # until the first step
-        self._prompt_cost, self._marks = (cost.token_s, cost.before_s), 0
+        self._prompt_cost, self._marks = (0.0, 0.0), 0
         self._lost, self._emptied = deque[str](maxlen=20_000), False  # as many as a tree has; the oldest expire soon
         self._listeners: dict[str, OutcomeListener] = {}
         self._loaded: asyncio.Future[Model] = self._loop.create_future()
@@ -130,7 +129,8 @@ class EngineThread:
         self._mailbox.put(_Wake())
 
     def prompt_cost(self) -> tuple[float, float]:
-        """Return the estimated seconds of a prompt's token, and of each pair of a token and one before it."""
+        """Return the measured seconds of a prompt's token, and of each pair of a token and one before it; 0 before the
+        first prompt."""
         return self._prompt_cost
 
     def marks(self) -> int:

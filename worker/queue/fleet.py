@@ -28,7 +28,8 @@ class EnginePrompts(Protocol):
     """The engine's costs of prompts, and losses of its prefix cache."""
 
     def prompt_cost(self) -> tuple[float, float]:
-        """Return the measured seconds of a prompt's token, and of each pair of a token and one before it."""
+        """Return the measured seconds of a prompt's token, and of each pair of a token and one before it; 0 before the
+        first prompt."""
 
     def take_lost(self) -> tuple[list[str], bool]:
         """Return the marks whose tokens the prefix cache has lost since the last call, and if it has lost all."""
@@ -41,7 +42,7 @@ class _Unknown:
     """An engine that reports nothing."""
 
     def prompt_cost(self) -> tuple[float, float]:
-        return 1 / 2000, 0.0  # as `CostEstimate` assumes before any measurement
+        return 0.0, 0.0
 
     def take_lost(self) -> tuple[list[str], bool]:
         return [], False
@@ -87,13 +88,13 @@ class _Rates:
     """The tokens of a text, and the time between two rows that come free, as measured lately."""
 
     def __init__(self) -> None:
-        # Until a prompt was read: English text has four bytes a token. As much as one prompt of 4 kB.
-        self._tokens, self._kib = 1024.0, 4.0
+        self._tokens, self._kib = 0.0, 0.0
         self.gap_s, self._freed_at = 1.0, time.monotonic()
 
     @property
     def tokens_per_kib(self) -> float:
-        return self._tokens / self._kib
+        """0 before the first prompt."""
+        return self._tokens / self._kib if self._kib else 0.0
 
     def read(self, tokens: int, nbytes: int) -> None:
         """Record the tokens of a prompt of so many bytes."""
@@ -170,9 +171,11 @@ class FleetRecord:
         """Return the seconds that a prompt has left to compute."""
         if prompt.is_computed:
             return 0.0
-        total = prompt.tokens or round(prompt.nbytes / 1024 * self._rates.tokens_per_kib)
+        per_kib = self._rates.tokens_per_kib or 256  # English text has four bytes a token
+        total = prompt.tokens or round(prompt.nbytes / 1024 * per_kib)
         done = min(total, prompt.hinted if prompt.done is None else prompt.done)
         token_s, before_s = self._engine.prompt_cost()
+        token_s = token_s or 1 / 2000  # as `CostEstimate`
         return (total - done) * token_s + (total**2 - done**2) / 2 * before_s
 
     def _look_at_cache(self) -> None:

@@ -9,7 +9,7 @@
 --
 -- A worker of the fleet: `wid`; `at`, when it said the rest; `free` rows of its `rows`; `gap`, the mean time between two
 -- rows that come free; `token`, to compute a token at the beginning of a prompt, and `before`, that each token before it
--- adds; `per_byte`, tokens of a byte; `lefts`, by class: the time left of the prompts under way, and their number;
+-- adds; `per_byte`, tokens of a byte; 0 for what is not measured yet; `lefts`, by class: the time left of the prompts under way, and their number;
 -- `promised` and `extra`: the jobs left to it in this claim, and the time of their prompts.
 -- A job: `size`, the bytes that its marks are of; `names` and `ends` of its marks, ascending; `holders` of each, as in Redis.
 
@@ -138,14 +138,22 @@ local function read_holders(job, model, tenant)
   job.holders = held.err and {} or held
 end
 
--- Return the live workers of a model as `find_others` takes them. `wid`: of a worker that is none of `least`, or ''.
--- Workers whose lease has expired are forgotten.
-local function read_fleet(model, now, wid)
+-- Let a worker that has measured nothing yet count as fast as another.
+local function assume(worker, other)
+  if worker.token == 0 then worker.token, worker.before = other.token, other.before end
+  if worker.per_byte == 0 then worker.per_byte = other.per_byte end
+end
+
+-- Return the live workers of a model as `find_others` takes them. `me`: a worker that is none of `least`, or nil. Workers
+-- whose lease has expired are forgotten.
+local function read_fleet(model, now, me)
   local records, ready, workers = 'sluice:fleet:' .. model, 'sluice:ready:' .. model, {}
+  local wid, known = me and me.wid or '', nil
   local function worker(name)
     if workers[name] == nil then
       local text = redis.pcall('HGET', records, name)
       workers[name] = type(text) == 'string' and read_worker(name, text, now) or false
+      if known and workers[name] then assume(workers[name], known) end
       if type(text) == 'string' and not workers[name] then redis.pcall('HDEL', records, name) end
     end
     return workers[name]
@@ -157,5 +165,11 @@ local function read_fleet(model, now, wid)
     if its and #fleet.least < 2 then fleet.least[#fleet.least + 1] = its end
     if its == false and name ~= wid then redis.pcall('ZREM', ready, name) end
   end
+  known = { token = 0, before = 0, per_byte = 0 }
+  if me then assume(known, me) end
+  for _, worker in ipairs(fleet.least) do assume(known, worker) end
+  assume(known, { token = 0.5, before = 0, per_byte = 0.25 }) -- a small model on a laptop; four bytes a token
+  if me then assume(me, known) end
+  for _, each in pairs(workers) do if each then assume(each, known) end end
   return fleet
 end

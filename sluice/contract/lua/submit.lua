@@ -77,7 +77,7 @@ end
 -- Return the wid of the worker with a free row that is done with this job soonest; '', which wakes all, if nobody is known
 -- to hold anything of it, or all who are known are full.
 local function best_worker()
-  local prompt, fleet, best, least = {}, read_fleet(model, now_ms, ''), '', math.huge
+  local prompt, fleet, best, least = {}, read_fleet(model, now_ms), '', math.huge
   read_marks(prompt, ARGV[12], ARGV[13], ARGV[7] ~= '' and ARGV[7])
   if is_count or #fleet.least == 0 or #prompt.names == 0 then return '' end
   read_holders(prompt, model)

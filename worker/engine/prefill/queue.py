@@ -85,9 +85,9 @@ class PrefillQueue:
 
     @property
     def token_cost(self) -> tuple[float, float]:
-        """Estimated seconds of a prompt's token, and of each pair of a token and one before it."""
-        cost = self.cost("prefill")
-        return cost.token_s, cost.before_s
+        """Measured seconds of a prompt's token, and of each pair of a token and one before it; 0 before the first."""
+        costs = self._costs["prefill"]
+        return (costs.now.token_s, costs.now.before_s) if costs.is_measured else (0.0, 0.0)
 
     # Prompts
 

@@ -25,7 +25,7 @@ local function affinity_of(queue, arguments, now)
   local record = string.format('%.0f %.0f ', now + lease_ms, now) .. string.sub(arguments.record, from)
   local me = read_worker(arguments.wid, record, now)
   if not me then return nil end
-  local affinity = read_fleet(model_of(queue), now, me.wid)
+  local affinity = read_fleet(model_of(queue), now, me)
   local ready = math.min(math.max(tonumber(arguments.ready_ms) - at, 0), 1e12) -- its clock may not be the server's
   affinity.me, affinity.model, affinity.ready, affinity.lease_ms = me, model_of(queue), ready, lease_ms
   affinity.per_tenant, affinity.unmarked, affinity.jobs, affinity.given = arguments.per_tenant == '1', 4, {}, 0
