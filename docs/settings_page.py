@@ -32,7 +32,7 @@ GROUPS = {
     "speculation mtp_model draft_model specprefill_draft_model specprefill_threshold specprefill_max_tokens "
     "specprefill_keep_pct",
     "Who owns the machine": "reserved_rows memory_headroom_gb prefix_cache_gb prefix_cache_per_tenant prefix_disk_gb "
-    "prefix_disk_daily_gb prefix_disk_key prefix_disk_bits prefix_warm",
+    "prefix_disk_daily_gb prefix_disk_key prefix_disk_bits prefix_warm affinity",
     "Who answers for the clients": "default_max_tokens max_output_tokens max_content_parts max_request_bytes "
     "queue_limit max_images image_max_pixels image_max_bytes image_urls",
     "Who plans offline batches": "batch_schedule batch_models batch_hours batch_off_hours_rows",
@@ -64,9 +64,8 @@ In parentheses stand the default and, after a semicolon, the values that a setti
 _METRICS_HEAD = """\
 ## Metrics
 
-With `SLUICE_METRICS_PORT=9100` a worker serves these metrics to Prometheus at `http://<machine>:9100/metrics`. Names
-with the prefix `vllm:` are vLLM's and mean the same. Every metric has the label `model_name`; others are
-named. What ends in `_total` is a counter.
+With `SLUICE_METRICS_PORT=9100` a worker serves these to Prometheus at `http://<machine>:9100/metrics`. Those of `vllm:`
+mean what vLLM's do. All have the label `model_name`. What ends in `_total` is a counter.
 
 """
 _GATEWAY_METRICS_HEAD = """

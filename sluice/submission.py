@@ -14,6 +14,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from sluice.contract import keys
 from sluice.contract.keys import JobFunction, Lane
+from sluice.contract.marks import marks_of
 from sluice.contract.refusals import is_full
 from sluice.contract.scripts import source
 from sluice.errors import NoWorker, QueueFull, ServerFull
@@ -189,8 +190,9 @@ def _keys(job: NewJob) -> list[str]:
 def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> list[str | bytes | int]:
     """Return the ARGV of `submit.lua`. `submission` identifies the call, so a resent one recognizes its own job."""
     extra = [part for key in job.extra_keys for part in (key.value, key.ttl_s * 1000)]
-    return [job.id, _arq_job(job), keys.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission,
-            int(needs_worker), job.function, _user(job.request), *extra]  # fmt: skip
+    body = _arq_job(job)
+    return [job.id, body, keys.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission, int(needs_worker),
+            job.function, _user(job.request), *marks_of(body), *extra]  # fmt: skip
 
 
 def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | ServerFull:

@@ -175,10 +175,14 @@ TABLE = {
         "worker.schedule_times worker.settings",
         "redis",
     ),
+    # The record, which jobs write to while their prompts are computed.
+    "worker.queue.fleet": May(
+        "sluice.contract worker.monitoring.sink worker.queue.redis_server worker.queue.scripts worker.settings", "redis"
+    ),
     "worker.queue.redis_server": May("sluice.contract sluice.transport worker.errors worker.settings", "redis"),
     "worker.queue.job": May(
         "sluice.contract sluice.transport worker.bounded_json worker.errors worker.json_bytes worker.monitoring "
-        "worker.queue.scripts "
+        "worker.queue.fleet worker.queue.scripts "
         "worker.queue.redis_server worker.outcomes worker.request worker.schedule_times worker.settings",
         "arq pydantic pydantic_core redis",
     ),
@@ -270,7 +274,7 @@ def holders(root: str) -> set[str]:
 
 def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     assert all(within(package, "worker.engine") for package in holders("mlx") | holders("mlx_lm"))
-    queue = {"worker.queue", "worker.queue.job", "worker.queue.redis_server"}
+    queue = {"worker.queue", "worker.queue.fleet", "worker.queue.job", "worker.queue.redis_server"}
     assert holders("arq") == {"worker.queue.job", "worker.parts"}
     assert holders("redis") == {
         *queue, "sluice", "sluice.contract", "sluice.cli", "sluice.cli.embedded_server", "sluice.gateway",

@@ -73,6 +73,7 @@ class Chat:
             job.log.store(request.model_dump(include={"prompt_cache_key"}, exclude_none=True))
             prepared = await prepare(job, context, request, self._id)
             prompt, self._images_digest = prepared.text, prepared.images_digest
+            job.prompt.tokenized(len(prompt.tokens), is_text=not prepared.images)
             generation_request = replace(
                 self._generation_request(request, prompt, prepared.images, seed),
                 max_draft=draft_limit(request, context.settings),
@@ -167,6 +168,7 @@ class Chat:
             boundaries=prompt.boundaries,
             specprefill=specprefill,
             images=images,
+            marks=self._job.prompt.token_marks(),
             grows=request.output_limit is None and context.settings.default_max_tokens is None,
         )
 

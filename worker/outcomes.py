@@ -145,6 +145,9 @@ class PrefixUse:
     hit: int = 0  # those of them that were cached
     evicted: int = 0  # number of KV segments, state snapshots and image features
     nbytes: int = 0  # bytes held after the step
+    marks: int = 0  # number of marks whose prefixes are held after it: see `PrefixTree`
+    lost: tuple[str, ...] = ()  # marks whose prefixes were lost since the step before
+    emptied: bool = False  # all prefixes were, at one time
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +191,8 @@ class StepReport:
     reserved: tuple[int, int] | None = None  # bytes in addition to the weights: reserved for active rows, and available
     memory: tuple[int, int] | None = None  # bytes in addition to the weights: predicted, measured; None: not compared
     prefix: PrefixUse = PrefixUse()
+    # Measured seconds of a prompt's token, and of each pair of one and one before it; 0 before the first prompt.
+    prompt_cost: tuple[float, float] = (0.0, 0.0)
     drafts: DraftUse = DraftUse()
 
 

@@ -79,6 +79,6 @@ def queue_worker(
         server=server,
         settings=context.settings,
         metrics=context.metrics,
-        model=ServedModel(engine.set_paused, [engine.heartbeat], known, engine.step_times),
+        model=ServedModel(engine.set_paused, [engine.heartbeat], known, engine.step_times, engine),
         crons=crons,
     )

@@ -155,6 +155,7 @@ class GenerationRequest:
     max_draft: int | None = None  # most tokens of a draft; 0: no speculation; None: the worker's limit
     prediction: tuple[int, ...] = ()  # a text that the answer may copy
     grows: bool = False  # it states no limit: memory is reserved as the answer grows
+    marks: tuple[tuple[str, int], ...] = ()  # names of beginnings of the prompt, each with its tokens: see `PrefixTree`
 
     @property
     def tokens(self) -> tuple[int, ...]:

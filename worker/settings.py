@@ -126,6 +126,10 @@ class Settings(BaseSettings):
         "Default: a quarter of the memory that the model leaves.",
     )
     prefix_cache_per_tenant: bool = Field(False, description="Let no tenant reuse another's prefixes.")
+    affinity: bool = Field(
+        True,
+        description="Leave jobs to workers that are done with their prompts sooner, by prefix caches and loads.",
+    )
 
     prefix_disk_dir: Path | None = Field(
         None,

@@ -104,6 +104,26 @@ def rows(model: str) -> str:
     return f"sluice:model:{model}:rows"
 
 
+def fleet(model: str) -> str:
+    """Hash: a field for each live worker of the model that claims by prefix, by its id: "until_ms at_ms free rows
+    gap_ms token_us before_ns tokens_per_kib", and four times the milliseconds left of prompts and their number: of
+    those with less than 250 ms, 1 s, 4 s, and more. `gap_ms`: between two rows that come free; `token_us`, `before_ns`:
+    of a prompt's token, and of each pair of one and one before it; `tokens_per_kib`: of a body's text. The last three
+    are 0 until they are measured."""
+    return f"sluice:fleet:{model}"
+
+
+def ready(model: str) -> str:
+    """Sorted set: the workers of `fleet`, by when they will be done with their prompts, in Unix milliseconds."""
+    return f"sluice:ready:{model}"
+
+
+def prefix_mark(model: str, mark: str) -> str:
+    """String: " wid wid ", the ids of the workers whose prefix cache holds what ends at this mark. With a cache per
+    tenant, `mark` is "tenant:mark"."""
+    return f"sluice:px:{model}:{mark}"
+
+
 def worker(name: str) -> str:
     """Hash: a live worker's presence."""
     return f"sluice:worker:{name}"

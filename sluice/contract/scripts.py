@@ -7,8 +7,12 @@ from importlib.resources import files
 from sluice.contract.keys import LIVES_MS
 
 LIBRARIES = ("job_log", "index")  # in front of each script that writes to a job
-# Beside the libraries.
-_PARTS = {"cancel": ("ending",), "attended": ("ending",), "submit": ("names",), "alias": ("names",)}
+_PARTS = {  # beside the libraries
+    "cancel": ("ending",),
+    "attended": ("ending",),
+    "submit": ("names", "fleet"),
+    "alias": ("names",),
+}
 
 
 def read_lua(package: str, *names: str) -> str:

@@ -14,7 +14,8 @@ from sluice.cli.terminal.top_view import TopView
 URL = "redis://:secret@127.0.0.1:6379/0"
 _MEASURED = (
     "jobs_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "gap_p50_ms", "gap_p95_ms", "prefix_hit_rate",
-    "prefix_cache_bytes", "memory_bytes", "memory_limit_bytes", "started_at",
+    "claims_left", "claims_overruled", "prefix_hint_rate", "prefix_cache_bytes", "memory_bytes",
+    "memory_limit_bytes", "started_at",
 )  # fmt: skip
 
 
@@ -22,10 +23,11 @@ def sample(*, workers: int, tenants: int, runs: int, name: str = "mac") -> dict[
     known = {"model": "default", "version": "1", "state": "running", "rows": 1, "max_rows": 4, "offline_rows": 2}
     done = {"total": 10, "completed": 4, "failed": 1, "paused": False}
     lane = {"model": "default", "lane": "interactive"}
+    load = {"rows": 1, "max_rows": 4, "tokens_per_s": 0}
     return {
         "at": time.time() - 65,
         "workers": [{"name": f"{name}-{k}", **known, **dict.fromkeys(_MEASURED)} for k in range(workers)],
-        "models": [{"model": "default", "workers": workers, "rows": 1, "max_rows": 4, "tokens_per_s": 0}],
+        "models": [{"model": "default", "workers": workers, **load, "claims_left": 12, "claims_overruled": 3}],
         "queues": [{**lane, "jobs": 900, "running": 0, "waiting": 300, "oldest_s": 9.0, "complete": False}],
         "tenants": [{**lane, "tenant": f"tenant-{k}", "waiting": 1, "oldest_s": float(k)} for k in range(tenants)],
         "runs": [{"id": f"batch_{k}", "status": "in_progress", **done} for k in range(runs)],
@@ -64,7 +66,7 @@ def test_a_sample_that_is_printed_is_whole_however_low_the_terminal() -> None:
 def test_the_longest_waiting_tenants_are_first_and_unread_jobs_are_marked() -> None:
     lines = drawn(live(sample(workers=1, tenants=9, runs=0)), 80, 24)
     assert [line.split()[0] for line in lines if line.startswith("tenant-")][:2] == ["tenant-8", "tenant-7"]
-    assert any(re.match(r"default +1 +1/4 +0 +300\+ wait +9s", line) for line in lines), lines
+    assert any(re.match(r"default +1 +1/4 +0 +12/3 +– +300\+ wait +9s", line) for line in lines), lines
 
 
 def test_an_outage_is_told_beside_the_last_sample_without_the_password() -> None:
@@ -82,3 +84,12 @@ def test_wide_and_control_characters_of_a_name_do_not_break_the_table() -> None:
     lines = drawn(live(sample(workers=1, tenants=0, runs=0, name="工" * 60 + "\x1b[2J\n")), 80, 24)
     (worker,) = (line for line in lines if line.startswith("工"))
     assert ("\x1b" in worker, "1/4" in worker, len(lines) <= 24) == (False, True, True)
+
+
+@pytest.mark.parametrize(("width", "of_worker", "of_model"), [(60, 0, 0), (80, 0, 1), (120, 0, 1), (140, 1, 1)])
+def test_decisions_of_claims_are_shown_where_there_is_room(width: int, of_worker: int, of_model: int) -> None:
+    found = sample(workers=2, tenants=0, runs=0)
+    found["workers"][0] |= {"claims_left": 1_040, "claims_overruled": 7, "prefix_hint_rate": 0.956}
+    lines = drawn(live(found), width, 24)
+    assert sum(" 96% " in line and " 1,040/7 " in line for line in lines) == of_worker
+    assert sum(" 96% " in line and " 12/3 " in line for line in lines) == of_model

@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from sluice import Client, ExtraKey, NoWorker, QueueFull, Submitted
 from sluice.contract import keys
+from sluice.contract.marks import marks_of
 from tests.waiting import until
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -27,6 +28,8 @@ async def test_a_submitted_job_is_on_the_queue_as_arq_would_have_put_it(db: Redi
     assert float(hash.pop("queued_at")) == pytest.approx(queued_ms / 1000, abs=0.001)
     assert float(hash.pop("deadline")) == pytest.approx(queued_ms / 1000 + 60, abs=0.001)
     assert len(hash.pop("submission")) == 32
+    marks, nbytes = marks_of(await db.get(f"arq:job:{job.id}"))
+    assert (hash.pop("marks"), hash.pop("bytes")) == (marks, str(nbytes))
     assert hash == {"state": "queued", "model": "tiny", "lane": "batch", "tenant": "acme"}
     for key in (f"arq:job:{job.id}", keys.job(job.id)):
         assert 86_000 < await db.ttl(key) <= 86_400
@@ -50,6 +53,12 @@ async def test_the_safety_identifier_comes_before_the_user_as_tenant(db: Redis, 
 async def test_the_cache_key_is_kept_with_the_job(db: Redis, client: Client) -> None:
     job = await client.submit({"messages": HELLO, "prompt_cache_key": "session-9"})
     assert await db.hget(keys.job(job.id), "prompt_cache_key") == b"session-9"
+
+
+async def test_the_marks_of_a_prompt_are_kept_with_the_job(db: Redis, client: Client) -> None:
+    job = await client.submit({"messages": [{"role": "user", "content": "word " * 2000}]})
+    marks, bytes = marks_of(await db.get(f"arq:job:{job.id}"))
+    assert await db.hmget(keys.job(job.id), "marks", "bytes") == [marks.encode(), str(bytes).encode()]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +166,8 @@ async def test_what_the_worker_will_refuse_is_not_kept_with_the_job(
     db: Redis, client: Client, field_name: str, value: Any
 ) -> None:
     job = await client.submit({"messages": HELLO, field_name: value})
-    assert (await db.hgetall(keys.job(job.id))).keys() <= {b"state", b"model", b"lane", b"queued_at", b"submission"}
+    kept = (await db.hgetall(keys.job(job.id))).keys() - {b"marks", b"bytes"}  # hashes, of a bounded number
+    assert kept <= {b"state", b"model", b"lane", b"queued_at", b"submission"}
 
 
 async def test_a_tenant_of_the_longest_name_is_kept(db: Redis, client: Client) -> None:

@@ -20,6 +20,7 @@ from tests.support.stack import Server, WorkerProcess
 LOAD = {
     "tokens_per_s": "412.5", "ttft_p50_ms": "240.0", "ttft_p95_ms": "1900.0", "gap_p50_ms": "8.5", "gap_p95_ms": "21.0",
     "prefix_hit_rate": "0.873", "prefix_cache_bytes": "4200000000", "memory_bytes": "812000000",
+    "claims_left": "12", "claims_overruled": "3", "prefix_hint_rate": "0.95",
     "memory_limit_bytes": "24000000000", "jobs_per_s": "0.75", "offline_rows": "14", "version": "0.1.0",
 }  # fmt: skip
 FOREIGN = ("9" * 5000, "nan", "-1", "1e999", "\x1b[2J", "", "1_000", "٣")
@@ -71,7 +72,7 @@ def test_every_number_is_readable_at_the_width(busy: Command, width: int) -> Non
     numbers = rf" running +3/16 +412{more} +0\.2/1\.9 +8\.5/21 +87% +812M/24G"
     assert re.search(rf"^{name} +qwen3-\S+{numbers}", out, re.MULTILINE), out
     assert re.search(r"^ada +default +draining +3/16", out, re.MULTILINE), out
-    assert re.search(r"^default +0 +3/16 +412 +4 wait +1m1\ds +– *$", out, re.MULTILINE), out
+    assert re.search(r"^default +0 +3/16 +412 +12/3 +95% +4 wait +1m1\ds +– *$", out, re.MULTILINE), out
     assert re.search(r"^shop +default +interactive +3 +1m1\ds", out, re.MULTILINE), out
     assert re.search(r"^– +default +interactive +1 +\ds", out, re.MULTILINE), out
     assert re.search(r"^batch_night +in_progress +52/200 +2", out, re.MULTILINE), out
@@ -87,9 +88,13 @@ def test_json_is_one_object_with_the_fields_that_the_help_names(busy: Command) -
         "name": "ada", "model": "default", "version": "0.1.0", "state": "draining", "rows": 3, "max_rows": 16,
         "offline_rows": 14, "jobs_per_s": 0.75, "tokens_per_s": 412.5, "ttft_p50_ms": 240.0, "ttft_p95_ms": 1900.0,
         "gap_p50_ms": 8.5, "gap_p95_ms": 21.0, "prefix_hit_rate": 0.873, "prefix_cache_bytes": 4_200_000_000,
+        "claims_left": 12, "claims_overruled": 3, "prefix_hint_rate": 0.95,
         "memory_bytes": 812_000_000, "memory_limit_bytes": 24_000_000_000, "started_at": None,
     }  # fmt: skip
-    assert said["models"][0] == {"model": "default", "workers": 0, "rows": 3, "max_rows": 16, "tokens_per_s": 412.5}
+    assert said["models"][0] == {
+        "model": "default", "workers": 0, "rows": 3, "max_rows": 16, "tokens_per_s": 412.5, "claims_left": 12,
+        "claims_overruled": 3,
+    }  # fmt: skip
     (queue,) = said["queues"]
     assert 70 <= queue.pop("oldest_s") < 80
     assert queue == {

@@ -20,8 +20,11 @@ from tests.engine.tiny import (
 )
 from tests.engine.tiny import model as family_model
 from worker.engine.batch.decode_batch import DecodeBatch
+from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
-from worker.request import Sampling
+from worker.engine.options import EngineOptions
+from worker.outcomes import StepReport
+from worker.request import GenerationRequest, Sampling
 
 LENGTHS = (1, 2, 37, 5, 64, 16, 3, 90, 17, 8, 33, 150, 4, 48)
 
@@ -243,3 +246,47 @@ def _broken(rows: DecodeBatch) -> None:
 def test_open_model_finds_the_checkpoint(tmp_path: Path) -> None:
     model = open_model(str(write_checkpoint(CONFIGS["qwen3"], tmp_path)))
     assert (model.context, model.vocab, model.generation) == (2048, VOCAB, {"eos_token_id": 2, "do_sample": False})
+
+
+def reports(engine: Engine, request: GenerationRequest) -> list[StepReport]:
+    """Run a request to its end, and return the reports of its steps and of the one after it."""
+    engine.add(request)
+    found = list[StepReport]()
+    while engine.needs_step:
+        found.append(engine.step())
+    return found
+
+
+def marked(id: str, seed: int, *ends: int) -> GenerationRequest:
+    return GenerationRequest(id, prompt(200, seed), 4, Sampling(), marks=tuple((f"{id}{end}", end) for end in ends))
+
+
+def test_marks_are_held_with_their_tokens_and_reported_when_these_are_evicted(model: Model) -> None:
+    first = reports(Engine(model, EngineOptions(1.0, prefix_bytes=1 << 30)), marked("a", 1, 20, 199))[-1]
+    assert (first.prefix.marks, first.prefix.lost, first.prefix.emptied) == (2, (), False)
+    engine = Engine(model, EngineOptions(1.0, prefix_bytes=first.prefix.nbytes))
+    reports(engine, marked("a", 1, 20, 199))
+    lost = {name for report in reports(engine, marked("b", 2, 199)) for name in report.prefix.lost}
+    assert "a199" in lost
+    assert not any(name.startswith("b") for name in lost)
+
+
+def test_marks_of_a_prompt_that_is_not_cached_are_lost(model: Model) -> None:
+    last = reports(Engine(model, EngineOptions(1.0, prefix_bytes=0)), marked("a", 1, 20, 199))
+    assert [name for report in last for name in report.prefix.lost] == ["a20", "a199"]
+
+
+def test_marks_of_a_prompt_that_is_given_up_are_lost(qwen: Model) -> None:
+    engine = Engine(qwen, EngineOptions(0.0, prefix_bytes=1 << 30))
+    engine.add(marked("a", 1, 199))
+    engine.step()
+    engine.remove("a")
+    assert engine.step().prefix.lost == ("a199",)
+
+
+def test_a_step_reports_the_measured_cost_of_prompts(qwen: Model) -> None:
+    engine = Engine(qwen, EngineOptions(1.0))
+    before = engine._prefills.token_cost
+    costs = [report.prompt_cost for report in reports(engine, marked("a", 1))]
+    assert costs[-1] == engine._prefills.token_cost != before
+    assert costs[-1][0] > 0

@@ -61,7 +61,9 @@ def test_the_model_is_a_label_of_every_series_and_the_lane_of_what_jobs_do() -> 
     assert {s.labels["model_name"] for s in samples} == {"qwen"}
     without_lane = {s.name for s in samples if "lane" not in s.labels}
     of_jobs = {name for name in without_lane if "request" in name or "token" in name}
-    assert {name for name in of_jobs if "spec_decode" not in name} == set()  # both lanes share a forward
+    assert {
+        name for name in of_jobs if "spec_decode" not in name and "hint" not in name
+    } == set()  # both lanes share a forward
 
 
 def test_a_job_runs_from_its_claim_until_it_has_left() -> None:

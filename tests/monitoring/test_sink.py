@@ -10,7 +10,8 @@ from worker.outcomes import PrefixUse, StepReport
 
 NOTHING = {
     "tokens_per_s": 0.0, "load": 0.0, "ttft_p50_ms": "", "ttft_p95_ms": "", "gap_p50_ms": "", "gap_p95_ms": "",
-    "prefix_hit_rate": "", "prefix_cache_bytes": 0, "memory_bytes": 0, "memory_limit_bytes": "",
+    "prefix_hit_rate": "", "claims_left": 0, "claims_overruled": 0, "prefix_hint_rate": "", "prefix_cache_bytes": 0,
+    "memory_bytes": 0, "memory_limit_bytes": "",
 }  # fmt: skip
 
 
@@ -32,13 +33,16 @@ def answer(metrics: MetricsSink, tokens: int, gap_s: float) -> None:
 def test_the_load_is_counted_with_and_without_prometheus(clock: Clock, metrics: MetricsSink) -> None:
     assert metrics.measured() == NOTHING
     answer(metrics, 101, 0.03)
+    metrics.looked(1, 2, [0.5], 16, 0.001)
+    metrics.hinted(800, 600)
     prefix = PrefixUse(queried=40, hit=10, nbytes=9)
     metrics.record_step(StepReport((), rows=1, seconds=2.0, reserved=(70, 100), prefix=prefix))
     clock.now += 10
     assert metrics.measured() == {
         "tokens_per_s": 10.1, "load": 0.2, "ttft_p50_ms": 400.0, "ttft_p95_ms": 490.0, "gap_p50_ms": 27.5,
         "gap_p95_ms": 29.8,
-        "prefix_hit_rate": 0.25, "prefix_cache_bytes": 9, "memory_bytes": 70, "memory_limit_bytes": 100,
+        "prefix_hit_rate": 0.25, "claims_left": 3, "claims_overruled": 1, "prefix_hint_rate": 0.75,
+        "prefix_cache_bytes": 9, "memory_bytes": 70, "memory_limit_bytes": 100,
     }  # fmt: skip
 
 

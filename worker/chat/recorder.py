@@ -203,6 +203,7 @@ class JobRecorder:
     def prefilled(self, done: int, total: int, cached: int) -> None:
         """Record the progress of the prefill, in tokens. `cached`: tokens found in the prefix cache."""
         self._prefilled_at = time.monotonic()
+        self._job.prompt.advanced(done, cached)
         if not self._steps:  # else the row is recomputed after a failure, partly from KV state that it computed itself
             self._job.usage.cached_tokens = min(cached, self._job.usage.prompt_tokens)
         self.progress(Prefilled.phase, done, total)
@@ -227,6 +228,7 @@ class JobRecorder:
         now = time.monotonic()
         gap_s, self._last_at = now - self._last_at if self._steps else None, now
         if self._steps == 0:
+            self._job.prompt.computed()
             self._record_first_token(now)
         self._rows, self._steps = self._rows + rows, self._steps + 1
         self._pending += delta

@@ -34,7 +34,6 @@ from worker.outcomes import (
     DraftUse,
     NotStored,
     Outcome,
-    PrefixUse,
     Refused,
     RowFailed,
     Sampled,
@@ -308,6 +307,7 @@ class Engine:
                     continue
             self._now.queried_tokens += each.tokens
             self._now.hit_tokens += each.cached
+            self._caches.mark(row.request)
 
     def _add(self, computed: Sequence[ComputedRow]) -> None:
         """Add rows to the running ones, and measure what that takes."""
@@ -431,7 +431,8 @@ class Engine:
             num_preemptions=step.preempted,
             reserved=self._admission.reserved_bytes,
             memory=memory,
-            prefix=PrefixUse(step.queried_tokens, step.hit_tokens, evicted, self._caches.nbytes),
+            prefix=self._caches.use(step.queried_tokens, step.hit_tokens, evicted),
+            prompt_cost=self._prefills.token_cost,
             drafts=DraftUse.of(outcomes),
         )
 

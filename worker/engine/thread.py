@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +92,8 @@ class EngineThread:
         self._paused = False
         self.heartbeat = Heartbeat("engine")
         self._step_times = StepTimes()
+        self._prompt_cost, self._marks = (0.0, 0.0), 0
+        self._lost, self._emptied = deque[str](maxlen=20_000), False  # as many as a tree has; the oldest expire soon
         self._listeners: dict[str, OutcomeListener] = {}
         self._loaded: asyncio.Future[Model] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine")
@@ -125,6 +128,22 @@ class EngineThread:
         """Let the engine compute a prompt that has become ready: see `Stage.ready`. May be called on any thread."""
         self._mailbox.put(_Wake())
 
+    def prompt_cost(self) -> tuple[float, float]:
+        """Return the measured seconds of a prompt's token, and of each pair of a token and one before it; 0 before the
+        first prompt."""
+        return self._prompt_cost
+
+    def marks(self) -> int:
+        """Return the number of marks whose prefixes the prefix cache holds: see `PrefixTree`."""
+        return self._marks
+
+    def take_lost(self) -> tuple[list[str], bool]:
+        """Return the marks that the prefix cache has lost since the last call, and True if it has lost all prefixes."""
+        lost, emptied = [*self._lost], self._emptied
+        self._lost.clear()
+        self._emptied = False
+        return lost, emptied
+
     def step_times(self) -> tuple[float, ...]:
         """Return the mean seconds of the latest decode steps by their rows, as `StepTimes`."""
         return self._step_times.seconds(time.monotonic())
@@ -148,6 +167,9 @@ class EngineThread:
 
     def _deliver(self, report: StepReport) -> None:
         self._step_times.observe(*report.decode, time.monotonic())
+        self._prompt_cost, self._marks = report.prompt_cost, report.prefix.marks
+        self._lost.extend(report.prefix.lost)
+        self._emptied |= report.prefix.emptied
         self._on_step(report)
         for outcome in report.outcomes:
             if listener := self._listeners.get(outcome.id):

@@ -19,6 +19,7 @@ _Kind = TypeVar("_Kind", Counter, Gauge, Histogram)
 
 _TOKENS = tuple(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5))
 _ROWS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512)
+_CLAIM_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
 _RATIO = (0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.5, 2, 4)
 
 _ENDINGS = ("stop", "length", "tool_calls", "abort", "error")  # the last two are vLLM's for cancelled and failed
@@ -39,13 +40,14 @@ class Metrics(MetricsSink):
         make = _Families(self.registry, model_name)
         self._add_job_metrics(make)
         self._add_engine_metrics(make)
+        self._add_fleet_metrics(make)
 
     def _add_job_metrics(self, make: "_Families") -> None:
         self._running = make.by_lane(Gauge, "vllm:num_requests_running", "Jobs that this worker runs.")
         self._waiting = make.by_lane(
             Gauge,
             "vllm:num_requests_waiting",
-            "Jobs in the queue that no worker runs. All workers of a model report the same number: use max, not sum.",
+            "Jobs in the queue that no worker runs. All workers report the same number: use max, not sum.",
         )
         self._queue_s = make.seconds("vllm:request_queue_time_seconds", "Seconds from submission to claim.")
         self._prefill_s = make.seconds(
@@ -66,7 +68,7 @@ class Metrics(MetricsSink):
             "finished_reason",
             _ENDINGS,
             "vllm:request_success",
-            "Jobs that have ended, by finished_reason: stop, length, tool_calls, abort (cancelled) or error (failed).",
+            "Ended jobs, by finished_reason: stop, length, tool_calls, abort (cancelled) or error (failed).",
         )
         self._failed = make.by_lane_and(
             "error_type", get_args(ErrorType), "sluice:request_failures", "Failed jobs, by error_type as in the event."
@@ -75,14 +77,14 @@ class Metrics(MetricsSink):
             "reason",
             _NOT_ADMITTED,
             "vllm:admission_rejections",
-            "Jobs that failed because they do not fit into memory or context, by reason: too_large or overloaded.",
+            "Failed jobs that do not fit into memory or context, by reason: too_large or overloaded.",
         )
         self._faulty_calls = make.by_lane_and(
             "fault",
             get_args(CallFault),
             "sluice:faulty_tool_calls",
-            "Calls of finished jobs that the model wrote wrong, by fault: unknown_function, no_json_object or "
-            "missing_argument. They are delivered as calls, and named in the answer's warnings.",
+            "Wrong calls of finished jobs, by fault: unknown_function, no_json_object or "
+            "missing_argument. They are delivered, and named in the answer's warnings.",
         )
         self._taken_over = make.by_lane(Counter, "sluice:takeovers", "Jobs taken over from a worker that died.")
 
@@ -90,15 +92,9 @@ class Metrics(MetricsSink):
         self._evicted = make.by_model(
             Counter, "sluice:prefix_cache_evictions", "Segments, snapshots and images evicted from the prefix cache."
         )
-        self._drafts = make.by_model(
-            Counter, "vllm:spec_decode_num_drafts", "Drafts that were verified, each for one row in one forward."
-        )
-        self._drafted = make.by_model(
-            Counter, "vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified."
-        )
-        self._accepted = make.by_model(
-            Counter, "vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted."
-        )
+        self._drafts = make.by_model(Counter, "vllm:spec_decode_num_drafts", "Verified drafts, each of one row.")
+        self._drafted = make.by_model(Counter, "vllm:spec_decode_num_draft_tokens", "Verified draft tokens.")
+        self._accepted = make.by_model(Counter, "vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.")
         self._accepted_at = make.by_model_and(
             "position",
             tuple(map(str, range(MAX_DRAFT))),
@@ -112,12 +108,10 @@ class Metrics(MetricsSink):
             Gauge, "sluice:rows_awaiting_memory", "Claimed jobs that wait for memory."
         )
         self._rows_preempted = make.by_model(
-            Gauge, "sluice:rows_preempted", "Offline rows that are preempted now, to make room for interactive ones."
+            Gauge, "sluice:rows_preempted", "Offline rows preempted now for interactive ones."
         )
         self._preempted = make.by_model(Counter, "vllm:num_preemptions", "Preemptions of rows.")
-        self._reserved = make.by_model(
-            Gauge, "vllm:kv_cache_usage_perc", "Share of the memory for rows that is reserved; 1 is all of it."
-        )
+        self._reserved = make.by_model(Gauge, "vllm:kv_cache_usage_perc", "Share of the rows' memory that is reserved.")
         self._predicted = make.by_model(
             Gauge, "sluice:memory_predicted_bytes", "Predicted peak memory of the rows, without the model."
         )
@@ -128,6 +122,29 @@ class Metrics(MetricsSink):
             "Measured divided by predicted peak memory; above 1, the prediction was too low.",
             buckets=_RATIO,
         )
+
+    def _add_fleet_metrics(self, make: "_Families") -> None:
+        self._claims_left = make.by_model_and(
+            "why",
+            ("cache", "load"),
+            "sluice:claims_left",
+            "Jobs left to another worker, by why: cache or load.",
+        )
+        self._claims_overruled = make.by_model(
+            Counter, "sluice:claims_overruled", "Jobs taken although another worker was better."
+        )
+        self._left_s = make.by_model(Histogram, "sluice:left_seconds", "Seconds that these had waited.", buckets=JOB_S)
+        self._claim_scanned = make.by_model(
+            Histogram, "sluice:claim_scanned_jobs", "Waiting jobs that a claim compares.", buckets=_ROWS
+        )
+        self._claim_s = make.by_model(Histogram, "sluice:claim_seconds", "Seconds of a claim.", buckets=_CLAIM_S)
+        self._hint_tokens = make.by_model(
+            Counter,
+            "sluice:prefix_hint_tokens",
+            "Prompt tokens that claims expected in the prefix cache.",
+        )
+        self._marks = make.by_model(Gauge, "sluice:prefix_marks", "Known beginnings of prompts in the cache.")
+        self._ready_ms = make.by_model(Gauge, "sluice:ready_ms", "Milliseconds until all prompts are computed.")
 
     # A job's life
 
@@ -166,6 +183,24 @@ class Metrics(MetricsSink):
 
     def released(self, lane: Lane) -> None:
         self._running[lane].dec()
+
+    def looked(self, cache: int, load: int, overruled_s: Sequence[float], scanned: int, seconds: float) -> None:
+        super().looked(cache, load, overruled_s, scanned, seconds)
+        self._claims_left["cache"].inc(cache)
+        self._claims_left["load"].inc(load)
+        self._claims_overruled.inc(len(overruled_s))
+        for left_s in overruled_s:
+            self._left_s.observe(max(0.0, left_s))
+        self._claim_scanned.observe(scanned)
+        self._claim_s.observe(seconds)
+
+    def hinted(self, tokens: int, found: int) -> None:
+        super().hinted(tokens, found)
+        self._hint_tokens.inc(tokens)
+
+    def set_ready(self, ms: int, marks: int) -> None:
+        self._ready_ms.set(ms)
+        self._marks.set(marks)
 
     # Current state
 
@@ -209,7 +244,7 @@ class Metrics(MetricsSink):
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", labels=_BY_MODEL
         )
         hits = CounterMetricFamily(
-            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache, and not computed.", labels=_BY_MODEL
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", labels=_BY_MODEL
         )
         queried.add_metric((self._model,), self._queried)
         hits.add_metric((self._model,), self._hit)

@@ -60,6 +60,10 @@ class _Totals(NamedTuple):
     queried: int
     hit: int
     stepped_s: float
+    left: int
+    overruled: int
+    hinted: int
+    hints_found: int
 
 
 class MetricsSink:
@@ -73,6 +77,9 @@ class MetricsSink:
         # Prompt tokens looked up in the prefix cache, and found.
         self._queried, self._hit = 0, 0
         self._stepped_s = 0.0
+        # Jobs left to other workers, those taken although another was better; tokens that claims expected, and found.
+        self._left, self._overruled = 0, 0
+        self._hinted, self._hints_found = 0, 0
         self._cache_bytes, self._memory = 0, (0, 0)
         self._past = deque[_Totals]()  # of the last minute
 
@@ -84,13 +91,14 @@ class MetricsSink:
         past = self._past
         now = _Totals(
             time.monotonic(), sum(self._tokens.values()), tuple(ttft_s.buckets), tuple(gaps.buckets), self._queried,
-            self._hit, self._stepped_s,
+            self._hit, self._stepped_s, self._left, self._overruled, self._hinted, self._hints_found,
         )  # fmt: skip
         past.append(now)
         while len(past) > 2 and now.at - past[1].at >= 60.0:  # seconds
             past.popleft()
         minute = past[0]
         recent = next((each for each in reversed(past) if now.at - each.at >= 10.0), minute)
+        hinted = now.hinted - minute.hinted
         queried, took_s = now.queried - minute.queried, max(now.at - recent.at, 0.1)
         ttft_p50, ttft_p95 = ttft_s.quantiles_ms(minute.ttft, 0.5, 0.95)
         gap_p50, gap_p95 = gaps.quantiles_ms(minute.gaps, 0.5, 0.95)
@@ -102,6 +110,9 @@ class MetricsSink:
             "gap_p50_ms": gap_p50,
             "gap_p95_ms": gap_p95,
             "prefix_hit_rate": round((now.hit - minute.hit) / queried, 3) if queried else None,
+            "claims_left": now.left - minute.left,
+            "claims_overruled": now.overruled - minute.overruled,
+            "prefix_hint_rate": round((now.hints_found - minute.hints_found) / hinted, 3) if hinted else None,
             "prefix_cache_bytes": self._cache_bytes,
             "memory_bytes": self._memory[0],
             "memory_limit_bytes": self._memory[1] or None,
@@ -139,6 +150,21 @@ class MetricsSink:
 
     def released(self, lane: Lane) -> None:
         """Count that a claimed job has left this worker: once per claim, if requeued or lost too."""
+
+    # What claims leave to other workers, and which prefixes they expect
+
+    def looked(self, cache: int, load: int, overruled_s: Sequence[float], scanned: int, seconds: float) -> None:
+        """Count a claim: see `FleetRecord.counted`."""
+        self._left += cache + load
+        self._overruled += len(overruled_s)
+
+    def hinted(self, tokens: int, found: int) -> None:
+        """Count a computed prompt: tokens that its claim expected in the prefix cache, and those found there."""
+        self._hinted += tokens
+        self._hints_found += found
+
+    def set_ready(self, ms: int, marks: int) -> None:
+        """Set the milliseconds until this worker will be done with its prompts, and the marks whose prefixes it has."""
 
     # Current state
 

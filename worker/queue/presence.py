@@ -18,6 +18,7 @@ from sluice.contract import keys
 from sluice.contract.keys import LANES, Lane
 from worker import __version__
 from worker.errors import CannotStart
+from worker.queue.fleet import FleetRecord
 from worker.queue.job.claims import offline_rows
 from worker.queue.redis_server import ServerClock
 from worker.queue.scripts import script
@@ -108,13 +109,15 @@ class Presence:
         *,
         measured: Callable[[], Mapping[str, float | str]] = dict,
         on_asked: Callable[[Asked], None] = lambda asked: None,
+        fleet: FleetRecord | None = None,
     ) -> None:
         """`accepted`: what `abilities` returns; None: those of a model of text without tools. `stopping`: set when the
         worker begins to drain. `measured`: returns what its metrics say. `on_asked` receives what this process is asked
-        to do."""
+        to do. `fleet` is published with it."""
         self._clock, self._settings = clock, settings
         self._stopping, self._measured = stopping or asyncio.Event(), measured
         self._asked, self._on_asked = b"", on_asked
+        self._fleet = fleet
         self._told = asyncio.Event()
         self._warned_at = float("-inf")
         self._has_name = False
@@ -151,6 +154,8 @@ class Presence:
             try:
                 for lane, jobs in (await self.publish(running)).items():
                     on_waiting(lane, jobs)
+                if self._fleet:
+                    await self._fleet.publish()
                 await self._clock.sync(self._redis)
             except (RedisError, OSError):
                 pass  # the publisher and the claim loop log an outage
@@ -243,6 +248,8 @@ class Presence:
                 pipe.hdel(self._model_key, self._settings.worker_name)
                 pipe.hdel(keys.rows(self._settings.model_name), self._settings.worker_name)  # which claims write
                 await pipe.execute()
+            if self._fleet:
+                await self._fleet.remove()
         except (RedisError, OSError):
             logger.info("redis does not answer: the worker's presence expires with its lease")
 

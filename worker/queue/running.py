@@ -21,6 +21,7 @@ from sluice.contract.scripts import cancel_args, source
 from sluice.transport import refuse_demoted
 from worker.errors import CancelJob, OwnershipLost
 from worker.monitoring.sink import MetricsSink
+from worker.queue.fleet import FleetRecord
 from worker.queue.job.claims import Claim
 from worker.queue.job.job import Job, JobInterruption
 from worker.queue.job.publisher import Publisher
@@ -46,11 +47,13 @@ class RunningJobs:
         *,
         run: Callable[[Job], Coroutine[Any, Any, None]],
         wake: Callable[[], None],
+        fleet: FleetRecord | None = None,
     ) -> None:
         """`run` brings a job to its ending, and does not raise. `wake` is called when a job may be claimed in place of
-        one that has ended or has left its probation."""
+        one that has ended or has left its probation. `fleet` counts the prompts of the jobs."""
         self._publisher, self._metrics = publisher, metrics
         self._run, self._wake = run, wake
+        self._fleet = fleet
         self._loop = asyncio.get_running_loop()
         self._jobs: dict[str, Job] = {}
         self._ended_at = deque[float]()  # monotonic, of the last `_RATE_OVER_S`
@@ -76,6 +79,8 @@ class RunningJobs:
         )
         on_probation = claim.lease_expirations > 0
         job = Job(claim, log, on_probation=on_probation, on_probation_end=self._wake)
+        if self._fleet:
+            job.prompt = self._fleet.prompt(claim.job_id, claim.tenant)
         self._jobs[claim.job_id] = job
         job.start(self._loop, self._run(job)).add_done_callback(partial(self._ended, claim.job_id))
 
@@ -84,6 +89,8 @@ class RunningJobs:
         self._publisher.close(job.log)
         self._metrics.released(job.claim.lane)
         self._ended_at.append(time.monotonic())
+        if self._fleet:
+            self._fleet.ended(job_id, had_row=not job.claim.is_count)
         self._wake()
         task.result()  # `run` does not raise; if it does, the loop's exception handler logs it
 
@@ -258,11 +265,13 @@ class ControlListener:
         on_reconnect: Callable[[], Awaitable[None]],
         worker: str = "",
         told: Callable[[], None] = lambda: None,
+        wid: Callable[[], str] = str,
     ) -> None:
-        """`told` is called when `worker`, this one, is asked for something, which its hash says."""
+        """`told` is called when `worker`, this one, is asked for something, which its hash says. `wid` returns the id
+        by which submits wake it alone, or an empty one: then it wakes for all jobs."""
         self._redis = redis
         self._told, self._told_by = told, f"worker {worker}"
-        self._model = model
+        self._model, self._wid = model, wid
         self._keyspace_events = keyspace_events
         self._wake = wake
         self._cancel = cancel
@@ -307,7 +316,10 @@ class ControlListener:
                 self._told()
             else:
                 self._cancel(text)
-        elif channel == keys.wake(self._model).encode() or data == b"zadd":
+        elif channel != keys.wake(self._model).encode():
+            if data == b"zadd":
+                self._wake()
+        elif not data or not (own := self._wid()) or data == own.encode():
             self._wake()
 
 

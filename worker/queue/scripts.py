@@ -15,11 +15,12 @@ JOB_LIFE_MS = keys.JOB_LIFE_S * 1000
 
 # Files that a script needs beside the libraries of `sluice.contract`.
 _PARTS = {
-    "claim": ("arguments", "places", "reconcile", "ownership", "selection", "share"),
+    "claim": ("arguments", "places", "reconcile", "ownership", "selection", "share", "choose", "affinity"),
     "final": ("arguments", "share"),
     "release": ("places",),
+    "record": ("arguments",),
 }
-_SHARED = {"forward": ("names",)}  # of `sluice.contract`
+_SHARED = {"forward": ("names",), "claim": ("fleet",)}  # of `sluice.contract`
 
 
 @cache

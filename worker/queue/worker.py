@@ -21,6 +21,7 @@ from worker.errors import OwnershipLost, Requeue
 from worker.monitoring.health import Heartbeat
 from worker.monitoring.sink import MetricsSink
 from worker.queue.cron import Cron
+from worker.queue.fleet import EnginePrompts, FleetRecord
 from worker.queue.job.claims import MAX_COUNTS, Claim, Claims, LeaseKeeper, Takeover, WorkerRows, worker_rows
 from worker.queue.job.publisher import Publisher
 from worker.queue.job.runner import JobFunctions, JobRunner
@@ -95,6 +96,7 @@ class ServedModel:
     heartbeats: Sequence[Heartbeat] = ()  # of its threads; the process ends if one stalls
     abilities: Abilities = field(default_factory=abilities)
     step_times: Callable[[], Sequence[float]] = tuple  # as `StepTimes.seconds` returns them
+    prompts: EnginePrompts | None = None  # for the record of this worker
 
 
 class QueueWorker:
@@ -136,21 +138,21 @@ class QueueWorker:
         self._woken, self._connected = asyncio.Event(), False
         # Much shorter than a lease, so that a dead worker's jobs wait hardly longer than for their leases.
         self._sweep_s = min(settings.poll_s, max(0.1, settings.lease_s / 20))
-        self._swept_at = 0.0  # monotonic
-        self._next_at = math.inf  # monotonic: of a poll that a claim asked for
+        self._swept_at, self._next_at = 0.0, math.inf  # monotonic; the second: of a poll that a claim asked for
         self.readiness = Readiness(self._sweep_s)
 
-        self._claims, self._takeover = Claims(redis, settings), Takeover(settings.lease_s)
+        self._fleet = FleetRecord(redis, settings, server.clock, metrics, model.prompts, stopping=self.stopping)
+        self._claims, self._takeover = Claims(redis, settings, self._fleet), Takeover(settings.lease_s)
         publisher = Publisher(redis, server.clock, settings, model.set_paused)
         runner = JobRunner(
             redis, functions, self._claims, publisher, metrics, settings=settings, stopping=self.stopping
         )
-        self.jobs = RunningJobs(publisher, metrics, run=runner.run, wake=self.wake)
+        self.jobs = RunningJobs(publisher, metrics, run=runner.run, wake=self.wake, fleet=self._fleet)
         self._cancels = CancelRequests(redis, settings, self.jobs)
         self._turn = RestartTurn(redis, settings, self._begin_restart)
         self._presence = Presence(
             redis, settings, server.clock, model.abilities, self.stopping, measured=metrics.measured,
-            on_asked=self._on_asked,
+            on_asked=self._on_asked, fleet=self._fleet,
         )  # fmt: skip
         listener = ControlListener(
             redis,
@@ -159,9 +161,8 @@ class QueueWorker:
             wake=self.wake,
             cancel=self._cancels.add,
             on_reconnect=self._cancels.check_running,
-            worker=settings.worker_name,
-            told=self._presence.told,
-        )
+            worker=settings.worker_name, told=self._presence.told, wid=lambda: self._claims.wid,
+        )  # fmt: skip
         self.heartbeat = Heartbeat("event loop")
         heartbeats = [self.heartbeat, *model.heartbeats]
         self._leases = LeaseKeeper(settings, self.jobs.claims, self.jobs.ownership_lost, heartbeats)
@@ -291,6 +292,8 @@ class QueueWorker:
                 self.jobs.start(claim)
 
     async def _requeue(self, claim: Claim) -> None:
+        if claim.job_id not in self.jobs:
+            self._fleet.ended(claim.job_id, had_row=False)
         with suppress(RedisError, OSError):  # then its lease expires
             await self._claims.release(claim)
 

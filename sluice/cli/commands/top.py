@@ -24,8 +24,11 @@ from sluice.queues import QueueHead
 
 _NUMBERS = (
     "rows", "max_rows", "offline_rows", "jobs_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "gap_p50_ms",
-    "gap_p95_ms", "prefix_hit_rate", "prefix_cache_bytes", "memory_bytes", "memory_limit_bytes", "started_at",
+    "gap_p95_ms", "prefix_hit_rate", "claims_left", "claims_overruled", "prefix_hint_rate",
+    "prefix_cache_bytes", "memory_bytes", "memory_limit_bytes", "started_at",
 )  # fmt: skip
+
+_SUMMED = ("rows", "max_rows", "tokens_per_s", "claims_left", "claims_overruled")  # over the workers of a model
 
 
 def top(
@@ -40,9 +43,10 @@ def top(
 
     It goes on until Ctrl-C and waits out an outage; if stdout is no terminal, it prints one sample. Workers publish
     three times in a lease: tokens a second, of the last ten seconds; of the last minute, how long interactive jobs took
-    to the first token and from token to token (median/95th percentile), and the share of prompt tokens found in the
-    prefix cache; the memory reserved for running rows, of what the model leaves. Waiting jobs are counted by tenant in
-    the oldest 300 of each queue.
+    to the first token and from token to token (median/95th percentile), the share of prompt tokens found in the prefix
+    cache, and of those that claims expected there (hints), and the jobs left to other workers/taken although another
+    was better (left); the memory reserved for running rows, of what the model leaves. Waiting jobs are counted by
+    tenant in the oldest 300 of each queue.
 
     \b
     With --json, print an object for each sample:
@@ -50,8 +54,10 @@ def top(
       workers  name, model, state, version, and as numbers or null: rows,
                max_rows, offline_rows, jobs_per_s, tokens_per_s, ttft_p50_ms,
                ttft_p95_ms, gap_p50_ms, gap_p95_ms, prefix_hit_rate (0 to 1),
+               claims_left, claims_overruled, prefix_hint_rate (0 to 1),
                prefix_cache_bytes, memory_bytes, memory_limit_bytes, started_at
-      models   model, workers (that take jobs), rows, max_rows, tokens_per_s
+      models   model, workers (that take jobs), rows, max_rows, tokens_per_s,
+               claims_left, claims_overruled
       queues   model, lane, jobs; of the oldest 300: running, waiting, oldest_s;
                complete (there are no more, or they are put off)
       tenants  model, lane, tenant ("": none), waiting, oldest_s
@@ -143,7 +149,7 @@ def _number(text: str) -> float | None:
 
 def _model(name: str, workers: list[dict[str, Any]]) -> dict[str, Any]:
     own = [each for each in workers if each["model"] == name]
-    sums = {field: sum(each[field] or 0 for each in own) for field in ("rows", "max_rows", "tokens_per_s")}
+    sums = {field: sum(each[field] or 0 for each in own) for field in _SUMMED}
     return {"model": name, "workers": sum(map(serves, own)), **sums}
 
 

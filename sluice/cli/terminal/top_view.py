@@ -47,8 +47,9 @@ class TopView:
         if sample is None:
             return
         parts = [
-            _workers(sample["workers"], wide=width >= 110),  # columns: then there are more numbers
-            _models(sample),
+            # Columns: then there are more numbers.
+            _workers(sample["workers"], wide=width >= 110, widest=width >= 135),
+            _models(sample, fleet=width >= 80),
             _tenants(sample["tenants"]),
             _runs(sample["runs"]),
         ]
@@ -111,7 +112,7 @@ def _lengths(cells: list[list[Text]]) -> list[list[int]]:
     return [[cell.cell_len for cell in column] for column in zip(*cells, strict=True)]
 
 
-def _workers(workers: list[_Row], *, wide: bool) -> tuple[list[str], list[list[str]]]:
+def _workers(workers: list[_Row], *, wide: bool, widest: bool) -> tuple[list[str], list[list[str]]]:
     draining = any(each["state"] != "running" for each in workers)
     columns: dict[str, Callable[[_Row], str]] = {
         "worker": lambda each: each["name"],
@@ -122,27 +123,41 @@ def _workers(workers: list[_Row], *, wide: bool) -> tuple[list[str], list[list[s
         "jobs/s": lambda each: _NONE if each["jobs_per_s"] is None else f"{each['jobs_per_s']:.2f}",
         "first s": lambda each: _pair(each["ttft_p50_ms"], each["ttft_p95_ms"], 1000),
         "gap ms": lambda each: _pair(each["gap_p50_ms"], each["gap_p95_ms"], 1),
-        "hits": lambda each: _NONE if each["prefix_hit_rate"] is None else f"{each['prefix_hit_rate']:.0%}",
+        "hits": lambda each: _share(each["prefix_hit_rate"]),
+        "hints": lambda each: _share(each["prefix_hint_rate"]),
+        "left": _left,
         "memory": lambda each: f"{_size(each['memory_bytes'])}/{_size(each['memory_limit_bytes'])}",
         "prefixes": lambda each: _size(each["prefix_cache_bytes"]),
     }
-    if not wide:
-        columns = {name: of for name, of in columns.items() if name not in ("jobs/s", "prefixes")}
+    hidden = {*(() if wide else ("jobs/s", "prefixes")), *(() if widest else ("hints", "left"))}
+    columns = {name: of for name, of in columns.items() if name not in hidden}
     if not wide and not draining:
         del columns["state"]
     return [*columns], [[of(each) for of in columns.values()] for each in workers]
 
 
-def _models(sample: Sample) -> tuple[list[str], list[list[str]]]:
+def _left(each: _Row) -> str:
+    """Return the jobs left to other workers, and those taken although another was better."""
+    if each["claims_left"] is None or each["claims_overruled"] is None:
+        return _NONE
+    return f"{each['claims_left']:,}/{each['claims_overruled']:,}"
+
+
+def _models(sample: Sample, *, fleet: bool) -> tuple[list[str], list[list[str]]]:
     models = {each["model"]: each for each in sample["models"]}
     queues = {(each["model"], each["lane"]): each for each in sample["queues"]}
-    none = {"workers": 0, "rows": 0, "max_rows": 0, "tokens_per_s": 0}
+    none = {"workers": 0, "rows": 0, "max_rows": 0, "tokens_per_s": 0, "claims_left": 0, "claims_overruled": 0}
     rows = []
     for name in sorted({*models, *(model for model, _ in queues)}):
         model = models.get(name, none)
         load = [f"{model['workers']:,}", f"{model['rows']:,}/{model['max_rows']:,}", _whole(model["tokens_per_s"])]
+        hints = [each["prefix_hint_rate"] for each in sample["workers"] if each["model"] == name]
+        known = [rate for rate in hints if rate is not None]
+        rate = sum(known) / len(known) if known else None
+        load += [_left(model), _share(rate)] if fleet else []
         rows.append([name, *load, *(cell for lane in LANES for cell in _lane(queues.get((name, lane))))])
-    return ["model", "workers", "rows", "tok/s", "interactive", "oldest", "batch", "oldest"], rows
+    names = ["model", "workers", "rows", "tok/s", *(["left", "hints"] if fleet else [])]
+    return [*names, "interactive", "oldest", "batch", "oldest"], rows
 
 
 def _lane(queue: _Row | None) -> tuple[str, str]:
@@ -175,6 +190,10 @@ def _runs(runs: list[_Row]) -> tuple[list[str], list[list[str]]]:
 
 def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def _share(share: float | None) -> str:
+    return _NONE if share is None else f"{share:.0%}"
 
 
 def _whole(number: float | None) -> str:

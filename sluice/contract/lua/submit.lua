@@ -2,8 +2,8 @@
 -- although one is required. The name of an alias stands for the model that it has now: see names.lua.
 -- KEYS  body, queue, job, wake channel, workers of the model, and any number of strings to set if the job is queued
 -- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or '',
---       1 if a live worker is required (else 0), 'chat' or 'count', user or '', and for each of these strings its value
---       and life_ms
+--       1 if a live worker is required (else 0), 'chat' or 'count', user or '', the marks of the prompt or '', the
+--       bytes that they are of, and for each of these strings its value and life_ms
 -- Returns 1, 'queued', 1 if a worker serves the model (else 0), and the model that an alias stands for ('': no alias);
 -- or 0, the state of the job with this id, and the same two; or -1, the lane's length, its limit, and the estimated
 -- seconds until it has room ('' if no job ended lately); or -2 and that model without a live worker.
@@ -43,7 +43,7 @@ if limit and length >= limit then
 end
 
 redis.call('SET', body, ARGV[2], 'PX', ARGV[3])
-for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[2 * i], 'PX', ARGV[2 * i + 1]) end
+for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[2 * i + 2], 'PX', ARGV[2 * i + 3]) end
 redis.call('ZADD', queue, now_ms, id)
 redis.call('HSET', job, 'state', 'queued', 'model', model, 'lane', lane, 'queued_at', now_ms / 1000)
 -- The server would write a number of 17 digits with an exponent.
@@ -56,11 +56,32 @@ if ARGV[7] ~= '' then redis.call('HSET', job, 'prompt_cache_key', ARGV[7]) end
 if ARGV[8] ~= '' then redis.call('HSET', job, 'submission', ARGV[8]) end
 local is_count = ARGV[10] == 'count'
 if is_count then redis.call('HSET', job, 'function', 'count') end
+redis.call('HSET', job, 'marks', ARGV[12], 'bytes', ARGV[13])
 redis.call('PEXPIRE', job, ARGV[3])
 
 local index = index_of(queue)
 if redis.call('EXISTS', index.jobs) == 1 then -- otherwise the next claim creates it
   in_index(add_waiting, index, id, now_ms, line_of(tenant, user), deadline and tonumber(deadline) * 1000, is_count)
 end
-redis.call('PUBLISH', wake, '')
+
+-- Return the wid of the worker with a free row that is done with this job soonest; '', which wakes all, if nobody is known
+-- to hold anything of it, or all who are known are full.
+local function best_worker()
+  local prompt, fleet, best, least = {}, read_fleet(model, now_ms), '', math.huge
+  read_marks(prompt, ARGV[12], ARGV[13], ARGV[7] ~= '' and ARGV[7])
+  if is_count or #fleet.least == 0 or #prompt.names == 0 then return '' end
+  read_holders(prompt, model)
+  if tenant ~= '' then -- workers may keep a prefix cache per tenant
+    local shared = prompt.holders
+    read_holders(prompt, model, tenant)
+    for at, others in ipairs(shared) do prompt.holders[at] = (others or '') .. (prompt.holders[at] or '') end
+  end
+  if not find_others(fleet, prompt, 0, '') then return '' end
+  for _, other in ipairs(prompt.others) do
+    local _, all = cost_ms(other.worker, other.own, now_ms)
+    if other.worker.free > 0 and all < least then best, least = other.worker.wid, all end
+  end
+  return best
+end
+redis.call('PUBLISH', wake, best_worker())
 return { 1, 'queued', served, target }

@@ -368,6 +368,42 @@ SPACES = st.sampled_from(["", "b"])
 WORDS = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 
 
+def test_marks_are_lost_with_the_nodes_that_they_end_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "MAX_SEGMENT_TOKENS", 2)
+    tree = plain((1, 2, 3, 4, 5, 6))
+    tree.mark("", (1, 2, 3, 4, 5, 6, 7), [("one", 1), ("two", 2), ("three", 3), ("six", 6), ("seven", 7)])
+    assert (tree.num_marks, tree.take_lost()) == (4, (("seven",), False))
+    add(tree, (1, 2, 3, 9))  # splits the node with "three" at its end
+    assert (tree.num_marks, tree.take_lost()) == (4, ((), False))
+    used(tree, (1, 2, 3, 9))
+    tree.shrink(4)
+    assert (tree.num_marks, tree.take_lost()) == (3, (("six",), False))
+    tree.shrink(0)
+    lost, emptied = tree.take_lost()
+    assert (tree.num_marks, sorted(lost), emptied) == (0, ["one", "three", "two"], True)
+    assert tree.take_lost() == ((), False)
+
+
+def test_a_mark_is_held_once_and_belongs_to_a_namespace() -> None:
+    tree = plain(ABC)
+    tree.mark("", ABC, [("a", 2)])
+    tree.mark("", ABC, [("a", 3)])
+    tree.mark("b", ABC, [("a", 2), ("b", 2)])  # nothing is held there, but "a" elsewhere
+    assert (tree.num_marks, tree.take_lost()) == (1, (("b",), False))
+
+
+def test_the_oldest_marks_beyond_the_limit_count_as_lost() -> None:
+    tree = Spelling(stateful=False, max_marks=3)
+    add(tree, ABC)
+    for name in "abcde":
+        tree.mark("", ABC, [(name, 2)])
+        tree.mark("", ABC, [("a", 2)])  # used again
+    assert (tree.num_marks, tree.take_lost()[0]) == (3, ("b", "c"))
+    for name in map(str, range(100)):
+        tree.mark("c", ABC, [(name, 2)])
+    assert len(tree.take_lost()[0]) == 3
+
+
 class Life(RuleBasedStateMachine):
     """Beside a dict of what was added."""
 
@@ -384,6 +420,7 @@ class Life(RuleBasedStateMachine):
         self.tree = Spelling(stateful=self.stateful)
         self.added: dict[str, set[Tokens]] = {"": set(), "b": set()}
         self.whole = True  # nothing was evicted yet
+        self.marked: dict[str, tuple[str, Tokens]] = {}  # prefixes by mark
 
     def teardown(self) -> None:
         if hasattr(self, "patch"):
@@ -426,6 +463,21 @@ class Life(RuleBasedStateMachine):
             assert state.trimmable or found.holder.end == found.length
         else:
             assert found.holder is None
+
+    @rule(space=SPACES, tokens=WORDS)
+    def mark(self, space: str, tokens: Tokens) -> None:
+        marks = [(f"{space}:{tokens[:end]}", end) for end in range(1, len(tokens) + 1)]
+        self.marked |= {name: (space, tokens[:end]) for name, end in marks}
+        self.tree.mark(space, tokens, marks)
+
+    @invariant()
+    def no_mark_is_held_or_lost_wrongly(self) -> None:
+        if hasattr(self, "tree"):
+            for name in self.tree.take_lost()[0]:
+                self.marked.pop(name, None)
+            assert self.marked.keys() == self.tree._marked.keys()
+            for space, tokens in self.marked.values():
+                assert self.tree.walk(space, tokens)[1] == len(tokens)
 
     @rule(space=SPACES, tokens=WORDS)
     def use(self, space: str, tokens: Tokens) -> None:

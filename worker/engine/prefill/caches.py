@@ -10,6 +10,7 @@ from worker.engine.prefill.scoring import DraftScorer
 from worker.engine.prefix.cache import PrefixCache
 from worker.engine.prefix.disk import DiskPrefixes
 from worker.engine.vision.feature_cache import FeatureCache, StoredFeatures
+from worker.outcomes import PrefixUse
 from worker.prefix_store.policy import LoadLimit
 from worker.prefix_store.reader import ReadAhead
 from worker.request import GenerationRequest
@@ -30,6 +31,7 @@ class EngineCaches:
         stored = StoredFeatures(disk.store) if disk else None
         self.features = FeatureCache(features_bytes, stored) if model.vision else None
         caches = (self.prefix, self.draft.prefix if self.draft else None, self.features)
+        self._lost: list[str] = []  # marks, without a prefix cache
         self._all = [cache for cache in caches if cache is not None]
 
     @property
@@ -70,6 +72,20 @@ class EngineCaches:
         if self.prefix and row.request.lane == "interactive" and not row.num_dropped:
             for cache, index in cache_of(row):
                 self.prefix.insert(row.request.namespace, row.cache_key(*ending), cache, index)
+
+    def mark(self, request: GenerationRequest) -> None:
+        """Remember the marks of a request whose prompt is computed, or is given up, as far as its tokens are held."""
+        if request.marks and self.prefix:
+            self.prefix.mark(request.namespace, request.cache_key(request.prompt), request.marks)
+        elif request.marks:
+            self._lost += [name for name, _ in request.marks]
+
+    def use(self, queried: int, hit: int, evicted: int) -> PrefixUse:
+        """Return the use of the caches in a step. `queried`, `hit`, `evicted`: see `PrefixUse`."""
+        lost, emptied = self.prefix.take_lost() if self.prefix else ((*self._lost,), False)
+        self._lost.clear()
+        marks = self.prefix.num_marks if self.prefix else 0
+        return PrefixUse(queried, hit, evicted, self.nbytes, marks, lost, emptied)
 
     def spill(self, preempted: PreemptedRow, limit_of: LoadLimit) -> None:
         """Let the cache of a preempted row be written to disk: see `DiskPrefixes.spill_row`."""

@@ -83,6 +83,12 @@ class PrefillQueue:
         """Return the current estimate of what a chunk in this phase costs."""
         return self._costs[phase].now
 
+    @property
+    def token_cost(self) -> tuple[float, float]:
+        """Measured seconds of a prompt's token, and of each pair of a token and one before it; 0 before the first."""
+        costs = self._costs["prefill"]
+        return (costs.now.token_s, costs.now.before_s) if costs.is_measured else (0.0, 0.0)
+
     # Prompts
 
     def expect(self, request: GenerationRequest) -> None:
@@ -174,7 +180,8 @@ class PrefillQueue:
 
     def remove(self, id: str) -> None:
         """Drop a prompt and what it has computed, or what is read ahead for it. An unknown id is ignored."""
-        self._pop(id)
+        if task := self._pop(id):
+            self._caches.mark(task.row.request)
         self._ahead.pop(id, None)
 
     def _pop(self, id: str) -> PromptTask | None:

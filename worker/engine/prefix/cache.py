@@ -73,6 +73,19 @@ class PrefixCache:
         """Number that changes when a longer match may have become possible."""
         return self._tree.version
 
+    @property
+    def num_marks(self) -> int:
+        """Number of marks whose prefixes are held."""
+        return self._tree.num_marks
+
+    def mark(self, namespace: str, tokens: tuple[int, ...], marks: Sequence[tuple[str, int]]) -> None:
+        """Name prefixes of these tokens: see `PrefixTree.mark`."""
+        self._tree.mark(namespace, tokens, marks)
+
+    def take_lost(self) -> tuple[tuple[str, ...], bool]:
+        """Return the marks lost since the last call, and True if all that was held is lost: see `PrefixTree`."""
+        return self._tree.take_lost()
+
     def checkpoint_positions(
         self, boundaries: Sequence[int], tokens: int, partings: Collection[int] = ()
     ) -> tuple[int, ...]:

@@ -5,8 +5,8 @@ their hashes. A segment (KV state of each token) can be split at any token; a sn
 node) cannot.
 """
 
-from bisect import bisect
-from collections import OrderedDict
+from bisect import bisect, bisect_left
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -56,6 +56,7 @@ class Node(Generic[R, S]):
     nbytes: int = 0  # of its segment and snapshot
     uses: int = 0  # number of requests that have shared it, after the first
     handed_over: bool = False  # to be written to disk early, with the snapshot if it has one
+    marks: dict[str, int] | None = None  # that end in the node, and at which token
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -89,11 +90,18 @@ class Evicted(Generic[R, S]):
 
 
 class PrefixTree(Generic[R, S]):
-    """Cached prefixes by namespace; a lookup finds nothing of another namespace. Not thread-safe."""
+    """Cached prefixes by namespace; a lookup finds nothing of another namespace. Not thread-safe.
 
-    def __init__(self, *, stateful: bool) -> None:
-        """`stateful`: a prefix is usable only with a snapshot at its end."""
+    Prefixes may have names, their marks, by which other programs know them: those of lost prefixes are reported."""
+
+    def __init__(self, *, stateful: bool, max_marks: int = 20_000) -> None:
+        """`stateful`: a prefix is usable only with a snapshot at its end. `max_marks`: beyond it the oldest count as
+        lost; as many take some 5 MB, and a chat has up to 30."""
         self.stateful = stateful
+        self._max_marks = max_marks
+        self._marked: OrderedDict[str, Node[R, S]] = OrderedDict()  # the oldest first
+        self._lost = deque[str](maxlen=max_marks)
+        self._emptied = False
         self._roots: dict[str, Node[R, S]] = {}
         # Least recently used first. A use touches a node before its parents, so the first "segment" entry is a leaf's.
         self._order: OrderedDict[tuple[Node[R, S], Literal["segment", "snapshot"]], None] = OrderedDict()
@@ -195,6 +203,41 @@ class PrefixTree(Generic[R, S]):
                 self._remove(each)
         self._drop_empty_roots()
 
+    def mark(self, namespace: str, tokens: tuple[int, ...], marks: Sequence[tuple[str, int]]) -> None:
+        """Name prefixes of these tokens, each by a mark and its length. A mark whose prefix the tree does not hold, or
+        no longer, is lost."""
+        path, matched = self.walk(namespace, tokens)
+        ends = [node.end for node in path]
+        for name, end in marks:
+            if end <= matched and path:
+                self._unmark(name)
+                node = path[bisect_left(ends, end)]
+                node.marks = (node.marks or {}) | {name: end}
+                self._marked[name] = node
+            elif name not in self._marked:
+                self._lost.append(name)
+        while len(self._marked) > self._max_marks:
+            name = next(iter(self._marked))
+            self._unmark(name)
+            self._lost.append(name)
+
+    @property
+    def num_marks(self) -> int:
+        """Number of marks whose prefixes the tree holds."""
+        return len(self._marked)
+
+    def take_lost(self) -> tuple[tuple[str, ...], bool]:
+        """Return the marks that were lost since the last call, and True if the tree has lost all that it held."""
+        lost, emptied = tuple(self._lost), self._emptied
+        self._lost.clear()
+        self._emptied = False
+        return lost, emptied
+
+    def _unmark(self, name: str) -> None:
+        node = self._marked.pop(name, None)
+        if node is not None and node.marks:
+            node.marks.pop(name, None)
+
     def _drop_empty_roots(self) -> None:
         self._roots = {namespace: root for namespace, root in self._roots.items() if root.children}
 
@@ -227,6 +270,10 @@ class PrefixTree(Generic[R, S]):
         node.tokens = node.tokens[at:]
         node.segment = rest
         upper.children[node.tokens[0]] = node
+        marks = node.marks or {}
+        upper.marks = {name: at for name, at in marks.items() if at <= end}
+        node.marks = {name: at for name, at in marks.items() if at > end}
+        self._marked.update(dict.fromkeys(upper.marks, upper))
         return upper
 
     def _set_snapshot(self, node: Node[R, S], snapshot: S) -> None:
@@ -267,6 +314,10 @@ class PrefixTree(Generic[R, S]):
             del self._order[node, "segment"]
             del node.parent.children[node.tokens[0]]
             self.nbytes -= node.segment.nbytes
+            for name in node.marks or ():
+                del self._marked[name]
+                self._lost.append(name)
+            self._emptied |= not self._order
             node = node.parent
             if not self._is_useless(node) or node in keep:
                 return removed

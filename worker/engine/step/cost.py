@@ -58,6 +58,7 @@ class CostEstimate:
         """`tokens_per_s`: speed assumed before any measurement, by default that of a small model on a laptop. `least`:
         tokens of the shortest chunk that is measured; shorter chunks mostly measure overhead."""
         self._least = least
+        self.is_measured = False  # until a chunk is
         # Priors: while all prompts have the same length, cost is assigned to tokens and rows. Weak for what few
         # measurements tell: a pass, by two chunks of different length, and the growth of a buffer, by one. test_cost.
         length_prior = 0.0, 0.1
@@ -94,6 +95,7 @@ class CostEstimate:
         seconds -= cuts * self._forward_s
         if seconds <= 0:
             return
+        self.is_measured = True
         token_s = max(seconds - self._forward_s, seconds / 2) / (rows * tokens)
         usual_s, before_s = self._tokens.costs()
         pace = token_s / max(usual_s + before * before_s, 1e-9)

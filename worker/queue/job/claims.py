@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 from arq.constants import in_progress_key_prefix, job_key_prefix, retry_key_prefix
 from redis.asyncio import Redis
@@ -120,6 +120,50 @@ def cleanup_keys(job_id: str) -> list[str]:
     return [keys.cancel(job_id), job_key_prefix + job_id, lease_key(job_id), retry_key_prefix + job_id]
 
 
+class _Fleet(Protocol):
+    """How a worker tells the claims of others how busy it is and what it holds. `FleetRecord` has it."""
+
+    def said(self, free_rows: int) -> tuple[str, str, int]:
+        """Return the worker's id, its record, and when it will be done with its prompts, in Unix milliseconds; empty
+        texts and 0 if jobs are to be claimed in turn. `free_rows`: that interactive jobs may still take."""
+
+    def claimed(self, job_id: str, marks: str, bytes_: int, expected_tokens: int) -> None:
+        """Count a claimed job. `marks`: as in its hash, of `bytes_`; `expected_tokens`: in the prefix cache."""
+
+    def counted(
+        self,
+        *,
+        cache: int = 0,
+        load: int = 0,
+        overruled_s: Sequence[float] = (),
+        scanned: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        """Count a claim, which took `seconds` and looked at `scanned` jobs: jobs left to workers that hold more of them
+        or have less to do, and the age of each whose time for a better worker was over."""
+
+
+class _NoFleet:
+    """A worker that says nothing."""
+
+    def said(self, free_rows: int) -> tuple[str, str, int]:
+        return "", "", 0
+
+    def claimed(self, job_id: str, marks: str, bytes_: int, expected_tokens: int) -> None:
+        pass
+
+    def counted(
+        self,
+        *,
+        cache: int = 0,
+        load: int = 0,
+        overruled_s: Sequence[float] = (),
+        scanned: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        pass
+
+
 # Jobs are left to other workers for this time, which is lost if one of them is dead or slow. An idle worker claims 1 to
 # 3 ms after it is woken, and several of them on a busy machine within 8: `scripts/chaos burst`.
 _LEFT_S = 0.008
@@ -129,8 +173,12 @@ _RESUME_FIELDS = tuple(ResumeState.model_fields)
 class Claims:
     """Claims and releases jobs of the queues of one model."""
 
-    def __init__(self, redis: Redis, settings: Settings) -> None:
+    def __init__(self, redis: Redis, settings: Settings, fleet: _Fleet | None = None) -> None:
+        """`fleet`: by which jobs are left to workers that are done with them sooner; None: they are claimed in turn."""
         self._model, self._worker = settings.model_name, settings.worker_name
+        self._fleet = fleet if fleet and settings.affinity else _NoFleet()
+        self._per_tenant = settings.prefix_cache_per_tenant
+        self.wid = ""  # as other workers know this one; empty if they do not
         self._lease_ms, self._max_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
         self._redis = redis
         # Bodies up to this size come with the claim. Larger ones would delay the other jobs of the same reply, and
@@ -139,7 +187,8 @@ class Claims:
         self._reply_lost, self._claim_lock = set[Lane](), asyncio.Lock()
         self._unreconciled = set[Lane]()
         self._due_at = dict.fromkeys(keys.LANES, math.inf)  # monotonic
-        # Jobs left to other workers, by lane: the monotonic time at which they have been left for long enough, and the
+        self._again_at = dict.fromkeys(keys.LANES, math.inf)  # of a job that was left to a better worker
+        # Jobs left to others by rows, by lane: the monotonic time at which they have been left for long enough, and the
         # server's time in milliseconds until which they were queued.
         self._left: dict[Lane, deque[tuple[float, int]]] = {lane: deque() for lane in keys.LANES}
         self._told_rows: tuple[WorkerRows, float] | None = None  # and the monotonic time
@@ -173,6 +222,8 @@ class Claims:
             lost = lane in self._reply_lost
             known = [claim.job_id for claim in running] if lost else []
             self._reply_lost.add(lane)  # until this reply has arrived
+            self.wid, record, ready_ms = self._fleet.said(rows.free["interactive"] if rows else limit)
+            began = time.monotonic()
             reply = await self._claim(
                 keys=[keys.queue(self._model, lane)],
                 args=arguments(
@@ -193,11 +244,15 @@ class Claims:
                     left_at=self._left_at(lane),
                     wake=self._wake_channel if wake else "",
                     rows_changed=int(self._must_tell(rows)),
+                    wid=self.wid,
+                    record=record,
+                    ready_ms=ready_ms,
+                    per_tenant=int(self._per_tenant),
                     worker_rows=rows.as_arguments() if rows else [],
                 ),
             )
             self._reply_lost.discard(lane)
-        claims = self._read(lane, reply_fields(reply))
+        claims = self._read(lane, reply_fields(reply), time.monotonic() - began)
         if claims:  # the script has counted their rows
             self._told_rows = None
         elif rows and self._must_tell(rows):
@@ -219,8 +274,10 @@ class Claims:
         told, at = self._told_rows
         return rows != told or time.monotonic() - at > self._lease_ms / 3000
 
-    def _read(self, lane: Lane, reply: dict[str, Any]) -> list[Claim]:
-        self._due_at[lane] = time.monotonic() + reply["next_due_ms"] / 1000 if reply["next_due_ms"] else math.inf
+    def _read(self, lane: Lane, reply: dict[str, Any], call_s: float) -> list[Claim]:
+        now = time.monotonic()
+        self._due_at[lane] = now + reply["next_due_ms"] / 1000 if reply["next_due_ms"] else math.inf
+        self._again_at[lane] = now + reply["again_ms"] / 1000 if reply["again_ms"] else math.inf
         if reply["left"]:
             self._left[lane].append((time.monotonic() + _LEFT_S, reply["now"]))
         else:
@@ -228,7 +285,19 @@ class Claims:
         (self._unreconciled.add if reply["more"] else self._unreconciled.discard)(lane)
         for found in reply["foreign"]:
             logger.warning("deleted a foreign value: %s", found.decode("utf-8", "backslashreplace"))
-        return [_read_claim(lane, reply_fields(claim)) for claim in reply["claims"]]
+        self._fleet.counted(
+            cache=reply["cache"],
+            load=reply["load"],
+            overruled_s=[waited_ms / 1000 for waited_ms in reply["overruled"]],
+            scanned=reply["scanned"],
+            seconds=call_s,
+        )
+        read = [reply_fields(claim) for claim in reply["claims"]]
+        claims = [_read_claim(lane, values) for values in read]
+        for claim, values in zip(claims, read, strict=True):
+            marks = values["marks"].decode("utf-8", "replace")
+            self._fleet.claimed(claim.job_id, marks, values["bytes"], values["expected_tokens"])
+        return claims
 
     def needs_reconcile(self, lane: Lane) -> bool:
         """True if the lane's index does not match its queue yet: claim again at once, even if no row is free."""
@@ -237,7 +306,8 @@ class Claims:
     def next_at(self, lane: Lane) -> float:
         """Return when to claim next, by the monotonic clock, as the last claim found, which left a row free: a job will
         be due then, or has been left to other workers for long enough. Infinite if there is no such job."""
-        return min(self._due_at[lane], self._left[lane][0][0] if self._left[lane] else math.inf)
+        left_at = self._left[lane][0][0] if self._left[lane] else math.inf
+        return min(self._due_at[lane], self._again_at[lane], left_at)
 
     async def body(self, claim: Claim) -> bytes:
         """Return the job's body; empty if it is missing or above `max_request_bytes`. Raises RedisError, OSError."""

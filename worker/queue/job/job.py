@@ -7,6 +7,7 @@ from typing import Any
 
 from worker.errors import CancelJob, JobFailure, OwnershipLost, Requeue
 from worker.monitoring.sink import CallFault
+from worker.queue.fleet import JobPrompt
 from worker.queue.job.claims import Claim
 from worker.queue.job.publisher import JobLog
 
@@ -66,6 +67,7 @@ class Job:
 
     on_probation_end: Callable[[], None] = lambda: None  # called when its probation is over
     on_probation: bool = False
+    prompt: JobPrompt = field(default_factory=JobPrompt)  # what of it is left to compute
     body: bytes = b""  # empty unless the job becomes a dead letter
 
     def start(self, loop: asyncio.AbstractEventLoop, ending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

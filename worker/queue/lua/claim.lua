@@ -4,13 +4,16 @@
 --       max_body_bytes, takeover (1 if expired leases may be taken over), suspects (number of suspects on probation
 --       here), reply_lost (1 if an earlier reply may have been lost), left_at (Unix milliseconds: jobs that were queued
 --       until then have been left to other workers for long enough; 0: none), wake (a channel to wake the workers that
---       jobs are left to, or ''), rows_changed (1: tell the other workers `worker_rows` also without a queue);
+--       jobs are left to, or ''), rows_changed (1: tell the other workers `worker_rows` also without a queue), wid, record
+--       and ready_ms (what this worker tells others by which it chooses jobs: see affinity.lua; '': jobs are taken in
+--       turn, as below), per_tenant (1 if tenants share no prefix cache);
 --       lists: running (ids of the jobs that run on this worker; only used with reply_lost), rows (the tenant and the
 --       user of each row that runs on this worker), resume_fields (fields of the job's hash to return), count_rows (the
 --       tenant and the user of each token count that runs on this worker), worker_rows (see share.lua; empty: share with no other worker)
 -- Returns by name: more (1 if more of the index must be repaired, else 0), next_due_ms (until a further job is due that
 -- a row is free for; 0: none), left (1 if jobs were left to other workers, else 0), now (Unix milliseconds), foreign
--- (descriptions of foreign values that were deleted), and claims: for each claimed job the members of `Claim`, by name.
+-- (descriptions of foreign values that were deleted), again_ms, cache, load, overruled and scanned (see `choose_jobs`), and
+-- claims: for each claimed job the members of `Claim`, and marks, bytes and expected_tokens (see `hold`), by name.
 --
 -- Tenants take turns, beginning with the one that has the fewest rows on this worker, and so do the users of a tenant;
 -- a user's oldest job comes first. A job whose deadline has passed is claimed at once and in addition to `want`: it only has to end.
@@ -20,16 +23,46 @@
 local arguments = read_arguments({ running = true, rows = true, resume_fields = true, count_rows = true,
   worker_rows = true })
 local index, now, claims = index_of(KEYS[1]), milliseconds(), {}
-local fleet = fleet_of(KEYS[1], arguments, now)
+local fleet, affinity = fleet_of(KEYS[1], arguments, now), affinity_of(KEYS[1], arguments, now)
+local chosen = { again = 0, cache = 0, load = 0, overruled = {}, scanned = 0 }
 
 local function claim(job)
-  claims[#claims + 1] = take_ownership(index, job, arguments, now)
+  local taken, marks, bytes, tokens = take_ownership(index, job, arguments, now), '', 0, 0
+  if affinity and not is_past_deadline(job, now) then marks, bytes, tokens = hold(affinity, read_prompt(affinity, job)) end
+  for _, value in ipairs({ 'marks', marks, 'bytes', bytes, 'expected_tokens', tokens }) do taken[#taken + 1] = value end
+  claims[#claims + 1] = taken
+end
+
+local function reply(more, due_ms, left)
+  return { 'more', more, 'next_due_ms', due_ms, 'left', left and 1 or 0, 'now', now, 'foreign', notes,
+    'again_ms', chosen.again, 'cache', chosen.cache, 'load', chosen.load, 'overruled', chosen.overruled,
+    'scanned', chosen.scanned, 'claims', claims }
+end
+
+-- Claim the jobs that this worker is done with soonest, but of those that nobody knows its share alone. Returns nil if
+-- jobs are to be claimed in turn, else true if some are left to other workers.
+local function claim_chosen(selection, left_at)
+  local free, waiting, share = selection.want, num_waiting(selection), nil
+  local found = choose_jobs(affinity, selection, function(job, taken)
+    share = share or share_of(fleet, waiting, free)
+    if left_at > 0 and job.queued <= left_at then -- nobody has taken it in time
+      forget_late(fleet, left_at)
+      share, left_at = share_of(fleet, waiting, free), 0
+    end
+    return taken >= share
+  end, claim)
+  if not found then return nil end
+  chosen = found
+  count_claimed(fleet, free - selection.want)
+  return found.kept
 end
 
 -- Claim this worker's share of the jobs that wait in turn. Returns true if jobs are left to other workers.
 local function claim_share(selection)
   local free, left_at = selection.want, tonumber(arguments.left_at)
   read_others(fleet)
+  local left = affinity and claim_chosen(selection, left_at)
+  if affinity and left ~= nil then return left end
   if left_at > 0 and head_between(selection, 0, left_at) then forget_late(fleet, left_at) end
   selection.want = share_of(fleet, num_waiting(selection), free)
   local kept = free - selection.want
@@ -42,7 +75,8 @@ end
 if not queue_exists(index.queue) then
   drop_index(index)
   if arguments.rows_changed == '1' then store_rows(fleet) end
-  return { 'more', 0, 'next_due_ms', 0, 'left', 0, 'now', now, 'foreign', notes, 'claims', claims }
+  if affinity then store_affinity(affinity) end
+  return reply(0, 0, false)
 end
 local more = reconcile(index, now)
 if arguments.reply_lost == '1' then requeue_lost_claims(index, arguments) end
@@ -59,7 +93,8 @@ if selection.want > 0 and arguments.suspects == '0' then
 end
 local left = selection.want > 0 and claim_share(selection)
 store_rows(fleet)
+if affinity then store_affinity(affinity) end
 if left and arguments.wake ~= '' then redis.call('PUBLISH', arguments.wake, '') end
 renew_index(index)
 local due_ms = selection.want > 0 and next_due_ms(selection) or 0
-return { 'more', more, 'next_due_ms', due_ms, 'left', left and 1 or 0, 'now', now, 'foreign', notes, 'claims', claims }
+return reply(more, due_ms, left)

@@ -51,7 +51,8 @@ local function read_job(id, score)
     tenant = fields[4] or '', user = fields[9] or '', is_indexed = fields[11] ~= nil and fields[11] == fields[7],
     is_plain = not fields[10], deadline = read_deadline(fields[5]),
     expirations = tonumber(fields[2] or 0) + (lease_expired and 1 or 0),
-    crashes = tonumber(fields[6] or 0) + (counts_as_crash and 1 or 0), is_count = fields[8] == 'count'
+    crashes = tonumber(fields[6] or 0) + (counts_as_crash and 1 or 0), is_count = fields[8] == 'count',
+    attempt = tonumber(fields[7] or 0)
   }
 end
 

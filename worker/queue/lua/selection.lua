@@ -6,6 +6,7 @@
 -- `want`: the number of rows that are still free, or this worker's share of the jobs; `rows`: the rows on this worker, see `count_rows`.
 
 local MAX_COUNTS_OF_TENANT = 4 -- at once, so that one tenant's long prompts leave others the rest
+local MOST_AHEAD = 64 -- tenants, and users of each, whose jobs are compared, beside those with a row
 
 -- Return the state of a job if it waits. Otherwise correct its place in the index and return nil.
 local function waiting_job(selection, id)
@@ -25,10 +26,10 @@ local function may_take(selection, job)
   return selection.takeover or not job.lease_expired
 end
 
-local function add_row(rows, line)
+local function add_row(rows, line, count)
   if not rows.users[line.jobs] then rows.lines = rows.lines + 1 end
-  rows.users[line.jobs] = (rows.users[line.jobs] or 0) + 1
-  rows.tenants[line.tenant] = (rows.tenants[line.tenant] or 0) + 1
+  rows.users[line.jobs] = (rows.users[line.jobs] or 0) + (count or 1)
+  rows.tenants[line.tenant] = (rows.tenants[line.tenant] or 0) + (count or 1)
 end
 
 -- Return the number of rows of each tenant by its name, of each user by its line, and the number of lines that have a
@@ -37,6 +38,14 @@ local function count_rows(names)
   local rows = { tenants = {}, users = {}, lines = 0 }
   for i = 1, #names, 2 do add_row(rows, line_of(names[i], names[i + 1])) end
   return rows
+end
+
+local function copy_rows(rows)
+  local copy = { tenants = {}, users = {}, lines = rows.lines }
+  for _, names in ipairs({ 'tenants', 'users' }) do
+    for name, count in pairs(rows[names]) do copy[names][name] = count end
+  end
+  return copy
 end
 
 local function take_row(selection, job)
@@ -266,4 +275,96 @@ local function jobs_in_turn(selection)
       if job then return job end
     end
   end
+end
+
+-- Iterate over waiting jobs in the order of `jobs_in_turn`, and change none: each job has its `line`, and its `member` of
+-- the lines. `rows`: the rows on this worker, and those of jobs that are met; the caller removes those that take none.
+-- `claim` is called with jobs whose deadline has passed.
+local function jobs_ahead(selection, rows, claim)
+  local index, lines, met, tries = selection.index, selection.index.lines, {}, PAGE
+  local most = MOST_AHEAD + rows.lines
+  local tenants = due_members(selection, lines, TENANTS, most)
+
+  -- Read the jobs of a user, a page at a time. Returns the member of the next one; nil if none is due.
+  local function peek(user)
+    if not user.page or user.at > #user.page then
+      local from = user.page and '(' .. user.page[#user.page] or '[' .. user.line.jobs
+      local due = '(' .. user.line.jobs .. stamp(selection.now + 1)
+      user.page, user.at = redis.call('ZRANGEBYLEX', lines, from, due, 'LIMIT', 0, 16), 1
+    end
+    return user.page[user.at]
+  end
+
+  -- Return the member of the job that is next of a tenant, and its line; nil if there is none.
+  local function next_of(tenant)
+    tenant.users = tenant.users or due_members(selection, lines, users_of(tenant.name), most)
+    while #tenant.users > 0 do
+      local at = next_member(tenant.users, function(user)
+        user.line = user.line or line_of(tenant.name, user.name)
+        return rows.users[user.line.jobs] or 0
+      end)
+      local user = tenant.users[at]
+      local member = peek(user)
+      if member then user.at = user.at + 1 end
+      local following = member and peek(user)
+      user.since = following and tonumber((split_member(user.line.jobs, following)))
+      if not user.since then table.remove(tenant.users, at) end -- also before a member that is not one of ours
+      for place, each in ipairs(tenant.users) do
+        tenant.since = place == 1 and each.since or math.min(tenant.since, each.since)
+      end
+      if member then return member, user.line end
+    end
+  end
+
+  -- Return the job of a member if it waits there. Otherwise correct its place.
+  local function look_at(member, line)
+    local first_stamp, id = split_member(line.jobs, member)
+    if met[id] then return nil end
+    met[id] = true
+    local job = redis.call('ZSCORE', index.jobs, id) and waiting_job(selection, id)
+    if not job or stamp(job.score) ~= first_stamp or job.expirations > 0 then
+      job = pop_first(selection, line, member)
+      if job then index_job(index, id) end -- it was moved here
+    elseif is_past_deadline(job, selection.now) then
+      change_line(lines, line, 'ZREM', member)
+      claim(job)
+    else
+      job.line, job.member = line, member
+      return job
+    end
+  end
+
+  return function()
+    while #tenants > 0 and tries > 0 do
+      local at = next_member(tenants, function(tenant) return rows.tenants[tenant.name] or 0 end)
+      local member, line = next_of(tenants[at])
+      if member then
+        tries = tries - 1
+        local job = look_at(member, line)
+        if job then
+          add_row(rows, line)
+          return job
+        end
+      else
+        table.remove(tenants, at)
+      end
+    end
+  end
+end
+
+-- Return the position of the job whose turn it is: of the tenants with the fewest rows, and of each the users with the
+-- fewest, that with the least rank.
+local function ranked_turn(rows, jobs)
+  local least, users, best = math.huge, {}, nil
+  for _, job in ipairs(jobs) do least = math.min(least, rows.tenants[job.line.tenant] or 0) end
+  for _, job in ipairs(jobs) do
+    local its = rows.users[job.line.jobs] or 0
+    users[job.line.tenant] = math.min(users[job.line.tenant] or its, its)
+  end
+  for at, job in ipairs(jobs) do
+    local tenant = job.line.tenant
+    if (rows.tenants[tenant] or 0) == least and (rows.users[job.line.jobs] or 0) == users[tenant]
+        and (not best or job.rank < jobs[best].rank) then best = at end
+  end
+  return best
 end
