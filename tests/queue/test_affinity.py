@@ -254,7 +254,7 @@ async def test_a_tenant_with_fewer_rows_here_is_still_first(db: Redis, fleet: di
 
 async def ask_marked(db: Redis, job_id: str, mark: str, **given: Any) -> None:
     """Queue a job of a huge prompt, which has one mark, at its end."""
-    await ask(db, job_id, "", marks=f"{mark} 1000000", bytes=1_000_000, **given)
+    await ask(db, job_id, "", **{"marks": f"{mark} 1000000", "bytes": 1_000_000, **given})
 
 
 @pytest.fixture
@@ -285,6 +285,23 @@ async def test_a_claim_looks_at_no_more_than_256_jobs(db: Redis, large: dict[str
     assert bob.said.counts[-1]["scanned"] == 256
     assert len(await ada.take(512)) == 256
     assert len(await ada.take(256)) == 44
+
+
+async def test_a_job_that_is_looked_at_costs_seven_commands_however_many_marks_it_has(
+    db: Redis, large: dict[str, Worker]
+) -> None:
+    async def commands(jobs: int) -> int:
+        for k in range(jobs):
+            await ask_marked(db, f"{jobs}-{k}", "abc", marks=" ".join(f"{k:x}ab {(k + 1) * 34_000}" for k in range(29)))
+            await db.set("sluice:px:default:1cab", " ada ")
+        await large["bob"].take()  # which adds them to the index, and wakes ada
+        await db.config_resetstat()
+        assert await large["bob"].take() == []
+        stats = await db.info("commandstats")
+        return sum(each["calls"] for name, each in stats.items() if name != "cmdstat_config|resetstat")
+
+    one, more = await commands(1), await commands(40)
+    assert (more - one) / 40 <= 7
 
 
 async def test_a_claim_computes_the_marks_of_four_jobs_at_most(db: Redis, make: Make) -> None:
