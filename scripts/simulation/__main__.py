@@ -1,4 +1,4 @@
-"""scripts/simulate [options]: simulates bursts and open arrival under ways of planning the engine's steps."""
+"""scripts/simulate [fleet] [options]: simulates ways of planning the engine's steps, or a fleet of workers."""
 
 import argparse
 import json
@@ -16,6 +16,7 @@ from rich.table import Table
 from scripts.simulation.arrivals import Arrival, burst, from_trace, means, poisson
 from scripts.simulation.costs import MODELS, Costs
 from scripts.simulation.figures import Bound, Figures
+from scripts.simulation.fleet import command as fleet
 from scripts.simulation.machine import NONE, Disturbance, Machine
 from scripts.simulation.policies import POLICIES, Planner, Policy
 from tests.support import growing_memory
@@ -62,7 +63,9 @@ def capacity(costs: Costs) -> float:
 
 
 def main() -> int:
-    """Simulate all scenarios, and print a table for each model."""
+    """Simulate all scenarios, and print a table for each model; with `fleet` as the first argument several workers."""
+    if sys.argv[1:2] == ["fleet"]:
+        return fleet.main(sys.argv[2:], Console(width=110))
     options = _parser().parse_args()
     if options.memory:
         Console(width=140).print(growing_memory.table(options.runs))
@@ -127,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/simulate",
         description="Simulate bursts and open arrival with the worker's own planning and measured costs of two models.",
+        epilog="`scripts/simulate fleet --help`: several workers instead, and which of them takes which job",
     )
     parser.add_argument("--policies", choices=POLICIES, nargs="+", default=["sluice"], help="default: sluice")
     parser.add_argument(
