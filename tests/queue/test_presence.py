@@ -72,6 +72,12 @@ async def test_a_running_token_count_does_not_wait_and_takes_no_row(redis_url: s
     assert await db.hget(keys.worker("ada"), "rows") == b"1"
 
 
+async def test_rows_are_not_more_than_there_are_while_offline_jobs_wait_preempted(redis_url: str, db: Redis) -> None:
+    presence = Presence(db, settings(redis_url, max_rows=4), ServerClock())
+    await presence.publish(Jobs(6))
+    assert await db.hmget(keys.worker("ada"), ["rows", "max_rows"]) == [b"4", b"4"]
+
+
 async def test_what_the_metrics_say_is_published_and_replaced(redis_url: str, db: Redis) -> None:
     said: dict[str, float | str] = {"tokens_per_s": 12.5, "gap_p50_ms": 20}
     presence = Presence(db, settings(redis_url), ServerClock(), measured=lambda: said)

@@ -198,7 +198,9 @@ class Presence:
         offline = offline_rows(self._settings, self._clock.utc())
         draining = self._stopping.is_set()
         state = keys.DRAINING if draining else "running"
-        load = {"state": state, "rows": running.rows(), "offline_rows": offline, "jobs_per_s": rate}
+        # Interactive jobs are claimed as if offline ones had no rows: those preempt these, which then wait.
+        rows = min(running.rows(), self._settings.max_rows)
+        load = {"state": state, "rows": rows, "offline_rows": offline, "jobs_per_s": rate}
         counts = " ".join(str(jobs[lane]) for lane in LANES)
         # Without a limit, submissions do not count the worker, which takes no more jobs.
         limit = keys.DRAINING if draining else self._settings.queue_limit
