@@ -398,7 +398,8 @@ class Client:
 
     async def queues(self) -> list[Queue]:
         """Return every queue that holds jobs, with the number of workers that serve its model. Ends the jobs past their
-        deadline that no worker has, in queues without a worker: elsewhere a worker ends them."""
+        deadline that no worker has, in queues without a worker, among the oldest 10,000 of each: elsewhere a worker
+        ends them."""
         served = [worker.get("model", "") for worker in await self.workers() if serves(worker)]
         return await self._queues.read_all(served, await self.aliases())
 

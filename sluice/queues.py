@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,8 +140,9 @@ class Queues:
         return Queue(model, lane, jobs, max(0.0, since_s), list(workers).count(model)) if jobs else None
 
     async def _end_overdue(self, model: str, lane: Lane) -> None:
-        """End the jobs past their deadline. Others are read only: 1,000 jobs take two round trips."""
-        async for ids in self.pages(model, lane):
+        """End those of the oldest 10,000 jobs that are past their deadline. Others are read only: 1,000 take two round
+        trips."""
+        async for ids in self.pages(model, lane, most=10_000):
             late = await self._retries.run(partial(self._past_deadline, ids))
             await self._attendances.check_all(late)
 
@@ -157,9 +159,11 @@ class Queues:
             if isinstance(text, bytes) and _SECONDS.fullmatch(text) and float(text) <= seconds + 1
         ]
 
-    async def pages(self, model: str, lane: Lane, *, older_than_s: float = 0.0) -> AsyncGenerator[Sequence[bytes]]:
-        """Yield pages of the ids of the jobs that were queued at least `older_than_s` seconds ago, oldest first. The
-        ids are read before the first page is yielded."""
+    async def pages(
+        self, model: str, lane: Lane, *, older_than_s: float = 0.0, most: float = math.inf
+    ) -> AsyncGenerator[Sequence[bytes]]:
+        """Yield pages of the ids of the jobs that were queued at least `older_than_s` seconds ago, oldest first, and
+        not many more than `most`. The ids are read before the first page is yielded."""
         key = keys.queue(model, lane)
         per_reply = 1000  # ids
         until_ms = (await self._now() - older_than_s) * 1000 if older_than_s else "+inf"
@@ -168,7 +172,7 @@ class Queues:
             read = partial(self._redis.zrangebyscore, key, "-inf", until_ms, start=len(ids), num=per_reply)
             page = await self._retries.run(read)
             ids += page
-            if len(page) < per_reply:
+            if len(page) < per_reply or len(ids) >= most:
                 break
         for start in range(0, len(ids), per_reply):
             yield ids[start : start + per_reply]

@@ -100,6 +100,14 @@ async def test_listing_the_queues_keeps_the_deadlines_of_all_jobs_without_a_work
     assert await client.state(patient.id) == "queued"
 
 
+async def test_listing_a_long_queue_looks_at_its_oldest_jobs(db: Redis, client: Client) -> None:
+    await db.zadd(keys.queue("default", "interactive"), {f"p{k}": k for k in range(25_000)})
+    await db.hget("none", "x")  # so that the server counts the command
+    before = (await db.info("commandstats"))["cmdstat_hget"]["calls"]
+    assert [(queue.lane, queue.jobs) for queue in await client.queues()] == [("interactive", 25_000)]
+    assert (await db.info("commandstats"))["cmdstat_hget"]["calls"] - before <= 10_000
+
+
 async def test_a_deadline_that_was_written_with_an_exponent_is_kept(db: Redis, client: Client) -> None:
     job = await client.submit({"messages": HELLO, "deadline_s": 60})
     assert re.fullmatch(rb"\d{10}\.\d{3}", await db.hget(keys.job(job.id), "deadline") or b"")
