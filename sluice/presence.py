@@ -1,5 +1,6 @@
 """The live workers, each of which publishes a hash about itself on the server, and the jobs that they leave behind."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,31 @@ from sluice.transport import MAX_CALLS, Command, Retries, RoundTrips, raise_outa
 def serves(worker: Mapping[str, str]) -> bool:
     """Return True if the worker of these fields takes jobs: one that drains ends its own, and no more."""
     return worker.get("state") != keys.DRAINING
+
+
+NUMBERS = (
+    "rows", "max_rows", "offline_rows", "jobs_per_s", "tokens_per_s", "load", "ttft_p50_ms", "ttft_p95_ms",
+    "gap_p50_ms", "gap_p95_ms", "prefix_hit_rate", "claims_left", "claims_overruled", "prefix_hint_rate",
+    "prefix_cache_bytes", "memory_bytes", "memory_limit_bytes", "queue_limit", "started_at", "protocol",
+)  # fmt: skip
+
+
+def parse_worker(fields: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return what a worker publishes of itself: `NUMBERS`; `name`, `model`, `version` and `state` as text; `images` as
+    a bool. None for a foreign value under its key. A number that an earlier version does not publish, or that no worker
+    wrote, is None."""
+    if not fields.get("name") or not keys.is_model_name(fields.get("model", "")):
+        return None
+    texts = {name: fields.get(name, "")[:128] for name in ("name", "model", "version")}
+    state = "running" if serves(fields) else keys.DRAINING
+    numbers = {name: _number(fields.get(name, "")) for name in NUMBERS}
+    return {**texts, "state": state, **numbers, "images": fields.get("images") == "yes"}
+
+
+def _number(text: str) -> float | None:
+    if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,17})?(e-[0-9]{1,2})?", text):
+        return None
+    return int(text) if text.isdigit() else float(text)
 
 
 class Workers:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from sluice.cli.commands import top
+from sluice.presence import NUMBERS
 from tests.end_to_end.test_cli import Command, Terminal
 from tests.support.chaos.harness import chat_request
 from tests.support.stack import Server, WorkerProcess
@@ -51,7 +51,7 @@ def put_run(db: redis.Redis, id: str, **changed: object) -> None:
 @pytest.fixture
 def busy(sluice: Command) -> Command:
     put_worker(sluice.db, "mac-studio-3.office.example", "qwen3-30b-a3b-instruct-4bit")
-    put_worker(sluice.db, "ada", state="draining")
+    put_worker(sluice.db, "ada", state="draining", images="yes", load="0.5", protocol="1", queue_limit="100")
     put_jobs(sluice.db, "default", "interactive", 2, tenant="shop", age_s=75, state="running")
     put_jobs(sluice.db, "default", "interactive", 3, tenant="shop", age_s=70, state="queued")
     put_jobs(sluice.db, "default", "interactive", 1, tenant="", age_s=2, state="queued")
@@ -90,6 +90,7 @@ def test_json_is_one_object_with_the_fields_that_the_help_names(busy: Command) -
         "gap_p50_ms": 8.5, "gap_p95_ms": 21.0, "prefix_hit_rate": 0.873, "prefix_cache_bytes": 4_200_000_000,
         "claims_left": 12, "claims_overruled": 3, "prefix_hint_rate": 0.95,
         "memory_bytes": 812_000_000, "memory_limit_bytes": 24_000_000_000, "started_at": None,
+        "images": True, "load": 0.5, "protocol": 1, "queue_limit": 100,
     }  # fmt: skip
     assert said["models"][0] == {
         "model": "default", "workers": 0, "rows": 3, "max_rows": 16, "tokens_per_s": 412.5, "claims_left": 12,
@@ -111,10 +112,10 @@ def test_json_is_one_object_with_the_fields_that_the_help_names(busy: Command) -
 
 @pytest.mark.parametrize("value", FOREIGN)
 def test_a_number_that_no_worker_wrote_is_absent(sluice: Command, value: str) -> None:
-    put_worker(sluice.db, "eve", **dict.fromkeys([*LOAD, "rows", "max_rows", "started_at"], value))
+    put_worker(sluice.db, "eve", **dict.fromkeys([*LOAD, *NUMBERS], value))
     code, out, err = sluice("top", "--once", "--json")
     (worker,) = json.loads(out)["workers"]
-    assert (code, err, {worker[name] for name in top._NUMBERS}) == (0, "", {None})
+    assert (code, err, {worker[name] for name in NUMBERS}) == (0, "", {None})
     code, out, err = sluice("top", "--once")
     assert (code, err, "\x1b" in out, max(map(len, out.splitlines())) <= 80) == (0, "", False, True), out
 
@@ -226,6 +227,14 @@ def test_it_lives_through_an_outage_and_leaves_the_terminal_as_it_was(own_server
         ended = terminal.until("\x1b[?1049l")
         assert "\x1b[?25h" in ended, "the cursor is back"
         assert terminal.process.wait(20) == 0
+
+
+def test_a_signal_to_end_leaves_the_terminal_as_it_was(own_server: Server, tmp_path: Path) -> None:
+    with closing(Terminal(own_server.url, tmp_path, "top")) as terminal:
+        terminal.until("No worker is alive")
+        terminal.process.send_signal(signal.SIGTERM)
+        ended = terminal.until("\x1b[?1049l")
+        assert ("\x1b[?25h" in ended, terminal.process.wait(20)) == (True, 128 + signal.SIGTERM)
 
 
 def test_json_goes_on_after_an_outage_and_says_on_stderr_why_it_paused(own_server: Server, tmp_path: Path) -> None:

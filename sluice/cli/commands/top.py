@@ -1,7 +1,7 @@
 """`sluice top`: a live view of workers, models, queues, tenants and offline runs."""
 
 import asyncio
-import re
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -17,16 +17,9 @@ from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.top_view import Sample, TopView
 from sluice.cli.terminal.view import console, note
 from sluice.client import Client
-from sluice.contract import keys
 from sluice.contract.batch import Batch
-from sluice.presence import serves
+from sluice.presence import parse_worker, serves
 from sluice.queues import QueueHead
-
-_NUMBERS = (
-    "rows", "max_rows", "offline_rows", "jobs_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "gap_p50_ms",
-    "gap_p95_ms", "prefix_hit_rate", "claims_left", "claims_overruled", "prefix_hint_rate",
-    "prefix_cache_bytes", "memory_bytes", "memory_limit_bytes", "started_at",
-)  # fmt: skip
 
 _SUMMED = ("rows", "max_rows", "tokens_per_s", "claims_left", "claims_overruled")  # over the workers of a model
 
@@ -51,11 +44,12 @@ def top(
     \b
     With --json, print an object for each sample:
       at       Unix seconds
-      workers  name, model, state, version, and as numbers or null: rows,
-               max_rows, offline_rows, jobs_per_s, tokens_per_s, ttft_p50_ms,
-               ttft_p95_ms, gap_p50_ms, gap_p95_ms, prefix_hit_rate (0 to 1),
-               claims_left, claims_overruled, prefix_hint_rate (0 to 1),
-               prefix_cache_bytes, memory_bytes, memory_limit_bytes, started_at
+      workers  name, model, state, version, images, and as numbers or null:
+               rows, max_rows, offline_rows, jobs_per_s, tokens_per_s, load,
+               ttft_p50_ms, ttft_p95_ms, gap_p50_ms, gap_p95_ms,
+               prefix_hit_rate (0 to 1), claims_left, claims_overruled,
+               prefix_hint_rate (0 to 1), prefix_cache_bytes, memory_bytes,
+               memory_limit_bytes, queue_limit, started_at, protocol
       models   model, workers (that take jobs), rows, max_rows, tokens_per_s,
                claims_left, claims_overruled
       queues   model, lane, jobs; of the oldest 300: running, waiting, oldest_s;
@@ -74,8 +68,12 @@ def top(
     with suppress(KeyboardInterrupt):  # the way to end it
         if once or not (as_json or sys.stdout.isatty()):
             asyncio.run(_print_once(redis_url, as_json))
+        elif as_json:
+            asyncio.run(_print_each(redis_url, every))
         else:
-            asyncio.run(_print_each(redis_url, every) if as_json else _show(redis_url, every))
+            with suppress(asyncio.CancelledError):  # by SIGTERM
+                asyncio.run(_show(redis_url, every))
+            raise typer.Exit(128 + signal.SIGTERM)
 
 
 async def _print_once(url: str, as_json: bool) -> None:
@@ -96,8 +94,10 @@ async def _print_each(url: str, every_s: float) -> None:
 
 
 async def _show(url: str, every_s: float) -> None:
-    """Show samples on the terminal, whose screen and cursor are restored when the task ends."""
-    view = TopView(url)
+    """Show samples on the terminal, whose screen and cursor are restored when the task ends, by SIGTERM too."""
+    view, task = TopView(url), asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with Live(view, console=console(), screen=True, refresh_per_second=2) as live:  # to follow the terminal's size
         async for sample in _samples(url, every_s):
             view.update(sample)
@@ -118,7 +118,8 @@ async def _samples(url: str, every_s: float) -> AsyncIterator[Sample | CliError]
 
 
 async def _sample(client: Client) -> Sample:
-    workers = sorted(filter(None, map(_worker, await client.workers())), key=lambda each: (each["model"], each["name"]))
+    found = filter(None, map(parse_worker, await client.workers()))
+    workers = sorted(found, key=lambda each: (each["model"], each["name"]))
     heads = await client.queue_heads()
     return {
         "at": round(time.time(), 3),
@@ -129,22 +130,6 @@ async def _sample(client: Client) -> Sample:
         "runs": [_run(batch) for batch in await client.batches() if not batch.ended],
         "absent": [*client.absent],
     }
-
-
-def _worker(fields: dict[str, str]) -> dict[str, Any] | None:
-    """Return what a worker publishes; None for a foreign value under its key. A number that an earlier version does not
-    publish, or that no worker wrote, is None."""
-    if not fields.get("name") or not keys.is_model_name(fields.get("model", "")):
-        return None
-    texts = {name: fields.get(name, "")[:128] for name in ("name", "model", "version")}
-    state = keys.DRAINING if not serves(fields) else "running"
-    return {**texts, "state": state, **{name: _number(fields.get(name, "")) for name in _NUMBERS}}
-
-
-def _number(text: str) -> float | None:
-    if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,17})?(e-[0-9]{1,2})?", text):
-        return None
-    return int(text) if text.isdigit() else float(text)
 
 
 def _model(name: str, workers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import typer
@@ -14,6 +14,7 @@ from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.client import Client
 from sluice.contract.keys import DRAINING, LANES
+from sluice.presence import parse_worker
 from sluice.queues import Queue
 
 workers = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
@@ -26,22 +27,10 @@ Timeout = Annotated[
     ),
 ]
 
-_FIELDS: dict[str, Callable[[str], Any]] = {
-    "name": str,
-    "model": str,
-    "state": str,  # running or draining
-    "rows": int,
-    "max_rows": int,
-    "offline_rows": int,  # rows that the batch lane may use now
-    "jobs_per_s": float,  # over the last minute
-    "started_at": float,  # Unix seconds
-    "version": str,
-    "protocol": int,  # the version of the contract that it speaks
-    "load": float,  # share of the time in which it computes
-    "tokens_per_s": float,  # of all rows
-    "queue_limit": int,
-    "images": lambda value: value == "yes",  # if the model accepts images
-}  # parsers of the fields of a worker's hash
+_SHOWN = (
+    "name", "model", "state", "rows", "max_rows", "offline_rows", "jobs_per_s", "started_at", "version", "protocol",
+    "load", "tokens_per_s", "queue_limit", "images",
+)  # fmt: skip
 
 WorkerFields = dict[str, Any]
 Depths = dict[str, dict[str, int]]  # jobs by model and lane
@@ -54,7 +43,8 @@ def list_workers(context: typer.Context, redis_url: RedisUrl = REDIS_URL, as_jso
     Queues are listed too, also those without a worker. A worker that is draining has been stopped: it ends its jobs and
     takes no more. A job stays in its queue while it runs, and is counted there. `load` is the share of the last ten
     seconds in which a worker has computed. With --json, print an object for each worker; `queued` has the number of
-    jobs by lane for its model, and `images` is true if the model accepts images. Exit codes: 0, or 1 if no worker is
+    jobs by lane for its model, `images` is true if the model accepts images, and what an earlier version does not
+    publish is null. Exit codes: 0, or 1 if no worker is
     alive. `sluice queue list` shows all queues.
 
     \b
@@ -75,7 +65,7 @@ def list_workers(context: typer.Context, redis_url: RedisUrl = REDIS_URL, as_jso
         )
     if as_json:
         for worker in alive:
-            print_json({**worker, "queued": depths[worker["model"]]})
+            print_json({**{name: worker[name] for name in _SHOWN}, "queued": depths[worker["model"]]})
         return
     _print_workers(alive)
     _print_depths(depths)
@@ -83,20 +73,10 @@ def list_workers(context: typer.Context, redis_url: RedisUrl = REDIS_URL, as_jso
 
 async def _read_workers(url: str) -> tuple[list[WorkerFields], Depths, list[Queue]]:
     async with connected(url) as client:
-        alive = list(filter(None, map(_parse, await client.workers())))
+        alive = list(filter(None, map(parse_worker, await client.workers())))
         alive.sort(key=lambda worker: (worker["model"], worker["name"]))
         depths = {model: await _depth(client, model) for model in dict.fromkeys(w["model"] for w in alive)}
         return alive, depths, await client.queues()
-
-
-def _parse(fields: dict[str, str]) -> WorkerFields | None:
-    """Return the parsed fields; None for a foreign value under a worker's key."""
-    try:
-        # Which workers of earlier versions do not publish.
-        known = {"state": "running", "protocol": "0", "load": "0", "tokens_per_s": "0", **fields}
-        return {name: kind(known[name]) for name, kind in _FIELDS.items()}
-    except (KeyError, ValueError):
-        return None
 
 
 async def _depth(client: Client, model: str) -> dict[str, int]:
@@ -124,18 +104,22 @@ def _print_workers(alive: list[WorkerFields]) -> None:
                 worker["name"],
                 worker["model"],
                 worker["state"],
-                f"{worker['rows']} / {worker['max_rows']}",
-                str(worker["offline_rows"]),
-                f"{worker['jobs_per_s']:.2f}",
-                f"{worker['tokens_per_s']:,.0f}",
-                f"{worker['load']:.0%}",
+                f"{_number(worker['rows'])} / {_number(worker['max_rows'])}",
+                _number(worker["offline_rows"]),
+                _number(worker["jobs_per_s"], ".2f"),
+                _number(worker["tokens_per_s"], ",.0f"),
+                _number(worker["load"], ".0%"),
                 "yes" if worker["images"] else "no",
-                format_duration(time.time() - worker["started_at"]),
+                format_duration(time.time() - worker["started_at"]) if worker["started_at"] else "–",
                 worker["version"],
             )
             for worker in alive
         ],
     )
+
+
+def _number(value: float | None, form: str = "") -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _print_depths(depths: Depths) -> None:
