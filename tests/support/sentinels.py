@@ -28,17 +28,18 @@ def is_copied(replica: Server) -> bool:
 class Sentinels:
     """Sentinels on free ports that take a primary for dead after a second. Use it in a `with` block."""
 
-    def __init__(self, primary: Server, *, count: int = 3, replicas: int = 1) -> None:
-        self._primary = primary
+    def __init__(self, primary: Server, *, count: int = 3, replicas: int = 1, port: int | None = None) -> None:
+        """`port`: on which the primary is to be reached, if it is not its own."""
+        self._primary_port = port or primary.port
         self._count, self._replicas = count, replicas
-        self._ports = [free_port() for _ in range(count)]
+        self.ports = [free_port() for _ in range(count)]
         self._folder = tempfile.TemporaryDirectory(prefix="sluice-sentinels-", ignore_cleanup_errors=True)
         self._processes = list[subprocess.Popen[bytes]]()
-        self.url = f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in self._ports)}/{SERVICE}/0"
+        self.url = f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in self.ports)}/{SERVICE}/0"
 
     def __enter__(self) -> Self:
         try:
-            for port in self._ports:
+            for port in self.ports:
                 self._start(port)
             self.until(self._all_know_all)
         except BaseException:
@@ -58,7 +59,7 @@ class Sentinels:
         file = folder / "sentinel.conf"  # a sentinel rewrites it
         file.write_text(
             f"port {port}\nbind 127.0.0.1\ndir {folder}\nlogfile {folder}/log\n"
-            f"sentinel monitor {SERVICE} 127.0.0.1 {self._primary.port} {self._count // 2 + 1}\n"
+            f"sentinel monitor {SERVICE} 127.0.0.1 {self._primary_port} {self._count // 2 + 1}\n"
             f"sentinel down-after-milliseconds {SERVICE} 1000\nsentinel failover-timeout {SERVICE} 5000\n",
             encoding="utf-8",
         )
@@ -82,7 +83,7 @@ class Sentinels:
 
     def ask(self, *command: str, number: int = 0) -> list[bytes]:
         """Send a sentinel a command, and return its answer as it came."""
-        with redis.Redis(port=self._ports[number]) as client:
+        with redis.Redis(port=self.ports[number]) as client:
             answer: list[bytes] = client.execute_command("SENTINEL " + command[0], *command[1:])
             return answer
 
@@ -90,7 +91,7 @@ class Sentinels:
         return all(self._knows_all(number) for number in range(self._count))
 
     def _knows_all(self, number: int) -> bool:
-        with redis.Redis(port=self._ports[number]) as client:
+        with redis.Redis(port=self.ports[number]) as client:
             state = client.sentinel_masters()[SERVICE]
         others, replicas = state["num-other-sentinels"], state["num-slaves"]
         return bool(others == self._count - 1 and replicas == self._replicas and state["flags"] == "master")
