@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from sluice.cancellation import CancelOutcome
 from sluice.client import Client
 from sluice.contract import keys
+from sluice.contract.batch import Batch
 from sluice.contract.events import Event
 from sluice.contract.keys import Lane
 from sluice.contract.redis_url import MapFile, Servers
@@ -221,6 +222,11 @@ class MappedClient(Client):
         """Cancel the jobs that wait in a queue, as `Client.purge` does."""
         client = self.of_model(model)
         return await client.purge(model, lane, older_than_s=older_than_s, on_progress=on_progress)
+
+    async def batches(self) -> list[Batch]:
+        """Return the runs that reported within the last week; none if the default server does not answer."""
+        found = await self._ask(self._servers.default, lambda client: client.batches())
+        return [] if isinstance(found, RedisError) else found
 
     async def ping(self) -> None:
         """Check that one of the servers answers: each serves its models alone. Raises `ServerUnreachable` of the

@@ -1,18 +1,23 @@
 """Models on two servers: each job is on its model's, an id finds it again, and a dead server takes its models alone."""
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
 from sluice import MappedClient, NoWorker, ServerUnreachable, SyncClient, UnknownJob
 from sluice.contract import keys
+from sluice.contract.redis_url import MapFile
+from sluice.gateway import ServeSettings
 from tests.client.streaming import HELLO
 from tests.fakes import FakeChat
+from tests.gateway.gateways import events, serving
 from tests.queue.helpers import settings, working
 from tests.support.stack import Server
 from tests.waiting import until
@@ -162,12 +167,49 @@ async def _all_answer(client: MappedClient) -> bool:
     return not client.absent
 
 
+@pytest.mark.timing
 async def test_lists_of_a_dead_server_are_awaited_once(mapped: MappedClient, second: Server) -> None:
     second.kill()
     await mapped.workers()
     started = time.monotonic()
     await mapped.workers()
     assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.timing
+async def test_a_server_that_hangs_takes_its_models_alone(mapped: MappedClient, second: Server) -> None:
+    await mapped.submit(SAY, model="small", id="a")
+    assert second.process is not None
+    second.process.send_signal(signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        await mapped.ping()
+        assert (await mapped.submit(SAY, model="small")).new
+        assert (await mapped.state("a"), time.monotonic() - started < 1.0) == ("queued", True)
+        assert [queue.model for queue in await mapped.queues()] == ["small"]
+        started = time.monotonic()
+        assert [queue.model for queue in await mapped.queues()] == ["small"]
+        assert time.monotonic() - started < 2.0
+    finally:
+        second.process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.slow
+async def test_the_death_of_the_default_server_is_that_of_its_models_alone(
+    redis_url: str, second: Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "servers.toml"
+    path.write_text(f'default = "{second.url}"\n[models]\nsmall = "{redis_url}"\n')
+    async with working(settings(redis_url, model_name="small"), FakeChat().chat), MappedClient(path) as client:
+        with serving(MapFile(path), ServeSettings(_env_file=None, no_worker_s=0.5)) as gateway:
+            second.kill()
+            assert (await client.batches(), [each["model"] for each in await client.workers()]) == ([], ["small"])
+            assert len(client.absent) == 1
+            async with httpx.AsyncClient(base_url=gateway.base_url, timeout=30) as http:
+                body = {"model": "small", "messages": HELLO, "stream": True, "say": ["a", "b"]}
+                streamed = await http.post("/chat/completions", json=body, headers={"Idempotency-Key": "k"})
+                assert [each["choices"][0]["delta"].get("content") for each in events(streamed.text)][1:3] == ["a", "b"]
+                assert [each["id"] for each in (await http.get("/models")).json()["data"]] == ["small"]
 
 
 async def test_ping_raises_if_no_server_answers(tmp_path: Path, second: Server) -> None:
