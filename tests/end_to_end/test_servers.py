@@ -151,6 +151,10 @@ def test_a_dead_server_takes_its_model_alone(spread: Spread) -> None:
     code, printed, said = spread.command("workers", "--json")
     assert (code, [json.loads(each)["name"] for each in printed.splitlines()]) == (0, ["of-small"])
     assert f"127.0.0.1:{server.port}/0 of big: " in said
+    code, printed, _ = spread.command("top", "--once", "--json")
+    (sentence,) = json.loads(printed)["absent"]
+    assert (code, f"127.0.0.1:{server.port}/0 of big: " in sentence) == (0, True)
+    assert f"{server.port}/0 of big: " in spread.command("top", "--once")[1].replace("\n", "")
     code, _, said = spread.command("submit", "Hello", "--model", "big")
     assert (code, f"127.0.0.1:{server.port}/0 of big: " in said) == (2, True)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from sluice.contract.redis_url import MapFile
 from sluice.gateway.settings import (
     PREFIX,
     CannotServe,
@@ -136,3 +137,14 @@ def refusal_or_nothing() -> str:
 def test_a_larger_body_raises_the_bytes_that_are_held() -> None:
     assert ServeSettings(max_body_bytes=300_000_000).max_held_bytes == 300_000_000
     assert ServeSettings(max_body_bytes=1_000).max_held_bytes == 256_000_000
+
+
+def test_a_map_takes_the_place_of_the_url_unless_the_environment_empties_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("servers.toml").write_text('default = "redis://here:1/0"\n')
+    Path(".env").write_text("SLUICE_REDIS_URL=redis://here:2/0\nSLUICE_REDIS_URLS=servers.toml\nSLUICE_MODEL=m\n")
+    assert (read_redis_url("redis://default"), read_worker_settings().redis_url) == (
+        MapFile("servers.toml"), "redis://here:1/0",
+    )  # fmt: skip
+    assert isinstance(read_redis_url("redis://default"), MapFile)
+    monkeypatch.setenv("SLUICE_REDIS_URLS", "")  # as `sluice up` does for its parts
+    assert (read_redis_url("redis://default"), read_worker_settings().redis_url) == ("redis://here:2/0",) * 2
