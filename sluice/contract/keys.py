@@ -16,6 +16,7 @@ CONTROL = "sluice:control"
 ALIASES = "sluice:aliases"  # hash: the model that an alias stands for, by the name of the alias
 DEAD = "sluice:dead"
 WORKERS = "sluice:worker:*"
+MODELS = "sluice:models:*"  # hashes of supervisors, and the lists of their commands
 BATCHES = "sluice:batch:*"
 QUEUES = "sluice:queue:*"
 DRAINING = "draining"  # in a worker's hash and in that of its model: it ends its jobs, and takes no more
@@ -127,6 +128,18 @@ def prefix_mark(model: str, mark: str) -> str:
 def worker(name: str) -> str:
     """Hash: a live worker's presence."""
     return f"sluice:worker:{name}"
+
+
+def models(supervisor: str) -> str:
+    """Hash: the models that a supervisor of several loads when jobs ask for them, by name, each a `models.Model` in
+    JSON; a lease."""
+    return f"sluice:models:{supervisor}"
+
+
+def model_commands(supervisor: str) -> str:
+    """List: what the supervisor is asked to do, each a `models.Command` in JSON, the oldest first. Who pushes one lets
+    the list expire after a minute, so that none waits for a supervisor that has gone."""
+    return f"sluice:models:{supervisor}:commands"
 
 
 def restart(model: str) -> str:
