@@ -186,6 +186,17 @@ TABLE = {
         "worker.queue.redis_server worker.outcomes worker.request worker.schedule_times worker.settings",
         "arq pydantic pydantic_core redis",
     ),
+    # Several models on one machine: what decides, the plan with the engine's knowledge, and the supervisor without it.
+    "worker.supervisor": May(
+        "sluice.contract sluice.log_lines sluice.transport worker.engine.memory worker.errors worker.process.child",
+        "redis",
+    ),
+    "worker.supervisor.decision": May(standard=PURE),
+    "worker.supervisor.planned": May(standard=PURE),
+    "worker.supervisor.plan": May(
+        "sluice.contract.keys sluice.wording worker.engine worker.environment worker.errors worker.settings "
+        "worker.supervisor"
+    ),
     # Batch files: when to run them, and the process that does.
     "worker.batch_dir": May(
         "worker.environment worker.errors worker.queue.cron worker.queue.services worker.schedule_times worker.settings"
@@ -278,6 +289,7 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     assert holders("arq") == {"worker.queue.job", "worker.parts"}
     assert holders("redis") == {
         *queue, "sluice", "sluice.contract", "sluice.cli", "sluice.cli.embedded_server", "sluice.gateway",
+        "worker.supervisor",
     }  # fmt: skip
     assert not [row for row, may in TABLE.items() if "worker.app" in may.ours and row != "worker.__main__"]
     assert TABLE["sluice"].ours == ""

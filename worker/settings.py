@@ -119,6 +119,12 @@ class Settings(BaseSettings):
         ge=0,
         description="Memory that is kept free, in gigabytes.",
     )
+    idle_unload_s: float | None = Field(
+        None,
+        gt=0,
+        examples=["600"],
+        description="Of several models: seconds without a job after which one leaves memory. Default: never.",
+    )
     prefix_cache_gb: float | None = Field(
         None,
         ge=0,

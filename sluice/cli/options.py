@@ -3,11 +3,13 @@
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
-from sluice.contract.keys import LANES, Lane
+from sluice.cli.errors import CliError
+from sluice.contract.keys import LANES, Lane, is_model_name
 from sluice.contract.redis_url import MapFile
 
 N = TypeVar("N", int, float)
@@ -61,6 +63,28 @@ def _server(context: typer.Context, url: str) -> str:
     return MapFile(file) if file and (source is None or source.name != "COMMANDLINE") else url
 
 
+def named_checkpoints(models: list[str], name: str | None) -> list[tuple[str, str]]:
+    """Return the name and the checkpoint of each of several models: `small=C`, or a checkpoint whose last part is the
+    name. Raises `CliError`."""
+    if name is not None:
+        raise CliError(
+            "--name: there are several models; write each name before its model, as in --model small=FOLDER."
+        )
+    named = [split_name(each) for each in models]
+    found = [(name or Path(checkpoint).name, checkpoint) for name, checkpoint in named]
+    for name, checkpoint in found:
+        if not is_model_name(name):
+            raise CliError(f"--model {checkpoint}: {name!r} cannot be its name; write one before it: NAME={checkpoint}")
+    return found
+
+
+def split_name(model: str) -> tuple[str | None, str]:
+    """Return the name and the checkpoint of `small=C`; no name if there is none, or a folder is called so."""
+    name, equals, checkpoint = model.partition("=")
+    is_named = equals and checkpoint and is_model_name(name) and not Path(model).expanduser().exists()
+    return (name, checkpoint) if is_named else (None, model)
+
+
 RedisUrl = Annotated[
     str,
     typer.Option(
@@ -80,9 +104,13 @@ ModelName = Annotated[
         help="The name that the model is served under.  [default: default]",
     ),
 ]
-Checkpoint = Annotated[
-    str | None,
-    typer.Option(metavar="FOLDER_OR_HUB_ID", help="SLUICE_MODEL: a folder or hub id that mlx_lm.load can open."),
+Checkpoints = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        metavar="[NAME=]FOLDER_OR_HUB_ID",
+        help="SLUICE_MODEL: a folder or hub id that mlx_lm.load can open. Several models share this machine's memory.",
+    ),
 ]
 ServedName = Annotated[
     str | None, typer.Option(metavar="NAME", help="SLUICE_MODEL_NAME: the name that jobs use for it.")

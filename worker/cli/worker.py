@@ -1,16 +1,21 @@
-"""`sluice worker`: runs `python -m worker`, with a few settings as options."""
+"""`sluice worker`: runs `python -m worker`, with a few settings as options, or the supervisor of several models."""
 
-from typing import Annotated
+import os
+import signal
+import threading
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from sluice.cli.errors import CliError, worker_missing
-from sluice.cli.options import Checkpoint, ServedName, integer
+from sluice.cli.options import Checkpoints, ServedName, integer, named_checkpoints, split_name
 
 
 def worker(
     context: typer.Context,
-    model: Checkpoint = None,
+    model: Checkpoints = None,
     name: ServedName = None,
     redis_url: Annotated[
         str | None, typer.Option(metavar="URL", help="SLUICE_REDIS_URL: URL of the Redis server.")
@@ -18,27 +23,88 @@ def worker(
     max_rows: Annotated[
         int | None, typer.Option(parser=integer(), metavar="N", help="SLUICE_MAX_ROWS: jobs at once.")
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A TOML file of several models, each with settings of its own."),
+    ] = None,
+    until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
 ) -> None:
-    """Serve one model until Ctrl-C or SIGTERM.
+    """Serve a model, or several, until Ctrl-C or SIGTERM.
 
     Each setting is a variable SLUICE_..., read from the environment or from .env in this folder; an option overrides
-    both. .env.example in the repository lists all settings, with units and defaults.
+    both. .env.example in the repository lists all settings, with units and defaults. Several models share
+    SLUICE_MEMORY_GB: each is loaded when jobs ask for it, in a process of its own, and leaves after
+    SLUICE_IDLE_UNLOAD_S without one.
 
     \b
-    Example:
+    Examples:
       sluice worker --model mlx-community/Qwen3-4B-4bit --max-rows 8
+      sluice worker --model small=mlx-community/Qwen3-4B-4bit --model mlx-community/Qwen3-32B-4bit
+      sluice worker --config workers.toml
     """
+    models = model or []
     if context.args:
-        raise CliError(_argument_error(context.args, model))
-    flags = {"model": model, "model_name": name, "redis_url": redis_url, "max_rows": max_rows}
-    _serve({name: value for name, value in flags.items() if value is not None})
+        raise CliError(_argument_error(context.args, models))
+    given: dict[str, Any] = {"redis_url": redis_url, "max_rows": max_rows}
+    settings = {key: value for key, value in given.items() if value is not None}
+    if config is not None:
+        if models or name is not None:
+            raise CliError("--config: it names the models; leave out --model and --name.")
+        _supervise({**_read(config), **settings}, f"--config {config}: ")
+    elif len(models) > 1:
+        named = [{"name": name, "path": path} for name, path in named_checkpoints(models, name)]
+        _supervise({**settings, "model": named}, "")
+    else:
+        if until_stdin_closes:
+            threading.Thread(target=_stop_when_stdin_closes, daemon=True).start()
+        _serve({**settings, **_one_model(models, name)})
 
 
-def _argument_error(args: list[str], model: str | None) -> str:
+def _one_model(models: list[str], name: str | None) -> dict[str, str]:
+    """Return the settings of the one model that is given, if any."""
+    own_name, checkpoint = split_name(models[0]) if models else (None, None)
+    if own_name and name not in (None, own_name):
+        raise CliError(f"--name {name}: --model names it {own_name!r} already; leave one of them out.")
+    given = {"model": checkpoint, "model_name": name or own_name}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _argument_error(args: list[str], models: list[str]) -> str:
     """Return a message about arguments that belong to no option."""
-    if model is None and not args[0].startswith("-"):
+    if not models and not args[0].startswith("-"):
         return f"{args[0]}: the model must be given with an option. Write: sluice worker --model {args[0]}"
     return f"{' '.join(args)}: unknown argument. See: sluice worker --help"
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(config.read_text("utf-8"))
+    except OSError as error:
+        raise CliError(f"--config {config}: {error.strerror}; give a file that can be read.") from None
+    except ValueError as error:  # of TOML, or of UTF-8
+        raise CliError(f"--config {config}: it is not TOML: {error}.") from None
+
+
+def _stop_when_stdin_closes() -> None:
+    """Stop this process as SIGTERM does when the one that started it has ended. Blocks."""
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _supervise(config: dict[str, Any], place: str) -> None:
+    try:
+        from worker.errors import CannotStart
+        from worker.supervisor.supervisor import plan_models, run_supervisor
+
+        try:
+            code = run_supervisor(plan_models(config))
+        except CannotStart as error:
+            raise CliError(f"{place}{error}") from None
+    except ModuleNotFoundError as missing:
+        raise worker_missing(missing) from None
+    if code:
+        raise typer.Exit(code)
 
 
 def _serve(settings: dict[str, object]) -> None:

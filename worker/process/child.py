@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -212,3 +213,8 @@ def start(module: str) -> "subprocess.Popen[bytes]":
         )  # fmt: skip
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of this process with these variables, for a child process."""
+    return {**os.environ, **variables}

@@ -16,7 +16,7 @@ import typer
 
 from sluice.cli.embedded_server import EmbeddedServer, default_folder, pick_port
 from sluice.cli.errors import INSTALL, CliError, needs_gateway
-from sluice.cli.options import REDIS_URL, Checkpoint, ServedName
+from sluice.cli.options import REDIS_URL, Checkpoints, ServedName, named_checkpoints
 from sluice.client import Client
 from sluice.errors import SluiceError
 
@@ -124,7 +124,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def up(
-    model: Checkpoint = None,
+    model: Checkpoints = None,
     name: ServedName = None,
     max_rows: Annotated[int | None, typer.Option(metavar="N", help="SLUICE_MAX_ROWS: jobs at once.")] = None,
     port: Annotated[
@@ -154,19 +154,24 @@ def up(
         ),
     ] = None,
 ) -> None:
-    """Serve one model here: start a server, a worker and the gateway.
+    """Serve models here: start a server, a worker and the gateway.
 
     They run until Ctrl-C or SIGTERM. No Redis is needed. OpenAI clients reach the gateway at
     http://127.0.0.1:8000/v1. When the model is loaded, the command prints how other terminals reach it. The worker
     reads its settings from SLUICE_... and .env, as `sluice worker` does, and the gateway its own, SLUICE_SERVE_...,
-    both except SLUICE_REDIS_URL.
+    both except SLUICE_REDIS_URL. Several models share the memory: each is loaded when jobs ask for it, in a process of
+    its own.
 
     \b
-    Example:
+    Examples:
       sluice up --model mlx-community/Qwen3-4B-4bit
+      sluice up --model small=mlx-community/Qwen3-4B-4bit --model mlx-community/Qwen3-32B-4bit
     """
-    flags = {"--model": model, "--name": name, "--max-rows": max_rows}
-    options = [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]
+    models = model or []
+    if len(models) > 1:
+        named_checkpoints(models, name)  # before anything starts
+    flags = [*(("--model", each) for each in models), ("--name", name), ("--max-rows", max_rows)]
+    options = [part for flag, value in flags if value is not None for part in (flag, str(value))]
     server = EmbeddedServer((data or default_folder()).expanduser(), port)
     code = asyncio.run(_Up(server, GatewayProcess(server.url, http_port), options).run())
     if code:
