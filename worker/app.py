@@ -6,6 +6,7 @@ while the model loads. `tests/end_to_end/test_imports_at_start.py` holds what ma
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -49,6 +50,7 @@ _THREADS_S = 1.0
 async def serve_jobs(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT; then the process ends, even if a thread does not. If it is asked to restart, it
     executes itself again instead. Raises `CannotStart`."""
+    began = time.monotonic()
     health, ending = Health(settings.watchdog_s), ExitTimer()
     with ending.after_error(_THREADS_S), served_metrics(settings.model_name, settings.metrics_port, health) as metrics:
         batches = _batch_directory(settings)
@@ -57,7 +59,7 @@ async def serve_jobs(settings: Settings) -> None:
             server = RedisServer(redis, settings)
             await server.check_early()
             await engine_imported
-            worker = await _serve(settings, server, batches, metrics, health, ending)
+            worker = await _serve(settings, server, batches, metrics, health, ending, began)
     if worker.restarts:
         default_signals()
         await asyncio.sleep(0.01)  # for the handlers of earlier signals: such a process does not come back
@@ -99,6 +101,7 @@ async def _serve(
     metrics: MetricsSink,
     health: Health,
     ending: ExitTimer,
+    began: float,
 ) -> "QueueWorker":
     to_warm = _to_warm(settings)
     engine = _engine(settings, metrics)
@@ -107,7 +110,7 @@ async def _serve(
         from worker import parts
 
         with parts.image_inputs(settings, model) as images:
-            context = parts.worker_context(settings, engine, model, images, metrics)
+            context = parts.worker_context(settings, engine, model, images, metrics, began)
             await context.codec.prepare()
             worker = parts.queue_worker(server, engine, context, [batches.cron] if batches else [])
             health.set_checks({"event loop": worker.heartbeat, "engine": engine.heartbeat}, worker.readiness.parts())

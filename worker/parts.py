@@ -1,5 +1,6 @@
 """Builds the parts of a worker around its loaded model."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 
@@ -32,9 +33,14 @@ def image_inputs(settings: Settings, model: Model) -> Iterator[ImageInputs | Non
 
 
 def worker_context(
-    settings: Settings, engine: EngineThread, model: Model, images: ImageInputs | None, metrics: MetricsSink
+    settings: Settings,
+    engine: EngineThread,
+    model: Model,
+    images: ImageInputs | None,
+    metrics: MetricsSink,
+    began: float | None = None,
 ) -> WorkerContext:
-    """Return what the jobs use."""
+    """Return what the jobs use, once the model is loaded. `began`: monotonic seconds of the worker's start."""
     context_tokens = min(model.context, settings.context_tokens or model.context)
     tokenizer = MLXTokenizer(model.tokenizer, model.vision.image_processor.marker if model.vision else "")
     codec = TextCodec(
@@ -57,6 +63,7 @@ def worker_context(
         generation=model.generation,
         end_tokens=tokenizer.eos_token_ids,
         metrics=metrics,
+        loading=(time.monotonic() if began is None else began, time.monotonic()),
     )
 
 

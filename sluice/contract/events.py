@@ -59,6 +59,8 @@ class Timings:
     tokens_per_s: float
     """Tokens after the first per second, from the first to the last, as the engine made them; 0 if there are fewer than
     two in this attempt."""
+    load_s: float | None = None
+    """The part of `queue_s` in which the worker started and loaded its model; absent if the model was loaded before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,12 @@ async def test_an_idle_model_has_no_process_until_a_job_comes_and_counts_as_serv
         assert supervisor.worker_pids() == {}
         assert _resident_bytes(supervisor.pid) <= 60_000_000
         job = await client.submit(COUNT, model="b", wait_worker_s=0)  # `NoWorker` if it counted as none
-        assert (await client.result(job.id))["choices"][0]["message"]["content"] == "1 2 3"
+        result = await client.result(job.id)
+        assert result["choices"][0]["message"]["content"] == "1 2 3"
+        timings = result["sluice"]["timings"]
+        assert timings["queue_s"] / 2 < timings["load_s"] <= timings["queue_s"]
+        again = await client.submit(COUNT, model="b")
+        assert "load_s" not in (await client.result(again.id))["sluice"]["timings"]
         assert set(supervisor.worker_pids()) == {"b"}
         supervisor.ask("load", "a")
         await until(lambda: supervisor.models()["a"]["state"] == "loaded")

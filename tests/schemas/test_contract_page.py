@@ -70,7 +70,7 @@ def test_the_page_s_key_table_has_every_key() -> None:
     ours.append("sluice:cron:<folder>:<unix>")  # keys.slot
     by_model = ["sluice:queue:<model>:<lane>", "sluice:index:2:<model>:<lane>", *(f":{part}" for part in keys.INDEX)]
     by_model += [keys.wake("<model>"), keys.model("<model>"), keys.rows("<model>"), keys.worker("<name>")]
-    by_model.append(keys.restart("<model>"))
+    by_model += [keys.restart("<model>"), keys.models("<supervisor>"), keys.model_commands("<supervisor>")]
     of_runs = [keys.batch("<run>"), keys.batch_cancel("<run>")]
     assert listed - {"arq:job:<id>", "arq:in-progress:<id>", "arq:abort"} == {
         *ours,

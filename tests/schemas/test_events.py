@@ -52,7 +52,9 @@ def test_an_example_reads_as_an_event_of_its_class_with_the_same_values(type: st
 
 def test_the_page_s_result_reads_as_a_result_and_is_written_as_it_was() -> None:
     result = ChatCompletion.model_validate_json(json.dumps(page.RESULT))
-    assert json.loads(result.model_dump_json(exclude_unset=True)) == page.RESULT
+    written = json.loads(result.model_dump_json(exclude_unset=True))
+    assert written["sluice"]["timings"].pop("load_s") is None  # of a dataclass, which does not know what was set
+    assert written == page.RESULT
 
 
 def test_the_page_s_token_count_reads_as_one_and_is_written_as_it_was() -> None:

@@ -37,3 +37,4 @@ class WorkerContext:
     end_tokens: frozenset[int]  # that end an answer
     metrics: MetricsSink
     reader: BodyReader = field(default_factory=BodyReader)
+    loading: tuple[float, float] = (0.0, 0.0)  # from the worker's start until its model was loaded, monotonic seconds

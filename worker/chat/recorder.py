@@ -356,12 +356,16 @@ class JobRecorder:
 
     def _timings(self) -> dict[str, float]:
         decode_s = self._last_at - self._first_at
+        queue_s = self._job.claim.age_s(self._began_at)
+        load_began, load_ended = self._context.loading
+        load_s = load_ended - max(load_began, self._began_monotonic - queue_s)
         timings = {
-            "queue_s": self._job.claim.age_s(self._began_at),
+            "queue_s": queue_s,
             "prefill_s": self._prefilled_at - self._began_monotonic,
             "ttft_s": self._first_at - self._began_monotonic,
             "decode_s": decode_s,
             "tokens_per_s": self._pace.tokens_per_s(),
+            **({"load_s": load_s} if load_s > 0 else {}),
         }
         return {name: round(value, 6) for name, value in timings.items()}
 

@@ -243,6 +243,7 @@ def _summary(event: Finished) -> str:
     timings, tokens = event.timings, event.usage.completion_tokens
     return " · ".join([
         f"queue {_duration(timings.queue_s)}",
+        *([f"load {_duration(timings.load_s)} of it"] if timings.load_s else []),
         f"ttft {_duration(timings.ttft_s)}",
         *([f"{timings.tokens_per_s:.1f} tokens/s"] if timings.tokens_per_s else []),  # 0: fewer than two tokens
         f"{tokens:,} token{'s' * (tokens != 1)}",
