@@ -1,8 +1,9 @@
 """The contract, version 1, as pydantic models. `docs/contract.md` explains it."""
 
 from schemas.chat import ChatRequest
+from schemas.embeddings import EmbeddingRequest
 from schemas.explain import explain, field_of
-from schemas.outputs import BatchLine, BatchOutput, ChatCompletion, CountResult, FinalEvent, JobEvent
+from schemas.outputs import BatchLine, BatchOutput, ChatCompletion, CountResult, EmbeddingResult, FinalEvent, JobEvent
 from sluice.contract.batch import Batch
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "ChatCompletion",
     "ChatRequest",
     "CountResult",
+    "EmbeddingRequest",
+    "EmbeddingResult",
     "FinalEvent",
     "JobEvent",
     "explain",

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from schemas.chat import ChatRequest
+from schemas.embeddings import EmbeddingRequest
 
 LocatedSchema = dict[str, Any]
 
@@ -25,13 +26,15 @@ class _ErrorLocation:
 
 
 @cache  # generating it takes 20 ms, which only a request with an error needs
-def _request() -> LocatedSchema:
-    return ChatRequest.model_json_schema()
+def _request(title: str = ChatRequest.__name__) -> LocatedSchema:
+    """Return the schema of a kind of request, by the name of its class."""
+    kinds = {kind.__name__: kind for kind in (ChatRequest, EmbeddingRequest)}
+    return kinds.get(title, ChatRequest).model_json_schema()
 
 
-def locate(loc: tuple[int | str, ...]) -> _ErrorLocation:
-    """Return the location that pydantic's `loc` stands for."""
-    path, here = "", _request()
+def locate(loc: tuple[int | str, ...], title: str = ChatRequest.__name__) -> _ErrorLocation:
+    """Return the location that pydantic's `loc` stands for in a request of the class `title`."""
+    path, here = "", _request(title)
     for step in loc:
         if (chosen := _chosen(here, step)) is not None:
             here = chosen  # pydantic's name of a union's member, which is not in the request
@@ -122,7 +125,8 @@ _LIKENESS = ((0, 0.88), (1, 0.85), (3, 0.76))
 def explain(error: ValidationError) -> str:
     """Return a sentence for each of the first three problems. Echoes only a few words of the input."""
     problems = _relevant(error.errors(include_url=False))
-    sentences = [_sentence(problem) for problem in problems[:3]]  # more are no help if a body is wrong everywhere
+    # More are no help if a body is wrong everywhere.
+    sentences = [_sentence(problem, error.title) for problem in problems[:3]]
     if unnamed := len(problems[3:]):
         sentences.append(f"And {unnamed} more")
     return " ".join(each if each.endswith("?") else f"{each}." for each in sentences)
@@ -130,7 +134,7 @@ def explain(error: ValidationError) -> str:
 
 def field_of(error: ValidationError) -> str | None:
     """Return the field of the first problem, or None if that is the request itself."""
-    return _where(_relevant(error.errors(include_url=False))[0]) or None
+    return _where(_relevant(error.errors(include_url=False))[0], error.title) or None
 
 
 def _relevant(problems: list[ErrorDetails]) -> list[ErrorDetails]:
@@ -139,7 +143,7 @@ def _relevant(problems: list[ErrorDetails]) -> list[ErrorDetails]:
     return [each for each in problems if each["loc"][-1:] == ("type",) or each["loc"][:-1] not in others]
 
 
-def _sentence(problem: ErrorDetails) -> str:
+def _sentence(problem: ErrorDetails, title: str) -> str:
     kind = problem["type"]
     value = problem["input"]
     context = problem.get("ctx", {})
@@ -149,19 +153,19 @@ def _sentence(problem: ErrorDetails) -> str:
         kind = "float_too_large"
     sentence = _SENTENCES.get(kind, _OTHERWISE).format(
         **{name: _readable(name, each) for name, each in context.items()},
-        where=_where(problem) or "the request",
+        where=_where(problem, title) or "the request",
         input=_shown(value),
         got="a string" if isinstance(value, str) else _shown(value),
         message=" ".join(problem["msg"].split())[:120],
     )
-    return sentence + _hint(problem["loc"]) if kind == "extra_forbidden" else sentence
+    return sentence + _hint(problem["loc"], title) if kind == "extra_forbidden" else sentence
 
 
-def _where(problem: ErrorDetails) -> str:
+def _where(problem: ErrorDetails, title: str) -> str:
     """Return the place of the problem; empty for the request itself."""
     if problem["type"] == "disagreement":
         return str(problem["ctx"]["field"])
-    path = locate(_loc(problem)).path
+    path = locate(_loc(problem), title).path
     return f"{path}.{_tag(problem)}" if _lacks_tag(problem) else path
 
 
@@ -181,9 +185,9 @@ def _loc(problem: ErrorDetails) -> tuple[int | str, ...]:
     return loc[:-2] if by_name else loc
 
 
-def _hint(loc: tuple[int | str, ...]) -> str:
+def _hint(loc: tuple[int | str, ...], title: str) -> str:
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", str(loc[-1])[:40]).lower()
-    meant = _meant(snake, locate(loc[:-1]).known)
+    meant = _meant(snake, locate(loc[:-1], title).known)
     return f"; did you mean {meant}?" if meant else "; leave it out"
 
 

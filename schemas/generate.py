@@ -11,16 +11,18 @@ import schemas
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _ABOUT = (
-    "Refer to one of $defs: Request is the input, Event, Result and CountResult are the output of a job; BatchLine, "
-    "BatchOutput and Batch belong to offline batches. Whole numbers are written without a fraction: 5, not 5.0. "
-    "See also contract.md."
+    "Refer to one of $defs: Request and EmbeddingRequest are the input, Event, Result, CountResult and EmbeddingResult "
+    "the output of a job; BatchLine, BatchOutput and Batch belong to offline batches. Whole numbers are written "
+    "without a fraction: 5, not 5.0. See also contract.md."
 )
 Mode = Literal["validation", "serialization"]
 _PARTS: dict[str, tuple[Any, Mode]] = {
     "Request": (schemas.ChatRequest, "validation"),
+    "EmbeddingRequest": (schemas.EmbeddingRequest, "validation"),
     "Event": (schemas.JobEvent, "serialization"),
     "Result": (schemas.ChatCompletion, "serialization"),
     "CountResult": (schemas.CountResult, "serialization"),
+    "EmbeddingResult": (schemas.EmbeddingResult, "serialization"),
     "BatchLine": (schemas.BatchLine, "validation"),
     "BatchOutput": (schemas.BatchOutput, "serialization"),
     "Batch": (schemas.Batch, "serialization"),

@@ -119,6 +119,41 @@ class CountResult(Sent):
     usage: _CompletionUsage = Field(description="As of the chat, without an answer.")
 
 
+class _Embedding(Sent):
+    object: Literal["embedding"] = "embedding"
+    index: TokenCount = Field(description="Of the input.")
+    embedding: list[float] | str = Field(description="The numbers, or base64 of them as little-endian float32.")
+
+
+class _EmbeddingUsage(Sent):
+    prompt_tokens: TokenCount
+    total_tokens: TokenCount
+
+
+class _EmbeddingDetails(Sent):
+    lane: Lane
+    worker: str
+    attempt: int = Field(ge=1, description="Number of the attempt that finished it.")
+    fingerprint: str
+    timings: Timings
+    tenant: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class EmbeddingResult(Sent):
+    """The result of a job of the kind `embed`."""
+
+    id: str = Field(description="The job's id.")
+    object: Literal["list"] = "list"
+    created: int = Field(description="Unix seconds at the claim.")
+    model: str
+    data: list[_Embedding] = Field(description="In the order of the inputs.")
+    usage: _EmbeddingUsage
+    sluice: _EmbeddingDetails
+
+
 class ChatCompletion(Sent):
     id: str = Field(description="The job's id.")
     object: Literal["chat.completion"] = "chat.completion"

@@ -1,8 +1,10 @@
 """The asyncio client for web backends: `submit`, `stream`, `result`, `cancel`."""
 
 import asyncio
+import base64
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import struct
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -58,6 +60,13 @@ def _completion(stored: dict[str, Any]) -> dict[str, Any]:
         case "cancelled":
             raise JobCancelled(stored["reason"])
     return stored
+
+
+def vectors_of(result: Mapping[str, Any]) -> Iterator[list[float]]:
+    """Yield the vectors in the result of a job of an embedding model that was asked for base64."""
+    for entry in result["data"]:
+        vector = base64.b64decode(entry["embedding"])
+        yield [*struct.unpack(f"<{len(vector) // 4}f", vector)]
 
 
 class Client:
@@ -126,7 +135,8 @@ class Client:
         extra_keys: Sequence[ExtraKey] = (),
     ) -> Submitted:
         """Queue a chat: the body of an OpenAI chat completion, or only its messages. With "count" as `function`, its
-        prompt tokens are counted: see `count_tokens`. `model` may be an alias: `Submitted.model` is what it stood for.
+        prompt tokens are counted: see `count_tokens`; with "embed" it is a request for embeddings: see `embed`. `model`
+        may be an alias: `Submitted.model` is what it stood for.
 
         Without a `lane`, the request's `service_tier` decides: "flex" is the batch lane, all else is interactive.
 
@@ -169,6 +179,31 @@ class Client:
             counted = await self.result(job.id)
         return int(counted["usage"]["prompt_tokens"])
 
+    async def embed(
+        self,
+        input: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        model: str = "default",
+        dimensions: int | None = None,
+        lane: Lane | None = None,
+        wait_worker_s: float | None = None,
+        timeout: float | None = None,
+    ) -> list[list[float]]:
+        """Return the vector of each input, computed by an embedding model: of a text, of texts, of the token ids of one
+        input, or of lists of them. `dimensions`: the first so many numbers, scaled to the length 1; None: all.
+
+        Waits at most `timeout` seconds; the job continues. To have its usage, or to follow or cancel it, `submit` the
+        request with "embed" as `function`. Raises `JobFailed` for an input that is too long, and what `submit` and
+        `result` raise.
+        """
+        texts = input if isinstance(input, str) else list(input)
+        request = {"input": texts, "encoding_format": "base64", "dimensions": dimensions}
+        job = new_job(request, model, lane, function="embed")
+        async with asyncio.timeout(timeout):
+            await self._submit(job, wait_worker_s)
+            embedded = await self.result(job.id)
+        return await asyncio.to_thread(lambda: list(vectors_of(embedded)))
+
     async def _submit(self, job: NewJob, wait_worker_s: float | None) -> Submitted:
         if wait_worker_s is None:
             return await self._submission.submit(job)
@@ -195,7 +230,7 @@ class Client:
                 yield raw
 
     async def result(self, job_id: str, *, timeout: float | None = None) -> dict[str, Any]:
-        """Return the `chat.completion` object, waiting until the job has ended.
+        """Return the `chat.completion` object, or what another kind of job returns, waiting until the job has ended.
 
         Raises `JobFailed`, `JobCancelled`, `UnknownJob`, `UnreadableLog`, TimeoutError after `timeout` seconds (None
         waits for ever), or `ServerUnreachable`.

@@ -181,6 +181,7 @@ class SyncClient:
 
     submit = blocking(Client.submit)
     count_tokens = blocking(Client.count_tokens)
+    embed = blocking(Client.embed)
     stream = iterating(Client.stream)
     stream_json = iterating(Client.stream_json)
     result = blocking(Client.result)

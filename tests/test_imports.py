@@ -115,6 +115,7 @@ TABLE = {
         others="huggingface_hub jinja2 tokenizers transformers"
     ),  # its templates' parser
     "worker.engine.upstream.mlx_vlm": May(others="mlx_vlm PIL"),
+    "worker.engine.upstream.mlx_embeddings": May(others="mlx_embeddings"),
     "worker.engine.isolation": May(),
     "worker.engine.cache": May(
         f"worker.engine.isolation worker.engine.upstream {NUMBERS}",
@@ -210,9 +211,15 @@ TABLE = {
         "pydantic",
     ),
     "worker.jobs": May("schemas worker.chat worker.errors worker.queue.job worker.outcomes worker.request worker.text"),
+    "worker.embed": May(
+        "schemas worker.bounded_json worker.chat.prepare worker.errors worker.json_bytes worker.monitoring "
+        "worker.outcomes worker.queue.job worker.request worker.settings worker.text.threads",
+        "pydantic",
+    ),
     # The two places where engine and queue meet: the parts, and their start.
     "worker.parts": May(
-        "worker.chat worker.engine worker.jobs worker.monitoring worker.queue worker.settings worker.text", "arq"
+        "worker.chat worker.embed worker.engine worker.jobs worker.monitoring worker.queue worker.settings worker.text",
+        "arq",
     ),
     "worker.app": May(
         "sluice.log_lines worker.batch_dir worker.chat worker.engine worker.errors worker.monitoring worker.parts "

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sluice.log_lines import set_up_logging
 from worker.errors import CannotStart
@@ -35,11 +36,14 @@ if TYPE_CHECKING:
     from worker.batch_dir import BatchDirectory
     from worker.chat.context import WorkerContext
     from worker.chat.warm import WarmBody, Warmed
+    from worker.engine.embedding import EmbeddingModel
     from worker.engine.model.load import Model
     from worker.engine.thread import EngineThread
     from worker.queue.worker import QueueWorker
 
 logger = logging.getLogger("sluice")
+
+M = TypeVar("M")
 
 EXIT_ENGINE_DIED = 3
 
@@ -59,7 +63,10 @@ async def serve_jobs(settings: Settings) -> None:
             server = RedisServer(redis, settings)
             await server.check_early()
             await engine_imported
-            worker = await _serve(settings, server, batches, metrics, health, ending, began)
+            if await _embeds(settings):
+                worker = await _serve_embeddings(settings, server, batches, metrics, health, ending)
+            else:
+                worker = await _serve(settings, server, batches, metrics, health, ending, began)
     if worker.restarts:
         default_signals()
         await asyncio.sleep(0.01)  # for the handlers of earlier signals: such a process does not come back
@@ -113,20 +120,87 @@ async def _serve(
             context = parts.worker_context(settings, engine, model, images, metrics, began)
             await context.codec.prepare()
             worker = parts.queue_worker(server, engine, context, [batches.cron] if batches else [])
-            health.set_checks({"event loop": worker.heartbeat, "engine": engine.heartbeat}, worker.readiness.parts())
-            # Jobs are requeued within milliseconds if Redis answers and the event loop is not blocked.
-            ending.when(worker.force_stop, limit_s=2.0, code=EXIT_FORCED)
-            resume_collections()
-            if await worker.connect():
-                logger.info(
-                    "%s serves %s (%s), %d row%s",
-                    settings.worker_name, settings.model_name, model.fingerprint, settings.max_rows,
-                    "s" * (settings.max_rows != 1),
-                )  # fmt: skip
+            if await _is_connected(worker, engine, settings, model.fingerprint, health, ending):
                 async with _warming(engine, context, to_warm):
                     await _work(worker, batches, ending)
     logger.info("stopped")
     return worker
+
+
+async def _is_connected(
+    worker: "QueueWorker",
+    engine: "EngineThread[Any]",
+    settings: Settings,
+    fingerprint: str,
+    health: Health,
+    ending: ExitTimer,
+) -> bool:
+    """Let the worker wait for Redis, and log that it serves. Returns False if it is stopped first."""
+    health.set_checks({"event loop": worker.heartbeat, "engine": engine.heartbeat}, worker.readiness.parts())
+    # Jobs are requeued within milliseconds if Redis answers and the event loop is not blocked.
+    ending.when(worker.force_stop, limit_s=2.0, code=EXIT_FORCED)
+    resume_collections()
+    if not await worker.connect():
+        return False
+    logger.info(
+        "%s serves %s (%s), %d row%s",
+        settings.worker_name, settings.model_name, fingerprint, settings.max_rows, "s" * (settings.max_rows != 1),
+    )  # fmt: skip
+    return True
+
+
+async def _embeds(settings: Settings) -> bool:
+    """Return True if the worker's model is an embedding model. Of a model on the hub, only what describes it is
+    downloaded. Raises `CannotStart`."""
+    from worker.engine.checkpoint import embeds
+    from worker.engine.model.load import model_folder
+
+    folder = Path(settings.model).expanduser()
+    if not folder.is_dir():
+        name, described = f"SLUICE_MODEL={settings.model}", ["*.json"]
+        folder = await asyncio.to_thread(model_folder, settings.model, name=name, only=described)
+    return embeds(folder, settings.model)
+
+
+async def _serve_embeddings(
+    settings: Settings,
+    server: RedisServer,
+    batches: "BatchDirectory | None",
+    metrics: MetricsSink,
+    health: Health,
+    ending: ExitTimer,
+) -> "QueueWorker":
+    from worker.engine.device import memory_for_model
+    from worker.engine.embedding import EmbeddingEngine
+    from worker.engine.thread import EngineThread
+
+    memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
+    engine = EngineThread(
+        partial(_open_embeddings, settings, memory),
+        settings.engine_options(memory),
+        on_failure=_die,
+        on_step=metrics.record_step,
+        engine_of=partial(EmbeddingEngine, memory=memory),
+    )
+    logger.info("loading %s, an embedding model", settings.model)
+    async with _loaded(engine, ending, check_name_early(server.client, settings)) as model:
+        from worker import parts
+
+        worker = parts.embedding_worker(server, engine, model, settings, metrics, [batches.cron] if batches else [])
+        if await _is_connected(worker, engine, settings, model.fingerprint, health, ending):
+            await _work(worker, batches, ending)
+    logger.info("stopped")
+    return worker
+
+
+def _open_embeddings(settings: Settings, memory: int) -> "EmbeddingModel":
+    from worker.engine.device import set_kernel_folder, set_memory_limits
+    from worker.engine.embedding import open_embedding_model
+
+    set_memory_limits(memory)
+    set_kernel_folder()
+    context, trusted = settings.context_tokens, settings.trust_model_code
+    return open_embedding_model(settings.model, memory=memory, context=context, trusted=trusted)
 
 
 def _to_warm(settings: Settings) -> "list[WarmBody]":
@@ -142,7 +216,9 @@ def _to_warm(settings: Settings) -> "list[WarmBody]":
 
 
 @asynccontextmanager
-async def _warming(engine: "EngineThread", context: "WorkerContext", bodies: "list[WarmBody]") -> AsyncIterator[None]:
+async def _warming(
+    engine: "EngineThread[Model]", context: "WorkerContext", bodies: "list[WarmBody]"
+) -> AsyncIterator[None]:
     """Compute these prompts beside the block, until it ends."""
     if not bodies:
         yield
@@ -174,7 +250,7 @@ async def warm_prefixes(settings: Settings, report: "Callable[[Warmed], object]"
             report(result)
 
 
-def _engine(settings: Settings, metrics: MetricsSink) -> "EngineThread":
+def _engine(settings: Settings, metrics: MetricsSink) -> "EngineThread[Model]":
     from worker.engine.device import memory_for_model
     from worker.engine.thread import EngineThread
 
@@ -189,8 +265,8 @@ def _engine(settings: Settings, metrics: MetricsSink) -> "EngineThread":
 
 @asynccontextmanager
 async def _loaded(
-    engine: "EngineThread", ending: ExitTimer, *meanwhile: Coroutine[Any, Any, None]
-) -> "AsyncIterator[Model]":
+    engine: "EngineThread[M]", ending: ExitTimer, *meanwhile: Coroutine[Any, Any, None]
+) -> AsyncIterator[M]:
     """Load the model, importing what its jobs need meanwhile, and stop the engine after the block. After an error the
     time for that is limited."""
     try:

@@ -86,6 +86,15 @@ class Speculated:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """The vector of one input of a job for an embedding model."""
+
+    id: str
+    index: int  # of the input
+    vector: bytes  # little-endian float32
+
+
+@dataclass(frozen=True, slots=True)
 class RowFailed:
     """The row was removed after a failure of the engine."""
 
@@ -114,6 +123,7 @@ Outcome = (
     | SpecPrefillApplied
     | SpecPrefillSkipped
     | Sampled
+    | Embedded
     | Speculated
     | RowFailed
     | Refused

@@ -3,11 +3,13 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
 
 from arq.worker import func
 
 from worker.chat.context import WorkerContext
 from worker.chat.images import ImageInputs
+from worker.embed import EmbeddingContext, embed
 from worker.engine.model.load import Model
 from worker.engine.thread import EngineThread
 from worker.engine.tokenizer import MLXTokenizer
@@ -20,6 +22,9 @@ from worker.queue.redis_server import RedisServer
 from worker.queue.worker import QueueWorker, ServedModel
 from worker.settings import Settings
 from worker.text.codec import TextCodec
+
+if TYPE_CHECKING:
+    from worker.engine.embedding import EmbeddingModel
 
 
 @contextmanager
@@ -34,7 +39,7 @@ def image_inputs(settings: Settings, model: Model) -> Iterator[ImageInputs | Non
 
 def worker_context(
     settings: Settings,
-    engine: EngineThread,
+    engine: EngineThread[Model],
     model: Model,
     images: ImageInputs | None,
     metrics: MetricsSink,
@@ -72,7 +77,7 @@ def _needs_boundaries(model: Model) -> bool:
 
 
 def queue_worker(
-    server: RedisServer, engine: EngineThread, context: WorkerContext, crons: Sequence[Cron]
+    server: RedisServer, engine: EngineThread[Model], context: WorkerContext, crons: Sequence[Cron]
 ) -> QueueWorker:
     """Return the queue worker, which runs the jobs and the `crons`."""
     known = abilities(
@@ -87,5 +92,29 @@ def queue_worker(
         settings=context.settings,
         metrics=context.metrics,
         model=ServedModel(engine.set_paused, [engine.heartbeat], known, engine.step_times, engine),
+        crons=crons,
+    )
+
+
+def embedding_worker(
+    server: RedisServer,
+    engine: "EngineThread[EmbeddingModel]",
+    model: "EmbeddingModel",
+    settings: Settings,
+    metrics: MetricsSink,
+    crons: Sequence[Cron],
+) -> QueueWorker:
+    """Return the queue worker of an embedding model, which runs its jobs and the `crons`."""
+    context = EmbeddingContext(
+        settings, engine, model.tokenizer.encode, model.fingerprint, model.context, model.vocab, model.dimensions,
+        metrics,
+    )  # fmt: skip
+    known = abilities(context_tokens=model.context) | {"embeddings": "yes"}
+    return QueueWorker(
+        JobFunctions([func(embed, name="embed")], {"context": context}, context.reader),
+        server=server,
+        settings=settings,
+        metrics=metrics,
+        model=ServedModel(engine.set_paused, [engine.heartbeat], known),
         crons=crons,
     )

@@ -30,6 +30,16 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingInputs:
+    """The inputs of a job for an embedding model."""
+
+    id: str
+    tokens: tuple[tuple[int, ...], ...]  # of each input
+    lane: Lane
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class GrammarError:
     """Reason why a grammar cannot continue."""
 

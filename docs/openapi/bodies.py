@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from schemas import ChatRequest
+from schemas import ChatRequest, EmbeddingRequest
 from schemas.generate import NamedByClass
 from sluice.gateway.messages.body import CountBody, MessagesBody
 from sluice.gateway.responses.request import KNOWN
@@ -111,11 +111,12 @@ _OF_RESPONSES: dict[str, Schema] = {
 def bodies() -> dict[str, Schema]:
     """Return the schemas by name: those of the models, with what the gateway itself reads of them, and the others'."""
     kinds: list[Any] = [
-        (kind.__name__, "validation", TypeAdapter(kind)) for kind in (ChatRequest, MessagesBody, CountBody)
+        (kind.__name__, "validation", TypeAdapter(kind))
+        for kind in (ChatRequest, EmbeddingRequest, MessagesBody, CountBody)
     ]
     _, shared = TypeAdapter.json_schemas(kinds, ref_template=_REFERENCE, schema_generator=NamedByClass)
     schemas: dict[str, Schema] = shared["$defs"]
-    chat = schemas["ChatRequest"]
+    chat, embeddings = schemas["ChatRequest"], schemas["EmbeddingRequest"]
     fields = {**chat["properties"], "n": _CHOICES, "model": _MODEL}
     tools = {"type": "array", "items": {"anyOf": [{"$ref": _REFERENCE.format(model="Tool")}, _CUSTOM_TOOL]}}
     fields["tools"] = {**fields["tools"], "anyOf": [tools, {"type": "null"}]}
@@ -123,6 +124,7 @@ def bodies() -> dict[str, Schema]:
     return {
         **schemas,
         "ChatRequest": {**chat, "properties": fields},
+        "EmbeddingRequest": {**embeddings, "properties": {**embeddings["properties"], "model": _MODEL}},
         "CompletionRequest": _completion(fields),
         "ResponseRequest": _response(fields),
     }

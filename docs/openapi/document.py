@@ -65,6 +65,9 @@ OPERATIONS = (
         "post", f"{_MESSAGES}/count_tokens", "Count the tokens of a prompt", "CountBody", "TokenCount", False,
         _ANTHROPIC, "AnthropicError",
     ),
+    Operation(
+        "post", "/v1/embeddings", "Create embeddings", "EmbeddingRequest", "Embeddings", False, ("idempotency-key",)
+    ),
     Operation("get", "/v1/models", "List the models", None, "List", parameters=("anthropic-version",)),
     Operation("get", "/v1/models/{id}", "Retrieve a model", None, "Model", parameters=("anthropic-version",)),
     Operation("get", "/health", "Check that the process runs", media_type="text/plain", is_open=True),
@@ -182,6 +185,7 @@ _ANSWERS: dict[str, Schema] = {
         "id": _TEXT, "type": {"const": "message"}, "role": {"const": "assistant"}, "model": _TEXT,
         "content": _LIST, "stop_reason": {"type": ["string", "null"]}, "usage": _OBJECT,
     }),
+    "Embeddings": _object({"object": {"const": "list"}, "model": _TEXT, "data": _LIST, "usage": _OBJECT}),
     "TokenCount": _object({"input_tokens": _COUNT}),
     "Cancelled": _object({"id": _TEXT, "outcome": {"enum": ["cancelled", "requested", "ended"]}}),
     "Deleted": _object({"id": _TEXT, "object": {"const": "response"}, "deleted": {"const": True}}),

@@ -4,7 +4,7 @@ import re
 from typing import Literal
 
 Lane = Literal["interactive", "batch"]
-JobFunction = Literal["chat", "count"]  # a kind of job
+JobFunction = Literal["chat", "count", "embed"]  # a kind of job
 LANES: tuple[Lane, ...] = ("interactive", "batch")
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"

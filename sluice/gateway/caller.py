@@ -209,15 +209,16 @@ def _duration(seconds: float) -> str:
 
 
 _IMAGES = {"image_url", "input_image", "image"}
-_TEXTS = {"messages", "tools", "functions", "response_format", "prediction"}
+_TEXTS = {"messages", "tools", "functions", "response_format", "prediction", "input"}
 
 
-def estimate(body: Mapping[str, Any]) -> int:
-    """Return the estimated tokens of a request of the contract, prompt and answer. Takes any JSON."""
+def estimate(body: Mapping[str, Any], *, answers: bool = True) -> int:
+    """Return the estimated tokens of a request of the contract, prompt and answer. Takes any JSON. `answers`: False for
+    embeddings."""
     prompt = sum(_tokens(value) for value in _values([body.get(name) for name in _TEXTS]))
     messages = body.get("messages")
     marks = 4 * len(messages) if isinstance(messages, list) else 0  # role and marks of a chat template
-    return prompt + marks + _answer(body)
+    return prompt + marks + (_answer(body) if answers else 0)
 
 
 def _answer(body: Mapping[str, Any]) -> int:
@@ -229,7 +230,7 @@ def _answer(body: Mapping[str, Any]) -> int:
 
 
 def _values(root: Any) -> Iterator[Any]:
-    """Yield the strings of a JSON value, and its images whole."""
+    """Yield the strings of a JSON value, its images whole, and its token ids."""
     pending = [root]
     while pending:
         match pending.pop():
@@ -239,13 +240,15 @@ def _values(root: Any) -> Iterator[Any]:
                 pending.extend(members.values())
             case list(items):
                 pending.extend(items)
-            case str(text):
-                yield text
+            case str(value) | int(value):
+                yield value
 
 
 def _tokens(value: Any) -> int:
     if isinstance(value, str):
         return -(-len(value) // 4)  # characters of a token in English; the usage corrects it for others
+    if isinstance(value, int):
+        return 1
     return 1_000  # a photo of a megapixel in most vision models
 
 

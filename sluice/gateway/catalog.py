@@ -15,7 +15,7 @@ from sluice.gateway.workers import Worker, model_not_found, served_name
 from sluice.presence import mapped_name
 
 ANTHROPIC_HEADER = "anthropic-version"  # requests with this header get Anthropic's form
-_ABILITIES = ("images", "tools", "reasoning")
+_ABILITIES = ("images", "tools", "reasoning", "embeddings")
 
 
 def routes(gateway: Gateway) -> list[Route]:

@@ -323,7 +323,7 @@ class JobSubmission:
         function: keys.JobFunction = "chat",
         extra_keys: Sequence[ExtraKey] = (),
     ) -> Sequence[Submitted]:
-        """Queue a chat completion or a token count for each id, once a worker serves their model, and return the
+        """Queue a job for each id, once a worker serves their model, and return the
         outcomes. After that the caller holds nothing of the body. Raises `ApiError` and `SluiceError`. The caller gets
         back the tokens that were reserved for the jobs that were refused.
 
@@ -350,8 +350,8 @@ class JobSubmission:
             own["on_disconnect"] = "continue" if answer.detached else "cancel"
         requests = {job_id: {**each, **own} for job_id, each in bodies.items()}
         jobs = [NewJob(job_id, each, model, lane, function, extra_keys) for job_id, each in requests.items()]
-        is_counted = function == "chat" and caller.meter is not None
-        await caller.reserve(list(bodies), estimate(body) if is_counted else 0)
+        is_counted = function != "count" and caller.meter is not None
+        await caller.reserve(list(bodies), estimate(body, answers=function == "chat") if is_counted else 0)
         with ExitStack() as stack:
             sent = self._send(jobs, wait_worker_s=0.0)
             if not answer.has_key and body.get("on_disconnect") != "continue":

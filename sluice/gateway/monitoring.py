@@ -110,6 +110,8 @@ class AnswerTimer:
         match completion:
             case {"choices": [{"finish_reason": str(reason)}, *_]}:
                 self._metrics.finished(self._model, reason, self._seconds())
+            case {"object": "list"}:  # embeddings
+                self._metrics.finished(self._model, "stop", self._seconds())
 
     def add_error(self, error: SluiceError) -> None:
         """Count the end of a job whose result is this error."""

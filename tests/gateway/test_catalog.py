@@ -37,6 +37,7 @@ def test_a_model_has_what_all_its_workers_can() -> None:
                 "images": False,
                 "tools": True,
                 "reasoning": False,
+                "embeddings": False,
                 "workers": 2,
                 "rows": 2,
                 "max_rows": 16,

@@ -19,6 +19,7 @@ from tests.queue.helpers import ended, envelope, put, settings, types, working
 from tests.queue.test_images import SIGN, DimEyes, image
 from tests.waiting import until
 from worker.chat.images import ImageInputs
+from worker.embed import embed
 from worker.jobs import chat, count
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -149,4 +150,4 @@ async def test_counts_are_answered_while_all_rows_are_taken(redis_url: str, db: 
 
 
 def test_the_client_submits_what_a_worker_runs() -> None:
-    assert set(get_args(JobFunction)) == {chat.__name__, count.__name__}
+    assert set(get_args(JobFunction)) == {chat.__name__, count.__name__, embed.__name__}

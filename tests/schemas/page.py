@@ -12,7 +12,7 @@ _JSON_LINES = [
 ]
 
 EVENTS: dict[str, dict[str, Any]] = {said["type"]: said for said in _JSON_LINES if "type" in said}
-RESULT, COUNT = [said for said in _JSON_LINES if "type" not in said]
+RESULT, COUNT, EMBEDDINGS = [said for said in _JSON_LINES if "type" not in said]
 
 
 def section(title: str) -> str:

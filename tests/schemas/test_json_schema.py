@@ -82,9 +82,8 @@ def test_the_file_is_a_schema_of_its_dialect() -> None:
 
 
 def test_the_file_has_the_parts_and_the_version_of_the_contract() -> None:
-    assert {"Request", "Event", "Result", "CountResult", "BatchLine", "BatchOutput", "Batch"} <= CONTRACT[
-        "$defs"
-    ].keys()
+    parts = "Request EmbeddingRequest Event Result CountResult EmbeddingResult BatchLine BatchOutput Batch".split()
+    assert {*parts} <= CONTRACT["$defs"].keys()
     assert CONTRACT["x-contract-version"] == 1
     assert CONTRACT["title"].endswith("version 1")
 
@@ -146,6 +145,7 @@ PARTS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "cancelled": (schemas.JobEvent, "Event", page.EVENTS["cancelled"]),
     "result": (schemas.ChatCompletion, "Result", page.RESULT),
     "count": (schemas.CountResult, "CountResult", page.COUNT),
+    "embeddings": (schemas.EmbeddingResult, "EmbeddingResult", page.EMBEDDINGS),
     "line": (schemas.BatchLine, "BatchLine", LINE),
     "output": (schemas.BatchOutput, "BatchOutput", OUTPUT),
     "batch": (schemas.Batch, "Batch", BATCH),

@@ -37,6 +37,27 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     return cast(dict[str, Any], config)
 
 
+def embeds(folder: Path, name: str) -> bool:
+    """Return True if the model in the folder is an embedding model. `name`: the folder or the hub id, as it was given.
+
+    Encoders are. A model of another type that chat models have too is one if its files say so, or, since conversions
+    leave these files out, its name does. Raises `CannotStart` for one of a type that is not served."""
+    config = read_json(folder, "config.json")
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind in ("bert", "xlm-roberta", "modernbert", "llama_bidirec"):
+        return True
+    of_sentences = any((folder / file).is_file() for file in ("modules.json", "config_sentence_transformers.json"))
+    if kind in ("qwen3", "gemma3_text"):
+        is_named = "embed" in name.rstrip("/").rpartition("/")[2].lower()
+        return of_sentences or is_named or config.get("use_bidirectional_attention") is True
+    if of_sentences:
+        raise CannotStart(
+            f"{name} is an embedding model of the type {str(kind)[:40]!r}, which is not served; choose one of the type "
+            "bert, xlm-roberta, modernbert, llama_bidirec, qwen3 or gemma3_text."
+        )
+    return False
+
+
 def _why_malformed(config: Any) -> str | None:
     if not isinstance(config, dict):
         return "it must be an object"

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model
@@ -28,16 +28,18 @@ from worker.engine.upstream.streams import clear_streams
 from worker.monitoring.health import Heartbeat
 from worker.outcomes import OutcomeListener, StepReport, StoreResult
 from worker.prefix_store.store import StoreOptions
-from worker.request import GenerationRequest
+from worker.request import EmbeddingInputs, GenerationRequest
 
 logger = logging.getLogger("sluice.engine")
 
 T = TypeVar("T")
+M = TypeVar("M")
+Request = GenerationRequest | EmbeddingInputs
 
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    request: GenerationRequest
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +73,46 @@ class _Stop:
 _Command = _Add | _Remove | _SetPaused | _StorePrefix | _Wake | _Stop
 
 
-class EngineThread:
+class _Computes(Protocol):
+    """What the thread drives: an `Engine`, or that of an embedding model, whose members are the same."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def needs_step(self) -> bool: ...
+
+    def add(self, request: Any) -> None: ...
+
+    def remove(self, id: str) -> None: ...
+
+    def store_prefix(
+        self, namespace: str, tokens: tuple[int, ...], attempt: Storing | None = None
+    ) -> StoreResult | Storing: ...
+
+    def step(self) -> StepReport: ...
+
+    def close(self) -> None: ...
+
+
+class EngineThread(Generic[M]):
     """Starts and feeds the engine's thread. All methods but `wake` are for the event loop's thread."""
 
     def __init__(
         self,
-        load: Callable[[], Model],
+        load: Callable[[], M],
         options: EngineOptions,
         *,
         on_failure: Callable[[], None],
         on_step: Callable[[StepReport], None] = lambda report: None,
+        engine_of: "Callable[[M], _Computes] | None" = None,
     ) -> None:
-        """`load`: load the model; runs on the new thread. `on_failure` is called if the thread fails after loading,
+        """`load`: load the model; runs on the new thread, as does `engine_of`, which returns what computes with it; by
+        default an `Engine`, for a `Model`. `on_failure` is called if the thread fails after loading,
         `on_step` with the report of each step; both run on the event loop. Must be created while the loop runs."""
         self._load = load
         self._options = options
         self._on_failure, self._on_step = on_failure, on_step
+        self._engine_of = engine_of or self._generating
         self._loop = asyncio.get_running_loop()
         self._mailbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._paused = False
@@ -95,10 +121,10 @@ class EngineThread:
         self._prompt_cost, self._marks = (0.0, 0.0), 0
         self._lost, self._emptied = deque[str](maxlen=20_000), False  # as many as a tree has; the oldest expire soon
         self._listeners: dict[str, OutcomeListener] = {}
-        self._loaded: asyncio.Future[Model] = self._loop.create_future()
+        self._loaded: asyncio.Future[M] = self._loop.create_future()
         self._thread = threading.Thread(target=self._main, name="engine")
 
-    async def start(self) -> Model:
+    async def start(self) -> M:
         """Start the thread, and wait until the model is loaded. Raises what loading raised."""
         self._thread.start()
         return await self._loaded
@@ -108,7 +134,7 @@ class EngineThread:
         self._mailbox.put(_Stop())
         await asyncio.to_thread(self._thread.join)
 
-    def submit(self, request: GenerationRequest, listener: OutcomeListener) -> None:
+    def submit(self, request: Request, listener: OutcomeListener) -> None:
         """Submit a request. The listener receives its outcomes on the event loop until it is removed."""
         self._listeners[request.id] = listener
         self._mailbox.put(_Add(request))
@@ -161,7 +187,7 @@ class EngineThread:
                 case Storing() as attempt:
                     await asyncio.sleep(0.05)  # until the writer may take more, or has written all
 
-    def _has_loaded(self, model: Model) -> None:
+    def _has_loaded(self, model: M) -> None:
         if not self._loaded.done():  # cancelled by a signal that came meanwhile
             self._loaded.set_result(model)
 
@@ -187,20 +213,24 @@ class EngineThread:
 
     def _serve(self) -> None:
         model = self._load()
-        speculator = speculator_of(model) if self._options.speculation else None
-        open_disk = partial(self._open_disk, self._options.disk) if self._options.disk else None
-        engine = Engine(model, self._options, speculator=speculator, open_disk=open_disk)
+        engine = self._engine_of(model)
         self._post(self._has_loaded, model)
         while self._handle_commands(engine):
             self.heartbeat.beat()
             self._post(self._deliver, engine.step())
         engine.close()
 
+    def _generating(self, model: object) -> _Computes:
+        assert isinstance(model, Model), "a model of another kind has an engine of its own"
+        speculator = speculator_of(model) if self._options.speculation else None
+        open_disk = partial(self._open_disk, self._options.disk) if self._options.disk else None
+        return Engine(model, self._options, speculator=speculator, open_disk=open_disk)
+
     def _open_disk(self, disk: StoreOptions, model: Model) -> DiskPrefixes:
         bits, token_bytes = self._options.disk_bits, model.costs.token_bytes
         return DiskPrefixes(model.network, model.cache_fingerprint, disk, self.wake, bits=bits, token_bytes=token_bytes)
 
-    def _handle_commands(self, engine: Engine) -> bool:
+    def _handle_commands(self, engine: _Computes) -> bool:
         """Handle the commands in the mailbox; block on it if there is nothing to compute. Returns False to
         end the thread."""
         while not self._mailbox.empty() or self._paused or not engine.needs_step:
@@ -220,7 +250,7 @@ class EngineThread:
                     return False
         return True
 
-    def _next_command(self, engine: Engine) -> _Command:
+    def _next_command(self, engine: _Computes) -> _Command:
         """Return the next command, or `_Wake` after a while if active rows wait, which may give up waiting."""
         waits = len(engine) > 0 and not self._paused
         try:

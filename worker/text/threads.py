@@ -169,9 +169,10 @@ class _Running:
 class TextThreads:
     """The text threads of a worker: a few for small texts, and one per lane for large ones."""
 
-    def __init__(self) -> None:
-        self._small = Pool("text", 2)
-        self._large = {lane: Pool(f"large-text-{lane}", 1) for lane in LANES}
+    def __init__(self, subject: str = "messages") -> None:
+        """`subject`: as for `Pool`."""
+        self._small = Pool("text", 2, subject=subject)
+        self._large = {lane: Pool(f"large-text-{lane}", 1, subject=subject) for lane in LANES}
 
     async def run(self, lane: Lane, characters: int, work: Callable[[Check], T], tenant: str = "") -> T:
         """Call `work` on a thread for small or for large texts, by the length of its input: see `Pool.run`."""

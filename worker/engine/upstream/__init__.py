@@ -1,1 +1,1 @@
-"""Everything that is borrowed from mlx-lm, mlx-vlm and transformers."""
+"""Everything that is borrowed from mlx-lm, mlx-vlm, mlx-embeddings and transformers."""

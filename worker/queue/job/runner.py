@@ -57,6 +57,9 @@ class JobFunctions:
 
     def _function(self, name: str) -> Function:
         if name not in self._by_name:
+            if kind := {"chat": "a chat model", "count": "a chat model", "embed": "an embedding model"}.get(name):
+                message = f"The function {name!r} needs {kind}, and this queue's model is none; name another model."
+                raise JobFailure("unsupported", message)
             known = ", ".join(sorted(self._by_name))
             raise JobFailure("invalid_request", f"The function {name[:64]!r} does not exist; this worker has: {known}.")
         return self._by_name[name]

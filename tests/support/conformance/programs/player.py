@@ -91,7 +91,7 @@ class Player:
         _write(noted)
 
 
-class PlayingThread(thread.EngineThread):
+class PlayingThread(thread.EngineThread[Model]):
     """Loads the model as the engine's thread does, and lets a player answer."""
 
     async def start(self) -> Model:
@@ -100,8 +100,9 @@ class PlayingThread(thread.EngineThread):
         self._player = Player(model.tokenizer)
         return model
 
-    def submit(self, request: GenerationRequest, listener: OutcomeListener) -> None:
+    def submit(self, request: thread.Request, listener: OutcomeListener) -> None:
         """Play the answer to the prompt's script."""
+        assert isinstance(request, GenerationRequest)
         self._player.submit(request, listener)
 
     def remove(self, request_id: str) -> None:
@@ -131,5 +132,5 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
 
 
 if __name__ == "__main__":
-    thread.EngineThread = PlayingThread  # type: ignore[misc]  # what the worker creates when it loads the model
+    thread.EngineThread = PlayingThread  # type: ignore[misc, assignment]  # what the worker creates when it loads the model
     worker.main()
