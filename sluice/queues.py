@@ -209,10 +209,10 @@ class DeadLetter:
 
     @property
     def function(self) -> keys.JobFunction:
-        """The kind of the job: `count` for a token count, `chat` for all others."""
+        """The kind of the job: `chat` if it names none of the contract's."""
         match json.loads(self.body):
-            case {"f": "count"}:
-                return "count"
+            case {"f": "count" | "embed" as kind}:
+                return "count" if kind == "count" else "embed"
         return "chat"
 
     @property

@@ -174,6 +174,10 @@ async def _serve_embeddings(
     from worker.engine.embedding import EmbeddingEngine
     from worker.engine.thread import EngineThread
 
+    if settings.prefix_warm is not None:
+        raise CannotStart(
+            f"SLUICE_PREFIX_WARM: {settings.model} is an embedding model, without prefixes; leave it out."
+        )
     memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
     engine = EngineThread(
         partial(_open_embeddings, settings, memory),

@@ -62,8 +62,8 @@ async def embed(ctx: dict[Any, Any], body: Any) -> JobResult:
     read = partial(_read, body, context)
     request = await context.reader.run(read, size=claim.body_bytes, lane=claim.lane, tenant=claim.tenant)
     with deadline(job, request.deadline_s):
-        size = sum(len(each) for each in request.inputs)
-        tokens = await context.threads.run(claim.lane, size, partial(_tokens, request, context), claim.tenant)
+        encode = partial(_tokens, request, context)
+        tokens = await context.threads.run(claim.lane, claim.body_bytes, encode, claim.tenant)
         job.usage.prompt_tokens = sum(map(len, tokens))
         vectors = await _vectors(job, context, tokens)
         write = partial(_data, request, vectors)

@@ -5,7 +5,7 @@ import base64
 import json
 import signal
 import struct
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from mlx_embeddings import generate, load
 from openai import AsyncOpenAI, BadRequestError
 
 from schemas import EmbeddingResult
-from sluice import Client, JobCancelled, JobFailed, SyncClient
+from sluice import Client, DeadLetter, JobCancelled, JobFailed, SyncClient
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
+from tests.end_to_end.test_cli import run_here
 from tests.gateway.gateways import HttpGateway, serving
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.support.embedding import VOCAB, write_checkpoint
@@ -266,3 +267,23 @@ async def test_a_worker_that_is_stopped_ends_its_job_or_gives_it_back(
     with WorkerProcess(redis_url, model=model, lease_s=LEASE_S):
         result = await client.result(job.id, timeout=60)
     assert len(result["data"]) == len(texts)
+
+
+def test_the_check_of_a_model_says_that_it_embeds(model: Path, tmp_path: Path) -> None:
+    code, out, _ = run_here("check", str(model), "--json", env={}, folder=tmp_path)
+    facts = json.loads(out)
+    assert (code, facts["architecture"], facts["context"], facts["embeddings"]) == (0, "bert", CONTEXT, True)
+    code, out, _ = run_here("check", str(model), env={}, folder=tmp_path)
+    assert code == 0
+    assert "embeddings" in out
+
+
+def test_prompts_to_warm_are_refused(refusal: Callable[..., str], redis_url: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.json").write_text('["Be brief."]')
+    assert "embedding model" in refusal(redis_url, model=str(model), prefix_warm=tmp_path / "prompts.json")
+
+
+@pytest.mark.parametrize(("named", "kind"), [("embed", "embed"), ("count", "count"), ("chat", "chat"), ("x", "chat")])
+def test_a_dead_letter_is_tried_again_as_the_job_that_it_was(named: str, kind: str) -> None:
+    letter = DeadLetter("a", NAME, "batch", 3, 0.0, {}, json.dumps({"f": named, "a": [{"input": "a"}]}))
+    assert letter.function == kind

@@ -1,6 +1,7 @@
 """Embedding models: each input's vector is what mlx-embeddings makes of it alone, whoever else is in the batch."""
 
 import random
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from mlx_embeddings import generate, load
 
 from tests.support.embedding import FAMILIES, VOCAB, write_checkpoint
 from tests.support.stack import TINY_CHAT
+from worker.engine import upstream
 from worker.engine.checkpoint import embeds
 from worker.engine.embedding import EmbeddingCosts, EmbeddingEngine, EmbeddingModel, open_embedding_model
 from worker.engine.engine import EngineBroken
@@ -70,6 +72,20 @@ def test_a_batch_has_the_vectors_of_the_library_s_calls_for_single_texts(
         alone = generate(network, tokenizer, text).text_embeds
         assert found[str(at), 0] == memoryview(alone.astype(mx.float32)).tobytes(), text
     assert len({*found.values()}) == 6  # one text comes twice
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(mx.bfloat16, None), (mx.float16, None), (mx.bfloat16, 4)])
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_in_half_precision_and_quantized_a_batch_has_the_library_s_vectors_too(
+    family: str, dtype: mx.Dtype, bits: int | None, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(family, tmp_path, dtype=dtype, bits=bits)
+    model, (network, tokenizer) = opened(folder), load(str(folder))
+    texts = ["Hello there!", "Hello, you!", "Hello there?", "a"]
+    engine = EmbeddingEngine(model, MEMORY)
+    engine.add(EmbeddingInputs("a", tuple(tuple(model.tokenizer.encode(text)) for text in texts), "interactive"))
+    alone = [generate(network, tokenizer, text).text_embeds.astype(mx.float32) for text in texts]
+    assert vectors(run(engine)) == {("a", at): memoryview(each).tobytes() for at, each in enumerate(alone)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -222,6 +238,15 @@ def test_a_model_that_the_library_cannot_load_is_refused_with_its_reason(tmp_pat
     folder = write_checkpoint("bert", tmp_path)
     (folder / "config.json").write_text('{"model_type": "bert", "num_hidden_layers": 2}')
     with pytest.raises(CannotStart, match="mlx-embeddings cannot load"):
+        opened(folder)
+
+
+def test_without_the_extra_a_start_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "worker.engine.upstream.mlx_embeddings", raising=False)
+    monkeypatch.delattr(upstream, "mlx_embeddings", raising=False)
+    monkeypatch.setitem(sys.modules, "mlx_embeddings.utils", None)
+    folder = write_checkpoint("llama_bidirec", tmp_path)
+    with pytest.raises(CannotStart, match=r"needs the package mlx_embeddings.*\[worker,embeddings\]"):
         opened(folder)
 
 

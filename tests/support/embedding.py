@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
 from tokenizers import Tokenizer, processors
 
 from tests.support.stack import TINY_CHAT
@@ -32,13 +33,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _CAUSAL = "qwen3"  # its tokenizer adds an end, and no beginning
 
 
-def write_checkpoint(family: str, folder: Path, *, seed: int = 0, **changed: Any) -> Path:
-    """Write a model with random fp32 weights, spread enough for vectors that differ. `changed`: of its config."""
+def write_checkpoint(
+    family: str, folder: Path, *, dtype: mx.Dtype = mx.float32, bits: int | None = None, **changed: Any
+) -> Path:
+    """Write a model with random weights, spread enough for vectors that differ. `bits`: of its weights, if they are
+    quantized; `changed`: of its config."""
     config = {"model_type": family, **_BASE, **FAMILIES[family], **changed}
     module = importlib.import_module(f"mlx_embeddings.models.{family.replace('-', '_')}")
-    mx.random.seed(seed)
+    mx.random.seed(0)
     network = module.Model(module.ModelArgs.from_dict(config))
-    weights = {name: _spread(weight) for name, weight in tree_flatten(network.parameters())}
+    network.update(tree_map(_spread, network.parameters()))
+    network.set_dtype(dtype)
+    if bits:
+        config["quantization"] = {"group_size": 32, "bits": bits}
+        nn.quantize(network, **config["quantization"])
+    weights = dict(tree_flatten(network.parameters()))
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config), "utf-8")

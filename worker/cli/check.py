@@ -2,6 +2,8 @@
 
 from collections import Counter
 from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,6 +45,9 @@ def check(
     facts = _inspect(model)
     if as_json:
         print_json(facts)
+    elif facts.get("embeddings"):
+        lines = {"architecture": facts["architecture"], "context": f"{facts['context']:,} tokens", "embeddings": "yes"}
+        print_table(model, {"": "left", "for a worker": "left"}, lines.items())
     else:
         _print_model(facts)
         if facts["servable"]:
@@ -56,17 +61,35 @@ def check(
 def _inspect(model: str) -> Facts:
     say_that_it_reads(model)
     with needs_worker():
+        from worker.engine.checkpoint import embeds
         from worker.engine.device import memory_for_model
         from worker.engine.model.check import check_model
+        from worker.engine.model.load import model_folder
         from worker.errors import CannotStart
         from worker.settings import read_settings
     try:
         settings = read_settings(model=model)
         memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
         vision, trusted = settings.vision == "auto", settings.trust_model_code
+        if embeds(folder := model_folder(model, name=model, only=["*.json"]), model):
+            return {"model": model, **_embedding_facts(folder, model)}
         return {"model": model, **_facts(check_model(model, memory=memory, vision=vision, trusted=trusted))}
     except CannotStart as error:
         raise CliError(str(error)) from None
+
+
+def _embedding_facts(folder: Path, model: str) -> Facts:
+    from worker.engine.checkpoint import read_config
+    from worker.engine.embedding import INSTALL
+    from worker.engine.model.load import context_of
+
+    config = read_config(folder, model)
+    missing = f"It is an embedding model, which needs mlx-embeddings: {INSTALL}"
+    blockers = [] if find_spec("mlx_embeddings") else [missing]
+    kind, context = config["model_type"], context_of(config)
+    return {
+        "servable": not blockers, "blockers": blockers, "architecture": kind, "context": context, "embeddings": True,
+    }  # fmt: skip
 
 
 def _facts(report: "ModelReport") -> Facts:

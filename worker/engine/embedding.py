@@ -23,7 +23,7 @@ from worker.errors import CannotStart
 from worker.outcomes import Embedded, NotStored, Outcome, RowFailed, StepReport, StoreResult
 from worker.request import EmbeddingInputs
 
-_INSTALL = "pip install -e './sluice[cli]' -e '.[worker,embeddings]'"
+INSTALL = "pip install -e './sluice[cli]' -e '.[worker,embeddings]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def open_embedding_model(path_or_hub_id: str, *, memory: int, context: int | Non
     try:
         from worker.engine.upstream import mlx_embeddings
     except ModuleNotFoundError as missing:
-        message = f"{path_or_hub_id} is an embedding model, which needs the package {missing.name}: {_INSTALL}"
+        message = f"{path_or_hub_id} is an embedding model, which needs the package {missing.name}: {INSTALL}"
         raise CannotStart(message) from None
     with told_as(lambda reason: f"mlx-embeddings cannot load {path_or_hub_id}: {reason}"):
         network = mlx_embeddings.load_model(folder, path_to_repo=str(folder))

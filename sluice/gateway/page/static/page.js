@@ -136,7 +136,7 @@ let abilities = new Map();
 async function loadModels() {
   for (;;) {
     try {
-      const found = await models();
+      const found = (await models()).filter(({ sluice }) => !sluice?.embeddings);
       abilities = new Map(found.map(({ id, sluice }) => [id, sluice ?? {}]));
       model.replaceChildren(...found.map(({ id }) => new Option(id)));
       if (abilities.has(chat.model)) model.value = chat.model;
