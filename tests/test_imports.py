@@ -111,9 +111,8 @@ TABLE = {
     # < admission_controller < vision < model < prefill < engine < thread.
     "worker.engine": May(f"worker.errors worker.monitoring.health worker.prefix_store {NUMBERS}", "mlx mlx_lm"),
     "worker.engine.upstream": May(others="mlx mlx_lm"),
-    "worker.engine.upstream.transformers": May(
-        others="huggingface_hub jinja2 tokenizers transformers"
-    ),  # its templates' parser
+    "worker.engine.upstream.hub": May(others="httpx2 huggingface_hub"),
+    "worker.engine.upstream.transformers": May(others="jinja2 tokenizers transformers"),  # its templates' parser
     "worker.engine.upstream.mlx_vlm": May(others="mlx_vlm PIL"),
     "worker.engine.upstream.mlx_embeddings": May(others="mlx_embeddings"),
     "worker.engine.isolation": May(),

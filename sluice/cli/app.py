@@ -37,6 +37,8 @@ for command in (chat, submit, tail, cancel, top):
     app.command()(command)
 app.add_typer(workers, name="workers")
 app.add_typer(models, name="models")
+for name in ("models.pull", "models.rm"):
+    worker_commands.add(models, name)
 app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")

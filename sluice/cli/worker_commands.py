@@ -23,6 +23,12 @@ def add(app: typer.Typer, name: str, *, takes_any_arguments: bool = False) -> No
     app.command(name.rpartition(".")[2], context_settings=settings)(command)
 
 
+def optional(name: str) -> Callable[..., Any] | None:
+    """Return what an entry point of the worker names; None where the worker, or a package of its, is not installed."""
+    found: Callable[..., Any] = _load(name)
+    return None if found.__module__ == __name__ else found
+
+
 def _load(name: str) -> Any:
     try:
         for entry_point in entry_points(group=_GROUP, name=name):

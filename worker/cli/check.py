@@ -62,18 +62,12 @@ def _inspect(model: str) -> Facts:
     say_that_it_reads(model)
     with needs_worker():
         from worker.engine.checkpoint import embeds
-        from worker.engine.device import memory_for_model
-        from worker.engine.model.check import check_model
         from worker.engine.model.load import model_folder
         from worker.errors import CannotStart
-        from worker.settings import read_settings
     try:
-        settings = read_settings(model=model)
-        memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
-        vision, trusted = settings.vision == "auto", settings.trust_model_code
         if embeds(folder := model_folder(model, name=model, only=["*.json"]), model):
             return {"model": model, **_embedding_facts(folder, model)}
-        return {"model": model, **_facts(check_model(model, memory=memory, vision=vision, trusted=trusted))}
+        return {"model": model, **_facts(_report_of(model))}
     except CannotStart as error:
         raise CliError(str(error)) from None
 
@@ -90,6 +84,28 @@ def _embedding_facts(folder: Path, model: str) -> Facts:
     return {
         "servable": not blockers, "blockers": blockers, "architecture": kind, "context": context, "embeddings": True,
     }  # fmt: skip
+
+
+def _report_of(model: str) -> "ModelReport":
+    """Return the report on a model, with the settings of a worker here. Raises `CannotStart`."""
+    with needs_worker():
+        from worker.engine.device import memory_for_model
+        from worker.engine.model.check import check_model
+        from worker.settings import read_settings
+    settings = read_settings(model=model)
+    memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
+    return check_model(model, memory=memory, vision=settings.vision == "auto", trusted=settings.trust_model_code)
+
+
+def blockers_of(model: str) -> list[str]:
+    """Return why a worker here would not serve a model; nothing if it would. Raises `CannotStart`."""
+    with needs_worker():
+        from worker.engine.checkpoint import embeds
+        from worker.engine.model.load import model_folder
+    if embeds(folder := model_folder(model, name=model, only=["*.json"]), model):
+        blockers: list[str] = _embedding_facts(folder, model)["blockers"]
+        return blockers
+    return list(_report_of(model).blockers)
 
 
 def _facts(report: "ModelReport") -> Facts:

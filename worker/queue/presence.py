@@ -2,6 +2,7 @@
 the worker is asked to do. Lets workers restart one after the other."""
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -9,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal, Protocol
 
 from redis.asyncio import Redis
@@ -133,6 +135,7 @@ class Presence:
             **(accepted or abilities()),
             "version": __version__,
             "protocol": 1,  # the version of the contract
+            "checkpoints": json.dumps(_checkpoints(settings)),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started_at": round(time.time(), 3),
@@ -254,6 +257,13 @@ class Presence:
                 await self._fleet.remove()
         except (RedisError, OSError):
             logger.info("redis does not answer: the worker's presence expires with its lease")
+
+
+def _checkpoints(settings: Settings) -> list[str]:
+    """Return the models that this worker opens: hub ids, and the whole paths of folders."""
+    named = (settings.model, settings.mtp_model, settings.draft_model, settings.specprefill_draft_model)
+    paths = {each: Path(each).expanduser() for each in named if each}
+    return [str(path.resolve()) if path.is_dir() else each for each, path in paths.items()]
 
 
 class RestartTurn:

@@ -10,7 +10,7 @@ from tests.engine.tiny import CANNOT_BATCH, CONFIGS, write_checkpoint
 from tests.support.stack import TINY_CHAT
 from worker.engine.model.check import check_model
 from worker.engine.model.load import fingerprint, not_served, open_model
-from worker.engine.upstream.transformers import hub_errors
+from worker.engine.upstream.hub import TransportError, hub_errors
 from worker.errors import CannotStart
 
 
@@ -61,6 +61,10 @@ def test_unknown_hub_id_is_refused_with_a_suggested_folder(tmp_path: Path, monke
         (
             hub_errors.LocalEntryNotFoundError,
             "Hugging Face cannot be reached from here; check the name, or give a folder.",
+        ),
+        (
+            TransportError,
+            "the connection to Hugging Face broke (theirs); try again: the files that have arrived are kept.",
         ),
     ],
 )

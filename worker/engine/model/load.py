@@ -1,5 +1,6 @@
 """Load and identify the model that a worker serves, and refuse one at start that it cannot serve correctly."""
 
+import errno
 import hashlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +28,8 @@ from worker.engine.model.calibration import calibrated
 from worker.engine.model.profile import NO_DRAFTS, Drafting, drafting, profile, weights_bytes, why_not_batched
 from worker.engine.speculation.draft_model import DraftNetwork
 from worker.engine.speculation.mtp import Head
+from worker.engine.upstream.hub import HF_HUB_CACHE, ConnectError, TransportError, hub_errors
 from worker.engine.upstream.mlx_lm import TokenizerWrapper, download, load_model, load_tokenizer
-from worker.engine.upstream.transformers import hub_errors
 from worker.engine.vision.load import (
     TEXT_ONLY,
     LanguageModel,
@@ -228,13 +229,14 @@ def model_folder(path_or_hub_id: str, *, name: str, only: list[str] | None = Non
         raise CannotStart(missing)
     try:
         return Path(download(path_or_hub_id, allow_patterns=only))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TransportError) as error:
         if similar:  # after the hub, which may have this name although a local folder has a similar one
             raise CannotStart(missing) from error
-        raise CannotStart(f"{name} is not a local folder, and {_why_not_downloaded(error)}") from error
+        raise CannotStart(f"{name} is not a local folder, and {why_not_downloaded(error)}") from error
 
 
-def _why_not_downloaded(error: OSError | ValueError) -> str:
+def why_not_downloaded(error: OSError | ValueError | TransportError) -> str:
+    """Return why Hugging Face's libraries could not download a model, and what to do: the end of a sentence."""
     match error:
         case hub_errors.GatedRepoError():
             return "Hugging Face asks for a login that may read it: run hf auth login."
@@ -242,8 +244,19 @@ def _why_not_downloaded(error: OSError | ValueError) -> str:
             return "Hugging Face has no such public model; check the name."
         case hub_errors.HFValidationError():
             return "no id of Hugging Face, such as mlx-community/Qwen3-4B-4bit; check the name."
-        case hub_errors.LocalEntryNotFoundError() | hub_errors.OfflineModeIsEnabled() | ConnectionError():
+        case (
+            hub_errors.LocalEntryNotFoundError()
+            | hub_errors.OfflineModeIsEnabled()
+            | ConnectionError()
+            | ConnectError()
+        ):
             return "Hugging Face cannot be reached from here; check the name, or give a folder."
+        case hub_errors.HfHubHTTPError(response=response):
+            return f"Hugging Face answers with {response.status_code}; try again later."
+        case TransportError():
+            return f"the connection to Hugging Face broke ({error}); try again: the files that have arrived are kept."
+        case OSError(errno=errno.ENOSPC):
+            return f"the disk is full: {HF_HUB_CACHE}; make room, or give another folder with HF_HUB_CACHE."
     return f"could not be downloaded: {error}"
 
 

@@ -10,11 +10,12 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from mlx_lm.utils import _download, _get_classes, load_model, load_tokenizer
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download, _get_classes, load_model, load_tokenizer
 
 download, get_classes = _download, _get_classes
 
 __all__ = [
+    "DEFAULT_ALLOW_PATTERNS",
     "ArraysCache",
     "BPEStreamingDetokenizer",
     "CacheList",

@@ -1,9 +1,8 @@
-"""Every name borrowed from transformers, and from tokenizers and huggingface_hub, on which it stands.
+"""Every name borrowed from transformers, and from tokenizers, on which it stands.
 `tests/engine/upstream/test_transformers.py` checks each. Written against transformers 5.23.0. Its
 `apply_chat_template(sanitize_control_tokens=True)` is built from these functions; on its own it returns no text, and we
 need the text as well as the tokens."""
 
-from huggingface_hub import errors as hub_errors
 from jinja2.meta import find_undeclared_variables
 from tokenizers import Tokenizer, normalizers
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
@@ -29,7 +28,6 @@ __all__ = [
     "Tokenizer",
     "TokenizersBackend",
     "encode_marked_chat",
-    "hub_errors",
     "mark_control_tokens",
     "normalizers",
     "variables_of",

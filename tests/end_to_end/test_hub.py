@@ -1,0 +1,142 @@
+"""`sluice models pull`, `list` and `rm` with the real huggingface_hub, against a server with the hub's routes."""
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_cli import Command
+from tests.support.hub import Hub, serving_hub
+from tests.support.stack import TINY_CHAT, WorkerProcess
+
+CHUNK = 10 * 1024 * 1024  # bytes that huggingface_hub gathers before it writes them
+WEIGHTS = 3 * CHUNK
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """A hub with `tests/tiny`, with `tests/large`, whose weights take three chunks, and with `tests/strange`, which
+    no worker serves."""
+    folders = {name: tmp_path / name for name in ("tiny", "large", "strange")}
+    for folder in folders.values():
+        shutil.copytree(TINY_CHAT, folder)
+        (folder / "README.md").unlink()  # which no worker reads
+    (folders["large"] / "model-2.safetensors").write_bytes(os.urandom(WEIGHTS))
+    (folders["strange"] / "config.json").write_text('{"model_type": "unheard_of"}', "utf-8")
+    with serving_hub(**folders) as hub:
+        yield hub
+
+
+@pytest.fixture
+def sluice(redis_url: str, tmp_path: Path, hub: Hub) -> Command:
+    command = Command(redis_url, tmp_path)
+    command.env.update(HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "home"))
+    return command
+
+
+def cached(sluice: Command, name: str) -> list[Path]:
+    """The files of the model's snapshot."""
+    return sorted(Path(sluice.env["HF_HOME"]).glob(f"hub/models--tests--{name}/snapshots/*/*"))
+
+
+def test_a_model_is_pulled_listed_served_and_deleted_when_nobody_serves_it(sluice: Command, hub: Hub) -> None:
+    code, out, err = sluice.process("models", "pull", "tests/tiny")
+    assert (code, out) == (0, ""), err
+    assert [file.read_bytes() for file in cached(sluice, "tiny")] == [
+        file.read_bytes() for file in sorted(hub.models["tests/tiny"].iterdir()) if file.name != "mtp.safetensors"
+    ]
+    given = {"HF_HOME": sluice.env["HF_HOME"], "HF_ENDPOINT": hub.url}
+    url = sluice.env["SLUICE_REDIS_URL"]
+    with WorkerProcess(url, model="tests/tiny", model_name="mine", lease_s=2, more_env=given) as worker:
+        served, *there = map(json.loads, sluice.process("models", "list", "--json")[1].splitlines())
+        assert (served["name"], served["workers"]) == ("mine", 1)
+        (found,) = [each for each in there if each["checkpoint"] == "tests/tiny"]
+        assert (found["family"], found["servable"], found["workers"]) == ("qwen3_5", True, [worker.name])
+        assert found["bytes"] == sum(file.stat().st_size for file in cached(sluice, "tiny"))
+        assert worker.name in sluice.process("models", "list")[1]
+        code, _, err = sluice.process("models", "rm", "tests/tiny", "--yes")
+        assert (code, f"drain {worker.name}" in err) == (2, True), err
+        assert cached(sluice, "tiny")
+    code, _, err = sluice.process("models", "rm", "tests/tiny")  # nobody answers the question
+    assert (code, "--yes" in err, bool(cached(sluice, "tiny"))) == (2, True, True)
+    assert "2.1 MB in 5 files" in err
+    assert sluice.process("models", "rm", "tests/tiny", "--yes")[0] == 0
+    assert cached(sluice, "tiny") == []
+    code, _, err = sluice.process("models", "rm", "tests/tiny", "--yes")
+    assert (code, "there is no model 'tests/tiny'" in err) == (2, True), err
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_download_goes_on_where_a_broken_connection_left_it(sluice: Command, hub: Hub, reset: bool) -> None:
+    hub.cuts, hub.cut_bytes, hub.reset = 2, CHUNK + 1000, reset
+    code, _, err = sluice.process("models", "pull", "tests/large", "--force")
+    assert code == 0, err
+    (whole,) = [file for file in cached(sluice, "large") if file.name == "model-2.safetensors"]
+    assert whole.read_bytes() == (hub.models["tests/large"] / "model-2.safetensors").read_bytes()
+    assert f"bytes={CHUNK}-" in hub.ranges
+
+
+@pytest.mark.slow
+def test_the_files_that_have_not_arrived_are_fetched_by_the_same_command(sluice: Command, hub: Hub) -> None:
+    (hub.models["tests/large"] / "model-2.safetensors").rename(hub.models["tests/large"] / "model-gone.safetensors")
+    hub.missing.add("model-gone.safetensors")
+    code, _, err = sluice.process("models", "pull", "tests/large", "--force")
+    assert (code, "Traceback" in err) == (2, False), err
+    (listed,) = map(json.loads, sluice.process("models", "list", "--json")[1].splitlines())
+    assert (listed["servable"], "sluice models pull tests/large" in listed["problem"]) == (False, True)
+    hub.missing.clear()
+    hub.ranges.clear()
+    code, _, err = sluice.process("models", "pull", "tests/large", "--force")
+    assert (code, hub.ranges) == (0, [""]), "only that file is fetched"
+    assert not list(Path(sluice.env["HF_HOME"]).glob("hub/**/*.incomplete"))
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["tests/unheard"], "no such public model"),
+        (["a b"], "no id of Hugging Face"),
+        ([str(TINY_CHAT)], "is a folder"),
+        (["tests/strange"], "would not serve it here"),
+    ],
+)
+def test_what_cannot_be_pulled_is_refused_before_weights_are_fetched(
+    sluice: Command, hub: Hub, args: list[str], says: str
+) -> None:
+    code, out, err = sluice.process("models", "pull", *args)
+    assert (code, out, hub.ranges) == (2, "", [])
+    assert says in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_gated_model_a_full_disk_and_a_hub_that_is_away_are_told(sluice: Command, hub: Hub) -> None:
+    hub.extra_bytes = 10**15
+    code, _, err = sluice.process("models", "pull", "tests/tiny", "--force")
+    assert (code, "has room for" in err, hub.ranges) == (2, True, []), err
+    hub.extra_bytes = 0
+    hub.gated.add("tests/large")
+    code, _, err = sluice.process("models", "pull", "tests/large")
+    assert (code, "run hf auth login" in err) == (2, True), err
+    hub.status = 503
+    assert "503" in sluice.process("models", "pull", "tests/strange")[2]
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        sluice.env["HF_ENDPOINT"] = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    code, _, err = sluice.process("models", "pull", "tests/strange")
+    assert (code, "cannot be reached" in err, "Traceback" in err) == (2, True, False), err
+
+
+@pytest.mark.slow
+def test_a_worker_of_an_earlier_version_and_a_missing_server_keep_a_model(sluice: Command, hub: Hub) -> None:
+    assert sluice.process("models", "pull", "tests/tiny")[0] == 0
+    sluice.db.hset("sluice:worker:old", mapping={"name": "old", "model": "default", "host": socket.gethostname()})
+    code, _, err = sluice.process("models", "rm", "tests/tiny", "--yes")
+    assert (code, "earlier version" in err) == (2, True), err
+    sluice.db.hset("sluice:worker:old", "host", "elsewhere")
+    code, _, err = sluice.process("models", "rm", "tests/tiny", "--yes", "--redis-url", "redis://127.0.0.1:1/0")
+    assert (code, "no server answers" in err, bool(cached(sluice, "tiny"))) == (2, True, True)
+    assert sluice.process("models", "rm", "tests/tiny", "--yes")[0] == 0
