@@ -19,6 +19,7 @@ from sluice.contract import keys
 from sluice.contract.batch import Batch, new_run_id
 from sluice.contract.events import Event, JobError, parse_as
 from sluice.contract.keys import JobFunction, Lane
+from sluice.contract.models import Model
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.presence import Attendances, Workers, serves
 from sluice.queues import DeadLetter, DeadLetters, MisplacedJobs, Queue, QueueHead, Queues
@@ -321,6 +322,21 @@ class Client:
         """
         return await self._workers.set_alias(alias, model, served_only=served_only)
 
+    async def served_models(self) -> set[str]:
+        """Return the names that jobs may have: of models that live workers serve, of those that a supervisor loads when
+        a job comes, and their aliases."""
+        return await self._workers.models()
+
+    async def supervised_models(self) -> dict[str, dict[str, Model]]:
+        """Return the models of each supervisor of several (`sluice up` or `sluice worker` with more than one `--model`)
+        by their names: `state` is `unloaded`, `loading`, `loaded` or `unloading`."""
+        return await self._workers.supervised()
+
+    async def ask_supervisor(self, supervisor: str, what: Literal["load", "unload"], model: str) -> None:
+        """Ask a supervisor to load a model, or to end its process; it comes back when a job needs it. Returns at once;
+        `supervised_models` shows what happens."""
+        await self._workers.ask_supervisor(supervisor, {"do": what, "model": model})
+
     async def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters, the jobs that crashed workers, oldest first."""
         return await self._dead_letters.read_all()
@@ -432,11 +448,12 @@ class Client:
         return int(await self._retries.run(lambda: self._redis.zcard(keys.queue(model, lane))))
 
     async def queues(self) -> list[Queue]:
-        """Return every queue that holds jobs, with the number of workers that serve its model. Ends the jobs past their
-        deadline that no worker has, in queues without a worker, among the oldest 10,000 of each: elsewhere a worker
-        ends them."""
+        """Return every queue that holds jobs, with the number of workers that serve its model; one that a supervisor
+        would load for a job has one. Ends the jobs past their deadline that no worker has, in queues without a worker,
+        among the oldest 10,000 of each: elsewhere a worker ends them."""
         served = [worker.get("model", "") for worker in await self.workers() if serves(worker)]
-        return await self._queues.read_all(served, await self.aliases())
+        unloaded = {name for each in (await self.supervised_models()).values() for name in each} - {*served}
+        return await self._queues.read_all([*served, *unloaded], await self.aliases())
 
     async def queue_heads(self) -> list[QueueHead]:
         """Return how long tenants have waited, of the oldest 300 jobs of every queue; of fewer if there are many

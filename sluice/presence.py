@@ -1,7 +1,9 @@
 """The live workers, each of which publishes a hash about itself on the server, and the jobs that they leave behind."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -10,6 +12,8 @@ from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, ResponseError
 
 from sluice.contract import keys
+from sluice.contract.models import Command as ModelCommand
+from sluice.contract.models import Model, is_supervisor, read_model
 from sluice.contract.scripts import source
 from sluice.transport import MAX_CALLS, Command, Retries, RoundTrips, raise_outage
 
@@ -67,9 +71,34 @@ class Workers:
         return bool(await self._send(lambda: self._ask(keys=[keys.worker(name)], args=args)))
 
     async def models(self) -> set[str]:
-        """Return the models that have a live worker which takes jobs, and the aliases that stand for one."""
+        """Return the models that have a live worker which takes jobs, those that a supervisor loads for a job, and the
+        aliases that stand for one."""
         served = {worker["model"] for worker in await self.read_all() if "model" in worker and serves(worker)}
+        served |= {name for each in (await self.supervised()).values() for name in each}
         return served | {alias for alias, model in (await self.aliases()).items() if model in served}
+
+    async def supervised(self) -> dict[str, dict[str, Model]]:
+        """Return the models of each supervisor by their names. Those that the user may not read are left out."""
+        found = await self._retries.scan(keys.MODELS, waits_out_outages=self._waits_out_outages)
+        supervisors = dict[str, dict[str, Model]]()
+        for key in sorted(filter(is_supervisor, found)):
+            with suppress(ResponseError):  # a foreign value, or one that is not to be read
+                fields: dict[bytes, bytes] = await self._send(partial(self._redis.hgetall, key))  # type: ignore[arg-type]
+                models = {name.decode("utf-8", "replace"): read_model(value) for name, value in fields.items()}
+                known = {name: model for name, model in sorted(models.items()) if model is not None}
+                supervisors[key.decode("utf-8", "replace").removeprefix(keys.models(""))] = known
+        return {supervisor: known for supervisor, known in supervisors.items() if known}
+
+    async def ask_supervisor(self, supervisor: str, command: ModelCommand) -> None:
+        """Ask a supervisor to load or to unload a model."""
+
+        async def send() -> None:
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.rpush(keys.model_commands(supervisor), json.dumps(command))
+                pipe.pexpire(keys.model_commands(supervisor), 60_000)
+                await pipe.execute()
+
+        await self._send(send)
 
     async def aliases(self) -> dict[str, str]:
         """Return the model of each alias. A foreign value, or one that the user may not read, counts as none."""

@@ -188,7 +188,8 @@ TABLE = {
     ),
     # Several models on one machine: what decides, the plan with the engine's knowledge, and the supervisor without it.
     "worker.supervisor": May(
-        "sluice.contract sluice.log_lines sluice.transport worker.engine.memory worker.errors worker.process.child",
+        "sluice.contract sluice.log_lines sluice.transport worker.engine.memory worker.errors worker.process.child "
+        "worker.queue.scripts",
         "redis",
     ),
     "worker.supervisor.decision": May(standard=PURE),

@@ -1,4 +1,4 @@
-"""`/v1/models`: the models that live workers serve, their aliases, and their abilities."""
+"""`/v1/models`: the models that live workers serve or that are loaded for a job, their aliases, and their abilities."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from sluice.contract.models import Model
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import Handler, anthropic_endpoint, endpoint
 from sluice.gateway.gateway import Gateway
@@ -32,9 +33,10 @@ def routes(gateway: Gateway) -> list[Route]:
         served_as = served_name(caller, name, gateway.settings.model_map)
         served_as = (await gateway.workers.aliases()).get(served_as, served_as)
         workers = [worker for worker in await gateway.workers.live() if worker.get("model") == served_as]
-        if not workers:
+        supervised = (await gateway.workers.supervised()).get(served_as)
+        if not workers and supervised is None:
             raise model_not_found(name)
-        found = _model(name, served_as, workers)
+        found = _model(name, served_as, workers, supervised)
         return JSONResponse(model_info(found) if ANTHROPIC_HEADER in request.headers else found)
 
     return [Route("/v1/models", _endpoint(listed)), Route("/v1/models/{id:path}", _endpoint(single))]
@@ -52,15 +54,22 @@ def _endpoint(handler: Handler) -> Handler:
 
 async def _models(gateway: Gateway, caller: Caller) -> dict[str, dict[str, Any]]:
     found = gateway.workers
-    return models(await found.live(), gateway.settings.model_map, caller, await found.aliases())
+    mapped, supervised = gateway.settings.model_map, await found.supervised()
+    return models(await found.live(), mapped, caller, aliases=await found.aliases(), supervised=supervised)
 
 
 def models(
-    workers: Sequence[Worker], mapped: Mapping[str, str], caller: Caller, aliases: Mapping[str, str]
+    workers: Sequence[Worker],
+    mapped: Mapping[str, str],
+    caller: Caller,
+    *,
+    aliases: Mapping[str, str],
+    supervised: Mapping[str, Model],
 ) -> dict[str, dict[str, Any]]:
-    """Return the caller's models by name: the whole names of the mapping, and those of the workers and the `aliases`
-    that it leaves as they are. Names that only `*` stands for cannot be listed; each of them is found by itself."""
-    served: dict[str, list[Worker]] = {}
+    """Return the caller's models by name: the whole names of the mapping, and those of the workers, of what supervisors
+    load for a job (`supervised`), and of the `aliases`, that it leaves as they are. Names that only `*` stands for
+    cannot be listed; each of them is found by itself."""
+    served: dict[str, list[Worker]] = {name: [] for name in supervised}
     for worker in workers:
         served.setdefault(worker.get("model", ""), []).append(worker)
     served.pop("", None)
@@ -71,25 +80,28 @@ def models(
     own = {name: name for name in models_of if mapped_name(name, mapped) == name}
     whole = {name: target for name, target in mapped.items() if not name.endswith("*") and target in models_of}
     return {
-        name: _model(name, models_of[target], served[models_of[target]])
+        name: _model(name, models_of[target], served[models_of[target]], supervised.get(models_of[target]))
         for name, target in sorted({**own, **whole}.items())
         if caller.models is None or {name, target} & caller.models
     }
 
 
-def _model(name: str, served_as: str, workers: Sequence[Worker]) -> dict[str, Any]:
+def _model(name: str, served_as: str, workers: Sequence[Worker], supervised: Model | None) -> dict[str, Any]:
     """Return a model in OpenAI's form, with vLLM's `max_model_len` and ours under `sluice`. With several workers, the
-    abilities that all of them have."""
+    abilities that all of them have; without one, null: it is unknown what the model can."""
+    loaded_at = [_number(worker.get("started_at")) for worker in workers]
+    since = loaded_at or [_number(str(supervised["since"]) if supervised else None)]
     contexts = [int(_number(worker.get("context_tokens"))) for worker in workers if "context_tokens" in worker]
-    abilities = {name: all(worker.get(name) == "yes" for worker in workers) for name in _ABILITIES}
+    abilities = {name: all(worker.get(name) == "yes" for worker in workers) if workers else None for name in _ABILITIES}
     return {
         "id": name,
         "object": "model",
-        "created": int(min(_number(worker.get("started_at")) for worker in workers)),
+        "created": int(min(since)),
         "owned_by": "sluice",
         "max_model_len": min(contexts, default=None),
         "sluice": {
             "model": served_as,
+            "state": "loaded" if workers or supervised is None else supervised["state"],
             **abilities,
             "workers": len(workers),
             "rows": sum(int(_number(worker.get("rows"))) for worker in workers),

@@ -425,6 +425,8 @@ class JobSubmission:
 
     async def _usable(self, caller: Caller) -> Set[str]:
         """Return the models with a live worker that the caller may use, and the aliases of such models."""
-        served = {worker.get("model", "") for worker in await self._workers.live()}
+        served = {worker.get("model", "") for worker in await self._workers.live()} | {
+            *await self._workers.supervised()
+        }
         served |= {alias for alias, model in (await self._workers.aliases()).items() if model in served}
         return served if caller.models is None else served & caller.models

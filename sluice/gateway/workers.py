@@ -14,6 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 from sluice.client import Client
 from sluice.contract import keys
 from sluice.contract.keys import MODEL_NAME
+from sluice.contract.models import Model
 from sluice.errors import SluiceError, describe_served
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import ApiError
@@ -32,6 +33,7 @@ _SEEN_KEY = "sluice:serve:models"  # sorted set: models that had a worker, by Un
 _REPORT = re.compile(rb"\d+ [\d.]+ (\d{1,15})\b")
 
 Worker = Mapping[str, str]  # the fields that a worker publishes
+_Reading = tuple[list[dict[str, str]], dict[str, str], dict[str, dict[str, Model]]]
 
 
 class ServedModels:
@@ -44,8 +46,9 @@ class ServedModels:
         self._recording = set[asyncio.Task[None]]()
         self._live: Sequence[Worker] = ()
         self._aliases: Mapping[str, str] = {}
+        self._supervised: Mapping[str, Model] = {}
         self._read_at = float("-inf")
-        self._reading: asyncio.Task[tuple[list[dict[str, str]], dict[str, str]]] | None = None
+        self._reading: asyncio.Task[_Reading] | None = None
 
     async def is_served(self, model: str) -> bool:
         """Return True if a live worker serves the model, or the one that this alias stands for."""
@@ -97,8 +100,9 @@ class ServedModels:
             logger.warning("the model %s: other gateways were not told that it is served: %s", model, error)
 
     async def exists(self, model: str) -> bool:
-        """Return False if other models are served and this one was not within the last day. An alias exists."""
-        served = {worker.get("model") for worker in await self.live()}
+        """Return False if other models are served and this one was not within the last day. An alias exists, and what a
+        supervisor loads for a job."""
+        served = {worker.get("model") for worker in await self.live()} | {*await self.supervised()}
         if not served or model in served or model in await self.aliases():
             return True
         at = self._client.of_model(model)
@@ -121,14 +125,24 @@ class ServedModels:
             return
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read())
-        workers, aliases = await asyncio.shield(self._reading)
+        workers, aliases, supervised = await asyncio.shield(self._reading)
         self._live = [worker for worker in workers if serves(worker)]
-        served = {worker.get("model") for worker in self._live}
+        found = [pair for models in supervised.values() for pair in models.items()]
+        self._supervised = dict(
+            sorted(found, key=lambda pair: pair[1]["state"] == "loaded")
+        )  # of several, a loaded one
+        served = {worker.get("model") for worker in self._live} | {*self._supervised}
         self._aliases = {alias: model for alias, model in aliases.items() if alias not in served}
         self._read_at = time.monotonic()
 
-    async def _read(self) -> tuple[list[dict[str, str]], dict[str, str]]:
-        return await self._client.workers(), await self._client.aliases()
+    async def supervised(self) -> Mapping[str, Model]:
+        """Return the models that supervisors load when a job comes, by name. Callers share one reading."""
+        await self._refresh()
+        return self._supervised
+
+    async def _read(self) -> _Reading:
+        client = self._client
+        return await client.workers(), await client.aliases(), await client.supervised_models()
 
 
 def _day_ago() -> float:

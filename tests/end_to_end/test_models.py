@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,10 @@ import pytest
 from sluice import Client, Finished
 from sluice.gateway import ServeSettings
 from tests.end_to_end.test_cli import Command
+from tests.end_to_end.test_several_models import Supervisor
 from tests.gateway.gateways import serving
 from tests.queue.helpers import enqueue
 from tests.support.stack import WorkerProcess
-
-pytestmark = pytest.mark.usefixtures("worker")
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +138,51 @@ def test_a_chat_with_an_alias_is_answered_without_a_note(sluice: Command) -> Non
     code, out, err = sluice("chat", "Count to 3.", "--model", "fast")
     assert (code, out.strip()) == (0, "1 2 3")
     assert "no worker" not in err
+
+
+@pytest.fixture
+def supervised(redis_url: str, tmp_path: Path) -> Iterator[tuple[Supervisor, Command]]:
+    """A supervisor with the models a, b and c, which has memory for two, once those are loaded."""
+    with Supervisor(redis_url) as supervisor:
+        deadline = time.monotonic() + 60
+        while supervisor.states() != "loaded loaded unloaded":
+            assert time.monotonic() < deadline, supervisor.log()
+            time.sleep(0.1)
+        yield supervisor, Command(redis_url, tmp_path)
+
+
+def test_models_of_a_supervisor_are_loaded_and_unloaded_by_the_command(
+    supervised: tuple[Supervisor, Command],
+) -> None:
+    supervisor, sluice = supervised
+    listed = [json.loads(line) for line in sluice("models", "list", "--served", "--json")[1].splitlines()]
+    states = [(each["name"], each["workers"], [held["state"] for held in each["supervisors"]]) for each in listed]
+    assert states == [("a", 1, ["loaded"]), ("b", 1, ["loaded"]), ("c", 0, ["unloaded"])]
+    code, out, err = sluice("models", "load", "c")
+    assert (code, out, "c is loaded" in err) == (0, "", True), err
+    assert sorted(model["state"] for model in supervisor.models().values()) == ["loaded", "loaded", "unloaded"]
+    assert sluice("models", "alias", "fast", "c")[0] == 0
+    code, _, err = sluice("models", "unload", "fast")
+    assert (code, "c is unloaded" in err, supervisor.models()["c"]["state"]) == (0, True, "unloaded"), err
+    shown = sluice("models", "list", "--served")[1]
+    assert "unloaded" in shown
+    code, _, err = sluice("models", "load", "d")
+    assert (code, "a, b, c" in err) == (2, True), err
+    code, _, err = sluice("chat", "Count to 3.", "--model", "fast")  # the alias of an unloaded model
+    assert (code, "no worker" in err) == (0, False), err
+
+
+@pytest.mark.slow
+async def test_a_plain_producer_s_job_under_an_alias_loads_its_model(
+    supervised: tuple[Supervisor, Command], client: Client, redis_url: str
+) -> None:
+    await client.set_alias("fast", "c")
+    await enqueue(redis_url, "sluice:queue:fast:interactive", "plain", counting(0, model="fast"))
+    result = await client.result("plain", timeout=60)
+    assert (result["model"], result["choices"][0]["message"]["content"]) == ("c", until(5))
+
+
+def test_without_a_supervisor_nothing_can_be_loaded(sluice: Command) -> None:
+    for what in ("load", "unload"):
+        code, out, err = sluice("models", what, "default")
+        assert (code, out, "sluice workers" in err) == (2, "", True), err

@@ -1,6 +1,7 @@
 """The models that are listed, and their abilities."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice.contract import keys
+from sluice.contract import models as models_of_supervisors
 from sluice.gateway import ServeSettings
 from sluice.gateway.caller import LOCAL, Caller
 from sluice.gateway.catalog import model_info, models
@@ -25,7 +27,7 @@ def test_a_model_has_what_all_its_workers_can() -> None:
         worker("tiny", context_tokens="4096", tools="yes", reasoning="yes", started_at="9"),
         worker("tiny", context_tokens="2048", tools="yes"),
     ]
-    assert models(workers, {}, LOCAL, {}) == {
+    assert models(workers, {}, LOCAL, aliases={}, supervised={}) == {
         "tiny": {
             "id": "tiny",
             "object": "model",
@@ -34,6 +36,7 @@ def test_a_model_has_what_all_its_workers_can() -> None:
             "max_model_len": 2048,
             "sluice": {
                 "model": "tiny",
+                "state": "loaded",
                 "images": False,
                 "tools": True,
                 "reasoning": False,
@@ -59,19 +62,21 @@ def test_a_model_has_what_all_its_workers_can() -> None:
     ],
 )
 def test_the_names_are_those_that_a_request_may_use(mapped: dict[str, str], names: list[str]) -> None:
-    found = models([worker("tiny"), worker("big")], mapped, LOCAL, {})
+    found = models([worker("tiny"), worker("big")], mapped, LOCAL, aliases={}, supervised={})
     assert list(found) == names
     assert {name: found[name]["sluice"]["model"] for name in mapped if name in found}.items() <= mapped.items()
 
 
 def test_a_caller_sees_its_own_models_alone() -> None:
     caller = Caller(models=frozenset({"gpt-4o"}))
-    assert list(models([worker("tiny"), worker("big")], {"gpt-4o": "big"}, caller, {})) == ["gpt-4o"]
+    assert list(models([worker("tiny"), worker("big")], {"gpt-4o": "big"}, caller, aliases={}, supervised={})) == [
+        "gpt-4o"
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["", "many", "nan", "-1", "1e400", "inf"])
 def test_numbers_that_no_worker_wrote_count_as_none(wrong: str) -> None:
-    (model,) = models([worker("tiny", started_at=wrong, rows=wrong)], {}, LOCAL, {}).values()
+    (model,) = models([worker("tiny", started_at=wrong, rows=wrong)], {}, LOCAL, aliases={}, supervised={}).values()
     assert (model["created"], model["sluice"]["rows"]) == (0, 0)
 
 
@@ -80,7 +85,7 @@ def test_numbers_that_no_worker_wrote_count_as_none(wrong: str) -> None:
     [("253402300799", "9999-12-31T23:59:59Z"), ("253402300800", "1970-01-01T00:00:00Z")],
 )
 def test_a_time_beyond_the_last_year_of_a_calendar_counts_as_none(started_at: str, created_at: str) -> None:
-    (model,) = models([worker("tiny", started_at=started_at)], {}, LOCAL, {}).values()
+    (model,) = models([worker("tiny", started_at=started_at)], {}, LOCAL, aliases={}, supervised={}).values()
     assert model_info(model)["created_at"] == created_at
 
 
@@ -150,14 +155,18 @@ async def test_a_model_that_is_awaited_does_not_exist_once_a_worker_of_another_h
 
 def test_an_alias_of_a_served_model_is_listed_under_its_own_name() -> None:
     aliases = {"fast": "tiny", "waiting": "gone", "hidden": "big"}
-    found = models([worker("tiny"), worker("big")], {"gpt-4o": "fast", "hid*": "tiny"}, LOCAL, aliases)
+    found = models(
+        [worker("tiny"), worker("big")], {"gpt-4o": "fast", "hid*": "tiny"}, LOCAL, aliases=aliases, supervised={}
+    )
     assert {name: each["sluice"]["model"] for name, each in found.items()} == {
         "big": "big",
         "fast": "tiny",
         "gpt-4o": "tiny",
         "tiny": "tiny",
     }
-    assert list(models([worker("tiny")], {}, Caller(models=frozenset({"fast"})), aliases)) == ["fast"]
+    assert list(models([worker("tiny")], {}, Caller(models=frozenset({"fast"})), aliases=aliases, supervised={})) == [
+        "fast"
+    ]
 
 
 @pytest.mark.usefixtures("fake_worker")
@@ -173,3 +182,35 @@ async def test_an_alias_is_found_and_served_like_its_model(http: httpx.AsyncClie
     missing = await http.post("/v1/chat/completions", json={"model": "waiting", "messages": []})
     assert missing.status_code == 503, "the alias exists, and its model has no worker"
     assert (await http.get("/v1/models/waiting")).status_code == 404
+
+
+def unloaded(state: models_of_supervisors.State = "unloaded") -> models_of_supervisors.Model:
+    return models_of_supervisors.Model(path="m/a", bytes=7, state=state, since=9.5, weights=5, worker="", problem="")
+
+
+def test_a_model_that_is_loaded_for_a_job_is_listed_with_its_state_and_without_abilities() -> None:
+    supervised = {"tiny": unloaded("loaded"), "small": unloaded()}
+    found = models([worker("tiny")], {"gpt-4o": "small"}, LOCAL, aliases={"fast": "small"}, supervised=supervised)
+    assert {name: (each["sluice"]["state"], each["sluice"]["tools"]) for name, each in found.items()} == {
+        "fast": ("unloaded", None),
+        "gpt-4o": ("unloaded", None),
+        "small": ("unloaded", None),
+        "tiny": ("loaded", False),
+    }
+    assert (found["small"]["created"], found["small"]["max_model_len"]) == (9, None)
+
+
+@pytest.mark.usefixtures("fake_worker")
+async def test_a_model_that_a_supervisor_loads_is_found_and_a_request_for_it_is_queued(
+    http: httpx.AsyncClient, db: Redis
+) -> None:
+    await db.hset(keys.models("mac-1"), "small", json.dumps(unloaded()))
+    await db.hset(keys.models("mac-2"), "wrong", "{}")
+    await db.hset(keys.model("small"), "mac-1", "100 0 99999999999 0 0")
+    listed = (await http.get("/v1/models")).json()["data"]
+    assert [(each["id"], each["sluice"]["state"]) for each in listed] == [("default", "loaded"), ("small", "unloaded")]
+    assert (await http.get("/v1/models/small")).json() == listed[1]
+    body = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    asked = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+    await until(lambda: db.exists(keys.queue("small", "interactive")))
+    asked.cancel()

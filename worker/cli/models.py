@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sluice.cli.commands.models import checkpoints_of
+from sluice.cli.commands.models import checkpoints_of, is_here
 from sluice.cli.errors import CliError, connected, needs_worker
 from sluice.cli.options import REDIS_URL, RedisUrl
 from sluice.cli.terminal.view import note
@@ -232,13 +232,13 @@ def rm(
     found = next((repo for repo in _models(cache) if repo.repo_id == model), None)
     if cache is None or found is None:
         raise CliError(_why_not_found(model))
-    _refuse_served(found, _workers_here(redis_url))
+    _refuse_served(found, *_users_here(redis_url))
     partial = sum(file.stat().st_size for file in found.repo_path.glob("blobs/*.incomplete"))
     size = format_bytes(found.size_on_disk + partial)
     files = counted(len({file.blob_path for each in found.revisions for file in each.files}), "file")
     if not yes:
         _confirm(f"Delete {model}, {size} in {files}, from {found.repo_path}?")
-        _refuse_served(found, _workers_here(redis_url))  # one may have started meanwhile
+        _refuse_served(found, *_users_here(redis_url))  # one may have started meanwhile
     shutil.rmtree(found.repo_path)
     note(f"{model} is deleted: {size} are free")
 
@@ -251,10 +251,14 @@ def _why_not_found(model: str) -> str:
     return f"there is no model {model!r} in {HF_HUB_CACHE}; sluice models list shows what there is."
 
 
-def _workers_here(url: str) -> list[dict[str, str]]:
-    async def read() -> list[dict[str, str]]:
+def _users_here(url: str) -> tuple[list[dict[str, str]], dict[str, set[str]]]:
+    """Return the workers of this machine, and what its supervisors may load. Raises `CliError`."""
+
+    async def read() -> tuple[list[dict[str, str]], dict[str, set[str]]]:
         async with connected(url) as client:
-            return [worker for worker in await client.workers() if worker.get("host") == socket.gethostname()]
+            workers = [worker for worker in await client.workers() if worker.get("host") == socket.gethostname()]
+            supervised = (await client.supervised_models()).items()
+        return workers, {id: {each["path"] for each in models.values()} for id, models in supervised if is_here(id)}
 
     try:
         return asyncio.run(read())
@@ -264,8 +268,14 @@ def _workers_here(url: str) -> list[dict[str, str]]:
         ) from None
 
 
-def _refuse_served(repo: "CachedRepoInfo", workers: Sequence[Mapping[str, str]]) -> None:
-    """Raises `CliError` if a worker of this machine has the model open, or does not say what it has."""
+def _refuse_served(
+    repo: "CachedRepoInfo", workers: Sequence[Mapping[str, str]], supervisors: Mapping[str, Collection[str]]
+) -> None:
+    """Raises `CliError` if a worker of this machine has the model open, or does not say what it has, or if a supervisor
+    may load it."""
+    for id, paths in supervisors.items():
+        if repo.repo_id in paths:
+            raise CliError(f"{repo.repo_id} is in use: the supervisor {id} loads it when a job comes. Stop it first.")
     for worker in workers:
         name = worker.get("name", "")
         opened = checkpoints_of(worker)

@@ -25,6 +25,7 @@ from sluice.transport import connect
 from worker.engine.memory import format_bytes
 from worker.errors import CannotStart
 from worker.process.child import environment_with
+from worker.queue.scripts import JOB_LIFE_MS, script
 from worker.supervisor.decision import Situation, decide
 from worker.supervisor.planned import Plan, PlannedModel
 
@@ -212,7 +213,11 @@ class Supervisor:
             await asyncio.sleep(0.5)
 
     async def _look(self, redis: Redis) -> None:
-        """Read the queues, which workers serve, and the commands."""
+        """Read the queues, which workers serve, and the commands. First move the jobs under an alias of a model without
+        a worker, which would do it."""
+        forward = script(redis, "forward")
+        for name in (each.planned.name for each in self._models.values() if each.process is None):
+            await forward(args=[name, JOB_LIFE_MS, 1])
         commands, now_ms = keys.model_commands(self.id), int(self._now() * 1000)
         async with redis.pipeline(transaction=True) as pipe:
             pipe.time()

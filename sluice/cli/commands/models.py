@@ -3,18 +3,22 @@
 import asyncio
 import json
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import typer
 
 from sluice.cli import worker_commands
+from sluice.cli.commands.workers import NoWait, Timeout
 from sluice.cli.errors import CliError, connected, sentence
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.client import Client
 from sluice.contract.keys import LANES
+from sluice.contract.models import Model, State
 from sluice.presence import serves
 from sluice.wording import counted
 
@@ -23,12 +27,13 @@ models = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @models.callback()
 def _about() -> None:
-    """List the models of a server and of this machine; download, delete and name them.
+    """List the models of a server and of this machine; load, download, delete and name them.
 
     \b
     Examples:
       sluice models list
       sluice models pull mlx-community/Qwen3-4B-4bit
+      sluice models load qwen-4b
       sluice models alias fast qwen-4b
     """
 
@@ -41,7 +46,9 @@ def list_models(
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """List what workers serve, the aliases, and the checkpoints on this machine.
+    """List the models of the server, the aliases, and the checkpoints on this machine.
+
+    A model that a supervisor of several has is loaded when a job comes, and listed with its state.
 
     Checkpoints are those in the cache of Hugging Face, and folders that the settings or workers of this machine name,
     with their sizes on disk. Each is checked as by `sluice check`, which takes a second or a few: `served` is the
@@ -49,7 +56,8 @@ def list_models(
     server, the other part is listed.
 
     With --json, print an object for each name: `model` is what an alias stands for, else null; `workers` counts those
-    that take jobs. Those of checkpoints have `checkpoint` in place of `name`. Exit codes: 0, or 2 if there is neither
+    that take jobs; `supervisors` has the state, the share of memory and the problem of each that has it. Those of
+    checkpoints have `checkpoint` in place of `name`. Exit codes: 0, or 2 if there is neither
     a server nor a worker installed here.
 
     \b
@@ -59,9 +67,11 @@ def list_models(
       sluice models list --json | jq -r 'select(.servable == false) | .checkpoint, .problem'
     """
     look = None if served else worker_commands.optional("models.checkpoints")
-    found, workers = _server(redis_url, required=look is None)
-    here = [each for each in workers if each.get("host") == socket.gethostname()]
+    server = _server(redis_url, required=look is None)
+    found = server.models if server else None
+    here = [each for each in server.workers if each.get("host") == socket.gethostname()] if server else []
     opened = {path for each in here for path in checkpoints_of(each) or ()}
+    opened |= server.paths_here() if server else set()
     checkpoints = look(opened) if look else []
     for each in checkpoints:
         names = {each["checkpoint"], each["path"]}
@@ -78,15 +88,59 @@ def list_models(
         note("there are no checkpoints on this machine; sluice models pull HUB_ID fetches one.")
 
 
-def _server(url: str, *, required: bool) -> tuple[list[dict[str, Any]] | None, list[dict[str, str]]]:
-    """Return the models of a server and its workers; None, and none, if it does not answer and is not `required`."""
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """What a server knows of models: those of its workers, of its supervisors, and aliases."""
+
+    workers: Sequence[Mapping[str, str]]
+    supervisors: Mapping[str, Mapping[str, Model]]
+    aliases: Mapping[str, str]
+
+    @property
+    def models(self) -> list[dict[str, Any]]:
+        """Each name with what it stands for and who serves it, sorted."""
+        served = {each["model"] for each in self.workers if "model" in each and serves(each)}
+        served |= {name for each in self.supervisors.values() for name in each}
+        names = {**self.aliases, **{name: name for name in served}}
+        return [self._described(name, model) for name, model in sorted(names.items())]
+
+    def _described(self, name: str, model: str) -> dict[str, Any]:
+        serving = [each for each in self.workers if each.get("model") == model and serves(each)]
+        rows, most = (sum(_whole(each.get(field)) for each in serving) for field in ("rows", "max_rows"))
+        having = {id: models[model] for id, models in self.supervisors.items() if model in models}
+        return {
+            "name": name,
+            "model": model if model != name else None,
+            "workers": len(serving),
+            "rows": rows,
+            "max_rows": most,
+            "images": bool(serving) and all(each.get("images") == "yes" for each in serving),
+            "supervisors": [
+                {"id": id, **{field: each[field] for field in ("state", "bytes", "since", "path", "problem")}}
+                for id, each in having.items()
+            ],
+        }
+
+    def paths_here(self) -> set[str]:
+        """Return what the supervisors of this machine may load: folders and hub ids."""
+        here = (models for id, models in self.supervisors.items() if is_here(id))
+        return {each["path"] for models in here for each in models.values()}
+
+
+def is_here(supervisor: str) -> bool:
+    """Return True for the id of a supervisor on this machine: the name of its host and its process."""
+    return supervisor.rpartition("-")[0] == socket.gethostname()
+
+
+def _server(url: str, *, required: bool) -> _Server | None:
+    """Return what a server knows; None if it does not answer and is not `required`."""
     try:
         return asyncio.run(_read(url))
     except CliError as error:
         if required:
             raise
         note(str(error), style="yellow")
-        return None, []
+        return None
 
 
 def checkpoints_of(worker: Mapping[str, str]) -> list[str] | None:
@@ -124,12 +178,22 @@ def _print_served(found: Sequence[Mapping[str, Any]]) -> None:
     if found:
         print_table(
             "Models of the server",
-            {"name": "left", "alias of": "left", "workers": "right", "rows / max": "right", "images": "left"},
+            {
+                "name": "left",
+                "alias of": "left",
+                "state": "left",
+                "memory": "right",
+                "workers": "right",
+                "rows / max": "right",
+                "images": "left",
+            },
             [
                 (
                     each["name"],
                     each["model"] or "",
-                    str(each["workers"] or "none"),
+                    _state(each),
+                    _memory(each),
+                    str(each["workers"]),
                     f"{each['rows']} / {each['max_rows']}",
                     "yes" if each["images"] else "no",
                 )
@@ -137,28 +201,28 @@ def _print_served(found: Sequence[Mapping[str, Any]]) -> None:
             ],
         )
     else:
-        note("no worker is alive on this server, and there are no aliases.")
+        note("no worker is alive on this server, and it has no aliases.")
 
 
-async def _read(url: str) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+def _state(model: Mapping[str, Any]) -> str:
+    """Return the state of a model, and since when, as the supervisor says that has come furthest with it."""
+    if model["workers"]:
+        return "loaded"
+    order = "loaded", "loading", "unloading", "unloaded"
+    known = sorted(model["supervisors"], key=lambda each: order.index(each["state"]))
+    if not known:
+        return "no worker"
+    return f"{known[0]['state']}: {known[0]['problem']}" if known[0]["problem"] else str(known[0]["state"])
+
+
+def _memory(model: Mapping[str, Any]) -> str:
+    nbytes = sum(each["bytes"] for each in model["supervisors"] if each["state"] != "unloaded")
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes else ""
+
+
+async def _read(url: str) -> _Server:
     async with connected(url) as client:
-        workers, aliases = await client.workers(), await client.aliases()
-    serving = [each for each in workers if "model" in each and serves(each)]
-    names = {**aliases, **{each["model"]: each["model"] for each in serving}}
-    return [_described(name, model, serving) for name, model in sorted(names.items())], workers
-
-
-def _described(name: str, model: str, workers: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    serving = [each for each in workers if each["model"] == model]
-    rows, most = (sum(_whole(each.get(field)) for each in serving) for field in ("rows", "max_rows"))
-    return {
-        "name": name,
-        "model": model if model != name else None,
-        "workers": len(serving),
-        "rows": rows,
-        "max_rows": most,
-        "images": bool(serving) and all(each.get("images") == "yes" for each in serving),
-    }
+        return _Server(await client.workers(), await client.supervised_models(), await client.aliases())
 
 
 def _whole(text: str | None) -> int:
@@ -219,3 +283,88 @@ async def _note_left(client: Client, model: str) -> None:
 def _remedied(problem: str) -> str:
     forced = " --force sets the alias all the same." if problem.startswith("no live worker") else ""
     return sentence(problem) + forced
+
+
+_Name = Annotated[str, typer.Argument(help="A model, as `sluice models list` names it.", metavar="NAME")]
+
+
+@models.command()
+def load(name: _Name, no_wait: NoWait = False, timeout_s: Timeout = 600.0, redis_url: RedisUrl = REDIS_URL) -> None:
+    """Load a model that a supervisor of several has, before a job asks for it.
+
+    It leaves again after SLUICE_IDLE_UNLOAD_S, or if another needs its room, as after a job. If there is no room, idle
+    models leave, the least recently used first. All supervisors of the server that have the model are asked. Shows what
+    happens until it is loaded. Exit codes: 0, 1 if it cannot be loaded or nothing changes for --timeout, 2 if no
+    supervisor has it.
+
+    \b
+    Example:
+      sluice models load small
+    """
+    asyncio.run(_ask(redis_url, name, "load", None if no_wait else timeout_s))
+
+
+@models.command()
+def unload(name: _Name, no_wait: NoWait = False, timeout_s: Timeout = 600.0, redis_url: RedisUrl = REDIS_URL) -> None:
+    """Free the memory of a model that a supervisor of several has.
+
+    Its worker ends its jobs first; what still runs after SLUICE_GRACE_S continues when the model is loaded again, and
+    the next job loads it. Shows what happens until it is unloaded. Exit codes: 0, 1 if nothing changes for --timeout, 2
+    if no supervisor has it.
+
+    \b
+    Example:
+      sluice models unload small
+    """
+    asyncio.run(_ask(redis_url, name, "unload", None if no_wait else timeout_s))
+
+
+async def _ask(url: str, name: str, what: Literal["load", "unload"], timeout_s: float | None) -> None:
+    async with connected(url) as client:
+        model = (await client.aliases()).get(name, name)
+        found = await client.supervised_models()
+        having = {id: models[model] for id, models in found.items() if model in models}
+        if not having:
+            raise CliError(_why_not_asked(name, {each for models in found.values() for each in models}))
+        goal: State = "loaded" if what == "load" else "unloaded"
+        for id in (id for id, each in having.items() if each["state"] != goal):
+            await client.ask_supervisor(id, what, model)
+        if timeout_s is not None:
+            await _follow(client, model, having, goal, timeout_s)
+
+
+def _why_not_asked(name: str, known: Collection[str]) -> str:
+    if known:
+        return f"no supervisor has a model {name!r}; those that can be loaded are {', '.join(sorted(known))}."
+    return (
+        "no supervisor of several models is alive on this server. One is started by more than one --model: sluice up "
+        "--model A --model small=B. What else is served has a worker of its own, which sluice workers lists."
+    )
+
+
+async def _follow(client: Client, model: str, asked: Mapping[str, Model], goal: State, timeout_s: float) -> None:
+    """Print the states of a model, a line for each change, until all supervisors have reached the goal. `asked`: the
+    model as each had it then. Raises `CliError`."""
+    shown = dict[str, str]()
+    changed_at = time.monotonic()
+    while True:
+        found = await client.supervised_models()
+        now = {id: found[id][model] for id in sorted(asked) if model in found.get(id, {})}
+        for id, each in now.items():
+            if each["problem"] and each["state"] == "unloaded" and each["since"] != asked[id]["since"]:
+                raise CliError(f"{id}: {model}: {each['problem']}; its log says why.", exit_code=1)
+            if each["state"] != shown.get(id):
+                note(f"{id}: {model} is {each['state']}" + _waiting(each["state"], goal))
+                shown[id] = each["state"]
+                changed_at = time.monotonic()
+        if missing := [id for id in asked if id not in now]:
+            raise CliError(f"{missing[0]} has left.", exit_code=1)
+        if all(each["state"] == goal for each in now.values()):
+            return
+        if time.monotonic() - changed_at > timeout_s:
+            raise CliError(f"nothing has changed for {timeout_s:g} s.", exit_code=1)
+        await asyncio.sleep(0.2)
+
+
+def _waiting(state: State, goal: State) -> str:
+    return ", and waits for memory or its turn" if (state, goal) == ("unloaded", "loaded") else ""

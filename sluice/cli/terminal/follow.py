@@ -12,7 +12,6 @@ from sluice.client import Client
 from sluice.contract.events import Event, parse_event
 from sluice.contract.keys import Lane
 from sluice.errors import CancelNotStored, NoWorker, describe_served
-from sluice.presence import serves
 from sluice.submission import Submitted
 
 CANCEL_WAIT_S = 2.0  # a cancel takes one step of the engine; after this time no live worker runs the job
@@ -60,10 +59,10 @@ async def submit_job(
 
 async def mention_missing_worker(client: Client, model: str, *, waits: str = "the job waits") -> bool:
     """Return True if the model is served; otherwise print a note with the remedy. `waits`: a clause for the note."""
-    served = {worker["model"] for worker in await client.workers() if "model" in worker and serves(worker)}
-    model = (await client.aliases()).get(model, model) if model not in served else model
+    served = await client.served_models()
     if model in served:
         return True
+    model = (await client.aliases()).get(model, model)
     no_worker = NoWorker(model, sorted(served))
     close = f"did you mean {no_worker.close}? " if no_worker.close else ""
     others = f" ({close}--model selects another: {describe_served(no_worker.served)})" if served else ""
@@ -85,7 +84,7 @@ async def check_images(url: str, model: str) -> None:
 async def mention_waiting(client: Client, job_id: str) -> None:
     """Print a note if a queued job waits for a model without a worker."""
     model = await client.waits_for(job_id)
-    if model is None or model in {worker.get("model") for worker in await client.workers() if serves(worker)}:
+    if model is None or model in await client.served_models():
         return
     name = "" if model == "default" else f" --name {model}"
     note(

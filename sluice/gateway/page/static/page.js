@@ -138,7 +138,7 @@ async function loadModels() {
     try {
       const found = (await models()).filter(({ sluice }) => !sluice?.embeddings);
       abilities = new Map(found.map(({ id, sluice }) => [id, sluice ?? {}]));
-      model.replaceChildren(...found.map(({ id }) => new Option(id)));
+      model.replaceChildren(...found.map(({ id, sluice }) => new Option(option(id, sluice), id)));
       if (abilities.has(chat.model)) model.value = chat.model;
       model.hidden = !found.length;
       notice(found.length ? "" : "No worker is running. Start one: sluice worker --model FOLDER_OR_HUB_ID");
@@ -148,6 +148,11 @@ async function loadModels() {
       else return notice(error instanceof Refused ? error.message : "The gateway does not answer. Reload in a moment.");
     }
   }
+}
+
+// A model that is not loaded is loaded for its first message.
+function option(id, sluice) {
+  return (sluice?.state ?? "loaded") === "loaded" ? id : `${id} (${sluice.state})`;
 }
 
 function showAbilities() {
