@@ -110,6 +110,15 @@ async def test_every_form_of_input_is_read(openai: AsyncOpenAI, model: Path) -> 
         assert [each.embedding for each in answer.data] == [alone(model, text)]
 
 
+async def test_a_request_with_a_key_that_is_sent_again_gets_the_answer_of_its_first_job(openai: AsyncOpenAI) -> None:
+    headers = {"Idempotency-Key": "again"}
+    first, second = [
+        await openai.embeddings.create(model=NAME, input=TEXTS, extra_headers=headers) for _ in range(2)
+    ]  # fmt: skip
+    assert first == second
+    assert first.id.startswith("embd-")  # type: ignore[attr-defined]
+
+
 async def test_dimensions_are_the_first_numbers_scaled_to_the_length_1(openai: AsyncOpenAI, model: Path) -> None:
     for dimensions in (1, 10, 64):
         answer = await openai.embeddings.create(

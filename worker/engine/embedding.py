@@ -69,7 +69,8 @@ class EmbeddingCosts:
 def open_embedding_model(path_or_hub_id: str, *, memory: int, context: int | None, trusted: bool) -> EmbeddingModel:
     """Load an embedding model with its weights. Blocks; must run on the thread that will compute. `memory`: bytes that
     it may use; `context`: the most tokens of an input, None: the model's. Raises `CannotStart`."""
-    folder = model_folder(path_or_hub_id, name=f"SLUICE_MODEL={path_or_hub_id}")
+    files = ["*.json", "*.safetensors", "*.txt", "*.model"]  # mlx-lm would leave out the weights of 2_Dense
+    folder = model_folder(path_or_hub_id, name=f"SLUICE_MODEL={path_or_hub_id}", only=files)
     config = read_config(folder, path_or_hub_id)
     if not trusted:
         refuse_code(folder, "auto_map")

@@ -26,6 +26,11 @@ def test_an_answer_without_a_limit_counts_what_a_worker_reserves_at_first() -> N
     assert estimate(user("x" * 400)) - estimate({**user("x" * 400), "max_completion_tokens": 24}) == 1000
 
 
+def test_the_inputs_of_embeddings_count_as_text_or_by_their_token_ids_and_have_no_answer() -> None:
+    assert estimate({"input": ["x" * 400, "y" * 40]}, answers=False) == 110
+    assert estimate({"input": [[5, 6, 7], [8]]}, answers=False) == 4
+
+
 def test_an_image_counts_the_same_however_long_its_data_is() -> None:
     images = [user([{"type": "image_url", "image_url": {"url": "data:" + "A" * length}}]) for length in (8, 4_000_000)]
     assert estimate(images[0]) == estimate(images[1])
