@@ -17,6 +17,7 @@ from sluice.contract import keys
 from sluice.contract.batch import Batch
 from sluice.contract.events import Event
 from sluice.contract.keys import Lane
+from sluice.contract.models import Model
 from sluice.contract.redis_url import MapFile, Servers
 from sluice.errors import NoWorker, ServerUnreachable, UnknownJob
 from sluice.presence import serves
@@ -136,6 +137,15 @@ class MappedClient(Client):
     async def ask_worker(self, worker: Mapping[str, str], what: Literal["drain", "restart"]) -> bool:
         """Ask a worker, on whichever server it is, as `Client.ask_worker` does."""
         return any(await self._each(lambda client: client.ask_worker(worker, what)))
+
+    async def supervised_models(self) -> dict[str, dict[str, Model]]:
+        """Return the models of each supervisor of all servers, as `Client.supervised_models` does."""
+        found = await self._each(lambda client: client.supervised_models())
+        return {supervisor: models for supervisors in found for supervisor, models in supervisors.items()}
+
+    async def ask_supervisor(self, supervisor: str, what: Literal["load", "unload"], model: str) -> None:
+        """Ask a supervisor, on the server of the model, as `Client.ask_supervisor` does."""
+        await self.of_model(model).ask_supervisor(supervisor, what, model)
 
     async def aliases(self) -> dict[str, str]:
         """Return the model that each alias stands for, of all servers."""

@@ -89,3 +89,15 @@ def test_a_bad_configuration_is_refused_with_the_place_and_the_remedy(given: dic
 
 def test_a_model_needs_room_for_a_row_of_what_the_memory_holds() -> None:
     assert [model.nbytes for model in plan(config(memory_gb=0.01)).models] == [10_000_000, 10_000_000]
+
+
+def test_the_models_of_a_supervisor_are_on_one_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    servers = tmp_path / "servers.toml"
+    monkeypatch.setenv("SLUICE_REDIS_URLS", str(servers))
+    servers.write_text('default = "redis://one"\n[models]\na = "redis://two"\nb = "redis://two"\n')
+    found = plan(config())
+    assert {found.redis_url, *(each.env["SLUICE_REDIS_URL"] for each in found.models)} == {"redis://two"}
+    servers.write_text('default = "redis://one"\n[models]\nb = "redis://two"\n')
+    assert refused(config()) == (
+        f"{servers} gives models a and b different servers; start a supervisor for the models of each."
+    )

@@ -5,7 +5,7 @@ since the supervisor shall not hold MLX."""
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from typing import Any
@@ -34,10 +34,23 @@ def plan(config: Mapping[str, Any]) -> Plan:
     tables = _tables(config.get("model"))
     all_of = read_settings(**common, model=tables[0]["path"])
     budget = memory_for_model(all_of.memory_gb, all_of.memory_headroom_gb)
+    server = _one_server([_settings(common, table) for table in tables])
     models = [_planned(common, table, number, budget) for number, table in enumerate(tables)]
     divided = shares([demand for _, demand in models], budget)
     shared = [_with_share(model, share) for (model, _), share in zip(models, divided, strict=True)]
-    return Plan(redis_url=all_of.redis_url, log_level=all_of.log_level, budget=budget, models=tuple(shared))
+    return Plan(redis_url=server, log_level=all_of.log_level, budget=budget, models=tuple(shared))
+
+
+def _one_server(settings: Sequence[Settings]) -> str:
+    """Return the URL of the server that has the queues of all models. Raises `CannotStart`."""
+    first = settings[0]
+    for other in settings:
+        if other.redis_url != first.redis_url:
+            raise CannotStart(
+                f"{first.redis_urls} gives models {first.model_name} and {other.model_name} different servers; start a "
+                "supervisor for the models of each."
+            )
+    return first.redis_url
 
 
 def _planned(
