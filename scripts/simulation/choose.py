@@ -78,7 +78,7 @@ def cost_ms(worker: Worker, own_ms: float, now_ms: float) -> tuple[float, float]
     first_ms += own_ms * (4 / 3 if longer > 0 else 1)  # each fourth step is the oldest prompt's
     in_use = worker.rows - max(0.0, free)
     # What a prompt overtakes, what waits for it, what it displaces, and the rows that decode beside it.
-    return first_ms, first_ms + 0.25 * longer_ms + 0.5 * longer * own_ms + 0.5 * own_ms + 150 * in_use
+    return first_ms, first_ms + 0.25 * longer_ms + longer * own_ms + own_ms + 150 * in_use
 
 
 @dataclass(slots=True)

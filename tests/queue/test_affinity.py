@@ -1,5 +1,6 @@
 """A claim leaves a job to a worker that will be done with its prompt sooner, for no longer than that saves."""
 
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -270,7 +271,7 @@ async def test_a_tenant_with_fewer_rows_here_is_still_first(db: Redis, fleet: di
 
 async def ask_marked(db: Redis, job_id: str, mark: str, **given: Any) -> None:
     """Queue a job of a huge prompt, which has one mark, at its end."""
-    await ask(db, job_id, "", marks=f"{mark} 1000000", bytes=1_000_000, **given)
+    await ask(db, job_id, "", **{"marks": f"{mark} 1000000", "bytes": 1_000_000, **given})
 
 
 @pytest.fixture
@@ -301,6 +302,23 @@ async def test_a_claim_looks_at_no_more_than_256_jobs(db: Redis, large: dict[str
     assert bob.said.counts[-1]["scanned"] == 256
     assert len(await ada.take(512)) == 256
     assert len(await ada.take(256)) == 44
+
+
+async def test_a_job_that_is_looked_at_costs_seven_commands_however_many_marks_it_has(
+    db: Redis, large: dict[str, Worker]
+) -> None:
+    async def commands(jobs: int) -> int:
+        for k in range(jobs):
+            await ask_marked(db, f"{jobs}-{k}", "abc", marks=" ".join(f"{k:x}ab {(k + 1) * 34_000}" for k in range(29)))
+            await db.set("sluice:px:default:1cab", " ada ")
+        await large["bob"].take()  # which adds them to the index, and wakes ada
+        await db.config_resetstat()
+        assert await large["bob"].take() == []
+        stats = await db.info("commandstats")
+        return sum(each["calls"] for name, each in stats.items() if name != "cmdstat_config|resetstat")
+
+    one, more = await commands(1), await commands(40)
+    assert (more - one) / 40 <= 7
 
 
 async def test_a_claim_computes_the_marks_of_four_jobs_at_most(db: Redis, make: Make) -> None:
@@ -453,3 +471,54 @@ async def test_a_worker_wakes_by_its_own_name_or_by_any_if_it_has_none(
 
 
 async def nothing() -> None: ...
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_every_job_is_claimed_by_one_worker_in_the_end(db: Redis, make: Make, seed: int) -> None:
+    """Whatever is held, handed back, lapsed and forgotten, and whatever an old worker takes meanwhile."""
+    rng = random.Random(seed)
+    workers = [make(name, max_rows=3) for name in ("ada", "bob", "eve")] + [make("old", affinity=False, max_rows=3)]
+    texts = [f"{k} " + "word " * 1000 for k in range(4)]
+    asked, ended, owners = 0, set[str](), dict[str, Worker]()
+
+    async def take(worker: Worker, free: int | None = None) -> None:
+        for job_id in await worker.take(free):
+            assert job_id not in ended
+            assert job_id not in owners
+            owners[job_id] = worker
+
+    async def stop(worker: Worker, *, lapses: bool) -> None:
+        claim = worker.running.pop(rng.randrange(len(worker.running)))
+        owner = owners.pop(claim.job_id)
+        assert owner is worker
+        if lapses:
+            await lapse(db, claim.job_id)
+        elif rng.random() < 0.3:
+            await worker.claims.release(claim)
+        else:
+            ended.add(claim.job_id)
+            await db.hset(keys.job(claim.job_id), "state", "finished")
+            await db.delete(f"arq:job:{claim.job_id}", f"arq:in-progress:{claim.job_id}")
+            await db.zrem(QUEUE, claim.job_id)
+
+    for _ in range(250):
+        worker, dice = rng.choice(workers), rng.random()
+        if dice < 0.35 and asked < 60:
+            given = {"tenant": rng.choice("ab")} if rng.random() < 0.5 else {}
+            await ask(db, f"job-{asked}", rng.choice(texts), age_ms=rng.choice([0, 0, 1000]), **given)
+            asked += 1
+        elif dice < 0.7:
+            await take(worker)
+        elif dice < 0.95 and worker.running:
+            await stop(worker, lapses=rng.random() < 0.1)
+        elif dice > 0.98:
+            names = await db.keys("sluice:px:*") + [b"sluice:fleet:default", b"sluice:ready:default"]
+            await db.delete(*rng.sample(names, rng.randint(1, len(names))))
+    began = time.monotonic()
+    while len(ended) < asked:
+        for worker in workers:
+            while worker.running:
+                await stop(worker, lapses=False)
+            await take(worker)
+        assert time.monotonic() - began < 20, set(map("job-{}".format, range(asked))) - ended
+    assert await db.zcard(QUEUE) == 0

@@ -64,7 +64,7 @@ local function cost_ms(worker, own, now)
   first = first + own * (longer > 0 and 4 / 3 or 1) -- each fourth step is the oldest prompt's
   local in_use = worker.rows - math.max(0, free)
   -- What a prompt overtakes, what waits for it, what it displaces, and the rows that decode beside it.
-  return first, first + 0.25 * longer_ms + 0.5 * longer * own + 0.5 * own + 150 * in_use
+  return first, first + 0.25 * longer_ms + longer * own + own + 150 * in_use
 end
 
 -- Return the bytes of a job that a worker holds.
