@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from scripts.benchmarks import engine, sampling, spine
+from scripts.benchmarks import engine, fleet, sampling, spine
 from scripts.benchmarks.capacity import command as capacity
 from scripts.benchmarks.serve import command as serve
 from scripts.benchmarks.serve import options as serve_options
@@ -26,6 +26,7 @@ def main() -> int:
     sampling.add_options(names.add_parser("sampling", help="cost of sampling, and of a step on the host"))
     speculation.add_options(names.add_parser("speculation", help=speculation.SUMMARY))
     capacity.add_options(names.add_parser("capacity", help=capacity.SUMMARY))
+    fleet.add_options(names.add_parser("fleet", help=fleet.SUMMARY))
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers of a benchmark are stopped too
     console = Console(width=110)
@@ -48,6 +49,8 @@ def _passed(given: argparse.Namespace, console: Console) -> bool:
             return speculation.main(given)
         case "capacity":
             return capacity.main(Console(width=170), given)
+        case "fleet":
+            return fleet.main(Console(width=120), given)
     return serve.main(given)
 
 

@@ -118,6 +118,7 @@ class Aware(_Base):
         self._names = {worker.number: f"{worker.number}" for worker in run.workers}
         self._records = {wid: _record(run.workers[number], wid, 0.0) for number, wid in self._names.items()}
         self._looks_s = dict[int, float]()  # when each worker claims next by itself
+        self._left = set[str]()  # jobs that have been left to a better worker
         self._left_s = dict[int, float]()  # when each takes jobs that it has left to others by its share of rows
 
     def submitted(self, job: Job) -> None:
@@ -131,10 +132,14 @@ class Aware(_Base):
                 self._look(worker, self.dice.uniform(0, SWEEP_S) if best else WAKE_S, woken=not best)
 
     def _best(self, job: Job) -> Worker | None:
-        """Return the worker that the submission wakes: the best for the job that has a row; None if all are woken."""
+        """Return the worker that the submission wakes: of those with a row the best for the job. None if all are woken:
+        nobody holds anything of it, or all who are known are full."""
         nobody = choose.Worker("", 0, 0, 0, 0, 0, 0, 0, [0.0] * 8)
         fleet = self._fleet(nobody)
-        others = [each for each in fleet.look(self._job(job)).others if each[0].free > 0]
+        looked = fleet.look(self._job(job))
+        others = [each for each in looked.others if each[0].free > 0]
+        if not looked.known:
+            return None
         best = min(others, key=lambda each: choose.cost_ms(each[0], each[1], fleet.now_ms)[1], default=None)
         woken = [worker for worker in self.run.workers if best and self._names[worker.number] == best[0].wid]
         return woken[0] if woken and woken[0].free else None
@@ -185,6 +190,8 @@ class Aware(_Base):
             self._hold(wid, self._marks[each])  # promised is as good as held: a burst follows its first job
             run.start(worker, run.jobs[each])
         self._records[wid] = _record(worker, wid, 1000 * run.now_s)
+        self._wake([other for job_id, other in choice.left if job_id not in self._left])
+        self._left.update(job_id for job_id, _ in choice.left)
         left = bool(choice.kept) or not choice.knows
         if not (worker.free and run.waiting and left):
             self._left_s.pop(number, None)
@@ -195,6 +202,12 @@ class Aware(_Base):
             for other in run.workers if left and not woken else ():
                 if other.free and other is not worker:
                     self._look(other, WAKE_S, woken=True)
+
+    def _wake(self, wids: Sequence[str]) -> None:
+        """Wake the workers that jobs have been left to for the first time, if they have a row."""
+        for other in self.run.workers:
+            if other.free and self._names[other.number] in wids:
+                self._look(other, WAKE_S, woken=True)
 
     def _hold(self, wid: str, marks: list[tuple[_Mark, int]]) -> None:
         """Note that a worker holds the prompt with these marks."""
