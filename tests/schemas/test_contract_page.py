@@ -71,6 +71,8 @@ def test_the_page_s_key_table_has_every_key() -> None:
     by_model = ["sluice:queue:<model>:<lane>", "sluice:index:2:<model>:<lane>", *(f":{part}" for part in keys.INDEX)]
     by_model += [keys.wake("<model>"), keys.model("<model>"), keys.rows("<model>"), keys.worker("<name>")]
     by_model += [keys.restart("<model>"), keys.models("<supervisor>"), keys.model_commands("<supervisor>")]
+    by_model += [keys.fleet("<model>"), keys.ready("<model>"), keys.prefix_mark("<model>", "<mark>")]
+    by_model.append("…:<tenant>:<mark>")
     of_runs = [keys.batch("<run>"), keys.batch_cancel("<run>")]
     assert listed - {"arq:job:<id>", "arq:in-progress:<id>", "arq:abort"} == {
         *ours,
@@ -78,6 +80,7 @@ def test_the_page_s_key_table_has_every_key() -> None:
         *of_runs,
         keys.CONTROL,
         keys.DEAD,
+        keys.ALIASES,
     }
 
 
