@@ -191,8 +191,9 @@ def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> l
     """Return the ARGV of `submit.lua`. `submission` identifies the call, so a resent one recognizes its own job."""
     extra = [part for key in job.extra_keys for part in (key.value, key.ttl_s * 1000)]
     body = _arq_job(job)
+    marks = marks_of(body) if job.function == "chat" else ("", len(body))  # no other job computes a prompt
     return [job.id, body, keys.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission, int(needs_worker),
-            job.function, _user(job.request), *marks_of(body), *extra]  # fmt: skip
+            job.function, _user(job.request), *marks, *extra]  # fmt: skip
 
 
 def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | ServerFull:

@@ -110,6 +110,7 @@ def embedding_worker(
         metrics,
     )  # fmt: skip
     known = abilities(context_tokens=model.context) | {"embeddings": "yes"}
+    settings = settings.model_copy(update={"affinity": False})  # no worker holds anything of an input
     return QueueWorker(
         JobFunctions([func(embed, name="embed")], {"context": context}, context.reader),
         server=server,

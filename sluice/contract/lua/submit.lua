@@ -2,7 +2,7 @@
 -- although one is required. The name of an alias stands for the model that it has now: see names.lua.
 -- KEYS  body, queue, job, wake channel, workers of the model, and any number of strings to set if the job is queued
 -- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or '',
---       1 if a live worker is required (else 0), 'chat' or 'count', user or '', the marks of the prompt or '', the
+--       1 if a live worker is required (else 0), the function, user or '', the marks of the prompt or '', the
 --       bytes that they are of, and for each of these strings its value and life_ms
 -- Returns 1, 'queued', 1 if a worker serves the model (else 0), and the model that an alias stands for ('': no alias);
 -- or 0, the state of the job with this id, and the same two; or -1, the lane's length, its limit, and the estimated
