@@ -20,7 +20,6 @@ from sluice.contract.keys import Lane
 from sluice.contract.models import Model
 from sluice.contract.redis_url import MapFile, Servers
 from sluice.errors import NoWorker, ServerUnreachable, UnknownJob
-from sluice.presence import serves
 from sluice.queues import DeadLetter, MisplacedJobs, Queue, QueueHead
 from sluice.submission import NewJob, Submitted
 
@@ -90,8 +89,7 @@ class MappedClient(Client):
             with self._naming(url):
                 return await self._clients[url]._submit(job, wait_worker_s)
         except NoWorker:
-            served = {worker.get("model", "") for worker in await self.workers() if serves(worker)}
-            raise NoWorker(job.model, [*served]) from None
+            raise NoWorker(job.model, [*await self.served_models()]) from None
 
     async def stream(self, job_id: str, *, after: int = -1, unknown_s: float = 10.0) -> AsyncGenerator[Event]:
         """Yield the events of a job, as `Client.stream` does."""
@@ -137,6 +135,10 @@ class MappedClient(Client):
     async def ask_worker(self, worker: Mapping[str, str], what: Literal["drain", "restart"]) -> bool:
         """Ask a worker, on whichever server it is, as `Client.ask_worker` does."""
         return any(await self._each(lambda client: client.ask_worker(worker, what)))
+
+    async def served_models(self) -> set[str]:
+        """Return the names that jobs may have, of all servers, as `Client.served_models` does."""
+        return {*_joined(await self._each(_served_names))}
 
     async def supervised_models(self) -> dict[str, dict[str, Model]]:
         """Return the models of each supervisor of all servers, as `Client.supervised_models` does."""
@@ -335,6 +337,10 @@ class MappedClient(Client):
             yield
         except ServerUnreachable as error:
             raise ServerUnreachable(f"{self._servers.describe(url)}: {error}") from error
+
+
+async def _served_names(client: Client) -> list[str]:
+    return [*await client.served_models()]
 
 
 async def _ping(client: Client) -> None:

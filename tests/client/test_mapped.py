@@ -123,7 +123,7 @@ async def test_a_cancellation_that_comes_first_holds_on_every_server(mapped: Map
 async def test_lists_are_those_of_all_servers(mapped: MappedClient) -> None:
     for model in (*BOTH, "unserved"):
         await mapped.submit(HANG, model=model)
-    assert {worker["model"] for worker in await mapped.workers()} == {*BOTH}
+    assert {worker["model"] for worker in await mapped.workers()} == await mapped.served_models() == {*BOTH}
     assert [(queue.model, queue.workers) for queue in await mapped.queues()] == [
         ("big", 1), ("small", 1), ("unserved", 0),
     ]  # fmt: skip

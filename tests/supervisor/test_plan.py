@@ -49,6 +49,7 @@ def test_the_workers_get_their_settings_and_their_share_as_the_limit() -> None:
     assert (a.idle_unload_s, b.idle_unload_s) == (60.0, None)
     assert a.env == {
         "SLUICE_MODEL": PATH, "SLUICE_MODEL_NAME": "a", "SLUICE_REDIS_URL": "redis://there:7000/1",
+        "SLUICE_REDIS_URLS": "",
         "SLUICE_MEMORY_GB": "0.090000000", "SLUICE_MEMORY_HEADROOM_GB": "0", "SLUICE_MAX_ROWS": "4",
         "SLUICE_IDLE_UNLOAD_S": "60", "SLUICE_TRUST_MODEL_CODE": "false", "SLUICE_METRICS_PORT": "9100",
     }  # fmt: skip

@@ -23,7 +23,7 @@ from worker.supervisor.decision import Demand, shares
 from worker.supervisor.planned import Plan, PlannedModel
 
 _PER_MODEL = {"model", "model_name", "worker_name"}  # settings that the supervisor writes
-_OF_ALL = {"redis_url", "memory_headroom_gb", "log_level"}
+_OF_ALL = {"redis_url", "redis_urls", "memory_headroom_gb", "log_level"}
 
 
 def plan(config: Mapping[str, Any]) -> Plan:
@@ -161,7 +161,8 @@ def _environment(
 ) -> dict[str, str]:
     """Return the variables of the model's worker, without its share of memory."""
     given = {**common, **_own(table), "model": settings.model, "model_name": settings.model_name}
-    given["redis_url"] = settings.redis_url
+    # An empty map overrides that of the environment, if an option gives the URL.
+    given["redis_url"], given["redis_urls"] = settings.redis_url, settings.redis_urls or ""
     if settings.metrics_port is not None and "metrics_port" not in table:
         given["metrics_port"] = settings.metrics_port + number  # each worker needs one of its own
     words = {True: "true", False: "false"}
