@@ -104,7 +104,7 @@ def test_the_command_sets_moves_lists_and_removes_an_alias(sluice: Command) -> N
     code, out, err = sluice("models", "alias", "fast", "other")
     assert (code, out) == (0, "")
     assert "before: default" in err
-    listed = [json.loads(line) for line in sluice("models", "list", "--json")[1].splitlines()]
+    listed = [json.loads(line) for line in sluice("models", "list", "--served", "--json")[1].splitlines()]
     assert [(each["name"], each["model"], each["workers"]) for each in listed] == [
         ("default", None, 1),
         ("fast", "other", 1),
