@@ -79,7 +79,8 @@ class Chat(FakeChat):
 async def left(db: Redis) -> list[bytes]:
     """Return the keys on the server that belong neither to a worker nor to a run."""
     found = [key async for key in db.scan_iter()]
-    return [key for key in found if not key.startswith((b"sluice:worker:", b"sluice:model:", b"sluice:batch:"))]
+    others = b"worker", b"model", b"batch", b"fleet", b"ready"
+    return [key for key in found if not key.startswith(tuple(b"sluice:%s:" % name for name in others))]
 
 
 async def started(client: Client, many: Path, out: Path, **how: Any) -> asyncio.Task[Batch]:
