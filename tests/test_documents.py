@@ -15,7 +15,7 @@ from worker.settings import Settings
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(file for where in ("*.md", "docs/*.md", "examples/**/*.md", "models/**/*.md", "sluice/*.md")
                    for file in ROOT.glob(where))  # fmt: skip
-MAX_WORDS = 28_300
+MAX_WORDS = 26_400
 MAX_TERMS = 48  # of the glossary
 CODE = ("docs", "models", "schemas", "scripts", "sluice", "tests", "worker", "examples")
 # Variables that no worker reads: of the tests, and of scripts/setup.
@@ -77,9 +77,11 @@ def test_the_readme_and_the_figures_are_short_and_the_readme_leads_to_every_page
 
 
 def test_the_documents_and_the_glossary_are_short() -> None:
-    """Words as `wc -w` counts them, in what people read to use or change Sluice; the changelog apart."""
+    """Words with a letter or digit, so that a table's borders are none, in what people read to use or change Sluice; the
+    changelog apart."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
-    assert sum(len(page.read_text().split()) for page in pages) <= MAX_WORDS
+    words = [word for page in pages for word in page.read_text().split() if re.search(r"\w", word)]
+    assert len(words) <= MAX_WORDS
     glossary = (ROOT / "docs" / "architecture.md").read_text().partition("\n## Glossary\n")[2]
     terms = re.findall(r"^- \*\*(.+?)\*\*:", glossary, re.MULTILINE)
     assert 40 <= len(set(terms)) == len(terms) <= MAX_TERMS

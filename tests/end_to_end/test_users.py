@@ -33,9 +33,6 @@ MONITORING_MAY_NOT = (
 def line_of(role: str) -> list[str]:
     """The command of the document that makes a role's user."""
     page = (ROOT / "docs" / "operations.md").read_text()
-    if role == "backend":
-        (less,) = re.findall(r"^Backends that use the package `sluice`: the same without `(.*?)`", page, re.MULTILINE)
-        return [word.replace("operator", role) for word in line_of("operator") if word not in less.split()]
     (line,) = re.findall(rf"^(ACL SETUSER {role} on >PASSWORD .*)$", page, re.MULTILINE)
     return line.split()
 
