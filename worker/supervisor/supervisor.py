@@ -120,7 +120,7 @@ class Supervisor:
         self._plan, self._sweep_s = plan, sweep_s
         self.id = f"{socket.gethostname()}-{os.getpid()}"
         self._models = {each.name: _Model(each) for each in plan.models}
-        self._woken, self._stopping = asyncio.Event(), False
+        self._woken, self._stopping = asyncio.Event(), asyncio.Event()
         self._ahead_s = 0.0  # of the server's clock
         self._published_at = float("-inf")  # monotonic
         self._silent_since: float | None = None  # monotonic: since Redis does not answer
@@ -145,7 +145,7 @@ class Supervisor:
         async with connect(self._plan.redis_url) as redis:
             listening = asyncio.create_task(self._listen(redis))
             try:
-                while not self._stopping or any(each.process for each in self._models.values()):
+                while not self._stopping.is_set() or any(each.process for each in self._models.values()):
                     await self._turn(redis)
                     await self._until_woken()
             finally:
@@ -158,7 +158,7 @@ class Supervisor:
 
     async def _turn(self, redis: Redis) -> None:
         await self._answered(self._look(redis))
-        if not self._stopping:
+        if not self._stopping.is_set():
             now = self._now()
             situations = [each.situation() for each in self._models.values()]
             decision = decide(situations, self._plan.budget, now)
@@ -268,7 +268,8 @@ class Supervisor:
         if model is None:
             logger.warning("asked to %s %r, which is none of its models", command["do"], command["model"][:80])
         elif command["do"] == "load":
-            model.asked_at = model.asked_at or (self._now() if model.process is None else None)
+            away = model.process is None or model.state == "unloading"
+            model.asked_at = model.asked_at or (self._now() if away else None)
             model.ready_at = 0.0
         else:
             model.asked_at = None
@@ -284,7 +285,7 @@ class Supervisor:
             pipe.hset(keys.models(self.id), mapping={name: each.published() for name, each in self._models.items()})
             pipe.pexpire(keys.models(self.id), int(_LEASE_S * 1000))
             for name, each in self._models.items():
-                if each.problem or self._stopping:
+                if each.problem or self._stopping.is_set():
                     pipe.hdel(keys.model(name), self.id)
                     continue
                 pipe.hset(keys.model(name), self.id, f"{each.planned.queue_limit} 0 {until:.0f} 0 0")
@@ -304,6 +305,8 @@ class Supervisor:
 
     async def _load(self, model: _Model) -> None:
         """Start the model's worker, which ends with this process, even if that is killed."""
+        if self._stopping.is_set():
+            return
         model.starts += 1
         model.worker = f"{self.id}-{model.planned.name}" + (f".{model.starts}" if model.starts > 1 else "")
         env = environment_with({**model.planned.env, "SLUICE_WORKER_NAME": model.worker})
@@ -323,6 +326,8 @@ class Supervisor:
         self._followers.add(follower)
         follower.add_done_callback(self._followers.discard)
         self._published_at = float("-inf")
+        if self._stopping.is_set():  # meanwhile: `_stop` did not have the process yet
+            self._unload(model)
 
     def _unload(self, model: _Model) -> None:
         """Ask the model's worker to end its jobs and leave."""
@@ -339,7 +344,7 @@ class Supervisor:
         asked = model.state == "unloading"
         model.process, model.worker = None, ""
         model.enter("unloaded", self._now())
-        if self._stopping and code not in (0, -signal.SIGTERM, -signal.SIGINT):
+        if self._stopping.is_set() and code not in (0, -signal.SIGTERM, -signal.SIGINT):
             self._worst = max(self._worst, code if code > 0 else 1)
         if asked or code == 0:
             model.wanted, model.problem = False, ""
@@ -357,9 +362,9 @@ class Supervisor:
 
     def _stop(self, number: signal.Signals) -> None:
         """Let the workers end their jobs and leave; called again, end those jobs early, as in a worker."""
-        if not self._stopping:
+        if not self._stopping.is_set():
             logger.info("%s: stopping", signal.Signals(number).name)
-        self._stopping = True
+        self._stopping.set()
         for each in self._models.values():
             if each.process is not None:
                 if each.state != "unloading":
