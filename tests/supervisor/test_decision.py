@@ -33,6 +33,7 @@ def test_as_many_of_the_largest_as_fit_divide_the_budget(leasts: list[int], budg
 
 def test_a_given_share_is_kept_and_the_others_divide_the_rest() -> None:
     assert shares([Demand(10, given=15), Demand(10)], 40) == [15, 25]
+    assert shares([Demand(10, given=40), Demand(10)], 40) == [40, 10]
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=6), st.integers(50, 200))

@@ -28,8 +28,10 @@ def shares(demands: Sequence[Demand], budget: int) -> list[int]:
         together.append(each)
     given = sum(demands[i].given or 0 for i in together)
     least = sum(demands[i].least for i in together if demands[i].given is None)
-    divided = budget - given if least else 0  # in the proportion divided : least
-    return [demand.given or min(budget, demand.least * max(divided, least) // max(1, least)) for demand in demands]
+    if not least:  # the given shares leave no room, so each of the others gets what it needs
+        return sizes
+    divided = max(budget - given, least)  # in the proportion divided : least
+    return [demand.given or min(budget, demand.least * divided // least) for demand in demands]
 
 
 @dataclass(frozen=True, slots=True)
