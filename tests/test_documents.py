@@ -77,8 +77,8 @@ def test_the_readme_and_the_figures_are_short_and_the_readme_leads_to_every_page
 
 
 def test_the_documents_and_the_glossary_are_short() -> None:
-    """Words with a letter or digit, so that a table's borders are none, in what people read to use or change Sluice; the
-    changelog apart."""
+    """Words with a letter or digit, so that a table's borders are none, in what people read to use or change Sluice;
+    the changelog apart."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
     words = [word for page in pages for word in page.read_text().split() if re.search(r"\w", word)]
     assert len(words) <= MAX_WORDS
