@@ -22,6 +22,7 @@ from sluice.contract import keys
 from sluice.contract.models import Model, read_model
 from tests.end_to_end.test_cli import run_here
 from tests.end_to_end.test_up import ENV, running
+from tests.support.embedding import write_checkpoint
 from tests.support.stack import TINY_CHAT, LoggingProcess, free_port
 from tests.waiting import until as until_within
 
@@ -219,6 +220,20 @@ async def test_a_model_with_a_running_job_makes_room_for_a_job_that_waits_and_it
         assert await answer(client, "b") == "1 2 3"
         events = [event.type async for event in client.stream(long.id)]
         assert ("resumed" in events, events[-1]) == (True, "finished")
+
+
+@pytest.mark.slow
+async def test_a_chat_model_and_an_embedding_model_are_loaded_for_their_jobs(
+    redis_url: str, client: Client, tmp_path: Path
+) -> None:
+    models = {"a": TINY_CHAT, "e": write_checkpoint("bert", tmp_path / "sentences")}
+    with Supervisor(redis_url, models=models, idle_unload_s=1) as supervisor:
+        await until(lambda: supervisor.states() == "unloaded unloaded")
+        assert [len(vector) for vector in await client.embed(["Hello!", "a"], model="e")] == [64, 64]
+        assert await answer(client, "a") == "1 2 3"
+        supervisor.signal(signal.SIGTERM)
+        assert supervisor.wait() == 0, supervisor.log()
+        assert "Traceback" not in supervisor.log()
 
 
 def test_up_with_two_models_serves_both(tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.stack import TINY_CHAT
+from tests.support.embedding import write_checkpoint
+from tests.support.hub import serving_hub
+from tests.support.stack import ROOT, TINY_CHAT
 from worker.environment import variable
 from worker.errors import CannotStart
 from worker.settings import Settings
@@ -102,3 +107,48 @@ def test_the_models_of_a_supervisor_are_on_one_server(monkeypatch: pytest.Monkey
     assert refused(config()) == (
         f"{servers} gives models a and b different servers; start a supervisor for the models of each."
     )
+
+
+def test_an_embedding_model_divides_the_budget_with_chat_models(tmp_path: Path) -> None:
+    folder = write_checkpoint("bert", tmp_path / "sentences")
+    embedder = {"name": "e", "path": str(folder)}
+    weights = (folder / "model.safetensors").stat().st_size
+    a, e = plan(config({}, embedder)).models
+    assert (e.weights, a.nbytes + e.nbytes, e.nbytes < a.nbytes) == (weights, 149_999_999, True)
+    # A forward of one row of its context, 130 tokens.
+    least = weights + 130 * (4 * (16 * 64 + 6 * 96) + 16 * 4 * 130)
+    assert e.nbytes > least
+    assert plan(config({}, {**embedder, "memory_gb": (least + 1) / 1e9})).models[1].nbytes >= least
+    assert refused(config({}, {**embedder, "memory_gb": (least - 1) / 1e9})).startswith("model e: memory_gb = 0.0")
+    assert refused(config(embedder, memory_gb=weights / 1e9)).startswith("model e: it needs ")
+
+
+def test_the_weights_of_an_embedding_model_on_the_hub_are_counted_and_not_downloaded(tmp_path: Path) -> None:
+    folder = write_checkpoint("bert", tmp_path / "sentences")
+    with serving_hub(sentences=folder) as hub:
+        done = subprocess.run(
+            [sys.executable, "-m", "worker.supervisor.plan"],
+            input=json.dumps(config({}, {"name": "e", "path": "tests/sentences"})),
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    weights = (folder / "model.safetensors").stat().st_size
+    assert json.loads(done.stdout)["models"][1]["weights"] == weights, done.stderr
+    assert not [*tmp_path.glob("home/**/*.safetensors")]
+
+
+def test_what_an_embedding_model_cannot_have_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint("bert", tmp_path / "sentences")
+    embedder = {"name": "e", "path": str(folder)}
+    (tmp_path / "prompts.json").write_text('["Be brief."]')
+    warmed = {"prefix_warm": str(tmp_path / "prompts.json")}
+    assert refused(config({}, embedder, **warmed)).startswith("model e: it is an embedding model, without prefixes; ")
+    assert [each.name for each in plan(config(warmed, embedder)).models] == ["a", "e"]
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "auto_map": {"AutoModel": "code.Model"}}))
+    assert "names Python code" in refused(config({}, embedder))
+    del described["intermediate_size"]
+    (folder / "config.json").write_text(json.dumps(described))
+    assert "intermediate_size" in refused(config({}, embedder))
+    (folder / "model.safetensors").unlink()
+    assert refused(config({}, embedder)).startswith(f"{folder} has no weights: ")

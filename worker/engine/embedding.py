@@ -18,7 +18,8 @@ from worker.engine.checkpoint import read_config, read_json, refuse_code, told_a
 from worker.engine.engine import EngineBroken
 from worker.engine.isolation import isolate, logger
 from worker.engine.memory import format_bytes
-from worker.engine.model.load import context_of, fingerprint, model_folder, not_served
+from worker.engine.model.load import context_of, fingerprint, model_folder, not_served, why_not_downloaded
+from worker.engine.upstream.hub import TransportError, snapshot_download
 from worker.errors import CannotStart
 from worker.outcomes import Embedded, NotStored, Outcome, RowFailed, StepReport, StoreResult
 from worker.request import EmbeddingInputs
@@ -66,19 +67,44 @@ class EmbeddingCosts:
         return int((math.sqrt(self.token_bytes**2 + 4 * scores * left) - self.token_bytes) / (2 * scores))
 
 
+def check_embedding_model(folder: Path, path_or_hub_id: str, *, trusted: bool) -> tuple[EmbeddingCosts, int]:
+    """Return what an embedding model takes, and the tokens of its longest input, without reading a weight. `folder`:
+    its files, those of the weights only if they are downloaded. Blocks. Raises `CannotStart`."""
+    config = _config_of(folder, path_or_hub_id, trusted=trusted)
+    weights = [file.stat().st_size for file in folder.rglob("*.safetensors")]
+    if not weights:
+        if Path(path_or_hub_id).expanduser().is_dir():
+            raise CannotStart(f"{path_or_hub_id} has no weights: mlx-embeddings reads model*.safetensors.")
+        try:
+            files = snapshot_download(path_or_hub_id, allow_patterns=["*.safetensors"], dry_run=True)
+        except (OSError, ValueError, TransportError) as error:  # DryRunError is an OSError
+            raise CannotStart(f"{path_or_hub_id}: {why_not_downloaded(error)}") from error
+        weights = [file.file_size or 0 for file in files]
+    with told_as(lambda reason: f"mlx-embeddings cannot load {path_or_hub_id}: {reason}"):
+        return EmbeddingCosts.of(config, sum(weights)), context_of(config)
+
+
+def _config_of(folder: Path, name: str, *, trusted: bool) -> dict[str, Any]:
+    """Return the config of an embedding model. Raises `CannotStart` for one that could not be loaded here."""
+    config = read_config(folder, name)
+    if not trusted:
+        refuse_code(folder, "auto_map")
+    try:
+        from worker.engine.upstream import mlx_embeddings  # noqa: F401
+    except ModuleNotFoundError as missing:
+        message = f"{name} is an embedding model, which needs the package {missing.name}: {INSTALL}"
+        raise CannotStart(message) from None
+    return config
+
+
 def open_embedding_model(path_or_hub_id: str, *, memory: int, context: int | None, trusted: bool) -> EmbeddingModel:
     """Load an embedding model with its weights. Blocks; must run on the thread that will compute. `memory`: bytes that
     it may use; `context`: the most tokens of an input, None: the model's. Raises `CannotStart`."""
     files = ["*.json", "*.safetensors", "*.txt", "*.model"]  # mlx-lm would leave out the weights of 2_Dense
     folder = model_folder(path_or_hub_id, name=f"SLUICE_MODEL={path_or_hub_id}", only=files)
-    config = read_config(folder, path_or_hub_id)
-    if not trusted:
-        refuse_code(folder, "auto_map")
-    try:
-        from worker.engine.upstream import mlx_embeddings
-    except ModuleNotFoundError as missing:
-        message = f"{path_or_hub_id} is an embedding model, which needs the package {missing.name}: {INSTALL}"
-        raise CannotStart(message) from None
+    config = _config_of(folder, path_or_hub_id, trusted=trusted)
+    from worker.engine.upstream import mlx_embeddings
+
     with told_as(lambda reason: f"mlx-embeddings cannot load {path_or_hub_id}: {reason}"):
         network = mlx_embeddings.load_model(folder, path_to_repo=str(folder))
         tokenizer = mlx_embeddings.load_tokenizer(folder)

@@ -8,14 +8,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from sluice.contract.keys import MODEL_NAME, is_model_name
 from sluice.wording import unknown_setting
+from worker.engine.checkpoint import embeds
 from worker.engine.device import memory_for_model
+from worker.engine.embedding import check_embedding_model
 from worker.engine.memory import format_bytes
 from worker.engine.model.check import check_model
-from worker.engine.model.load import not_served
+from worker.engine.model.load import model_folder, not_served
 from worker.environment import variable
 from worker.errors import CannotStart
 from worker.settings import Settings, read_settings
@@ -119,6 +122,9 @@ def _settings(common: Mapping[str, Any], table: Mapping[str, Any]) -> Settings:
 
 def _examine(settings: Settings, budget: int) -> tuple[int, int]:
     """Return the bytes that the model needs at least, and those of its weights. Raises `CannotStart`."""
+    folder = model_folder(settings.model, name=settings.model, only=["*.json"])
+    if embeds(folder, settings.model):
+        return _examine_embedding_model(settings, folder, budget)
     vision, trusted = settings.vision == "auto", settings.trust_model_code
     report = check_model(settings.model, memory=budget, vision=vision, trusted=trusted)
     if report.blockers:
@@ -132,6 +138,21 @@ def _examine(settings: Settings, budget: int) -> tuple[int, int]:
     if least > budget:
         raise CannotStart(_too_large(settings, f"it needs {format_bytes(least)} with its drafts", budget))
     return least, weights
+
+
+def _examine_embedding_model(settings: Settings, folder: Path, budget: int) -> tuple[int, int]:
+    if settings.prefix_warm is not None:
+        raise CannotStart(
+            f"model {settings.model_name}: it is an embedding model, without prefixes; write prefix_warm for each chat "
+            "model, below its [[model]], and not for all."
+        )
+    costs, context = check_embedding_model(folder, settings.model, trusted=settings.trust_model_code)
+    # Most inputs are shorter than 512 tokens; a worker with less memory than for those serves what fits.
+    tokens = min(512, context, max(1, costs.longest(budget)))
+    least = costs.weights_bytes + costs.forward_bytes(1, tokens)
+    if least > budget:
+        raise CannotStart(_too_large(settings, f"it needs {format_bytes(least)}", budget))
+    return least, costs.weights_bytes
 
 
 def _given(settings: Settings, table: Mapping[str, Any], least: int, budget: int) -> int | None:
