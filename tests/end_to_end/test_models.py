@@ -10,8 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+import redis.asyncio
 
 from sluice import Client, Finished
+from sluice.cli.commands.models import _follow
+from sluice.cli.errors import CliError
+from sluice.contract import keys
+from sluice.contract.models import Model, State
 from sluice.gateway import ServeSettings
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.test_several_models import Supervisor
@@ -170,6 +175,37 @@ def test_models_of_a_supervisor_are_loaded_and_unloaded_by_the_command(
     assert (code, "a, b, c" in err) == (2, True), err
     code, _, err = sluice("chat", "Count to 3.", "--model", "fast")  # the alias of an unloaded model
     assert (code, "no worker" in err) == (0, False), err
+
+
+@pytest.mark.parametrize(
+    ("states", "ends"),
+    [
+        (["loaded", "unloading", "loading"], "loaded again for jobs that wait"),
+        (["loaded", "loading"], "loaded again for jobs that wait"),  # it left between two looks
+        (["unloading", "loaded"], "loaded again for jobs that wait"),
+        (["loading", "loaded", "unloading", "unloaded"], None),
+    ],
+)
+async def test_following_a_model_that_leaves_ends_at_once_if_it_is_loaded_again(
+    client: Client, db: redis.asyncio.Redis, states: list[State], ends: str | None
+) -> None:
+    first, *others = [
+        Model(path="a", bytes=2, state=state, since=float(at), weights=1, worker="", problem="")
+        for at, state in enumerate(states)
+    ]
+    await db.hset(keys.models("one"), "a", json.dumps(first))
+    following = asyncio.create_task(_follow(client, "a", {"one": first}, "unloaded", 30.0))
+    for each in others:
+        await asyncio.sleep(0.5)  # it looks five times a second
+        assert not following.done()
+        await db.hset(keys.models("one"), "a", json.dumps(each))
+    async with asyncio.timeout(5):
+        if ends is None:
+            await following
+        else:
+            with pytest.raises(CliError, match=ends) as raised:
+                await following
+            assert raised.value.exit_code == 1
 
 
 @pytest.mark.slow

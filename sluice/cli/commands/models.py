@@ -309,8 +309,8 @@ def unload(name: _Name, no_wait: NoWait = False, timeout_s: Timeout = 600.0, red
     """Free the memory of a model that a supervisor of several has.
 
     Its worker ends its jobs first; what still runs after SLUICE_GRACE_S continues when the model is loaded again, and
-    the next job loads it. Shows what happens until it is unloaded. Exit codes: 0, 1 if nothing changes for --timeout, 2
-    if no supervisor has it.
+    the next job loads it, at once if one waits. Shows what happens until it is unloaded. Exit codes: 0, 1 if it is
+    loaded again for jobs that wait, or nothing changes for --timeout, 2 if no supervisor has it.
 
     \b
     Example:
@@ -353,6 +353,11 @@ async def _follow(client: Client, model: str, asked: Mapping[str, Model], goal: 
         for id, each in now.items():
             if each["problem"] and each["state"] == "unloaded" and each["since"] != asked[id]["since"]:
                 raise CliError(f"{id}: {model}: {each['problem']}; its log says why.", exit_code=1)
+            if goal == "unloaded" and _is_back(each["state"], shown.get(id)):
+                remedy = f"sluice queue purge {model} cancels them"
+                raise CliError(
+                    f"{id}: {model} has left, and is loaded again for jobs that wait; {remedy}.", exit_code=1
+                )
             if each["state"] != shown.get(id):
                 note(f"{id}: {model} is {each['state']}" + _waiting(each["state"], goal))
                 shown[id] = each["state"]
@@ -364,6 +369,13 @@ async def _follow(client: Client, model: str, asked: Mapping[str, Model], goal: 
         if time.monotonic() - changed_at > timeout_s:
             raise CliError(f"nothing has changed for {timeout_s:g} s.", exit_code=1)
         await asyncio.sleep(0.2)
+
+
+def _is_back(state: State, before: str | None) -> bool:
+    """Return True if a model that is loaded or loading has left since it was in the state `before`, the last seen."""
+    return (state, before) == ("loading", "loaded") or (
+        state in ("loading", "loaded") and before in ("unloading", "unloaded")
+    )
 
 
 def _waiting(state: State, goal: State) -> str:
