@@ -5,6 +5,7 @@ import base64
 import json
 import signal
 import struct
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,10 +23,11 @@ from sluice import Client, DeadLetter, JobCancelled, JobFailed, SyncClient
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from tests.end_to_end.test_cli import run_here
+from tests.end_to_end.test_up import ENV, running
 from tests.gateway.gateways import HttpGateway, serving
 from tests.keyspace import check_all_ended, check_job_keys
 from tests.support.embedding import VOCAB, write_checkpoint
-from tests.support.stack import Server, WorkerProcess
+from tests.support.stack import Server, WorkerProcess, free_port
 from tests.waiting import until
 
 NAME = "sentences"
@@ -285,6 +287,19 @@ def test_the_check_of_a_model_says_that_it_embeds(model: Path, tmp_path: Path) -
     code, out, _ = run_here("check", str(model), env={}, folder=tmp_path)
     assert code == 0
     assert "embeddings" in out
+
+
+@pytest.mark.slow
+def test_the_lines_that_up_prints_for_an_embedding_model_work_as_printed(model: Path, tmp_path: Path) -> None:
+    with running(tmp_path, "--name", NAME, "--http-port", str(free_port()), model=model) as up:
+        up.until_said("Ctrl-C here")
+        lines = [line for line in up.said().partition("ready.")[2].splitlines() if line.startswith("  ")]
+        script = "set -e\n" + "\n".join(lines)
+        done = subprocess.run(["bash", "-c", script], env=ENV, capture_output=True, text=True, check=True)
+        vector, answer = done.stdout.splitlines()
+        expected = [alone(model, "Hello!")]
+        assert (json.loads(vector), [each["embedding"] for each in json.loads(answer)["data"]]) == (expected, expected)
+        assert up.end() == 0, up.said()
 
 
 def test_prompts_to_warm_are_refused(refusal: Callable[..., str], redis_url: str, model: Path, tmp_path: Path) -> None:

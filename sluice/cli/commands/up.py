@@ -1,12 +1,14 @@
 """`sluice serve`, the HTTP gateway, and `sluice up`: a server, a worker and the gateway on this machine together."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -234,22 +236,22 @@ class _Up:
     async def _announce(self) -> None:
         """Wait until the worker and the gateway are ready, then print how to reach them; and print it if the gateway
         ends before the command does."""
-        model = await self._served_model()
+        worker = await self._serving_worker()
         self._ready = True
         await self._gateway.start()
-        _print_instructions(self._server.url, model, self._gateway)
+        _print_instructions(self._server.url, worker, self._gateway)
         code = await self._gateway.wait()
         if not self._stopped:
             _print(f"the gateway has ended (exit code {code}); the worker continues. Start another with `sluice serve`")
 
-    async def _served_model(self) -> str:
-        """Return the name of the model, as soon as the worker serves it."""
+    async def _serving_worker(self) -> Mapping[str, str]:
+        """Return what a worker publishes, as soon as it serves."""
         async with Client(self._server.url) as client:
             while True:
                 with suppress(SluiceError):
                     for worker in await client.workers():
                         if float(worker["started_at"]) >= self._started_at:
-                            return str(worker["model"])
+                            return worker
                 await asyncio.sleep(0.1)
 
 
@@ -262,28 +264,38 @@ async def _stop_worker(worker: asyncio.subprocess.Process, working: "asyncio.Tas
         await asyncio.wait([working], timeout=1.0)  # seconds between two signals
 
 
-def _print_instructions(url: str, model: str, gateway: GatewayProcess) -> None:
+def _print_instructions(url: str, worker: Mapping[str, str], gateway: GatewayProcess) -> None:
+    """Print how to reach the model of a worker: to chat with it, or for embeddings if it is for these."""
+    model, embeds = worker["model"], worker.get("embeddings") == "yes"
     command = "sluice" if shutil.which("sluice") or Path(sys.argv[0]).name != "sluice" else sys.argv[0]
     option = "" if model == "default" else f" --model {model}"
+    call = f'{command} chat{option} "Count to 12."'
+    if embeds:
+        code = f'import sluice; print(sluice.SyncClient("{url}").embed("Hello!", model="{model}"))'
+        call = f"{sys.executable} -c '{code}'"
     _print(
         "ready. In another terminal:\n\n"
         f"  export SLUICE_REDIS_URL={url}\n"
-        f'  {command} chat{option} "Count to 12."\n\n'
-        f"{_clients(gateway)}\n\n"
+        f"  {call}\n\n"
+        f"{_clients(gateway, model if embeds else None)}\n\n"
         "Ctrl-C here stops the worker, then the server. Waiting jobs are kept."
     )
 
 
-def _clients(gateway: GatewayProcess) -> str:
+def _clients(gateway: GatewayProcess, embedding_model: str | None = None) -> str:
     if gateway.base_url is None:
         return f"For OpenAI clients, install the HTTP gateway: {INSTALL}"
     if not gateway.serves:
         return "The HTTP gateway does not run; the lines above say why."
     key, about_key = ("KEY", ", with KEY one of SLUICE_SERVE_KEYS") if gateway.needs_key else ("none", "")
-    return (
-        f"For OpenAI clients{about_key}:\n\n  export OPENAI_BASE_URL={gateway.base_url} OPENAI_API_KEY={key}\n\n"
-        f"In a browser, a chat page: {gateway.base_url.removesuffix('/v1')}"
-    )
+    variables = f"  export OPENAI_BASE_URL={gateway.base_url} OPENAI_API_KEY={key}"
+    if embedding_model is None:
+        example = f"\nIn a browser, a chat page: {gateway.base_url.removesuffix('/v1')}"
+    else:
+        header = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if gateway.needs_key else ""
+        body = json.dumps({"model": embedding_model, "input": "Hello!"})
+        example = f"  curl $OPENAI_BASE_URL/embeddings{header} \\\n    -d '{body}'"
+    return f"For OpenAI clients{about_key}:\n\n{variables}\n{example}"
 
 
 def _print(sentence: str) -> None:
