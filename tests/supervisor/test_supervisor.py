@@ -43,6 +43,33 @@ async def test_a_signal_while_processes_are_started_ends_the_one_and_starts_no_o
             await process.wait()
 
 
+async def ended(running: Supervisor, model: _Model, code: str) -> None:
+    """Let the model's worker be a process that ends with a code, once it has ended."""
+    model.process = await asyncio.create_subprocess_exec("sh", "-c", code)
+    await running._follow(model, model.process)
+
+
+async def test_a_worker_that_is_drained_counts_as_unloaded_and_one_that_dies_has_a_problem() -> None:
+    running = supervisor("a", "b")
+    a, b = running._models.values()
+    await ended(running, a, "exit 0")
+    await ended(running, b, "exit 3")
+    assert [(each.state, each.wanted, each.problem) for each in (a, b)] == [
+        ("unloaded", False, ""),
+        ("unloaded", True, "its worker ended with exit code 3"),
+    ]
+
+
+async def test_a_supervisor_ends_with_the_highest_exit_code_of_the_workers_that_it_stopped() -> None:
+    running = supervisor("a")
+    (a,) = running._models.values()
+    await ended(running, a, "exit 5")  # by itself
+    running._stop(signal.SIGTERM)
+    for code, worst in (("exit 0", 0), ("kill -TERM $$", 0), ("kill -KILL $$", 1), ("exit 5", 5), ("exit 4", 5)):
+        await ended(running, a, code)
+        assert running._worst == worst
+
+
 def test_a_model_that_is_asked_for_while_it_leaves_is_loaded_again() -> None:
     leaving: Any = object()  # its process
     asked = supervisor("a")
