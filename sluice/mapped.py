@@ -183,9 +183,19 @@ class MappedClient(Client):
         await (await self._of_letter(job_id)).drop_dead_letter(job_id)
 
     async def _of_letter(self, job_id: str) -> Client:
-        for client in self._clients.values():
-            if any(letter.id == job_id for letter in await client.dead_letters()):
+        """Return the client of the server that has the dead letter. Raises `UnknownJob`, and `ServerUnreachable` if none
+        that answers has it and another may."""
+
+        async def has_it(client: Client) -> bool:
+            return any(letter.id == job_id for letter in await client.dead_letters())
+
+        answers = await asyncio.gather(*(self._ask(url, has_it) for url in self._clients))
+        for client, answer in zip(self._clients.values(), answers, strict=True):
+            if answer is True:
                 return client
+        for answer in answers:
+            if isinstance(answer, RedisError):
+                raise answer
         raise UnknownJob(f"there is no dead letter {job_id!r}")
 
     async def queued(self, model: str, lane: Lane) -> int:

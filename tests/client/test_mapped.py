@@ -223,17 +223,36 @@ async def test_ping_raises_if_no_server_answers(tmp_path: Path, second: Server) 
             await client.workers()
 
 
+LETTER = (
+    '{"id":"x","model":"big","lane":"batch","crashes":3,"parked_at":1.0,"error":{},'
+    '"body":"{\\"f\\":\\"chat\\",\\"a\\":[{}]}"}'
+)
+
+
 async def test_a_dead_letter_is_found_and_retried_on_its_server(mapped: MappedClient, db2: Redis) -> None:
-    letter = (
-        '{"id":"x","model":"big","lane":"batch","crashes":3,"parked_at":1.0,"error":{},'
-        '"body":"{\\"f\\":\\"chat\\",\\"a\\":[{}]}"}'
-    )
-    await db2.hset(keys.DEAD, "x", letter)
+    await db2.hset(keys.DEAD, "x", LETTER)
     assert [each.id for each in await mapped.dead_letters()] == ["x"]
     retried = await mapped.retry("x")
     assert await db2.exists(keys.job(retried.id))
     with pytest.raises(UnknownJob):
         await mapped.drop_dead_letter("x")
+
+
+async def test_a_dead_letter_is_found_although_another_server_is_down(
+    redis_url: str, second: Server, tmp_path: Path, db: Redis
+) -> None:
+    path = tmp_path / "servers.toml"
+    path.write_text(f'default = "{second.url}"\n[models]\nbig = "{redis_url}"\n')
+    await db.hset(keys.DEAD, "x", LETTER)
+    second.kill()
+    async with MappedClient(path, outage_s=0.5) as client:
+        assert (await client.dead_letter("x")).model == "big"
+        with pytest.raises(ServerUnreachable):  # the dead server may have it
+            await client.dead_letter("y")
+        assert (await client.retry("x")).new
+        await db.hset(keys.DEAD, "x", LETTER)
+        await client.drop_dead_letter("x")
+    assert not await db.exists(keys.DEAD)
 
 
 def test_a_blocking_client_takes_the_map(file: Path, redis_url: str, second: Server) -> None:
