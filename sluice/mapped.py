@@ -183,8 +183,8 @@ class MappedClient(Client):
         await (await self._of_letter(job_id)).drop_dead_letter(job_id)
 
     async def _of_letter(self, job_id: str) -> Client:
-        """Return the client of the server that has the dead letter. Raises `UnknownJob`, and `ServerUnreachable` if none
-        that answers has it and another may."""
+        """Return the client of the server that has the dead letter. Raises `UnknownJob`, or `ServerUnreachable` if one
+        that may have it does not answer."""
 
         async def has_it(client: Client) -> bool:
             return any(letter.id == job_id for letter in await client.dead_letters())

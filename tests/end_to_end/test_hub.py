@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from sluice.contract import keys
 from tests.end_to_end.test_cli import Command
-from tests.support.hub import Hub, serving_hub
+from tests.support.hub import SHA, Hub, serving_hub
 from tests.support.stack import TINY_CHAT, WorkerProcess
 
 CHUNK = 10 * 1024 * 1024  # bytes that huggingface_hub gathers before it writes them
@@ -19,14 +20,17 @@ WEIGHTS = 3 * CHUNK
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    """A hub with `tests/tiny`, with `tests/large`, whose weights take three chunks, and with `tests/strange`, which
-    no worker serves."""
-    folders = {name: tmp_path / name for name in ("tiny", "large", "strange")}
+    """A hub with `tests/tiny`, with `tests/large`, whose weights take three chunks, with `tests/strange`, which
+    no worker serves, and with `tests/embedding`, which is an embedding model by its name alone."""
+    folders = {name: tmp_path / name for name in ("tiny", "large", "strange", "embedding")}
     for folder in folders.values():
         shutil.copytree(TINY_CHAT, folder)
         (folder / "README.md").unlink()  # which no worker reads
     (folders["large"] / "model-2.safetensors").write_bytes(os.urandom(WEIGHTS))
     (folders["strange"] / "config.json").write_text('{"model_type": "unheard_of"}', "utf-8")
+    (folders["embedding"] / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 9}', "utf-8")
+    (folders["embedding"] / "2_Dense").mkdir()
+    shutil.copyfile(TINY_CHAT / "mtp.safetensors", folders["embedding"] / "2_Dense" / "model.safetensors")
     with serving_hub(**folders) as hub:
         yield hub
 
@@ -95,6 +99,19 @@ def test_the_files_that_have_not_arrived_are_fetched_by_the_same_command(sluice:
     assert not list(Path(sluice.env["HF_HOME"]).glob("hub/**/*.incomplete"))
 
 
+def test_all_weights_of_an_embedding_model_are_pulled_and_it_is_checked_as_one(sluice: Command) -> None:
+    code, _, err = sluice.process("models", "pull", "tests/embedding", "--force")
+    assert code == 0, err
+    dense = next(Path(sluice.env["HF_HOME"]).glob("hub/models--tests--embedding/snapshots/*")) / "2_Dense"
+    assert (dense / "model.safetensors").is_file()
+    (listed,) = map(json.loads, sluice.process("models", "list", "--json")[1].splitlines())
+    assert listed["family"] == "qwen3"
+    assert "mlx-embeddings" in (listed["problem"] or "it has mlx-embeddings")
+    (dense / "model.safetensors").unlink()
+    (listed,) = map(json.loads, sluice.process("models", "list", "--json")[1].splitlines())
+    assert "sluice models pull tests/embedding" in listed["problem"]
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -140,3 +157,31 @@ def test_a_worker_of_an_earlier_version_and_a_missing_server_keep_a_model(sluice
     code, _, err = sluice.process("models", "rm", "tests/tiny", "--yes", "--redis-url", "redis://127.0.0.1:1/0")
     assert (code, "no server answers" in err, bool(cached(sluice, "tiny"))) == (2, True, True)
     assert sluice.process("models", "rm", "tests/tiny", "--yes")[0] == 0
+
+
+def test_a_supervisor_that_has_its_folder_and_a_server_of_the_map_that_is_down_keep_a_model(
+    sluice: Command, hub: Hub, tmp_path: Path
+) -> None:
+    repo = Path(sluice.env["HF_HOME"]) / "hub" / "models--tests--tiny"
+    snapshot = shutil.copytree(hub.models["tests/tiny"], repo / "snapshots" / SHA)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(SHA, "utf-8")
+    model = {
+        "path": str(snapshot),
+        "bytes": 1,
+        "state": "unloaded",
+        "since": 1,
+        "weights": 1,
+        "worker": "",
+        "problem": "",
+    }
+    key = keys.models(f"{socket.gethostname()}-1")
+    sluice.db.hset(key, "mine", json.dumps(model))
+    code, _, err = sluice.process("models", "rm", "tests/tiny", "--yes")
+    assert (code, "the supervisor" in err, snapshot.is_dir()) == (2, True, True), err
+    sluice.db.delete(key)
+    servers = tmp_path / "servers.toml"
+    servers.write_text(f'default = "{sluice.env.pop("SLUICE_REDIS_URL")}"\n[models]\nbig = "redis://127.0.0.1:1/0"\n')
+    sluice.env["SLUICE_REDIS_URLS"] = str(servers)
+    code, _, err = sluice.process("models", "rm", "tests/tiny", "--yes")
+    assert (code, "127.0.0.1:1/0 of big" in err, snapshot.is_dir()) == (2, True, True), err

@@ -60,11 +60,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"error": "Revision not found"}, status=404, code="RevisionNotFound")
         if what == "revision":
             return self._json({"id": name, "sha": SHA, "siblings": []})
-        self._json([self._entry(file) for file in sorted(self.hub.models[name].iterdir())])
+        folder = self.hub.models[name]
+        self._json([self._entry(folder, file) for file in sorted(folder.rglob("*")) if file.is_file()])
 
-    def _entry(self, file: Path) -> dict[str, Any]:
+    def _entry(self, folder: Path, file: Path) -> dict[str, Any]:
         size = file.stat().st_size + self.hub.extra_bytes * (file.suffix == ".safetensors")
-        entry: dict[str, Any] = {"type": "file", "path": file.name, "size": size, "oid": _etag(file)}
+        path = str(file.relative_to(folder))
+        entry: dict[str, Any] = {"type": "file", "path": path, "size": size, "oid": _etag(file)}
         if file.suffix == ".safetensors":
             entry["lfs"] = {"oid": _etag(file), "size": size, "pointerSize": 134}
         return entry

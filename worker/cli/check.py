@@ -97,13 +97,14 @@ def _report_of(model: str) -> "ModelReport":
     return check_model(model, memory=memory, vision=settings.vision == "auto", trusted=settings.trust_model_code)
 
 
-def blockers_of(model: str) -> list[str]:
-    """Return why a worker here would not serve a model; nothing if it would. Raises `CannotStart`."""
+def blockers_of(model: str, name: str | None = None) -> list[str]:
+    """Return why a worker here would not serve a model; nothing if it would. `name`: the hub id of a folder in the
+    cache. Raises `CannotStart`."""
     with needs_worker():
         from worker.engine.checkpoint import embeds
         from worker.engine.model.load import model_folder
-    if embeds(folder := model_folder(model, name=model, only=["*.json"]), model):
-        blockers: list[str] = _embedding_facts(folder, model)["blockers"]
+    if embeds(folder := model_folder(model, name=model, only=["*.json"]), name or model):
+        blockers: list[str] = _embedding_facts(folder, name or model)["blockers"]
         return blockers
     return list(_report_of(model).blockers)
 

@@ -1,6 +1,7 @@
 """`sluice models pull` and `rm`, and the checkpoints of this machine for `sluice models list`."""
 
 import asyncio
+import os
 import shutil
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sluice.cli.commands.models import checkpoints_of, is_here
-from sluice.cli.errors import CliError, connected, needs_worker
+from sluice.cli.errors import CliError, connected, needs_worker, sentence
 from sluice.cli.options import REDIS_URL, RedisUrl
 from sluice.cli.terminal.view import note
 from sluice.wording import counted
 
 if TYPE_CHECKING:
+    from sluice.client import Client
     from worker.engine.upstream.hub import CachedRepoInfo, HFCacheInfo
 
 HubId = Annotated[str, typer.Argument(help="Id of the model on Hugging Face.", metavar="HUB_ID")]
@@ -50,18 +52,30 @@ def _in_cache(cache: "HFCacheInfo | None") -> Iterator[_Checkpoint]:
     for repo in _models(cache):
         newest = max(repo.revisions, key=lambda each: ("main" in each.refs, each.last_modified), default=None)
         if newest is not None:
-            yield _Checkpoint(repo.repo_id, newest.snapshot_path, repo.size_on_disk, _is_complete(repo))
+            yield _Checkpoint(
+                repo.repo_id, newest.snapshot_path, repo.size_on_disk, _is_complete(repo, newest.snapshot_path)
+            )
 
 
-def _is_complete(repo: "CachedRepoInfo") -> bool:
+def _is_complete(repo: "CachedRepoInfo", folder: Path) -> bool:
     from worker.engine.upstream.hub import hub_errors, snapshot_download
-    from worker.engine.upstream.mlx_lm import DEFAULT_ALLOW_PATTERNS
 
     try:
-        snapshot_download(repo.repo_id, allow_patterns=DEFAULT_ALLOW_PATTERNS, local_files_only=True)
+        snapshot_download(repo.repo_id, allow_patterns=_patterns(folder, repo.repo_id), local_files_only=True)
     except hub_errors.LocalEntryNotFoundError:
         return False
     return True
+
+
+def _patterns(folder: Path, name: str) -> list[str]:
+    """Return the patterns of a model's files. `folder`: with those that describe it."""
+    from worker.engine.model.load import files_of
+    from worker.errors import CannotStart
+
+    try:
+        return files_of(folder, name)
+    except (CannotStart, ValueError, RecursionError):  # what is not served may be an embedding model of another type
+        return ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 def _models(cache: "HFCacheInfo | None") -> "list[CachedRepoInfo]":
@@ -91,7 +105,7 @@ def _described(checkpoint: _Checkpoint) -> dict[str, Any]:
     family, problem = None, None
     try:
         family = read_config(checkpoint.path, checkpoint.name)["model_type"]
-        blockers = blockers_of(str(checkpoint.path))
+        blockers = blockers_of(str(checkpoint.path), checkpoint.name)
         problem = " ".join(blockers) or None
     except CannotStart as error:
         problem = str(error).replace(str(checkpoint.path), checkpoint.name)
@@ -128,7 +142,9 @@ def pull(
         from worker.engine.memory import format_bytes
     if is_path(model) or Path(model).is_dir():
         raise CliError(f"{model} is a folder; give the id of a model on Hugging Face: mlx-community/Qwen3-4B-4bit.")
-    sizes = _dry_run(model)
+    _dry_run(model, ["config.json"])
+    patterns = _patterns(_describing(model), model)
+    sizes = _dry_run(model, patterns)
     if not force:
         _refuse_unservable(model)
     missing = sum(nbytes for nbytes, is_here in sizes if not is_here)
@@ -138,18 +154,29 @@ def pull(
     else:
         _refuse_without_room(model, missing)
         note(f"{model}: {total} in {counted(len(sizes), 'file')}, {format_bytes(missing)} of it to download")
-    note(f"{model} is in {_download(model)}")
+    note(f"{model} is in {_download(model, patterns)}")
 
 
-def _dry_run(model: str) -> list[tuple[int, bool]]:
-    """Return the bytes of each file of the model, and True if it is here. Raises `CliError`."""
-    from worker.engine.model.load import why_not_downloaded
-    from worker.engine.upstream.hub import TransportError, hub_errors, snapshot_download
-    from worker.engine.upstream.mlx_lm import DEFAULT_ALLOW_PATTERNS
+def _describing(model: str) -> Path:
+    """Return the folder with the files that describe a model, from the hub. Raises `CliError`."""
+    from worker.engine.model.load import model_folder
+    from worker.errors import CannotStart
 
     try:
         with _silent():
-            files = snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS, dry_run=True)
+            return model_folder(model, name=model, only=["*.json"])
+    except CannotStart as error:
+        raise CliError(str(error)) from None
+
+
+def _dry_run(model: str, patterns: list[str]) -> list[tuple[int, bool]]:
+    """Return the bytes of each file of the model, and True if it is here. Raises `CliError`."""
+    from worker.engine.model.load import why_not_downloaded
+    from worker.engine.upstream.hub import TransportError, hub_errors, snapshot_download
+
+    try:
+        with _silent():
+            files = snapshot_download(model, allow_patterns=patterns, dry_run=True)
     except hub_errors.DryRunError as error:
         cause = error.__cause__
         reason = cause if isinstance(cause, OSError | ValueError | TransportError) else error
@@ -197,15 +224,14 @@ def _refuse_without_room(model: str, missing: int) -> None:
         )
 
 
-def _download(model: str) -> str:
+def _download(model: str, patterns: list[str]) -> str:
     """Download a model, with the progress bars of the library, and return its folder. Raises `CliError`."""
     from worker.engine.model.load import why_not_downloaded
     from worker.engine.upstream.hub import TransportError, resume_downloads, snapshot_download
-    from worker.engine.upstream.mlx_lm import DEFAULT_ALLOW_PATTERNS
 
     resume_downloads()
     try:
-        return str(snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS))
+        return str(snapshot_download(model, allow_patterns=patterns))
     except (OSError, ValueError, TransportError) as error:
         raise CliError(f"{model}: {why_not_downloaded(error)}") from None
     except KeyboardInterrupt:
@@ -257,7 +283,9 @@ def _users_here(url: str) -> tuple[list[dict[str, str]], dict[str, set[str]]]:
     async def read() -> tuple[list[dict[str, str]], dict[str, set[str]]]:
         async with connected(url) as client:
             workers = [worker for worker in await client.workers() if worker.get("host") == socket.gethostname()]
+            _refuse_absent(client)
             supervised = (await client.supervised_models()).items()
+            _refuse_absent(client)
         return workers, {id: {each["path"] for each in models.values()} for id, models in supervised if is_here(id)}
 
     try:
@@ -268,13 +296,24 @@ def _users_here(url: str) -> tuple[list[dict[str, str]], dict[str, set[str]]]:
         ) from None
 
 
+def _refuse_absent(client: "Client") -> None:
+    """Raises `CliError` if a server of a map did not answer: the last list is without its workers."""
+    if client.absent:
+        raise CliError(sentence("; ".join(client.absent)))
+
+
 def _refuse_served(
     repo: "CachedRepoInfo", workers: Sequence[Mapping[str, str]], supervisors: Mapping[str, Collection[str]]
 ) -> None:
     """Raises `CliError` if a worker of this machine has the model open, or does not say what it has, or if a supervisor
     may load it."""
+
+    def is_among(opened: Collection[str]) -> bool:
+        folders = (Path(os.path.expanduser(each)).resolve() for each in opened)
+        return repo.repo_id in opened or any(each.is_relative_to(repo.repo_path.resolve()) for each in folders)
+
     for id, paths in supervisors.items():
-        if repo.repo_id in paths:
+        if is_among(paths):
             raise CliError(f"{repo.repo_id} is in use: the supervisor {id} loads it when a job comes. Stop it first.")
     for worker in workers:
         name = worker.get("name", "")
@@ -283,8 +322,7 @@ def _refuse_served(
             raise CliError(
                 f"{name} is a worker of an earlier version, which does not say what it serves; stop it first."
             )
-        inside = [each for each in opened if Path(each).is_relative_to(repo.repo_path.resolve())]
-        if repo.repo_id in opened or inside:
+        if is_among(opened):
             raise CliError(f"{repo.repo_id} is in use: {name} serves it. First: sluice workers drain {name}")
 
 

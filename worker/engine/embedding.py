@@ -18,7 +18,14 @@ from worker.engine.checkpoint import read_config, read_json, refuse_code, told_a
 from worker.engine.engine import EngineBroken
 from worker.engine.isolation import isolate, logger
 from worker.engine.memory import format_bytes
-from worker.engine.model.load import context_of, fingerprint, model_folder, not_served, why_not_downloaded
+from worker.engine.model.load import (
+    EMBEDDING_FILES,
+    context_of,
+    fingerprint,
+    model_folder,
+    not_served,
+    why_not_downloaded,
+)
 from worker.engine.upstream.hub import TransportError, snapshot_download
 from worker.errors import CannotStart
 from worker.outcomes import Embedded, NotStored, Outcome, RowFailed, StepReport, StoreResult
@@ -100,8 +107,7 @@ def _config_of(folder: Path, name: str, *, trusted: bool) -> dict[str, Any]:
 def open_embedding_model(path_or_hub_id: str, *, memory: int, context: int | None, trusted: bool) -> EmbeddingModel:
     """Load an embedding model with its weights. Blocks; must run on the thread that will compute. `memory`: bytes that
     it may use; `context`: the most tokens of an input, None: the model's. Raises `CannotStart`."""
-    files = ["*.json", "*.safetensors", "*.txt", "*.model"]  # mlx-lm would leave out the weights of 2_Dense
-    folder = model_folder(path_or_hub_id, name=f"SLUICE_MODEL={path_or_hub_id}", only=files)
+    folder = model_folder(path_or_hub_id, name=f"SLUICE_MODEL={path_or_hub_id}", only=EMBEDDING_FILES)
     config = _config_of(folder, path_or_hub_id, trusted=trusted)
     from worker.engine.upstream import mlx_embeddings
 

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from worker.engine import device
 from worker.engine.cache.segments import needs_states
 from worker.engine.checkpoint import (
+    embeds,
     is_path,
     read_config,
     read_json,
@@ -29,7 +30,7 @@ from worker.engine.model.profile import NO_DRAFTS, Drafting, drafting, profile, 
 from worker.engine.speculation.draft_model import DraftNetwork
 from worker.engine.speculation.mtp import Head
 from worker.engine.upstream.hub import HF_HUB_CACHE, ConnectError, TransportError, hub_errors
-from worker.engine.upstream.mlx_lm import TokenizerWrapper, download, load_model, load_tokenizer
+from worker.engine.upstream.mlx_lm import DEFAULT_ALLOW_PATTERNS, TokenizerWrapper, download, load_model, load_tokenizer
 from worker.engine.vision.load import (
     TEXT_ONLY,
     LanguageModel,
@@ -43,6 +44,7 @@ from worker.engine.vision.load import (
 )
 from worker.errors import CannotStart
 
+EMBEDDING_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]  # mlx-lm would leave out the weights of 2_Dense
 # They resize and normalize images, and compute their features.
 _IMAGE_LIBRARIES = "mlx-vlm", "transformers", "pillow"
 
@@ -233,6 +235,12 @@ def model_folder(path_or_hub_id: str, *, name: str, only: list[str] | None = Non
         if similar:  # after the hub, which may have this name although a local folder has a similar one
             raise CannotStart(missing) from error
         raise CannotStart(f"{name} is not a local folder, and {why_not_downloaded(error)}") from error
+
+
+def files_of(folder: Path, name: str) -> list[str]:
+    """Return the patterns of the files that a worker reads of a model. `folder`: with its JSON files; `name`: the hub
+    id. Raises `CannotStart` for an embedding model of a type that is not served."""
+    return EMBEDDING_FILES if embeds(folder, name) else DEFAULT_ALLOW_PATTERNS
 
 
 def why_not_downloaded(error: OSError | ValueError | TransportError) -> str:
