@@ -12,13 +12,15 @@ from starlette.routing import Route
 
 from sluice.client import vectors_of
 from sluice.gateway.body import in_thread_if_long, json_response
-from sluice.gateway.errors import endpoint
+from sluice.gateway.errors import ApiError, endpoint
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs import AnswerJobs, Available, StoredAnswer
 from sluice.gateway.monitoring import identify
+from sluice.gateway.protection import HeldBytes
 from sluice.gateway.sse import unless_disconnected
 from sluice.gateway.workers import requested_model
+from sluice.http_errors import ErrorForm
 
 _PATH = "/v1/embeddings"
 
@@ -49,12 +51,23 @@ def routes(gateway: Gateway) -> list[Route]:
         identify(request, jobs.ids[0])
         timer = gateway.timer(requested_model(body.content), started, stream=False)
         result = await gateway.whole(request, jobs, gateway.jobs.result(jobs.ids[0], timer=timer))
+        length = sum(len(each["embedding"]) for each in result["data"])
+        _hold(caller.held, length * 5 if as_numbers else length)  # a number is 4 times as long as in base64
         if not as_numbers:
             return await json_response(result)
-        length = sum(len(each["embedding"]) for each in result["data"])
         return Response(await in_thread_if_long(length, _with_numbers, result), media_type="application/json")
 
     return [Route(_PATH, endpoint(create), methods=["POST"])]
+
+
+def _hold(held: HeldBytes, length: int) -> None:
+    """Hold the bytes of an answer in place of those that were counted before. Raises `ApiError`: 400 for more than a
+    request can ever hold, since a retry would compute it again, and as `HeldBytes.add`."""
+    held.release()
+    if held.is_too_long(length):
+        message = f"The answer would take {length:,} bytes here; send fewer inputs, or encoding_format base64."
+        raise ApiError(ErrorForm.TOO_LARGE, message, param="input")
+    held.add(length)
 
 
 def _with_numbers(result: Mapping[str, Any]) -> bytes:

@@ -149,6 +149,10 @@ class Memory:
             message = "The gateway holds as many bytes of bodies and answers as it may; try again later."
             raise ApiError(ErrorForm.OVERLOADED, message, retry_after_s=RETRY_S)
 
+    def is_too_long(self, key_id: str | None, length: int) -> bool:
+        """Return True if so many bytes may not be held, whatever else is."""
+        return length > (self._limit if key_id is None else min(self._limit, self._key_limit))
+
     def add(self, key_id: str | None, length: int) -> None:
         """Count bytes; negative ones are no longer held."""
         self._by_key[key_id] += length
@@ -172,6 +176,10 @@ class HeldBytes:
         self.check(length)
         self._memory.add(self._key_id, length)
         self._length += length
+
+    def is_too_long(self, length: int) -> bool:
+        """Return True if this request can never hold so many bytes."""
+        return self._memory.is_too_long(self._key_id, length)
 
     def release(self) -> None:
         """Hold nothing any more."""

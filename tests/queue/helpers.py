@@ -145,12 +145,14 @@ def queue_worker(
     chat: Callable[..., Awaitable[Any]],
     *,
     count: Callable[..., Awaitable[Any]] | None = None,
+    embed: Callable[..., Awaitable[Any]] | None = None,
     crons: Sequence[Cron] = (),
     clock: ServerClock | None = None,
     abilities: Abilities | None = None,
     **ctx: Any,
 ) -> QueueWorker:
-    functions = [func(chat, name="chat"), *([func(count, name="count")] if count else [])]
+    given_too = {"count": count, "embed": embed}
+    functions = [func(chat, name="chat"), *(func(each, name=name) for name, each in given_too.items() if each)]
     return QueueWorker(
         JobFunctions(functions, ctx),
         server=RedisServer(redis, given, clock),
@@ -167,13 +169,14 @@ async def working(
     chat: Callable[..., Awaitable[Any]],
     *,
     count: Callable[..., Awaitable[Any]] | None = None,
+    embed: Callable[..., Awaitable[Any]] | None = None,
     crons: Sequence[Cron] = (),
     clock: ServerClock | None = None,
     **ctx: Any,
 ) -> AsyncIterator[QueueWorker]:
     """A worker until the end of the block; then it drains, and what is left is handed back at once."""
     async with redis_from_settings(given) as redis:
-        worker = queue_worker(redis, given, chat, count=count, crons=crons, clock=clock, **ctx)
+        worker = queue_worker(redis, given, chat, count=count, embed=embed, crons=crons, clock=clock, **ctx)
         main = asyncio.create_task(worker.main())
         try:
             yield worker

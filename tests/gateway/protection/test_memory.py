@@ -1,11 +1,14 @@
 """What the requests of a key, and all together, may hold in a gateway's memory."""
 
 import asyncio
+import base64
 import json
+import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,9 +19,11 @@ from sluice.gateway import ServeSettings
 from sluice.gateway.errors import ApiError
 from sluice.gateway.key_file import key_digest
 from sluice.gateway.protection import Memory
-from tests.fakes import FakeChat
+from tests.fakes import TIMINGS, FakeChat
 from tests.gateway.gateways import HttpGateway, serving
+from tests.queue.helpers import settings, working
 from tests.waiting import until
+from worker.queue.job.job import JobResult
 
 COMPLETIONS = "/v1/chat/completions"
 CHAT = {"messages": [{"role": "user", "content": "x" * 300}], "say": ["1"]}
@@ -169,3 +174,47 @@ async def test_a_retried_message_holds_the_events_that_it_joins(
         assert answer.status_code == 200
         await until(lambda: totals[-1] == 0)
     assert sum(map(len, await db.lrange(names.log(answer.headers["request-id"]), 0, -1))) in totals
+
+
+VECTOR = base64.b64encode(struct.pack("<300f", *[0.1] * 300)).decode()
+
+
+@asynccontextmanager
+async def embedding(redis_url: str) -> AsyncIterator[None]:
+    """A worker whose answer is two vectors."""
+
+    async def embed(ctx: dict[Any, Any], request: dict[str, Any]) -> JobResult:
+        data = [{"object": "embedding", "index": index, "embedding": VECTOR} for index in range(2)]
+        return JobResult("stop", TIMINGS, {"object": "list", "data": data, "usage": {"total_tokens": 2}})
+
+    async with working(settings(redis_url), embed, embed=embed):
+        yield
+
+
+@pytest.mark.parametrize(("encoding", "factor"), [("base64", 1), ("float", 5)])
+async def test_the_vectors_of_an_answer_are_held_until_it_is_sent(
+    redis_url: str, http: httpx.AsyncClient, totals: list[int], encoding: str, factor: int
+) -> None:
+    async with embedding(redis_url):
+        body, headers = {"input": ["a", "b"], "encoding_format": encoding}, {"idempotency-key": "k"}
+        for _ in range(2):  # a retry, too
+            totals.clear()
+            answer = await http.post("/v1/embeddings", json=body, headers=headers)
+            assert (answer.status_code, len(answer.json()["data"])) == (200, 2)
+            await until(lambda: totals[-1] == 0)
+            held = [after for before, after in pairwise([0, *totals]) if after != before]
+            assert held[-2:] == [2 * len(VECTOR) * factor, 0]
+
+
+async def test_an_answer_that_can_never_be_held_is_not_to_be_asked_for_again(redis_url: str) -> None:
+    given = ServeSettings(_env_file=None, max_body_bytes=1_000, max_held_bytes=10 * len(VECTOR) - 1)
+    async with embedding(redis_url):
+        with serving(redis_url, given) as gateway:
+            async with httpx.AsyncClient(base_url=gateway.url) as http:
+                answers = {
+                    encoding: await http.post("/v1/embeddings", json={"input": ["a", "b"], "encoding_format": encoding})
+                    for encoding in ("float", "base64")
+                }
+    assert [each.status_code for each in answers.values()] == [400, 200]
+    assert answers["float"].headers["x-should-retry"] == "false"
+    assert "base64" in answers["float"].json()["error"]["message"]
