@@ -77,6 +77,13 @@ class Limits:
     def __init__(self, redis: Redis, retries: Retries) -> None:
         self._redis, self._retries = redis, retries
         self._script = redis.register_script((files(__package__) / "lua" / "limit.lua").read_text("utf-8"))
+        self._exempt = dict[str, None]()  # ids, the oldest first
+
+    def exempt(self, job_ids: Sequence[str]) -> None:
+        """Note jobs of a key without limits: they end without this server, which may be down while theirs answers."""
+        self._exempt |= dict.fromkeys(job_ids)
+        while len(self._exempt) > 10_000:  # about 1 MB
+            del self._exempt[next(iter(self._exempt))]
 
     async def reserve(self, key: Key, job_ids: Sequence[str], tokens: int, mark: str) -> Balance | Exceeded:
         """Count a request and reserve `tokens` for each job, all of them or none. Estimates above the limit itself are
@@ -95,7 +102,8 @@ class Limits:
 
     async def settle(self, job_id: str, tokens: int) -> None:
         """Replace the job's reservation, if it has one, by the tokens that it used."""
-        await self._settle([job_id], tokens, RESULT_TTL_S * 1000)
+        if job_id not in self._exempt:
+            await self._settle([job_id], tokens, RESULT_TTL_S * 1000)
 
     async def release(self, job_ids: Sequence[str], mark: str) -> None:
         """Return the tokens that the HTTP request with this mark has reserved for jobs that were not queued. A job that
@@ -298,6 +306,8 @@ class _Meter:
             raise ApiError(ErrorForm.INVALID_VALUE, message, param="n")
         if self._key.is_limited:
             self._grant(await self._limits.reserve(self._key, job_ids, tokens, self._mark))
+        else:
+            self._limits.exempt(job_ids)
 
     async def count(self) -> None:
         """Count a request that queues no job. Raises `ApiError` 429, and `SluiceError`."""

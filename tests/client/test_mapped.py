@@ -1,6 +1,7 @@
 """Models on two servers: each job is on its model's, an id finds it again, and a dead server takes its models alone."""
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ from sluice import MappedClient, NoWorker, ServerUnreachable, SyncClient, Unknow
 from sluice.contract import keys
 from sluice.contract.redis_url import MapFile
 from sluice.gateway import ServeSettings
+from sluice.gateway.key_file import key_digest
 from tests.client.streaming import HELLO
 from tests.fakes import FakeChat
 from tests.gateway.gateways import events, serving
@@ -210,6 +212,32 @@ async def test_the_death_of_the_default_server_is_that_of_its_models_alone(
                 streamed = await http.post("/chat/completions", json=body, headers={"Idempotency-Key": "k"})
                 assert [each["choices"][0]["delta"].get("content") for each in events(streamed.text)][1:3] == ["a", "b"]
                 assert [each["id"] for each in (await http.get("/models")).json()["data"]] == ["small"]
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+async def test_keys_without_limits_need_no_default_server(redis_url: str, second: Server, tmp_path: Path) -> None:
+    path, key_file = tmp_path / "servers.toml", tmp_path / "keys.json"
+    path.write_text(f'default = "{second.url}"\n[models]\nsmall = "{redis_url}"\n')
+    limits: dict[str, dict[str, int]] = {"free": {}, "limited": {"tokens_per_minute": 9_000}}
+    entries = [{"id": id, "sha256": key_digest(id), "tenant": id, **limit} for id, limit in limits.items()]
+    key_file.write_text(json.dumps({"keys": entries}))
+    given = ServeSettings(_env_file=None, no_worker_s=0.5, keys=key_file)
+    async with working(settings(redis_url, model_name="small"), FakeChat().chat):
+        with serving(MapFile(path), given) as gateway:
+            second.kill()
+            async with httpx.AsyncClient(base_url=gateway.base_url, timeout=30) as http:
+
+                async def ask(key: str) -> tuple[int, float]:
+                    started, body = time.monotonic(), {"model": "small", **SAY, "stream": True}
+                    headers = {"authorization": f"Bearer {key}"}
+                    answer = await http.post("/chat/completions", json=body, headers=headers)
+                    return answer.status_code, time.monotonic() - started
+
+                await ask("free")  # the lists of the dead server are awaited once
+                status, took_s = await ask("free")
+                assert (status, took_s < 2.0) == (200, True), took_s
+                assert (await ask("limited"))[0] == 503
 
 
 async def test_ping_raises_if_no_server_answers(tmp_path: Path, second: Server) -> None:
