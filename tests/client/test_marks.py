@@ -7,23 +7,16 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from sluice.contract.marks import marks_of
+from sluice.contract.scripts import read_lua
 
 # The same rule in Lua, since a server can only compute marks in Lua for producers that send none.
-LUA = """
-local body = string.sub(ARGV[1], 1, 262144)
-local first = string.find(body, '"messages":', 1, true) or 1
-local length, wanted, found, chain = #body - first + 1, {}, {}, ''
-for rung = 0, 4 do
-  local size = 1024 * 4 ^ rung
-  local last = math.floor(length / size)
-  for at = math.max(1, last - 5), last do wanted[at * size] = true end
-end
-for at = 1024, length, 1024 do
-  chain = redis.sha1hex(chain .. string.sub(body, first + at - 1024, first + at - 1))
-  if wanted[at] then found[#found + 1] = string.sub(chain, 1, 12) .. ' ' .. string.format('%d', at) end
-end
-return { table.concat(found, ' '), #ARGV[1] - first + 1 }
-"""
+LUA = read_lua("worker.queue", "affinity") + "\nreturn { marks_of(ARGV[1]) }"
+
+
+def body_with(*urls: str, text: str = "word " * 4000) -> bytes:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+    return json.dumps({"a": [{"messages": [message]}]}, separators=(",", ":")).encode()
 
 
 def body_of(text: str, **fields: str) -> bytes:
@@ -68,3 +61,38 @@ def test_a_huge_body_has_few_marks_and_its_own_length() -> None:
     marks, length = marks_of(body_of("a" * 3_000_000))
     assert len(marks.split()) <= 60
     assert length > 3_000_000
+
+
+IMAGE = "data:image/png;base64," + "iVBORw0K" * 100_000
+
+
+async def test_lua_finds_the_same_marks_of_files(db: Redis) -> None:
+    bodies = [
+        body_with(IMAGE),
+        body_with(IMAGE[:3_000], IMAGE[:9_000], "data:;base64,", IMAGE[:4_096], IMAGE[:4_095], IMAGE[:4_094]),
+        body_with(*[IMAGE[:6_000]] * 600, text=""),
+        body_with(text="data: " + "1,2 " * 9_000),
+        body_with("data:" + "a" * 112 + ";base64," + "b" * 9_000, "data:" + "a" * 115 + ";base64," + "b" * 9_000),
+        body_with(IMAGE)[:60_000],
+        b'"data:' * 900 + b";base64," + b"a" * 9_000,
+    ]
+    for body in bodies:
+        marks, length = await db.eval(LUA, 0, body)  # type: ignore[misc]
+        assert marks_of(body) == (marks.decode(), length)
+        assert all(end <= length for _, end in pairs(body))
+
+
+def test_a_file_counts_as_its_first_4_kib_and_the_text_behind_it_in_full() -> None:
+    text = marks_of(body_with(text="word " * 4000))[1]
+    _, length = marks_of(body_with(IMAGE, IMAGE))
+    assert text + 2 * 4096 < length < text + 2 * 4096 + 200
+    one, other = body_with(IMAGE + "A", text="word " * 4000), body_with(IMAGE + "A", text="word " * 4000 + "more")
+    assert max(end for _, end in pairs(one) & pairs(other)) > 4096 + 18_000
+
+
+def test_a_text_that_begins_with_data_counts_in_full() -> None:
+    assert marks_of(body_of("data: " + "1,2 " * 9_000))[1] > 36_000
+
+
+def test_the_cost_of_many_files_is_bounded() -> None:
+    assert marks_of(body_with(*[IMAGE[:6_000]] * 600))[1] > 500 * 4096 + 100 * 6_000

@@ -34,8 +34,24 @@ local function affinity_of(queue, arguments, now)
   return affinity
 end
 
+-- Return a body with its files cut, as `_without_files` in sluice/contract/marks.py.
+local function without_files(body)
+  local parts, at = {}, 1
+  for _ = 1, 500 do
+    local first = string.find(body, '"data:', at, true)
+    local last = first and string.find(body, '"', first + 1, true)
+    if not last then break end
+    local is_file = string.find(string.sub(body, first, first + 127), ';base64,', 1, true)
+    parts[#parts + 1] = string.sub(body, at, is_file and math.min(last - 1, first + 4095) or last - 1)
+    at = last
+  end
+  parts[#parts + 1] = string.sub(body, at)
+  return table.concat(parts)
+end
+
 -- Return the marks of a body from its first 256 KiB, as `marks_of` in sluice/contract/marks.py, and the bytes that they are of.
 local function marks_of(body)
+  body = without_files(body)
   local first = string.find(string.sub(body, 1, 262144), '"messages":', 1, true) or 1
   local length, wanted, found, chain = math.min(#body, 262144) - first + 1, {}, {}, ''
   for rung = 0, 4 do
