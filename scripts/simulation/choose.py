@@ -91,6 +91,7 @@ class Job:
     ends: Sequence[float] = ()  # of its marks, ascending
     holders: Sequence[Sequence[str]] = ()  # of each mark: the workers that hold what ends there
     may_be_left: bool = True  # not if it was claimed before
+    deadline_ms: float | None = None
 
     def held(self, wid: str) -> float:
         """Bytes that a worker holds."""
@@ -169,8 +170,11 @@ class Fleet:
         for worker, own_ms in each.others:
             its_first_ms, its_all_ms = cost_ms(worker, own_ms, self.now_ms)
             if its_all_ms < best_ms:
-                saved_ms = max(first_ms - its_first_ms, each.own_ms - own_ms)
-                best, best_ms = (worker, own_ms, each.job.queued_ms + min(120_000, saved_ms)), its_all_ms
+                queued_ms, deadline_ms = each.job.queued_ms, each.job.deadline_ms
+                till_ms = queued_ms + min(120_000, max(first_ms - its_first_ms, each.own_ms - own_ms))
+                if deadline_ms is not None:  # the rest is to answer
+                    till_ms = min(till_ms, queued_ms + 0.1 * (deadline_ms - queued_ms))
+                best, best_ms = (worker, own_ms, till_ms), its_all_ms
         return best
 
     def take(self, own_ms: float) -> None:

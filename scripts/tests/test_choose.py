@@ -36,7 +36,7 @@ local choice = {
     local holders = {}
     for i, wids in ipairs(job.holders) do holders[i] = #wids > 0 and ' ' .. table.concat(wids, ' ') .. ' ' end
     return { id = job.id, queued = job.queued_ms, size = job.size, ends = job.ends, holders = holders,
-      may_be_left = job.may_be_left }
+      may_be_left = job.may_be_left, deadline = tonumber(job.deadline_ms) }
   end,
   in_turn = function(window)
     local first = 1
@@ -95,7 +95,9 @@ def jobs(draw: st.DrawFn) -> list[Job]:
         holders = [draw(st.lists(st.sampled_from(WIDS), max_size=4, unique=True)) if held else [] for _ in ends]
         size = max([0, *ends]) * 1024 + draw(st.integers(0, 4000))
         queued = NOW - draw(st.integers(0, 40_000))
-        found.append(Job(f"j{k}", queued, size, [end * 1024 for end in ends], holders, draw(st.integers(0, 9)) > 0))
+        deadline = draw(st.none() | st.integers(queued, queued + 200_000))
+        may_be_left = draw(st.integers(0, 9)) > 0
+        found.append(Job(f"j{k}", queued, size, [end * 1024 for end in ends], holders, may_be_left, deadline))
     return sorted(found, key=lambda job: job.queued_ms)
 
 
@@ -170,6 +172,15 @@ def test_a_job_is_left_to_its_holder_for_what_that_saves() -> None:
     assert (choice.taken, choice.left) == ([], [("a", "you")])
     assert choice.again_ms == pytest.approx(compute_ms(me, 0, 40_960) - 1000, abs=1)
     late = replace(job, queued_ms=NOW - compute_ms(me, 0, 40_960))
+    choice = chosen([late], me=IDLE, you=IDLE)
+    assert (choice.taken, choice.overruled) == ([("a", 0)], 1)
+
+
+def test_a_job_is_left_for_no_more_than_a_tenth_of_the_time_to_its_deadline() -> None:
+    job = Job("a", NOW - 1000, 40_960, [40_960], [["you"]], deadline_ms=NOW + 19_000)
+    choice = chosen([job], me=IDLE, you=IDLE)
+    assert (choice.left, choice.again_ms) == ([("a", "you")], 1000)
+    late = replace(job, queued_ms=NOW - 3000)
     choice = chosen([late], me=IDLE, you=IDLE)
     assert (choice.taken, choice.overruled) == ([("a", 0)], 1)
 

@@ -250,6 +250,18 @@ async def test_a_job_whose_deadline_has_passed_is_left_to_nobody(db: Redis, flee
     assert await bob.take() == ["b"]
 
 
+async def test_a_job_is_left_for_no_more_than_a_tenth_of_the_time_to_its_deadline(
+    db: Redis, fleet: dict[str, Worker]
+) -> None:
+    ada, bob = fleet["ada"], fleet["bob"]
+    await hold(db, ada)
+    await ask(db, "a", age_ms=1000, deadline=await now_ms(db) / 1000 + 12)
+    assert await bob.take() == []
+    assert 0 < bob.claims.next_at("interactive") - time.monotonic() < 0.4
+    await ask(db, "b", age_ms=1000, deadline=await now_ms(db) / 1000 + 8)
+    assert await bob.take() == ["b"]
+
+
 async def test_a_job_of_a_held_prefix_overtakes(db: Redis, fleet: dict[str, Worker]) -> None:
     ada = fleet["ada"]
     await hold(db, ada)

@@ -2,7 +2,7 @@
 -- what the workers say: see sluice/contract/lua/fleet.lua.
 --
 -- The state of a choice is that of a fleet, and: `me`; `want`, rows; `next_job`, a function that returns the next waiting
--- job, with `queued` and `may_be_left`; `in_turn`, a function that returns the position of the job whose turn it is, of a
+-- job, with `queued`, `deadline` or nil, and `may_be_left`; `in_turn`, a function that returns the position of the job whose turn it is, of a
 -- list; `is_kept`, a function that is called with a job that nobody holds anything of and the number of jobs taken: true
 -- if others take it; `take`, `leave` and `keep`, functions that are called with each job.
 
@@ -32,6 +32,7 @@ local function better(choice, job)
     if its_all < best_all then
       best, best_all = other, its_all
       till = job.queued + math.min(120000, math.max(first - its_first, job.own - other.own))
+      if job.deadline then till = math.min(till, job.queued + 0.1 * (job.deadline - job.queued)) end -- the rest is to answer
     end
   end
   return best, till
