@@ -185,10 +185,10 @@ class Fleet:
         self.me.lefts[place + 1] += 1
 
 
-def choose(fleet: Fleet, jobs: Iterable[Job], want: int, share: float = inf) -> Choice:
+def choose(fleet: Fleet, jobs: Iterable[Job], want: int, share: float = inf, *, leaves: bool = True) -> Choice:
     """Return which of the waiting jobs, given in their order, this worker takes for `want` free rows. `share`: of jobs
-    that nobody holds anything of, it takes none once it has taken as many as this of all. `fleet` counts what is taken
-    and left."""
+    that nobody holds anything of, it takes none once it has taken as many as this of all. `leaves`: False if it leaves
+    none to a better worker; then `share` bounds all. `fleet` counts what is taken and left."""
     choice, order = Choice(), iter(jobs)
     window = list[_Candidate]()
 
@@ -202,14 +202,14 @@ def choose(fleet: Fleet, jobs: Iterable[Job], want: int, share: float = inf) -> 
         return choice
     while len(choice.taken) < want and window:
         each = window.pop(min(range(len(window)), key=lambda at: window[at].rank))
-        better = fleet.better(each) if each.job.may_be_left else None
+        better = fleet.better(each) if leaves and each.job.may_be_left else None
         if better and fleet.now_ms < better[2]:
             worker, own_ms, right_ms = better
             worker.promised += 1
             worker.extra_ms += own_ms
             choice.left.append((each.job.id, worker.wid))
             choice.again_ms = min(choice.again_ms, ceil(right_ms - fleet.now_ms))
-        elif not each.known and each.job.may_be_left and len(choice.taken) >= share:
+        elif each.job.may_be_left and not (leaves and each.known) and len(choice.taken) >= share:
             choice.kept.append(each.job.id)
         else:
             fleet.take(each.own_ms)

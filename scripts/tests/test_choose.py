@@ -28,6 +28,7 @@ local least, at = {}, 0
 for _, wid in ipairs(given.least) do if worker(wid) then least[#least + 1] = worker(wid) end end
 local choice = {
   me = worker(given.me), worker = worker, least = least, now = given.now, want = given.want,
+  leaves = given.leaves,
   is_kept = function(_, taken) return taken >= given.share end,
   next_job = function()
     at = at + 1
@@ -106,7 +107,7 @@ def in_python(given: dict[str, Any], waiting: list[Job]) -> dict[str, Any]:
     me = workers[given["me"]]
     assert me
     least = [worker for wid in given["least"] if (worker := workers.get(wid))]
-    choice = choose(Fleet(me, workers.get, least, NOW), waiting, given["want"], given["share"])
+    choice = choose(Fleet(me, workers.get, least, NOW), waiting, given["want"], given["share"], leaves=given["leaves"])
     costs = {
         wid: [*cost_ms(each, given["own"], NOW), compute_ms(each, 3000, 50_000)]
         for wid, each in workers.items()
@@ -143,6 +144,7 @@ def test_lua_and_python_choose_the_same(server_url: str, data: st.DataObject) ->
         "want": data.draw(st.integers(1, 8)),
         "share": data.draw(st.integers(0, 8)),
         "own": data.draw(st.integers(0, 8000)),
+        "leaves": data.draw(st.booleans()),
     }
     waiting = data.draw(jobs())
     with redis.Redis.from_url(server_url) as server:
@@ -156,12 +158,12 @@ def test_lua_and_python_choose_the_same(server_url: str, data: st.DataObject) ->
     assert len(lua["choice"].kept) == len(ours.kept)
 
 
-def chosen(waiting: list[Job], want: int = 4, *, share: float = 8, **fleet: str) -> Choice:
+def chosen(waiting: list[Job], want: int = 4, *, share: float = 8, leaves: bool = True, **fleet: str) -> Choice:
     workers = {wid: read_worker(wid, text, NOW) for wid, text in fleet.items()}
     me = workers["me"]
     assert me
     least = [worker for wid, worker in workers.items() if worker and wid != "me"][:2]
-    return choose(Fleet(me, workers.get, least, NOW), waiting, want, share)
+    return choose(Fleet(me, workers.get, least, NOW), waiting, want, share, leaves=leaves)
 
 
 def test_a_job_is_left_to_its_holder_for_what_that_saves() -> None:
@@ -207,6 +209,12 @@ def test_a_job_is_not_left_to_a_worker_that_is_gone_or_full(you: str) -> None:
 def test_a_job_that_was_claimed_before_is_left_to_nobody() -> None:
     job = Job("a", NOW, 40_960, [40_960], [["you"]], may_be_left=False)
     assert chosen([job], me=IDLE, you=IDLE, share=0).taken == [("a", 0)]
+
+
+def test_a_lane_that_leaves_nothing_ranks_and_shares_its_jobs() -> None:
+    waiting = [Job(f"{k}", NOW - 9 + k, 40_960, [40_960], [["you" if k < 4 else "me"]]) for k in range(6)]
+    choice = chosen(waiting, share=3, leaves=False, me=IDLE, you=IDLE)
+    assert (choice.left, [id for id, _ in choice.taken], choice.kept) == ([], ["4", "5", "0"], ["1", "2", "3"])
 
 
 def test_where_nobody_holds_anything_there_is_no_choice() -> None:

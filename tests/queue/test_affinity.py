@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from sluice import Client
 from sluice.contract import keys
+from sluice.contract.keys import Lane
 from sluice.contract.marks import marks_of
 from tests.queue.helpers import QUEUE, envelope, field, lapse, put, settings, until
 from worker.queue.job.claims import Claim, Claims, WorkerRows
@@ -52,10 +53,10 @@ class Worker:
         self.claims, self.max_rows = Claims(redis, known, self.said), max_rows
         self.running = list[Claim]()
 
-    async def take(self, free: int | None = None, **given: Any) -> list[str]:
+    async def take(self, free: int | None = None, lane: Lane = "interactive", **given: Any) -> list[str]:
         rows = self.max_rows - len(self.running) if free is None else free
         free_rows = WorkerRows(self.max_rows - rows, self.max_rows, {"interactive": rows, "batch": rows})
-        claims = await self.claims.take("interactive", rows, rows=free_rows, running=self.running, **given)
+        claims = await self.claims.take(lane, rows, rows=free_rows, running=self.running, **given)
         self.running += claims
         return [claim.job_id for claim in claims]
 
@@ -262,6 +263,30 @@ async def test_a_job_is_left_for_no_more_than_a_tenth_of_the_time_to_its_deadlin
     assert await bob.take() == ["b"]
 
 
+async def test_a_job_of_the_batch_lane_is_left_to_nobody(db: Redis, fleet: dict[str, Worker]) -> None:
+    """The records say how many rows are free for interactive jobs alone."""
+    ada, bob = fleet["ada"], fleet["bob"]
+    await hold(db, ada)
+    await put(db, "a", body(), lane="batch", at_ms=await now_ms(db))
+    assert await bob.take(lane="batch") == ["a"]
+
+
+async def test_jobs_of_the_batch_lane_are_ranked_by_cache_and_shared_by_rows(
+    db: Redis, fleet: dict[str, Worker]
+) -> None:
+    ada, bob = fleet["ada"], fleet["bob"]
+    await hold(db, ada)
+    for k, text in enumerate((PROMPT, PROMPT, "other " * 4000, "others " * 4000)):
+        await put(db, f"{k}", body(text), lane="batch", at_ms=await now_ms(db) - 10 + k)
+    assert len(await bob.take(lane="batch")) == 2
+    assert len(await ada.take(lane="batch")) == 2
+    bob.running.clear()
+    ada.running.clear()
+    await put(db, "old", body("old " * 8000), lane="batch", at_ms=await now_ms(db) - 100)
+    await put(db, "ours", body(), lane="batch", at_ms=await now_ms(db))
+    assert await ada.take(1, lane="batch") == ["ours"]
+
+
 async def test_a_job_of_a_held_prefix_overtakes(db: Redis, fleet: dict[str, Worker]) -> None:
     ada = fleet["ada"]
     await hold(db, ada)
@@ -434,10 +459,10 @@ async def test_a_submit_wakes_the_holder_alone(db: Redis, redis_url: str, fleet:
         await heard.get_message(timeout=1)
         request = {"messages": [{"role": "user", "content": PROMPT}]}
 
-        async def woken() -> bytes:
+        async def woken(lane: Lane = "interactive") -> bytes:
             while await heard.get_message(timeout=0.02):  # of claims
                 pass
-            await client.submit(request, model="default")
+            await client.submit(request, model="default", lane=lane)
             message = await heard.get_message(timeout=5)
             assert message
             return bytes(message["data"])
@@ -449,6 +474,7 @@ async def test_a_submit_wakes_the_holder_alone(db: Redis, redis_url: str, fleet:
         assert len(await bob.take()) == 1
         await bob.take(0)
         assert await woken() == b"ada"  # the holder has no row
+        assert await woken(lane="batch") == b""
         await ada.take(0)
         assert await woken() == b""
 

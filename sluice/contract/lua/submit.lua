@@ -65,11 +65,11 @@ if redis.call('EXISTS', index.jobs) == 1 then -- otherwise the next claim create
 end
 
 -- Return the wid of the worker with a free row that is done with this job soonest; '', which wakes all, if nobody is known
--- to hold anything of it, or all who are known are full.
+-- to hold anything of it, all who are known are full, or it is of the batch lane, whose free rows no record tells.
 local function best_worker()
   local prompt, fleet, best, least = {}, read_fleet(model, now_ms), '', math.huge
   read_marks(prompt, ARGV[12], ARGV[13], ARGV[7] ~= '' and ARGV[7])
-  if is_count or #fleet.least == 0 or #prompt.names == 0 then return '' end
+  if is_count or lane == 'batch' or #fleet.least == 0 or #prompt.names == 0 then return '' end
   read_holders(prompt, model)
   if tenant ~= '' then -- workers may keep a prefix cache per tenant
     local shared = prompt.holders

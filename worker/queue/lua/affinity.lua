@@ -2,7 +2,7 @@
 --
 -- The state of this worker's affinity: that of `read_fleet`; `me`; `said`, the numbers of its record; `ready`, the
 -- time until it is done with what it has; `model`; `lease_ms`; `per_tenant`; `unmarked`, the number of jobs whose marks
--- may still be computed in this claim; `jobs` by id, with their marks.
+-- may still be computed in this claim; `leaves`: false in the batch lane, whose free rows the records do not tell; `jobs` by id, with their marks.
 
 local MAX_MARKED_BYTES = 1048576 -- of a body that is read for its marks: 0.2 ms to copy
 local MARK_LIFE_MS = 1200000     -- prefix caches of busy workers hold little for longer
@@ -29,7 +29,7 @@ local function affinity_of(queue, arguments, now)
   local ready = math.min(math.max(tonumber(arguments.ready_ms) - at, 0), 1e12) -- its clock may not be the server's
   affinity.me, affinity.model, affinity.ready, affinity.lease_ms = me, model_of(queue), ready, lease_ms
   affinity.per_tenant, affinity.unmarked, affinity.jobs, affinity.given = arguments.per_tenant == '1', 4, {}, 0
-  affinity.said = {}
+  affinity.leaves, affinity.said = arguments.lane ~= 'batch', {}
   for word in string.gmatch(record, '%S+') do affinity.said[#affinity.said + 1] = word end
   return affinity
 end
@@ -140,7 +140,7 @@ local function choose_jobs(affinity, selection, is_kept, claim)
   local found = { cache = 0, load = 0, overruled = {}, kept = false }
   local choice = {
     me = affinity.me, worker = affinity.worker, least = affinity.least, now = affinity.now, want = selection.want,
-    is_kept = is_kept,
+    is_kept = is_kept, leaves = affinity.leaves,
     in_turn = function(jobs) return ranked_turn(selection.rows, jobs) end,
   }
   local next_waiting = jobs_ahead(selection, rows, claim)

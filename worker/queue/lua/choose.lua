@@ -3,8 +3,8 @@
 --
 -- The state of a choice is that of a fleet, and: `me`; `want`, rows; `next_job`, a function that returns the next waiting
 -- job, with `queued`, `deadline` or nil, and `may_be_left`; `in_turn`, a function that returns the position of the job whose turn it is, of a
--- list; `is_kept`, a function that is called with a job that nobody holds anything of and the number of jobs taken: true
--- if others take it; `take`, `leave` and `keep`, functions that are called with each job.
+-- list; `leaves`: false if no job is left to a better worker, and each may be kept for others; `is_kept`, a function that
+-- is called with a job that nobody holds anything of and the number of jobs taken: true if others take it; `take`, `leave` and `keep`, functions that are called with each job.
 
 local SCAN = 16          -- jobs that are ranked at a time
 local MOST_SCANNED = 256 -- in one claim: a row stays idle beside jobs that are better done elsewhere
@@ -67,12 +67,12 @@ local function choose(choice)
   while taken < choice.want and #window > 0 do
     local job = table.remove(window, choice.in_turn(window))
     local best, till
-    if job.may_be_left then best, till = better(choice, job) end
+    if choice.leaves and job.may_be_left then best, till = better(choice, job) end
     if best and choice.now < till then
       best.worker.promised, best.worker.extra = best.worker.promised + 1, best.worker.extra + best.own
       again = math.min(again, math.ceil(till - choice.now))
       choice.leave(job, best)
-    elseif not job.known and job.may_be_left and choice.is_kept(job, taken) then
+    elseif job.may_be_left and not (choice.leaves and job.known) and choice.is_kept(job, taken) then
       choice.keep(job)
     else
       add_work(choice.me, job.own)
