@@ -145,6 +145,17 @@ async def test_a_worker_that_has_computed_nothing_counts_as_fast_as_the_other(
     assert await ada.take() == ["a"]
 
 
+async def test_equal_workers_cost_equal_whatever_texts_they_have_measured(db: Redis, fleet: dict[str, Worker]) -> None:
+    ada, bob = fleet["ada"], fleet["bob"]
+    await hold(db, ada, "other " * 4000)
+    ada.said.per_kib, bob.said.per_kib = 100, 300
+    await ada.take()
+    await bob.take()
+    await ask(db, "held", "other " * 4000)  # so that jobs are chosen
+    await ask(db, "a", age_ms=1)
+    assert await bob.take() == ["a"]
+
+
 async def test_a_holder_takes_its_job_at_once_also_if_it_has_more_rows_in_use(
     db: Redis, fleet: dict[str, Worker]
 ) -> None:

@@ -144,6 +144,12 @@ local function assume(worker, other)
   if worker.per_byte == 0 then worker.per_byte = other.per_byte end
 end
 
+-- Let a worker count a text as another does: its tokens are the same, whatever texts each has measured.
+local function agree(worker, known)
+  assume(worker, known)
+  worker.per_byte = known.per_byte
+end
+
 -- Return the live workers of a model as `find_others` takes them. `me`: a worker that is none of `least`, or nil. Workers
 -- whose lease has expired are forgotten.
 local function read_fleet(model, now, me)
@@ -153,7 +159,7 @@ local function read_fleet(model, now, me)
     if workers[name] == nil then
       local text = redis.pcall('HGET', records, name)
       workers[name] = type(text) == 'string' and read_worker(name, text, now) or false
-      if known and workers[name] then assume(workers[name], known) end
+      if known and workers[name] then agree(workers[name], known) end
       if type(text) == 'string' and not workers[name] then redis.pcall('HDEL', records, name) end
     end
     return workers[name]
@@ -170,6 +176,6 @@ local function read_fleet(model, now, me)
   for _, worker in ipairs(fleet.least) do assume(known, worker) end
   assume(known, { token = 0.5, before = 0, per_byte = 0.25 }) -- a small model on a laptop; four bytes a token
   if me then assume(me, known) end
-  for _, each in pairs(workers) do if each then assume(each, known) end end
+  for _, each in pairs(workers) do if each then agree(each, known) end end
   return fleet
 end
