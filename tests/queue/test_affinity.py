@@ -169,6 +169,39 @@ async def test_a_holder_takes_its_job_at_once_also_if_it_has_more_rows_in_use(
     assert expected == int(int(marks.split()[-1]) * 220 / 1024)
 
 
+async def test_holders_that_are_dead_do_not_hide_one_that_took_the_prompt_later(
+    db: Redis, fleet: dict[str, Worker]
+) -> None:
+    ada, bob = fleet["ada"], fleet["bob"]
+    names = marks_of(body())[0].split()[::2]
+    dead = [f"{number:06}" for number in range(64)]
+    for name in names:
+        await db.set(f"sluice:px:default:{name}", f" {' '.join(dead)} ")
+    await hold(db, ada)
+    assert await db.get(f"sluice:px:default:{names[0]}") == f" ada {' '.join(dead[:-1])} ".encode()
+    await ask(db, "a")
+    assert await bob.take() == []
+    for name in names:
+        await db.set(f"sluice:px:default:{name}", f" {' '.join(dead[:9])} ada {dead[9]} ")
+    assert await ada.take() == ["a"]
+    assert await db.get(f"sluice:px:default:{names[0]}") == f" ada {' '.join(dead[:10])} ".encode()
+
+
+@pytest.mark.parametrize("value", ["x" * 2_000_000, "ada", " ada" * 300 + " ", "ada bob "])
+async def test_the_marks_of_another_program_count_for_nothing_and_are_replaced(
+    db: Redis, fleet: dict[str, Worker], value: str
+) -> None:
+    ada, bob = fleet["ada"], fleet["bob"]
+    names = marks_of(body())[0].split()[::2]
+    for name in names:
+        await db.set(f"sluice:px:default:{name}", value)
+    await ask(db, "a")
+    assert await bob.take() == ["a"]
+    assert [await db.get(f"sluice:px:default:{name}") for name in names] == [b" bob "] * len(names)
+    await ask(db, "b")
+    assert await ada.take() == []
+
+
 async def test_a_dead_holders_job_is_taken_when_its_lease_is_over_or_its_time(db: Redis, make: Make) -> None:
     ada, bob = make("ada", lease_s=0.5), make("bob", lease_s=0.5)
     for worker in (ada, bob):

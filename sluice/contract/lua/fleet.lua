@@ -3,8 +3,8 @@
 --   sluice:fleet:<model>       a hash, by wid (six characters that a process draws): its record, numbers until, at, free,
 --                              rows, gap, token (us), before (ns), tokens of 1,024 bytes, and four pairs of `lefts`
 --   sluice:ready:<model>       a sorted set of wids, by when each is done with what it has
---   sluice:px:<model>:<mark>   ' wid wid ': workers that hold the beginning of a prompt up to this mark; with a prefix
---                              cache per tenant sluice:px:<model>:<tenant>:<mark>
+--   sluice:px:<model>:<mark>   ' wid wid ': workers that hold the beginning of a prompt up to this mark, the latest first;
+--                              with a prefix cache per tenant sluice:px:<model>:<tenant>:<mark>
 -- All times are milliseconds. scripts/simulation/choose.py is the same in Python, and a test holds the two equal.
 --
 -- A worker of the fleet: `wid`; `at`, when it said the rest; `free` rows of its `rows`; `gap`, the mean time between two
@@ -129,13 +129,17 @@ local function mark_key(model, tenant, mark)
   return 'sluice:px:' .. model .. ':' .. (tenant and tenant .. ':' or '') .. mark
 end
 
--- Read who holds what of a job.
+-- Read who holds what of a job. A value that no worker writes counts as none, and is overwritten.
 local function read_holders(job, model, tenant)
   if #job.names == 0 then return end
   local marks = {}
   for at, mark in ipairs(job.names) do marks[at] = mark_key(model, tenant, mark) end
   local held = redis.pcall('MGET', unpack(marks))
-  job.holders = held.err and {} or held
+  job.holders = {}
+  if held.err then return end
+  for at, value in ipairs(held) do
+    job.holders[at] = value and #value <= 1000 and string.sub(value, 1, 1) == ' ' and value
+  end
 end
 
 -- Let a worker that has measured nothing yet count as fast as another.

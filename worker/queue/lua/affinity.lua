@@ -7,6 +7,7 @@
 local MAX_MARKED_BYTES = 1048576 -- of a body that is read for its marks: 0.2 ms to copy
 local MARK_LIFE_MS = 1200000     -- prefix caches of busy workers hold little for longer
 local MAX_HOLDERS = 64           -- in the value of a mark
+local MAX_BEFORE = 56            -- bytes of names before that of a worker that takes a job: eight names
 
 -- Write a hint. A foreign value at its key is deleted, and a full server may refuse it.
 local function write_hint(command, key, ...)
@@ -104,9 +105,13 @@ local function hold(affinity, job)
   affinity.given, affinity.ready = affinity.given + 1, affinity.ready + own
   for at, mark in ipairs(job.names) do
     local key, value = mark_key(affinity.model, affinity.per_tenant and job.tenant, mark), job.holders[at] or ' '
-    if not string.find(value, ' ' .. me.wid .. ' ', 1, true) then
-      value = #value > 7 * MAX_HOLDERS and string.match(value, '^ %S+( .*)$') or value
-      write_hint('SET', key, value .. me.wid .. ' ', 'PX', MARK_LIFE_MS)
+    local name = ' ' .. me.wid
+    local from, to = string.find(value, name .. ' ', 1, true)
+    if not from or from > MAX_BEFORE then
+      -- The newest first: claims read some names alone, and the oldest are of workers that have ended.
+      if from then value = string.sub(value, 1, from - 1) .. string.sub(value, to) end
+      value = #value > 7 * MAX_HOLDERS and string.match(value, '^(.* )%S+ $') or value
+      write_hint('SET', key, name .. value, 'PX', MARK_LIFE_MS)
     elseif at == 1 or at == #job.names then
       redis.call('PEXPIRE', key, MARK_LIFE_MS)
     end
