@@ -208,7 +208,7 @@ def choose(fleet: Fleet, jobs: Iterable[Job], want: int, share: float = inf, *, 
             worker.promised += 1
             worker.extra_ms += own_ms
             choice.left.append((each.job.id, worker.wid))
-            choice.again_ms = min(choice.again_ms, ceil(right_ms - fleet.now_ms))
+            choice.again_ms = min(choice.again_ms, max(20, ceil(right_ms - fleet.now_ms)))
         elif each.job.may_be_left and not (leaves and each.known) and len(choice.taken) >= share:
             choice.kept.append(each.job.id)
         else:

@@ -187,6 +187,11 @@ def test_a_job_is_left_for_no_more_than_a_tenth_of_the_time_to_its_deadline() ->
     assert (choice.taken, choice.overruled) == ([("a", 0)], 1)
 
 
+def test_a_claim_is_repeated_after_20_ms_at_the_earliest() -> None:
+    job = Job("a", NOW - 1000, 40_960, [40_960], [["you"]], deadline_ms=NOW + 9_001)
+    assert chosen([job], me=IDLE, you=IDLE).again_ms == 20
+
+
 def test_a_job_of_this_workers_prefix_overtakes() -> None:
     waiting = [Job("old", NOW - 50, 40_960, [40_960], [[]]), Job("ours", NOW, 40_960, [40_960], [["me"]])]
     assert chosen(waiting, 1, me=IDLE, you=IDLE).taken == [("ours", 40_960)]

@@ -79,14 +79,16 @@ local function mark_job(affinity, job)
   return marks, string.format('%d', bytes)
 end
 
--- Read the marks of a job, and who holds what of it. A token count has none: it computes nothing.
+-- Read the marks of a job, and who holds what of it. A token count has none: it computes nothing; nor has a plain
+-- producer's job whose tenant is in its body alone, if prompts are cached per tenant.
 local function read_prompt(affinity, job)
   if affinity.jobs[job.id] then return affinity.jobs[job.id] end
   affinity.jobs[job.id] = job
-  local fields = job.is_count and {}
+  local is_unmarked = job.is_count or (affinity.per_tenant and job.is_plain and job.tenant == '')
+  local fields = is_unmarked and {}
     or redis.call('HMGET', 'sluice:job:' .. job.id, 'marks', 'bytes', 'prompt_cache_key', 'left_at')
   local marks, bytes = fields[1], fields[2]
-  if not marks and not job.is_count then marks, bytes = mark_job(affinity, job) end
+  if not marks and not is_unmarked then marks, bytes = mark_job(affinity, job) end
   read_marks(job, marks or '', bytes or '', fields[3])
   job.queued, job.is_left = tonumber(job.score), fields[4]
   job.may_be_left = job.attempt == 0 and not job.is_count
@@ -157,7 +159,9 @@ local function choose_jobs(affinity, selection, is_kept, claim)
     change_line(selection.index.lines, job.line, 'ZREM', job.member)
     take_row(selection, job)
     job.is_counted = true
-    if is_overruled then found.overruled[#found.overruled + 1] = math.floor(affinity.now - job.queued) end
+    if is_overruled then -- a score may be infinite
+      found.overruled[#found.overruled + 1] = math.floor(math.min(1e12, affinity.now - job.queued))
+    end
     claim(job)
   end
   function choice.leave(job, to)
@@ -165,7 +169,9 @@ local function choose_jobs(affinity, selection, is_kept, claim)
     if job.is_left then return end
     local why = to.held > job.held and 'cache' or 'load'
     found[why] = found[why] + 1
-    write_hint('HSET', 'sluice:job:' .. job.id, 'left_at', string.format('%.3f', affinity.now / 1000))
+    local key = 'sluice:job:' .. job.id
+    write_hint('HSET', key, 'left_at', string.format('%.3f', affinity.now / 1000))
+    if redis.call('PTTL', key) == -1 then redis.call('PEXPIRE', key, PLAIN_JOB_LIFE_MS) end -- this has created it
     if to.worker.free > to.worker.promised - 1 then woken[to.worker.wid] = true end
   end
   function choice.keep(job)
