@@ -53,6 +53,10 @@ def numbers(said: tuple[str, str, int]) -> list[float]:
     return [float(word) for word in said[1].split(" ")]
 
 
+async def has_ended(db: Redis, job_id: str) -> bool:
+    return bool(await db.zscore(keys.queue("default", "interactive"), job_id) is None)
+
+
 async def until_dead(db: Redis, wid: str) -> None:
     """Let the record of a worker be older than its lease."""
     await db.zadd(READY, {wid: await db.zscore(READY, wid) - 20_000})
@@ -326,3 +330,25 @@ async def test_the_prompts_of_running_jobs_are_those_of_the_record(redis_url: st
         await db.set(keys.cancel("a"), "1")
         await db.publish(keys.CONTROL, "a")
         await until(lambda: worker._fleet._prompts == {})
+
+
+async def test_jobs_that_expire_together_are_no_work_and_free_no_row(redis_url: str, db: Redis) -> None:
+    chat = FakeChat()
+    async with working(settings(redis_url, max_rows=4), chat.chat) as worker:
+        await ask(db, "a", {"then": "hang"})
+        await until(lambda: len(chat.began) == 1)
+        late = [f"late-{number}" for number in range(100)]
+        async with db.pipeline() as pipe:
+            for job_id in late:
+                pipe.hset(keys.job(job_id), mapping={"state": "queued", "deadline": "1.5"})
+            pipe.zadd(keys.queue("default", "interactive"), dict.fromkeys(late, 1))
+            await pipe.execute()
+        await db.publish(keys.wake("default"), "")
+        await until(lambda: has_ended(db, late[-1]))
+        await until(lambda: len(worker.jobs) == 1)
+        assert worker._fleet._prompts.keys() == {"a"}
+        assert numbers(worker._fleet.said(3))[4] == 1_000
+        await db.set(keys.cancel("a"), "1")
+        await db.publish(keys.CONTROL, "a")
+        await until(lambda: not worker.jobs)
+        assert numbers(worker._fleet.said(4))[4] != 1_000

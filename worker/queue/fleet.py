@@ -225,11 +225,11 @@ class FleetRecord:
         found = _MARK.findall(marks[:1024])[:30] if bytes_ > 0 else []
         ends = tuple((mark, int(end)) for mark, end in found if int(end) <= bytes_)
         self._prompts[job_id] = JobPrompt(bytes_, max(0, expected_tokens), ends)
-        self._free = max(0, self._free - 1)  # a token count takes none, which the next claim corrects
+        self._free = max(0, self._free - 1)
 
     def prompt(self, job_id: str, tenant: str = "") -> JobPrompt:
         """Return the prompt of a claimed job, to be kept up to date by the job while it runs."""
-        prompt = self._prompts.setdefault(job_id, JobPrompt())
+        prompt = self._prompts.get(job_id) or JobPrompt()  # of a job that computes nothing, which is no work
         if self._per_tenant:
             prompt.marks = tuple((f"{tenant}:{mark}", end) for mark, end in prompt.marks)
         return prompt

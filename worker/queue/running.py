@@ -90,7 +90,7 @@ class RunningJobs:
         self._metrics.released(job.claim.lane)
         self._ended_at.append(time.monotonic())
         if self._fleet:
-            self._fleet.ended(job_id, had_row=not job.claim.is_count)
+            self._fleet.ended(job_id, had_row=job.claim.computes)
         self._wake()
         task.result()  # `run` does not raise; if it does, the loop's exception handler logs it
 

@@ -52,6 +52,11 @@ class Claim:
     # Left by an earlier attempt; None if another program wrote it.
     resume_state: ResumeState | None = field(default_factory=ResumeState)
 
+    @property
+    def computes(self) -> bool:
+        """True if the job computes an answer, in a row."""
+        return not self.is_count and not self.expired
+
     def age_s(self, now: float) -> float:
         """Seconds since it was queued; 0 if the producer's clock is ahead."""
         return max(0.0, now - self.queued_at)
@@ -295,8 +300,9 @@ class Claims:
         read = [reply_fields(claim) for claim in reply["claims"]]
         claims = [_read_claim(lane, values) for values in read]
         for claim, values in zip(claims, read, strict=True):
-            marks = values["marks"].decode("utf-8", "replace")
-            self._fleet.claimed(claim.job_id, marks, values["bytes"], values["expected_tokens"])
+            if claim.computes:
+                marks = values["marks"].decode("utf-8", "replace")
+                self._fleet.claimed(claim.job_id, marks, values["bytes"], values["expected_tokens"])
         return claims
 
     def needs_reconcile(self, lane: Lane) -> bool:
