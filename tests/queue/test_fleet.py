@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 
 from sluice.contract import keys
 from tests.fakes import Clock, FakeChat
-from tests.queue.helpers import ask, settings, working
+from tests.queue.helpers import ask, envelope, put, settings, working
 from tests.waiting import until
 from worker.monitoring.metrics import Metrics
 from worker.queue import fleet
@@ -263,11 +263,31 @@ async def test_a_worker_whose_cache_is_empty_has_a_new_id_and_no_old_record(db: 
     engine = Prompts()
     its = record(db, engine)
     await its.publish()
-    before = its.said(4)[0]
+    before, *claimed = its.said(4)
     engine.lost, engine.is_empty = ["a"], True
-    assert its.said(4)[0] != before
+    assert its.said(4)[0] == its.wid == before  # whose record is still published
     await its.publish()
-    assert await db.hkeys(FLEET) == await db.zrange(READY, 0, -1) == [its.said(4)[0].encode()]
+    assert its.said(4)[0] == its.wid != before
+    assert await db.hkeys(FLEET) == await db.zrange(READY, 0, -1) == [its.wid.encode()]
+    await db.hset(FLEET, before, claimed[0])  # by a claim that was under way
+    await db.zadd(READY, {before: claimed[1]})
+    await its.publish()
+    assert await db.hkeys(FLEET) == await db.zrange(READY, 0, -1) == [its.wid.encode()]
+    assert its._gone == {}
+
+
+async def test_a_worker_is_woken_by_its_present_id(redis_url: str, db: Redis) -> None:
+    chat = FakeChat()
+    async with working(settings(redis_url, lease_s=100, poll_s=5.0, keyspace_events=False), chat.chat) as worker:
+        await ask(db, "a", {})
+        await until(lambda: len(chat.began) == 1 and not worker.jobs)
+        before, worker._fleet._engine = worker._fleet.wid, Prompts(is_empty=True)
+        await worker._fleet.publish()
+        assert worker._fleet.wid != before
+        await asyncio.sleep(0.2)  # it has claimed after the end of the job
+        await put(db, "b", envelope({}))
+        await db.publish(keys.wake("default"), worker._fleet.wid)
+        await until(lambda: len(chat.began) == 2, within_s=2.0)
 
 
 async def test_claims_and_hints_are_counted(db: Redis) -> None:

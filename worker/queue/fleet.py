@@ -114,6 +114,7 @@ class FleetRecord:
     """Measures this worker for the claims of the others, and publishes it. All methods are for the event loop.
 
     Its id is drawn at the start, and anew when its prefix cache has lost all: so what was known of it before is void.
+    The new one comes with the next publication, which deletes the record of the old one.
     Marks are names of beginnings of prompts: see `sluice.contract.marks`."""
 
     def __init__(
@@ -134,11 +135,17 @@ class FleetRecord:
         self._keys = [keys.fleet(settings.model_name), keys.ready(settings.model_name)]
         self._px = keys.prefix_mark(settings.model_name, "")
         self._store = script(redis, "record")
-        self._wid, self._gone = _draw(), list[str]()  # ids that this worker had before, to delete
+        self._wid, self._is_void = _draw(), False  # the second: the prefix cache has lost all since the id was drawn
+        self._gone = dict[str, int]()  # ids that this worker had before, and in how many publications to delete them
         self._free = settings.max_rows  # in the last record
         self._prompts: dict[str, JobPrompt] = {}
         self._rates = _Rates()
         self._forgotten = deque[str](maxlen=20_000)  # marks to forget; what is dropped expires in 20 minutes
+
+    @property
+    def wid(self) -> str:
+        """The worker's id, by which submits wake it alone; empty without affinity: then all jobs wake it."""
+        return self._wid if self._affinity else ""
 
     # The record
 
@@ -179,29 +186,33 @@ class FleetRecord:
         return (total - done) * token_s + (total**2 - done**2) / 2 * before_s
 
     def _look_at_cache(self) -> None:
-        """Take over what the prefix cache has lost; draw a new id if that is all."""
+        """Take over what the prefix cache has lost."""
         lost, is_empty = self._engine.take_lost()
+        self._is_void |= is_empty
         self._forgotten.extend(lost)
-        if is_empty:
-            self._gone.append(self._wid)
-            self._forgotten.clear()
-            self._wid = _draw()
 
     async def publish(self) -> None:
         """Publish the record for a lease, and let the server forget the marks of lost prefixes. Raises RedisError,
         OSError."""
-        if self._affinity:
-            await self._publish(*self.said(self._free))
+        if not self._affinity:
+            return
+        self._look_at_cache()
+        if self._is_void:
+            # A claim that is under way may write the record of the old id once more: it is deleted twice.
+            self._gone[self._wid] = 2
+            self._wid, self._is_void = _draw(), False
+            self._forgotten.clear()
+        await self._publish(*self.said(self._free))
 
     async def remove(self) -> None:
         """Delete the record: this worker leaves. Raises RedisError, OSError."""
         if self._affinity:
-            self._gone.append(self._wid)
+            self._gone[self._wid] = 1
             await self._publish(self._wid, "", 0)
 
     async def _publish(self, wid: str, record: str, ready_ms: int) -> None:
         most = 500  # in one call of the script: about 1 ms of the server's time
-        forgotten, gone = [*islice(self._forgotten, most)], self._gone[:most]
+        forgotten, gone = [*islice(self._forgotten, most)], [*islice(self._gone, most)]
         await self._store(
             keys=self._keys,
             args=arguments(
@@ -209,7 +220,7 @@ class FleetRecord:
                 forgotten=forgotten,
             ),
         )  # fmt: skip
-        del self._gone[: len(gone)]
+        self._gone = {each: left - (each in gone) for each, left in self._gone.items() if left > 1 or each not in gone}
         for name in forgotten:
             if self._forgotten and self._forgotten[0] == name:
                 self._forgotten.popleft()

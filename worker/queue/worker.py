@@ -161,7 +161,7 @@ class QueueWorker:
             wake=self.wake,
             cancel=self._cancels.add,
             on_reconnect=self._cancels.check_running,
-            worker=settings.worker_name, told=self._presence.told, wid=lambda: self._claims.wid,
+            worker=settings.worker_name, told=self._presence.told, wid=lambda: self._fleet.wid,
         )  # fmt: skip
         self.heartbeat = Heartbeat("event loop")
         heartbeats = [self.heartbeat, *model.heartbeats]

@@ -183,7 +183,6 @@ class Claims:
         self._model, self._worker = settings.model_name, settings.worker_name
         self._fleet = fleet if fleet and settings.affinity else _NoFleet()
         self._per_tenant = settings.prefix_cache_per_tenant
-        self.wid = ""  # as other workers know this one; empty if they do not
         self._lease_ms, self._max_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
         self._redis = redis
         # Bodies up to this size come with the claim. Larger ones would delay the other jobs of the same reply, and
@@ -227,7 +226,7 @@ class Claims:
             lost = lane in self._reply_lost
             known = [claim.job_id for claim in running] if lost else []
             self._reply_lost.add(lane)  # until this reply has arrived
-            self.wid, record, ready_ms = self._fleet.said(rows.free["interactive"] if rows else limit)
+            wid, record, ready_ms = self._fleet.said(rows.free["interactive"] if rows else limit)
             began = time.monotonic()
             reply = await self._claim(
                 keys=[keys.queue(self._model, lane)],
@@ -249,7 +248,7 @@ class Claims:
                     left_at=self._left_at(lane),
                     wake=self._wake_channel if wake else "",
                     rows_changed=int(self._must_tell(rows)),
-                    wid=self.wid,
+                    wid=wid,
                     record=record,
                     ready_ms=ready_ms,
                     per_tenant=int(self._per_tenant),
