@@ -249,6 +249,26 @@ async def test_a_call_forgets_at_most_500_marks_and_the_next_call_the_others(db:
     assert await db.exists(*names) == 0
 
 
+@pytest.mark.parametrize("tenant", ["", "acme:"])
+async def test_a_mark_that_is_computed_again_is_not_forgotten(db: Redis, tenant: str) -> None:
+    engine = Prompts(lost=[f"{tenant}0123456789ab", f"{tenant}other"])
+    its = record(db, engine, prefix_cache_per_tenant=bool(tenant))
+    names = [keys.prefix_mark("default", mark) for mark in engine.lost]
+    its.said(4)
+    its.claimed("a", MARKS, 4096, 0)
+    its.prompt("a", "acme")
+    await db.mset(dict.fromkeys(names, f" {its.wid} "))
+    await its.publish()
+    assert await db.mget(names) == [f" {its.wid} ".encode(), None]
+
+
+async def test_marks_to_forget_are_bounded_and_the_oldest_expire_by_themselves(db: Redis) -> None:
+    engine = Prompts(lost=[f"{number}" for number in range(30_000)])
+    its = record(db, engine)
+    its.said(4)
+    assert [*its._forgotten] == [f"{number}" for number in range(10_000, 30_000)]
+
+
 async def test_in_an_outage_marks_to_forget_are_kept() -> None:
     engine = Prompts(lost=["a"])
     nobody = Redis(port=1)

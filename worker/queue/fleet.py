@@ -6,7 +6,6 @@ import re
 import secrets
 import time
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -140,7 +139,7 @@ class FleetRecord:
         self._free = settings.max_rows  # in the last record
         self._prompts: dict[str, JobPrompt] = {}
         self._rates = _Rates()
-        self._forgotten = deque[str](maxlen=20_000)  # marks to forget; what is dropped expires in 20 minutes
+        self._forgotten = dict[str, None]()  # marks to forget, the oldest first
 
     @property
     def wid(self) -> str:
@@ -189,7 +188,9 @@ class FleetRecord:
         """Take over what the prefix cache has lost."""
         lost, is_empty = self._engine.take_lost()
         self._is_void |= is_empty
-        self._forgotten.extend(lost)
+        self._forgotten |= dict.fromkeys(lost)
+        while len(self._forgotten) > 20_000:  # 5 MB or so; what is dropped expires in 20 minutes
+            del self._forgotten[next(iter(self._forgotten))]
 
     async def publish(self) -> None:
         """Publish the record for a lease, and let the server forget the marks of lost prefixes. Raises RedisError,
@@ -222,8 +223,7 @@ class FleetRecord:
         )  # fmt: skip
         self._gone = {each: left - (each in gone) for each, left in self._gone.items() if left > 1 or each not in gone}
         for name in forgotten:
-            if self._forgotten and self._forgotten[0] == name:
-                self._forgotten.popleft()
+            self._forgotten.pop(name, None)
 
     # Jobs
 
@@ -243,6 +243,8 @@ class FleetRecord:
         prompt = self._prompts.get(job_id) or JobPrompt()  # of a job that computes nothing, which is no work
         if self._per_tenant:
             prompt.marks = tuple((f"{tenant}:{mark}", end) for mark, end in prompt.marks)
+        for mark, _ in prompt.marks:
+            self._forgotten.pop(mark, None)  # it is computed again: the claim has promised it
         return prompt
 
     def ended(self, job_id: str, *, had_row: bool) -> None:
