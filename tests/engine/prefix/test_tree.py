@@ -392,6 +392,17 @@ def test_a_mark_is_held_once_and_belongs_to_a_namespace() -> None:
     assert (tree.num_marks, tree.take_lost()) == (1, (("b",), False))
 
 
+def test_a_further_mark_of_a_node_copies_no_others_and_a_split_adds_none() -> None:
+    tree = plain((1, 2, 3, 4))
+    add(tree, (1, 2, 5))  # splits it
+    (upper, lower), _ = tree.walk("", (1, 2, 3, 4))
+    assert (upper.marks, lower.marks) == (None, None)
+    tree.mark("", (1, 2), [("a", 1)])
+    held = upper.marks
+    tree.mark("", (1, 2), [("b", 2)])
+    assert upper.marks is held == {"a": 1, "b": 2}
+
+
 def test_the_oldest_marks_beyond_the_limit_count_as_lost() -> None:
     tree = Spelling(stateful=False, max_marks=3)
     add(tree, ABC)

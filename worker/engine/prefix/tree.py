@@ -212,7 +212,9 @@ class PrefixTree(Generic[R, S]):
             if end <= matched and path:
                 self._unmark(name)
                 node = path[bisect_left(ends, end)]
-                node.marks = (node.marks or {}) | {name: end}
+                if node.marks is None:
+                    node.marks = {}
+                node.marks[name] = end
                 self._marked[name] = node
             elif name not in self._marked:
                 self._lost.append(name)
@@ -270,10 +272,10 @@ class PrefixTree(Generic[R, S]):
         node.tokens = node.tokens[at:]
         node.segment = rest
         upper.children[node.tokens[0]] = node
-        marks = node.marks or {}
-        upper.marks = {name: at for name, at in marks.items() if at <= end}
-        node.marks = {name: at for name, at in marks.items() if at > end}
-        self._marked.update(dict.fromkeys(upper.marks, upper))
+        if node.marks:
+            upper.marks = {name: at for name, at in node.marks.items() if at <= end}
+            node.marks = {name: at for name, at in node.marks.items() if at > end}
+            self._marked.update(dict.fromkeys(upper.marks, upper))
         return upper
 
     def _set_snapshot(self, node: Node[R, S], snapshot: S) -> None:
