@@ -134,7 +134,8 @@ class Settings(BaseSettings):
     prefix_cache_per_tenant: bool = Field(False, description="Let no tenant reuse another's prefixes.")
     affinity: bool = Field(
         True,
-        description="Leave jobs to workers that are done with their prompts sooner, by prefix caches and loads.",
+        description="Leave jobs to workers that are done with their prompts sooner, by prefix caches and loads. "
+        "Needs a prefix cache.",
     )
 
     prefix_disk_dir: Path | None = Field(
@@ -390,6 +391,11 @@ class Settings(BaseSettings):
         """The server, and the setting that names it, without its password."""
         url = redacted(self.redis_url)
         return f"SLUICE_REDIS_URLS={self.redis_urls}: {url}" if self.redis_urls else f"SLUICE_REDIS_URL={url}"
+
+    @property
+    def has_affinity(self) -> bool:
+        """True if jobs are left to better workers. A worker without a prefix cache holds nothing to promise."""
+        return self.affinity and self.prefix_cache_gb != 0
 
     def engine_options(self, memory: int) -> EngineOptions:
         """Return the options of the engine. `memory`: bytes that weights, rows and caches may take together."""

@@ -451,8 +451,11 @@ async def test_a_burst_of_unknown_prompts_is_shared_as_before(db: Redis, make: M
     assert (sum(counts), max(counts) - min(counts)) == (jobs, 0)
 
 
-async def test_without_affinity_jobs_are_claimed_in_turn_and_nothing_is_said(db: Redis, make: Make) -> None:
-    ada, bob = (make(name, affinity=False) for name in ("ada", "bob"))
+@pytest.mark.parametrize("given", [{"affinity": False}, {"prefix_cache_gb": 0}], ids=lambda given: next(iter(given)))
+async def test_without_affinity_or_a_cache_jobs_are_claimed_in_turn_and_nothing_is_said(
+    db: Redis, make: Make, given: dict[str, Any]
+) -> None:
+    ada, bob = (make(name, **given) for name in ("ada", "bob"))
     for worker in (ada, bob):
         await worker.take()
     await ask(db, "a")

@@ -128,7 +128,7 @@ class FleetRecord:
         """`engine`: None if it reports nothing. `stopping`: once it is set, this worker has no rows for more jobs."""
         self._clock, self._metrics = clock, metrics
         self._engine = engine or _Unknown()
-        self._affinity, self._stopping = settings.affinity, stopping or asyncio.Event()
+        self._affinity, self._stopping = settings.has_affinity, stopping or asyncio.Event()
         self._rows, self._lease_ms = settings.max_rows, int(settings.lease_s * 1000)
         self._per_tenant = settings.prefix_cache_per_tenant
         self._keys = [keys.fleet(settings.model_name), keys.ready(settings.model_name)]

@@ -181,7 +181,7 @@ class Claims:
     def __init__(self, redis: Redis, settings: Settings, fleet: _Fleet | None = None) -> None:
         """`fleet`: by which jobs are left to workers that are done with them sooner; None: they are claimed in turn."""
         self._model, self._worker = settings.model_name, settings.worker_name
-        self._fleet = fleet if fleet and settings.affinity else _NoFleet()
+        self._fleet = fleet if fleet and settings.has_affinity else _NoFleet()
         self._per_tenant = settings.prefix_cache_per_tenant
         self._lease_ms, self._max_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
         self._redis = redis
