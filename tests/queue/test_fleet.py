@@ -216,8 +216,9 @@ async def test_a_process_that_starts_again_has_a_new_id(db: Redis) -> None:
     assert record(db).said(4)[0] != record(db).said(4)[0]
 
 
-async def test_without_affinity_nothing_is_published(db: Redis) -> None:
-    its = record(db, affinity=False)
+@pytest.mark.parametrize("given", [{"affinity": False}, {"prefix_cache_gb": 0}], ids=lambda given: next(iter(given)))
+async def test_without_affinity_or_a_cache_nothing_is_published(db: Redis, given: dict[str, Any]) -> None:
+    its = record(db, **given)
     assert its.said(4) == ("", "", 0)
     await its.publish()
     await its.remove()
@@ -315,6 +316,7 @@ async def test_claims_and_hints_are_counted(db: Redis) -> None:
     metrics.measured()
     its = record(db, metrics=metrics)
     its.counted(cache=2, load=1, overruled_s=[0.5, 1.5], scanned=16, seconds=0.002)
+    its.counted()  # nobody waits
     for job_id, expected, cached in [("a", 300, 200), ("b", 100, 600), ("c", 0, 50)]:
         its.claimed(job_id, MARKS, 4096, expected)
         prompt = its.prompt(job_id)
@@ -330,6 +332,7 @@ async def test_claims_and_hints_are_counted(db: Redis) -> None:
     assert (read("sluice:claims_left_total", why="cache"), read("sluice:claims_left_total", why="load")) == (2, 1)
     assert (read("sluice:claims_overruled_total"), read("sluice:left_seconds_sum")) == (2, 2.0)
     assert (read("sluice:claim_scanned_jobs_sum"), read("sluice:claim_seconds_sum")) == (16, 0.002)
+    assert (read("sluice:claim_scanned_jobs_count"), read("sluice:claim_seconds_count")) == (1, 2)
     assert (read("sluice:prefix_hint_tokens_total"), read("sluice:prefix_marks")) == (400, 7)
     assert read("sluice:ready_ms") == 600 + round(its._rates.gap_s * 1_000)
     assert metrics.measured()["prefix_hint_rate"] == 0.75

@@ -191,7 +191,8 @@ class Metrics(MetricsSink):
         self._claims_overruled.inc(len(overruled_s))
         for left_s in overruled_s:
             self._left_s.observe(max(0.0, left_s))
-        self._claim_scanned.observe(scanned)
+        if scanned:  # idle workers claim twice a second
+            self._claim_scanned.observe(scanned)
         self._claim_s.observe(seconds)
 
     def hinted(self, tokens: int, found: int) -> None:
