@@ -239,8 +239,8 @@ async def test_marks_whose_tokens_are_lost_are_forgotten_and_no_others(db: Redis
     assert 990 < await db.ttl(keys.prefix_mark("default", "b")) <= 1_000
 
 
-async def test_a_call_forgets_at_most_500_marks_and_the_next_call_the_others(db: Redis) -> None:
-    engine = Prompts(lost=[f"{number}" for number in range(600)])
+async def test_a_call_forgets_at_most_2000_marks_and_the_next_call_the_others(db: Redis) -> None:
+    engine = Prompts(lost=[f"{number}" for number in range(2_100)])
     its = record(db, engine)
     names = [keys.prefix_mark("default", mark) for mark in engine.lost]
     await db.mset(dict.fromkeys(names, f" {its._wid} "))
@@ -268,6 +268,23 @@ async def test_marks_to_forget_are_bounded_and_the_oldest_expire_by_themselves(d
     its = record(db, engine)
     its.said(4)
     assert [*its._forgotten] == [f"{number}" for number in range(10_000, 30_000)]
+
+
+async def test_a_full_server_forgets_marks_and_refuses_the_record(db: Redis) -> None:
+    engine = Prompts(lost=["shared", "own"])
+    its, names = record(db, engine), [keys.prefix_mark("default", mark) for mark in ("own", "shared")]
+    await db.mset({names[0]: f" {its.wid} ", names[1]: f" {its.wid} other1 "})
+    await db.config_set("maxmemory", 1)
+    try:
+        await its.publish()
+        assert await db.mget(names) == [None, f" {its.wid} other1 ".encode()]  # as a set key takes memory
+        await db.delete(FLEET, READY)
+        await its.publish()  # nothing is to be forgotten
+        assert await db.exists(FLEET, READY) == 0
+    finally:
+        await db.config_set("maxmemory", 0)
+    await its.publish()
+    assert await db.exists(FLEET, READY) == 2
 
 
 async def test_in_an_outage_marks_to_forget_are_kept() -> None:

@@ -16,6 +16,8 @@ from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, log, queue_worker, settings, types, until, working
 from worker.errors import CannotStart
+from worker.monitoring.sink import MetricsSink
+from worker.queue.fleet import FleetRecord, _Unknown
 from worker.queue.presence import Presence, until_name_is_free
 from worker.queue.redis_server import ServerClock, redis_from_settings
 
@@ -107,6 +109,28 @@ async def test_presence_is_published_three_times_per_lease_and_after_an_outage_a
         line.up()
         await until(lambda: _exists(db, keys.worker("ada")))
         publishing.cancel()
+
+
+async def test_marks_are_forgotten_when_a_full_server_refuses_the_presence(redis_url: str, db: Redis) -> None:
+    class Lost(_Unknown):
+        def take_lost(self) -> tuple[list[str], bool]:
+            return ["lost"], False
+
+    fleet = FleetRecord(db, settings(redis_url), ServerClock(), MetricsSink(), Lost())
+    await db.set(mark := keys.prefix_mark("default", "lost"), f" {fleet.wid} ")
+    presence = Presence(db, settings(redis_url), ServerClock(), fleet=fleet)
+    await db.config_set("maxmemory", 1)
+    running = asyncio.create_task(presence.run(NONE_RUNNING, lambda lane, jobs: None))
+    try:
+        await until(lambda: _is_gone(db, mark))
+        assert not await db.exists(keys.worker("ada"))
+    finally:
+        running.cancel()
+        await db.config_set("maxmemory", 0)
+
+
+async def _is_gone(db: Redis, key: str) -> bool:
+    return not await db.exists(key)
 
 
 async def _exists(db: Redis, key: str) -> bool:

@@ -154,14 +154,13 @@ class Presence:
         """Publish, and synchronize the clock, three times per lease until this task is cancelled. `on_waiting` receives
         the waiting jobs of each lane."""
         while True:
-            try:
+            with suppress(RedisError, OSError):  # the publisher and the claim loop log an outage
                 for lane, jobs in (await self.publish(running)).items():
                     on_waiting(lane, jobs)
+            with suppress(RedisError, OSError):  # a full server refuses the presence, but forgets marks
                 if self._fleet:
                     await self._fleet.publish()
                 await self._clock.sync(self._redis)
-            except (RedisError, OSError):
-                pass  # the publisher and the claim loop log an outage
             await self._next_turn()
 
     def told(self) -> None:
