@@ -33,7 +33,7 @@ def answer(metrics: MetricsSink, tokens: int, gap_s: float) -> None:
 def test_the_load_is_counted_with_and_without_prometheus(clock: Clock, metrics: MetricsSink) -> None:
     assert metrics.measured() == NOTHING
     answer(metrics, 101, 0.03)
-    metrics.looked(1, 2, [0.5], 16, 0.001)
+    metrics.looked(1, 2, 1, [0.5], 16, 0.001)
     metrics.hinted(800, 600)
     prefix = PrefixUse(queried=40, hit=10, nbytes=9)
     metrics.record_step(StepReport((), rows=1, seconds=2.0, reserved=(70, 100), prefix=prefix))

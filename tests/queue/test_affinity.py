@@ -129,6 +129,22 @@ async def test_a_job_is_left_to_its_holder_for_what_that_saves_to_the_millisecon
     left = [counts for counts in bob.said.counts if counts["cache"]]
     assert len(left) == 1  # a job counts once, however often it is left
     assert bob.said.counts[-1]["overruled_s"] == [pytest.approx(saved_ms(body()) / 1000, abs=0.1)]
+    assert bob.said.counts[-1]["left_s"] == [pytest.approx(0.2, abs=0.1)]
+
+
+async def test_the_seconds_that_a_job_was_left_are_those_until_any_claim(db: Redis, fleet: dict[str, Worker]) -> None:
+    ada, bob = fleet["ada"], fleet["bob"]
+    await hold(db, ada)
+    await ask(db, "a")
+    await ask(db, "b", left_at="soon")  # which no worker wrote
+    assert await bob.take() == []
+    await db.hset(keys.job("a"), "left_at", f"{await now_ms(db) / 1000 - 3:.3f}")
+    assert sorted(await ada.take()) == ["a", "b"]
+    assert ada.said.counts[-1]["left_s"] == [pytest.approx(3.0, abs=0.5)]
+    await ada.claims.release(ada.running[0])
+    ada.running.clear()
+    await ada.take()
+    assert ada.said.counts[-1]["left_s"] == []  # it was left before an earlier attempt
 
 
 @pytest.mark.parametrize("unmeasured", ["ada", "bob"])

@@ -160,7 +160,7 @@ async def test_marks_have_the_name_of_the_tenant_if_prefixes_are_its_own(db: Red
 async def test_what_a_producer_writes_as_marks_is_bounded(db: Redis) -> None:
     its = record(db)
     its.claimed("a", MARKS * 10_000, 1 << 40, 0)
-    assert len(its.prompt("a").marks) <= 30
+    assert len(its.prompt("a").marks) <= 31
     for number in range(1_000):
         its.claimed(f"{number}", MARKS, 4096, 0)
     assert numbers(its.said(4))[11] <= 72  # twice its rows, and some
@@ -332,7 +332,7 @@ async def test_claims_and_hints_are_counted(db: Redis) -> None:
     metrics = Metrics("default")
     metrics.measured()
     its = record(db, metrics=metrics)
-    its.counted(cache=2, load=1, overruled_s=[0.5, 1.5], scanned=16, seconds=0.002)
+    its.counted(cache=2, load=1, overruled_s=[7.0, 9.0], left_s=[0.5, 1.5], scanned=16, seconds=0.002)
     its.counted()  # nobody waits
     for job_id, expected, cached in [("a", 300, 200), ("b", 100, 600), ("c", 0, 50)]:
         its.claimed(job_id, MARKS, 4096, expected)

@@ -133,7 +133,9 @@ class Metrics(MetricsSink):
         self._claims_overruled = make.by_model(
             Counter, "sluice:claims_overruled", "Jobs taken although another worker was better."
         )
-        self._left_s = make.by_model(Histogram, "sluice:left_seconds", "Seconds that these had waited.", buckets=JOB_S)
+        self._left_s = make.by_model(
+            Histogram, "sluice:left_seconds", "Seconds from when a job was left until its claim.", buckets=JOB_S
+        )
         self._claim_scanned = make.by_model(
             Histogram, "sluice:claim_scanned_jobs", "Waiting jobs that a claim compares.", buckets=_ROWS
         )
@@ -184,13 +186,15 @@ class Metrics(MetricsSink):
     def released(self, lane: Lane) -> None:
         self._running[lane].dec()
 
-    def looked(self, cache: int, load: int, overruled_s: Sequence[float], scanned: int, seconds: float) -> None:
-        super().looked(cache, load, overruled_s, scanned, seconds)
+    def looked(
+        self, cache: int, load: int, overruled: int, left_s: Sequence[float], scanned: int, seconds: float
+    ) -> None:
+        super().looked(cache, load, overruled, left_s, scanned, seconds)
         self._claims_left["cache"].inc(cache)
         self._claims_left["load"].inc(load)
-        self._claims_overruled.inc(len(overruled_s))
-        for left_s in overruled_s:
-            self._left_s.observe(max(0.0, left_s))
+        self._claims_overruled.inc(overruled)
+        for each in left_s:
+            self._left_s.observe(max(0.0, each))
         if scanned:  # idle workers claim twice a second
             self._claim_scanned.observe(scanned)
         self._claim_s.observe(seconds)

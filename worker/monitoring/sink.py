@@ -153,10 +153,12 @@ class MetricsSink:
 
     # What claims leave to other workers, and which prefixes they expect
 
-    def looked(self, cache: int, load: int, overruled_s: Sequence[float], scanned: int, seconds: float) -> None:
+    def looked(
+        self, cache: int, load: int, overruled: int, left_s: Sequence[float], scanned: int, seconds: float
+    ) -> None:
         """Count a claim: see `FleetRecord.counted`."""
         self._left += cache + load
-        self._overruled += len(overruled_s)
+        self._overruled += overruled
 
     def hinted(self, tokens: int, found: int) -> None:
         """Count a computed prompt: tokens that its claim expected in the prefix cache, and those found there."""

@@ -237,7 +237,7 @@ class FleetRecord:
         `expected_tokens`: of the prompt, which the claim takes to be in this worker's prefix cache."""
         while len(self._prompts) >= 2 * self._rows + 64:  # more jobs than a worker claims
             del self._prompts[next(iter(self._prompts))]
-        found = _MARK.findall(marks[:1024])[:30] if bytes_ > 0 else []
+        found = _MARK.findall(marks[:1024])[:31] if bytes_ > 0 else []
         ends = tuple((mark, int(end)) for mark, end in found if int(end) <= bytes_)
         self._prompts[job_id] = JobPrompt(bytes_, max(0, expected_tokens), ends)
         self._free = max(0, self._free - 1)
@@ -270,13 +270,15 @@ class FleetRecord:
         cache: int = 0,
         load: int = 0,
         overruled_s: Sequence[float] = (),
+        left_s: Sequence[float] = (),
         scanned: int = 0,
         seconds: float = 0.0,
     ) -> None:
         """Count a claim in the metrics. `cache`, `load`: jobs that it left to a worker that holds more of their prompts
         than this one, or that is less busy. `overruled_s`: of each job that it took although another worker would have
-        been better, the seconds that the job has waited. `scanned`: jobs looked at. `seconds`: of the whole call."""
-        self._metrics.looked(cache, load, overruled_s, scanned, seconds)
+        been better, the seconds that the job has waited. `left_s`: of each job that it took and that was left before,
+        the seconds since. `scanned`: jobs looked at. `seconds`: of the whole call."""
+        self._metrics.looked(cache, load, len(overruled_s), left_s, scanned, seconds)
 
 
 def _draw() -> str:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -48,6 +49,7 @@ class Claim:
     lease_expirations: int = 0  # times that its lease expired while it ran, for any reason
     expired: bool = False  # its deadline has passed
     is_count: bool = False  # a token count of our submit, which takes no row
+    left_at: float | None = None  # Unix seconds, by the server's clock; None: it was left to no better worker
     alias: str = ""  # the name that it was queued under, if that was an alias of the model
     # Left by an earlier attempt; None if another program wrote it.
     resume_state: ResumeState | None = field(default_factory=ResumeState)
@@ -141,11 +143,13 @@ class _Fleet(Protocol):
         cache: int = 0,
         load: int = 0,
         overruled_s: Sequence[float] = (),
+        left_s: Sequence[float] = (),
         scanned: int = 0,
         seconds: float = 0.0,
     ) -> None:
         """Count a claim, which took `seconds` and looked at `scanned` jobs: jobs left to workers that hold more of them
-        or have less to do, and the age of each whose time for a better worker was over."""
+        or have less to do, the age of each whose time for a better worker was over, and for how long each claimed one
+        was left."""
 
 
 class _NoFleet:
@@ -163,6 +167,7 @@ class _NoFleet:
         cache: int = 0,
         load: int = 0,
         overruled_s: Sequence[float] = (),
+        left_s: Sequence[float] = (),
         scanned: int = 0,
         seconds: float = 0.0,
     ) -> None:
@@ -243,7 +248,7 @@ class Claims:
                     reply_lost=int(lost),
                     running=known,
                     rows=_names(claim for claim in running if not claim.is_count),
-                    resume_fields=(*_RESUME_FIELDS, "alias"),
+                    resume_fields=(*_RESUME_FIELDS, "alias", "left_at"),
                     count_rows=_names(claim for claim in running if claim.is_count),
                     left_at=self._left_at(lane),
                     wake=self._wake_channel if wake else "",
@@ -289,15 +294,16 @@ class Claims:
         (self._unreconciled.add if reply["more"] else self._unreconciled.discard)(lane)
         for found in reply["foreign"]:
             logger.warning("deleted a foreign value: %s", found.decode("utf-8", "backslashreplace"))
+        read = [reply_fields(claim) for claim in reply["claims"]]
+        claims = [_read_claim(lane, values) for values in read]
         self._fleet.counted(
             cache=reply["cache"],
             load=reply["load"],
             overruled_s=[waited_ms / 1000 for waited_ms in reply["overruled"]],
+            left_s=[reply["now"] / 1000 - each.left_at for each in claims if each.left_at and each.attempt == 1],
             scanned=reply["scanned"],
             seconds=call_s,
         )
-        read = [reply_fields(claim) for claim in reply["claims"]]
-        claims = [_read_claim(lane, values) for values in read]
         for claim, values in zip(claims, read, strict=True):
             if claim.computes:
                 marks = values["marks"].decode("utf-8", "replace")
@@ -371,7 +377,7 @@ def _names(claims: Iterable[Claim]) -> list[str]:
 
 
 def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
-    *resume_state, alias = values["resume_state"]
+    *resume_state, alias, left_at = values["resume_state"]
     latest_ms = 1e15  # year 33658: finite, so that it can be compared with any clock
     return Claim(
         job_id=values["job_id"].decode("utf-8", "surrogateescape"),
@@ -388,6 +394,7 @@ def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
         lease_expirations=values["lease_expirations"],
         expired=bool(values["expired"]),
         is_count=bool(values["is_count"]),
+        left_at=float(left_at) if re.fullmatch(rb"\d{1,12}\.\d{3}", left_at or b"") else None,
         alias=(alias or b"").decode("utf-8", "replace"),
         resume_state=ResumeState.load(dict(zip(_RESUME_FIELDS, resume_state, strict=True))),
     )
