@@ -325,7 +325,7 @@ async def test_a_worker_is_woken_by_its_present_id(redis_url: str, db: Redis) ->
         await asyncio.sleep(0.2)  # it has claimed after the end of the job
         await put(db, "b", envelope({}))
         await db.publish(keys.wake("default"), worker._fleet.wid)
-        await until(lambda: len(chat.began) == 2, within_s=2.0)
+        await until(lambda: len(chat.began) == 2, within_s=4.0)
 
 
 async def test_claims_and_hints_are_counted(db: Redis) -> None:
@@ -407,8 +407,8 @@ async def test_jobs_that_expire_together_are_no_work_and_free_no_row(redis_url: 
         await until(lambda: has_ended(db, late[-1]))
         await until(lambda: len(worker.jobs) == 1)
         assert worker._fleet._prompts.keys() == {"a"}
-        assert numbers(worker._fleet.said(3))[4] == 1_000
+        assert worker._fleet._rates.gap_s == 1.0
         await db.set(keys.cancel("a"), "1")
         await db.publish(keys.CONTROL, "a")
         await until(lambda: not worker.jobs)
-        assert numbers(worker._fleet.said(4))[4] != 1_000
+        assert worker._fleet._rates.gap_s != 1.0
