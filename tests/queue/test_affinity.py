@@ -592,6 +592,34 @@ async def test_a_job_that_is_left_wakes_the_better_worker_once(db: Redis, fleet:
         assert await heard.get_message(timeout=0.05) is None
 
 
+async def test_a_claim_that_fills_a_worker_wakes_another_with_a_row_if_jobs_wait(
+    db: Redis, fleet: dict[str, Worker]
+) -> None:
+    """Submits have woken the full one alone for each of them."""
+    ada, bob = fleet["ada"], fleet["bob"]
+    await hold(db, ada)
+    async with db.pubsub() as heard:
+        await heard.subscribe(keys.wake("default"))
+        await heard.get_message(timeout=1)
+
+        async def woken(by: Worker, taken: Sequence[str], **given: Any) -> list[bytes]:
+            assert await by.take(**given) == taken
+            found = list[bytes]()
+            while message := await heard.get_message(timeout=0.1):
+                found.append(message["data"])
+            return found
+
+        for k in range(4):
+            await ask(db, f"{k}", age_ms=9 - k)
+        assert await woken(ada, ["0"], free=1) == [b"bob"]
+        assert await woken(ada, [], free=0) == []  # it has taken nothing
+        ada.running.clear()
+        await bob.take(0)
+        assert await woken(ada, ["1"], free=1) == []  # the other has no row
+        await bob.claims.take("interactive", 0, rows=WorkerRows(0, 4, {"interactive": 4, "batch": 4}))
+        assert await woken(ada, ["2", "3"], free=2) == []  # no job waits
+
+
 @pytest.mark.parametrize(("wid", "expected"), [("ada", ["", "ada"]), ("", ["", "ada", "bob"])])
 async def test_a_worker_wakes_by_its_own_name_or_by_any_if_it_has_none(
     db: Redis, wid: str, expected: Sequence[str]

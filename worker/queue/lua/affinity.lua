@@ -136,6 +136,14 @@ local function store_affinity(affinity)
   redis.call('PEXPIRE', 'sluice:ready:' .. model, affinity.lease_ms)
 end
 
+-- Wake the two workers with the least to do that have a free row, for jobs that wait beside this full one: submits may have
+-- woken it alone for each of them. That follows a job that was taken, so wake-ups do not go on by themselves.
+local function wake_others(affinity)
+  for _, worker in ipairs(affinity.least) do
+    if worker.free > worker.promised then redis.call('PUBLISH', 'sluice:wake:' .. affinity.model, worker.wid) end
+  end
+end
+
 -- Take the jobs of a selection that this worker is done with soonest, and leave others to workers that are done sooner.
 -- `is_kept`: as in a choice. Returns nil if nobody holds anything of the first jobs, or there is no other worker, so that
 -- they can be taken in turn. Else: `again`, the milliseconds until a job that was left may be taken here, 0 if there is

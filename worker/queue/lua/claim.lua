@@ -93,7 +93,11 @@ if selection.want > 0 and arguments.suspects == '0' then
 end
 local left = selection.want > 0 and claim_share(selection)
 store_rows(fleet)
-if affinity then store_affinity(affinity) end
+if affinity then
+  store_affinity(affinity)
+  local is_filled = affinity.leaves and tonumber(arguments.want) > 0 and selection.want == 0
+  if is_filled and head_between(selection, 0, now) then wake_others(affinity) end
+end
 if left and arguments.wake ~= '' then redis.call('PUBLISH', arguments.wake, '') end
 renew_index(index)
 local due_ms = selection.want > 0 and next_due_ms(selection) or 0
