@@ -31,6 +31,7 @@ def sample(*, workers: int, tenants: int, runs: int, name: str = "mac") -> dict[
         "queues": [{**lane, "jobs": 900, "running": 0, "waiting": 300, "oldest_s": 9.0, "complete": False}],
         "tenants": [{**lane, "tenant": f"tenant-{k}", "waiting": 1, "oldest_s": float(k)} for k in range(tenants)],
         "runs": [{"id": f"batch_{k}", "status": "in_progress", **done} for k in range(runs)],
+        "absent": [],
     }
 
 

@@ -227,7 +227,8 @@ def test_a_qwen3_without_a_sign_in_its_files_is_told_by_its_name(name: str, expe
 
 def test_a_chat_model_is_none_and_an_unknown_embedding_model_is_refused_by_its_type(tmp_path: Path) -> None:
     assert not embeds(TINY_CHAT, str(TINY_CHAT))
-    assert not embeds(tmp_path, "empty")
+    with pytest.raises(CannotStart, match=r"^empty: there is no config\.json"):
+        embeds(tmp_path, "empty")
     (tmp_path / "config.json").write_text('{"model_type": "nomic_bert"}')
     (tmp_path / "modules.json").write_text("[]")
     with pytest.raises(CannotStart, match="nomic_bert"):

@@ -41,9 +41,10 @@ def embeds(folder: Path, name: str) -> bool:
     """Return True if the model in the folder is an embedding model. `name`: the folder or the hub id, as it was given.
 
     Encoders are. A model of another type that chat models have too is one if its files say so, or, since conversions
-    leave these files out, its name does. Raises `CannotStart` for one of a type that is not served."""
-    config = read_json(folder, "config.json")
-    kind = config.get("model_type") if isinstance(config, dict) else None
+    leave these files out, its name does. Raises `CannotStart` for one of a type that is not served, and as
+    `read_config` does."""
+    config = read_config(folder, name)
+    kind = config["model_type"]
     if kind in ("bert", "xlm-roberta", "modernbert", "llama_bidirec"):
         return True
     of_sentences = any((folder / file).is_file() for file in ("modules.json", "config_sentence_transformers.json"))
@@ -52,7 +53,7 @@ def embeds(folder: Path, name: str) -> bool:
         return of_sentences or is_named or config.get("use_bidirectional_attention") is True
     if of_sentences:
         raise CannotStart(
-            f"{name} is an embedding model of the type {str(kind)[:40]!r}, which is not served; choose one of the type "
+            f"{name} is an embedding model of the type {kind[:40]!r}, which is not served; choose one of the type "
             "bert, xlm-roberta, modernbert, llama_bidirec, qwen3 or gemma3_text."
         )
     return False
