@@ -186,7 +186,7 @@ def test_beyond_a_thousand_problems_only_their_number_is_said(tmp_path: Path) ->
 
 def test_the_page_on_batches_lists_every_rule_and_no_other() -> None:
     section = (ROOT / "docs" / "batches.md").read_text().partition("## Checks of an input file")[2]
-    listed = set(re.findall(r"^- `(\w+)`:", section, re.MULTILINE))
+    listed = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
     code = "".join((ROOT / "sluice" / "batch" / name).read_text() for name in ("lines.py", "source.py", "run.py"))
     raised = set(re.findall(r'(?:BadLine|Problem)\(\s*"(\w+)"', code)) - {"replaced"}  # by another run of the same file
     harmless = {"bom", "crlf", "blank_line"}

@@ -27,7 +27,7 @@ models = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @models.callback()
 def _about() -> None:
-    """List the models of a server and of this machine; load, download, delete and name them.
+    """List models here and served; load, fetch or remove them.
 
     \b
     Examples:

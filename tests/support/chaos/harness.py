@@ -18,7 +18,10 @@ from tests.support.stack import WorkerProcess
 
 QUEUE = keys.queue("default", "interactive")
 FINAL = frozenset({"finished", "failed", "cancelled"})  # the types of final events
-_PASSING = "sluice:log:", "sluice:result:", "sluice:job:", "sluice:worker:", "sluice:model:", "sluice:serve:"
+_PASSING = (
+    "sluice:log:", "sluice:result:", "sluice:job:", "sluice:worker:", "sluice:model:", "sluice:serve:",
+    "sluice:fleet:", "sluice:ready:", "sluice:px:",
+)  # fmt: skip
 _LASTING = "sluice:dead", "sluice:serve:models"  # bounded by their own rules
 
 
