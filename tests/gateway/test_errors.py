@@ -9,7 +9,7 @@ from tests.support.stack import ROOT
 def documented() -> set[tuple[int, str]]:
     page = (ROOT / "docs" / "gateway.md").read_text()
     table = page.partition("\n## Errors\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^- ([\d, ]+) (`.*?`): ", table, re.MULTILINE)
+    rows = re.findall(r"^\| ([\d, ]+) \| (`.*?`) \|", table, re.MULTILINE)
     return {
         (int(status), code)
         for statuses, codes in rows

@@ -38,13 +38,17 @@ class _Checkpoint:
 def checkpoints(named: Collection[str]) -> list[dict[str, Any]]:
     """Return the checkpoints in the cache of Hugging Face, and those in folders that are `named` or that settings name,
     as `sluice check` finds them. Takes up to some seconds for each."""
+    from worker.engine.upstream.hub import scan_cache
     from worker.environment import read_unchecked
     from worker.settings import Settings
 
     written = read_unchecked(Settings)
     given = (written.get(field) for field in ("model", "mtp_model", "draft_model", "specprefill_draft_model"))
     folders = {Path(each).expanduser().resolve() for each in (*given, *named) if each}
-    found = [*_in_cache(_scan()), *(_Checkpoint(str(each), each, _size(each)) for each in folders if each.is_dir())]
+    found = [
+        *_in_cache(scan_cache()),
+        *(_Checkpoint(str(each), each, _size(each)) for each in folders if each.is_dir()),
+    ]
     return [_described(each) for each in sorted(found, key=lambda each: each.name)]
 
 
@@ -80,16 +84,6 @@ def _patterns(folder: Path, name: str) -> list[str]:
 
 def _models(cache: "HFCacheInfo | None") -> "list[CachedRepoInfo]":
     return [repo for repo in cache.repos if repo.repo_type == "model"] if cache else []
-
-
-def _scan() -> "HFCacheInfo | None":
-    """Return what is in the cache; None if there is none."""
-    from worker.engine.upstream.hub import CacheNotFound, scan_cache_dir
-
-    try:
-        return scan_cache_dir()
-    except CacheNotFound:
-        return None
 
 
 def _size(folder: Path) -> int:
@@ -254,7 +248,8 @@ def rm(
     """
     with needs_worker():
         from worker.engine.memory import format_bytes
-    cache = _scan()
+        from worker.engine.upstream.hub import scan_cache
+    cache = scan_cache()
     found = next((repo for repo in _models(cache) if repo.repo_id == model), None)
     if cache is None or found is None:
         raise CliError(_why_not_found(model))

@@ -6,7 +6,7 @@ six seconds; then the file begins again in the next call. `resume_downloads` mak
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from httpx2 import (
     Client,
@@ -18,18 +18,14 @@ from httpx2 import (
     SyncByteStream,
     TransportError,
 )
-from huggingface_hub import (
-    CachedRepoInfo,
-    CacheNotFound,
-    HFCacheInfo,
-    scan_cache_dir,
-    set_client_factory,
-    snapshot_download,
-)
 from huggingface_hub import errors as hub_errors
+from huggingface_hub import set_client_factory, snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.utils._http import default_client_factory
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo, HFCacheInfo
 
 
 class _Body(SyncByteStream):
@@ -69,6 +65,16 @@ class _PatientClient(Client):
                 return response
 
 
+def scan_cache() -> "HFCacheInfo | None":
+    """Return what the cache of this machine holds; None if there is no cache."""
+    from huggingface_hub import scan_cache_dir  # 15 ms, which no worker needs
+
+    try:
+        return scan_cache_dir()
+    except hub_errors.CacheNotFound:
+        return None
+
+
 def resume_downloads(outage_s: float = 600.0) -> None:
     """Let downloads of this process go on after a broken connection, and wait as long for the network to be back."""
     set_client_factory(lambda: _PatientClient(outage_s))
@@ -76,7 +82,6 @@ def resume_downloads(outage_s: float = 600.0) -> None:
 
 __all__ = [
     "HF_HUB_CACHE",
-    "CacheNotFound",
     "CachedRepoInfo",
     "ConnectError",
     "HFCacheInfo",
@@ -85,6 +90,6 @@ __all__ = [
     "enable_progress_bars",
     "hub_errors",
     "resume_downloads",
-    "scan_cache_dir",
+    "scan_cache",
     "snapshot_download",
 ]
