@@ -21,7 +21,7 @@ PATH = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hi."}], "say": ["1", " 2"], "stream": True}
 KEYED = {"idempotency-key": "k"}
 
-SUBMIT, LIMIT, SETTLE = ["EVALSHA"], ["EVALSHA"], ["EVALSHA"]
+SUBMIT, LIMIT, SETTLE = ["EVALSHA"], ["EVALSHA"], ["EVALSHA"]  # only keys with limits settle
 CLAIM, NOTE = ["SET"], ["SET"]
 RETURN = ["HGETALL"]  # to a job whose client has left
 STORED = ["HGET", "EXISTS", "STRLEN", "LLEN", "LRANGE"]
@@ -83,9 +83,9 @@ async def trips_of(
 @pytest.mark.parametrize(
     ("key", "headers", "expected"),
     [
-        ("free", {}, [RETURN, SUBMIT, *EVENTS, SETTLE, *END]),
+        ("free", {}, [RETURN, SUBMIT, *EVENTS, *END]),
         ("limited", {}, [RETURN, LIMIT, SUBMIT, *EVENTS, SETTLE, *END]),
-        ("free", KEYED, [CLAIM, SUBMIT, NOTE, *EVENTS, SETTLE, *END]),
+        ("free", KEYED, [CLAIM, SUBMIT, NOTE, *EVENTS, *END]),
     ],
 )
 async def test_a_request_costs_few_round_trips(
@@ -100,7 +100,7 @@ async def test_a_response_is_stored_in_the_round_trip_that_queues_its_job(
 ) -> None:
     body = {"input": "Hi.", "stream": True, "store": store}
     stored = [["EVALSHA"]] if store else []  # the response, once it has ended
-    expected = sorted([RETURN, SUBMIT, *EVENTS, SETTLE, *stored, *END])
+    expected = sorted([RETURN, SUBMIT, *EVENTS, *stored, *END])
     assert await trips_of(http, trips, "free", {}, "/v1/responses", body) == expected
 
 
@@ -109,5 +109,5 @@ async def test_a_retry_reads_what_is_stored_in_one_round_trip(
 ) -> None:
     first = await http.post(PATH, json=BODY, headers={**KEYED, "authorization": "Bearer free"})
     again = await trips_of(http, trips, "free", KEYED)
-    assert again == sorted([CLAIM, STORED, *EVENTS, SETTLE, *END])
+    assert again == sorted([CLAIM, STORED, *EVENTS, *END])
     assert first.headers["x-request-id"] in chat.began
