@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+import typer
 from redis.exceptions import (
     AuthenticationError,
     ConnectionError,
@@ -180,3 +181,14 @@ def _system_error(error: BaseException | None) -> OSError | None:
 def _explain_full(full: QueueFull) -> str:
     lengths = f"length {full.length:,}, limit {full.limit:,}"
     return f"the queue is full ({lengths}), and nothing was queued. Try again in {math.ceil(full.retry_after_s):,} s."
+
+
+def confirm(question: str, *, refusal: str) -> None:
+    """Ask on stderr. Raises `CliError`, with this text, for any answer but yes, and without a terminal."""
+    try:
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort:  # no terminal, or Ctrl-C
+        agreed = False
+        note("")
+    if not agreed:
+        raise CliError(refusal)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sluice.cli.commands.models import checkpoints_of, is_here
-from sluice.cli.errors import CliError, connected, needs_worker, sentence
+from sluice.cli.errors import CliError, confirm, connected, needs_worker, sentence
 from sluice.cli.options import REDIS_URL, RedisUrl
 from sluice.cli.terminal.view import note
 from sluice.wording import counted
@@ -258,7 +258,10 @@ def rm(
     size = format_bytes(found.size_on_disk + partial)
     files = counted(len({file.blob_path for each in found.revisions for file in each.files}), "file")
     if not yes:
-        _confirm(f"Delete {model}, {size} in {files}, from {found.repo_path}?")
+        confirm(
+            f"Delete {model}, {size} in {files}, from {found.repo_path}?",
+            refusal="nothing was deleted; --yes deletes without asking.",
+        )
         _refuse_served(found, *_users_here(redis_url))  # one may have started meanwhile
     shutil.rmtree(found.repo_path)
     note(f"{model} is deleted: {size} are free")
@@ -319,13 +322,3 @@ def _refuse_served(
             )
         if is_among(opened):
             raise CliError(f"{repo.repo_id} is in use: {name} serves it. First: sluice workers drain {name}")
-
-
-def _confirm(question: str) -> None:
-    try:
-        agreed = typer.confirm(question, err=True)
-    except typer.Abort:  # no terminal, or Ctrl-C
-        agreed = False
-        note("")
-    if not agreed:
-        raise CliError("nothing was deleted; --yes deletes without asking.")

@@ -1,5 +1,6 @@
 """Ways of giving jobs to workers: a router sends a job to one when it comes, a claim takes one when a row is free."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,12 +50,12 @@ class Fifo(_Base):
             self.run.start(worker, next(iter(self.run.waiting.values())))
 
 
-class _Router(_Base):
+class _Router(_Base, ABC):
     """Sends each job to a worker, which has a queue of its own. It knows all caches and loads exactly and at once."""
 
+    @abstractmethod
     def cost(self, worker: Worker, job: Job) -> float:
         """Return a number that is least for the best worker."""
-        raise NotImplementedError
 
     def submitted(self, job: Job) -> None:
         live = [worker for worker in self.run.workers if worker.alive]

@@ -8,7 +8,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from sluice.batch.source import UNITS_S
-from sluice.cli.errors import CliError, connected
+from sluice.cli.errors import CliError, confirm, connected
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, lane
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note, notes
@@ -146,13 +146,7 @@ def _confirm(queues: list[Queue], older_than_s: float) -> None:
     lanes = " and ".join(counted(each.jobs, f"{each.lane} job") for each in queues)
     age = f", if older than {format_duration(older_than_s)}" if older_than_s else ""
     question = f"Cancel the waiting ones of {lanes} for {queues[0].model!r}{age}?"
-    try:
-        agreed = typer.confirm(question, err=True)
-    except typer.Abort:  # no terminal, or Ctrl-C
-        agreed = False
-        note("")
-    if not agreed:
-        raise CliError("nothing was cancelled; --yes cancels without asking.")
+    confirm(question, refusal="nothing was cancelled; --yes cancels without asking.")
 
 
 async def _purge_lane(client: Client, each: Queue, older_than_s: float) -> int:

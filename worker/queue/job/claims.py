@@ -140,38 +140,16 @@ class _Fleet(Protocol):
     def counted(
         self,
         *,
-        cache: int = 0,
-        load: int = 0,
-        overruled_s: Sequence[float] = (),
-        left_s: Sequence[float] = (),
-        scanned: int = 0,
-        seconds: float = 0.0,
+        cache: int,
+        load: int,
+        overruled_s: Sequence[float],
+        left_s: Sequence[float],
+        scanned: int,
+        seconds: float,
     ) -> None:
         """Count a claim, which took `seconds` and looked at `scanned` jobs: jobs left to workers that hold more of them
         or have less to do, the age of each whose time for a better worker was over, and for how long each claimed one
         was left."""
-
-
-class _NoFleet:
-    """A worker that says nothing."""
-
-    def said(self, free_rows: int) -> tuple[str, str, int]:
-        return "", "", 0
-
-    def claimed(self, job_id: str, marks: str, bytes_: int, expected_tokens: int) -> None:
-        pass
-
-    def counted(
-        self,
-        *,
-        cache: int = 0,
-        load: int = 0,
-        overruled_s: Sequence[float] = (),
-        left_s: Sequence[float] = (),
-        scanned: int = 0,
-        seconds: float = 0.0,
-    ) -> None:
-        pass
 
 
 # Jobs are left to other workers for this time, which is lost if one of them is dead or slow. An idle worker claims 1 to
@@ -186,7 +164,7 @@ class Claims:
     def __init__(self, redis: Redis, settings: Settings, fleet: _Fleet | None = None) -> None:
         """`fleet`: by which jobs are left to workers that are done with them sooner; None: they are claimed in turn."""
         self._model, self._worker = settings.model_name, settings.worker_name
-        self._fleet = fleet if fleet and settings.has_affinity else _NoFleet()
+        self._fleet = fleet if settings.has_affinity else None
         self._per_tenant = settings.prefix_cache_per_tenant
         self._lease_ms, self._max_bytes = int(settings.lease_s * 1000), settings.max_request_bytes
         self._redis = redis
@@ -231,7 +209,8 @@ class Claims:
             lost = lane in self._reply_lost
             known = [claim.job_id for claim in running] if lost else []
             self._reply_lost.add(lane)  # until this reply has arrived
-            wid, record, ready_ms = self._fleet.said(rows.free["interactive"] if rows else limit)
+            free = rows.free["interactive"] if rows else limit
+            wid, record, ready_ms = self._fleet.said(free) if self._fleet else ("", "", 0)
             began = time.monotonic()
             reply = await self._claim(
                 keys=[keys.queue(self._model, lane)],
@@ -296,7 +275,14 @@ class Claims:
             logger.warning("deleted a foreign value: %s", found.decode("utf-8", "backslashreplace"))
         read = [reply_fields(claim) for claim in reply["claims"]]
         claims = [_read_claim(lane, values) for values in read]
-        self._fleet.counted(
+        if self._fleet:
+            self._tell(self._fleet, reply, claims, read, call_s)
+        return claims
+
+    def _tell(
+        self, fleet: _Fleet, reply: dict[str, Any], claims: list[Claim], read: list[dict[str, Any]], call_s: float
+    ) -> None:
+        fleet.counted(
             cache=reply["cache"],
             load=reply["load"],
             overruled_s=[waited_ms / 1000 for waited_ms in reply["overruled"]],
@@ -307,8 +293,7 @@ class Claims:
         for claim, values in zip(claims, read, strict=True):
             if claim.computes:
                 marks = values["marks"].decode("utf-8", "replace")
-                self._fleet.claimed(claim.job_id, marks, values["bytes"], values["expected_tokens"])
-        return claims
+                fleet.claimed(claim.job_id, marks, values["bytes"], values["expected_tokens"])
 
     def needs_reconcile(self, lane: Lane) -> bool:
         """True if the lane's index does not match its queue yet: claim again at once, even if no row is free."""
