@@ -212,8 +212,8 @@ TABLE = {
     ),
     "worker.jobs": May("schemas worker.chat worker.errors worker.queue.job worker.outcomes worker.request worker.text"),
     "worker.embed": May(
-        "schemas worker.bounded_json worker.chat.prepare worker.errors worker.json_bytes worker.monitoring "
-        "worker.outcomes worker.queue.job worker.request worker.settings worker.text.threads",
+        "schemas worker.bounded_json worker.chat.prepare worker.chat.request worker.errors worker.json_bytes "
+        "worker.monitoring worker.outcomes worker.queue.job worker.request worker.settings worker.text.threads",
         "pydantic",
     ),
     # The two places where engine and queue meet: the parts, and their start.

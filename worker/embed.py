@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from schemas import EmbeddingRequest, explain, field_of
 from worker.bounded_json.reader import BodyReader
 from worker.chat.prepare import deadline
+from worker.chat.request import refuse_other_model
 from worker.errors import JobFailure
 from worker.json_bytes import Items, dumps
 from worker.monitoring.sink import MetricsSink
@@ -59,7 +60,7 @@ async def embed(ctx: dict[Any, Any], body: Any) -> JobResult:
     context: EmbeddingContext = ctx["context"]
     claim = job.claim
     began_at, began = job.log.clock.now(), time.monotonic()
-    read = partial(_read, body, context)
+    read = partial(_read, body, context, claim.alias)
     request = await context.reader.run(read, size=claim.body_bytes, lane=claim.lane, tenant=claim.tenant)
     with deadline(job, request.deadline_s):
         encode = partial(_tokens, request, context)
@@ -78,16 +79,15 @@ async def embed(ctx: dict[Any, Any], body: Any) -> JobResult:
     return JobResult("stop", timings, _result(job, context, request, data, int(began_at), timings))
 
 
-def _read(body: Any, context: EmbeddingContext) -> EmbeddingRequest:
-    """Validate a job's body. Raises `JobFailure`, which names the field."""
+def _read(body: Any, context: EmbeddingContext, alias: str = "") -> EmbeddingRequest:
+    """Validate a job's body. `alias`: the name that the job was queued under, if that was an alias. Raises `JobFailure`,
+    which names the field."""
     try:
         request = EmbeddingRequest.model_validate(body)
     except ValidationError as error:
         raise JobFailure("invalid_request", explain(error), param=field_of(error)) from None
-    name, most = context.settings.model_name, context.dimensions
-    if request.model not in (None, name):
-        message = f"model: this queue serves {name!r}, not {request.model!r}."
-        raise JobFailure("invalid_request", message, param="model")
+    refuse_other_model(request.model, context.settings.model_name, alias)
+    most = context.dimensions
     if request.dimensions is not None and request.dimensions > most:
         message = f"dimensions: {request.dimensions} is too large; the model's vectors have {most}."
         raise JobFailure("invalid_request", message, param="dimensions")

@@ -104,6 +104,17 @@ async def test_base64_holds_the_same_numbers(gateway: HttpGateway, model: Path) 
     assert numbers["usage"] == encoded["usage"]
 
 
+async def test_an_alias_of_an_embedding_model_is_answered_with_its_vectors(
+    openai: AsyncOpenAI, queue: Client, model: Path
+) -> None:
+    assert await queue.set_alias("vectors", NAME) is None
+    try:
+        answer = await openai.embeddings.create(model="vectors", input=TEXTS[0])
+    finally:
+        await queue.set_alias("vectors", None)
+    assert answer.data[0].embedding == alone(model, TEXTS[0])
+
+
 async def test_every_form_of_input_is_read(openai: AsyncOpenAI, model: Path) -> None:
     text = TEXTS[0]
     forms: Sequence[Any] = [text, [text], ids(model, text), [ids(model, text)]]

@@ -70,15 +70,20 @@ def read_request(
         raise JobFailure("invalid_request", explain(error), param=field_of(error)) from None
     except RecursionError:
         raise JobFailure("invalid_request", "The request is nested too deeply; flatten it.") from None
-    if request.model not in (None, model_name, alias or None):
-        message = f"model: this queue serves {model_name!r}, not {request.model!r}."
-        raise JobFailure("invalid_request", message, param="model")
+    refuse_other_model(request.model, model_name, alias)
     if not has_draft_model:
         _refuse_specprefill(request)
     _refuse_too_many(sum(map(_parts, request.messages)), max_parts)
     request = with_tools(request)
     _refuse_large_arguments(request.messages)
     return request
+
+
+def refuse_other_model(named: str | None, served: str, alias: str) -> None:
+    """Raise `JobFailure` if a request names another model than the served one. `alias`: as for `read_request`."""
+    if named not in (None, served, alias or None):
+        message = f"model: this queue serves {served!r}, not {named!r}."
+        raise JobFailure("invalid_request", message, param="model")
 
 
 def _refuse_specprefill(request: ChatRequest) -> None:
