@@ -80,7 +80,7 @@ async def embed(ctx: dict[Any, Any], body: Any) -> JobResult:
 
 
 def _read(body: Any, context: EmbeddingContext, alias: str = "") -> EmbeddingRequest:
-    """Validate a job's body. `alias`: the name that the job was queued under, if that was an alias. Raises `JobFailure`,
+    """Validate a job's body. `alias`: the name that the job was queued under, if an alias. Raises `JobFailure`,
     which names the field."""
     try:
         request = EmbeddingRequest.model_validate(body)
