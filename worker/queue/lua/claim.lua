@@ -4,8 +4,8 @@
 --       max_body_bytes, takeover (1 if expired leases may be taken over), suspects (number of suspects on probation
 --       here), reply_lost (1 if an earlier reply may have been lost), left_at (Unix milliseconds: jobs that were queued
 --       until then have been left to other workers for long enough; 0: none), wake (a channel to wake the workers that
---       jobs are left to, or ''), rows_changed (1: tell the other workers `worker_rows` also without a queue), wid, record
---       and ready_ms (what this worker tells others by which it chooses jobs: see affinity.lua; '': jobs are taken in
+--       jobs are left to, or ''), rows_changed (1: tell the other workers `worker_rows` and `record` also without a
+--       queue), wid, record and ready_ms (what this worker tells others by which it chooses jobs: see affinity.lua; '': jobs are taken in
 --       turn, as below), per_tenant (1 if tenants share no prefix cache);
 --       lists: running (ids of the jobs that run on this worker; only used with reply_lost), rows (the tenant and the
 --       user of each row that runs on this worker), resume_fields (fields of the job's hash to return), count_rows (the
@@ -23,7 +23,7 @@
 local arguments = read_arguments({ running = true, rows = true, resume_fields = true, count_rows = true,
   worker_rows = true })
 local index, now, claims = index_of(KEYS[1]), milliseconds(), {}
-local fleet, affinity = fleet_of(KEYS[1], arguments, now), affinity_of(KEYS[1], arguments, now)
+local fleet, affinity = fleet_of(KEYS[1], arguments, now), nil
 local chosen = { again = 0, cache = 0, load = 0, overruled = {}, scanned = 0 }
 
 local function claim(job)
@@ -74,10 +74,14 @@ end
 
 if not queue_exists(index.queue) then
   drop_index(index)
-  if arguments.rows_changed == '1' then store_rows(fleet) end
-  if affinity then store_affinity(affinity) end
+  if arguments.rows_changed == '1' then -- idle workers claim four times a second
+    store_rows(fleet)
+    affinity = affinity_of(KEYS[1], arguments, now)
+    if affinity then store_affinity(affinity) end
+  end
   return reply(0, 0, false)
 end
+affinity = affinity_of(KEYS[1], arguments, now)
 local more = reconcile(index, now)
 if arguments.reply_lost == '1' then requeue_lost_claims(index, arguments) end
 local selection = {
