@@ -34,7 +34,7 @@ class BatchRegistry:
 
     async def touch(self, batch_id: str) -> None:
         """Reset the key's time to live, which shows that a process feeds the run. Works on a full server too."""
-        await self._redis.expire(keys.batch(batch_id), _STATUS_TTL_S)
+        await self._redis.pexpire(keys.batch(batch_id), _STATUS_TTL_S * 1000)
 
     async def announce(self, batch: Batch) -> None:
         """Store and publish the status."""

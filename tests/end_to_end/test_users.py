@@ -10,6 +10,8 @@ import pytest
 import redis
 
 from sluice import Client, Finished, JobCancelled
+from sluice.batch.registry import BatchRegistry
+from sluice.transport import connect
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.test_cli_operators import park
 from tests.support.stack import ROOT
@@ -119,7 +121,13 @@ def test_a_feeder_may_run_and_cancel_batches(
         assert feeder("batch", "cancel", run)[0] == 0
         process.communicate(timeout=60)
     assert feeder("batch", "list")[0] == 0
+    asyncio.run(touch(url_of(redis_url, "operator"), run))
     assert denied() == []
+
+
+async def touch(url: str, run: str) -> None:
+    async with connect(url) as feeder:  # as a feeder does every two seconds
+        await BatchRegistry(feeder).touch(run)
 
 
 def wait_for_run(feeder: Command) -> str:
