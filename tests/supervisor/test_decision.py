@@ -57,6 +57,11 @@ def test_the_least_recently_used_idle_model_leaves_first_and_the_next_is_loaded_
     assert decide([models[0], unloaded("b"), models[2]], 20, NOW) == Decision(load=("c",))
 
 
+def test_a_model_whose_end_of_loading_was_noted_late_does_not_count_as_used_then() -> None:
+    models = [loaded("a", used_at=5.0), loaded("c", used_at=4.0, loaded_at=6.0), unloaded("b", waits_since=NOW)]
+    assert decide(models, 20, NOW) == Decision(unload=("c",))
+
+
 def test_a_model_with_jobs_leaves_only_for_a_job_that_has_waited_and_after_its_turn() -> None:
     models = [
         loaded("a", busy=True, loaded_at=NOW - TURN_S),

@@ -48,7 +48,7 @@ class Situation:
     wanted: bool = False  # is to be loaded if there is room
     ready_at: float = 0.0  # it is not loaded before, since its process died
     busy: bool = False  # it has jobs
-    used_at: float = 0.0  # last time that it had jobs
+    used_at: float = 0.0  # last time that it had jobs, or that its load began
     loaded_at: float = 0.0
     idle_unload_s: float | None = None  # None: never
 
@@ -111,7 +111,7 @@ def _victims(
 ) -> list[Situation] | None:
     """Return models that free `lack` bytes when they leave; None if those that may leave do not suffice."""
     able = [each for each in models if each.loaded and each.name not in unload]
-    idle = sorted((each for each in able if not each.busy), key=lambda each: max(each.used_at, each.loaded_at))
+    idle = sorted((each for each in able if not each.busy), key=lambda each: each.used_at)
     had_turn = (each for each in able if each.busy and now - each.loaded_at >= TURN_S)
     busy = sorted(had_turn, key=lambda each: each.loaded_at) if waited_s >= PATIENCE_S else []
     chosen = list[Situation]()

@@ -230,21 +230,23 @@ class Supervisor:
                     # A running job may have its lease's end as its score, and one that is put off is due soon.
                     pipe.zcount(queue, "-inf", now_ms + 60_000)
             (seconds, microseconds), asked, _, *found = await pipe.execute(raise_on_error=False)
-        self._ahead_s = seconds + microseconds / 1e6 - time.time()
+        read_at = seconds + microseconds / 1e6
+        self._ahead_s = read_at - time.time()
         for command in filter(None, map(models.read_command, asked if isinstance(asked, list) else [])):
             self._obey(command)
         for each in self._models.values():
             serves, *queues = found[: 1 + 2 * len(each.queues)]
             del found[: 1 + 2 * len(each.queues)]
-            self._note(each, serves=serves == 1, jobs=sum(n for n in queues[1::2] if isinstance(n, int)))
+            jobs = sum(n for n in queues[1::2] if isinstance(n, int))
+            self._note(each, read_at, serves=serves == 1, busy=jobs > 0)
             due = [job for page in queues[::2] if isinstance(page, list) for job in page]
             each.waits_since = await self._oldest_waiting(redis, due) if each.process is None else None
 
-    def _note(self, model: _Model, *, serves: bool, jobs: int) -> None:
-        now = self._now()
-        model.busy = jobs > 0
-        if model.busy:
-            model.used_at = now
+    def _note(self, model: _Model, now: float, *, serves: bool, busy: bool) -> None:
+        """Note what the queues said at `now`. A job that is submitted later makes its model the one used last."""
+        model.busy = busy
+        if busy:
+            model.used_at = max(model.used_at, now)
         if model.state == "loading" and serves:
             model.enter("loaded", now)
             model.loaded_at, model.problem = now, ""
@@ -320,7 +322,8 @@ class Supervisor:
         except OSError as error:
             self._fail(model, f"its process cannot be started: {error.strerror}")
             return
-        model.enter("loading", self._now())
+        model.used_at = self._now()
+        model.enter("loading", model.used_at)
         logger.info("loading %s, which may take %s", model.planned.name, format_bytes(model.planned.nbytes))
         follower = asyncio.create_task(self._follow(model, model.process))
         self._followers.add(follower)
