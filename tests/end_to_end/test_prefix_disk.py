@@ -92,7 +92,8 @@ async def test_a_worker_that_takes_over_a_job_finds_its_prefix_in_the_folder(
             if isinstance(event, Delta):
                 dead.signal(signal.SIGKILL)
                 break
-        with serving(redis_url, tmp_path, lease_s=1):
+        # A busy machine gives up a read that takes longer than computing it should; this worker waits for each.
+        with serving(redis_url, tmp_path, lease_s=1, module="tests.end_to_end.slow_prefix_reads"):
             resumed = [event async for event in client.stream(job.id)]
             whole = await client.submit(request)
             uninterrupted = [event async for event in client.stream(whole.id)]
