@@ -37,7 +37,7 @@ GROUPS = {
     "queue_limit max_images image_max_pixels image_max_bytes image_urls",
     "Who plans offline batches": "batch_schedule batch_models batch_hours batch_off_hours_rows",
     "Who operates the workers": "redis_urls worker_name lease_s watchdog_s grace_s disconnect_grace_s poll_s "
-    "keyspace_events log_level log_ttl_s result_ttl_s",
+    "keyspace_events log_level log_format log_ttl_s result_ttl_s",
     "HTTP gateway": "serve_port serve_no_worker_s serve_heartbeat_s serve_disconnect_grace_s serve_max_body_bytes "
     "serve_max_held_bytes serve_response_ttl_s serve_strict serve_max_connections_per_key serve_client_timeout_s "
     "serve_cors_origins serve_drain_s",

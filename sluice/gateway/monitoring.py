@@ -164,7 +164,9 @@ class AccessLog:
         self._metrics.ended(method, handler, response.status, seconds)
         level = logging.DEBUG if handler in _QUIET else logging.INFO
         path = quote(scope["path"][:200])
-        logger.log(level, "%s %s %d %.3f s %s", method, path, response.status, seconds, response.request_id)
+        status, request = response.status, response.request_id
+        record = {"method": method, "path": path, "status": status, "seconds": round(seconds, 3), "request": request}
+        logger.log(level, "%s %s %d %.3f s %s", method, path, status, seconds, request, extra=record)
 
 
 class _Response:

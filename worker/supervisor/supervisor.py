@@ -393,7 +393,7 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
 
 def run_supervisor(plan: Plan) -> int:
     """Serve the models of a plan until the supervisor is stopped, and return the exit code. Blocks."""
-    set_up_logging("sluice", plan.log_level)
+    set_up_logging("sluice", plan.log_level, plan.log_format)
     return asyncio.run(_supervise(plan))
 
 
