@@ -31,7 +31,7 @@ app = typer.Typer(
 worker_commands.add(app, "worker", takes_any_arguments=True)
 app.command()(up)
 app.command()(serve)
-for name in ("check", "prompt", "parse"):
+for name in ("check", "doctor", "prompt", "parse"):
     worker_commands.add(app, name)
 for command in (chat, submit, tail, cancel, top):
     app.command()(command)
