@@ -189,8 +189,8 @@ TABLE = {
     ),
     # Several models on one machine: what decides, the plan with the engine's knowledge, and the supervisor without it.
     "worker.supervisor": May(
-        "sluice.contract sluice.log_lines sluice.transport worker.engine.memory worker.errors worker.process.child "
-        "worker.queue.scripts",
+        "sluice.contract sluice.log_lines sluice.service_status sluice.transport worker.engine.memory worker.errors "
+        "worker.process.child worker.queue.scripts",
         "redis",
     ),
     "worker.supervisor.decision": May(standard=PURE),
@@ -223,8 +223,8 @@ TABLE = {
         "arq",
     ),
     "worker.app": May(
-        "sluice.log_lines worker.batch_dir worker.chat worker.engine worker.errors worker.monitoring worker.parts "
-        "worker.prefix_store worker.process worker.queue worker.settings"
+        "sluice.log_lines sluice.service_status worker.batch_dir worker.chat worker.engine worker.errors "
+        "worker.monitoring worker.parts worker.prefix_store worker.process worker.queue worker.settings"
     ),
     # Commands of `sluice` that run in the daemon's environment: entry points, which nothing imports by name.
     "worker.cli": May("schemas sluice worker", "rich typer"),

@@ -14,6 +14,7 @@ from sluice.cli.commands.jobs import cancel, submit, tail
 from sluice.cli.commands.keys import keys
 from sluice.cli.commands.models import models
 from sluice.cli.commands.queue import queue
+from sluice.cli.commands.service import service
 from sluice.cli.commands.top import top
 from sluice.cli.commands.up import serve, up
 from sluice.cli.commands.workers import workers
@@ -44,6 +45,7 @@ app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")
 worker_commands.add(app, "prefix")
 app.add_typer(queue, name="queue")
+app.add_typer(service, name="service")
 
 
 def _print_version(is_set: bool) -> None:

@@ -41,6 +41,7 @@ from sluice.gateway.sse import CONNECTION
 from sluice.http_errors import ErrorForm
 from sluice.log_lines import set_up_logging
 from sluice.mapped import open_client
+from sluice.service_status import serving
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -281,7 +282,8 @@ async def _serve(listening: socket.socket, redis_url: str, settings: ServeSettin
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         print(f"sluice: serving at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
         _collect_garbage_rarely()
-        await _Server(config, application.state.gateway).serve(sockets=[listening])
+        async with serving():
+            await _Server(config, application.state.gateway).serve(sockets=[listening])
 
 
 def _collect_garbage_rarely() -> None:
