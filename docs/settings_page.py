@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from sluice.gateway.monitoring import GatewayMetrics as GatewayMetrics
 from sluice.gateway.settings import ServeSettings, gateway_variable
+from sluice.queues import QueueHead
 from worker.environment import variable
 from worker.monitoring.metrics import Metrics
 from worker.settings import Settings
@@ -119,6 +120,7 @@ def _gateway_metrics() -> GatewayMetrics:
     metrics.ended("", "", 0, 0.0)
     metrics.first_token("", 0.0)
     metrics.finished("", "", 0.0)
+    metrics.set_queues([""], [QueueHead("", "batch", 0, 0, {}, True)])
     return metrics
 
 

@@ -1,19 +1,25 @@
 """Metrics for Prometheus, and the access log. Metrics have vLLM's names if it has them, else `sluice_serve_`."""
 
+import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from redis.exceptions import RedisError
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sluice.client import Client
 from sluice.contract.events import Cancelled, Delta, Event, Failed, Finished
+from sluice.contract.keys import LANES
 from sluice.errors import JobCancelled, JobFailed, SluiceError
+from sluice.presence import serves
+from sluice.queues import QueueHead
 
 logger = logging.getLogger("sluice.gateway.access")
 
@@ -60,6 +66,43 @@ class GatewayMetrics:
             registry=self.registry,
         )
 
+        self._up = Gauge("sluice:redis_up", "1 if the server of the queue answers, else 0.", registry=self.registry)
+        self._jobs = Gauge(
+            "sluice:queue_jobs", "Jobs of a queue, waiting and running.", ["model_name", "lane"], registry=self.registry
+        )
+        self._oldest = Gauge(
+            "sluice:queue_oldest_seconds",
+            "Seconds that the oldest job waits that no worker has, of the 300 at the head of the queue.",
+            ["model_name", "lane"],
+            registry=self.registry,
+        )
+        self._workers = Gauge("sluice:workers", "Workers that take jobs.", ["model_name"], registry=self.registry)
+        self._served = set[str]()  # models that had a worker
+
+    def server_is_down(self) -> None:
+        """Forget the queues: the last known numbers would look like present ones."""
+        self._up.set(0)
+        for gauge in (self._jobs, self._oldest, self._workers):
+            gauge.clear()
+
+    def set_queues(self, serving: Sequence[str], heads: Sequence[QueueHead]) -> None:
+        """Set what the server has. `serving`: the model of each worker that takes jobs. A model keeps its series, at
+        zero, when its last worker has gone or its queue is empty."""
+        self.server_is_down()
+        self._up.set(1)
+        self._served |= {*serving}
+        for model in self._served:
+            self._workers.labels(model).set(serving.count(model))
+            for lane in LANES:
+                self._jobs.labels(model, lane).set(0)
+                self._oldest.labels(model, lane).set(0)
+        for head in sorted(heads, key=lambda head: -head.jobs)[
+            :200
+        ]:  # any producer can name a model that nobody serves
+            oldest_s = max((seconds for _, seconds in head.waiting.values()), default=0.0)
+            self._jobs.labels(head.model, head.lane).set(head.jobs)
+            self._oldest.labels(head.model, head.lane).set(oldest_s)
+
     def ended(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Count a request that has ended. `handler`: the path of its route."""
         self._requests.labels(method, handler, str(status)).inc()
@@ -77,6 +120,29 @@ class GatewayMetrics:
     def not_finished(self, model: str, reason: str) -> None:
         """Count a choice that was cancelled or has failed."""
         self._success.labels(model, reason).inc()
+
+
+class QueueMetrics:
+    """Reads the queues for Prometheus, whether workers live or not."""
+
+    def __init__(self, client: Client, metrics: GatewayMetrics) -> None:
+        self._client, self._metrics = client, metrics
+        self._lock, self._read_at = asyncio.Lock(), float("-inf")
+
+    async def read(self) -> None:
+        """Read the queues, unless that was done less than five seconds ago. A server that does not answer within two
+        seconds is down."""
+        async with self._lock:
+            if time.monotonic() - self._read_at < 5.0:
+                return
+            try:
+                async with asyncio.timeout(2.0):
+                    workers, heads = await self._client.workers(), await self._client.queue_heads()
+            except (SluiceError, RedisError, OSError):
+                self._metrics.server_is_down()
+            else:
+                self._metrics.set_queues([worker.get("model", "") for worker in workers if serves(worker)], heads)
+            self._read_at = time.monotonic()
 
 
 _CANCELLED, _FAILED = "abort", "error"  # vLLM's reasons
