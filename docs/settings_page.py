@@ -110,11 +110,11 @@ def page() -> str:
         parts.append(f"\n## {title}\n\n")
         parts += [_setting_line(name, field) for name, field in fields]
     metrics = [_METRICS_HEAD, *_metric_lines(Metrics("default").registry)]
-    gateway_metrics = [_GATEWAY_METRICS_HEAD, *_metric_lines(_gateway_metrics().registry)]
-    return "".join([*parts, "\n", *metrics, *gateway_metrics])
+    of_gateway = [_GATEWAY_METRICS_HEAD, *_metric_lines(gateway_metrics().registry)]
+    return "".join([*parts, "\n", *metrics, *of_gateway])
 
 
-def _gateway_metrics() -> GatewayMetrics:
+def gateway_metrics() -> GatewayMetrics:
     """Return metrics with a sample of each family, from which the labels are read."""
     metrics = GatewayMetrics()
     metrics.ended("", "", 0, 0.0)
