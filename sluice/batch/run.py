@@ -206,8 +206,8 @@ def endless_retries(redis: Redis) -> Retries:
 
 async def publish(
     retries: Retries, method: Callable[[Batch], Awaitable[None]], batch: Batch, *, for_s: float = 60.0
-) -> None:
-    """Send the status with a method of `BatchRegistry`; logs an error if it fails for `for_s` seconds.
+) -> bool:
+    """Send the status with a method of `BatchRegistry`. If that fails for `for_s` seconds, log it and return False.
 
     The files hold the result, so a server that is down or full must not block the end of a run.
     """
@@ -215,6 +215,8 @@ async def publish(
         await retries.run_for(lambda: method(batch), for_s)
     except (RedisError, OSError) as error:
         logger.error("%s is %s, but the server could not be informed: %s", batch.id, batch.status, error)
+        return False
+    return True
 
 
 def new_batch(paths: RunPaths, options: RunOptions) -> Batch:

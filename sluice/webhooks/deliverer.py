@@ -226,7 +226,7 @@ class Deliverer:
             outcome = "dead"
         else:
             outcome = "failed"
-        pause_s = max(answer.retry_after_s, 5.0) if answer.status == 429 else answer.retry_after_s
+        pause_s = min(max(answer.retry_after_s, 5.0 if answer.status == 429 else 0.0), 3600.0)
         paused_until_ms = now_ms + round(pause_s * 1000) if outcome == "failed" and pause_s else 0
         if answer.status == 410:
             await self._disable(endpoint)

@@ -92,12 +92,15 @@ class Endpoint:
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
     @classmethod
-    def from_json(cls, raw: bytes) -> Self:
-        """Parse a stored endpoint."""
-        read: dict[str, Any] = {"tenant": None, **json.loads(raw)}
-        kept = tuple(Secret(each["value"], each["until_ms"]) for each in read["secrets"])
-        known = {name: value for name, value in read.items() if name in cls.__slots__}
-        return cls(**{**known, "events": tuple(read["events"]), "secrets": kept})
+    def from_json(cls, raw: bytes) -> Self | None:
+        """Parse a stored endpoint; None for a value that another program wrote."""
+        try:
+            read: dict[str, Any] = {"tenant": None, **json.loads(raw)}
+            kept = tuple(Secret(each["value"], each["until_ms"]) for each in read["secrets"])
+            known = {name: value for name, value in read.items() if name in cls.__slots__}
+            return cls(**{**known, "events": tuple(read["events"]), "secrets": kept})
+        except (ValueError, TypeError, KeyError):
+            return None
 
     def shown(self) -> dict[str, Any]:
         """Return the endpoint without its secrets."""
@@ -125,10 +128,13 @@ class Delivery:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, raw: bytes) -> Self:
-        """Parse a stored delivery."""
-        read: Mapping[str, Any] = json.loads(raw.decode("utf-8", "replace"))
-        return cls(**{name: read[name] for name in cls.__slots__ if name in read})
+    def from_json(cls, raw: bytes) -> Self | None:
+        """Parse a stored delivery; None for a value that another program wrote."""
+        try:
+            read: Mapping[str, Any] = json.loads(raw.decode("utf-8", "replace"))
+            return cls(**{name: read[name] for name in cls.__slots__ if name in read})
+        except (ValueError, TypeError):
+            return None
 
     def next_attempt_ms(self, now_ms: int, retry_after_s: float) -> int | None:
         """Return when to try again after a failed attempt; None after the last one, a day after the first."""

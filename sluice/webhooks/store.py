@@ -66,7 +66,8 @@ class WebhookStore:
     async def endpoints(self) -> list[Endpoint]:
         """Return all endpoints, oldest first."""
         stored: dict[bytes, bytes] = await self._retries.run(lambda: self._redis.hgetall(keys.WEBHOOKS))
-        return sorted(map(Endpoint.from_json, stored.values()), key=lambda each: (each.created_at, each.id))
+        found = filter(None, map(Endpoint.from_json, stored.values()))
+        return sorted(found, key=lambda each: (each.created_at, each.id))
 
     async def add(self, endpoint: Endpoint) -> None:
         """Store a new endpoint. Raises ValueError if there are a hundred."""
@@ -78,9 +79,8 @@ class WebhookStore:
         the endpoint and what waits for it. Returns the endpoint as it was before, None if there is none of this id."""
         while True:
             raw: bytes | None = await self._retries.run(lambda: self._redis.hget(keys.WEBHOOKS, id))
-            if raw is None:
+            if raw is None or (old := Endpoint.from_json(raw)) is None:
                 return None
-            old = Endpoint.from_json(raw)
             new = change(old)
             if await self._run("endpoint", id, raw, new.to_json() if new else "") == 1:
                 return old
@@ -94,10 +94,8 @@ class WebhookStore:
         numbers = [part for pair in under_way.items() for part in pair]
         now, more, *parts = await self._run("take", "" if now_ms is None else now_ms, lease_ms, limit, *numbers)
         found = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
-        taken = [
-            Taken(Endpoint.from_json(endpoint), Delivery.from_json(delivery), lease.decode())
-            for endpoint, delivery, lease in found
-        ]
+        parsed = [(Endpoint.from_json(one), Delivery.from_json(two), lease.decode()) for one, two, lease in found]
+        taken = [Taken(endpoint, delivery, lease) for endpoint, delivery, lease in parsed if endpoint and delivery]
         return int(now), bool(more), taken
 
     async def settle(
@@ -146,19 +144,20 @@ class WebhookStore:
                 return await pipe.execute()
 
         stored, due = await self._retries.run(read)
-        found = [(Delivery.from_json(stored[id]), int(at)) for id, at in due if id in stored]
+        parsed = [(Delivery.from_json(stored[id]), int(at)) for id, at in due if id in stored]
+        found = [(delivery, at) for delivery, at in parsed if delivery]
         return sorted(found, key=lambda each: each[0].since_ms)
 
     async def dead(self, endpoint_id: str) -> list[Delivery]:
         """Return the dead letters, oldest first."""
-        return [Delivery.from_json(raw) for raw in await self._dead(endpoint_id)]
+        return [*filter(None, map(Delivery.from_json, await self._dead(endpoint_id)))]
 
     async def retry(self, endpoint_id: str, event_id: str | None, now_ms: int) -> int:
         """Let dead letters be delivered again, that of an event or all, and return their number."""
         retried = 0
         for raw in await self._dead(endpoint_id):
             letter = Delivery.from_json(raw)
-            if event_id in (None, letter.id):
+            if letter and event_id in (None, letter.id):
                 again = replace(letter, attempts=0, since_ms=now_ms).to_json()
                 retried += await self._run("retry", endpoint_id, letter.id, raw, again, now_ms)
         return retried

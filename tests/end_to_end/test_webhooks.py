@@ -79,6 +79,7 @@ def test_an_endpoint_that_answers_again_is_enabled_again(sluice: Command, receiv
         (("add", "http://hooks.example/", "--event", "batch.*"), "https:"),
         (("add", "https://10.0.0.1/", "--event", "batch.*"), "--allow-private"),
         (("add", "hooks.example", "--event", "batch.*"), "the URL must begin with"),
+        (("add", "https://hooks.example/", "--event", "batch.*", "--tenant", ""), "--tenant: a name has 1 to 128"),
         (("rotate", "we_1", "--overlap", "a day"), "--overlap: 'a day' is not a time"),
         (("rotate", "we_1"), "there is no endpoint 'we_1'"),
         (("test", "we_1"), "there is no endpoint 'we_1'"),

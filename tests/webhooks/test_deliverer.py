@@ -325,6 +325,19 @@ async def test_a_receiver_says_how_long_it_wants_nothing(
     assert len(receiver.received) == 3
 
 
+async def test_a_receiver_that_names_years_stops_its_endpoint_for_an_hour(
+    client: Client, store: WebhookStore, receiver: Receiver, clock: Clock
+) -> None:
+    receiver.status, receiver.headers = 503, {"Retry-After": "9" * 30}
+    await store.add(endpoint_of(receiver.url))
+    await end_run(client)
+    async with deliverer_of(store, clock) as deliverer:
+        await pass_by(deliverer)
+        await end_run(client, "batch_00000000000a")
+        receiver.status, receiver.headers = 200, {}
+        assert await attempts(receiver, deliverer, clock, hours=25) == [60, 1440]
+
+
 async def test_a_redirect_is_a_failure_and_is_not_followed(
     client: Client, store: WebhookStore, receiver: Receiver
 ) -> None:
@@ -495,6 +508,23 @@ async def test_an_endpoint_that_is_removed_takes_what_waits_for_it(client: Clien
     assert await store.change(endpoint.id, lambda _: None) == endpoint
     assert await store.change(endpoint.id, lambda _: None) is None
     assert await client.redis.keys("sluice:webhooks*") == []
+
+
+async def test_foreign_values_stop_no_delivery(client: Client, store: WebhookStore, receiver: Receiver) -> None:
+    endpoint = endpoint_of(receiver.url)
+    foreign = {f"x{number}": value for number, value in enumerate(("", "1", "{}", '{"events":["batch.completed"]}'))}
+    await client.redis.hset("sluice:webhooks", mapping=foreign)
+    await store.add(endpoint)
+    await client.redis.rpush("sluice:webhooks:outbox:batch", "", "1", "{}")
+    await client.redis.set("sluice:webhooks:outbox:job", "x")
+    await client.redis.zadd(f"sluice:webhooks:due:{endpoint.id}", {"a": 1, "b": 1})
+    await client.redis.hset(f"sluice:webhooks:waiting:{endpoint.id}", "b", "[]")
+    await end_run(client)
+    await client.cancel((await client.submit([], model="nobody")).id)
+    async with deliverer_of(store) as deliverer:
+        await pass_by(deliverer)
+    assert sorted(json.loads(each.body)["type"] for each in receiver.received) == ["batch.completed", "job.cancelled"]
+    assert await store.endpoints() == [endpoint]
 
 
 async def test_there_is_a_limit_of_endpoints(store: WebhookStore) -> None:

@@ -18,6 +18,7 @@ from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.client import Client
+from sluice.contract.keys import TENANT_CHARACTERS
 from sluice.webhooks.endpoint import Delivery, Endpoint, read_events
 from sluice.webhooks.store import Counts, WebhookStore
 
@@ -28,10 +29,10 @@ webhooks = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @webhooks.callback()
 def _about() -> None:
-    """Send an HTTP request when a run, a background response or a job has ended.
+    """Tell URLs when runs, responses and jobs have ended.
 
-    The requests follow the Standard Webhooks specification, and OpenAI's clients verify them. Each `sluice serve` and
-    `sluice up` sends them, as does `sluice webhooks deliver`.
+    The responses are those with background: true. The requests follow the Standard Webhooks specification, and
+    OpenAI's clients verify them. `sluice serve` and `sluice up` send them, and so does `sluice webhooks deliver`.
 
     \b
     Example:
@@ -56,14 +57,14 @@ def add(
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Register an endpoint, and print its secret: it is shown this once.
+    """Register an endpoint, and print its secret.
 
     \b
     Events: batch.completed, batch.failed, batch.cancelled, batch.expired, response.completed, response.failed,
     response.cancelled, response.incomplete, job.finished, job.failed, job.cancelled. Those of responses are sent for
     ones with background: true, and those of jobs for jobs that neither the gateway nor a run has queued.
 
-    The secret goes to stdout, all else to stderr.
+    The secret is shown this once. It goes to stdout, all else to stderr.
 
     \b
     Examples:
@@ -73,6 +74,8 @@ def add(
     with needs_gateway():
         from sluice.network import BadUrl
         from sluice.webhooks.deliverer import check_url
+    if tenant is not None and not 0 < len(tenant) <= TENANT_CHARACTERS:
+        raise CliError(f"--tenant: a name has 1 to {TENANT_CHARACTERS} characters, not {len(tenant):,}.")
     try:
         check_url(url, allow_private=allow_private)
         events = read_events(event)
@@ -86,7 +89,7 @@ def add(
 
 @webhooks.command("list")
 def list_endpoints(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
-    """List the endpoints, without their secrets, and how many deliveries wait for them.
+    """List the endpoints, and what waits for them.
 
     \b
     Examples:
@@ -107,10 +110,10 @@ def list_endpoints(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> 
 
 @webhooks.command("test")
 def send_test(id: EndpointId, redis_url: RedisUrl = REDIS_URL) -> None:
-    """Send a request with the event `webhook.test` from here, and show the answer.
+    """Send a test from here, and show the answer.
 
-    An endpoint that was disabled, because it had answered 410, is enabled again if it answers with 2xx. Exit codes: 0
-    if it did, 1 if it did not, 2 if there is no such endpoint.
+    The event is `webhook.test`. An endpoint that was disabled, because it had answered 410, is enabled again if it
+    answers with 2xx. Exit codes: 0 if it did, 1 if it did not, 2 if there is no such endpoint.
 
     \b
     Example:
@@ -132,7 +135,9 @@ def rotate(
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Give an endpoint a new secret, and print it. Until the overlap has passed, requests have a signature of each.
+    """Give an endpoint a new secret, and print it.
+
+    Until the overlap has passed, requests have a signature of each.
 
     \b
     Example:
@@ -150,7 +155,7 @@ def rotate(
 
 @webhooks.command()
 def rm(id: EndpointId, redis_url: RedisUrl = REDIS_URL) -> None:
-    """Remove an endpoint, its waiting deliveries and its dead letters.
+    """Remove an endpoint and all that waits for it.
 
     \b
     Example:
@@ -166,7 +171,7 @@ def deliveries(
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """List the deliveries that wait, or the dead letters, oldest first.
+    """List what waits, or the dead letters.
 
     \b
     Examples:
@@ -188,7 +193,9 @@ def retry(
     id: Annotated[str, typer.Argument(metavar="ID", help="Id of an event, or of an endpoint for all of its.")],
     redis_url: RedisUrl = REDIS_URL,
 ) -> None:
-    """Deliver dead letters again, with another day for it. Exit codes: 0, or 2 if there are none.
+    """Deliver dead letters again, for another day.
+
+    Exit codes: 0, or 2 if there are none.
 
     \b
     Examples:
@@ -203,7 +210,9 @@ def retry(
 
 @webhooks.command("deliver")
 def deliver_events(redis_url: RedisUrl = REDIS_URL) -> None:
-    """Deliver events until Ctrl-C or SIGTERM, as each gateway does. Any number of these processes share the work.
+    """Deliver until Ctrl-C or SIGTERM, as gateways do.
+
+    Any number of these processes share the work.
 
     \b
     Example:

@@ -4,6 +4,7 @@ local MAX_EVENTS = 10000 -- that wait in an outbox, about 3 MB; more are dropped
 -- `kind`: job, response or batch; `key`: what makes the event's id, so that an end which is noted twice has one.
 local function notify(kind, outcome, id, tenant, key)
   if type(redis.pcall('HGET', 'sluice:webhooks:wanted', kind)) ~= 'string' then return end -- no endpoint, or no right to it
+  if #id > 128 then return end -- a foreign job, which only ends
   local outbox, type_of_event = 'sluice:webhooks:outbox:' .. kind, kind .. '.' .. outcome
   local waiting = redis.pcall('LLEN', outbox)
   if type(waiting) ~= 'number' then

@@ -17,9 +17,11 @@ end
 
 redis.call('DEL', 'sluice:webhooks:wanted')
 for _, text in ipairs(redis.call('HVALS', 'sluice:webhooks')) do
-  local endpoint = cjson.decode(text)
-  for _, event in ipairs(endpoint.disabled and {} or endpoint.events) do
-    redis.call('HSET', 'sluice:webhooks:wanted', string.match(event, '^%a+'), 1)
+  local readable, endpoint = pcall(cjson.decode, text)
+  if readable and type(endpoint) == 'table' and type(endpoint.events) == 'table' and not endpoint.disabled then
+    for _, event in ipairs(endpoint.events) do
+      redis.call('HSET', 'sluice:webhooks:wanted', string.match(event, '^%a+'), 1)
+    end
   end
 end
 return 1

@@ -46,7 +46,7 @@ local function empty(outbox)
   for _, text in ipairs(events) do
     if made >= MAX_MADE then break end
     local readable, event = pcall(cjson.decode, text)
-    for _, each in ipairs(readable and endpoints or {}) do
+    for _, each in ipairs(readable and type(event) == 'table' and event.id and endpoints or {}) do
       if wants(each.endpoint, event) then deliver(each.id, event) end
     end
     done = done + 1
@@ -71,7 +71,10 @@ end
 
 local stored = redis.call('HGETALL', 'sluice:webhooks')
 for at = 1, #stored, 2 do
-  endpoints[#endpoints + 1] = { id = stored[at], text = stored[at + 1], endpoint = cjson.decode(stored[at + 1]) }
+  local readable, endpoint = pcall(cjson.decode, stored[at + 1])
+  if readable and type(endpoint) == 'table' and type(endpoint.events) == 'table' then -- no foreign value
+    endpoints[#endpoints + 1] = { id = stored[at], text = stored[at + 1], endpoint = endpoint }
+  end
 end
 for _, kind in ipairs(KINDS) do empty('sluice:webhooks:outbox:' .. kind) end
 for _, each in ipairs(endpoints) do take(each) end
