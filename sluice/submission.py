@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
@@ -66,6 +66,8 @@ class NewJob:
         keys.check_model_name(self.model)
         if self.lane not in keys.LANES:
             raise ValueError(f"lane must be one of {', '.join(keys.LANES)}, not {self.lane!r}")
+        if self.webhooks not in get_args(JobWebhooks):
+            raise ValueError(f"webhooks must be response, none, or empty for those of a job, not {self.webhooks!r}")
 
 
 def new_job(

@@ -296,12 +296,19 @@ async def _delivering_webhooks(client: Client, metrics: WebhookMetrics) -> Async
         asyncio.create_task(deliver(client, metrics.ended)),
         asyncio.create_task(_measure_webhooks(client, metrics)),
     ]
+    for task in tasks:
+        task.add_done_callback(_log_failure)
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        logger.error("this gateway delivers or measures no more webhooks; please report it", exc_info=error)
 
 
 async def _measure_webhooks(client: Client, metrics: WebhookMetrics) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -374,6 +376,34 @@ async def test_a_slow_receiver_delays_no_other_endpoint(
 
         await until(has_failed)
         assert (await store.counts(slow.id)).last == "no answer within 1 s"
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_names_that_nobody_answers_for_delay_no_other_endpoint(
+    client: Client, store: WebhookStore, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    def look_up(host: str, *given: Any, **more: Any) -> Any:
+        if host == "silent.example":
+            release.wait(20)
+        return socket.getaddrinfo("127.0.0.1", *given, **more)
+
+    monkeypatch.setattr("sluice.network.getaddrinfo", look_up)
+    for number in range(3):
+        await store.add(endpoint_of(f"http://silent.example/{number}"))
+    await store.add(endpoint_of(f"{receiver.url}/quick"))
+    for number in range(9):
+        await end_run(client, f"batch_00000000000{number}")
+    async with deliverer_of(store, timeout_s=5.0) as deliverer:
+        running = asyncio.create_task(deliverer.run())
+
+        async def all_are_there() -> bool:
+            return len(receiver.at("/quick")) == 9
+
+        await until(all_are_there, within_s=4)
+        release.set()
         running.cancel()
         await asyncio.wait([running])
 
