@@ -1,19 +1,23 @@
 """`sluice webhooks` and `--on-end`: commands, processes that are killed, and a gateway."""
 
 import json
+import re
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
+from openai import InvalidWebhookSignatureError, OpenAI
 from standardwebhooks import Webhook
 
+from sluice.webhooks.endpoint import Endpoint
 from tests.batch.helpers import line, write
 from tests.end_to_end.test_cli import Command
 from tests.gateway.gateways import gateway_process
+from tests.support.stack import ROOT
 from tests.webhooks.conftest import receiver as receiver
 from tests.webhooks.receiver import Receiver
 
@@ -160,3 +164,15 @@ def test_a_command_runs_at_the_end_of_a_run_and_its_failure_changes_no_exit_code
         status["id"], "completed", str(tmp_path / "out.jsonl"), "",
     ]  # fmt: skip
     assert ("failed with exit code 7" in run[2]) == (code == 7)
+
+
+def test_the_page_s_example_reads_a_request(capsys: pytest.CaptureFixture[str]) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "webhooks.md").read_text(), re.DOTALL)
+    endpoint = Endpoint.new("https://example.com/", ["batch.failed"], None, allow_private=False, created_at=1)
+    body = b'{"id":"evt_1","object":"event","created_at":1,"type":"batch.failed","data":{"id":"batch_1"}}'
+    found: dict[str, Any] = {}
+    exec(source.replace("whsec_...", endpoint.secrets[0].value), found)
+    found["hook"](body, endpoint.headers("evt_1", body, round(time.time() * 1000)))
+    assert capsys.readouterr().out == "batch.failed batch_1\n"
+    with pytest.raises(InvalidWebhookSignatureError):
+        found["hook"](body + b" ", endpoint.headers("evt_1", body, round(time.time() * 1000)))
