@@ -164,13 +164,14 @@ def _problem(error: BatchRefused) -> Problem:
 async def _archive(redis: Redis, batch: Batch, run_dir: Path, parent: Path) -> None:
     """Move an ended run into `parent` and report its end.
 
-    The status is stored before the move, so that a crash cannot hide it, and published after it, so that its readers
-    find the files.
+    The status is stored before the move, so that a crash cannot hide it from clients and webhooks, and published after
+    it, so that its readers find the files. Without a server the run stays in `running`, for the next pass.
     """
     batch = _moved(batch, parent / run_dir.name)
     registry = BatchRegistry(redis)
     retries = endless_retries(redis)
-    await publish(retries, registry.put, batch)
+    if not await publish(retries, registry.put, batch):
+        return
     run_dir.rename(parent / run_dir.name)
     await publish(retries, registry.announce, batch)
     counts = batch.request_counts

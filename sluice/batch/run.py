@@ -26,7 +26,7 @@ from sluice.batch.source import (
     sorted_for_reuse,
 )
 from sluice.batch.transitions import RunAction, RunEvent, run_step
-from sluice.contract.batch import NO_LINES, Batch, BatchDetails, BatchState, Problem, Problems, RequestCounts
+from sluice.contract.batch import NO_LINES, Batch, BatchState, Problem, Problems, RequestCounts
 from sluice.errors import BatchRefused, describe_served
 from sluice.presence import Workers
 from sluice.transport import Retries
@@ -206,8 +206,8 @@ def endless_retries(redis: Redis) -> Retries:
 
 async def publish(
     retries: Retries, method: Callable[[Batch], Awaitable[None]], batch: Batch, *, for_s: float = 60.0
-) -> None:
-    """Send the status with a method of `BatchRegistry`; logs an error if it fails for `for_s` seconds.
+) -> bool:
+    """Send the status with a method of `BatchRegistry`. If that fails for `for_s` seconds, log it and return False.
 
     The files hold the result, so a server that is down or full must not block the end of a run.
     """
@@ -215,6 +215,8 @@ async def publish(
         await retries.run_for(lambda: method(batch), for_s)
     except (RedisError, OSError) as error:
         logger.error("%s is %s, but the server could not be informed: %s", batch.id, batch.status, error)
+        return False
+    return True
 
 
 def new_batch(paths: RunPaths, options: RunOptions) -> Batch:
@@ -423,12 +425,13 @@ class _LineCounts:
             error_file_id=str(self.results.errors_path) if self.results.errors_path else None,
             request_counts=RequestCounts(self.models.total(), counts.completed, counts.failures.total()),
             usage=counts.usage,
-            sluice=BatchDetails(
-                host=batch.sluice.host,
+            sluice=replace(
+                batch.sluice,
                 seconds=round(time.time() - self.since, 3),
                 models=dict(self.models),
                 retried=counts.retried,
                 failures=dict(counts.failures),
                 cut_off=counts.cut_off,
+                paused_at=None,
             ),
         )

@@ -209,6 +209,24 @@ async def test_an_end_that_nobody_was_told_of_is_made_good_by_the_next_pass(
     assert len(chat.began) == 1
 
 
+async def test_a_run_whose_end_the_server_refuses_is_archived_by_a_later_pass(
+    client: Client, db: Redis, chat: Chat, folder: RunFolder, redis_url: str
+) -> None:
+    put(folder, "in.jsonl", "a")
+    await feed(client, folder)
+    (home,) = folder.done.iterdir()
+    home.rename(folder.running / home.name)
+    await db.acl_setuser("reader", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all", "-set"])
+    try:
+        async with Client(redis_url.replace("redis://", "redis://reader:any@")) as reader:
+            await feed(reader, folder, take=False)
+            assert there(folder) == {"running": ["in"]}
+    finally:
+        await db.acl_deluser("reader")
+    await feed(client, folder, take=False)
+    assert there(folder) == {"done": ["in"]}
+
+
 async def test_what_is_no_run_is_let_be(client: Client, folder: RunFolder) -> None:
     (folder.running / "notes.txt").write_text("hello")
     (folder.running / "empty").mkdir()

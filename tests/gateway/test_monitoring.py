@@ -9,11 +9,13 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import generate_latest
 from redis.asyncio import Redis
 
 import worker.jobs
@@ -25,12 +27,26 @@ from sluice.gateway.monitoring import GatewayMetrics
 from sluice.gateway.settings import CannotServe
 from sluice.log_lines import LineFormatter, wrapped
 from sluice.queues import QueueHead
+from sluice.webhooks.store import Counts
 from tests.fakes import ByteTokenizer, FakeChat, FakeEngine, worker_context
 from tests.gateway.chat.test_routes import PATH, data_of, request, text_of, until_running
 from tests.gateway.gateways import gateway_process, serving
 from tests.queue.helpers import field, listening, settings, working
 from tests.support.stack import ROOT, Server
 from tests.waiting import until
+
+
+def test_what_waits_of_webhooks_is_measured() -> None:
+    metrics = GatewayMetrics()
+    metrics.webhooks.wait(Counts(waiting=2, dead=1, dropped=3, oldest_ms=round(time.time() * 1000) - 60_000))
+    metrics.webhooks.ended("failed")
+    found = dict(
+        line.rsplit(" ", 1) for line in generate_latest(metrics.registry).decode().splitlines() if line[0] != "#"
+    )
+    numbers = {name: float(found[f"sluice_serve_webhooks_{name}"]) for name in ("waiting", "dead", "dropped")}
+    assert numbers == {"waiting": 2, "dead": 1, "dropped": 3}
+    assert 60 <= float(found["sluice_serve_webhooks_oldest_seconds"]) < 90
+    assert found['sluice_serve_webhook_attempts_total{result="failed"}'] == "1.0"
 
 
 def test_a_line_for_a_terminal_ends_at_words() -> None:

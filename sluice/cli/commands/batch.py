@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -132,6 +133,14 @@ def run_file(
     wait: Annotated[
         bool, typer.Option("--wait", help="Queue lines for a model that no worker serves, even if others are served.")
     ] = False,
+    on_end: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Run this in a shell after the end, with SLUICE_BATCH_ID, _STATUS, _OUTPUT and _ERRORS in its "
+            "environment and the status object on stdin.",
+        ),
+    ] = None,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -150,6 +159,7 @@ def run_file(
     Examples:
       sluice batch run in.jsonl -o out.jsonl
       sluice batch run for-openai.jsonl -o out.jsonl --map gpt-4o-mini=default
+      sluice batch run in.jsonl -o out.jsonl --on-end 'mail -s "$SLUICE_BATCH_STATUS" me@example.com'
     """
     models = read_models(map or [])
     if model is not None:
@@ -174,7 +184,19 @@ def run_file(
         print_problems(batch)
         if any(problem.code == "unserved_model" for problem in batch.errors.data):
             note("Change the options as shown, or add --wait to queue the lines until there is a worker.", style="red")
+    if on_end is not None:
+        _run_at_end(on_end, batch)
     raise typer.Exit(_exit_code(batch))
+
+
+def _run_at_end(command: str, batch: Batch) -> None:
+    """Run a user's command with the status of a run. What it prints goes to stderr, and a failure is only told: the
+    exit code is that of the run."""
+    about = {"ID": batch.id, "STATUS": batch.status, "OUTPUT": batch.output_file_id, "ERRORS": batch.error_file_id}
+    env = os.environ | {f"SLUICE_BATCH_{name}": value or "" for name, value in about.items()}
+    code = subprocess.run(command, shell=True, env=env, input=batch.to_json().encode(), stdout=2).returncode
+    if code:
+        note(f"--on-end: the command has failed with exit code {code}; the run is {batch.status}.", style="red")
 
 
 async def _run(url: str, input: Path, output: Path, options: dict[str, Any]) -> Batch:
