@@ -134,7 +134,8 @@ class LineDispatcher:
         if the server refuses a command.
         """
         self._fill()
-        if self._limits.are_old and (models := {entry.line.model for entry in self._in_flight.values()}):
+        models = {each.line.model for each in self._in_flight.values() if each.last or "cut" in self._limits.retry}
+        if models and self._limits.are_old:
             self._limits.update(await self._store.token_limits(models))
         await self._queue()
         before = len(self._in_flight)
@@ -283,6 +284,7 @@ class _Limits:
 
     def __init__(self, retry: Mapping[str, int]) -> None:
         self.retry = retry
+        self._noted = set[str]()  # of a run, once each
         self._tokens: TokenLimits = {}
         self._until = 0.0  # by the monotonic clock
 
@@ -300,7 +302,21 @@ class _Limits:
         """Return the limit of tokens for a cut answer that is run again, as `raised_limit` does."""
         context, most = self._tokens.get(model, (None, None))
         bounds = [] if context is None else [context - details.input_tokens]
-        return raised_limit(asked, details, bounds if most is None else [*bounds, most])
+        limit = raised_limit(asked, details, bounds if most is None else [*bounds, most])
+        if details.finish_reason == "length" and "cut" in self.retry:
+            self._note(asked, details.output_tokens, limit)
+        return limit
+
+    def _note(self, asked: int | None, length: int, limit: int | None) -> None:
+        if limit is None:
+            note = "the context, the worker's memory or SLUICE_MAX_OUTPUT_TOKENS allows no longer one: it stays cut off"
+        elif asked is None:
+            note = "its request has no max_tokens, so it is run again with twice as many"
+        else:
+            return
+        if note not in self._noted:
+            self._noted.add(note)
+            logger.warning("an answer was cut off at %d tokens, and %s; likewise others of this run", length, note)
 
 
 def _apply_submission(entry: InFlightLine, outcome: Submitted | QueueFull | ServerFull) -> None:

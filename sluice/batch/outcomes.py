@@ -22,6 +22,7 @@ from sluice.contract.events import parse_as
 KINDS: tuple[OutcomeKind, ...] = get_args(OutcomeKind)  # the best first
 TO_RETRY: tuple[OutcomeKind, ...] = ("invalid", "cut", "failed", "refused")
 ANSWERS: tuple[OutcomeKind, ...] = ("answered", "cut", "refused")
+_REPLACED = "replaced"
 NOT_JSON = "answer_not_json"  # the code of an answer that is not the JSON that was asked for
 
 
@@ -58,7 +59,7 @@ def details_of(result: Mapping[str, Any], *, wants_json: bool = False) -> LineDe
 def details_of_line(line: Mapping[str, Any]) -> LineDetails:
     """Return the details in a line of a result file; of one from an earlier version they are read from the body."""
     match line:
-        case {"sluice": dict(details)}:
+        case {"sluice": {"kind": str(kind)} as details} if kind in KINDS:
             return parse_as(LineDetails, details)
         case {"error": {"code": str(code)}, "response": {"body": dict(body)}} if code == NOT_JSON:
             return replace(details_of(body), kind="invalid")
@@ -166,24 +167,29 @@ class OutcomeTally:
     @property
     def kinds(self) -> dict[str, OutcomeCounts]:
         """Sums by the kind of the outcome, without kinds that no line has."""
-        replaced = sum(map(_sums, self._replaced.values()), Counter[str]())
-        found: dict[str, OutcomeCounts] = {kind: _counts(self._sums[kind]) for kind in KINDS}
-        found["replaced"] = _counts(replaced)
+        found = {kind: _counts(self._sums[kind]) for kind in (*KINDS, _REPLACED)}
         return {kind: counts for kind, counts in found.items() if counts.lines}
 
     def keep(self, job_id: str, details: LineDetails) -> None:
         """Count an outcome that is kept while its line is run again."""
+        self._uncount(job_id)
         self._replaced[job_id] = details
+        self._sums[_REPLACED] += _sums(details)
+
+    def _uncount(self, job_id: str) -> None:
+        if replaced := self._replaced.pop(job_id, None):
+            self._sums[_REPLACED] -= _sums(replaced)
 
     def add(self, line: dict[str, Any]) -> None:
         """Count a line of the output or error file."""
         self.retried += is_retry(line["id"])
         details = details_of_line(line)
         self._sums[details.kind] += _sums(details)
-        if error := line.get("error"):
-            self.failures[error["code"]] += 1
+        match line:
+            case {"error": {"code": str(code)}}:
+                self.failures[code] += 1
         if response := line.get("response"):
-            self._replaced.pop(response["request_id"], None)  # it was kept, and is the best
+            self._uncount(response.get("request_id"))  # it was kept, and is the best
         if details.seconds:
             slow = SlowLine(line["custom_id"], details.seconds, details.output_tokens)
             slowest = sorted([*self.slowest, slow], key=lambda each: each.seconds, reverse=True)
