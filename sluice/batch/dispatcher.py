@@ -339,11 +339,12 @@ def _apply_job(entry: InFlightLine, result: bytes | None, exists: bool, limits: 
         case {"type": "cancelled", "reason": str(reason)}:
             cancelled = _failed("cancelled", cancelled_sentence(reason), errors.JobCancelled(reason))
             return entry.apply(LineEvent.JOB_CANCELLED, outcome=cancelled)
-    details = details_of(ended, wants_json=entry.wants_json)
+    answer: dict[str, Any] = ended if isinstance(ended, dict) else {}
+    details = details_of(answer, wants_json=entry.wants_json)
     outcome = Outcome(details, result)
     if details.kind == "invalid":
         outcome = Outcome(details, error=LineError(NOT_JSON, _not_json(details), 200, result))
-    raised = limits.raised(entry.limit, details, str(ended.get("model")))
+    raised = limits.raised(entry.limit, details, str(answer.get("model")))
     return _end(entry, outcome, most_retries(details, limits.retry, raised))
 
 

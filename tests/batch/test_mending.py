@@ -225,6 +225,16 @@ async def test_a_run_that_ends_early_keeps_the_answers_that_were_run_again(
     assert batch.sluice.failures == {"answer_not_json": 1, f"batch_{how}": 1}
 
 
+async def test_a_foreign_result_is_an_answer_and_stops_nothing(
+    client: Client, db: Redis, tmp_path: Path, out: Path
+) -> None:
+    task = asyncio.create_task(client.batch(write(tmp_path / "in.jsonl", says("a")), out, models=ANY))
+    await until(lambda: db.exists("sluice:queue:default:batch"))
+    (run,) = await client.batches()
+    await db.set(f"sluice:result:{run.id}-1", "[]")
+    assert kinds(await task) == {"answered": 1}
+
+
 # Crashes
 
 

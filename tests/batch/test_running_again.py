@@ -245,6 +245,23 @@ async def test_what_has_no_lines_to_run_again_is_said(
         await client.rerun_batch(refused.id)
 
 
+@pytest.mark.parametrize("what", ["changed", "missing"])
+async def test_nothing_is_touched_if_the_input_is_another(
+    client: Client, chat: Chat, ended: Batch, out: Path, tmp_path: Path, what: str
+) -> None:
+    many = tmp_path / "in.jsonl"
+    before = {path: path.read_bytes() for path in tmp_path.glob("out*")}
+    if what == "changed":
+        write(many, says("other"))
+    else:
+        many.unlink()
+    with pytest.raises(BatchRefused, match=r"in\.jsonl"):
+        await client.rerun_batch(out)
+    assert {path: path.read_bytes() for path in tmp_path.glob("out*")} == before
+    write(many, *LINES)
+    assert (await client.rerun_batch(out)).request_counts.failed == 0
+
+
 async def test_a_run_of_an_earlier_version_is_run_again(client: Client, chat: Chat, ended: Batch, out: Path) -> None:
     state = out.with_name("out.jsonl.run")
     stored = json.loads(state.read_bytes().splitlines()[-1])

@@ -52,6 +52,20 @@ def test_cut_and_invalid_answers_are_mended_within_the_run_or_after_it(sluice: C
 
 
 @pytest.mark.usefixtures("alive")
+def test_a_run_of_a_folder_is_handed_back_by_its_id(sluice: Command, tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", count(0), count(1, max_tokens=3))
+    (tmp_path / "runs").mkdir()
+    feed = ("batch", "feed", "runs", "--take", "--models", "*=default")
+    run_id = sluice("batch", "submit", str(many), "--dir", "runs")[1].strip()
+    assert sluice(*feed)[0] == 0
+    code, said, err = sluice("batch", "rerun", run_id, "--cut", "--retry", "cut", "--retries", "3")
+    assert (code, said, err.startswith(f"{run_id} waits for the workers of its folder.")) == (0, "", True)
+    assert json.loads(sluice("batch", "rerun", run_id, "--json")[1])["status"] == "in_progress"
+    assert sluice(*feed)[0] == 0
+    assert texts(tmp_path / "runs" / "done" / run_id / "output.jsonl") == {"r0": counted(0), "r1": counted(1)}
+
+
+@pytest.mark.usefixtures("alive")
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
