@@ -167,7 +167,7 @@ async def _archive(redis: Redis, batch: Batch, run_dir: Path, parent: Path) -> N
     The status is stored before the move, so that a crash cannot hide it from clients and webhooks, and published after
     it, so that its readers find the files. Without a server the run stays in `running`, for the next pass.
     """
-    batch = _moved(batch, parent / run_dir.name)
+    batch = moved(batch, parent / run_dir.name)
     registry = BatchRegistry(redis)
     retries = endless_retries(redis)
     if not await publish(retries, registry.put, batch):
@@ -178,15 +178,17 @@ async def _archive(redis: Redis, batch: Batch, run_dir: Path, parent: Path) -> N
     logger.info("%s %s: %d of %d lines answered", batch.id, batch.status, counts.completed, counts.total)
 
 
-def _moved(batch: Batch, new: Path) -> Batch:
-    def moved(path: str) -> str:
+def moved(batch: Batch, new: Path) -> Batch:
+    """Return the status of a run whose folder is moved to `new`."""
+
+    def there(path: str) -> str:
         return str(new / Path(path).name)
 
     return replace(
         batch,
-        input_file_id=moved(batch.input_file_id),
-        output_file_id=batch.output_file_id and moved(batch.output_file_id),
-        error_file_id=batch.error_file_id and moved(batch.error_file_id),
+        input_file_id=there(batch.input_file_id),
+        output_file_id=batch.output_file_id and there(batch.output_file_id),
+        error_file_id=batch.error_file_id and there(batch.error_file_id),
     )
 
 

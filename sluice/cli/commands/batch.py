@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +24,7 @@ from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, integer
 from sluice.cli.terminal.batch_view import ProgressView, describe_state, print_problems, print_report, read_models
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
+from sluice.client import Client
 from sluice.contract.batch import Batch
 from sluice.errors import BatchRefused, UnknownBatch
 
@@ -101,6 +102,28 @@ async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> b
     return True
 
 
+Retry = Annotated[
+    str | None,
+    typer.Option(
+        "--retry", metavar="KINDS", help="Run such lines again: invalid,cut,failed,refused, or some of these."
+    ),
+]
+Retries = Annotated[
+    int | None,
+    typer.Option("--retries", parser=integer(1), metavar="N", help="At most so many times each.  [default: 2]"),
+]
+
+
+def _retry_options(retry: str | None, retries: int | None) -> dict[str, Any]:
+    """Return the options of `Client.batch`. Raises `CliError`."""
+    if retry is None:
+        if retries is not None:
+            raise CliError("--retries: it says how often lines of --retry are run again; give --retry, too.")
+        return {}
+    kinds = [kind.strip() for kind in retry.split(",")]
+    return {"retry": dict.fromkeys(kinds, 2 if retries is None else retries)}
+
+
 def run_file(
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests, one per line.")],
     output: Annotated[
@@ -133,6 +156,8 @@ def run_file(
     wait: Annotated[
         bool, typer.Option("--wait", help="Queue lines for a model that no worker serves, even if others are served.")
     ] = False,
+    retry: Retry = None,
+    retries: Retries = None,
     on_end: Annotated[
         str | None,
         typer.Option(
@@ -160,6 +185,7 @@ def run_file(
       sluice batch run in.jsonl -o out.jsonl
       sluice batch run for-openai.jsonl -o out.jsonl --map gpt-4o-mini=default
       sluice batch run in.jsonl -o out.jsonl --on-end 'mail -s "$SLUICE_BATCH_STATUS" me@example.com'
+      sluice batch run in.jsonl -o out.jsonl --retry invalid,cut,failed
     """
     models = read_models(map or [])
     if model is not None:
@@ -170,8 +196,17 @@ def run_file(
         "completion_window": completion_window,
         "window": window,
         "served_only": not wait,
+        **_retry_options(retry, retries),
     }
-    batch = asyncio.run(stoppable(_run(redis_url, file, output, options)))
+
+    async def run(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
+        return await client.batch(file, output, **options, on_progress=on_progress)
+
+    _finish(asyncio.run(stoppable(_run(redis_url, run, output))), file, as_json, on_end)
+
+
+def _finish(batch: Batch | None, file: str | Path, as_json: bool, on_end: str | None = None) -> None:
+    """Print the report of a run, run the command for its end, and exit with its code. None: it was interrupted."""
     if batch is None:
         note("paused. Run the same command again to resume.")
         raise typer.Exit(code=3)
@@ -199,16 +234,20 @@ def _run_at_end(command: str, batch: Batch) -> None:
         note(f"--on-end: the command has failed with exit code {code}; the run is {batch.status}.", style="red")
 
 
-async def _run(url: str, input: Path, output: Path, options: dict[str, Any]) -> Batch:
+async def _run(
+    url: str, run: Callable[[Client, Callable[[Batch], None]], Awaitable[Batch]], output: str | Path
+) -> Batch:
     async with connected(url) as client:
         with ProgressView() as view, _log_as_notes("sluice.batch"):
             try:
-                batch = await client.batch(input, output, **options, on_progress=view.update)
+                batch = await run(client, view.update)
+            except UnknownBatch as error:
+                raise _unknown(error) from None
             except (BatchRefused, ValueError) as error:
                 raise CliError(sentence(str(error))) from None
             except OSError as error:
                 raise CliError(f"{error.filename or output}: {error.strerror}. The run is unchanged.") from None
-        if batch.status != "failed" and not view.started:
+        if batch.ended and batch.status != "failed" and not view.started:
             note(f"{batch.id} was complete already; there was nothing to do.")
         return batch
 
@@ -259,6 +298,45 @@ def _about() -> None:
 batch.command("run")(run_file)
 worker_commands.add(batch, "batch.schedule")
 batch.command("feed", hidden=True)(feed_folder)
+
+
+@batch.command("rerun")
+def rerun_lines(
+    run: Annotated[str, typer.Argument(metavar="ID|OUT.JSONL", help="Id or output file of a run that has ended.")],
+    failed: Annotated[bool, typer.Option("--failed", help="Run lines again that failed.")] = False,
+    invalid: Annotated[bool, typer.Option("--invalid", help="… whose answer is not the JSON asked for.")] = False,
+    cut: Annotated[bool, typer.Option("--cut", help="… whose answer was cut off; with a higher limit.")] = False,
+    refused: Annotated[bool, typer.Option("--refused", help="… that the model refused to answer.")] = False,
+    retry: Retry = None,
+    retries: Retries = None,
+    redis_url: RedisUrl = REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Run lines of an ended run again, by default all failed and invalid ones.
+
+    The new outcomes are written to the same files in place of the old ones; an old one that is better is kept. Nothing
+    is lost if the command stops: run it again. A run of the workers' folder is moved back to `running`, and its workers
+    resume it. It has to run on the machine that has the files of the run. Exit codes as for `batch run`.
+
+    \b
+    Examples:
+      sluice batch rerun out.jsonl
+      sluice batch rerun batch_1b9d6bcd4f0a --cut --retry cut --retries 3
+    """
+    named = {"failed": failed, "invalid": invalid, "cut": cut, "refused": refused}
+    kinds = [kind for kind, wanted in named.items() if wanted] or ["failed", "invalid"]
+    options = _retry_options(retry, retries)
+
+    async def rerun(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
+        return await client.rerun_batch(run, kinds, **options, on_progress=on_progress)
+
+    again = asyncio.run(stoppable(_run(redis_url, rerun, run)))
+    if again is None or again.ended:
+        _finish(again, run, as_json)
+    elif as_json:
+        print_json(asdict(again))
+    else:
+        note(f"{again.id} waits for the workers of its folder. See: sluice batch status {again.id}")
 
 
 @batch.command("submit")
