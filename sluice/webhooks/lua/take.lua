@@ -4,7 +4,7 @@
 -- Returns now_ms, 1 if outboxes hold more events (else 0), and for each delivery: its endpoint and itself, as JSON, and
 -- its lease.
 local MAX_WAITING = 10000 -- deliveries of an endpoint, about 5 MB; more are dropped, and counted
-local MAX_MADE = 200      -- in one call: about 4 ms
+local MAX_MADE = 200      -- in one call: about 2 ms
 local KINDS = { 'batch', 'response', 'job' }
 
 local now, lease_ms, limit = tonumber(ARGV[1]) or milliseconds(), tonumber(ARGV[2]), tonumber(ARGV[3])
