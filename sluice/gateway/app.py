@@ -32,7 +32,7 @@ from sluice.contract.refusals import reason_of
 from sluice.gateway import catalog, chat, embeddings, messages, openapi, page, responses
 from sluice.gateway.caller import limit_headers
 from sluice.gateway.catalog import ANTHROPIC_HEADER
-from sluice.gateway.errors import ApiError, anthropic_response, new_id, openai_response
+from sluice.gateway.errors import anthropic_response, new_id, openai_response
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.key_file import BadKeyFile
 from sluice.gateway.monitoring import REQUEST_ID, AccessLog, WebhookMetrics
@@ -40,6 +40,7 @@ from sluice.gateway.protection import MAX_HEADER_BYTES, MIN_BYTES_PER_S, LocalOn
 from sluice.gateway.settings import REDIS_URL, REDIS_URLS, CannotServe, ServeSettings, read_log_format
 from sluice.gateway.sse import CONNECTION
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
 from sluice.log_lines import set_up_logging
 from sluice.mapped import open_client
 from sluice.service_status import serving

@@ -19,7 +19,7 @@ from sluice.contract import keys
 from sluice.contract.events import Event, parse_event
 from sluice.errors import JobCancelled, JobFailed, NoWorker, ServerUnreachable, SluiceError
 from sluice.gateway.caller import Caller, Limits, estimate, used_tokens
-from sluice.gateway.errors import ApiError, from_client, was_refused
+from sluice.gateway.errors import was_refused
 from sluice.gateway.monitoring import AnswerTimer
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.sse import ClientDisconnected, raised_by, until_ended
@@ -29,11 +29,12 @@ from sluice.gateway.workers import (
     ServedModels,
     model_missing,
     model_not_found,
-    requested_model,
     served_name,
     worker_gone,
 )
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError, from_client
+from sluice.interfaces.fields import requested_model
 from sluice.submission import ExtraKey, NewJob, Submitted, lane_of
 
 logger = logging.getLogger("sluice.gateway")
