@@ -120,6 +120,8 @@ class BatchDetails:
     """Answered lines whose answers reached their limit of tokens."""
     paused_at: int | None = None
     """Last report of its feeder; null while a feeder runs."""
+    tenant: str | None = None
+    """The tenant of the key that created it, which its jobs have; null for a run of the operator."""
 
 
 NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})
