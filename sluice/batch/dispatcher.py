@@ -18,7 +18,7 @@ from sluice.batch.outcomes import NOT_JSON, changes_for, details_of, limit_of, m
 from sluice.batch.registry import JobStores, TokenLimits
 from sluice.batch.source import Line, Source
 from sluice.batch.transitions import LineAction, LineEvent, LineState, line_step
-from sluice.contract.batch import LineDetails, line_job_id
+from sluice.contract.batch import Batch, LineDetails, line_job_id
 from sluice.contract.events import JobError, parse_as
 from sluice.errors import QueueFull, ServerFull
 from sluice.openai import error_reply
@@ -101,20 +101,21 @@ class LineDispatcher:
 
     def __init__(
         self,
-        run_id: str,
+        batch: Batch,
         source: Source,
         lines: Iterable[Line],
         store: JobStores,
         results: ResultFiles,
         window: int,
-        retry: Mapping[str, int] | None = None,
     ) -> None:
-        self._run_id = run_id
+        self._run_id = batch.id
+        tenant = batch.sluice.tenant
+        self._of_tenant = {} if tenant is None else {"tenant": tenant}  # instead of one that a line names
         self._source = source
         self._store = store
         self._results = results
         self._window = window
-        self._limits = _Limits(retry or {})
+        self._limits = _Limits(batch.sluice.retry)
         self._max_queued = 1 << 20  # lines, until the server runs out of memory
         self._waiting = defaultdict[str, deque[Line]](deque)  # by model, so that a slow model does not delay the others
         for line in lines:
@@ -270,7 +271,7 @@ class LineDispatcher:
             raised = self._limits.raised(limit_of(body | entry.changes), last, entry.line.model)
             entry.changes |= changes_for(body, last, raised, entry.retry)
             entry.last = None
-        body |= entry.changes
+        body |= entry.changes | self._of_tenant
         entry.limit = limit_of(body)
         return NewJob(self._job_id(entry), body, entry.line.model, "batch", webhooks="none")
 

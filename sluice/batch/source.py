@@ -281,6 +281,7 @@ class RunOptions:
     served_only: bool = False  # refuse a file for a model without a worker, if other models have one
     models_from_setting: bool = False  # `models` is SLUICE_BATCH_MODELS, which is meant for many files
     retry: Mapping[str, int] | None = None  # how many times to run a line again, by the kind of its outcome
+    tenant: str | None = None  # of the run's jobs
 
     def __post_init__(self) -> None:
         read_kinds(self.retry or ())

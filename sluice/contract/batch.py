@@ -165,7 +165,7 @@ class BatchDetails:
     paused_at: int | None = None
     """Last report of its feeder; null while a feeder runs."""
     tenant: str | None = None
-    """The customer that the run belongs to."""
+    """The tenant of the key that created it, which its jobs have; null for a run of the operator."""
     kinds: dict[str, OutcomeCounts] = field(default_factory=dict)
     """Sums by kind of outcome; `replaced`: of answers that were run again, and replaced by better ones."""
     slowest: tuple[SlowLine, ...] = ()
