@@ -205,6 +205,7 @@ class RunState:
     batch: Batch
     sha256: str  # of the input
     models: Mapping[str, str]
+    remote: str = ""  # URL of the server over HTTP that has the run; its files are ids there
 
 
 class StateFile:
@@ -246,6 +247,7 @@ class StateFile:
             "feeder": f"process {os.getpid()} on {socket.gethostname()}",
             "sha256": state.sha256,
             "models": dict(state.models),
+            **({"remote": state.remote} if state.remote else {}),
             "batch": json.loads(state.batch.to_json()),
         }
         self._lines.append(json.dumps(stored, separators=(",", ":")).encode() + b"\n")
@@ -254,7 +256,9 @@ class StateFile:
 
 def _parse(raw: bytes) -> RunState:
     stored: dict[str, Any] = json.loads(raw)
-    return RunState(Batch.from_json(json.dumps(stored["batch"])), stored["sha256"], stored["models"])
+    return RunState(
+        Batch.from_json(json.dumps(stored["batch"])), stored["sha256"], stored["models"], stored.get("remote", "")
+    )
 
 
 def _feeder(path: Path) -> str:

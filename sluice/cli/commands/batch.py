@@ -6,22 +6,33 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import typer
 
 from sluice.batch.source import WINDOW
 from sluice.cli import worker_commands
 from sluice.cli.errors import CliError, connected, sentence
-from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, integer
-from sluice.cli.terminal.batch_view import ProgressView, describe_state, print_problems, print_report, read_models
-from sluice.cli.terminal.output import format_duration, print_json, print_table
+from sluice.cli.options import (
+    REDIS_URL,
+    ApiKey,
+    AsJson,
+    GatewayUrl,
+    RedisUrl,
+    Remote,
+    integer,
+    is_given,
+    server_of,
+)
+from sluice.cli.remote import download, offline_runs, run_there, submit_there
+from sluice.cli.terminal.batch_view import ProgressView, print_problems, print_report, print_runs, read_models
+from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.view import note
 from sluice.contract.batch import Batch
 from sluice.errors import BatchRefused, UnknownBatch
@@ -101,6 +112,7 @@ async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> b
 
 
 def run_file(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests, one per line.")],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The file for the answers, one per line.")
@@ -133,6 +145,8 @@ def run_file(
         bool, typer.Option("--wait", help="Queue lines for a model that no worker serves, even if others are served.")
     ] = False,
     redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a file of requests offline, and show the progress.
@@ -140,6 +154,9 @@ def run_file(
     If the command, a worker or the server stops, run the same command again: it resumes, and each line is answered
     once. Ctrl-C pauses the run. The report goes to stdout, with --json as OpenAI's Batch object; all else to stderr.
     A file made for another service names models that no worker serves here: --map names the served model to use.
+
+    With --url the gateway runs the file, and goes on when this command stops: the same command waits again, and
+    fetches the answers at the end.
 
     \b
     The exit code is the state of the run; repeating the command after the end gives the same code:
@@ -150,20 +167,26 @@ def run_file(
     Examples:
       sluice batch run in.jsonl -o out.jsonl
       sluice batch run for-openai.jsonl -o out.jsonl --map gpt-4o-mini=default
+      sluice batch run in.jsonl -o out.jsonl --url http://mac.local:8000
     """
+    server = server_of(context, redis_url, url, key)
     models = read_models(map or [])
     if model is not None:
         models.setdefault("*", model)
-    options = {
+    options: dict[str, Any] = {
         "errors": errors,
         "models": models or None,
         "completion_window": completion_window,
-        "window": window,
         "served_only": not wait,
     }
-    batch = asyncio.run(stoppable(_run(redis_url, file, output, options)))
+    if not isinstance(server, Remote):
+        options["window"] = window
+    elif is_given(context, "window"):
+        raise CliError("--window: the gateway's workers queue the lines of its runs; leave it out with --url.")
+    batch = asyncio.run(stoppable(_run(server, file, output, options)))
     if batch is None:
-        note("paused. Run the same command again to resume.")
+        paused = "the run goes on at the gateway" if isinstance(server, Remote) else "paused"
+        note(f"{paused}. Run the same command again to resume.")
         raise typer.Exit(code=3)
     if as_json:
         print_json(asdict(batch))
@@ -177,18 +200,24 @@ def run_file(
     raise typer.Exit(_exit_code(batch))
 
 
-async def _run(url: str, input: Path, output: Path, options: dict[str, Any]) -> Batch:
-    async with connected(url) as client:
-        with ProgressView() as view, _log_as_notes("sluice.batch"):
-            try:
-                batch = await client.batch(input, output, **options, on_progress=view.update)
-            except (BatchRefused, ValueError) as error:
-                raise CliError(sentence(str(error))) from None
-            except OSError as error:
-                raise CliError(f"{error.filename or output}: {error.strerror}. The run is unchanged.") from None
-        if batch.status != "failed" and not view.started:
-            note(f"{batch.id} was complete already; there was nothing to do.")
-        return batch
+async def _run(server: str | Remote, input: Path, output: Path, options: dict[str, Any]) -> Batch:
+    with ProgressView() as view, _log_as_notes("sluice.batch"):
+        try:
+            batch = await _to_end(server, input, output, {**options, "on_progress": view.update})
+        except (BatchRefused, ValueError) as error:
+            raise CliError(sentence(str(error))) from None
+        except OSError as error:
+            raise CliError(f"{error.filename or output}: {error.strerror}. The run is unchanged.") from None
+    if batch.status != "failed" and not view.started:
+        note(f"{batch.id} was complete already; there was nothing to do.")
+    return batch
+
+
+async def _to_end(server: str | Remote, input: Path, output: Path, options: dict[str, Any]) -> Batch:
+    if isinstance(server, Remote):
+        return await run_there(server, input, output, options)
+    async with connected(server) as client:
+        return await client.batch(input, output, **options)
 
 
 def _exit_code(batch: Batch) -> int:
@@ -241,23 +270,33 @@ batch.command("feed", hidden=True)(feed_folder)
 
 @batch.command("submit")
 def submit_run(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests.")],
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check.")
-    ],
+        Path | None,
+        typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check."),
+    ] = None,
     redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a file into the workers' folder, and print the run's id.
+    """Copy a file into the workers' folder, or upload it to a gateway, and print the run's id.
 
-    It is run at a time of their schedule. The answers will be in DIR/done/ID/output.jsonl. With --json, print the
-    status object instead of the id.
+    It is run at a time of the workers' schedule. The answers will be in DIR/done/ID/output.jsonl; those at a gateway
+    are fetched with `sluice batch results`. With --json, print the status object instead of the id.
 
     \b
-    Example:
+    Examples:
       sluice batch submit in.jsonl --dir /var/lib/sluice
+      sluice batch submit in.jsonl --url http://mac.local:8000
     """
-    submitted = asyncio.run(_submit(redis_url, file, folder))
+    server = server_of(context, redis_url, url, key)
+    if isinstance(server, Remote) and is_given(context, "folder"):
+        raise CliError("--dir and --url exclude one another: a gateway has its folder from its own settings.")
+    if not isinstance(server, Remote) and folder is None:
+        raise CliError("there is no folder: give the workers' with --dir, or a gateway with --url.")
+    submitted = asyncio.run(_submit(server, file, folder))
     if as_json:
         print_json(asdict(submitted))
         return
@@ -266,7 +305,14 @@ def submit_run(
 
 
 @batch.command()
-def status(id: RunId, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
+def status(
+    context: typer.Context,
+    id: RunId,
+    redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
     """Show the status of a run.
 
     A run is paused while no process feeds it. If `batch run` started it, run the same command again to resume it; a run
@@ -278,7 +324,7 @@ def status(id: RunId, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) 
       sluice batch status batch_1b9d6bcd4f0a
       sluice batch status batch_1b9d6bcd4f0a --json | jq .request_counts
     """
-    offline_run = asyncio.run(_read(redis_url, id))
+    offline_run = asyncio.run(_read(server_of(context, redis_url, url, key), id))
     if as_json:
         print_json(asdict(offline_run))
         return
@@ -287,7 +333,13 @@ def status(id: RunId, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) 
 
 
 @batch.command("list")
-def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
+def list_runs(
+    context: typer.Context,
+    redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
     """List the runs of the last week, oldest first. A run is paused while no process feeds it.
 
     \b
@@ -295,18 +347,24 @@ def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
       sluice batch list
       sluice batch list --json | jq -r 'select(.status == "completed").output_file_id'
     """
-    runs = asyncio.run(_read_all(redis_url))
+    runs = asyncio.run(_read_all(server_of(context, redis_url, url, key)))
     if as_json:
         for each in runs:
             print_json(asdict(each))
     elif runs:
-        _print_runs(runs)
+        print_runs(runs)
     else:
         note("no offline runs in the last week.")
 
 
 @batch.command("cancel")
-def cancel_run(id: RunId, redis_url: RedisUrl = REDIS_URL) -> None:
+def cancel_run(
+    context: typer.Context,
+    id: RunId,
+    redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
+) -> None:
     """Request the cancellation of a run. Answers are kept; the other lines end as `batch_cancelled`.
 
     Exit codes: 0, or 2 if there is no such run.
@@ -315,12 +373,13 @@ def cancel_run(id: RunId, redis_url: RedisUrl = REDIS_URL) -> None:
     Example:
       sluice batch cancel batch_1b9d6bcd4f0a
     """
-    offline_run = asyncio.run(_cancel(redis_url, id))
+    offline_run = asyncio.run(_cancel(server_of(context, redis_url, url, key), id))
     print(f"{id}  {f'already {offline_run.status}' if offline_run.ended else 'requested; its feeder will end it'}")
 
 
 @batch.command()
 def results(
+    context: typer.Context,
     id: RunId,
     output: Annotated[
         Path | None,
@@ -328,93 +387,95 @@ def results(
     ] = None,
     errors: Annotated[bool, typer.Option("--errors", help="Fetch the failed lines instead.")] = False,
     redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
 ) -> None:
     """Fetch the answers of a run, even if it has not ended.
 
-    It has to run on the machine that has the files of the run.
+    It has to run on the machine that has the files of the run. With --url it may run anywhere, and the run has to have
+    ended.
 
     \b
     Examples:
       sluice batch results batch_1b9d6bcd4f0a -o out.jsonl
       sluice batch results batch_1b9d6bcd4f0a --errors
     """
-    offline_run = asyncio.run(_read(redis_url, id))
-    path = offline_run.error_file_id if errors else offline_run.output_file_id
-    if path is None:
-        note(f"{id} has no {'failed' if errors else 'answered'} lines.")
+    server = server_of(context, redis_url, url, key)
+    offline_run = asyncio.run(_read(server, id))
+    file = offline_run.error_file_id if errors else offline_run.output_file_id
+    if file is None:
+        at_end = " yet" if isinstance(server, Remote) and not offline_run.ended else ""
+        note(f"{id} has no {'failed' if errors else 'answered'} lines{at_end}.")
+        return
+    if isinstance(server, Remote):
+        with _named(output, offline_run), tempfile.TemporaryFile(dir=output and output.parent) as fetched:
+            asyncio.run(download(server, file, fetched))
+            fetched.seek(0)
+            _write(fetched, output)
         return
     if output and output.resolve() in _files(offline_run):
         raise CliError(f"{output} is a file of the run itself, and would be overwritten: give another with -o.")
-    _copy(Path(path), output, offline_run)
+    with _named(output, offline_run), open(file, "rb") as found:
+        _write(found, output)
 
 
 def _files(run: Batch) -> set[Path]:
     return {Path(name).resolve() for name in (run.input_file_id, run.output_file_id, run.error_file_id) if name}
 
 
-def _copy(path: Path, output: Path | None, offline_run: Batch) -> None:
+def _write(answers: BinaryIO, output: Path | None) -> None:
+    if output is None:
+        shutil.copyfileobj(answers, sys.stdout.buffer)
+        return
+    with output.open("wb") as file:
+        shutil.copyfileobj(answers, file)
+
+
+@contextmanager
+def _named(output: Path | None, run: Batch) -> Iterator[None]:
+    """Raise `CliError` for a file that cannot be opened in the block."""
     try:
-        with path.open("rb") as file:
-            if output is None:
-                shutil.copyfileobj(file, sys.stdout.buffer)
-            else:
-                with output.open("wb") as there:
-                    shutil.copyfileobj(file, there)
+        yield
     except BrokenPipeError:
         raise  # the reader of stdout has closed it, which typer handles
     except OSError as error:
-        raise CliError(
-            f"{error.filename} cannot be opened: {error.strerror}. {offline_run.id} is {offline_run.status}, and its "
-            f"files are on {offline_run.sluice.host}."
-        ) from None
+        where = f" {run.id} is {run.status}, and its files are on {run.sluice.host}." if run.sluice.host else ""
+        raise CliError(f"{error.filename or output} cannot be opened: {error.strerror}.{where}") from None
 
 
-async def _submit(url: str, file: Path, folder: Path) -> Batch:
-    async with connected(url) as client:
-        try:
+async def _submit(server: str | Remote, file: Path, folder: Path | None) -> Batch:
+    try:
+        if isinstance(server, Remote):
+            return await submit_there(server, file)
+        assert folder is not None
+        async with connected(server) as client:
             return await client.submit_batch(file, folder)
-        except OSError as error:
-            raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
+    except BatchRefused as error:
+        raise CliError(sentence(str(error))) from None
+    except OSError as error:
+        raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
 
 
-async def _read(url: str, id: str) -> Batch:
-    async with connected(url) as client:
+async def _read(server: str | Remote, id: str) -> Batch:
+    async with offline_runs(server) as runs:
         try:
-            return await client.batch_status(id)
+            return await runs.batch_status(id)
         except UnknownBatch as error:
             raise _unknown(error) from None
 
 
-async def _read_all(url: str) -> list[Batch]:
-    async with connected(url) as client:
-        return await client.batches()
+async def _read_all(server: str | Remote) -> list[Batch]:
+    async with offline_runs(server) as runs:
+        return await runs.batches()
 
 
-async def _cancel(url: str, id: str) -> Batch:
-    async with connected(url) as client:
+async def _cancel(server: str | Remote, id: str) -> Batch:
+    async with offline_runs(server) as runs:
         try:
-            return await client.cancel_batch(id)
+            return await runs.cancel_batch(id)
         except UnknownBatch as error:
             raise _unknown(error) from None
 
 
 def _unknown(error: UnknownBatch) -> CliError:
     return CliError(f"{error}, or its last update is more than a week old. List the runs: sluice batch list")
-
-
-def _print_runs(runs: list[Batch]) -> None:
-    print_table(
-        "Offline runs",
-        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "created": "right"},
-        [
-            (
-                run.id,
-                describe_state(run),
-                f"{run.request_counts.completed:,}",
-                f"{run.request_counts.failed:,}",
-                f"{run.request_counts.total:,}",
-                f"{format_duration(time.time() - run.created_at)} ago",
-            )
-            for run in runs
-        ],
-    )

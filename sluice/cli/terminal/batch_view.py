@@ -158,3 +158,22 @@ def _time(batch: Batch) -> str:
 def _answer_tokens(batch: Batch) -> str:
     tokens, seconds = batch.usage.output_tokens, batch.sluice.seconds
     return f"{tokens:,}, {tokens / seconds:,.0f} a second" if seconds >= 1.0 else f"{tokens:,}"
+
+
+def print_runs(runs: list[Batch]) -> None:
+    """Print a table of several runs."""
+    print_table(
+        "Offline runs",
+        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "created": "right"},
+        [
+            (
+                run.id,
+                describe_state(run),
+                f"{run.request_counts.completed:,}",
+                f"{run.request_counts.failed:,}",
+                f"{run.request_counts.total:,}",
+                f"{format_duration(time.time() - run.created_at)} ago",
+            )
+            for run in runs
+        ],
+    )
