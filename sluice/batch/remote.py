@@ -124,13 +124,14 @@ class RemoteBatches:
         with suppress(RemoteError, _Passing):
             await self._once("DELETE", f"files/{_segment(file_id)}")
 
-    async def create(self, file_id: str, endpoint: str, completion_window: str) -> Batch:
+    async def start(self, batch: Batch) -> Batch:
         """Start the run of an uploaded file, and only one: the answer to an earlier try may have been lost. Raises
         `RemoteError`."""
-        given = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": completion_window}
+        names = "input_file_id", "endpoint", "completion_window", "metadata"
+        given = {name: value for name in names if (value := getattr(batch, name)) is not None}
 
         async def find_or_start() -> Batch:
-            found = await self._run_of(file_id)
+            found = await self._run_of(batch.input_file_id)
             return found or self._batch(await self._once("POST", "batches", json=given))
 
         return await self._retried(find_or_start)

@@ -52,7 +52,21 @@ async def submit_remote(remote: RemoteBatches, input: Path) -> Batch:
     """Upload a file and start its run. Raises `BatchRefused`, `RemoteError` or OSError."""
     with Source(input, {}):  # not a pipe, whose opening blocks
         lines = await asyncio.to_thread(_Lines.read, input, {}, None)
-    return await remote.create(await remote.upload(input), lines.endpoint, DEFAULT_WINDOW)
+    return await remote.start(_not_started(await remote.upload(input), lines, RunOptions()))
+
+
+def _not_started(file_id: str, lines: "_Lines", options: RunOptions) -> Batch:
+    """Return the status of a run whose file is uploaded. It has no id."""
+    return Batch(
+        id="",
+        input_file_id=file_id,
+        endpoint=lines.endpoint,  # type: ignore[arg-type]
+        completion_window=options.completion_window or DEFAULT_WINDOW,
+        status="validating",
+        created_at=int(time.time()),
+        request_counts=NO_LINES,
+        metadata=None if options.metadata is None else dict(options.metadata),
+    )
 
 
 class _RemoteRun:
@@ -77,12 +91,7 @@ class _RemoteRun:
         if saved is None or not (saved.batch.id or await self._remote.has_file(saved.batch.input_file_id)):
             saved = await self._upload(sha256)
         if not saved.batch.id:
-            saved = self._save(
-                saved,
-                await self._remote.create(
-                    saved.batch.input_file_id, saved.batch.endpoint, saved.batch.completion_window
-                ),
-            )
+            saved = self._save(saved, await self._remote.start(saved.batch))
         if not saved.batch.ended:
             batch = await self._until_ended(saved.batch.id)
             if batch.status == "failed":  # refused, and no line was run
@@ -117,15 +126,7 @@ class _RemoteRun:
             if self._options.served_only:
                 await self._refuse_unserved(lines.models, models)
             file_id = await self._remote.upload(self._paths.input, mapped if models else None)
-        batch = Batch(
-            id="",  # until it is started
-            input_file_id=file_id,
-            endpoint=lines.endpoint,  # type: ignore[arg-type]
-            completion_window=self._options.completion_window or DEFAULT_WINDOW,
-            status="validating",
-            created_at=int(time.time()),
-            request_counts=NO_LINES,
-        )
+        batch = _not_started(file_id, lines, self._options)
         return self._save(RunState(batch, sha256, models, self._remote.url), batch)
 
     async def _refuse_unserved(self, named: Counter[str], models: Mapping[str, str]) -> None:
