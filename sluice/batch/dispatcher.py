@@ -212,7 +212,7 @@ class LineDispatcher:
     def _new_job(self, entry: InFlightLine) -> NewJob:
         request = self._source.request(entry.line)
         entry.custom_id, entry.wants_json = request.custom_id, request.wants_json
-        return NewJob(self._job_id(entry), request.as_job(), entry.line.model, "batch")
+        return NewJob(self._job_id(entry), request.as_job(), entry.line.model, "batch", webhooks="none")
 
     def _result(self, entry: InFlightLine, outcome: Outcome) -> LineResult:
         job_id, custom_id = self._job_id(entry), self._custom_id(entry)

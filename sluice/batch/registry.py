@@ -12,6 +12,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from sluice.cancellation import Cancellation
 from sluice.contract import keys
 from sluice.contract.batch import Batch
+from sluice.contract.scripts import source
 from sluice.errors import QueueFull, ServerFull, UnknownBatch
 from sluice.submission import NewJob, Submission, Submitted
 from sluice.transport import MAX_CALLS, Retries, raise_outage
@@ -27,9 +28,12 @@ class BatchRegistry:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._end = redis.register_script(source("run_end"))
 
     async def put(self, batch: Batch) -> None:
-        """Store the status without publishing it."""
+        """Store the status without publishing it. Webhooks are told of an end once, by this or by `announce`."""
+        if batch.ended:
+            return await self._store_end(batch, publish=False)
         await self._redis.set(keys.batch(batch.id), batch.to_json(), ex=_STATUS_TTL_S)
 
     async def touch(self, batch_id: str) -> None:
@@ -38,13 +42,19 @@ class BatchRegistry:
 
     async def announce(self, batch: Batch) -> None:
         """Store and publish the status."""
+        if batch.ended:
+            return await self._store_end(batch, publish=True)
         status = batch.to_json()
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.set(keys.batch(batch.id), status, ex=_STATUS_TTL_S)
             pipe.publish(keys.batch_channel(batch.id), status)
-            if batch.ended:
-                pipe.delete(keys.batch_cancel(batch.id))
             await pipe.execute()
+
+    async def _store_end(self, batch: Batch, *, publish: bool) -> None:
+        names = [keys.batch(batch.id), keys.batch_channel(batch.id), keys.batch_cancel(batch.id)]
+        ended_at = getattr(batch, f"{batch.status}_at")
+        end = (batch.id, batch.status, ended_at or 0, batch.sluice.tenant or "")
+        await self._end(names, [batch.to_json(), _STATUS_TTL_S, int(publish), *end])
 
     async def withdraw(self, batch: Batch) -> None:
         """Publish the end of a run that queued nothing, and delete its status."""

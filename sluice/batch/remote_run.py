@@ -15,9 +15,9 @@ from typing import Any, BinaryIO, Self
 
 from sluice.batch.files import RunState, StateFile
 from sluice.batch.remote import RemoteBatches, RemoteError
-from sluice.batch.run import OnProgress, describe_unserved, give_options
+from sluice.batch.run import OnProgress, describe_unserved, give_options, new_batch
 from sluice.batch.source import DEFAULT_WINDOW, RunOptions, RunPaths, Source
-from sluice.contract.batch import NO_LINES, Batch
+from sluice.contract.batch import NO_LINES, Batch, Problem, Problems
 from sluice.errors import BatchRefused
 from sluice.presence import mapped_name
 
@@ -88,6 +88,8 @@ class _RemoteRun:
 
     async def to_end(self, sha256: str) -> Batch:
         saved = self._resumable(sha256)
+        if saved is None and self._options.served_only and (message := await self._unserved()):
+            return self._refused(message)
         if saved is None or not (saved.batch.id or await self._remote.has_file(saved.batch.input_file_id)):
             saved = await self._upload(sha256)
         if not saved.batch.id:
@@ -123,20 +125,24 @@ class _RemoteRun:
         models = self._options.models or {}
         with tempfile.TemporaryFile() as mapped:
             lines = await asyncio.to_thread(_Lines.read, self._paths.input, models, mapped if models else None)
-            if self._options.served_only:
-                await self._refuse_unserved(lines.models, models)
             file_id = await self._remote.upload(self._paths.input, mapped if models else None)
         batch = _not_started(file_id, lines, self._options)
         return self._save(RunState(batch, sha256, models, self._remote.url), batch)
 
-    async def _refuse_unserved(self, named: Counter[str], models: Mapping[str, str]) -> None:
-        """Raise `BatchRefused` if the server has models, but not one that lines are for."""
+    async def _unserved(self) -> str | None:
+        """Return a message if the server has models, but not one that lines are for."""
         if not (served := await self._remote.served()):
-            return
+            return None
+        models = self._options.models or {}
+        named = (await asyncio.to_thread(_Lines.read, self._paths.input, models, None)).models
         unlisted = [name for name, _ in named.most_common(20) if name not in served]  # a request for each
         found = [name for name in unlisted if await self._remote.serves(name)]
-        if message := describe_unserved(named, {*served, *found}, models, give_options):
-            raise BatchRefused(f"{message}, or add --wait to queue them until there is a worker")
+        return describe_unserved(named, {*served, *found}, models, give_options)
+
+    def _refused(self, message: str) -> Batch:
+        """Return the status of a run that was not started."""
+        problems = Problems((Problem("unserved_model", f"{message}."),))
+        return replace(new_batch(self._paths, self._options), errors=problems).enter("failed", time.time())
 
     async def _until_ended(self, batch_id: str) -> Batch:
         began = time.monotonic()

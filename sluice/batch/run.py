@@ -26,7 +26,7 @@ from sluice.batch.source import (
     sorted_for_reuse,
 )
 from sluice.batch.transitions import RunAction, RunEvent, run_step
-from sluice.contract.batch import NO_LINES, Batch, BatchDetails, BatchState, Problem, Problems, RequestCounts
+from sluice.contract.batch import NO_LINES, Batch, BatchState, Problem, Problems, RequestCounts
 from sluice.errors import BatchRefused, describe_served
 from sluice.presence import Workers
 from sluice.transport import Retries
@@ -428,12 +428,13 @@ class _LineCounts:
             error_file_id=str(self.results.errors_path) if self.results.errors_path else None,
             request_counts=RequestCounts(self.models.total(), counts.completed, counts.failures.total()),
             usage=counts.usage,
-            sluice=BatchDetails(
-                host=batch.sluice.host,
+            sluice=replace(
+                batch.sluice,
                 seconds=round(time.time() - self.since, 3),
                 models=dict(self.models),
                 retried=counts.retried,
                 failures=dict(counts.failures),
                 cut_off=counts.cut_off,
+                paused_at=None,
             ),
         )

@@ -16,6 +16,7 @@ from sluice.cli.commands.models import models
 from sluice.cli.commands.queue import queue
 from sluice.cli.commands.top import top
 from sluice.cli.commands.up import serve, up
+from sluice.cli.commands.webhooks import webhooks
 from sluice.cli.commands.workers import workers
 from sluice.cli.errors import CliError
 from sluice.cli.terminal.output import replace_unencodable
@@ -44,6 +45,7 @@ app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")
 worker_commands.add(app, "prefix")
 app.add_typer(queue, name="queue")
+app.add_typer(webhooks, name="webhooks")
 
 
 def _print_version(is_set: bool) -> None:

@@ -120,6 +120,8 @@ class BatchDetails:
     """Answered lines whose answers reached their limit of tokens."""
     paused_at: int | None = None
     """Last report of its feeder; null while a feeder runs."""
+    tenant: str | None = None
+    """The customer that the run belongs to."""
 
 
 NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})

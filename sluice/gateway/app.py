@@ -9,7 +9,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from types import FrameType
 
 import uvicorn
@@ -34,13 +35,15 @@ from sluice.gateway.catalog import ANTHROPIC_HEADER
 from sluice.gateway.errors import ApiError, anthropic_response, new_id, openai_response
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.key_file import BadKeyFile
-from sluice.gateway.monitoring import REQUEST_ID, AccessLog
+from sluice.gateway.monitoring import REQUEST_ID, AccessLog, WebhookMetrics
 from sluice.gateway.protection import MAX_HEADER_BYTES, MIN_BYTES_PER_S, LocalOnly, at_end, protocol
 from sluice.gateway.settings import REDIS_URL, REDIS_URLS, CannotServe, ServeSettings
 from sluice.gateway.sse import CONNECTION
 from sluice.http_errors import ErrorForm
 from sluice.log_lines import set_up_logging
 from sluice.mapped import open_client
+from sluice.webhooks.deliverer import deliver
+from sluice.webhooks.store import Counts, WebhookStore
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -281,7 +284,32 @@ async def _serve(listening: socket.socket, redis_url: str, settings: ServeSettin
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         print(f"sluice: serving at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
         _collect_garbage_rarely()
-        await _Server(config, application.state.gateway).serve(sockets=[listening])
+        gateway = application.state.gateway
+        async with _delivering_webhooks(client, gateway.metrics.webhooks) if settings.webhooks else nullcontext():
+            await _Server(config, gateway).serve(sockets=[listening])
+
+
+@asynccontextmanager
+async def _delivering_webhooks(client: Client, metrics: WebhookMetrics) -> AsyncIterator[None]:
+    """Deliver webhooks, and measure what waits, until the end of the block."""
+    tasks = [
+        asyncio.create_task(deliver(client, metrics.ended)),
+        asyncio.create_task(_measure_webhooks(client, metrics)),
+    ]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _measure_webhooks(client: Client, metrics: WebhookMetrics) -> None:
+    while True:
+        with suppress(RedisError):  # the metrics keep what they were
+            totals = [await WebhookStore(each.redis, each.retries).total() for each in client.servers]
+            metrics.wait(sum(totals, Counts()))
+        await asyncio.sleep(10.0)
 
 
 def _collect_garbage_rarely() -> None:

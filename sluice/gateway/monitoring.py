@@ -14,10 +14,43 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.contract.events import Cancelled, Delta, Event, Failed, Finished
 from sluice.errors import JobCancelled, JobFailed, SluiceError
+from sluice.webhooks.store import Counts
 
 logger = logging.getLogger("sluice.gateway.access")
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1800)
+
+
+class WebhookMetrics:
+    """Counts what this process delivers, and shows what waits."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._attempts = Counter(
+            "sluice_serve_webhook_attempts_total",
+            "Attempts to deliver a webhook here, by result: delivered, failed, or dead, the last one.",
+            ["result"],
+            registry=registry,
+        )
+        self._waiting = Gauge("sluice_serve_webhooks_waiting", "Deliveries of webhooks that wait.", registry=registry)
+        self._oldest = Gauge(
+            "sluice_serve_webhooks_oldest_seconds", "Seconds that the oldest one has waited.", registry=registry
+        )
+        self._dead = Gauge("sluice_serve_webhooks_dead", "Dead letters of webhooks that are kept.", registry=registry)
+        self._dropped = Gauge(
+            "sluice_serve_webhooks_dropped", "Webhooks dropped because too many waited.", registry=registry
+        )
+
+    def ended(self, outcome: str) -> None:
+        """Count an attempt to deliver a webhook."""
+        self._attempts.labels(outcome).inc()
+
+    def wait(self, counts: Counts) -> None:
+        """Set what waits for delivery now."""
+        age_s = 0.0 if counts.oldest_ms is None else max(time.time() - counts.oldest_ms / 1000, 0.0)
+        self._waiting.set(counts.waiting)
+        self._oldest.set(age_s)
+        self._dead.set(counts.dead)
+        self._dropped.set(counts.dropped)
 
 
 class GatewayMetrics:
@@ -59,6 +92,7 @@ class GatewayMetrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
+        self.webhooks = WebhookMetrics(self.registry)
 
     def ended(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Count a request that has ended. `handler`: the path of its route."""

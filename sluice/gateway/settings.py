@@ -94,6 +94,9 @@ class ServeSettings(BaseSettings):
         description="Web sites whose pages may call the gateway from a browser, such as "
         "https://a.example,https://b.example; * is any. Default: none.",
     )
+    webhooks: bool = Field(
+        True, description="Deliver webhooks. Off where the network allows no requests to their endpoints."
+    )
     drain_s: float = Field(30.0, ge=0, description="Seconds that open responses may take after SIGTERM.")
 
     @field_validator("max_held_bytes")

@@ -228,8 +228,9 @@ async def test_a_model_that_the_server_does_not_have_is_refused_with_the_option_
 ) -> None:
     write(tmp_path / "in.jsonl", line("a", model="gpt-4o-mini"))
     server.models = ("small",)
-    with pytest.raises(BatchRefused, match="--map gpt-4o-mini=small, or add --wait"):
-        await run(server, tmp_path, served_only=True)
+    batch = await run(server, tmp_path, served_only=True)
+    assert (batch.status, [each.code for each in batch.errors.data]) == ("failed", ["unserved_model"])
+    assert "--map gpt-4o-mini=small" in batch.errors.data[0].message
     assert ([path.name for path in tmp_path.iterdir()], server.files) == (["in.jsonl"], {})
     assert (await run(server, tmp_path)).status == "completed"
 

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -144,6 +145,14 @@ def run_file(
     wait: Annotated[
         bool, typer.Option("--wait", help="Queue lines for a model that no worker serves, even if others are served.")
     ] = False,
+    on_end: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Run this in a shell after the end, with SLUICE_BATCH_ID, _STATUS, _OUTPUT and _ERRORS in its "
+            "environment and the status object on stdin.",
+        ),
+    ] = None,
     redis_url: RedisUrl = REDIS_URL,
     url: GatewayUrl = None,
     key: ApiKey = None,
@@ -168,6 +177,7 @@ def run_file(
       sluice batch run in.jsonl -o out.jsonl
       sluice batch run for-openai.jsonl -o out.jsonl --map gpt-4o-mini=default
       sluice batch run in.jsonl -o out.jsonl --url http://mac.local:8000
+      sluice batch run in.jsonl -o out.jsonl --on-end 'mail -s "$SLUICE_BATCH_STATUS" me@example.com'
     """
     server = server_of(context, redis_url, url, key)
     models = read_models(map or [])
@@ -188,6 +198,13 @@ def run_file(
         paused = "the run goes on at the gateway" if isinstance(server, Remote) else "paused"
         note(f"{paused}. Run the same command again to resume.")
         raise typer.Exit(code=3)
+    _print_outcome(file, batch, as_json)
+    if on_end is not None:
+        _run_at_end(on_end, batch)
+    raise typer.Exit(_exit_code(batch))
+
+
+def _print_outcome(file: Path, batch: Batch, as_json: bool) -> None:
     if as_json:
         print_json(asdict(batch))
     elif batch.status != "failed":
@@ -197,7 +214,16 @@ def run_file(
         print_problems(batch)
         if any(problem.code == "unserved_model" for problem in batch.errors.data):
             note("Change the options as shown, or add --wait to queue the lines until there is a worker.", style="red")
-    raise typer.Exit(_exit_code(batch))
+
+
+def _run_at_end(command: str, batch: Batch) -> None:
+    """Run a user's command with the status of a run. What it prints goes to stderr, and a failure is only told: the
+    exit code is that of the run."""
+    about = {"ID": batch.id, "STATUS": batch.status, "OUTPUT": batch.output_file_id, "ERRORS": batch.error_file_id}
+    env = os.environ | {f"SLUICE_BATCH_{name}": value or "" for name, value in about.items()}
+    code = subprocess.run(command, shell=True, env=env, input=batch.to_json().encode(), stdout=2).returncode
+    if code:
+        note(f"--on-end: the command has failed with exit code {code}; the run is {batch.status}.", style="red")
 
 
 async def _run(server: str | Remote, input: Path, output: Path, options: dict[str, Any]) -> Batch:
@@ -359,11 +385,7 @@ def list_runs(
 
 @batch.command("cancel")
 def cancel_run(
-    context: typer.Context,
-    id: RunId,
-    redis_url: RedisUrl = REDIS_URL,
-    url: GatewayUrl = None,
-    key: ApiKey = None,
+    context: typer.Context, id: RunId, redis_url: RedisUrl = REDIS_URL, url: GatewayUrl = None, key: ApiKey = None
 ) -> None:
     """Request the cancellation of a run. Answers are kept; the other lines end as `batch_cancelled`.
 
@@ -407,28 +429,24 @@ def results(
         at_end = " yet" if isinstance(server, Remote) and not offline_run.ended else ""
         note(f"{id} has no {'failed' if errors else 'answered'} lines{at_end}.")
         return
-    if isinstance(server, Remote):
-        with _named(output, offline_run), tempfile.TemporaryFile(dir=output and output.parent) as fetched:
-            asyncio.run(download(server, file, fetched))
-            fetched.seek(0)
-            _write(fetched, output)
-        return
-    if output and output.resolve() in _files(offline_run):
+    own = (offline_run.input_file_id, offline_run.output_file_id, offline_run.error_file_id)
+    if output and not isinstance(server, Remote) and output.resolve() in {Path(name).resolve() for name in own if name}:
         raise CliError(f"{output} is a file of the run itself, and would be overwritten: give another with -o.")
-    with _named(output, offline_run), open(file, "rb") as found:
-        _write(found, output)
+    with _named(output, offline_run), _opened(server, file, output) as found:
+        if output is None:
+            shutil.copyfileobj(found, sys.stdout.buffer)
+            return
+        with output.open("wb") as written:
+            shutil.copyfileobj(found, written)
 
 
-def _files(run: Batch) -> set[Path]:
-    return {Path(name).resolve() for name in (run.input_file_id, run.output_file_id, run.error_file_id) if name}
-
-
-def _write(answers: BinaryIO, output: Path | None) -> None:
-    if output is None:
-        shutil.copyfileobj(answers, sys.stdout.buffer)
-        return
-    with output.open("wb") as file:
-        shutil.copyfileobj(answers, file)
+def _opened(server: str | Remote, file: str, output: Path | None) -> BinaryIO:
+    if not isinstance(server, Remote):
+        return open(file, "rb")
+    fetched = tempfile.TemporaryFile(dir=output and output.parent)  # noqa: SIM115 - its caller closes it
+    asyncio.run(download(server, file, fetched))
+    fetched.seek(0)
+    return fetched
 
 
 @contextmanager

@@ -104,7 +104,9 @@ async def _answers(host: str, port: int) -> bool:
 
 
 def _is_installed() -> bool:
-    return all(find_spec(name) for name in ("prometheus_client", "pydantic_settings", "starlette", "uvicorn"))
+    return all(
+        find_spec(name) for name in ("httpcore2", "prometheus_client", "pydantic_settings", "starlette", "uvicorn")
+    )
 
 
 def _settings() -> "ServeSettings":

@@ -242,6 +242,7 @@ class _Responses:
             {head.id: new.chat},
             jobs,
             extra_keys=[self._store.record(head.id, new.written)] if request.store else [],
+            webhooks="response" if request.background else "none",
         )
         # Without a record the request has `store: false`, or the job has failed: the job's events are the answer.
         if not submitted.new and (stored := await self._store.read(head.id)) is not None:
