@@ -48,15 +48,19 @@ async def run_remote(
         return await _RemoteRun(remote, paths, chosen, state, on_progress).to_end(sha256)
 
 
-async def submit_remote(remote: RemoteBatches, input: Path) -> Batch:
-    """Upload a file and start its run. Raises `BatchRefused`, `RemoteError` or OSError."""
+async def submit_remote(remote: RemoteBatches, input: Path, **options: Any) -> Batch:
+    """Upload a file and start its run. `options`: of `RunOptions`. Raises `BatchRefused`, `RemoteError` or OSError, and
+    ValueError for bad options."""
     with Source(input, {}):  # not a pipe, whose opening blocks
-        lines = await asyncio.to_thread(_Lines.read, input, {}, None)
-    return await remote.start(_not_started(await remote.upload(input), lines, RunOptions()))
+        return await remote.start(await _upload(remote, input, RunOptions(**options)))
 
 
-def _not_started(file_id: str, lines: "_Lines", options: RunOptions) -> Batch:
-    """Return the status of a run whose file is uploaded. It has no id."""
+async def _upload(remote: RemoteBatches, input: Path, options: RunOptions) -> Batch:
+    """Upload a file with the names of its models mapped. Returns the status of its run, without an id."""
+    models = options.models or {}
+    with tempfile.TemporaryFile() as mapped:
+        lines = await asyncio.to_thread(_Lines.read, input, models, mapped if models else None)
+        file_id = await remote.upload(input, mapped if models else None)
     return Batch(
         id="",
         input_file_id=file_id,
@@ -91,7 +95,8 @@ class _RemoteRun:
         if saved is None and self._options.served_only and (message := await self._unserved()):
             return self._refused(message)
         if saved is None or not (saved.batch.id or await self._remote.has_file(saved.batch.input_file_id)):
-            saved = await self._upload(sha256)
+            batch = await _upload(self._remote, self._paths.input, self._options)
+            saved = self._save(RunState(batch, sha256, self._options.models or {}, self._remote.url), batch)
         if not saved.batch.id:
             saved = self._save(saved, await self._remote.start(saved.batch))
         if not saved.batch.ended:
@@ -120,14 +125,6 @@ class _RemoteRun:
                 f"{different}: use the same, or name another output"
             )
         return saved
-
-    async def _upload(self, sha256: str) -> RunState:
-        models = self._options.models or {}
-        with tempfile.TemporaryFile() as mapped:
-            lines = await asyncio.to_thread(_Lines.read, self._paths.input, models, mapped if models else None)
-            file_id = await self._remote.upload(self._paths.input, mapped if models else None)
-        batch = _not_started(file_id, lines, self._options)
-        return self._save(RunState(batch, sha256, models, self._remote.url), batch)
 
     async def _unserved(self) -> str | None:
         """Return a message if the server has models, but not one that lines are for."""
