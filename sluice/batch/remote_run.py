@@ -37,7 +37,7 @@ async def run_remote(
     `options`: of `RunOptions`; the names of models are mapped before the lines are sent. Raises `BatchRefused`,
     `RemoteError`, ValueError for bad options, or OSError if a file cannot be read or written.
     """
-    paths, chosen = RunPaths.next_to_output(input, output, errors), RunOptions(**options)
+    paths, chosen = RunPaths.next_to_output(input, output, errors), _read(options)
     with ExitStack() as stack:
         source = stack.enter_context(Source(paths.input, {}))  # readable, before any file is created
         if not paths.state.exists():
@@ -52,7 +52,15 @@ async def submit_remote(remote: RemoteBatches, input: Path, **options: Any) -> B
     """Upload a file and start its run. `options`: of `RunOptions`. Raises `BatchRefused`, `RemoteError` or OSError, and
     ValueError for bad options."""
     with Source(input, {}):  # not a pipe, whose opening blocks
-        return await remote.start(await _upload(remote, input, RunOptions(**options)))
+        return await remote.start(await _upload(remote, input, _read(options)))
+
+
+def _read(options: Mapping[str, Any]) -> RunOptions:
+    """Return the options of a run. Raises ValueError for one that its server does not receive."""
+    sent = "models", "completion_window", "metadata", "served_only"
+    for name in (name for name, value in options.items() if value and name not in sent):
+        raise ValueError(f"{name}: a server over HTTP does not take it; leave it out with --url")
+    return RunOptions(**{name: value for name, value in options.items() if name in sent})
 
 
 async def _upload(remote: RemoteBatches, input: Path, options: RunOptions) -> Batch:

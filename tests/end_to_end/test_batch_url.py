@@ -99,7 +99,7 @@ def test_a_run_at_a_gateway_and_one_of_this_machine_are_never_mixed_up(
         (["list", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
         (["list", "--url", "redis://127.0.0.1:9"], "--url: 'redis://127.0.0.1:9' is not a URL such as http://"),
         (["list", "--redis-url", "redis://h", "--url", "http://h"], "--url and --redis-url exclude one another"),
-        (["run", "in.jsonl", "-o", "out.jsonl", "--window", "3"], "--window"),
+        (["run", "in.jsonl", "-o", "out.jsonl", "--window", "3"], "window: a server over HTTP does not take it"),
         (["run", "missing.jsonl", "-o", "out.jsonl"], "cannot read"),
         (["run", "in.jsonl", "-o", "in.jsonl"], "must be different files"),
         (["run", "in.jsonl", "-o", "nowhere/out.jsonl"], "No such file"),

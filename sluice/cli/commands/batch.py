@@ -183,16 +183,13 @@ def run_file(
     models = read_models(map or [])
     if model is not None:
         models.setdefault("*", model)
-    options: dict[str, Any] = {
+    options = {
         "errors": errors,
         "models": models or None,
         "completion_window": completion_window,
         "served_only": not wait,
+        **({"window": window} if is_given(context, "window") else {}),
     }
-    if not isinstance(server, Remote):
-        options["window"] = window
-    elif is_given(context, "window"):
-        raise CliError("--window: the gateway's workers queue the lines of its runs; leave it out with --url.")
     batch = asyncio.run(stoppable(_run(server, file, output, options)))
     if batch is None:
         paused = "the run goes on at the gateway" if isinstance(server, Remote) else "paused"
