@@ -35,6 +35,7 @@ TABLE = {
     "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
     "sluice.log_lines": May(others="pythonjsonlogger"),
+    "sluice.batch.remote": May("sluice", "httpx"),  # runs at a gateway
     # HTTP and TLS are httpcore's; which addresses are connected to is decided here.
     "sluice.network": May(others="httpcore2"),
     "sluice.webhooks": May("sluice", "redis"),

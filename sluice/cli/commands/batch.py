@@ -7,28 +7,40 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import typer
 
 from sluice.batch.source import WINDOW
 from sluice.cli import worker_commands
 from sluice.cli.errors import CliError, connected, sentence
-from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, integer
-from sluice.cli.terminal.batch_view import ProgressView, describe_state, print_problems, print_report, read_models
-from sluice.cli.terminal.output import format_duration, print_json, print_table
+from sluice.cli.options import (
+    REDIS_URL,
+    ApiKey,
+    AsJson,
+    GatewayUrl,
+    RedisUrl,
+    Remote,
+    integer,
+    is_given,
+    server_of,
+)
+from sluice.cli.remote import download, offline_runs, run_there, submit_there
+from sluice.cli.terminal.batch_view import ProgressView, print_problems, print_report, print_runs, read_models
+from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.view import note
-from sluice.client import Client
 from sluice.contract.batch import Batch
 from sluice.errors import BatchRefused, UnknownBatch
 
 T = TypeVar("T")
+
+OnProgress = Callable[[Batch], None]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -153,6 +165,7 @@ def _mapping(map: list[str] | None, model: str | None) -> dict[str, str] | None:
 
 
 def run_file(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests, one per line.")],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The file for the answers, one per line.")
@@ -183,6 +196,8 @@ def run_file(
         ),
     ] = None,
     redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a file of requests offline, and show the progress.
@@ -190,6 +205,9 @@ def run_file(
     If the command, a worker or the server stops, run the same command again: it resumes, and each line is answered
     once. Ctrl-C pauses the run. The report goes to stdout, with --json as OpenAI's Batch object; all else to stderr.
     A file made for another service names models that no worker serves here: --map names the served model to use.
+
+    With --url the gateway runs the file, and goes on when this command stops: the same command waits again, and
+    fetches the answers at the end.
 
     \b
     The exit code is the state of the run; repeating the command after the end gives the same code:
@@ -200,29 +218,31 @@ def run_file(
     Examples:
       sluice batch run in.jsonl -o out.jsonl
       sluice batch run for-openai.jsonl -o out.jsonl --map gpt-4o-mini=default
+      sluice batch run in.jsonl -o out.jsonl --url http://mac.local:8000
       sluice batch run in.jsonl -o out.jsonl --on-end 'mail -s "$SLUICE_BATCH_STATUS" me@example.com'
       sluice batch run in.jsonl -o out.jsonl --retry invalid,cut,failed
     """
+    server = server_of(context, redis_url, url, key)
     options = {
         "errors": errors,
         "models": _mapping(map, model),
         "completion_window": completion_window,
-        "window": window,
         "served_only": not wait,
+        **({"window": window} if is_given(context, "window") else {}),
         **_retry_options(retry, retries),
     }
-
-    async def run(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
-        return await client.batch(file, output, **options, on_progress=on_progress)
-
-    _finish(asyncio.run(stoppable(_run(redis_url, run, output))), file, as_json, on_end)
-
-
-def _finish(batch: Batch | None, file: str | Path, as_json: bool, on_end: str | None = None) -> None:
-    """Print the report of a run, run the command for its end, and exit with its code. None: it was interrupted."""
+    batch = asyncio.run(stoppable(_run(server, file, output, options)))
     if batch is None:
-        note("paused. Run the same command again to resume.")
+        paused = "the run goes on at the gateway" if isinstance(server, Remote) else "paused"
+        note(f"{paused}. Run the same command again to resume.")
         raise typer.Exit(code=3)
+    _print_outcome(file, batch, as_json)
+    if on_end is not None:
+        _run_at_end(on_end, batch)
+    raise typer.Exit(_exit_code(batch))
+
+
+def _print_outcome(file: str | Path, batch: Batch, as_json: bool) -> None:
     if as_json:
         print_json(asdict(batch))
     elif batch.status != "failed":
@@ -232,9 +252,6 @@ def _finish(batch: Batch | None, file: str | Path, as_json: bool, on_end: str | 
         print_problems(batch)
         if any(problem.code == "unserved_model" for problem in batch.errors.data):
             note("Change the options as shown, or add --wait to queue the lines until there is a worker.", style="red")
-    if on_end is not None:
-        _run_at_end(on_end, batch)
-    raise typer.Exit(_exit_code(batch))
 
 
 def _run_at_end(command: str, batch: Batch) -> None:
@@ -247,22 +264,30 @@ def _run_at_end(command: str, batch: Batch) -> None:
         note(f"--on-end: the command has failed with exit code {code}; the run is {batch.status}.", style="red")
 
 
-async def _run(
-    url: str, run: Callable[[Client, Callable[[Batch], None]], Awaitable[Batch]], output: str | Path
-) -> Batch:
-    async with connected(url) as client:
-        with ProgressView() as view, _log_as_notes("sluice.batch"):
-            try:
-                batch = await run(client, view.update)
-            except UnknownBatch as error:
-                raise _unknown(error) from None
-            except (BatchRefused, ValueError) as error:
-                raise CliError(sentence(str(error))) from None
-            except OSError as error:
-                raise CliError(f"{error.filename or output}: {error.strerror}. The run is unchanged.") from None
-        if batch.ended and batch.status != "failed" and not view.started:
-            note(f"{batch.id} was complete already; there was nothing to do.")
-        return batch
+async def _run(server: str | Remote, input: Path, output: Path, options: dict[str, Any]) -> Batch:
+    async def run(on_progress: OnProgress) -> Batch:
+        if isinstance(server, Remote):
+            return await run_there(server, input, output, {**options, "on_progress": on_progress})
+        async with connected(server) as client:
+            return await client.batch(input, output, **options, on_progress=on_progress)
+
+    return await _shown(run, output)
+
+
+async def _shown(run: Callable[[OnProgress], Awaitable[Batch]], output: str | Path) -> Batch:
+    """Run with a view of the progress. Raises `CliError`."""
+    with ProgressView() as view, _log_as_notes("sluice.batch"):
+        try:
+            batch = await run(view.update)
+        except UnknownBatch as error:
+            raise _unknown(error) from None
+        except (BatchRefused, ValueError) as error:
+            raise CliError(sentence(str(error))) from None
+        except OSError as error:
+            raise CliError(f"{error.filename or output}: {error.strerror}. The run is unchanged.") from None
+    if batch.ended and batch.status != "failed" and not view.started:
+        note(f"{batch.id} was complete already; there was nothing to do.")
+    return batch
 
 
 def _exit_code(batch: Batch) -> int:
@@ -340,13 +365,18 @@ def rerun_lines(
     kinds = [kind for kind, wanted in named.items() if wanted] or ["failed", "invalid"]
     options = _retry_options(retry, retries)
 
-    async def rerun(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
-        return await client.rerun_batch(run, kinds, **options, on_progress=on_progress)
+    async def rerun(on_progress: OnProgress) -> Batch:
+        async with connected(redis_url) as client:
+            return await client.rerun_batch(run, kinds, **options, on_progress=on_progress)
 
-    again = asyncio.run(stoppable(_run(redis_url, rerun, run)))
-    if again is None or again.ended:
-        _finish(again, run, as_json)
-    elif as_json:
+    again = asyncio.run(stoppable(_shown(rerun, run)))
+    if again is None:
+        note("paused. Run the same command again to resume.")
+        raise typer.Exit(code=3)
+    if again.ended:
+        _print_outcome(run, again, as_json)
+        raise typer.Exit(_exit_code(again))
+    if as_json:
         print_json(asdict(again))
     else:
         note(f"{again.id} waits for the workers of its folder. See: sluice batch status {again.id}")
@@ -354,10 +384,12 @@ def rerun_lines(
 
 @batch.command("submit")
 def submit_run(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests.")],
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check.")
-    ],
+        Path | None,
+        typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check."),
+    ] = None,
     model: ModelOption = None,
     map: MapOption = None,
     completion_window: WindowOption = None,
@@ -366,25 +398,34 @@ def submit_run(
         typer.Option(metavar="KEY=VALUE", help="Metadata for the run's status object; repeatable."),
     ] = None,
     redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a file into the workers' folder, and print the run's id.
+    """Copy a file into the workers' folder, or upload it to a gateway, and print the run's id.
 
-    It is run at a time of their schedule, and its completion window begins then. The answers will be in
-    DIR/done/ID/output.jsonl. Model names that neither --map nor --model maps are mapped by the workers'
-    SLUICE_BATCH_MODELS. With --json, print the status object instead of the id.
+    It is run at a time of the workers' schedule, and its completion window begins then. The answers will be in
+    DIR/done/ID/output.jsonl; those at a gateway are fetched with `sluice batch results`. Model names that neither --map
+    nor --model maps are mapped by the workers' SLUICE_BATCH_MODELS. With --json, print the status object instead of the
+    id.
 
     \b
     Examples:
       sluice batch submit in.jsonl --dir /var/lib/sluice
       sluice batch submit in.jsonl --dir /var/lib/sluice --model default --metadata team=search
+      sluice batch submit in.jsonl --url http://mac.local:8000
     """
+    server = server_of(context, redis_url, url, key)
+    if isinstance(server, Remote) and is_given(context, "folder"):
+        raise CliError("--dir and --url exclude one another: a gateway has its folder from its own settings.")
+    if not isinstance(server, Remote) and folder is None:
+        raise CliError("there is no folder: give the workers' with --dir, or a gateway with --url.")
     options = {
         "models": _mapping(map, model),
         "completion_window": completion_window,
         "metadata": _metadata(metadata or []),
     }
-    submitted = asyncio.run(_submit(redis_url, file, folder, options))
+    submitted = asyncio.run(_submit(server, file, folder, options))
     if as_json:
         print_json(asdict(submitted))
         return
@@ -393,7 +434,14 @@ def submit_run(
 
 
 @batch.command()
-def status(id: RunId, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
+def status(
+    context: typer.Context,
+    id: RunId,
+    redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
     """Show the status of a run.
 
     A run is paused while no process feeds it. If `batch run` started it, run the same command again to resume it; a run
@@ -405,7 +453,7 @@ def status(id: RunId, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) 
       sluice batch status batch_1b9d6bcd4f0a
       sluice batch status batch_1b9d6bcd4f0a --json | jq .request_counts
     """
-    offline_run = asyncio.run(_read(redis_url, id))
+    offline_run = asyncio.run(_read(server_of(context, redis_url, url, key), id))
     if as_json:
         print_json(asdict(offline_run))
         return
@@ -414,7 +462,13 @@ def status(id: RunId, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) 
 
 
 @batch.command("list")
-def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
+def list_runs(
+    context: typer.Context,
+    redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
     """List the runs of the last week, oldest first. A run is paused while no process feeds it.
 
     \b
@@ -422,18 +476,20 @@ def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
       sluice batch list
       sluice batch list --json | jq -r 'select(.status == "completed").output_file_id'
     """
-    runs = asyncio.run(_read_all(redis_url))
+    runs = asyncio.run(_read_all(server_of(context, redis_url, url, key)))
     if as_json:
         for each in runs:
             print_json(asdict(each))
     elif runs:
-        _print_runs(runs)
+        print_runs(runs)
     else:
         note("no offline runs in the last week.")
 
 
 @batch.command("cancel")
-def cancel_run(id: RunId, redis_url: RedisUrl = REDIS_URL) -> None:
+def cancel_run(
+    context: typer.Context, id: RunId, redis_url: RedisUrl = REDIS_URL, url: GatewayUrl = None, key: ApiKey = None
+) -> None:
     """Request the cancellation of a run. Answers are kept; the other lines end as `batch_cancelled`.
 
     Exit codes: 0, or 2 if there is no such run.
@@ -442,12 +498,13 @@ def cancel_run(id: RunId, redis_url: RedisUrl = REDIS_URL) -> None:
     Example:
       sluice batch cancel batch_1b9d6bcd4f0a
     """
-    offline_run = asyncio.run(_cancel(redis_url, id))
+    offline_run = asyncio.run(_cancel(server_of(context, redis_url, url, key), id))
     print(f"{id}  {f'already {offline_run.status}' if offline_run.ended else 'requested; its feeder will end it'}")
 
 
 @batch.command()
 def results(
+    context: typer.Context,
     id: RunId,
     output: Annotated[
         Path | None,
@@ -455,45 +512,56 @@ def results(
     ] = None,
     errors: Annotated[bool, typer.Option("--errors", help="Fetch the failed lines instead.")] = False,
     redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
 ) -> None:
     """Fetch the answers of a run, even if it has not ended.
 
-    It has to run on the machine that has the files of the run.
+    It has to run on the machine that has the files of the run. With --url it may run anywhere, and the run has to have
+    ended.
 
     \b
     Examples:
       sluice batch results batch_1b9d6bcd4f0a -o out.jsonl
       sluice batch results batch_1b9d6bcd4f0a --errors
     """
-    offline_run = asyncio.run(_read(redis_url, id))
-    path = offline_run.error_file_id if errors else offline_run.output_file_id
-    if path is None:
-        note(f"{id} has no {'failed' if errors else 'answered'} lines.")
+    server = server_of(context, redis_url, url, key)
+    offline_run = asyncio.run(_read(server, id))
+    file = offline_run.error_file_id if errors else offline_run.output_file_id
+    if file is None:
+        at_end = " yet" if isinstance(server, Remote) and not offline_run.ended else ""
+        note(f"{id} has no {'failed' if errors else 'answered'} lines{at_end}.")
         return
-    if output and output.resolve() in _files(offline_run):
+    own = (offline_run.input_file_id, offline_run.output_file_id, offline_run.error_file_id)
+    if output and not isinstance(server, Remote) and output.resolve() in {Path(name).resolve() for name in own if name}:
         raise CliError(f"{output} is a file of the run itself, and would be overwritten: give another with -o.")
-    _copy(Path(path), output, offline_run)
+    with _named(output, offline_run), _opened(server, file, output) as found:
+        if output is None:
+            shutil.copyfileobj(found, sys.stdout.buffer)
+            return
+        with output.open("wb") as written:
+            shutil.copyfileobj(found, written)
 
 
-def _files(run: Batch) -> set[Path]:
-    return {Path(name).resolve() for name in (run.input_file_id, run.output_file_id, run.error_file_id) if name}
+def _opened(server: str | Remote, file: str, output: Path | None) -> BinaryIO:
+    if not isinstance(server, Remote):
+        return open(file, "rb")
+    fetched = tempfile.TemporaryFile(dir=output and output.parent)  # noqa: SIM115 - its caller closes it
+    asyncio.run(download(server, file, fetched))
+    fetched.seek(0)
+    return fetched
 
 
-def _copy(path: Path, output: Path | None, offline_run: Batch) -> None:
+@contextmanager
+def _named(output: Path | None, run: Batch) -> Iterator[None]:
+    """Raise `CliError` for a file that cannot be opened in the block."""
     try:
-        with path.open("rb") as file:
-            if output is None:
-                shutil.copyfileobj(file, sys.stdout.buffer)
-            else:
-                with output.open("wb") as there:
-                    shutil.copyfileobj(file, there)
+        yield
     except BrokenPipeError:
         raise  # the reader of stdout has closed it, which typer handles
     except OSError as error:
-        raise CliError(
-            f"{error.filename} cannot be opened: {error.strerror}. {offline_run.id} is {offline_run.status}, and its "
-            f"files are on {offline_run.sluice.host}."
-        ) from None
+        where = f" {run.id} is {run.status}, and its files are on {run.sluice.host}." if run.sluice.host else ""
+        raise CliError(f"{error.filename or output} cannot be opened: {error.strerror}.{where}") from None
 
 
 def _metadata(options: list[str]) -> dict[str, str] | None:
@@ -504,54 +572,39 @@ def _metadata(options: list[str]) -> dict[str, str] | None:
     return {key: value for key, _, value in pairs} or None
 
 
-async def _submit(url: str, file: Path, folder: Path, options: dict[str, Any]) -> Batch:
-    async with connected(url) as client:
-        try:
+async def _submit(server: str | Remote, file: Path, folder: Path | None, options: dict[str, Any]) -> Batch:
+    try:
+        if isinstance(server, Remote):
+            return await submit_there(server, file, options)
+        assert folder is not None
+        async with connected(server) as client:
             return await client.submit_batch(file, folder, **options)
-        except ValueError as error:
-            raise CliError(sentence(str(error))) from None
-        except OSError as error:
-            raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
+    except (BatchRefused, ValueError) as error:
+        raise CliError(sentence(str(error))) from None
+    except OSError as error:
+        raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
 
 
-async def _read(url: str, id: str) -> Batch:
-    async with connected(url) as client:
+async def _read(server: str | Remote, id: str) -> Batch:
+    async with offline_runs(server) as runs:
         try:
-            return await client.batch_status(id)
+            return await runs.batch_status(id)
         except UnknownBatch as error:
             raise _unknown(error) from None
 
 
-async def _read_all(url: str) -> list[Batch]:
-    async with connected(url) as client:
-        return await client.batches()
+async def _read_all(server: str | Remote) -> list[Batch]:
+    async with offline_runs(server) as runs:
+        return await runs.batches()
 
 
-async def _cancel(url: str, id: str) -> Batch:
-    async with connected(url) as client:
+async def _cancel(server: str | Remote, id: str) -> Batch:
+    async with offline_runs(server) as runs:
         try:
-            return await client.cancel_batch(id)
+            return await runs.cancel_batch(id)
         except UnknownBatch as error:
             raise _unknown(error) from None
 
 
 def _unknown(error: UnknownBatch) -> CliError:
     return CliError(f"{error}, or its last update is more than a week old. List the runs: sluice batch list")
-
-
-def _print_runs(runs: list[Batch]) -> None:
-    print_table(
-        "Offline runs",
-        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "created": "right"},
-        [
-            (
-                run.id,
-                describe_state(run),
-                f"{run.request_counts.completed:,}",
-                f"{run.request_counts.failed:,}",
-                f"{run.request_counts.total:,}",
-                f"{format_duration(time.time() - run.created_at)} ago",
-            )
-            for run in runs
-        ],
-    )

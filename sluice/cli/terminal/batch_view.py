@@ -214,3 +214,22 @@ def _ended(batch: Batch) -> int:
 def _time(batch: Batch) -> str:
     seconds = batch.sluice.seconds
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
+
+
+def print_runs(runs: list[Batch]) -> None:
+    """Print a table of several runs."""
+    print_table(
+        "Offline runs",
+        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "created": "right"},
+        [
+            (
+                run.id,
+                describe_state(run),
+                f"{run.request_counts.completed:,}",
+                f"{run.request_counts.failed:,}",
+                f"{run.request_counts.total:,}",
+                f"{format_duration(time.time() - run.created_at)} ago",
+            )
+            for run in runs
+        ],
+    )
