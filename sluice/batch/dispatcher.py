@@ -18,7 +18,7 @@ from sluice.batch.outcomes import NOT_JSON, changes_for, details_of, limit_of, m
 from sluice.batch.registry import JobStores, TokenLimits
 from sluice.batch.source import Line, Source
 from sluice.batch.transitions import LineAction, LineEvent, LineState, line_step
-from sluice.contract.batch import LineDetails, line_job_id
+from sluice.contract.batch import Batch, LineDetails, line_job_id
 from sluice.contract.events import JobError, parse_as
 from sluice.errors import QueueFull, ServerFull
 from sluice.openai import error_reply
@@ -95,26 +95,19 @@ class InFlightLine:
 class LineDispatcher:
     """Queues the lines of one run and collects their results.
 
-    `window`: the largest number of lines of one model that are queued or running at once. `retry`: how many times a
-    line is run again, by the kind of its outcome.
+    `window`: the largest number of lines of one model that are queued or running at once.
     """
 
     def __init__(
-        self,
-        run_id: str,
-        source: Source,
-        lines: Iterable[Line],
-        store: JobStores,
-        results: ResultFiles,
-        window: int,
-        retry: Mapping[str, int] | None = None,
+        self, batch: Batch, source: Source, lines: Iterable[Line], store: JobStores, results: ResultFiles, window: int
     ) -> None:
-        self._run_id = run_id
+        self._run_id = batch.id
+        self._tenant = batch.sluice.tenant
         self._source = source
         self._store = store
         self._results = results
         self._window = window
-        self._limits = _Limits(retry or {})
+        self._limits = _Limits(batch.sluice.retry)
         self._max_queued = 1 << 20  # lines, until the server runs out of memory
         self._waiting = defaultdict[str, deque[Line]](deque)  # by model, so that a slow model does not delay the others
         for line in lines:
@@ -266,6 +259,8 @@ class LineDispatcher:
         request = self._source.request(entry.line)
         entry.custom_id, entry.wants_json = request.custom_id, request.wants_json
         body = request.as_job()
+        if self._tenant is not None:
+            body["tenant"] = self._tenant  # instead of one that the line names
         if last := entry.last:
             raised = self._limits.raised(limit_of(body | entry.changes), last, entry.line.model)
             entry.changes |= changes_for(body, last, raised, entry.retry)

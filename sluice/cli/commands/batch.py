@@ -19,7 +19,7 @@ import typer
 from sluice.batch.source import WINDOW
 from sluice.cli import worker_commands
 from sluice.cli.errors import CliError, connected, sentence
-from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, integer
+from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, Retries, Retry, integer, retry_options
 from sluice.cli.terminal.batch_view import ProgressView, describe_state, print_problems, print_report, read_models
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
@@ -101,26 +101,32 @@ async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> b
     return True
 
 
-Retry = Annotated[
-    str | None,
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
+]
+MapOption = Annotated[
+    list[str] | None,
     typer.Option(
-        "--retry", metavar="KINDS", help="Run such lines again: invalid,cut,failed,refused, or some of these."
+        "--map",
+        metavar="NAME=SERVED",
+        help="Send lines for model NAME, or for models that begin with NAME*, to SERVED; repeatable.",
     ),
 ]
-Retries = Annotated[
-    int | None,
-    typer.Option("--retries", parser=integer(1), metavar="N", help="At most so many times each.  [default: 2]"),
+WindowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--completion-window",
+        metavar="TIME",
+        help="Lines that are not done after it end as expired: 90m, 2d.  [default: 24h]",
+    ),
 ]
 
 
-def _retry_options(retry: str | None, retries: int | None) -> dict[str, Any]:
-    """Return the options of `Client.batch`. Raises `CliError`."""
-    if retry is None:
-        if retries is not None:
-            raise CliError("--retries: it says how often lines of --retry are run again; give --retry, too.")
-        return {}
-    kinds = [kind.strip() for kind in retry.split(",")]
-    return {"retry": dict.fromkeys(kinds, 2 if retries is None else retries)}
+def _mapping(map: list[str] | None, model: str | None) -> dict[str, str] | None:
+    models = read_models(map or [])
+    if model is not None:
+        models.setdefault("*", model)
+    return models or None
 
 
 def run_file(
@@ -134,21 +140,9 @@ def run_file(
             metavar="FILE", help="The file for the failed lines.  [default: next to the output, .errors.jsonl]"
         ),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
-    ] = None,
-    map: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--map",
-            metavar="NAME=SERVED",
-            help="Send lines for model NAME, or for models that begin with NAME*, to SERVED; repeatable.",
-        ),
-    ] = None,
-    completion_window: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Lines that are not done after it end as expired: 90m, 2d.  [default: 24h]"),
-    ] = None,
+    model: ModelOption = None,
+    map: MapOption = None,
+    completion_window: WindowOption = None,
     window: Annotated[
         int, typer.Option(parser=integer(1), metavar="N", help="Lines of one model in the queue at once.")
     ] = WINDOW,
@@ -177,25 +171,22 @@ def run_file(
       sluice batch run for-openai.jsonl -o out.jsonl --map gpt-4o-mini=default
       sluice batch run in.jsonl -o out.jsonl --retry invalid,cut,failed
     """
-    models = read_models(map or [])
-    if model is not None:
-        models.setdefault("*", model)
     options = {
         "errors": errors,
-        "models": models or None,
+        "models": _mapping(map, model),
         "completion_window": completion_window,
         "window": window,
         "served_only": not wait,
-        **_retry_options(retry, retries),
+        **retry_options(retry, retries),
     }
 
     async def run(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
         return await client.batch(file, output, **options, on_progress=on_progress)
 
-    _finish(asyncio.run(stoppable(_run(redis_url, run, output))), file, as_json)
+    finish(asyncio.run(stoppable(run_shown(redis_url, run, output))), file, as_json)
 
 
-def _finish(batch: Batch | None, file: str | Path, as_json: bool) -> None:
+def finish(batch: Batch | None, file: str | Path, as_json: bool) -> None:
     """Print the report of a run, and exit with its code. None: it was interrupted."""
     if batch is None:
         note("paused. Run the same command again to resume.")
@@ -212,9 +203,10 @@ def _finish(batch: Batch | None, file: str | Path, as_json: bool) -> None:
     raise typer.Exit(_exit_code(batch))
 
 
-async def _run(
+async def run_shown(
     url: str, run: Callable[[Client, Callable[[Batch], None]], Awaitable[Batch]], output: str | Path
 ) -> Batch:
+    """Perform a run of the client and show its progress. Raises `CliError`."""
     async with connected(url) as client:
         with ProgressView() as view, _log_as_notes("sluice.batch"):
             try:
@@ -278,64 +270,42 @@ worker_commands.add(batch, "batch.schedule")
 batch.command("feed", hidden=True)(feed_folder)
 
 
-@batch.command("rerun")
-def rerun_lines(
-    run: Annotated[str, typer.Argument(metavar="ID|OUT.JSONL", help="Id or output file of a run that has ended.")],
-    failed: Annotated[bool, typer.Option("--failed", help="Run lines again that failed.")] = False,
-    invalid: Annotated[bool, typer.Option("--invalid", help="… whose answer is not the JSON asked for.")] = False,
-    cut: Annotated[bool, typer.Option("--cut", help="… whose answer was cut off; with a higher limit.")] = False,
-    refused: Annotated[bool, typer.Option("--refused", help="… that the model refused to answer.")] = False,
-    retry: Retry = None,
-    retries: Retries = None,
-    redis_url: RedisUrl = REDIS_URL,
-    as_json: AsJson = False,
-) -> None:
-    """Run lines of an ended run again, by default all failed and invalid ones.
-
-    The new outcomes are written to the same files in place of the old ones; an old one that is better is kept. Nothing
-    is lost if the command stops: run it again. A run of the workers' folder is moved back to `running`, and its workers
-    resume it. It has to run on the machine that has the files of the run. Exit codes as for `batch run`.
-
-    \b
-    Examples:
-      sluice batch rerun out.jsonl
-      sluice batch rerun batch_1b9d6bcd4f0a --cut --retry cut --retries 3
-    """
-    named = {"failed": failed, "invalid": invalid, "cut": cut, "refused": refused}
-    kinds = [kind for kind, wanted in named.items() if wanted] or ["failed", "invalid"]
-    options = _retry_options(retry, retries)
-
-    async def rerun(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
-        return await client.rerun_batch(run, kinds, **options, on_progress=on_progress)
-
-    again = asyncio.run(stoppable(_run(redis_url, rerun, run)))
-    if again is None or again.ended:
-        _finish(again, run, as_json)
-    elif as_json:
-        print_json(asdict(again))
-    else:
-        note(f"{again.id} waits for the workers of its folder. See: sluice batch status {again.id}")
-
-
 @batch.command("submit")
 def submit_run(
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests.")],
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check.")
     ],
+    model: ModelOption = None,
+    map: MapOption = None,
+    completion_window: WindowOption = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Metadata for the run's status object; repeatable."),
+    ] = None,
+    retry: Retry = None,
+    retries: Retries = None,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
     """Copy a file into the workers' folder, and print the run's id.
 
-    It is run at a time of their schedule. The answers will be in DIR/done/ID/output.jsonl. With --json, print the
-    status object instead of the id.
+    It is run at a time of their schedule, and its completion window begins then. The answers will be in
+    DIR/done/ID/output.jsonl. Model names that neither --map nor --model maps are mapped by the workers'
+    SLUICE_BATCH_MODELS. With --json, print the status object instead of the id.
 
     \b
-    Example:
+    Examples:
       sluice batch submit in.jsonl --dir /var/lib/sluice
+      sluice batch submit in.jsonl --dir /var/lib/sluice --model default --metadata team=search
     """
-    submitted = asyncio.run(_submit(redis_url, file, folder))
+    options = {
+        "models": _mapping(map, model),
+        "completion_window": completion_window,
+        "metadata": _metadata(metadata or []),
+        **retry_options(retry, retries),
+    }
+    submitted = asyncio.run(_submit(redis_url, file, folder, options))
     if as_json:
         print_json(asdict(submitted))
         return
@@ -447,10 +417,20 @@ def _copy(path: Path, output: Path | None, offline_run: Batch) -> None:
         ) from None
 
 
-async def _submit(url: str, file: Path, folder: Path) -> Batch:
+def _metadata(options: list[str]) -> dict[str, str] | None:
+    pairs = [option.partition("=") for option in options]
+    for key, equals, value in pairs:
+        if not (key and equals):
+            raise CliError(f"{key + equals + value!r} is not metadata: write KEY=VALUE, as in team=search.")
+    return {key: value for key, _, value in pairs} or None
+
+
+async def _submit(url: str, file: Path, folder: Path, options: dict[str, Any]) -> Batch:
     async with connected(url) as client:
         try:
-            return await client.submit_batch(file, folder)
+            return await client.submit_batch(file, folder, **options)
+        except ValueError as error:
+            raise CliError(sentence(str(error))) from None
         except OSError as error:
             raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
 
