@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -175,3 +175,25 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, one 
 
 REDIS_URL = "redis://localhost:6379/0"
 MODEL = "default"
+
+
+Retry = Annotated[
+    str | None,
+    typer.Option(
+        "--retry", metavar="KINDS", help="Run such lines again: invalid,cut,failed,refused, or some of these."
+    ),
+]
+Retries = Annotated[
+    int | None,
+    typer.Option("--retries", parser=integer(1), metavar="N", help="At most so many times each.  [default: 2]"),
+]
+
+
+def retry_options(retry: str | None, retries: int | None) -> dict[str, Any]:
+    """Return the options of `Client.batch`. Raises `CliError`."""
+    if retry is None:
+        if retries is not None:
+            raise CliError("--retries: it says how often lines of --retry are run again; give --retry, too.")
+        return {}
+    kinds = [kind.strip() for kind in retry.split(",")]
+    return {"retry": dict.fromkeys(kinds, 2 if retries is None else retries)}

@@ -27,8 +27,11 @@ from sluice.cli.options import (
     GatewayUrl,
     RedisUrl,
     Remote,
+    Retries,
+    Retry,
     integer,
     is_given,
+    retry_options,
     server_of,
 )
 from sluice.cli.remote import download, offline_runs, run_there, submit_there
@@ -112,28 +115,6 @@ async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> b
     async with connected(url) as client:
         await client.feed_batches(folder, take=take, models=models)
     return True
-
-
-Retry = Annotated[
-    str | None,
-    typer.Option(
-        "--retry", metavar="KINDS", help="Run such lines again: invalid,cut,failed,refused, or some of these."
-    ),
-]
-Retries = Annotated[
-    int | None,
-    typer.Option("--retries", parser=integer(1), metavar="N", help="At most so many times each.  [default: 2]"),
-]
-
-
-def _retry_options(retry: str | None, retries: int | None) -> dict[str, Any]:
-    """Return the options of `Client.batch`. Raises `CliError`."""
-    if retry is None:
-        if retries is not None:
-            raise CliError("--retries: it says how often lines of --retry are run again; give --retry, too.")
-        return {}
-    kinds = [kind.strip() for kind in retry.split(",")]
-    return {"retry": dict.fromkeys(kinds, 2 if retries is None else retries)}
 
 
 ModelOption = Annotated[
@@ -229,11 +210,19 @@ def run_file(
         "completion_window": completion_window,
         "served_only": not wait,
         **({"window": window} if is_given(context, "window") else {}),
-        **_retry_options(retry, retries),
+        **retry_options(retry, retries),
     }
     batch = asyncio.run(stoppable(_run(server, file, output, options)))
+    paused = "the run goes on at the gateway" if isinstance(server, Remote) else "paused"
+    finish(batch, file, as_json, on_end, paused=paused)
+
+
+def finish(
+    batch: Batch | None, file: str | Path, as_json: bool, on_end: str | None = None, *, paused: str = "paused"
+) -> None:
+    """Print the report of a run, run the command for its end, and exit with its code. None: it was interrupted, and is
+    `paused`."""
     if batch is None:
-        paused = "the run goes on at the gateway" if isinstance(server, Remote) else "paused"
         note(f"{paused}. Run the same command again to resume.")
         raise typer.Exit(code=3)
     _print_outcome(file, batch, as_json)
@@ -271,11 +260,11 @@ async def _run(server: str | Remote, input: Path, output: Path, options: dict[st
         async with connected(server) as client:
             return await client.batch(input, output, **options, on_progress=on_progress)
 
-    return await _shown(run, output)
+    return await run_shown(run, output)
 
 
-async def _shown(run: Callable[[OnProgress], Awaitable[Batch]], output: str | Path) -> Batch:
-    """Run with a view of the progress. Raises `CliError`."""
+async def run_shown(run: Callable[[OnProgress], Awaitable[Batch]], output: str | Path) -> Batch:
+    """Perform a run and show its progress. Raises `CliError`."""
     with ProgressView() as view, _log_as_notes("sluice.batch"):
         try:
             batch = await run(view.update)
@@ -338,50 +327,6 @@ worker_commands.add(batch, "batch.schedule")
 batch.command("feed", hidden=True)(feed_folder)
 
 
-@batch.command("rerun")
-def rerun_lines(
-    run: Annotated[str, typer.Argument(metavar="ID|OUT.JSONL", help="Id or output file of a run that has ended.")],
-    failed: Annotated[bool, typer.Option("--failed", help="Run lines again that failed.")] = False,
-    invalid: Annotated[bool, typer.Option("--invalid", help="… whose answer is not the JSON asked for.")] = False,
-    cut: Annotated[bool, typer.Option("--cut", help="… whose answer was cut off; with a higher limit.")] = False,
-    refused: Annotated[bool, typer.Option("--refused", help="… that the model refused to answer.")] = False,
-    retry: Retry = None,
-    retries: Retries = None,
-    redis_url: RedisUrl = REDIS_URL,
-    as_json: AsJson = False,
-) -> None:
-    """Run lines of an ended run again, by default all failed and invalid ones.
-
-    The new outcomes are written to the same files in place of the old ones; an old one that is better is kept. Nothing
-    is lost if the command stops: run it again. A run of the workers' folder is moved back to `running`, and its workers
-    resume it. It has to run on the machine that has the files of the run. Exit codes as for `batch run`.
-
-    \b
-    Examples:
-      sluice batch rerun out.jsonl
-      sluice batch rerun batch_1b9d6bcd4f0a --cut --retry cut --retries 3
-    """
-    named = {"failed": failed, "invalid": invalid, "cut": cut, "refused": refused}
-    kinds = [kind for kind, wanted in named.items() if wanted] or ["failed", "invalid"]
-    options = _retry_options(retry, retries)
-
-    async def rerun(on_progress: OnProgress) -> Batch:
-        async with connected(redis_url) as client:
-            return await client.rerun_batch(run, kinds, **options, on_progress=on_progress)
-
-    again = asyncio.run(stoppable(_shown(rerun, run)))
-    if again is None:
-        note("paused. Run the same command again to resume.")
-        raise typer.Exit(code=3)
-    if again.ended:
-        _print_outcome(run, again, as_json)
-        raise typer.Exit(_exit_code(again))
-    if as_json:
-        print_json(asdict(again))
-    else:
-        note(f"{again.id} waits for the workers of its folder. See: sluice batch status {again.id}")
-
-
 @batch.command("submit")
 def submit_run(
     context: typer.Context,
@@ -397,6 +342,8 @@ def submit_run(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Metadata for the run's status object; repeatable."),
     ] = None,
+    retry: Retry = None,
+    retries: Retries = None,
     redis_url: RedisUrl = REDIS_URL,
     url: GatewayUrl = None,
     key: ApiKey = None,
@@ -424,6 +371,7 @@ def submit_run(
         "models": _mapping(map, model),
         "completion_window": completion_window,
         "metadata": _metadata(metadata or []),
+        **retry_options(retry, retries),
     }
     submitted = asyncio.run(_submit(server, file, folder, options))
     if as_json:
