@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import redis
 
 from sluice import Client
 from sluice.contract import keys
+from sluice.contract.events import Progress
 from sluice.contract.models import Model, read_model
 from tests.end_to_end.test_cli import run_here
 from tests.end_to_end.test_up import ENV, running
@@ -164,6 +166,41 @@ async def test_an_idle_model_has_no_process_until_a_job_comes_and_counts_as_serv
         supervisor.ask("load", "none")
         supervisor.ask("unload", "a")
         await until(lambda: "a" not in supervisor.worker_pids())
+
+
+def loading_slowly(folder: Path, part_s: float) -> Path:
+    """Write the tiny model with code of its own, by which each of some fifty parts of its weights takes so long."""
+    shutil.copytree(TINY_CHAT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_file": "slow.py"}))
+    (folder / "slow.py").write_text(
+        "import time\n"
+        "from mlx_lm.models.qwen3_5 import Model, ModelArgs\n"
+        "from worker.engine.model import load\n"
+        "at_once = load.load_weights\n"
+        f"slowly = lambda network, told: at_once(network, lambda part: (time.sleep({part_s}), told and told(part)))\n"
+        "load.load_weights = slowly\n"
+    )
+    return folder
+
+
+async def test_the_reader_of_a_job_is_told_how_much_of_its_model_is_loaded(
+    redis_url: str, client: Client, tmp_path: Path
+) -> None:
+    models = {"a": TINY_CHAT, "slow": loading_slowly(tmp_path / "slow", 0.1)}
+    with Supervisor(redis_url, models=models, trust_model_code="true") as supervisor:
+        await until(lambda: supervisor.states().endswith("loading"))
+        job = await client.submit(COUNT, model="slow")
+        events = [event async for event in client.stream(job.id)]
+        loads = [event for event in events if isinstance(event, Progress) and event.phase == "loading"]
+        weights = supervisor.models()["slow"]["weights"]
+        assert weights > 1_000_000
+        assert {each.total for each in loads} == {weights}
+        assert len(loads) >= 3
+        assert [each.done for each in loads] == sorted({each.done for each in loads})
+        assert 0 < loads[-1].done <= weights
+        assert events[len(loads)].type == "started"
+        assert supervisor.models()["slow"]["loaded_bytes"] == 0
 
 
 def _resident_bytes(pid: int) -> int:

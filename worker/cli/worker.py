@@ -4,13 +4,17 @@ import os
 import signal
 import threading
 import tomllib
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sluice.cli.errors import CliError, worker_missing
 from sluice.cli.options import Checkpoints, ServedName, integer, named_checkpoints, split_name
+
+if TYPE_CHECKING:
+    from worker.engine.model.load import OnLoaded
 
 
 def worker(
@@ -57,7 +61,7 @@ def worker(
     else:
         if until_stdin_closes:
             threading.Thread(target=_stop_when_stdin_closes, daemon=True).start()
-        _serve({**settings, **_one_model(models, name)})
+        _serve({**settings, **_one_model(models, name)}, _tell_loaded() if until_stdin_closes else None)
 
 
 def _one_model(models: list[str], name: str | None) -> dict[str, str]:
@@ -92,6 +96,19 @@ def _stop_when_stdin_closes() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _tell_loaded() -> "OnLoaded":
+    """Return a function that tells the supervisor, whose socket stdin is, how many bytes of the weights are loaded."""
+    all_parts = 0
+
+    def tell(nbytes: int) -> None:
+        nonlocal all_parts
+        all_parts += nbytes
+        with suppress(OSError):  # the supervisor has ended
+            os.write(0, b"%d\n" % all_parts)
+
+    return tell
+
+
 def _supervise(config: dict[str, Any], place: str) -> None:
     try:
         from worker.errors import CannotStart
@@ -107,14 +124,14 @@ def _supervise(config: dict[str, Any], place: str) -> None:
         raise typer.Exit(code)
 
 
-def _serve(settings: dict[str, object]) -> None:
+def _serve(settings: dict[str, object], on_loaded: "OnLoaded | None") -> None:
     try:
         from worker.app import run_worker
         from worker.errors import CannotStart
         from worker.settings import read_settings
 
         try:
-            run_worker(read_settings(**settings))
+            run_worker(read_settings(**settings), on_loaded)
         except CannotStart as error:
             raise CliError(str(error)) from None
     except ModuleNotFoundError as missing:  # the worker imports most of its packages when it runs
