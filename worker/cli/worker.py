@@ -91,8 +91,9 @@ def _read(config: Path) -> dict[str, Any]:
 
 def _stop_when_stdin_closes() -> None:
     """Stop this process as SIGTERM does when the one that started it has ended. Blocks."""
-    while os.read(0, 1):
-        pass
+    with suppress(OSError):  # that it has read nothing of what this one told it
+        while os.read(0, 1):
+            pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 

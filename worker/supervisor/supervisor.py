@@ -27,6 +27,7 @@ from worker.errors import CannotStart
 from worker.process.child import environment_with
 from worker.queue.scripts import JOB_LIFE_MS, script
 from worker.supervisor.decision import Situation, decide
+from worker.supervisor.locks import WorkerLocks
 from worker.supervisor.planned import Plan, PlannedModel
 
 logger = logging.getLogger("sluice.supervisor")
@@ -126,6 +127,7 @@ class Supervisor:
 
     def __init__(self, plan: Plan, *, sweep_s: float = 0.5) -> None:
         self._plan, self._sweep_s = plan, sweep_s
+        self._locks = WorkerLocks()
         self.id = f"{socket.gethostname()}-{os.getpid()}"
         self._models = {each.name: _Model(each) for each in plan.models}
         self._woken, self._stopping = asyncio.Event(), asyncio.Event()
@@ -168,14 +170,14 @@ class Supervisor:
         await self._answered(self._look(redis))
         if not self._stopping.is_set():
             now = self._now()
-            situations = [each.situation() for each in self._models.values()]
-            decision = decide(situations, self._plan.budget, now)
+            left = self._locks.left()
+            decision = decide([*(each.situation() for each in self._models.values()), *left], self._plan.budget, now)
             for name in decision.unload:
                 self._unload(self._models[name])
             for name in decision.load:
                 await self._load(self._models[name])
             for each in self._models.values():
-                if each.process is None and now >= each.ready_at:
+                if each.process is None and now >= each.ready_at and not left:
                     each.wanted = False  # another has its room, until a job asks for it
         await self._answered(self._publish(redis))
 
@@ -325,16 +327,24 @@ class Supervisor:
         command = [sys.executable, "-m", "sluice.cli", "worker", "--until-stdin-closes"]
         model.asked_at, model.wanted = None, True
         ours, theirs = socket.socketpair()  # closed if this process ends, in whatever way
+        lock = self._locks.lock_worker(model.planned.nbytes)
         try:
-            with theirs:
-                # Without its own session Ctrl-C would reach it twice, from the terminal and from here.
-                model.process = await asyncio.create_subprocess_exec(
-                    *command, start_new_session=True, stdin=theirs.fileno(), env=env
-                )
+            # Without its own session Ctrl-C would reach it twice, from the terminal and from here.
+            model.process = await asyncio.create_subprocess_exec(
+                *command,
+                start_new_session=True,
+                stdin=theirs.fileno(),
+                pass_fds=[] if lock is None else [lock],
+                env=env,
+            )
         except OSError as error:
             ours.close()
             self._fail(model, f"its process cannot be started: {error.strerror}")
             return
+        finally:
+            theirs.close()
+            if lock is not None:
+                os.close(lock)
         model.used_at = self._now()
         model.enter("loading", model.used_at)
         logger.info("loading %s, which may take %s", model.planned.name, format_bytes(model.planned.nbytes))
