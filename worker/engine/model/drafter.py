@@ -27,6 +27,7 @@ from worker.engine.speculation.mtp import Head, Trunk, entry_shape
 from worker.engine.speculation.mtp_load import (
     files_to_download,
     find_head,
+    head_of_layout,
     load_head,
     refuse_other_model,
     report_head,
@@ -113,6 +114,18 @@ def with_head_costs(costs: MemoryModel, head: Head) -> MemoryModel:
         kv_layers=(more, *others),
         chunk_token_bytes=costs.chunk_token_bytes + hidden_bytes,
     )
+
+
+def costs_with_head(network: nn.Module, costs: MemoryModel, config: dict[str, Any], folder: Path | None) -> MemoryModel:
+    """Return the memory model of a network with its MTP head, or `costs` if none is loaded. Lazy: reads no weights.
+    `folder`: with the head; None if its files are not here, and then it counts as unquantized. Raises `CannotStart`,
+    ValueError, OSError, and for a config that does not describe the head what its layer raises."""
+    if folder is None:
+        head = head_of_layout(network, config)
+    else:
+        found = find_head(folder, config)
+        head = load_head(network, found, with_config(folder, config), name=str(folder)) if found else None
+    return with_head_costs(costs, Head(head, Trunk(network))) if head else costs
 
 
 def tokens_read(model: Model) -> list[str]:
