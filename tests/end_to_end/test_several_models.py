@@ -208,6 +208,25 @@ async def test_the_reader_of_a_job_is_told_how_much_of_its_model_is_loaded(
         assert supervisor.models()["slow"]["loaded_bytes"] == 0
 
 
+async def test_a_single_model_leaves_when_it_is_idle_and_returns_for_a_job(redis_url: str, client: Client) -> None:
+    with Supervisor(redis_url, "a", idle_unload_s=1, worker_name="mine") as supervisor:
+        await until(lambda: supervisor.states() == "unloaded")
+        assert supervisor.worker_pids() == {}
+        assert await answer(client, "a") == "1 2 3"
+        assert supervisor.models()["a"]["bytes"] == 1_000_000_000 * BUDGET_GB
+        supervisor.signal(signal.SIGTERM)
+        assert supervisor.wait() == 0, supervisor.log()
+
+
+def test_a_worker_without_a_supervisor_refuses_to_unload_its_model(tmp_path: Path) -> None:
+    env = {**ENV, "SLUICE_MODEL": str(TINY_CHAT), "SLUICE_IDLE_UNLOAD_S": "9"}
+    done = subprocess.run(
+        [sys.executable, "-m", "worker"], env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("sluice worker: SLUICE_IDLE_UNLOAD_S: python -m worker holds its model")
+
+
 def _resident_bytes(pid: int) -> int:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -38,7 +38,7 @@ def worker(
     Each setting is a variable SLUICE_..., read from the environment or from .env in this folder; an option overrides
     both. .env.example in the repository lists all settings, with units and defaults. Several models share
     SLUICE_MEMORY_GB: each is loaded when jobs ask for it, in a process of its own, and leaves after
-    SLUICE_IDLE_UNLOAD_S without one.
+    SLUICE_IDLE_UNLOAD_S without one; so does a single one, if that is set.
 
     \b
     Examples:
@@ -132,8 +132,12 @@ def _serve(settings: dict[str, object], on_loaded: "OnLoaded | None") -> None:
         from worker.settings import read_settings
 
         try:
-            run_worker(read_settings(**settings), on_loaded)
+            found = read_settings(**settings)
+            if found.idle_unload_s is None or on_loaded is not None:
+                return run_worker(found, on_loaded)
         except CannotStart as error:
             raise CliError(str(error)) from None
     except ModuleNotFoundError as missing:  # the worker imports most of its packages when it runs
         raise worker_missing(missing) from None
+    common = {key: value for key, value in settings.items() if key not in ("model", "model_name")}
+    return _supervise({**common, "model": [{"name": found.model_name, "path": found.model}]}, "")
