@@ -204,8 +204,9 @@ class Client:
         """Yield every event after sequence number `after`, once and in order, up to the final one.
 
         Late, reconnected and repeated subscribers all receive the same events. In addition a `Progress` of the phase
-        `waiting` comes within about two seconds after the last live worker has gone, and when one has come back; it is
-        not `stored`, and its `seq` is that of the event before it. Raises `UnknownJob` if there has been no
+        `waiting` comes within about two seconds after the last live worker has gone, and when one has come back; and
+        of the phase `loading`, in bytes, while a supervisor loads the model for the job. Neither is `stored`, and its
+        `seq` is that of the event before it. Raises `UnknownJob` if there has been no
         trace of the job for `unknown_s` seconds, `UnreadableLog` if its list of events holds a foreign item or its
         numbers are not in order, `ServerUnreachable` after an outage of the client's `outage_s`, and ValueError if
         `after` is not an integer from -1 to 2**53.
