@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from uuid import uuid4
 
+from sluice.batch.times import Crontab
 from worker.environment import child_environment
 from worker.errors import CannotStart
 from worker.queue.cron import Cron
 from worker.queue.services import wait_first
-from worker.schedule_times import Crontab
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.batch")

@@ -72,7 +72,7 @@ def _read(options: dict[str, str | None]) -> "Settings":
 
 
 def _slots(settings: "Settings", now: datetime, count: int) -> list[datetime]:
-    from worker.schedule_times import Crontab
+    from sluice.batch.times import Crontab
 
     crontab, slots = Crontab(settings.batch_schedule), [now]
     while len(slots) <= count:
@@ -81,8 +81,8 @@ def _slots(settings: "Settings", now: datetime, count: int) -> list[datetime]:
 
 
 def _hours(settings: "Settings", now: datetime) -> str:
+    from sluice.batch.times import Hours
     from worker.queue.job.claims import offline_rows
-    from worker.schedule_times import Hours
 
     rows = f"Offline jobs may take {offline_rows(settings, now)} of a worker's {settings.max_rows} rows now"
     if settings.batch_hours is None:

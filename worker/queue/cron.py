@@ -7,8 +7,8 @@ from datetime import datetime
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from sluice.batch.times import Crontab
 from sluice.contract import keys
-from worker.schedule_times import Crontab
 
 logger = logging.getLogger("sluice.queue")
 
