@@ -16,7 +16,7 @@ from sluice.batch.registry import BatchRegistry
 from sluice.batch.source import WINDOW, RunOptions, RunPaths
 from sluice.cancellation import Cancellation, CancelOutcome
 from sluice.contract import keys
-from sluice.contract.batch import Batch, new_run_id
+from sluice.contract.batch import Batch, is_run_id, new_run_id
 from sluice.contract.events import Event, JobError, parse_as
 from sluice.contract.keys import JobFunction, Lane
 from sluice.contract.models import Model
@@ -402,12 +402,17 @@ class Client:
         completion_window: str | None = None,
         metadata: Mapping[str, str] | None = None,
         tenant: str | None = None,
+        id: str | None = None,
     ) -> Batch:
         """Copy a file into the workers' SLUICE_BATCH_DIR; they run it at its scheduled time, when its completion window
-        begins. Names that `models` lacks are mapped by SLUICE_BATCH_MODELS. Raises OSError, or ValueError."""
+        begins. Names that `models` lacks are mapped by SLUICE_BATCH_MODELS. A run of this `id` that exists stays as it
+        is. Raises OSError, or ValueError."""
         from sluice.batch.folder import RunFolder, submit_file
 
-        options = RunOptions(models, completion_window, metadata, id=new_run_id(Path(input).stem), tenant=tenant)
+        run_id = id or new_run_id(Path(input).stem)
+        if not is_run_id(run_id):
+            raise ValueError(f"id: {run_id!r} is not the id of a run")
+        options = RunOptions(models, completion_window, metadata, id=run_id, tenant=tenant)
         return await submit_file(self._redis, RunFolder(Path(folder).absolute()), Path(input), options)
 
     async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:

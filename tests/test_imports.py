@@ -200,7 +200,8 @@ TABLE = {
     ),
     # Batch files: when to run them, and the process that does.
     "worker.batch_dir": May(
-        "worker.environment worker.errors worker.queue.cron worker.queue.services sluice.batch.times worker.settings"
+        "sluice.batch.schedules sluice.batch.times worker.environment worker.errors worker.queue.cron "
+        "worker.queue.services worker.settings"
     ),
     # One chat job: its parts, and then the job itself.
     "worker.chat": May(

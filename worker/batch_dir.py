@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from uuid import uuid4
 
+from sluice.batch.schedules import Schedules
 from sluice.batch.times import Crontab
 from worker.environment import child_environment
 from worker.errors import CannotStart
@@ -28,12 +29,13 @@ async def feed(
     stopping: asyncio.Event,
     force_stop: asyncio.Event,
     grace_s: float,
+    name: str = "the feeder",
 ) -> bool:
     """Run a feeder to its end, and stop it at `stopping`. Returns False if it failed; the reason is only logged. It is
     a child process, since files of 200 MB would block the loop that publishes tokens, and ends when its stdin is
     closed: on request, or because its worker died in any way.
 
-    `grace_s`: seconds that it may take to stop; `force_stop` ends them early. Then it is killed.
+    `grace_s`: seconds that it may take to stop; `force_stop` ends them early. Then it is killed. `name`: in the log.
     """
     try:
         child = await asyncio.create_subprocess_exec(
@@ -46,7 +48,7 @@ async def feed(
             process_group=0,  # so Ctrl-C reaches only the worker
         )
     except OSError as error:
-        logger.error("cannot start a feeder: %s", error)
+        logger.error("cannot start %s: %s", name, error)
         return False
     assert child.stdin is not None
     assert child.stdout is not None
@@ -60,7 +62,7 @@ async def feed(
             child.kill()
         last = await log
     if (code := await child.wait()) and not stopping.is_set():
-        logger.error("the feeder failed with code %d: %s", code, last)
+        logger.error("%s failed with code %d: %s", name, code, last)
         return False
     return True
 
@@ -80,7 +82,9 @@ async def _log_lines(lines: asyncio.StreamReader) -> str:
             last = text
 
 
-FEED = ("nice", sys.executable, "-m", "sluice.cli", "batch", "feed")
+_BATCH = ("nice", sys.executable, "-m", "sluice.cli", "batch")
+FEED = (*_BATCH, "feed")
+_FOLLOW = (*_BATCH, "schedule", "follow")
 _INPUT, _LOCK = "*/input.jsonl", "run"  # in a run's folder; its feeder holds the lock
 
 
@@ -95,10 +99,12 @@ class BatchDirectory:
         command: Sequence[str] = FEED,
         search_s: float = 60.0,
         start_s: float = 60.0,
+        look_s: float = 10.0,
     ):
         """`search_s`: interval of the search for runs without a feeder. `start_s`: a feeder that fails sooner may not
-        have taken any file. Raises `CannotStart`."""
+        have taken any file. `look_s`: interval at which schedules are looked at. Raises `CannotStart`."""
         self._folder = Path(folder).absolute()
+        self._schedules, self._look_s = Schedules(self._folder), look_s
         self._settings = settings
         self._search_s, self._start_s = search_s, start_s
         models = ["--models", settings.batch_models] if settings.batch_models else []
@@ -118,6 +124,42 @@ class BatchDirectory:
 
     async def run(self, stopping: asyncio.Event, force_stop: asyncio.Event) -> None:
         """Run until `stopping`. A running feeder then has `SLUICE_GRACE_S` to end, and is killed at `force_stop`."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._run_feeders(stopping, force_stop))
+            group.create_task(self._follow_schedules(stopping, force_stop))
+
+    async def _follow_schedules(self, stopping: asyncio.Event, force_stop: asyncio.Event) -> None:
+        """Start a child process for each schedule with something to do; the workers' processes exclude each other."""
+        followed, told = dict[str, asyncio.Task[bool]](), set[str]()
+        while not stopping.is_set():
+            try:
+                due = await asyncio.to_thread(self._schedules.due, self.cron.now, told) if self.cron.now else []
+            except OSError as error:
+                logger.warning("cannot read the schedules: %s", error)
+                due = []
+            followed = {name: task for name, task in followed.items() if not task.done()}
+            for name in [name for name in due if name not in followed][: 8 - len(followed)]:  # processes at once
+                followed[name] = asyncio.create_task(self._follow(name, stopping, force_stop))
+            await wait_first(stopping.wait(), timeout_s=self._look_s)
+        await asyncio.gather(*followed.values())
+
+    async def _follow(self, name: str, stopping: asyncio.Event, force_stop: asyncio.Event) -> bool:
+        assert self.cron.now is not None
+        command = [*_FOLLOW, name, "--dir", str(self._folder), "--at", str(self.cron.now.timestamp())]
+        grace_s = self._settings.grace_s
+        return await feed(
+            command,
+            self._environment(),
+            stopping=stopping,
+            force_stop=force_stop,
+            grace_s=grace_s,
+            name=f"schedule {name}",
+        )
+
+    def _environment(self) -> dict[str, str]:
+        return child_environment(self._settings.redis_url, self._settings.redis_urls)
+
+    async def _run_feeders(self, stopping: asyncio.Event, force_stop: asyncio.Event) -> None:
         owed = False  # True if this worker took a slot of the schedule, and its feeder failed before it took any file
         while not stopping.is_set():
             if owed or self._slot.is_set():
@@ -131,8 +173,7 @@ class BatchDirectory:
     async def _feed(self, *more: str, stopping: asyncio.Event, force_stop: asyncio.Event) -> bool:
         self.feeding = True
         self._slot.clear()
-        env = child_environment(self._settings.redis_url, self._settings.redis_urls)
-        grace_s = self._settings.grace_s
+        env, grace_s = self._environment(), self._settings.grace_s
         well = await feed([*self._command, *more], env, stopping=stopping, force_stop=force_stop, grace_s=grace_s)
         self.feeding = False
         return well

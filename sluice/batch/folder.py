@@ -69,7 +69,7 @@ def run_paths(run_dir: Path) -> RunPaths:
 async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunOptions) -> Batch:
     """Copy a file into the inbox, where it appears only when complete, and return the new run's status. Raises OSError,
     also if the folder does not exist, since its name may be misspelt, or `ServerUnreachable` if the status cannot be
-    stored.
+    stored. A run of this id that is there already stays as it is.
 
     The run's first state, which holds the options, is beside the file before the file appears: without its file it is
     nothing, and a feeder moves it first."""
@@ -80,6 +80,9 @@ async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunO
     partial, waiting = folder.inbox / f".{options.id}.part", folder.inbox / f"{options.id}.jsonl"
     state_path = waiting.with_suffix(".run")
     batch = new_batch(run_paths(folder.running / options.id), options)
+    if waiting.exists() or folder.has(options.id):
+        return batch
+    partial.unlink(missing_ok=True)  # of a schedule whose worker died
     with ExitStack() as undo:
         for path in (partial, state_path):
             undo.callback(path.unlink, missing_ok=True)

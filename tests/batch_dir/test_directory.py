@@ -77,12 +77,13 @@ async def at_work(
     code: str = FEEDER,
     search_s: float = 60,
     start_s: float = 60,
+    look_s: float = 60,
     **given: Any,
 ) -> AsyncIterator[BatchDirectory]:
     """A worker, until the end of the block, and then the time that its feeder takes to leave."""
     known = settings(url, **{"poll_s": 0.05, "batch_dir": str(folder), **given})
     command = feeder(folder.parent, code)
-    batches = BatchDirectory(str(folder), known, command=command, search_s=search_s, start_s=start_s)
+    batches = BatchDirectory(str(folder), known, command=command, search_s=search_s, start_s=start_s, look_s=look_s)
     async with working(known, FakeChat().chat, crons=[batches.cron], clock=clock) as worker:
         running = asyncio.create_task(batches.run(worker.stopping, worker.force_stop))
         await until(lambda: batches.cron.next_run is not None)
@@ -305,7 +306,7 @@ async def test_a_feeder_that_is_not_there_is_in_the_log(
     batches = BatchDirectory(str(folder), known, command=["/no/such/command"], search_s=0.05)
     stopping = asyncio.Event()
     running = asyncio.create_task(batches.run(stopping, asyncio.Event()))
-    await until(lambda: caplog.text.count("cannot start a feeder: ") >= 2)
+    await until(lambda: caplog.text.count("cannot start the feeder: ") >= 2)
     stopping.set()
     await asyncio.wait_for(running, 50)
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from sluice.batch.source import WINDOW
-from sluice.cli import worker_commands
+from sluice.cli.commands.batch_schedule import schedule
 from sluice.cli.errors import CliError, connected, sentence
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, integer
 from sluice.cli.terminal.batch_view import ProgressView, describe_state, print_problems, print_report, read_models
@@ -248,7 +248,7 @@ def _about() -> None:
 
 
 batch.command("run")(run_file)
-worker_commands.add(batch, "batch.schedule")
+batch.add_typer(schedule, name="schedule")
 batch.command("feed", hidden=True)(feed_folder)
 
 
@@ -265,6 +265,7 @@ def submit_run(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Metadata for the run's status object; repeatable."),
     ] = None,
+    id: Annotated[str | None, typer.Option("--id", hidden=True, help="Id of the run; one that exists stays.")] = None,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -283,6 +284,7 @@ def submit_run(
         "models": _mapping(map, model),
         "completion_window": completion_window,
         "metadata": _metadata(metadata or []),
+        "id": id,
     }
     submitted = asyncio.run(_submit(redis_url, file, folder, options))
     if as_json:
