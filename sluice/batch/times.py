@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
+from math import ceil
 from typing import Self
 
 from cronsim import CronSim, CronSimError
@@ -78,3 +79,13 @@ class Hours:
         if self.begin_min < self.end_min:
             return self.begin_min <= minute < self.end_min
         return minute >= self.begin_min or minute < self.end_min
+
+    def reach(self, start: datetime, work_s: float) -> datetime:
+        """Return when `work_s` seconds of these hours have passed since `start`."""
+        day_s, utc = 86_400, start.astimezone(UTC)
+        open_s = (self.end_min - self.begin_min) * 60 % day_s or day_s
+        into_s = (utc.hour * 3600 + utc.minute * 60 + utc.second - self.begin_min * 60) % day_s
+        if into_s >= open_s:
+            utc, into_s = utc + timedelta(seconds=day_s - into_s), 0
+        nights = max(ceil((into_s + work_s) / open_s) - 1, 0)  # that pass until then
+        return utc + timedelta(seconds=work_s + nights * (day_s - open_s))
