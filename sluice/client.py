@@ -16,7 +16,7 @@ from sluice.batch.registry import BatchRegistry
 from sluice.batch.source import WINDOW, RunOptions, RunPaths
 from sluice.cancellation import Cancellation, CancelOutcome
 from sluice.contract import keys
-from sluice.contract.batch import Batch, is_run_id, new_run_id
+from sluice.contract.batch import Batch, new_run_id
 from sluice.contract.events import Event, JobError, parse_as
 from sluice.contract.keys import JobFunction, Lane
 from sluice.contract.models import Model
@@ -374,23 +374,18 @@ class Client:
         served_only: bool = False,
         on_progress: Callable[[Batch], None] = lambda batch: None,
     ) -> Batch:
-        """Run an OpenAI Batch file to its end and return the final status; outages of the server are waited out,
-        however long.
+        """Run an OpenAI Batch file to its end, through any outage of the server, and return the final status.
 
         A run that was interrupted, or whose process died, is resumed by the same call. `models` maps the model names in
         the file to served ones; one that ends in "*" is any other name with this beginning. Lines that have not ended
         when the completion window ("90m"; default 24h) runs out end as expired. A file with bad lines returns as
-        `failed`, with the problems in `errors`, and none of its lines is run. `window` is the number of lines of one
-        model that are queued or running at once. With `served_only` a file for a model without a worker is refused as
-        well, if other models are served; else its lines wait for a worker. `on_progress` is called a few times a
-        second. Raises `BatchRefused`, ValueError, OSError if a file cannot be written, or redis-py's error if the
-        server refuses.
-        """
+        `failed`, with the problems in `errors`, and none is run. `window`: lines of a model that are queued at once.
+        `served_only` refuses a file for a model without a worker, if others have one. `on_progress` is called a few
+        times a second. Raises `BatchRefused`, ValueError, OSError for its files, or redis-py's error."""
         from sluice.batch.run import run_batch  # imported here, since it needs fcntl, which Windows lacks
 
         paths = RunPaths.next_to_output(Path(input), Path(output), Path(errors) if errors else None)
-        run_id = new_run_id(paths.input.stem)
-        options = RunOptions(models, completion_window, metadata, window, run_id, served_only)
+        options = RunOptions(models, completion_window, metadata, window, new_run_id(paths.input.stem), served_only)
         return await run_batch(self._redis, paths, options, on_progress, self._redis_of)
 
     async def submit_batch(
@@ -402,17 +397,17 @@ class Client:
         completion_window: str | None = None,
         metadata: Mapping[str, str] | None = None,
         tenant: str | None = None,
+        not_before: float | None = None,
+        priority: int = 0,
         id: str | None = None,
     ) -> Batch:
-        """Copy a file into the workers' SLUICE_BATCH_DIR; they run it at its scheduled time, when its completion window
-        begins. Names that `models` lacks are mapped by SLUICE_BATCH_MODELS. A run of this `id` that exists stays as it
-        is. Raises OSError, or ValueError."""
+        """Copy a file into the workers' SLUICE_BATCH_DIR. At a scheduled time from `not_before` (Unix seconds) on, they
+        run it and its completion window begins. Names that `models` lacks are mapped by SLUICE_BATCH_MODELS. Lines of a
+        higher `priority` go first. Of an `id` there is one run. Raises OSError, or ValueError."""
         from sluice.batch.folder import RunFolder, submit_file
 
-        run_id = id or new_run_id(Path(input).stem)
-        if not is_run_id(run_id):
-            raise ValueError(f"id: {run_id!r} is not the id of a run")
-        options = RunOptions(models, completion_window, metadata, id=run_id, tenant=tenant)
+        own = (WINDOW, id or new_run_id(Path(input).stem), False, False, tenant, not_before, priority)
+        options = RunOptions(models, completion_window, metadata, *own)
         return await submit_file(self._redis, RunFolder(Path(folder).absolute()), Path(input), options)
 
     async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:

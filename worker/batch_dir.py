@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import logging
+import math
 import sys
 import time
 from asyncio.subprocess import PIPE, STDOUT
@@ -30,12 +31,14 @@ async def feed(
     force_stop: asyncio.Event,
     grace_s: float,
     name: str = "the feeder",
+    takes: asyncio.Event | None = None,
 ) -> bool:
     """Run a feeder to its end, and stop it at `stopping`. Returns False if it failed; the reason is only logged. It is
     a child process, since files of 200 MB would block the loop that publishes tokens, and ends when its stdin is
     closed: on request, or because its worker died in any way.
 
     `grace_s`: seconds that it may take to stop; `force_stop` ends them early. Then it is killed. `name`: in the log.
+    When `takes` is set, it is cleared and the feeder told to take in the inbox.
     """
     try:
         child = await asyncio.create_subprocess_exec(
@@ -54,7 +57,12 @@ async def feed(
     assert child.stdout is not None
     log = asyncio.create_task(_log_lines(child.stdout))
     try:
-        await wait_first(child.wait(), stopping.wait())
+        takes = takes or asyncio.Event()
+        while child.returncode is None and not stopping.is_set():
+            await wait_first(child.wait(), stopping.wait(), takes.wait())
+            if takes.is_set() and child.returncode is None:
+                child.stdin.write(b"take\n")
+                takes.clear()
         child.stdin.close()
         await wait_first(child.wait(), force_stop.wait(), timeout_s=grace_s)
     finally:
@@ -108,8 +116,9 @@ class BatchDirectory:
         self._settings = settings
         self._search_s, self._start_s = search_s, start_s
         models = ["--models", settings.batch_models] if settings.batch_models else []
-        self._command = [*command, str(self._folder), "--until-eof", *models]
-        self._slot, self.feeding = asyncio.Event(), False
+        hours = ["--hours", settings.batch_hours] if settings.batch_hours and not settings.batch_off_hours_rows else []
+        self._command = [*command, str(self._folder), "--until-eof", *models, *hours]
+        self._slot, self._slot_at = asyncio.Event(), 0.0
         if any(find_spec(name) is None for name in ("sluice", "typer", "rich")):
             raise CannotStart(
                 "SLUICE_BATCH_DIR: the command `sluice`, which reads its files, is not installed: in a checkout of "
@@ -120,7 +129,7 @@ class BatchDirectory:
             name = _identity(self._folder)
         except OSError as error:
             raise CannotStart(f"SLUICE_BATCH_DIR={folder}: cannot create its inbox: {error.strerror}") from None
-        self.cron = Cron(name, self._slot.set, Crontab(settings.batch_schedule), free=self._is_free)
+        self.cron = Cron(name, self._take, Crontab(settings.batch_schedule), free=lambda: not self._slot.is_set())
 
     async def run(self, stopping: asyncio.Event, force_stop: asyncio.Event) -> None:
         """Run until `stopping`. A running feeder then has `SLUICE_GRACE_S` to end, and is killed at `force_stop`."""
@@ -160,26 +169,34 @@ class BatchDirectory:
         return child_environment(self._settings.redis_url, self._settings.redis_urls)
 
     async def _run_feeders(self, stopping: asyncio.Event, force_stop: asyncio.Event) -> None:
-        owed = False  # True if this worker took a slot of the schedule, and its feeder failed before it took any file
+        owed = False  # True if this worker took a slot of the schedule, and its feeder may have taken no file
         while not stopping.is_set():
             if owed or self._slot.is_set():
-                began = time.monotonic()
-                taken = await self._feed("--take", stopping=stopping, force_stop=force_stop)
-                owed = not taken and time.monotonic() - began < self._start_s
+                owed = await self._feed("--take", stopping=stopping, force_stop=force_stop)
             elif await asyncio.to_thread(_has_abandoned_run, self._folder / "running"):
-                await self._feed(stopping=stopping, force_stop=force_stop)
+                owed = await self._feed(stopping=stopping, force_stop=force_stop)
             await wait_first(self._slot.wait(), stopping.wait(), timeout_s=self._search_s)
 
     async def _feed(self, *more: str, stopping: asyncio.Event, force_stop: asyncio.Event) -> bool:
-        self.feeding = True
+        """Run a feeder to its end. Returns True if it was to take files, and may have taken none."""
+        began = time.monotonic()
+        takes_at = began if more else -math.inf
         self._slot.clear()
-        env, grace_s = self._environment(), self._settings.grace_s
-        well = await feed([*self._command, *more], env, stopping=stopping, force_stop=force_stop, grace_s=grace_s)
-        self.feeding = False
-        return well
+        well = await feed(
+            [*self._command, *more],
+            self._environment(),
+            stopping=stopping,
+            force_stop=force_stop,
+            grace_s=self._settings.grace_s,
+            takes=self._slot,
+        )
+        if self._slot_at > began:  # it was told of a slot: it may have ended at that moment, before it could read that
+            return time.monotonic() - self._slot_at < (5.0 if well else self._start_s)
+        return not well and time.monotonic() - takes_at < self._start_s
 
-    def _is_free(self) -> bool:
-        return not self.feeding and not self._slot.is_set()
+    def _take(self) -> None:
+        self._slot_at = time.monotonic()
+        self._slot.set()
 
 
 def _identity(folder: Path) -> str:

@@ -252,6 +252,15 @@ class StateFile:
         self._file.append(self._lines[-1:])
 
 
+def peek(path: Path) -> RunState | None:
+    """Return the current state that a file has, whoever holds its lock; None if it has none."""
+    try:
+        complete, _, _ = path.read_bytes().rpartition(b"\n")
+        return _parse(complete.rpartition(b"\n")[2])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _parse(raw: bytes) -> RunState:
     stored: dict[str, Any] = json.loads(raw)
     return RunState(Batch.from_json(json.dumps(stored["batch"])), stored["sha256"], stored["models"])

@@ -30,7 +30,7 @@ class Pace:
         if self._samples and self._is_open(now):
             self._open_s += min(max(now - self._last, 0.0), 60.0)  # more: the machine slept, or its clock was set
         self._last = now
-        if self._samples and self._open_s - self._samples[-1][0] < 1.0:
+        if self._samples and self._open_s - self._samples[-1][0] < 1.0:  # second: as often as a status is written
             return
         self._samples.append((self._open_s, left))
         while self._open_s - self._samples[0][0] > 600.0:
