@@ -20,6 +20,7 @@ from sluice.contract.events import parse_as
 logger = logging.getLogger("sluice.batch")
 
 OnMiss = Literal["run", "skip"]
+_ON_TIME = timedelta(minutes=5)  # workers look every ten seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,7 @@ def decide(schedule: Schedule, state: ScheduleState, now: datetime, *, is_busy: 
         return None
     if is_busy:
         return Skip(slot, "the run before it had not ended")
-    if schedule.on_miss == "skip" and now - slot > timedelta(minutes=5):  # workers look every ten seconds
+    if schedule.on_miss == "skip" and now - slot > _ON_TIME:
         return Skip(slot, "no worker was up")
     return Start(slot)
 
@@ -195,12 +196,13 @@ class Schedules:
             if not is_mine:
                 return
             schedule, state = self.read(name), self.state(name)
-            match decide(schedule, state, clock(), is_busy=self._is_busy(state)):
+            now = clock()
+            match decide(schedule, state, now, is_busy=self._is_busy(state)):
                 case Skip(slot, why):
                     self._save(name, _skipped(name, state, slot, why))
                 case Start(slot):
                     state = replace(state, handled=max(state.handled, slot.timestamp()))
-                    self._start(name, schedule, state, slot, run)
+                    self._start(name, schedule, state, slot, run, may_fail=now - slot > _ON_TIME)
                     self._skip_passed(name, schedule, slot, clock())
 
     def run_now(self, name: str, now: datetime, run: Callable[[Schedule, list[str]], int]) -> int | None:
@@ -209,7 +211,7 @@ class Schedules:
             schedule, state = self.read(name), self.state(name)
             if not is_mine or self._is_busy(state) or state.started:
                 return None
-            return self._start(name, schedule, state, now, run)
+            return self._start(name, schedule, state, now, run, may_fail=True)
 
     def _start(
         self,
@@ -218,12 +220,17 @@ class Schedules:
         state: ScheduleState,
         slot: datetime,
         run: Callable[[Schedule, list[str]], int],
+        *,
+        may_fail: bool,
     ) -> int:
+        """Run the command. One that was stopped, or that did nothing unless it `may_fail`, is started again later."""
         started = slot.timestamp()
         state = replace(state, started=started)
         self._save(name, state)
         code = run(schedule, schedule.command(name, slot))
-        if code != 3:
+        if code == 2 and not may_fail:
+            logger.warning("schedule %s: nothing was run; it is tried again for five minutes", name)
+        elif code != 3:
             submitted = schedule.run_id(name, slot) if schedule.output is None else None
             self._save(name, replace(state, started=None, ran=started, code=code, run_id=submitted))
         return code

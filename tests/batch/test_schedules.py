@@ -163,6 +163,21 @@ def test_a_command_that_is_stopped_is_resumed_and_times_that_pass_while_it_runs_
     assert schedules.due(TWO + 30 * HOUR, set()) == []
 
 
+def test_a_command_that_could_do_nothing_is_tried_again_for_five_minutes(folder: Path) -> None:
+    schedules, ran = Schedules(folder), list[list[str]]()
+    schedules.write("night", schedule())
+
+    def fails(_: Schedule, arguments: list[str]) -> int:
+        ran.append(arguments)
+        return 2
+
+    for minute in range(10):
+        schedules.follow("night", lambda now=TWO + minute * MINUTE: now, fails)  # type: ignore[misc]
+    assert (len(ran), schedules.state("night").code) == (7, 2)
+    assert schedules.run_now("night", TWO + HOUR, fails) == 2
+    assert schedules.state("night").started is None
+
+
 def race(folder: Path, barrier: Any, out: Any) -> None:
     ran = list[list[str]]()
     barrier.wait()

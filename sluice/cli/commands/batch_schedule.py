@@ -28,7 +28,6 @@ Folder = Annotated[
     Path, typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check.")
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the schedule.")]
-Batch = Callable[[], typer.Typer]
 
 schedule = typer.Typer(rich_markup_mode=None)
 worker_commands.add_callback(schedule, "batch.schedule")
@@ -237,7 +236,8 @@ def follow_schedule(
     at: Annotated[float, typer.Option(help="The time, in Unix seconds.")],
 ) -> None:
     """Do what the schedule asks for now, as the child process of a worker. Ends when its stdin does."""
-    logging.basicConfig(level="INFO", format="%(message)s")
+    logging.basicConfig(level="WARNING", format="%(message)s")
+    logging.getLogger("sluice").setLevel("INFO")
     ahead_s = at - datetime.now(UTC).timestamp()  # of the server's clock, which all workers follow
 
     def now() -> datetime:
