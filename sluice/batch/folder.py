@@ -99,6 +99,8 @@ async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunO
 
 
 def _copy(file: Path, partial: Path) -> None:
+    if file.exists() and not file.is_file():  # opening a pipe would wait for a writer
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
     with file.open("rb") as source, partial.open("xb") as copy:
         shutil.copyfileobj(source, copy, 1 << 20)
         os.fsync(copy.fileno())
