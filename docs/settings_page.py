@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from prometheus_client import CollectorRegistry
 from pydantic.fields import FieldInfo
 
+from sluice.contract.batch import NO_LINES, Batch
 from sluice.gateway.monitoring import GatewayMetrics as GatewayMetrics
 from sluice.gateway.settings import ServeSettings, gateway_variable
 from sluice.queues import QueueHead
@@ -121,6 +122,10 @@ def gateway_metrics() -> GatewayMetrics:
     metrics.first_token("", 0.0)
     metrics.finished("", "", 0.0)
     metrics.set_queues([""], [QueueHead("", "batch", 0, 0, {}, True)])
+    run = Batch(
+        id="", input_file_id="", completion_window="", status="validating", created_at=0, request_counts=NO_LINES
+    )
+    metrics.runs.set([run], 0.0)
     return metrics
 
 

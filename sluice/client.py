@@ -411,13 +411,20 @@ class Client:
         metadata: Mapping[str, str] | None = None,
         tenant: str | None = None,
         retry: Mapping[str, int] | None = None,
+        not_before: float | None = None,
+        priority: int = 0,
+        id: str | None = None,
     ) -> Batch:
-        """Copy a file into the workers' SLUICE_BATCH_DIR; they run it at its scheduled time, when its completion window
-        begins. Names that `models` lacks are mapped by SLUICE_BATCH_MODELS. Raises OSError, or ValueError."""
+        """Copy a file into the workers' SLUICE_BATCH_DIR. At a scheduled time from `not_before` (Unix seconds) on, they
+        run it and its completion window begins. Names that `models` lacks are mapped by SLUICE_BATCH_MODELS. Lines of a
+        higher `priority` go first. Of an `id` there is one run. Raises OSError, or ValueError."""
         from sluice.batch.folder import RunFolder, submit_file
 
-        id = new_run_id(Path(input).stem)
-        options = RunOptions(models, completion_window, metadata, id=id, tenant=tenant, retry=retry)
+        id = id or new_run_id(Path(input).stem)
+        options = RunOptions(
+            models, completion_window, metadata, id=id, tenant=tenant, retry=retry, not_before=not_before,
+            priority=priority,
+        )  # fmt: skip
         return await submit_file(self._redis, RunFolder(Path(folder).absolute()), Path(input), options)
 
     async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:

@@ -55,16 +55,15 @@ TABLE = {
     "worker": May(),
     "worker.errors": May("sluice.contract.events"),
     "worker.json_bytes": May(others="pydantic_core"),
-    "worker.schedule_times": May(others="cronsim"),
+    "sluice.batch.times": May(others="cronsim"),
     "worker.turns": May("sluice.contract.keys"),
     "worker.process": May("worker.errors"),
     "worker.environment": May("sluice.wording worker.errors", "dotenv pydantic_settings"),
     "worker.bounded_json": May("sluice.contract.keys worker.errors worker.process worker.turns"),
     "worker.engine.options": May("worker.engine.memory worker.prefix_store.store"),
     "worker.settings": May(
-        "schemas worker.engine.options worker.environment worker.errors sluice.contract sluice.log_lines "
-        "sluice.wording worker.prefix_store.encryption worker.prefix_store.store "
-        "worker.schedule_times",
+        "schemas worker.engine.options worker.environment worker.errors sluice.batch.times sluice.contract "
+        "sluice.log_lines sluice.wording worker.prefix_store.encryption worker.prefix_store.store",
         "pydantic pydantic_core pydantic_settings",
     ),
     "worker.monitoring": May("sluice.contract worker.errors worker.outcomes worker.request", "prometheus_client"),
@@ -180,7 +179,7 @@ TABLE = {
     "worker.queue": May(
         "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring sluice.contract "
         "sluice.transport "
-        "worker.schedule_times worker.settings",
+        "sluice.batch.times worker.settings",
         "redis",
     ),
     # The record, which jobs write to while their prompts are computed.
@@ -191,7 +190,7 @@ TABLE = {
     "worker.queue.job": May(
         "sluice.contract sluice.transport worker.bounded_json worker.errors worker.json_bytes worker.monitoring "
         "worker.queue.fleet worker.queue.scripts "
-        "worker.queue.redis_server worker.outcomes worker.request worker.schedule_times worker.settings",
+        "worker.queue.redis_server worker.outcomes worker.request sluice.batch.times worker.settings",
         "arq pydantic pydantic_core redis",
     ),
     # Several models on one machine: what decides, the plan with the engine's knowledge, and the supervisor without it.
@@ -208,7 +207,8 @@ TABLE = {
     ),
     # Batch files: when to run them, and the process that does.
     "worker.batch_dir": May(
-        "worker.environment worker.errors worker.queue.cron worker.queue.services worker.schedule_times worker.settings"
+        "sluice.batch.schedules sluice.batch.times worker.environment worker.errors worker.queue.cron "
+        "worker.queue.services worker.settings"
     ),
     # One chat job: its parts, and then the job itself.
     "worker.chat": May(

@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import logging
+import math
 import sys
 import time
 from asyncio.subprocess import PIPE, STDOUT
@@ -11,11 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from uuid import uuid4
 
+from sluice.batch.schedules import Schedules
+from sluice.batch.times import Crontab
 from worker.environment import child_environment
 from worker.errors import CannotStart
 from worker.queue.cron import Cron
 from worker.queue.services import wait_first
-from worker.schedule_times import Crontab
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.batch")
@@ -28,12 +30,15 @@ async def feed(
     stopping: asyncio.Event,
     force_stop: asyncio.Event,
     grace_s: float,
+    name: str = "the feeder",
+    takes: asyncio.Event | None = None,
 ) -> bool:
     """Run a feeder to its end, and stop it at `stopping`. Returns False if it failed; the reason is only logged. It is
     a child process, since files of 200 MB would block the loop that publishes tokens, and ends when its stdin is
     closed: on request, or because its worker died in any way.
 
-    `grace_s`: seconds that it may take to stop; `force_stop` ends them early. Then it is killed.
+    `grace_s`: seconds that it may take to stop; `force_stop` ends them early. Then it is killed. `name`: in the log.
+    When `takes` is set, it is cleared and the feeder told to take in the inbox.
     """
     try:
         child = await asyncio.create_subprocess_exec(
@@ -46,13 +51,18 @@ async def feed(
             process_group=0,  # so Ctrl-C reaches only the worker
         )
     except OSError as error:
-        logger.error("cannot start a feeder: %s", error)
+        logger.error("cannot start %s: %s", name, error)
         return False
     assert child.stdin is not None
     assert child.stdout is not None
     log = asyncio.create_task(_log_lines(child.stdout))
     try:
-        await wait_first(child.wait(), stopping.wait())
+        takes = takes or asyncio.Event()
+        while child.returncode is None and not stopping.is_set():
+            await wait_first(child.wait(), stopping.wait(), takes.wait())
+            if takes.is_set() and child.returncode is None:
+                child.stdin.write(b"take\n")
+                takes.clear()
         child.stdin.close()
         await wait_first(child.wait(), force_stop.wait(), timeout_s=grace_s)
     finally:
@@ -60,7 +70,7 @@ async def feed(
             child.kill()
         last = await log
     if (code := await child.wait()) and not stopping.is_set():
-        logger.error("the feeder failed with code %d: %s", code, last)
+        logger.error("%s failed with code %d: %s", name, code, last)
         return False
     return True
 
@@ -80,7 +90,9 @@ async def _log_lines(lines: asyncio.StreamReader) -> str:
             last = text
 
 
-FEED = ("nice", sys.executable, "-m", "sluice.cli", "batch", "feed")
+_BATCH = ("nice", sys.executable, "-m", "sluice.cli", "batch")
+FEED = (*_BATCH, "feed")
+_FOLLOW = (*_BATCH, "schedule", "follow")
 _INPUT, _LOCK = "*/input.jsonl", "run"  # in a run's folder; its feeder holds the lock
 
 
@@ -95,15 +107,18 @@ class BatchDirectory:
         command: Sequence[str] = FEED,
         search_s: float = 60.0,
         start_s: float = 60.0,
+        look_s: float = 10.0,
     ):
         """`search_s`: interval of the search for runs without a feeder. `start_s`: a feeder that fails sooner may not
-        have taken any file. Raises `CannotStart`."""
+        have taken any file. `look_s`: interval at which schedules are looked at. Raises `CannotStart`."""
         self._folder = Path(folder).absolute()
+        self._schedules, self._look_s = Schedules(self._folder), look_s
         self._settings = settings
         self._search_s, self._start_s = search_s, start_s
         models = ["--models", settings.batch_models] if settings.batch_models else []
-        self._command = [*command, str(self._folder), "--until-eof", *models]
-        self._slot, self.feeding = asyncio.Event(), False
+        hours = ["--hours", settings.batch_hours] if settings.batch_hours and not settings.batch_off_hours_rows else []
+        self._command = [*command, str(self._folder), "--until-eof", *models, *hours]
+        self._slot, self._slot_at = asyncio.Event(), 0.0
         if any(find_spec(name) is None for name in ("sluice", "typer", "rich")):
             raise CannotStart(
                 "SLUICE_BATCH_DIR: the command `sluice`, which reads its files, is not installed: in a checkout of "
@@ -114,31 +129,74 @@ class BatchDirectory:
             name = _identity(self._folder)
         except OSError as error:
             raise CannotStart(f"SLUICE_BATCH_DIR={folder}: cannot create its inbox: {error.strerror}") from None
-        self.cron = Cron(name, self._slot.set, Crontab(settings.batch_schedule), free=self._is_free)
+        self.cron = Cron(name, self._take, Crontab(settings.batch_schedule), free=lambda: not self._slot.is_set())
 
     async def run(self, stopping: asyncio.Event, force_stop: asyncio.Event) -> None:
         """Run until `stopping`. A running feeder then has `SLUICE_GRACE_S` to end, and is killed at `force_stop`."""
-        owed = False  # True if this worker took a slot of the schedule, and its feeder failed before it took any file
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._run_feeders(stopping, force_stop))
+            group.create_task(self._follow_schedules(stopping, force_stop))
+
+    async def _follow_schedules(self, stopping: asyncio.Event, force_stop: asyncio.Event) -> None:
+        """Start a child process for each schedule with something to do; the workers' processes exclude each other."""
+        followed, told = dict[str, asyncio.Task[bool]](), set[str]()
+        while not stopping.is_set():
+            try:
+                due = await asyncio.to_thread(self._schedules.due, self.cron.now, told) if self.cron.now else []
+            except OSError as error:
+                logger.warning("cannot read the schedules: %s", error)
+                due = []
+            followed = {name: task for name, task in followed.items() if not task.done()}
+            for name in [name for name in due if name not in followed][: 8 - len(followed)]:  # processes at once
+                followed[name] = asyncio.create_task(self._follow(name, stopping, force_stop))
+            await wait_first(stopping.wait(), timeout_s=self._look_s)
+        await asyncio.gather(*followed.values())
+
+    async def _follow(self, name: str, stopping: asyncio.Event, force_stop: asyncio.Event) -> bool:
+        assert self.cron.now is not None
+        command = [*_FOLLOW, name, "--dir", str(self._folder), "--at", str(self.cron.now.timestamp())]
+        grace_s = self._settings.grace_s
+        return await feed(
+            command,
+            self._environment(),
+            stopping=stopping,
+            force_stop=force_stop,
+            grace_s=grace_s,
+            name=f"schedule {name}",
+        )
+
+    def _environment(self) -> dict[str, str]:
+        return child_environment(self._settings.redis_url, self._settings.redis_urls)
+
+    async def _run_feeders(self, stopping: asyncio.Event, force_stop: asyncio.Event) -> None:
+        owed = False  # True if this worker took a slot of the schedule, and its feeder may have taken no file
         while not stopping.is_set():
             if owed or self._slot.is_set():
-                began = time.monotonic()
-                taken = await self._feed("--take", stopping=stopping, force_stop=force_stop)
-                owed = not taken and time.monotonic() - began < self._start_s
+                owed = await self._feed("--take", stopping=stopping, force_stop=force_stop)
             elif await asyncio.to_thread(_has_abandoned_run, self._folder / "running"):
-                await self._feed(stopping=stopping, force_stop=force_stop)
+                owed = await self._feed(stopping=stopping, force_stop=force_stop)
             await wait_first(self._slot.wait(), stopping.wait(), timeout_s=self._search_s)
 
     async def _feed(self, *more: str, stopping: asyncio.Event, force_stop: asyncio.Event) -> bool:
-        self.feeding = True
+        """Run a feeder to its end. Returns True if it was to take files, and may have taken none."""
+        began = time.monotonic()
+        takes_at = began if more else -math.inf
         self._slot.clear()
-        env = child_environment(self._settings.redis_url, self._settings.redis_urls)
-        grace_s = self._settings.grace_s
-        well = await feed([*self._command, *more], env, stopping=stopping, force_stop=force_stop, grace_s=grace_s)
-        self.feeding = False
-        return well
+        well = await feed(
+            [*self._command, *more],
+            self._environment(),
+            stopping=stopping,
+            force_stop=force_stop,
+            grace_s=self._settings.grace_s,
+            takes=self._slot,
+        )
+        if self._slot_at > began:  # it was told of a slot: it may have ended at that moment, before it could read that
+            return time.monotonic() - self._slot_at < (5.0 if well else self._start_s)
+        return not well and time.monotonic() - takes_at < self._start_s
 
-    def _is_free(self) -> bool:
-        return not self.feeding and not self._slot.is_set()
+    def _take(self) -> None:
+        self._slot_at = time.monotonic()
+        self._slot.set()
 
 
 def _identity(folder: Path) -> str:

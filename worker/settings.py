@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from sluice.batch.times import Crontab, Hours
 from sluice.contract.keys import MAX_REQUEST_BYTES, MODEL_NAME, RESULT_TTL_S, is_model_name
 from sluice.contract.redis_url import Servers, redacted, url_error
 from sluice.log_lines import LogFormat
@@ -20,7 +21,6 @@ from worker.environment import PREFIX, refuse_unknown, unique_worker_name, varia
 from worker.errors import CannotStart
 from worker.prefix_store.encryption import checked_key, decode_key
 from worker.prefix_store.store import StoreOptions
-from worker.schedule_times import Crontab, Hours
 
 _REDIS_URL = "redis://localhost:6379/0"
 

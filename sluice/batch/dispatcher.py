@@ -5,8 +5,8 @@ import json
 import logging
 import random
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -119,14 +119,20 @@ class LineDispatcher:
         """True if every line has a result in the files."""
         return not self._in_flight and not any(self._waiting.values())
 
-    async def step(self) -> float:
-        """Queue lines and collect results, once. Return the seconds to wait before the next step: 0 if more than half
-        of the lines in the window ended in this one.
+    def left(self) -> Counter[str]:
+        """Return the number of unfinished lines of each model."""
+        counts = Counter({model: len(lines) for model, lines in self._waiting.items()})
+        counts.update(entry.line.model for entry in self._in_flight.values())
+        return counts
+
+    async def step(self, held: Collection[str] = ()) -> float:
+        """Queue lines, but none of the `held` models, and collect results, once. Return the seconds to wait before the
+        next step: 0 if more than half of the lines in the window ended in this one.
 
         Raises `BatchRefused` if the input has changed, OSError if a result file cannot be written, and redis-py's error
         if the server refuses a command.
         """
-        self._fill()
+        self._fill(held)
         models = {each.line.model for each in self._in_flight.values() if each.last or "cut" in self._limits.retry}
         if models and self._limits.are_old:
             self._limits.update(await self._store.token_limits(models))
@@ -151,10 +157,12 @@ class LineDispatcher:
             await _run_in_thread(self._results.add, [self._result(entry, error) for entry in chunk])
         self._waiting.clear()
 
-    def _fill(self) -> None:
+    def _fill(self, held: Collection[str]) -> None:
         max_bytes = 64_000_000  # of all lines in the window, so that a run does not fill the server
         bytes_queued = sum(entry.line.length for entry in self._in_flight.values())
         for model, lines in self._waiting.items():
+            if model in held:
+                continue
             free = self._window - sum(entry.line.model == model for entry in self._in_flight.values())
             while lines and free > 0 and (bytes_queued < max_bytes or not self._in_flight):
                 line = lines.popleft()

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +16,22 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.batch.files import RunState, StateFile, read_state
+from sluice.batch.pace import OpenHours
 from sluice.batch.registry import BatchRegistry, RedisOf
-from sluice.batch.run import Run, endless_retries, new_batch, publish
-from sluice.batch.source import RunOptions, RunPaths
+from sluice.batch.run import Held, Run, endless_retries, new_batch, publish
+from sluice.batch.source import WINDOW, RunOptions, RunPaths
 from sluice.batch.store import FileStore, link_or_copy
-from sluice.contract.batch import Batch, BatchState, Problem, Problems, is_run_id, new_run_id
+from sluice.contract import keys
+from sluice.contract.batch import (
+    NO_DETAILS,
+    Batch,
+    BatchDetails,
+    BatchState,
+    Problem,
+    Problems,
+    is_run_id,
+    new_run_id,
+)
 from sluice.errors import BatchRefused, BatchTaken
 from sluice.transport import Retries
 
@@ -76,15 +87,20 @@ def run_paths(run_dir: Path) -> RunPaths:
 async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunOptions) -> Batch:
     """Copy a file into the inbox, where it appears only when complete, and return the new run's status. Raises OSError,
     also if the folder does not exist, since its name may be misspelt, or `ServerUnreachable` if the status cannot be
-    stored.
+    stored. A run of this id that is there already stays as it is.
 
     The run's first state, which holds the options, is beside the file before the file appears: without its file it is
     nothing, and a feeder moves it first."""
+    if not is_run_id(options.id):
+        raise ValueError(f"id: {options.id!r} is not the id of a run")
     if not folder.root.is_dir():
         missing = "there is no such folder; give that of the workers, or make it first"
         raise NotADirectoryError(errno.ENOTDIR, missing, str(folder.root))
     folder.make()
     state = RunState(new_batch(run_paths(folder.running / options.id), options), "", options.models or {})
+    if (folder.inbox / f"{options.id}.jsonl").exists() or folder.has(options.id):
+        return state.batch
+    (folder.inbox / f".{options.id}.part").unlink(missing_ok=True)  # of a schedule whose worker died
     with _Handover(folder, state) as handover:
         await asyncio.to_thread(handover.prepare, file, _copy)
         await Retries(redis, None).run(lambda: BatchRegistry(redis).announce(state.batch))
@@ -155,6 +171,8 @@ def run_ids(folder: RunFolder) -> set[str]:
 
 
 def _copy(file: Path, partial: Path) -> None:
+    if file.exists() and not file.is_file():  # opening a pipe would wait for a writer
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
     with file.open("rb") as source, partial.open("xb") as copy:
         shutil.copyfileobj(source, copy, 1 << 20)
         os.fsync(copy.fileno())
@@ -168,39 +186,122 @@ async def feed_runs(
     models: Mapping[str, str],
     at_once: int = 8,
     redis_of: RedisOf | None = None,
+    hours: OpenHours | None = None,
+    takes: asyncio.Event | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> None:
     """Make one pass: with `take`, start the files of the inbox; then run each run in `running` that no other process
-    feeds, the oldest first and several `at_once`: one for a model without a worker does not delay the others. Return
-    when they have ended.
+    feeds, by priority, then the oldest first, and several `at_once`: one for a model without a worker does not delay
+    the others. Return when they have ended. `takes` starts another pass with the files of the inbox when it is set.
 
     All files are moved out of the inbox before the first run, so that another feeder can resume them if this process
-    dies. `models` is the mapping for new runs; a resumed run keeps its own. `redis_of`: as for `run_batch`. A run that
-    an error of the server or of a file interrupts stays in `running` for the next pass. Raises OSError if the folder
-    cannot be read or written.
+    dies. `models` is the mapping for new runs; a resumed run keeps its own. `redis_of`: as for `run_batch`; `hours`: of
+    the workers' offline jobs, for the estimated ends; `clock`: Unix seconds, for `not_before`. A run that an error of
+    the server or of a file interrupts stays in `running` for the next pass. Raises OSError if the folder cannot be read
+    or written.
     """
     folder.make()
-    for file in await _complete_files(folder.inbox) if take else []:
-        _take(folder, file)
-    if take:
-        _remove_abandoned(folder.inbox)
-        await asyncio.to_thread(FileStore(folder.root).sweep)
-    slots = asyncio.Semaphore(at_once)
-
-    async def feed_run(run_dir: Path) -> None:
-        async with slots:
-            await _resume(redis, redis_of or (lambda model: redis), folder, run_dir, models)
-
+    redis_of, takes = redis_of or (lambda model: redis), takes or asyncio.Event()
+    options = RunOptions(models, models_from_setting=True, hours=hours)
+    precedence = _Precedence(redis, folder)
+    feeding, tried = dict[Path, asyncio.Task[None]](), set[Path]()
     async with asyncio.TaskGroup() as group:
-        for file in _oldest_first(folder.running.glob("*/input.jsonl")):
-            group.create_task(feed_run(file.parent))
+        while True:
+            if take or takes.is_set():
+                takes.clear()
+                await _take_all(redis, folder, clock())
+                take, tried = False, set(feeding)
+            for run_dir in [each for each in _by_priority(folder) if each not in tried][: at_once - len(feeding)]:
+                tried.add(run_dir)
+                feeding[run_dir] = group.create_task(
+                    _resume(redis, redis_of, folder, run_dir, options, precedence.held)
+                )
+            if not feeding:
+                return
+            taking = group.create_task(_wait(takes))
+            await asyncio.wait([taking, *feeding.values()], return_when=asyncio.FIRST_COMPLETED)
+            taking.cancel()
+            feeding = {run_dir: task for run_dir, task in feeding.items() if not task.done()}
 
 
-async def _resume(redis: Redis, redis_of: RedisOf, folder: RunFolder, run_dir: Path, models: Mapping[str, str]) -> None:
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def _by_priority(folder: RunFolder) -> list[Path]:
+    """Return the folders of the runs in `running`, in the order in which they are started."""
+    found = [file.parent for file in _oldest_first(folder.running.glob("*/input.jsonl"))]
+    return sorted(found, key=lambda run_dir: -_details(run_paths(run_dir).state).priority)
+
+
+def _details(state: Path) -> BatchDetails:
+    with suppress(OSError):
+        if saved := read_state(state):
+            return saved.batch.sluice
+    return NO_DETAILS
+
+
+class _Precedence:
+    """Runs of a folder whose lines are queued before those of others, whichever process feeds them."""
+
+    def __init__(self, redis: Redis, folder: RunFolder) -> None:
+        self._registry, self._folder = BatchRegistry(redis), folder
+        self._runs, self._due = list[Batch](), 0.0
+
+    async def held(self, batch: Batch) -> Collection[str]:
+        """Return the models whose lines have to wait: a run of the same tenant with a higher priority has more of them
+        than its window takes."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + 2.0
+            with suppress(RedisError, OSError):
+                self._runs = await self._read()
+        own = batch.sluice
+        first = (each.sluice for each in self._runs if each.sluice.priority > own.priority)
+        return {model for each in first if each.tenant == own.tenant for model in each.models}
+
+    async def _read(self) -> list[Batch]:
+        ids = [file.parent.name for file in self._folder.running.glob("*/input.jsonl")]
+        if len(ids) < 2:
+            return []
+        runs = await self._registry.read_all([keys.batch(id).encode() for id in ids])
+        return [
+            run for run in runs if run.status == "in_progress" and run.sluice.paused_at is None and _left(run) > WINDOW
+        ]
+
+
+def _left(run: Batch) -> int:
+    counts = run.request_counts
+    return counts.total - counts.completed - counts.failed
+
+
+async def _take_all(redis: Redis, folder: RunFolder, now: float) -> None:
+    for file in await _complete_files(folder.inbox):
+        if await _is_due(redis, file, now):
+            _take(folder, file)
+    _remove_abandoned(folder.inbox)
+    await asyncio.to_thread(FileStore(folder.root).sweep)
+
+
+async def _is_due(redis: Redis, file: Path, now: float) -> bool:
+    """Return False for a file that waits for its `not_before`; one that is cancelled does not."""
+    not_before = _details(file.with_suffix(".run")).not_before
+    if not_before is None or not_before <= now:
+        return True
+    registry = BatchRegistry(redis)
+    with suppress(RedisError, OSError):
+        await registry.touch(file.stem)  # it may wait for longer than a status is kept
+        return await registry.is_cancel_requested(file.stem)
+    return False
+
+
+async def _resume(
+    redis: Redis, redis_of: RedisOf, folder: RunFolder, run_dir: Path, options: RunOptions, held: Held
+) -> None:
     if not run_paths(run_dir).input.exists():
         return  # another feeder has moved it, or is moving it here
     try:
         with StateFile(run_paths(run_dir).state) as state:
-            await _feed(redis, redis_of, folder, run_dir, state, models)
+            await _feed(redis, redis_of, folder, run_dir, state, options, held)
     except BatchTaken:
         pass
     except BatchRefused as error:  # a later pass would fail in the same way
@@ -215,15 +316,16 @@ async def _feed(
     folder: RunFolder,
     run_dir: Path,
     state: StateFile,
-    models: Mapping[str, str],
+    options: RunOptions,
+    held: Held,
 ) -> None:
     saved = state.load()
     batch = saved.batch if saved else None
     if batch is None or not batch.ended:
         is_new = saved is None or not saved.sha256  # no line was queued: its input had not been read to its end
         logger.info("%s is %s", run_dir.name, "taken" if is_new else "resumed")
-        options = RunOptions(models if is_new else None, id=run_dir.name, models_from_setting=True)
-        run = Run(redis, redis_of, run_paths(run_dir), options, state)
+        options = replace(options, models=options.models if is_new else None, id=run_dir.name)
+        run = Run(redis, redis_of, run_paths(run_dir), options, state, held=held)
         try:
             batch = await run.run_to_end()
         except BatchRefused as error:

@@ -14,6 +14,7 @@ from redis.exceptions import OutOfMemoryError, RedisError
 
 from sluice.batch.dispatcher import LineDispatcher
 from sluice.batch.files import ResultFiles, RunState, StateFile, take_back
+from sluice.batch.pace import Pace
 from sluice.batch.registry import BatchRegistry, JobStores, RedisOf
 from sluice.batch.source import (
     DEFAULT_WINDOW,
@@ -136,6 +137,14 @@ def _ignore(_: Batch) -> None:
     """Ignore the status."""
 
 
+Held = Callable[[Batch], Awaitable[Collection[str]]]
+
+
+async def _none(_: Batch) -> Collection[str]:
+    """Let no model wait."""
+    return ()
+
+
 async def run_batch(
     redis: Redis,
     paths: RunPaths,
@@ -252,6 +261,8 @@ def _with_options(batch: Batch, paths: RunPaths, options: RunOptions) -> Batch:
             host=socket.gethostname(),
             tenant=options.tenant or batch.sluice.tenant,
             retry=batch.sluice.retry if options.retry is None else dict(options.retry),
+            not_before=batch.sluice.not_before if options.not_before is None else int(options.not_before),
+            priority=options.priority or batch.sluice.priority,
         ),
         completion_window=window,
         expires_at=expires_at,
@@ -270,8 +281,10 @@ class Run:
         options: RunOptions,
         state: StateFile,
         on_progress: OnProgress = _ignore,
+        held: Held = _none,
     ) -> None:
-        self._redis_of = redis_of
+        """`held`: the models whose lines have to wait for those of other runs."""
+        self._redis_of, self._held = redis_of, held
         self._paths = paths
         self._options = options
         self._state = state
@@ -280,6 +293,8 @@ class Run:
         self._registry, self._jobs = BatchRegistry(redis), JobStores(redis_of, endless_retries)
         self._saved = self._initial_state()
         self._counts: _LineCounts | None = None  # once the input has been read
+        self._pace = Pace(options.hours)
+        self._ends_at: int | None = None
         self._put_at = 0.0
 
     async def run_to_end(self) -> Batch:
@@ -389,7 +404,9 @@ class Run:
 
     async def _perform(self, action: RunAction, dispatcher: LineDispatcher) -> RunEvent:
         if action is RunAction.FEED:
-            return await self._until_event(dispatcher)
+            event = await self._until_event(dispatcher)
+            self._ends_at = None
+            return event
         await dispatcher.end(*_EARLY_ENDINGS[action])
         return RunEvent.LINES_CLOSED
 
@@ -400,14 +417,17 @@ class Run:
                 return RunEvent.CANCEL_REQUESTED
             if expires_at and time.time() >= expires_at:
                 return RunEvent.WINDOW_OVER
-            wait_s = await dispatcher.step()
+            wait_s = await dispatcher.step(await self._held(self._saved.batch))
+            now, left = time.time(), dispatcher.left()
+            self._pace.add(now, left)
+            self._ends_at = self._pace.end(now, left)
             await self._report(self._status())
             await asyncio.sleep(wait_s)
         return RunEvent.LINES_DONE
 
     def _status(self) -> Batch:
         """Return the saved status with the present counts."""
-        return self._counts.added_to(self._saved.batch) if self._counts else self._saved.batch
+        return self._counts.added_to(self._saved.batch, self._ends_at) if self._counts else self._saved.batch
 
     def _in_state(self, state: BatchState) -> Batch:
         """Return the present status in this state. The time at which a state was entered is kept on resuming."""
@@ -443,7 +463,7 @@ class _LineCounts:
     models: Counter[str]  # number of lines by served model
     since: float  # when the first line was queued, in Unix seconds; later by the time between the end and a rerun
 
-    def added_to(self, batch: Batch) -> Batch:
+    def added_to(self, batch: Batch, ends_at: int | None) -> Batch:
         """Return the status with the present counts."""
         counts = self.results.counts
         return replace(
@@ -462,5 +482,6 @@ class _LineCounts:
                 paused_at=None,
                 kinds=counts.kinds,
                 slowest=counts.slowest,
+                estimated_end_at=ends_at,
             ),
         )

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Self
 
 from sluice.batch.lines import BadLine, Models, Request, read_line
 from sluice.batch.outcomes import read_kinds
+from sluice.batch.pace import OpenHours
 from sluice.contract.batch import Problem, new_run_id
 from sluice.contract.keys import MAX_REQUEST_BYTES
 from sluice.errors import BatchRefused
@@ -287,6 +288,9 @@ class RunOptions:
     models_from_setting: bool = False  # `models` is SLUICE_BATCH_MODELS, which is meant for many files
     retry: Mapping[str, int] | None = None  # how many times to run a line again, by the kind of its outcome
     tenant: str | None = None  # of the run's jobs
+    not_before: float | None = None  # Unix seconds; for a run of a folder
+    priority: int = 0  # likewise
+    hours: OpenHours | None = None  # of the workers' offline jobs, for the estimate of the end
 
     def __post_init__(self) -> None:
         read_kinds(self.retry or ())
@@ -296,6 +300,8 @@ class RunOptions:
         parse_window(self.completion_window or DEFAULT_WINDOW)
         if self.window < 1:
             raise ValueError(f"window must be at least 1, not {self.window}")
+        if not -100 <= self.priority <= 100:
+            raise ValueError(f"priority must be from -100 to 100, not {self.priority}")
 
 
 def parse_window(window: str) -> int:

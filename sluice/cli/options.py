@@ -2,13 +2,16 @@
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, time, timedelta
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
+from sluice.batch.source import parse_window
 from sluice.cli.errors import CliError
 from sluice.contract.keys import LANES, Lane, is_model_name
 from sluice.contract.redis_url import MapFile
@@ -38,6 +41,21 @@ def number(minimum: float | None = None) -> Callable[[str | float], float]:
             raise typer.BadParameter(f"it must be a number, not {str(value)!r}.") from None
 
     return read
+
+
+def moment(value: str | float) -> float:
+    """Return the Unix seconds of a duration from now, the next local HH:MM, or an ISO date and time. Raises
+    typer.BadParameter."""
+    text, now = str(value), datetime.now()
+    try:
+        if re.fullmatch(r"\d+[smhd]", text, re.ASCII):
+            return now.timestamp() + parse_window(text)
+        if re.fullmatch(r"\d\d:\d\d", text, re.ASCII):
+            next_at = datetime.combine(now, time.fromisoformat(text))
+            return (next_at if next_at > now else next_at + timedelta(days=1)).timestamp()
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise typer.BadParameter(f"it must be like 22:00, 90m or 2026-12-24T22:00, not {text!r}.") from None
 
 
 def lane(value: str) -> Lane:

@@ -23,6 +23,11 @@ def add(app: typer.Typer, name: str, *, takes_any_arguments: bool = False) -> No
     app.command(name.rpartition(".")[2], context_settings=settings)(command)
 
 
+def add_callback(group: typer.Typer, name: str) -> None:
+    """Let a group without a command of it run an entry point, which receives the context."""
+    group.callback(invoke_without_command=True)(_load(name))
+
+
 def optional(name: str) -> Callable[..., Any] | None:
     """Return what an entry point of the worker names; None where the worker, or a package of its, is not installed."""
     found: Callable[..., Any] = _load(name)
@@ -38,9 +43,10 @@ def _load(name: str) -> Any:
     return _missing(None)
 
 
-def _missing(error: ImportError | None) -> Callable[[], None]:
-    def missing() -> None:
+def _missing(error: ImportError | None) -> Callable[[typer.Context], None]:
+    def missing(context: typer.Context) -> None:
         """Needs the worker, which is not installed here."""
-        raise worker_missing(error)
+        if context.invoked_subcommand is None:
+            raise worker_missing(error)
 
     return missing

@@ -180,6 +180,12 @@ class BatchDetails:
     """Seconds for which its files of answers and errors are kept; null for ever."""
     allowed_models: list[str] | None = None
     """Names of models that its lines may have; null for any."""
+    not_before: int | None = None
+    """It waits in its folder until then."""
+    priority: int = 0
+    """Lines of its folder's runs with a higher one are queued first, of the same tenant and model."""
+    estimated_end_at: int | None = None
+    """By the lines that ended in the last ten minutes; null if none did, or unless in_progress."""
 
 
 NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})
@@ -230,7 +236,7 @@ class Batch:
         """Return a copy marked as paused since then; unchanged if the run waits in an inbox or has ended."""
         if self.status not in _FED or self.sluice.paused_at is not None:
             return self
-        return replace(self, sluice=replace(self.sluice, paused_at=int(since)))
+        return replace(self, sluice=replace(self.sluice, paused_at=int(since), estimated_end_at=None))
 
     def to_json(self) -> str:
         """Serialize to compact JSON."""

@@ -117,6 +117,7 @@ def _probes(gateway: Gateway) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         await gateway.queue_metrics.read()
+        await gateway.metrics.runs.read(gateway.client.batches)
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return [*(Route(path, healthz) for path in _ALIVE), Route("/readyz", readyz), Route("/metrics", metrics)]

@@ -1,10 +1,11 @@
 """Metrics for Prometheus, and the access log. Metrics have vLLM's names if it has them, else `sluice_serve_`."""
 
 import asyncio
+import collections
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.client import Client
+from sluice.contract.batch import Batch
 from sluice.contract.events import Cancelled, Delta, Event, Failed, Finished
 from sluice.contract.keys import LANES
 from sluice.errors import JobCancelled, JobFailed, SluiceError
@@ -57,6 +59,69 @@ class WebhookMetrics:
         self._oldest.set(age_s)
         self._dead.set(counts.dead)
         self._dropped.set(counts.dropped)
+
+
+class _RunNumbers:
+    """Numbers of offline runs, which the server of the queue has whether or not a worker is up."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._runs = Gauge(
+            "sluice_batch_runs",
+            "Offline runs of the last week, by status: validating (waiting, or being read), paused, or as in its "
+            "state. Read from the server once a minute; all gateways report the same: use max, not sum.",
+            ["status"],
+            registry=registry,
+        )
+        self._lines = Gauge(
+            "sluice_batch_lines",
+            "Lines of these runs, by outcome: open (of runs that have not ended), answered or failed.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._oldest = Gauge(
+            "sluice_batch_oldest_run_seconds",
+            "Seconds since the oldest run that has not ended was submitted, by status.",
+            ["status"],
+            registry=registry,
+        )
+        self._due = 0.0
+
+    async def read(self, batches: Callable[[], Awaitable[Sequence[Batch]]]) -> None:
+        """Update the numbers of runs, if they are a minute old; a server that does not answer within two seconds leaves
+        them as they are. The reader of `batches` scans all keys."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + 60.0
+        try:
+            async with asyncio.timeout(2.0):
+                runs = await batches()
+        except (RedisError, OSError, TimeoutError) as error:
+            logger.info("the runs cannot be read: %s", error)
+            return
+        self.set(runs, time.time())
+
+    def set(self, runs: Sequence[Batch], now: float) -> None:
+        """Set the numbers of runs, which are given oldest first."""
+        statuses, lines = collections.Counter[str](), collections.Counter[str]()
+        oldest = dict[str, float]()
+        for run in runs:
+            status = run.status if run.sluice.paused_at is None else "paused"
+            counts = run.request_counts
+            statuses[status] += 1
+            lines.update({"answered": counts.completed, "failed": counts.failed})
+            if not run.ended:
+                lines["open"] += max(counts.total - counts.completed - counts.failed, 0)
+                oldest.setdefault(status, max(now - run.created_at, 0.0))
+        _replace(self._runs, statuses)
+        _replace(self._lines, lines)
+        _replace(self._oldest, oldest)
+
+
+def _replace(gauge: Gauge, values: Mapping[str, float]) -> None:
+    """Set the gauge for these labels alone."""
+    gauge.clear()
+    for label, value in values.items():
+        gauge.labels(label).set(value)
 
 
 class GatewayMetrics:
@@ -135,6 +200,8 @@ class GatewayMetrics:
             oldest_s = max((seconds for _, seconds in head.waiting.values()), default=0.0)
             self._jobs.labels(head.model, head.lane).set(head.jobs)
             self._oldest.labels(head.model, head.lane).set(oldest_s)
+
+        self.runs = _RunNumbers(self.registry)
 
     def ended(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Count a request that has ended. `handler`: the path of its route."""

@@ -77,12 +77,13 @@ async def at_work(
     code: str = FEEDER,
     search_s: float = 60,
     start_s: float = 60,
+    look_s: float = 60,
     **given: Any,
 ) -> AsyncIterator[BatchDirectory]:
     """A worker, until the end of the block, and then the time that its feeder takes to leave."""
     known = settings(url, **{"poll_s": 0.05, "batch_dir": str(folder), **given})
     command = feeder(folder.parent, code)
-    batches = BatchDirectory(str(folder), known, command=command, search_s=search_s, start_s=start_s)
+    batches = BatchDirectory(str(folder), known, command=command, search_s=search_s, start_s=start_s, look_s=look_s)
     async with working(known, FakeChat().chat, crons=[batches.cron], clock=clock) as worker:
         running = asyncio.create_task(batches.run(worker.stopping, worker.force_stop))
         await until(lambda: batches.cron.next_run is not None)
@@ -231,6 +232,33 @@ async def test_a_worker_has_one_feeder_at_a_time_and_takes_a_slot_when_it_has_le
         assert "--take" in calls(folder)[1]["args"]
 
 
+TOLD = """
+import sys
+with open(sys.argv[1] + "/told", "a") as told:
+    print(*sys.argv[2:], file=told, flush=True)
+    for line in sys.stdin:
+        print("read", line.strip(), file=told, flush=True)
+        if not LINGERS:
+            break
+"""
+
+
+@pytest.mark.parametrize("lingers", [True, False])
+async def test_a_feeder_is_told_of_a_slot_and_one_that_ends_just_then_has_a_successor(
+    redis_url: str, folder: Path, clock: Clock, lingers: bool
+) -> None:
+    leave_a_run(folder, "a")
+    code = TOLD.replace("LINGERS", str(lingers))
+    async with at_work(redis_url, folder, clock, code=code, search_s=0.05):
+        told = folder / "told"
+        await until(lambda: told.exists() and told.read_text() == "--until-eof\n")
+        clock.moment += MINUTE
+        after = "" if lingers else "--until-eof --take\n"
+        await until(lambda: told.read_text() == f"--until-eof\nread take\n{after}")
+        await asyncio.sleep(0.3)
+        assert told.read_text() == f"--until-eof\nread take\n{after}"
+
+
 async def test_a_folder_that_vanishes_harms_nothing(redis_url: str, folder: Path, clock: Clock, db: Redis) -> None:
     async with at_work(redis_url, folder, clock, search_s=0.05):
         (folder / "inbox").rmdir()
@@ -305,7 +333,7 @@ async def test_a_feeder_that_is_not_there_is_in_the_log(
     batches = BatchDirectory(str(folder), known, command=["/no/such/command"], search_s=0.05)
     stopping = asyncio.Event()
     running = asyncio.create_task(batches.run(stopping, asyncio.Event()))
-    await until(lambda: caplog.text.count("cannot start a feeder: ") >= 2)
+    await until(lambda: caplog.text.count("cannot start the feeder: ") >= 2)
     stopping.set()
     await asyncio.wait_for(running, 50)
 

@@ -255,7 +255,26 @@ def test_a_submitted_file_is_fed_and_can_be_asked_for_from_anywhere(sluice: Comm
     assert sluice("batch", "cancel", run_id)[:2] == (0, f"{run_id}  already completed\n")
 
 
-@pytest.mark.parametrize("option", [("--metadata", "team"), ("--map", "x"), ("--completion-window", "soon")])
+def test_a_run_that_waits_for_its_time_says_so(sluice: Command, tmp_path: Path) -> None:
+    file = str(write(tmp_path / "in.jsonl", count(1)))
+    (tmp_path / "runs").mkdir()
+    _, said, err = sluice(
+        "batch", "submit", file, "--dir", "runs", "--not-before", "2099-12-24T22:00", "--priority", "7"
+    )
+    assert "waits for 2099-12-24 22:00" in " ".join(err.split())
+    assert sluice.process("batch", "feed", "runs", "--take", "--hours", "22:00-06:00")[0] == 0
+    assert "waits until 2099-12-24 22:00" in " ".join(sluice("batch", "list")[1].split())
+    report = " ".join(sluice("batch", "status", said.strip())[1].split())
+    assert ("waits until 2099-12-24 22:00" in report, "priority │ 7 │" in report) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--metadata", "team"), ("--map", "x"), ("--completion-window", "soon"), ("--not-before", "25:00"),
+        ("--not-before", "tomorrow"), ("--priority", "101"), ("--priority", "high"),
+    ],
+)  # fmt: skip
 def test_bad_options_of_a_submit_are_named(sluice: Command, tmp_path: Path, option: tuple[str, str]) -> None:
     (tmp_path / "runs").mkdir()
     code, out, err = sluice("batch", "submit", str(write(tmp_path / "in.jsonl", count(1))), "--dir", "runs", *option)

@@ -4,9 +4,11 @@ import json
 import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.batch.helpers import line, read, says, write
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.test_cli_operators import table
 
@@ -99,3 +101,106 @@ def test_without_a_worker_s_packages_it_says_what_to_install(sluice: Command) ->
     without = "import sys; sys.modules.update(cronsim=None); from sluice.cli import main; main()"
     code, _, err = sluice.python("-c", without, "batch", "schedule")
     assert (code, "run ./scripts/setup worker,server" in err) == (2, True)
+
+
+# Runs that recur
+
+
+@pytest.fixture
+def batch_dir(tmp_path: Path) -> Path:
+    (tmp_path / "batch").mkdir()
+    write(tmp_path / "in.jsonl", says("a"))
+    return tmp_path / "batch"
+
+
+def add(sluice: Command, *more: str) -> tuple[int, str, str]:
+    return sluice("batch", "schedule", "add", NIGHTS, "in.jsonl", "--dir", "batch", *more)
+
+
+def listed(sluice: Command) -> list[dict[str, Any]]:
+    code, out, _ = sluice("batch", "schedule", "list", "--dir", "batch", "--json")
+    assert code == 0
+    return [json.loads(row) for row in out.splitlines()]
+
+
+@pytest.mark.usefixtures("batch_dir")
+def test_a_schedule_is_added_listed_paused_resumed_and_removed(sluice: Command, tmp_path: Path) -> None:
+    code, out, err = add(sluice, "--tz", "Asia/Kolkata", "--name", "night")
+    assert (code, out) == (0, "night\n")
+    assert "its first time is" in err
+    (row,) = listed(sluice)
+    assert row["command"][:3] == ["submit", str(tmp_path / "in.jsonl"), "--id"]
+    assert datetime.fromtimestamp(row["next"], UTC).strftime("%H:%M") == "20:30"
+    for verb, paused in ("pause", True), ("resume", False):
+        assert sluice("batch", "schedule", verb, "night", "--dir", "batch")[:2] == (0, "night\n")
+        assert [row["paused"] for row in listed(sluice)] == [paused]
+    assert "waits for its first time" in sluice("batch", "schedule", "list", "--dir", "batch")[1]
+    assert sluice("batch", "schedule", "rm", "night", "--dir", "batch")[0] == 0
+    assert listed(sluice) == []
+
+
+def test_run_submits_the_file_now_and_not_while_that_run_waits(sluice: Command, batch_dir: Path) -> None:
+    add(sluice)
+    code, out, _ = sluice.process("batch", "schedule", "run", "in", "--dir", "batch")
+    assert (code, [path.name for path in (batch_dir / "inbox").glob("*.jsonl")]) == (0, [f"{out.strip()}.jsonl"])
+    assert sluice.process("batch", "status", out.strip())[0] == 0
+    assert sluice.process("batch", "schedule", "run", "in", "--dir", "batch") == (
+        2, "", "sluice: the last run of in has not ended: wait for it, or cancel it.\n",
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("alive", "batch_dir")
+def test_run_of_a_schedule_with_an_output_is_batch_run_with_its_options(sluice: Command, tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", line("a", model="gpt-4o-mini"))
+    add(sluice, "--output", "out-%Y.jsonl", "--on-miss", "skip", "--name", "year", "--map", "gpt-*=default")
+    code, _, err = add(sluice, "--output", "out-%Y-%m-%d.jsonl", "--name", "day", "--map", "gpt-*=default")
+    assert code == 0, err
+    assert [row["name"] for row in listed(sluice)] == ["day"]  # the other would write to one file every night
+    code, _, err = sluice.process("batch", "schedule", "run", "day", "--dir", "batch")
+    assert code == 0, err
+    assert len(read(tmp_path / f"out-{datetime.now(UTC):%Y-%m-%d}.jsonl")) == 1
+
+
+@pytest.mark.usefixtures("batch_dir")
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("0 2 * *", "in.jsonl"), "crontab: '0 2 \\* \\*': .*five fields, and this has 4"),
+        ((NIGHTS, "in.jsonl", "--tz", "Berlin"), "tz: 'Berlin' .* Europe/Berlin"),
+        ((NIGHTS, "in.jsonl", "--on-miss", "later"), "on_miss: .* run or skip"),
+        ((NIGHTS, "no.jsonl"), "no.jsonl: there is no such file"),
+        ((NIGHTS, "in.jsonl", "--name", "../x"), "'../x' is not a name of a schedule"),
+        ((NIGHTS, "in.jsonl", "-o", "out.jsonl"), "out-%Y-%m-%d"),
+        ((NIGHTS, "--map", "a=b", "in.jsonl"), "--map: write the options of the run after FILE"),
+        ((NIGHTS, "in.jsonl", "--dir", "nowhere"), "nowhere: there is no such folder"),
+    ],
+)
+def test_what_cannot_be_scheduled_is_a_sentence(sluice: Command, given: tuple[str, ...], why: str) -> None:
+    place = () if "--dir" in given else ("--dir", "batch")
+    code, out, err = sluice("batch", "schedule", "add", *given, *place)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert re.search(rf"^sluice: .*{why}", err)
+    assert listed(sluice) == []
+
+
+@pytest.mark.usefixtures("batch_dir")
+def test_options_that_the_command_does_not_have_are_refused_when_it_is_scheduled(sluice: Command) -> None:
+    code, _, err = sluice.process(
+        "batch", "schedule", "add", NIGHTS, "in.jsonl", "--dir", "batch", "-o", "o-%d.jsonl", "--colour", "red"
+    )
+    assert (code, "No such option: --colour" in err, "sluice batch run" in err) == (2, True, True)
+    assert listed(sluice) == []
+
+
+@pytest.mark.usefixtures("batch_dir")
+@pytest.mark.parametrize("verb", ["rm", "pause", "resume", "run"])
+def test_a_schedule_that_is_not_there_is_named(sluice: Command, verb: str) -> None:
+    assert sluice("batch", "schedule", verb, "../in", "--dir", "batch") == (
+        2, "", "sluice: there is no schedule '../in' in batch. See: sluice batch schedule list\n",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["add", "list", "rm", "pause", "resume", "run"])
+def test_help_of_each_verb_teaches_with_an_example(sluice: Command, verb: str) -> None:
+    code, out = sluice.help("batch", "schedule", verb)
+    assert (code, f"  sluice batch schedule {verb} " in out) == (0, True)

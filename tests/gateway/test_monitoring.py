@@ -19,7 +19,10 @@ from prometheus_client import generate_latest
 from redis.asyncio import Redis
 
 import worker.jobs
-from sluice import Client
+from sluice import Batch, Client
+from sluice.batch.registry import BatchRegistry
+from sluice.contract import keys
+from sluice.contract.batch import BatchState, RequestCounts
 from sluice.gateway import ServeSettings, app
 from sluice.gateway.app import listen
 from sluice.gateway.gateway import Gateway
@@ -285,3 +288,52 @@ def test_a_gateway_logs_under_one_name_and_its_access_log_under_a_second() -> No
     sources = [file.read_text() for file in (ROOT / "sluice" / "gateway").rglob("*.py")]
     names = {name for source in sources for name in re.findall(r"getLogger\((.*?)\)", source)}
     assert names == {'"sluice.gateway"', '"sluice.gateway.access"'}
+
+
+def runs(metrics: str) -> dict[str, float]:
+    found = re.findall(r'^sluice_batch_(\w+)\{\w+="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
+    return {f"{name} {label}": float(value) for name, label, value in found}
+
+
+def a_run(id: str, status: BatchState, counts: tuple[int, int, int], age_s: int) -> Batch:
+    created = int(time.time()) - age_s
+    return Batch(
+        id=id, input_file_id="in", completion_window="24h", status=status, created_at=created,
+        request_counts=RequestCounts(*counts),
+    )  # fmt: skip
+
+
+async def test_runs_are_in_the_metrics_without_any_worker(redis_url: str, db: Redis) -> None:
+    registry = BatchRegistry(db)
+    await registry.put(a_run("batch_a", "validating", (0, 0, 0), 7200))
+    await registry.put(a_run("batch_b", "validating", (0, 0, 0), 60))
+    await registry.put(a_run("batch_c", "in_progress", (100, 40, 2), 3600))
+    await registry.put(a_run("batch_d", "completed", (10, 9, 1), 90_000))
+    await registry.put(a_run("batch_e", "cancelled", (50, 5, 45), 90_000))
+    await db.set("sluice:batch:foreign", "{")
+    await registry.put(a_run("batch_f", "in_progress", (8, 0, 0), 10))
+    await db.expire(keys.batch("batch_f"), 6 * 86_400)  # its feeder has reported nothing for a day
+    with serving(redis_url, ServeSettings(_env_file=None)) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
+            found = runs((await http.get("/metrics")).text)
+            ages = {name: found.pop(name) for name in list(found) if name.startswith("oldest")}
+            assert found == {
+                "runs validating": 2, "runs in_progress": 1, "runs paused": 1, "runs completed": 1, "runs cancelled": 1,
+                "lines open": 58 + 8, "lines answered": 54, "lines failed": 48,
+            }  # fmt: skip
+            assert {name: round(age, -2) for name, age in ages.items()} == {
+                "oldest_run_seconds validating": 7200, "oldest_run_seconds in_progress": 3600,
+                "oldest_run_seconds paused": 0,
+            }  # fmt: skip
+            await db.delete(keys.batch("batch_a"))
+            assert runs((await http.get("/metrics")).text)["runs validating"] == 2  # they are read once a minute
+
+
+async def test_metrics_come_at_once_and_as_they_were_while_the_server_is_away() -> None:
+    server = Server().start()
+    with serving(server.url, ServeSettings(_env_file=None)) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
+            server.stop()
+            began = time.monotonic()
+            assert "http_requests" in (await http.get("/metrics")).text
+            assert time.monotonic() - began < 10  # two seconds, on a busy machine

@@ -6,13 +6,13 @@ from datetime import UTC, datetime, timedelta
 
 from redis.asyncio import Redis
 
+from sluice.batch.times import Crontab
 from sluice.contract import keys
 from tests.fakes import FakeChat
 from tests.line import Line
 from tests.queue.helpers import QUEUE, ask, ended, envelope, put, settings, until, working
 from worker.queue.cron import Cron
 from worker.queue.redis_server import ServerClock, redis_from_settings
-from worker.schedule_times import Crontab
 
 NOON = datetime(2026, 3, 13, 12, tzinfo=UTC)
 SECOND, MINUTE, DAY = timedelta(seconds=1), timedelta(minutes=1), timedelta(days=1)

@@ -17,6 +17,7 @@ _FORMAT = "%a %Y-%m-%d %H:%M"
 
 
 def schedule(
+    context: typer.Context,
     schedule: Annotated[
         str | None, typer.Option(metavar="CRONTAB", help="SLUICE_BATCH_SCHEDULE: five fields, in UTC.")
     ] = None,
@@ -29,7 +30,7 @@ def schedule(
     ] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Show when the workers will start the files of the inbox.
+    """Show when the workers will start the files of the inbox; with a command, manage runs that recur.
 
     In UTC and in local time. Uses the settings that a worker here would have, from the environment or .env; an
     option overrides both. If the schedule restricts both the day of the month and the day of the week, a day that
@@ -40,6 +41,8 @@ def schedule(
       sluice batch schedule
       sluice batch schedule --schedule "0 2 * * mon-fri" --hours 22:00-06:00 -n 10
     """
+    if context.invoked_subcommand is not None:
+        return
     settings = _read({"batch_schedule": schedule, "batch_hours": hours})
     now = datetime.now(UTC)
     slots = _slots(settings, now, runs)
@@ -72,7 +75,7 @@ def _read(options: dict[str, str | None]) -> "Settings":
 
 
 def _slots(settings: "Settings", now: datetime, count: int) -> list[datetime]:
-    from worker.schedule_times import Crontab
+    from sluice.batch.times import Crontab
 
     crontab, slots = Crontab(settings.batch_schedule), [now]
     while len(slots) <= count:
@@ -81,8 +84,8 @@ def _slots(settings: "Settings", now: datetime, count: int) -> list[datetime]:
 
 
 def _hours(settings: "Settings", now: datetime) -> str:
+    from sluice.batch.times import Hours
     from worker.queue.job.claims import offline_rows
-    from worker.schedule_times import Hours
 
     rows = f"Offline jobs may take {offline_rows(settings, now)} of a worker's {settings.max_rows} rows now"
     if settings.batch_hours is None:

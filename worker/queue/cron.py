@@ -7,8 +7,8 @@ from datetime import datetime
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from sluice.batch.times import Crontab
 from sluice.contract import keys
-from worker.schedule_times import Crontab
 
 logger = logging.getLogger("sluice.queue")
 
@@ -22,6 +22,7 @@ class Cron:
         self.name, self._begin = name, begin
         self._crontab, self._free = crontab, free
         self.next_run: datetime | None = None  # the slot that is due next; None before the first look
+        self.now: datetime | None = None  # when the last look was
 
     async def begin_if_due(self, redis: Redis, worker: str, now: datetime) -> None:
         """Begin the job if a slot is due and this worker takes it. Call it often. `worker`: its name, which marks the
@@ -31,6 +32,7 @@ class Cron:
         no worker is up are skipped; several slots that pass while this worker is busy count as one. Raises RedisError,
         OSError.
         """
+        self.now = now
         if self.next_run is None:
             self.next_run = self._crontab.after(now)
         elif self.next_run <= now and self._free():

@@ -10,16 +10,18 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
 
 import typer
 
+from sluice.batch.pace import OpenHours
 from sluice.batch.source import WINDOW
-from sluice.cli import worker_commands
-from sluice.cli.errors import CliError, connected, sentence
+from sluice.cli.commands.batch_schedule import schedule
+from sluice.cli.errors import CliError, connected, needs_worker, sentence
 from sluice.cli.options import (
     REDIS_URL,
     ApiKey,
@@ -31,6 +33,7 @@ from sluice.cli.options import (
     Retry,
     integer,
     is_given,
+    moment,
     retry_options,
     server_of,
 )
@@ -48,9 +51,11 @@ OnProgress = Callable[[Batch], None]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-async def stoppable(work: Coroutine[Any, Any, T], *, at_eof: bool = False) -> T | None:
+async def stoppable(
+    work: Coroutine[Any, Any, T], *, at_eof: bool = False, on_input: Callable[[], None] = lambda: None
+) -> T | None:
     """Run the coroutine and return its result; None if a signal, or with `at_eof` the end of stdin, cancelled it. A
-    second signal ends the process at once."""
+    second signal ends the process at once. `on_input` is called in the event loop when stdin has bytes."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
 
     def stop() -> None:
@@ -61,22 +66,20 @@ async def stoppable(work: Coroutine[Any, Any, T], *, at_eof: bool = False) -> T 
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop)
     if at_eof:
-        _call_at_eof(stop)
+        _read_stdin(on_input, stop)
     await asyncio.wait([task])
     return None if task.cancelled() else task.result()
 
 
-def _call_at_eof(stop: Callable[[], None]) -> None:
-    """Call `stop` in the event loop at the end of stdin. Uses a daemon thread, since not every stdin can be polled."""
+def _read_stdin(on_input: Callable[[], None], at_eof: Callable[[], None]) -> None:
+    """Call the functions in the event loop. Uses a daemon thread, since not every stdin can be polled."""
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        while os.read(0, 4096):
-            pass
-        try:
-            loop.call_soon_threadsafe(stop)
-        except RuntimeError:
-            pass  # the event loop has ended
+        with suppress(RuntimeError):  # the event loop has ended
+            while os.read(0, 4096):
+                loop.call_soon_threadsafe(on_input)
+            loop.call_soon_threadsafe(at_eof)
 
     threading.Thread(target=read, daemon=True).start()
 
@@ -92,7 +95,13 @@ def feed_folder(
             help="Served names for the names in the files; `*` stands for all others.",
         ),
     ] = "",
-    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop at the end of stdin, as on Ctrl-C.")] = False,
+    hours: Annotated[
+        str | None, typer.Option(metavar="FROM-TO", help="Hours of offline jobs, in UTC, for the estimated ends.")
+    ] = None,
+    until_eof: Annotated[
+        bool,
+        typer.Option("--until-eof", help="Stop at the end of stdin, as on Ctrl-C. A line of it is another --take."),
+    ] = False,
     redis_url: RedisUrl = REDIS_URL,
 ) -> None:
     """Resume the unfinished runs of a folder that no other process feeds, then exit.
@@ -107,13 +116,32 @@ def feed_folder(
     logging.basicConfig(level="WARNING", format=f"{stamp}%(message)s")
     logging.getLogger("sluice").setLevel("INFO")
     mapping = read_models(models.split(",") if models else [])
-    finished = asyncio.run(stoppable(_feed(redis_url, folder, take, mapping), at_eof=until_eof))
+    takes = asyncio.Event()
+    feeding = _feed(redis_url, folder, take, mapping, hours, takes)
+    finished = asyncio.run(stoppable(feeding, at_eof=until_eof, on_input=takes.set))
     raise typer.Exit(code=0 if finished else 3)
 
 
-async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> bool:
+async def _feed(
+    url: str, folder: Path, take: bool, models: dict[str, str], hours: str | None, takes: asyncio.Event
+) -> bool:
+    from sluice.batch.folder import RunFolder, feed_runs  # imported here, since it needs fcntl, which Windows lacks
+
+    offline: OpenHours | None = None
+    if hours:
+        with needs_worker():  # for its crontabs
+            from sluice.batch.times import Hours
+        offline = Hours.read(hours)
     async with connected(url) as client:
-        await client.feed_batches(folder, take=take, models=models)
+        await feed_runs(
+            client.redis,
+            RunFolder(folder.absolute()),
+            take=take,
+            models=models,
+            redis_of=lambda model: client.of_model(model).redis,
+            hours=offline,
+            takes=takes,
+        )
     return True
 
 
@@ -323,7 +351,7 @@ def _about() -> None:
 
 
 batch.command("run")(run_file)
-worker_commands.add(batch, "batch.schedule")
+batch.add_typer(schedule, name="schedule")
 batch.command("feed", hidden=True)(feed_folder)
 
 
@@ -344,6 +372,17 @@ def submit_run(
     ] = None,
     retry: Retry = None,
     retries: Retries = None,
+    not_before: Annotated[
+        float | None,
+        typer.Option(parser=moment, metavar="TIME", help="Start it no earlier: 22:00, 90m, or 2026-12-24T22:00."),
+    ] = None,
+    priority: Annotated[
+        int,
+        typer.Option(
+            parser=integer(-100, 100), metavar="N", help="Lines of runs with a higher one are queued first, by model."
+        ),
+    ] = 0,
+    id: Annotated[str | None, typer.Option("--id", hidden=True, help="Id of the run; one that exists stays.")] = None,
     redis_url: RedisUrl = REDIS_URL,
     url: GatewayUrl = None,
     key: ApiKey = None,
@@ -361,6 +400,7 @@ def submit_run(
       sluice batch submit in.jsonl --dir /var/lib/sluice
       sluice batch submit in.jsonl --dir /var/lib/sluice --model default --metadata team=search
       sluice batch submit in.jsonl --url http://mac.local:8000
+      sluice batch submit in.jsonl --dir /var/lib/sluice --not-before 22:00 --priority 10
     """
     server = server_of(context, redis_url, url, key)
     if isinstance(server, Remote) and is_given(context, "folder"):
@@ -372,13 +412,18 @@ def submit_run(
         "completion_window": completion_window,
         "metadata": _metadata(metadata or []),
         **retry_options(retry, retries),
+        "not_before": not_before,
+        "priority": priority,
+        "id": id,
     }
     submitted = asyncio.run(_submit(server, file, folder, options))
     if as_json:
         print_json(asdict(submitted))
         return
     print(submitted.id)
-    note(f"{submitted.id} waits for its scheduled time. See: sluice batch status {submitted.id}")
+    until = submitted.sluice.not_before
+    waits = "its scheduled time" if until is None else f"{datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
+    note(f"{submitted.id} waits for {waits}. See: sluice batch status {submitted.id}")
 
 
 @batch.command()

@@ -32,31 +32,23 @@ def read_models(options: list[str]) -> dict[str, str]:
 
 
 class _RunPace:
-    """Rates over the last minute."""
+    """Tokens over the last minute."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, int, int]] = deque()
+        self._samples: deque[tuple[float, int]] = deque()
 
     def add(self, batch: Batch) -> None:
         """Record a status."""
         now = time.monotonic()
-        self._samples.append((now, _ended(batch), batch.usage.output_tokens))
+        self._samples.append((now, batch.usage.output_tokens))
         while now - self._samples[0][0] > 60.0:  # seconds
             self._samples.popleft()
 
     def tokens_per_s(self) -> float:
         """Return completion tokens per second."""
-        return self._per_s(2)
-
-    def left(self, lines: int) -> str:
-        """Return the estimated time for `lines` more lines, as text."""
-        rate = self._per_s(1)
-        return f"{format_duration(lines / rate)} left" if rate else "time left unknown"
-
-    def _per_s(self, column: int) -> float:
         first, last = self._samples[0], self._samples[-1]
         seconds = last[0] - first[0]
-        return (last[column] - first[column]) / seconds if seconds >= 1.0 else 0.0
+        return (last[1] - first[1]) / seconds if seconds >= 1.0 else 0.0
 
 
 class ProgressView:
@@ -82,7 +74,7 @@ class ProgressView:
             self._start(batch)
         self._pace.add(batch)
         counts, done = batch.request_counts, _ended(batch)
-        left = self._pace.left(counts.total - done)
+        left = describe_end(batch) or "time left unknown"
         rate = self._pace.tokens_per_s()
         cut_off = [f"{batch.sluice.cut_off:,} cut off"] if batch.sluice.cut_off else []
         more = " · ".join([*cut_off, f"{counts.failed:,} failed", *([f"{rate:,.0f} tokens/s"] if rate else []), left])
@@ -109,8 +101,10 @@ def print_report(batch: Batch) -> None:
         "lines": f"{counts.total:,}: {counts.completed:,} answered{_cut_off(details)}, {counts.failed:,} failed",
         "failures": ", ".join(f"{code} × {count:,}" for code, count in sorted(details.failures.items())),
         "queued again": counted(details.retried, "line") if details.retried else "",
+        "priority": str(details.priority) if details.priority else "",
         "run again": retry,
         "time": _time(batch),
+        "estimated end": _end(batch),
         "machine time": _machine_time(sum(each.machine_s for each in details.kinds.values())) if details.kinds else "",
         "speed": _speed(batch),
         "prompt tokens": f"{usage.input_tokens:,}, {usage.input_tokens_details.cached_tokens:,} of them cached"
@@ -176,6 +170,34 @@ def _shorten(custom_id: str) -> str:
     return custom_id if len(custom_id) <= 40 else f"{custom_id[:39]}…"
 
 
+def print_runs(runs: list[Batch]) -> None:
+    """Print a table of runs."""
+    print_table(
+        "Offline runs",
+        {
+            "id": "left",
+            "status": "left",
+            "answered": "right",
+            "failed": "right",
+            "lines": "right",
+            "created": "right",
+            "end": "left",
+        },
+        [
+            (
+                run.id,
+                describe_state(run),
+                f"{run.request_counts.completed:,}",
+                f"{run.request_counts.failed:,}",
+                f"{run.request_counts.total:,}",
+                f"{format_duration(time.time() - run.created_at)} ago",
+                describe_end(run),
+            )
+            for run in runs
+        ],
+    )
+
+
 def print_problems(batch: Batch) -> None:
     """Print the first 20 problems; the status object has more."""
     problems = batch.errors.data if batch.errors else ()
@@ -186,18 +208,31 @@ def print_problems(batch: Batch) -> None:
         note(f"and {unlisted:,} more: see --json.", style="red")
 
 
+def describe_end(batch: Batch) -> str:
+    """Return the estimated time to the end of the run; nothing if it is unknown."""
+    at = batch.sluice.estimated_end_at
+    return "" if at is None else f"{format_duration(max(at - time.time(), 0.0))} left"
+
+
 def describe_state(batch: Batch) -> str:
     """Return the state, or for how long the run has been paused."""
-    since = batch.sluice.paused_at
+    since, until = batch.sluice.paused_at, batch.sluice.not_before
+    if batch.status == "validating" and until is not None and until > time.time():
+        return f"waits until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
     return batch.status if since is None else f"paused for {format_duration(max(0.0, time.time() - since))}"
 
 
 def _status(batch: Batch) -> str:
     since = batch.sluice.paused_at
     if since is None:
-        return batch.status
+        return describe_state(batch)
     at = f"{datetime.fromtimestamp(since):%Y-%m-%d %H:%M:%S}"
     return f"{batch.status}, paused since {at}: no process feeds it. Run its command again to resume it"
+
+
+def _end(batch: Batch) -> str:
+    at = batch.sluice.estimated_end_at
+    return "" if at is None else f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}, {describe_end(batch)}"
 
 
 def _cut_off(details: BatchDetails) -> str:
@@ -214,22 +249,3 @@ def _ended(batch: Batch) -> int:
 def _time(batch: Batch) -> str:
     seconds = batch.sluice.seconds
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
-
-
-def print_runs(runs: list[Batch]) -> None:
-    """Print a table of several runs."""
-    print_table(
-        "Offline runs",
-        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "created": "right"},
-        [
-            (
-                run.id,
-                describe_state(run),
-                f"{run.request_counts.completed:,}",
-                f"{run.request_counts.failed:,}",
-                f"{run.request_counts.total:,}",
-                f"{format_duration(time.time() - run.created_at)} ago",
-            )
-            for run in runs
-        ],
-    )

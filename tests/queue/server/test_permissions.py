@@ -8,13 +8,13 @@ from importlib.resources import files
 import pytest
 from redis.asyncio import Connection, Redis
 
+from sluice.batch.times import Crontab
 from sluice.contract import keys
 from tests.fakes import FakeChat
 from tests.queue.helpers import QUEUE, ask, ended, listening, put, settings, types, until, working
 from tests.support.stack import ROOT, Server
 from worker.queue.cron import Cron
 from worker.queue.redis_server import EXEC, MULTI, NEEDED, Need, acl_command, forbidden, names_of, redis_from_settings
-from worker.schedule_times import Crontab
 
 ALL = ("+@all", "~*", "&*")
 _OPTIONAL = (

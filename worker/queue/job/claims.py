@@ -17,13 +17,13 @@ from arq.constants import in_progress_key_prefix, job_key_prefix, retry_key_pref
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from sluice.batch.times import Hours
 from sluice.contract import keys
 from sluice.contract.keys import Lane
 from sluice.transport import blocking_client, follow_primary
 from worker.monitoring.health import Heartbeat
 from worker.queue.job.resume_state import ResumeState
 from worker.queue.scripts import JOB_LIFE_MS, arguments, reply_fields, script, worker_source
-from worker.schedule_times import Hours
 from worker.settings import Settings
 
 logger = logging.getLogger("sluice.queue")

@@ -1,10 +1,12 @@
-from datetime import UTC, datetime, timedelta, timezone
+import time
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from worker.schedule_times import Crontab, Hours
+from sluice.batch.times import Crontab, Hours
 
 FRIDAY = datetime(2026, 3, 13, 12, 30, 15, tzinfo=UTC)
 
@@ -132,3 +134,65 @@ def test_hours_that_are_none_are_told_how_hours_look(said: str) -> None:
 def test_hours_that_end_where_they_begin_could_mean_either() -> None:
     with pytest.raises(ValueError, match="00:00-24:00 is all day"):
         Hours.read("06:00-06:00")
+
+
+# In a time zone, whose clocks change
+
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+def nights(expression: str, start: datetime, count: int = 3) -> list[str]:
+    """Times after the start, in UTC."""
+    crontab, found = Crontab(expression, BERLIN), [start]
+    for _ in range(count):
+        found.append(crontab.after(found[-1]))
+    return [f"{slot:%d.%m. %H:%M}" for slot in found[1:]]
+
+
+def test_a_time_that_does_not_exist_is_the_next_that_does() -> None:
+    before = datetime(2026, 3, 27, 12, tzinfo=UTC)
+    assert nights("30 2 * * *", before) == ["28.03. 01:30", "29.03. 01:00", "30.03. 00:30"]
+    assert nights("15,45 2 * * *", before + timedelta(days=1), 2) == ["29.03. 01:00", "30.03. 00:15"]
+
+
+def test_a_time_that_exists_twice_comes_once_from_whichever_moment_it_is_asked_for() -> None:
+    assert nights("30 2 * * *", datetime(2026, 10, 24, 12, tzinfo=UTC)) == [
+        "25.10. 00:30", "26.10. 01:30", "27.10. 01:30",
+    ]  # fmt: skip
+    for minute in (30, 45, 60, 65, 90, 100, 125):  # 60 to 119: the second of the hours that are both 2 o'clock
+        moment = datetime(2026, 10, 25, tzinfo=UTC) + timedelta(minutes=minute)
+        assert nights("30 2 * * *", moment, 1) == ["26.10. 01:30"]
+
+
+def test_each_hour_comes_also_when_clocks_change() -> None:
+    assert nights("0 * * * *", datetime(2026, 10, 24, 23, 30, tzinfo=UTC)) == [
+        "25.10. 00:00", "25.10. 01:00", "25.10. 02:00",
+    ]  # fmt: skip
+    assert nights("0 * * * *", datetime(2026, 3, 28, 23, 30, tzinfo=UTC)) == [
+        "29.03. 00:00", "29.03. 01:00", "29.03. 02:00",
+    ]  # fmt: skip
+
+
+@given(
+    st.sampled_from(["* * * * *", "30 2 * * *", "0 */6 * * *", "0 0 1 * *", "* 0-22 * * *", "0 0 29 2 *"]),
+    st.integers(0, 4 * 366 * 86_400),
+    st.integers(0, 90 * 86_400),
+    st.sampled_from([UTC, BERLIN, ZoneInfo("Australia/Lord_Howe")]),
+)
+@example("30 2 * * *", 235 * 86_400, 80 * 86_400, BERLIN)
+def test_the_latest_time_is_the_last_of_those_that_come_one_after_another(
+    expression: str, after_s: int, span_s: int, zone: tzinfo
+) -> None:
+    crontab, span_s = Crontab(expression, zone), span_s // (1000 if expression.startswith("*") else 1)
+    after = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=after_s)
+    until, last, slot = after + timedelta(seconds=span_s), None, crontab.after(after)
+    while slot <= until:
+        last, slot = slot, crontab.after(slot)
+    assert crontab.latest(after, until) == last
+
+
+def test_the_latest_time_of_two_dense_years_is_found_at_once() -> None:
+    until = datetime(2026, 11, 29, 23, 30, tzinfo=UTC)
+    began = time.monotonic()
+    assert Crontab("* 0-22 * * *").latest(until - timedelta(days=800), until) == until.replace(hour=22, minute=59)
+    assert time.monotonic() - began < 5  # some milliseconds; going through all takes much longer
