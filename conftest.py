@@ -16,7 +16,7 @@ from tests.support.stack import Server, WorkerProcess
 
 SERVERS = {"server_url", "redis_url", "worker"}  # fixtures that start one
 # Folders in which scripts/test looks for live tests.
-LIVE = {"batch", "batch_dir", "client", "end_to_end", "gateway", "queue", "scripts", "tools"}
+LIVE = {"batch", "batch_dir", "client", "end_to_end", "gateway", "queue", "scripts", "tools", "webhooks"}
 # Folders whose files build models or tokenizers: a file's tests share a process.
 MODELS = {"engine", "models", "scripts", "text", "tools"}
 

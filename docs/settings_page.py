@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from sluice.gateway.monitoring import GatewayMetrics as GatewayMetrics
 from sluice.gateway.settings import ServeSettings, gateway_variable
+from sluice.queues import QueueHead
 from worker.environment import variable
 from worker.monitoring.metrics import Metrics
 from worker.settings import Settings
@@ -37,10 +38,10 @@ GROUPS = {
     "queue_limit max_images image_max_pixels image_max_bytes image_urls",
     "Who plans offline batches": "batch_schedule batch_models batch_hours batch_off_hours_rows",
     "Who operates the workers": "redis_urls worker_name lease_s watchdog_s grace_s disconnect_grace_s poll_s "
-    "keyspace_events log_level log_ttl_s result_ttl_s",
+    "keyspace_events log_level log_format log_ttl_s result_ttl_s",
     "HTTP gateway": "serve_port serve_no_worker_s serve_heartbeat_s serve_disconnect_grace_s serve_max_body_bytes "
     "serve_max_held_bytes serve_response_ttl_s serve_strict serve_max_connections_per_key serve_client_timeout_s "
-    "serve_cors_origins serve_drain_s",
+    "serve_cors_origins serve_drain_s serve_webhooks",
 }
 
 _ENV_HEAD = """\
@@ -109,16 +110,17 @@ def page() -> str:
         parts.append(f"\n## {title}\n\n")
         parts += [_setting_line(name, field) for name, field in fields]
     metrics = [_METRICS_HEAD, *_metric_lines(Metrics("default").registry)]
-    gateway_metrics = [_GATEWAY_METRICS_HEAD, *_metric_lines(_gateway_metrics().registry)]
-    return "".join([*parts, "\n", *metrics, *gateway_metrics])
+    of_gateway = [_GATEWAY_METRICS_HEAD, *_metric_lines(gateway_metrics().registry)]
+    return "".join([*parts, "\n", *metrics, *of_gateway])
 
 
-def _gateway_metrics() -> GatewayMetrics:
+def gateway_metrics() -> GatewayMetrics:
     """Return metrics with a sample of each family, from which the labels are read."""
     metrics = GatewayMetrics()
     metrics.ended("", "", 0, 0.0)
     metrics.first_token("", 0.0)
     metrics.finished("", "", 0.0)
+    metrics.set_queues([""], [QueueHead("", "batch", 0, 0, {}, True)])
     return metrics
 
 

@@ -11,10 +11,13 @@ from sluice.contract.batch import (
     BatchDetails,
     BatchUsage,
     InputTokens,
+    LineDetails,
+    OutcomeCounts,
     OutputTokens,
     Problem,
     Problems,
     RequestCounts,
+    SlowLine,
 )
 from sluice.contract.events import FinishReason, JobError, Timings, Usage
 from sluice.contract.keys import Lane
@@ -178,6 +181,7 @@ FinalEvent = Annotated[events.FinalEvent, Field(discriminator="type")]
 # contract's.
 
 describe_types(Batch, RequestCounts, BatchUsage, InputTokens, OutputTokens, Problem, Problems, BatchDetails)
+describe_types(LineDetails, OutcomeCounts, SlowLine)
 
 
 class BatchLine(Strict):
@@ -212,3 +216,4 @@ class BatchOutput(Sent):
     custom_id: str
     response: _BatchResponse | None
     error: _BatchError | None
+    sluice: LineDetails | None = Field(default=None, description="Absent in files of earlier versions.")

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 import struct
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from sluice.cancellation import Cancellation, CancelOutcome
 from sluice.contract import keys
 from sluice.contract.batch import Batch, new_run_id
 from sluice.contract.events import Event, JobError, parse_as
-from sluice.contract.keys import JobFunction, Lane
+from sluice.contract.keys import JobFunction, JobWebhooks, Lane
 from sluice.contract.models import Model
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
 from sluice.presence import Attendances, Workers, serves
@@ -85,11 +85,7 @@ class Client:
     """
 
     def __init__(
-        self,
-        url: str = "redis://localhost:6379/0",
-        *,
-        redis: Redis | None = None,
-        outage_s: float | None = 60.0,
+        self, url: str = "redis://localhost:6379/0", *, redis: Redis | None = None, outage_s: float | None = 60.0
     ) -> None:
         """Create a client that connects with its first call.
 
@@ -134,6 +130,7 @@ class Client:
         wait_worker_s: float | None = None,
         function: JobFunction = "chat",
         extra_keys: Sequence[ExtraKey] = (),
+        webhooks: JobWebhooks = "",
     ) -> Submitted:
         """Queue a chat: the body of an OpenAI chat completion, or only its messages. With "count" as `function`, its
         prompt tokens are counted: see `count_tokens`; with "embed" it is a request for embeddings: see `embed`. `model`
@@ -153,11 +150,12 @@ class Client:
         holds for a job that is queued later, too.
 
         `extra_keys` are set in the same step as the job is queued: the server has both or neither. An id that exists
-        already sets none.
+        already sets none. `webhooks`: sent at the job's end: "none" instead of `job.finished` and the like, or those of
+        a "response".
 
         Raises `QueueFull`, `ServerFull`, `ServerUnreachable`, or ValueError for a bad id, model or lane.
         """
-        job = new_job(request, model, lane, id=id, function=function, extra_keys=extra_keys)
+        job = new_job(request, model, lane, id=id, function=function, extra_keys=extra_keys, webhooks=webhooks)
         return await self._submit(job, wait_worker_s)
 
     async def count_tokens(
@@ -267,6 +265,11 @@ class Client:
         """Sentences about servers that did not answer the last time: lists go without them. None without a map."""
         return ()
 
+    @property
+    def servers(self) -> "Sequence[Client]":
+        """A client for each server, the default one first: this one alone, unless a map names several."""
+        return (self,)
+
     def of_model(self, model: str) -> "Client":
         """Return the client of the server that has the model's jobs: this one, unless a map names several."""
         return self
@@ -372,37 +375,59 @@ class Client:
         metadata: Mapping[str, str] | None = None,
         window: int = WINDOW,
         served_only: bool = False,
+        retry: Mapping[str, int] | None = None,
         on_progress: Callable[[Batch], None] = lambda batch: None,
     ) -> Batch:
-        """Run an OpenAI Batch file to its end and return the final status; outages of the server are waited out,
-        however long.
+        """Run an OpenAI Batch file to its end and return the final status; outages of the server are waited out.
 
         A run that was interrupted, or whose process died, is resumed by the same call. `models` maps the model names in
         the file to served ones; one that ends in "*" is any other name with this beginning. Lines that have not ended
-        when the completion window ("90m"; default 24h) runs out end as expired. A file with bad lines returns as
-        `failed`, with the problems in `errors`, and none of its lines is run. `window` is the number of lines of one
-        model that are queued or running at once. With `served_only` a file for a model without a worker is refused as
-        well, if other models are served; else its lines wait for a worker. `on_progress` is called a few times a
-        second. Raises `BatchRefused`, ValueError, OSError if a file cannot be written, or redis-py's error if the
-        server refuses.
+        after the completion window ("90m"; default 24h) end as expired. A file with bad lines is `failed`. `window` is
+        the number of lines of one model that are queued or running at once. With `served_only` a file for a model
+        without a worker is refused as well, if other models are served. `retry`: how many times a line is run again, by
+        the kind of its outcome ("cut", "invalid", "refused", "failed"). `on_progress` is called a few times a second.
+        Raises `BatchRefused`, ValueError, OSError if a file cannot be written, or redis-py's error if the server
+        refuses.
         """
         from sluice.batch.run import run_batch  # imported here, since it needs fcntl, which Windows lacks
 
         paths = RunPaths.next_to_output(Path(input), Path(output), Path(errors) if errors else None)
-        run_id = new_run_id(paths.input.stem)
-        options = RunOptions(models, completion_window, metadata, window, run_id, served_only)
+        id = new_run_id(paths.input.stem)
+        options = RunOptions(models, completion_window, metadata, window, id, served_only, retry=retry)
         return await run_batch(self._redis, paths, options, on_progress, self._redis_of)
 
-    async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:
-        """Copy a file into the folder that is the workers' SLUICE_BATCH_DIR; they run it at its scheduled time. Raises
-        OSError."""
+    async def rerun_batch(
+        self,
+        run: str | Path,
+        kinds: Collection[str] = ("failed", "invalid"),
+        retry: Mapping[str, int] | None = None,
+        on_progress: Callable[[Batch], None] = lambda batch: None,
+    ) -> Batch:
+        """Run lines of an ended run again, given its id or output file, as `rerun_lines`. Raises `UnknownBatch` too."""
+        from sluice.batch.rerun import rerun_lines  # as in `batch`
+
+        return await rerun_lines(self._redis, run, kinds, RunOptions(retry=retry), on_progress, self._redis_of)
+
+    async def submit_batch(
+        self,
+        input: str | Path,
+        folder: str | Path,
+        *,
+        models: Mapping[str, str] | None = None,
+        completion_window: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        tenant: str | None = None,
+    ) -> Batch:
+        """Copy a file into the workers' SLUICE_BATCH_DIR; they run it at its scheduled time, when its completion window
+        begins. Names that `models` lacks are mapped by SLUICE_BATCH_MODELS. Raises OSError, or ValueError."""
         from sluice.batch.folder import RunFolder, submit_file
 
-        return await submit_file(self._redis, RunFolder(Path(folder).absolute()), Path(input))
+        options = RunOptions(models, completion_window, metadata, id=new_run_id(Path(input).stem), tenant=tenant)
+        return await submit_file(self._redis, RunFolder(Path(folder).absolute()), Path(input), options)
 
     async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:
-        """Make one pass over such a folder: resume its runs, and start the files of the inbox if `take`. Returns when
-        these runs have ended. `models` is the model mapping of new runs, as for `batch`. Raises OSError."""
+        """Make one pass over such a folder until its runs have ended: resume them, and start the files of the inbox if
+        `take`. `models`: of new runs, as for `batch`. Raises OSError."""
         from sluice.batch.folder import RunFolder, feed_runs
 
         runs = RunFolder(Path(folder).absolute())

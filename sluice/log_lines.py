@@ -1,10 +1,12 @@
-"""Writes the log of workers and gateways: a line for each record in files, lines that end at words on a terminal."""
+"""Writes the log of workers and gateways: a line for each record in files, as text or JSON, and lines that end at words
+on a terminal."""
 
 import logging
 import os
 import re
 import sys
 import textwrap
+from typing import Literal
 
 _LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 _SHORT_LINE, _SHORT_TIME = "%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"
@@ -12,18 +14,37 @@ _INDENT = " " * len("21:30:00 I ")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
-def set_up_logging(logger: str, level: str) -> None:
+LogFormat = Literal["text", "json"]
+
+
+def set_up_logging(logger: str, level: str, log_format: LogFormat = "text", **fields: str) -> None:
     """Log to stderr: this logger from the level on, others from WARNING on at the earliest, as httpx logs every
-    request of a download."""
-    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[_line_handler()])
+    request of a download. `fields`: of every record that is written as JSON."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_json_formatter(fields) if log_format == "json" else _text_formatter())
+    logging.basicConfig(level=max(logging.WARNING, logging.getLevelNamesMapping()[level]), handlers=[handler])
     logging.getLogger(logger).setLevel(level)
 
 
-def _line_handler() -> logging.Handler:
-    """Return a handler that writes to stderr: with short times if that is a terminal."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter(_SHORT_LINE, _SHORT_TIME) if sys.stderr.isatty() else LineFormatter(_LINE))
-    return handler
+def _text_formatter() -> logging.Formatter:
+    """Return a formatter of lines: with short times if stderr is a terminal."""
+    return LineFormatter(_SHORT_LINE, _SHORT_TIME) if sys.stderr.isatty() else LineFormatter(_LINE)
+
+
+def _json_formatter(fields: dict[str, str]) -> logging.Formatter:
+    """Return a formatter of JSON objects, a line each, with what a call passes as `extra`, and UTC times."""
+    from pythonjsonlogger.json import JsonFormatter  # with the worker and the gateway; the client has redis-py only
+
+    class ShortJsonFormatter(JsonFormatter):
+        def process_log_record(self, log_data: dict[str, object]) -> dict[str, object]:
+            return {**log_data, "message": shortened(str(log_data["message"]))}
+
+    return ShortJsonFormatter(
+        "%(levelname)s %(name)s %(message)s",
+        rename_fields={"levelname": "level", "name": "logger", "exc_info": "traceback"},
+        static_fields=fields,
+        timestamp="time",
+    )
 
 
 class LineFormatter(logging.Formatter):

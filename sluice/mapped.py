@@ -69,6 +69,11 @@ class MappedClient(Client):
         """Sentences about servers that did not answer the last time: lists go without them."""
         return [f"{self._servers.describe(url)}: {why}" for url, why in self._absent.items()]
 
+    @property
+    def servers(self) -> Sequence[Client]:
+        """A client for each server of the map, the default one first."""
+        return (self._default, *(client for client in self._clients.values() if client is not self._default))
+
     def of_model(self, model: str) -> Client:
         """Return the client of the server that has the model's jobs."""
         return self._clients[self._servers.of_model(model)]

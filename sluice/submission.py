@@ -7,13 +7,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
 
 from sluice.contract import keys
-from sluice.contract.keys import JobFunction, Lane
+from sluice.contract.keys import JobFunction, JobWebhooks, Lane
 from sluice.contract.marks import marks_of
 from sluice.contract.refusals import is_full
 from sluice.contract.scripts import source
@@ -59,12 +59,15 @@ class NewJob:
     lane: Lane
     function: JobFunction = "chat"
     extra_keys: Sequence[ExtraKey] = ()
+    webhooks: JobWebhooks = ""
 
     def __post_init__(self) -> None:
         keys.check_job_id(self.id)
         keys.check_model_name(self.model)
         if self.lane not in keys.LANES:
             raise ValueError(f"lane must be one of {', '.join(keys.LANES)}, not {self.lane!r}")
+        if self.webhooks not in get_args(JobWebhooks):
+            raise ValueError(f"webhooks must be response, none, or empty for those of a job, not {self.webhooks!r}")
 
 
 def new_job(
@@ -75,10 +78,12 @@ def new_job(
     id: str | None = None,
     function: JobFunction = "chat",
     extra_keys: Sequence[ExtraKey] = (),
+    webhooks: JobWebhooks = "",
 ) -> NewJob:
     """Return the job for a request or only its messages, with a random id and the request's lane unless given."""
     body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
-    return NewJob(uuid.uuid4().hex if id is None else id, body, model, lane or lane_of(body), function, extra_keys)
+    id = uuid.uuid4().hex if id is None else id
+    return NewJob(id, body, model, lane or lane_of(body), function, extra_keys, webhooks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +198,7 @@ def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> l
     body = _arq_job(job)
     marks = marks_of(body) if job.function == "chat" else ("", len(body))  # no other job computes a prompt
     return [job.id, body, keys.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission, int(needs_worker),
-            job.function, _user(job.request), *marks, *extra]  # fmt: skip
+            job.function, _user(job.request), *marks, job.webhooks, *extra]  # fmt: skip
 
 
 def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | ServerFull:

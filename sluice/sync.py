@@ -206,6 +206,7 @@ class SyncClient:
     retry = blocking(Client.retry)
     drop_dead_letter = blocking(Client.drop_dead_letter)
     batch = blocking(Client.batch)
+    rerun_batch = blocking(Client.rerun_batch)
     submit_batch = blocking(Client.submit_batch)
     feed_batches = blocking(Client.feed_batches)
     batch_status = blocking(Client.batch_status)

@@ -11,9 +11,9 @@ from sluice import openai
 from sluice.batch.lines import BadLine
 from sluice.contract.events import JobError
 from sluice.errors import JobCancelled, JobFailed, NoWorker, QueueFull, SluiceError, UnknownJob
-from sluice.gateway.errors import ApiError
 from sluice.gateway.sse import ClientDisconnected
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
 from worker.errors import JobFailure
 from worker.text.grammar.schema.unsupported import UnsupportedKeyword
 

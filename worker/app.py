@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sluice.log_lines import set_up_logging
+from sluice.service_status import serving
 from worker.errors import CannotStart
 from worker.monitoring.health import Health
 from worker.monitoring.sink import MetricsSink
@@ -284,7 +285,7 @@ async def _loaded(
 async def _work(worker: "QueueWorker", batches: "BatchDirectory | None", ending: ExitTimer) -> None:
     """Run jobs, and the feeders of the batch folder, until both have ended."""
     stopping, force_stop = worker.stopping, worker.force_stop
-    async with collect_on_a_timer(), asyncio.TaskGroup() as group:
+    async with serving(), collect_on_a_timer(), asyncio.TaskGroup() as group:
         if batches:
             group.create_task(batches.run(stopping, force_stop))
         await worker.main()
@@ -348,6 +349,7 @@ def _die() -> None:
 
 def run_worker(settings: Settings) -> None:
     """Serve until the worker is stopped. Blocks. Raises `CannotStart`."""
-    set_up_logging("sluice", settings.log_level)
+    names = {"worker": settings.worker_name, "model": settings.model_name}
+    set_up_logging("sluice", settings.log_level, settings.log_format, **names)
     pause_collections()
     asyncio.run(serve_jobs(settings))

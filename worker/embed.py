@@ -71,7 +71,10 @@ async def embed(ctx: dict[Any, Any], body: Any) -> JobResult:
         data = await context.threads.run(claim.lane, sum(map(len, vectors)), write, claim.tenant)
     seconds = time.monotonic() - began
     count = job.usage.prompt_tokens
-    logger.info("%s embedded: %d inputs, %d tokens in %.3f s", claim.job_id, len(tokens), count, seconds)
+    logger.info(
+        "%s embedded: %d inputs, %d tokens in %.3f s", claim.job_id, len(tokens), count, seconds,
+        extra=claim.record(inputs=len(tokens), prompt_tokens=count, seconds=round(seconds, 3)),
+    )  # fmt: skip
     ttft_s = claim.age_s(job.log.clock.now())  # from the submission
     context.metrics.first_token(claim.lane, ttft_s=ttft_s, prefill_s=seconds, prompt_tokens=count)
     timings = {"queue_s": claim.age_s(began_at), "prefill_s": seconds, "ttft_s": 0.0, "decode_s": 0.0}

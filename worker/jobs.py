@@ -90,7 +90,10 @@ class Chat:
             )
             self._grammar = context.codec.limited(request, prompt, self._grammar, loop_guard=self._loop_guard(request))
             generation_request = await self._begin(request, prompt, replace(generation_request, grammar=self._grammar))
-            logger.info("%s prepared: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane)
+            logger.info(
+                "%s prepared: %d prompt tokens, lane %s", job.claim.job_id, len(prompt.tokens), job.claim.lane,
+                extra=job.claim.record(prompt_tokens=len(prompt.tokens)),
+            )  # fmt: skip
             try:
                 if self._completed_before or len(generation_request.resume_tokens) >= generation_request.max_tokens:
                     self._finish_resumed(generation_request)
@@ -120,7 +123,8 @@ class Chat:
             case Start():
                 self._recorder.begin("started", state)
             case Restart(reason=reason):
-                logger.info("%s starts over: %s", self._job.claim.job_id, reason)
+                claim = self._job.claim
+                logger.info("%s starts over: %s", claim.job_id, reason, extra=claim.record(reason=reason))
                 self._recorder.begin("restarted", state)
             case Resume(delivered=earlier, output=output, ended=ended, state=left):
                 self._output, self._completed_before = output, ended
@@ -245,7 +249,10 @@ async def count(ctx: dict[Any, Any], body: Any) -> JobResult:
         if context.images:
             context.images.release(attempt_id)
     seconds = time.monotonic() - began
-    logger.info("%s counted: %d prompt tokens in %.3f s", job.claim.job_id, job.usage.prompt_tokens, seconds)
+    logger.info(
+        "%s counted: %d prompt tokens in %.3f s", job.claim.job_id, job.usage.prompt_tokens, seconds,
+        extra=job.claim.record(prompt_tokens=job.usage.prompt_tokens, seconds=round(seconds, 3)),
+    )  # fmt: skip
     timings = {"queue_s": job.claim.age_s(began_at), "prefill_s": seconds, "ttft_s": 0.0, "decode_s": 0.0}
     rounded = {name: round(value, 6) for name, value in timings.items()}
     result = _count_result(job, context, int(began_at))

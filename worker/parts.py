@@ -82,6 +82,7 @@ def queue_worker(
     """Return the queue worker, which runs the jobs and the `crons`."""
     known = abilities(
         context_tokens=context.context_tokens,
+        max_output_tokens=context.settings.max_output_tokens,
         images=context.images is not None,
         tools=context.codec.parses_tools,
         reasoning=context.codec.parses_thoughts,

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sluice.contract.keys import MAX_REQUEST_BYTES, MODEL_NAME, RESULT_TTL_S, is_model_name
 from sluice.contract.redis_url import Servers, redacted, url_error
+from sluice.log_lines import LogFormat
 from sluice.wording import value_problem
 from worker.engine.options import EngineOptions
 from worker.environment import PREFIX, refuse_unknown, unique_worker_name, variable
@@ -326,6 +327,9 @@ class Settings(BaseSettings):
         description="Port of /metrics, /healthz and /readyz. Default: none, they are not served.",
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the worker's log.")
+    log_format: LogFormat = Field(
+        "text", description="Format of the log of workers and gateways; json has a line for each record, in UTC."
+    )
     log_ttl_s: int = Field(600, ge=1, description="Seconds that a job's events are kept after its end.")
     result_ttl_s: int = Field(
         default_factory=lambda given: max(RESULT_TTL_S, given.get("log_ttl_s", 0)),

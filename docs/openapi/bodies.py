@@ -6,8 +6,8 @@ from pydantic import TypeAdapter
 
 from schemas import ChatRequest, EmbeddingRequest
 from schemas.generate import NamedByClass
-from sluice.gateway.messages.body import CountBody, MessagesBody
-from sluice.gateway.responses.request import KNOWN
+from sluice.interfaces.messages.body import CountBody, MessagesBody
+from sluice.interfaces.responses.request import KNOWN
 
 Schema = dict[str, Any]
 

@@ -6,18 +6,19 @@ import logging
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
 from sluice import errors
-from sluice.batch.files import LineError, LineResult, ResultFiles
-from sluice.batch.registry import JobStores
+from sluice.batch.files import LineError, LineResult, ResultFiles, kept_record
+from sluice.batch.outcomes import NOT_JSON, changes_for, details_of, limit_of, most_retries, raised_limit
+from sluice.batch.registry import JobStores, TokenLimits
 from sluice.batch.source import Line, Source
 from sluice.batch.transitions import LineAction, LineEvent, LineState, line_step
-from sluice.contract.batch import line_job_id
+from sluice.contract.batch import Batch, LineDetails, line_job_id
 from sluice.contract.events import JobError, parse_as
 from sluice.errors import QueueFull, ServerFull
 from sluice.openai import error_reply
@@ -33,7 +34,14 @@ logger = logging.getLogger("sluice.batch")
 
 T = TypeVar("T")
 
-Outcome = bytes | LineError  # of a line: an answer, as the worker wrote it, or an error
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a line's job, or of its run: an answer as the worker wrote it, or an error."""
+
+    details: LineDetails
+    result: bytes = b""
+    error: LineError | None = None
 
 
 @dataclass(slots=True)
@@ -48,6 +56,11 @@ class InFlightLine:
     state: LineState = LineState.WAITING
     due: float = 0.0  # if waiting: when to queue it, by the monotonic clock
     run_error: Outcome | None = None  # if closing
+    mends: int = 0  # how many times it was run again for the kind of its outcome
+    last: LineDetails | None = None  # of the outcome for which it is run again; None once its request is changed
+    changes: dict[str, Any] = field(default_factory=dict)  # to its request
+    limit: int | None = None  # of tokens, in the request that is queued
+    to_keep: Outcome | None = None  # before its next job is queued
 
     @property
     def has_job(self) -> bool:
@@ -63,6 +76,13 @@ class InFlightLine:
                 self.retry += action is LineAction.RETRY
                 self.failures += event is LineEvent.JOB_TO_RETRY
                 self.due = time.monotonic() + wait_s
+            case LineAction.MEND:
+                self.retry += 1
+                self.mends += 1
+                self.failures = 0
+                self.due = time.monotonic() + wait_s
+                self.to_keep = outcome
+                self.last = outcome.details if outcome else None
             case LineAction.CLOSE:
                 self.run_error = outcome
             case LineAction.RECORD:
@@ -75,17 +95,27 @@ class InFlightLine:
 class LineDispatcher:
     """Queues the lines of one run and collects their results.
 
-    `window`: the largest number of lines of one model that are queued or running at once.
+    `window`: the largest number of lines of one model that are queued or running at once. `retry`: how many times a
+    line is run again, by the kind of its outcome.
     """
 
     def __init__(
-        self, run_id: str, source: Source, lines: Iterable[Line], store: JobStores, results: ResultFiles, window: int
+        self,
+        batch: Batch,
+        source: Source,
+        lines: Iterable[Line],
+        store: JobStores,
+        results: ResultFiles,
+        window: int,
     ) -> None:
-        self._run_id = run_id
+        self._run_id = batch.id
+        tenant = batch.sluice.tenant
+        self._of_tenant = {} if tenant is None else {"tenant": tenant}  # instead of one that a line names
         self._source = source
         self._store = store
         self._results = results
         self._window = window
+        self._limits = _Limits(batch.sluice.retry)
         self._max_queued = 1 << 20  # lines, until the server runs out of memory
         self._waiting = defaultdict[str, deque[Line]](deque)  # by model, so that a slow model does not delay the others
         for line in lines:
@@ -105,6 +135,9 @@ class LineDispatcher:
         if the server refuses a command.
         """
         self._fill()
+        models = {each.line.model for each in self._in_flight.values() if each.last or "cut" in self._limits.retry}
+        if models and self._limits.are_old:
+            self._limits.update(await self._store.token_limits(models))
         await self._queue()
         before = len(self._in_flight)
         await self._collect()
@@ -113,7 +146,7 @@ class LineDispatcher:
     async def end(self, code: str, message: str) -> None:
         """Cancel the queued jobs, and write this error for every unfinished line. A line that finishes within five
         seconds keeps its answer."""
-        error = LineError(code, message)
+        error = Outcome(LineDetails("failed"), error=LineError(code, message))
         await self._store.cancel([(self._job_id(entry), entry.line.model) for entry in self._queued()])
         await self._end_all(error)
         deadline = time.monotonic() + _WORKERS_S
@@ -121,7 +154,7 @@ class LineDispatcher:
             await self._collect()
             await asyncio.sleep(_POLL_S)
         await self._end_all(error)
-        rest = (InFlightLine(line) for lines in self._waiting.values() for line in lines)
+        rest = (self._entry(line) for lines in self._waiting.values() for line in lines)
         while chunk := list(islice(rest, MAX_CALLS)):
             await _run_in_thread(self._results.add, [self._result(entry, error) for entry in chunk])
         self._waiting.clear()
@@ -133,9 +166,16 @@ class LineDispatcher:
             free = self._window - sum(entry.line.model == model for entry in self._in_flight.values())
             while lines and free > 0 and (bytes_queued < max_bytes or not self._in_flight):
                 line = lines.popleft()
-                self._in_flight[line.number] = InFlightLine(line)
+                self._in_flight[line.number] = self._entry(line)
                 bytes_queued += line.length
                 free -= 1
+
+    def _entry(self, line: Line) -> InFlightLine:
+        """Return a line for the window: one that is run again goes on with its next job."""
+        kept = self._results.kept(line.digest)
+        if kept is None:
+            return InFlightLine(line)
+        return InFlightLine(line, retry=kept.retry, mends=kept.mends, last=kept.last, changes=dict(kept.changes))
 
     async def _queue(self) -> None:
         now, free = time.monotonic(), self._max_queued - len(self._queued())
@@ -165,9 +205,23 @@ class LineDispatcher:
     async def _collect(self) -> None:
         queued = self._queued()
         jobs = await self._store.read([(self._job_id(entry), entry.line.model) for entry in queued])
-        await self._write([_apply_job(entry, *job) for entry, job in zip(queued, jobs, strict=True)], queued)
+        outcomes = [_apply_job(entry, *job, self._limits) for entry, job in zip(queued, jobs, strict=True)]
+        await self._keep([entry for entry in queued if entry.to_keep])
+        await self._write(outcomes, queued)
 
-    async def _end_all(self, error: LineError) -> None:
+    async def _keep(self, entries: Sequence[InFlightLine]) -> None:
+        """Write the outcomes of lines that are run again to the disk, before their next jobs are queued."""
+        records = list[bytes]()
+        for entry in entries:
+            if outcome := entry.to_keep:
+                result = self._result(entry, outcome, entry.retry - 1)
+                records.append(kept_record(result.as_line(), entry.retry, entry.mends, entry.changes))
+        if records:
+            await _run_in_thread(self._results.keep, records)
+        for entry in entries:
+            entry.to_keep = None
+
+    async def _end_all(self, error: Outcome) -> None:
         entries = list(self._in_flight.values())
         await self._write([entry.apply(LineEvent.RUN_ENDED, outcome=error) for entry in entries], entries)
 
@@ -212,13 +266,58 @@ class LineDispatcher:
     def _new_job(self, entry: InFlightLine) -> NewJob:
         request = self._source.request(entry.line)
         entry.custom_id, entry.wants_json = request.custom_id, request.wants_json
-        return NewJob(self._job_id(entry), request.as_job(), entry.line.model, "batch")
+        body = request.as_job()
+        if last := entry.last:
+            raised = self._limits.raised(limit_of(body | entry.changes), last, entry.line.model)
+            entry.changes |= changes_for(body, last, raised, entry.retry)
+            entry.last = None
+        body |= entry.changes | self._of_tenant
+        entry.limit = limit_of(body)
+        return NewJob(self._job_id(entry), body, entry.line.model, "batch", webhooks="none")
 
-    def _result(self, entry: InFlightLine, outcome: Outcome) -> LineResult:
-        job_id, custom_id = self._job_id(entry), self._custom_id(entry)
-        if isinstance(outcome, LineError):
-            return LineResult(job_id, custom_id, error=outcome)
-        return LineResult(job_id, custom_id, result=outcome)
+    def _result(self, entry: InFlightLine, outcome: Outcome, retry: int | None = None) -> LineResult:
+        job_id = line_job_id(self._run_id, entry.line.number, entry.retry if retry is None else retry)
+        return LineResult(job_id, self._custom_id(entry), outcome.result, outcome.error, outcome.details)
+
+
+class _Limits:
+    """How many times lines are run again, and with how many tokens at most."""
+
+    def __init__(self, retry: Mapping[str, int]) -> None:
+        self.retry = retry
+        self._noted = set[str]()  # of a run, once each
+        self._tokens: TokenLimits = {}
+        self._until = 0.0  # by the monotonic clock
+
+    @property
+    def are_old(self) -> bool:
+        """True if those of the workers are to be read: others may have started."""
+        return time.monotonic() >= self._until
+
+    def update(self, tokens: TokenLimits) -> None:
+        """Take what live workers allow."""
+        self._tokens = tokens
+        self._until = time.monotonic() + (60.0 if tokens else _WORKERS_S)
+
+    def raised(self, asked: int | None, details: LineDetails, model: str) -> int | None:
+        """Return the limit of tokens for a cut answer that is run again, as `raised_limit` does."""
+        context, most = self._tokens.get(model, (None, None))
+        bounds = [] if context is None else [context - details.input_tokens]
+        limit = raised_limit(asked, details, bounds if most is None else [*bounds, most])
+        if details.finish_reason == "length" and "cut" in self.retry:
+            self._note(asked, details.output_tokens, limit)
+        return limit
+
+    def _note(self, asked: int | None, length: int, limit: int | None) -> None:
+        if limit is None:
+            note = "the context, the worker's memory or SLUICE_MAX_OUTPUT_TOKENS allows no longer one: it stays cut off"
+        elif asked is None:
+            note = "its request has no max_tokens, so it is run again with twice as many"
+        else:
+            return
+        if note not in self._noted:
+            self._noted.add(note)
+            logger.warning("an answer was cut off at %d tokens, and %s; likewise others of this run", length, note)
 
 
 def _apply_submission(entry: InFlightLine, outcome: Submitted | QueueFull | ServerFull) -> None:
@@ -231,51 +330,53 @@ def _apply_submission(entry: InFlightLine, outcome: Submitted | QueueFull | Serv
             entry.apply(LineEvent.JOB_QUEUED)
 
 
-def _apply_job(entry: InFlightLine, result: bytes | None, exists: bool) -> Outcome | None:
+def _apply_job(entry: InFlightLine, result: bytes | None, exists: bool, limits: _Limits) -> Outcome | None:
     """Apply what has happened to the queued job of a line. Returns the line's outcome if it has ended."""
     if result is None:
         return None if exists else entry.apply(LineEvent.JOB_GONE, wait_s=0.5)
-    match json.loads(result):
+    match ended := json.loads(result):
         case {"type": "failed", "error": dict(error)}:
-            return _apply_failure(entry, parse_as(JobError, error))
+            return _apply_failure(entry, parse_as(JobError, error), limits.retry)
         case {"type": "cancelled", "reason": str(reason)}:
-            cancelled = _line_error("cancelled", cancelled_sentence(reason), errors.JobCancelled(reason))
+            cancelled = _failed("cancelled", cancelled_sentence(reason), errors.JobCancelled(reason))
             return entry.apply(LineEvent.JOB_CANCELLED, outcome=cancelled)
-        case {"choices": [dict(choice), *_]} if entry.wants_json and (problem := _json_problem(choice)):
-            return entry.apply(LineEvent.JOB_ENDED, outcome=LineError("answer_not_json", problem, 200, result))
-    return entry.apply(LineEvent.JOB_ENDED, outcome=result)
+    answer: dict[str, Any] = ended if isinstance(ended, dict) else {}
+    details = details_of(answer, wants_json=entry.wants_json)
+    outcome = Outcome(details, result)
+    if details.kind == "invalid":
+        outcome = Outcome(details, error=LineError(NOT_JSON, _not_json(details), 200, result))
+    raised = limits.raised(entry.limit, details, str(answer.get("model")))
+    return _end(entry, outcome, most_retries(details, limits.retry, raised))
 
 
-def _apply_failure(entry: InFlightLine, error: JobError) -> Outcome | None:
+def _apply_failure(entry: InFlightLine, error: JobError, retry: Mapping[str, int]) -> Outcome | None:
     # A deadline is part of the request, so a missed one is not retried. Others are tried five times.
-    if not error.retryable or error.type == "deadline" or entry.failures + 1 >= 5:
-        failed = _line_error(error.type, error.message, errors.JobFailed(error))
-        return entry.apply(LineEvent.JOB_ENDED, outcome=failed)
     wait_s = min(2**entry.failures, _MAX_WAIT_S) * random.uniform(0.5, 1.5)
-    return entry.apply(LineEvent.JOB_TO_RETRY, wait_s=wait_s)
+    if error.retryable and error.type != "deadline" and entry.failures + 1 < 5:
+        return entry.apply(LineEvent.JOB_TO_RETRY, wait_s=wait_s)
+    failed = _failed(error.type, error.message, errors.JobFailed(error))
+    # A request that is itself at fault fails again.
+    times = retry.get("failed", 0) if error.retryable or error.type == "deadline" else 0
+    return _end(entry, failed, times, wait_s)
 
 
-def _line_error(code: str, message: str, error: errors.SluiceError) -> LineError:
-    """Return the error of a line whose job ended with this one."""
+def _end(entry: InFlightLine, outcome: Outcome, times: int, wait_s: float = 0.0) -> Outcome | None:
+    """Apply the end of a line's job, which is run again if it was so fewer than `times`."""
+    if entry.mends < times:
+        return entry.apply(LineEvent.JOB_TO_MEND, wait_s=wait_s, outcome=outcome)
+    return entry.apply(LineEvent.JOB_ENDED, outcome=outcome)
+
+
+def _failed(code: str, message: str, error: errors.SluiceError) -> Outcome:
+    """Return the outcome of a line whose job ended with this error."""
     reply = error_reply(error)
-    return LineError(code, message, reply.status, json.dumps(reply.body).encode())
+    return Outcome(LineDetails("failed"), error=LineError(code, message, reply.status, json.dumps(reply.body).encode()))
 
 
-def _json_problem(choice: dict[str, Any]) -> str | None:
-    """Return what is wrong with an answer that should be JSON; None for JSON, and for tool calls without text."""
-    message = choice.get("message") or {}
-    content = message.get("content") or ""
-    if message.get("tool_calls") and not content:
-        return None
-    try:
-        json.loads(content)
-    except RecursionError:
-        return None  # it is nested deeper than Python can read, which is no fault of it
-    except ValueError:
-        is_cut = choice.get("finish_reason") == "length"
-        remedy = "it was cut off, so raise max_tokens." if is_cut else "ask again, or for less."
-        return f"response_format: the answer is not JSON; {remedy}"
-    return None
+def _not_json(details: LineDetails) -> str:
+    is_cut = details.finish_reason == "length"
+    remedy = "it was cut off, so raise max_tokens." if is_cut else "ask again, or for less."
+    return f"response_format: the answer is not JSON; {remedy}"
 
 
 def _chunks(entries: Sequence[InFlightLine]) -> Iterator[list[InFlightLine]]:

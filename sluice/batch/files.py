@@ -4,57 +4,20 @@ authoritative for which lines are done."""
 import fcntl
 import json
 import os
+import shutil
 import socket
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
 from sluice.batch.lines import custom_id_digest
-from sluice.contract.batch import Batch, BatchUsage, InputTokens, OutputTokens, is_retry
+from sluice.batch.outcomes import ANSWERS, OutcomeTally, details_of_line, is_better
+from sluice.batch.source import kept_path
+from sluice.contract.batch import Batch, LineDetails, retry_of
 from sluice.errors import BatchRefused, BatchTaken
-
-
-class _RunCounts:
-    """Counts of the lines in the result files, and their tokens."""
-
-    def __init__(self) -> None:
-        self.completed, self.retried = 0, 0
-        self.cut_off = 0
-        self.failures = Counter[str]()
-        self._tokens = Counter[str]()
-
-    @property
-    def usage(self) -> BatchUsage:
-        """Token counts of the answered lines."""
-        into, out = self._tokens["prompt"], self._tokens["completion"]
-        cached, reasoning = self._tokens["cached"], self._tokens["reasoning"]
-        return BatchUsage(into, out, into + out, InputTokens(cached), OutputTokens(reasoning))
-
-    def add(self, line: dict[str, Any]) -> None:
-        """Count a line of the output or error file."""
-        self.retried += is_retry(line["id"])
-        match line:
-            case {"error": {"code": str(code)}}:
-                self.failures[code] += 1
-            case {"response": {"body": dict(body)}}:
-                self.completed += 1
-                self.cut_off += _is_cut_off(body)
-                self._add_usage(body.get("usage") or {})
-
-    def _add_usage(self, usage: dict[str, Any]) -> None:
-        self._tokens["prompt"] += usage.get("prompt_tokens", 0)
-        self._tokens["completion"] += usage.get("completion_tokens", 0)
-        self._tokens["cached"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        self._tokens["reasoning"] += (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0)
-
-
-def _is_cut_off(body: dict[str, Any]) -> bool:
-    match body:
-        case {"choices": [{"finish_reason": "length"}, *_]}:
-            return True
-    return False
 
 
 class _AppendOnlyFile:
@@ -76,6 +39,15 @@ class _AppendOnlyFile:
         except BlockingIOError:
             return False
         return os.fstat(self._file).st_nlink > 0
+
+    @property
+    def end(self) -> int:
+        """Size of the whole lines in bytes."""
+        return self._end
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes of the file."""
+        return os.pread(self._file, length, offset)
 
     def raw_lines(self) -> Iterator[bytes]:
         """Yield the lines, before the first `append`; then truncate a partial line at the end."""
@@ -123,15 +95,17 @@ class LineResult:
     custom_id: str
     result: bytes = b""
     error: LineError | None = None
+    details: LineDetails | None = None
 
     def as_line(self) -> bytes:
         """Return the line in OpenAI's output format, with its line break."""
         head = f'{{"id":{json.dumps(self.job_id)},"custom_id":{json.dumps(self.custom_id)},"response":'
+        tail = "}\n" if self.details is None else f',"sluice":{_compact(asdict(self.details))}}}\n'
         if self.error is None:
-            return b"".join([head.encode(), self._response(200, self.result), b',"error":null}\n'])
+            return b"".join([head.encode(), self._response(200, self.result), f',"error":null{tail}'.encode()])
         error = json.dumps({"code": self.error.code, "message": self.error.message})
         response = self._response(self.error.status, self.error.body) if self.error.status else b"null"
-        return b"".join([head.encode(), response, f',"error":{error}}}\n'.encode()])
+        return b"".join([head.encode(), response, f',"error":{error}{tail}'.encode()])
 
     def _response(self, status: int, body: bytes) -> bytes:
         head = f'{{"status_code":{status},"request_id":{json.dumps(self.job_id)},"body":'
@@ -139,15 +113,98 @@ class LineResult:
         return b"".join([head.encode(), body.replace(b"\n", b" "), b"}"])
 
 
+@dataclass(frozen=True, slots=True)
+class KeptLine:
+    """A line that is run again: its last outcome, and its best so far."""
+
+    retry: int  # number of its next job
+    mends: int  # how many times the run's options have run it again
+    changes: Mapping[str, Any]  # to its request, which led to the last outcome
+    last: LineDetails
+    best: LineDetails
+    offset: int  # of the record of the best
+    length: int
+
+
+class _KeptOutcomes:
+    """The file of outcomes that are kept while their lines are run again, so that a crash loses none of them and no
+    resumed run repeats them. Its records stay when the lines have ended."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, or `BatchRefused` if the file holds a record that no run wrote."""
+        self.path = path
+        self._file = _AppendOnlyFile(path) if path.exists() else None
+        self._lines = dict[bytes, KeptLine]()
+        self.outcomes = list[tuple[str, LineDetails]]()  # with their job ids
+        offset = 0
+        for number, raw in enumerate(self._file.raw_lines() if self._file else (), 1):
+            try:
+                self._load(raw, offset)
+            except (ValueError, KeyError, TypeError):
+                self.close()
+                raise BatchRefused(f"line {number:,} of {path} was not written by a run") from None
+            offset += len(raw)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file:
+            self._file.close()
+
+    def get(self, digest: bytes) -> KeptLine | None:
+        """Return the line of this custom_id; None if it was not run again."""
+        return self._lines.get(digest)
+
+    def add(self, records: Sequence[bytes]) -> None:
+        """Append records, and fsync. Raises OSError."""
+        if not records:
+            return
+        self._file = self._file or _AppendOnlyFile(self.path)
+        offset = self._file.end
+        self._file.append(records)
+        for raw in records:
+            self._load(raw, offset)
+            offset += len(raw)
+
+    def best_line(self, kept: KeptLine, job_id: str) -> bytes:
+        """Return the line of the best outcome. Its id is that of the line's last job."""
+        assert self._file is not None
+        line = self._file.read(kept.offset, kept.length).partition(_LINE)[2].removesuffix(b"}\n")
+        _, comma, rest = line.partition(b',"custom_id":')
+        return b"".join([f'{{"id":{json.dumps(job_id)}'.encode(), comma, rest, b"\n"])
+
+    def _load(self, raw: bytes, offset: int) -> None:
+        record = json.loads(raw)
+        line = record["line"]
+        digest, details = custom_id_digest(line["custom_id"]), details_of_line(line)
+        best = details, offset, len(raw)
+        if (before := self._lines.get(digest)) and is_better(before.best, details):
+            best = before.best, before.offset, before.length
+        self._lines[digest] = KeptLine(record["retry"], record["mends"], record["changes"], details, *best)
+        if response := line["response"]:
+            self.outcomes.append((response["request_id"], details))
+
+
+_LINE = b',"line":'  # in the JSON before it, a quote within a string has a backslash
+
+
+def kept_record(line: bytes, retry: int, mends: int = 0, changes: Mapping[str, Any] | None = None) -> bytes:
+    """Return the record of an outcome that is kept, of its line in a result file; see `KeptLine`."""
+    head = _compact({"retry": retry, "mends": mends, "changes": dict(changes or {})})
+    return b"".join([head[:-1].encode(), _LINE, line.removesuffix(b"\n"), b"}\n"])
+
+
 class ResultFiles:
-    """The output file and the error file. Each input line ends in one of them, once."""
+    """The output file and the error file. Each input line ends in one of them, once, with its best outcome."""
 
     def __init__(self, output: Path, errors: Path) -> None:
         """Raises OSError, or `BatchRefused` if a file holds a line that no run wrote."""
         self._errors_path = errors
+        self._kept = _KeptOutcomes(kept_path(output))
         self._output = _AppendOnlyFile(output)
         self._errors = _AppendOnlyFile(errors) if errors.exists() else None
-        self.counts, self.done = _RunCounts(), set[bytes]()  # `done`: digests of the custom_ids in the files
+        self.counts, self.done = OutcomeTally(), set[bytes]()  # `done`: digests of the custom_ids in the files
+        for job_id, details in self._kept.outcomes:
+            self.counts.keep(job_id, details)
         try:
             for file in filter(None, [self._output, self._errors]):
                 self._load(file)
@@ -156,7 +213,8 @@ class ResultFiles:
             raise
 
     def close(self) -> None:
-        """Close both files."""
+        """Close the files."""
+        self._kept.close()
         for file in filter(None, [self._output, self._errors]):
             file.close()
 
@@ -165,10 +223,23 @@ class ResultFiles:
         """Path of the error file; None until it exists."""
         return self._errors_path if self._errors else None
 
+    def kept(self, digest: bytes) -> KeptLine | None:
+        """Return the line of this custom_id if it is run again; None if it was never run."""
+        return self._kept.get(digest)
+
+    def keep(self, records: Sequence[bytes]) -> None:
+        """Keep outcomes of lines that are run again, as `kept_record` has them, and fsync. Raises OSError."""
+        first = len(self._kept.outcomes)
+        self._kept.add(records)
+        for job_id, details in self._kept.outcomes[first:]:
+            self.counts.keep(job_id, details)
+
     def add(self, results: Sequence[LineResult]) -> None:
-        """Append results to the files, and fsync. Raises OSError; a result is counted only if its file has it."""
-        answers = [result.as_line() for result in results if result.error is None]
-        failures = [result.as_line() for result in results if result.error is not None]
+        """Append results, or better ones that are kept, to the files, and fsync. Raises OSError; a result is counted
+        only if its file has it."""
+        best = [self._best(result) for result in results]
+        answers = [line for line, is_answer in best if is_answer]
+        failures = [line for line, is_answer in best if not is_answer]
         if answers:
             self._output.append(answers)
             self._count(answers)
@@ -176,6 +247,16 @@ class ResultFiles:
             self._errors = self._errors or _AppendOnlyFile(self._errors_path)
             self._errors.append(failures)
             self._count(failures)
+
+    def _best(self, result: LineResult) -> tuple[bytes, bool]:
+        """Return the line of the best outcome, and True if it is an answer."""
+        line = result.as_line()
+        if kept := self._kept.get(custom_id_digest(result.custom_id)):
+            details = result.details or details_of_line(json.loads(line))
+            never_ran = result.error is not None and not result.error.status
+            if is_better(kept.best, details) or (never_ran and not is_better(details, kept.best)):
+                return self._kept.best_line(kept, result.job_id), kept.best.kind in ANSWERS
+        return line, result.error is None
 
     def _count(self, lines: Sequence[bytes]) -> None:
         for raw in lines:
@@ -189,6 +270,29 @@ class ResultFiles:
                     self.counts.add(line)
                 case _:
                     raise BatchRefused(f"line {number:,} of {file.path} was not written by a run")
+
+
+def take_back(output: Path, errors: Path, kinds: Collection[str]) -> None:
+    """Move the lines of these kinds from the result files to the kept outcomes, to be run again. Blocks.
+
+    The lines are kept before they leave their file. Repeated after a crash, it moves those that are left. Raises
+    OSError, or `BatchRefused` if a file holds a line that no run wrote.
+    """
+    with closing(ResultFiles(output, errors)) as results:  # checks the lines, and drops a partial one
+        for path in filter(None, [output.resolve(), results.errors_path and results.errors_path.resolve()]):
+            rest = path.with_name(f".{path.name}.rest")
+            with path.open("rb") as file, rest.open("wb") as left:
+                while raw := list(islice(file, 100)):
+                    lines = [(line, json.loads(line)) for line in raw]
+                    wanted = [(line, said["id"]) for line, said in lines if details_of_line(said).kind in kinds]
+                    results.keep([kept_record(line, retry_of(job_id) + 1) for line, job_id in wanted])
+                    left.writelines(line for line, said in lines if details_of_line(said).kind not in kinds)
+                left.flush()
+                os.fsync(left.fileno())
+            shutil.copymode(path, rest)
+            rest.replace(path)
+    if errors.exists() and not errors.stat().st_size:
+        errors.unlink()
 
 
 def _read(raw: bytes) -> Any:
@@ -205,6 +309,8 @@ class RunState:
     batch: Batch
     sha256: str  # of the input
     models: Mapping[str, str]
+    rerun: tuple[str, ...] = ()  # kinds of lines that are to be taken back before the run goes on
+    earlier_s: float = 0.0  # what the run took before it was run again
 
 
 class StateFile:
@@ -246,15 +352,22 @@ class StateFile:
             "feeder": f"process {os.getpid()} on {socket.gethostname()}",
             "sha256": state.sha256,
             "models": dict(state.models),
+            "rerun": state.rerun,
+            "earlier_s": state.earlier_s,
             "batch": json.loads(state.batch.to_json()),
         }
-        self._lines.append(json.dumps(stored, separators=(",", ":")).encode() + b"\n")
+        self._lines.append(_compact(stored).encode() + b"\n")
         self._file.append(self._lines[-1:])
 
 
 def _parse(raw: bytes) -> RunState:
     stored: dict[str, Any] = json.loads(raw)
-    return RunState(Batch.from_json(json.dumps(stored["batch"])), stored["sha256"], stored["models"])
+    rerun, earlier_s = tuple(stored.get("rerun", ())), stored.get("earlier_s", 0.0)
+    return RunState(Batch.from_json(json.dumps(stored["batch"])), stored["sha256"], stored["models"], rerun, earlier_s)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _feeder(path: Path) -> str:

@@ -1,6 +1,7 @@
 """The runs and the jobs of their lines, as stored in Redis: status, published changes, requested cancellations."""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
@@ -12,7 +13,9 @@ from redis.exceptions import NoPermissionError, ResponseError
 from sluice.cancellation import Cancellation
 from sluice.contract import keys
 from sluice.contract.batch import Batch
+from sluice.contract.scripts import source
 from sluice.errors import QueueFull, ServerFull, UnknownBatch
+from sluice.presence import Workers
 from sluice.submission import NewJob, Submission, Submitted
 from sluice.transport import MAX_CALLS, Retries, raise_outage
 
@@ -27,9 +30,12 @@ class BatchRegistry:
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self._end = redis.register_script(source("run_end"))
 
     async def put(self, batch: Batch) -> None:
-        """Store the status without publishing it."""
+        """Store the status without publishing it. Webhooks are told of an end once, by this or by `announce`."""
+        if batch.ended:
+            return await self._store_end(batch, publish=False)
         await self._redis.set(keys.batch(batch.id), batch.to_json(), ex=_STATUS_TTL_S)
 
     async def touch(self, batch_id: str) -> None:
@@ -38,13 +44,19 @@ class BatchRegistry:
 
     async def announce(self, batch: Batch) -> None:
         """Store and publish the status."""
+        if batch.ended:
+            return await self._store_end(batch, publish=True)
         status = batch.to_json()
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.set(keys.batch(batch.id), status, ex=_STATUS_TTL_S)
             pipe.publish(keys.batch_channel(batch.id), status)
-            if batch.ended:
-                pipe.delete(keys.batch_cancel(batch.id))
             await pipe.execute()
+
+    async def _store_end(self, batch: Batch, *, publish: bool) -> None:
+        names = [keys.batch(batch.id), keys.batch_channel(batch.id), keys.batch_cancel(batch.id)]
+        ended_at = getattr(batch, f"{batch.status}_at")
+        end = (batch.id, batch.status, ended_at or 0, batch.sluice.tenant or "")
+        await self._end(names, [batch.to_json(), _STATUS_TTL_S, int(publish), *end])
 
     async def withdraw(self, batch: Batch) -> None:
         """Publish the end of a run that queued nothing, and delete its status."""
@@ -130,6 +142,7 @@ def _is_ours(batch: Batch) -> bool:
 
 
 RedisOf = Callable[[str], Redis]  # the server of a model's jobs
+TokenLimits = dict[str, tuple[int | None, int | None]]  # by model: its context, and the most tokens of an answer
 
 
 class JobStores:
@@ -154,6 +167,18 @@ class JobStores:
         """Return for each job what `JobStore.read` does."""
         ids, models = [id for id, _ in jobs], [model for _, model in jobs]
         return await self._each(ids, models, lambda store, own: store.read(own))
+
+    async def token_limits(self, models: Iterable[str]) -> TokenLimits:
+        """Return the limits of the models that live workers serve on the servers of these models: the lowest of each
+        model, so that any worker may take a job."""
+        found = TokenLimits()
+        for redis in {self._redis_of(model) for model in models}:
+            for worker in await Workers(redis, self._make(redis), waits_out_outages=True).read_all():
+                before = found.get(worker.get("model", ""), (None, None))
+                own = (worker.get("context_tokens", ""), worker.get("max_output_tokens", ""))
+                context, most = (_lower(*pair) for pair in zip(before, own, strict=True))
+                found[worker.get("model", "")] = context, most
+        return found
 
     async def cancel(self, jobs: Sequence[tuple[str, str]]) -> None:
         """Cancel jobs: queued ones at once, running ones through their workers."""
@@ -182,6 +207,13 @@ class JobStores:
         for own, found in zip(places.values(), await asyncio.gather(*asked), strict=True):
             answers |= zip(own, found, strict=True)
         return [answers[place] for place in range(len(items))]
+
+
+def _lower(limit: int | None, published: str) -> int | None:
+    """Return the lower one of a limit and what a worker publishes; an earlier version does not."""
+    if not re.fullmatch(r"[1-9][0-9]{0,14}", published):
+        return limit
+    return int(published) if limit is None else min(limit, int(published))
 
 
 class JobStore:

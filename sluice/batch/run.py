@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from sluice.batch.dispatcher import LineDispatcher
-from sluice.batch.files import ResultFiles, RunState, StateFile
+from sluice.batch.files import ResultFiles, RunState, StateFile, take_back
 from sluice.batch.registry import BatchRegistry, JobStores, RedisOf
 from sluice.batch.source import (
     DEFAULT_WINDOW,
@@ -26,7 +26,7 @@ from sluice.batch.source import (
     sorted_for_reuse,
 )
 from sluice.batch.transitions import RunAction, RunEvent, run_step
-from sluice.contract.batch import NO_LINES, Batch, BatchDetails, BatchState, Problem, Problems, RequestCounts
+from sluice.contract.batch import NO_LINES, Batch, BatchState, Problem, Problems, RequestCounts
 from sluice.errors import BatchRefused, describe_served
 from sluice.presence import Workers
 from sluice.transport import Retries
@@ -53,7 +53,7 @@ def _can_be_replaced(saved: RunState, paths: RunPaths) -> bool:
 
 def _refused(saved: RunState, paths: RunPaths, difference: str) -> BatchRefused:
     """Return the error for a run that cannot be resumed."""
-    files = ", ".join(str(path) for path in (paths.output, paths.errors, paths.state) if path.exists())
+    files = ", ".join(str(path) for path in (*paths.results, paths.state) if path.exists())
     if saved.batch.ended:
         status = saved.batch.status
         rest = f"has ended ({status}) and was started with {difference}: name another output, or remove {files}"
@@ -71,7 +71,7 @@ def _replaced(batch: Batch, difference: str, now: float) -> Batch:
 
 
 def _has_lines(paths: RunPaths) -> bool:
-    return any(path.exists() and path.stat().st_size for path in (paths.output, paths.errors))
+    return any(path.exists() and path.stat().st_size for path in paths.results)
 
 
 Remedy = Callable[[Mapping[str, str]], str]  # describes how to map names in the file, or "*" for all, to served models
@@ -206,8 +206,8 @@ def endless_retries(redis: Redis) -> Retries:
 
 async def publish(
     retries: Retries, method: Callable[[Batch], Awaitable[None]], batch: Batch, *, for_s: float = 60.0
-) -> None:
-    """Send the status with a method of `BatchRegistry`; logs an error if it fails for `for_s` seconds.
+) -> bool:
+    """Send the status with a method of `BatchRegistry`. If that fails for `for_s` seconds, log it and return False.
 
     The files hold the result, so a server that is down or full must not block the end of a run.
     """
@@ -215,6 +215,8 @@ async def publish(
         await retries.run_for(lambda: method(batch), for_s)
     except (RedisError, OSError) as error:
         logger.error("%s is %s, but the server could not be informed: %s", batch.id, batch.status, error)
+        return False
+    return True
 
 
 def new_batch(paths: RunPaths, options: RunOptions) -> Batch:
@@ -233,13 +235,21 @@ def new_batch(paths: RunPaths, options: RunOptions) -> Batch:
 def _with_options(batch: Batch, paths: RunPaths, options: RunOptions) -> Batch:
     """Return the status with the options applied: a resumed run may get more time, or have its files elsewhere."""
     window = options.completion_window or batch.completion_window
+    expires_at = batch.expires_at
+    if options.completion_window is not None or expires_at is None:
+        expires_at = (batch.sluice.rerun_at or batch.created_at) + parse_window(window)
     return replace(
         batch,
         input_file_id=str(paths.input),
         output_file_id=str(paths.output),
-        sluice=replace(batch.sluice, host=socket.gethostname()),
+        sluice=replace(
+            batch.sluice,
+            host=socket.gethostname(),
+            tenant=options.tenant or batch.sluice.tenant,
+            retry=batch.sluice.retry if options.retry is None else dict(options.retry),
+        ),
         completion_window=window,
-        expires_at=batch.created_at + parse_window(window),
+        expires_at=expires_at,
         metadata=batch.metadata if options.metadata is None else dict(options.metadata),
     )
 
@@ -290,9 +300,17 @@ class Run:
             if problems := scan.listed_problems() or await self._check_served(scan):
                 self.fail(problems)
             else:
+                await self._take_back()
                 with closing(await asyncio.to_thread(ResultFiles, self._paths.output, self._paths.errors)) as results:
                     await self._feed(source, scan.lines, results)
         return self._saved.batch
+
+    async def _take_back(self) -> None:
+        """Take back the lines that are to be run again. A run that stopped meanwhile does it once more."""
+        if kinds := self._saved.rerun:
+            await asyncio.to_thread(take_back, self._paths.output, self._paths.errors, kinds)
+            self._saved = replace(self._saved, rerun=())
+            self._save(self._saved.batch)
 
     def _report_unused(self, scan: FileScan) -> None:
         if (
@@ -344,14 +362,19 @@ class Run:
             self._paths.refuse_to_overwrite()
             return RunState(new_batch(self._paths, self._options), "", models or {})
         batch = _with_options(saved.batch, self._paths, self._options)
-        return RunState(batch, saved.sha256, saved.models if models is None else models)
+        if self._options.models_from_setting and not saved.sha256:  # handed over, and begins now
+            expires_at = int(time.time()) + parse_window(batch.completion_window)
+            batch = replace(batch, expires_at=expires_at)
+            models = saved.models if "*" in saved.models else {**(models or {}), **saved.models}
+        return replace(saved, batch=batch, models=saved.models if models is None else models)
 
     async def _feed(self, source: Source, lines: list[Line], results: ResultFiles) -> None:
         batch = self._saved.batch
         unfinished = sorted_for_reuse([line for line in lines if line.digest not in results.done])
-        dispatcher = LineDispatcher(batch.id, source, unfinished, self._jobs, results, self._options.window)
+        dispatcher = LineDispatcher(batch, source, unfinished, self._jobs, results, self._options.window)
         models = Counter(line.model for line in lines)
-        self._counts = _LineCounts(results, models, batch.in_progress_at or time.time())
+        since = batch.sluice.rerun_at or batch.in_progress_at or time.time()
+        self._counts = _LineCounts(results, models, since - self._saved.earlier_s)
         state, action = run_step(batch.status, RunEvent.ACCEPTED)
         while action is not RunAction.END:
             await self._announce(self._in_state(state))
@@ -412,7 +435,7 @@ class _LineCounts:
 
     results: ResultFiles
     models: Counter[str]  # number of lines by served model
-    since: float  # when the first line was queued, in Unix seconds
+    since: float  # when the first line was queued, in Unix seconds; later by the time between the end and a rerun
 
     def added_to(self, batch: Batch) -> Batch:
         """Return the status with the present counts."""
@@ -423,12 +446,15 @@ class _LineCounts:
             error_file_id=str(self.results.errors_path) if self.results.errors_path else None,
             request_counts=RequestCounts(self.models.total(), counts.completed, counts.failures.total()),
             usage=counts.usage,
-            sluice=BatchDetails(
-                host=batch.sluice.host,
+            sluice=replace(
+                batch.sluice,
                 seconds=round(time.time() - self.since, 3),
                 models=dict(self.models),
                 retried=counts.retried,
                 failures=dict(counts.failures),
                 cut_off=counts.cut_off,
+                paused_at=None,
+                kinds=counts.kinds,
+                slowest=counts.slowest,
             ),
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from sluice.batch.lines import BadLine, Models, Request, read_line
+from sluice.batch.outcomes import read_kinds
 from sluice.contract.batch import Problem, new_run_id
 from sluice.contract.keys import MAX_REQUEST_BYTES
 from sluice.errors import BatchRefused
@@ -222,6 +223,11 @@ DEFAULT_WINDOW = "24h"
 UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
+def kept_path(output: Path) -> Path:
+    """Return the path of the outcomes that are kept while their lines are run again: out.jsonl.retries."""
+    return output.with_name(f"{output.name}.retries")
+
+
 @dataclass(frozen=True, slots=True)
 class RunPaths:
     """The files of a run. Raises ValueError if two of them are the same."""
@@ -232,7 +238,7 @@ class RunPaths:
     state: Path
 
     def __post_init__(self) -> None:
-        if len({path.resolve() for path in (self.input, self.output, self.errors, self.state)}) < 4:
+        if len({path.resolve() for path in (self.input, *self.results, self.state)}) < 5:
             raise ValueError("input, output and errors must be different files")
 
     @classmethod
@@ -245,10 +251,15 @@ class RunPaths:
         state = output.with_name(f"{output.name}.run")
         return cls(input.absolute(), output.absolute(), failed.absolute(), state.absolute())
 
+    @property
+    def results(self) -> tuple[Path, Path, Path]:
+        """The files that have outcomes of lines."""
+        return self.output, self.errors, kept_path(self.output)
+
     def refuse_to_overwrite(self) -> None:
         """Check that a new run overwrites nothing. Raises `BatchRefused` if a result file is not empty, is a broken
         link, or is not a regular file."""
-        for path in (self.output, self.errors):
+        for path in self.results:
             if path.is_symlink() and not path.exists():
                 raise BatchRefused(f"{path} is a broken link: give another path, or remove it")
             if path.exists() and (not path.is_file() or path.stat().st_size):
@@ -271,8 +282,14 @@ class RunOptions:
     id: str = field(default_factory=new_run_id)  # used for a new run only
     served_only: bool = False  # refuse a file for a model without a worker, if other models have one
     models_from_setting: bool = False  # `models` is SLUICE_BATCH_MODELS, which is meant for many files
+    retry: Mapping[str, int] | None = None  # how many times to run a line again, by the kind of its outcome
+    tenant: str | None = None  # of the run's jobs
 
     def __post_init__(self) -> None:
+        read_kinds(self.retry or ())
+        most = 10  # by doubling, the limit of tokens is then a thousand times as high
+        if any(not 1 <= times <= most for times in (self.retry or {}).values()):
+            raise ValueError(f"retries: a line can be run again 1 to {most} times")
         parse_window(self.completion_window or DEFAULT_WINDOW)
         if self.window < 1:
             raise ValueError(f"window must be at least 1, not {self.window}")

@@ -16,6 +16,7 @@ class RunEvent(Enum):
     CANCEL_REQUESTED = "the cancellation of the run was requested"
     WINDOW_OVER = "the completion window ran out"
     LINES_CLOSED = "every unfinished line has an error"
+    RERUN = "lines of the ended run are to be run again"
 
 
 class RunAction(Enum):
@@ -47,6 +48,9 @@ RUN_STEPS: Mapping[tuple[BatchState, RunEvent], tuple[BatchState, RunAction]] = 
     ("cancelling", RunEvent.ACCEPTED): ("cancelling", RunAction.CANCEL_LINES),
     ("cancelling", RunEvent.REFUSED): ("failed", RunAction.END),
     ("cancelling", RunEvent.LINES_CLOSED): ("cancelled", RunAction.END),
+    ("completed", RunEvent.RERUN): ("in_progress", RunAction.FEED),
+    ("expired", RunEvent.RERUN): ("in_progress", RunAction.FEED),
+    ("cancelled", RunEvent.RERUN): ("in_progress", RunAction.FEED),
 }
 
 
@@ -78,6 +82,7 @@ class LineEvent(Enum):
     JOB_REJECTED = "the server is full and did not queue its job"
     JOB_GONE = "the server has lost its job, or it was withdrawn from a full server"
     JOB_TO_RETRY = "its job failed, and another attempt may succeed"
+    JOB_TO_MEND = "its job ended with a kind of outcome that the run's options let it run again"
     JOB_CANCELLED = "its job was cancelled, by the run itself or by another client"
     JOB_ENDED = "its job ended with an answer, or failed for good"
     RUN_ENDED = "the run ends early; for a line whose job it has cancelled, the time for such jobs is over"
@@ -89,6 +94,7 @@ class LineAction(Enum):
     NOTHING = "nothing"
     POSTPONE = "wait, then queue the same job"
     RETRY = "wait, then queue the line under a new job id, since ids are used once"
+    MEND = "keep the outcome of the event, then queue the line with a changed request under a new job id"
     CLOSE = "keep the run's error, and wait for the job"
     RECORD = "record the outcome of the event"
     RECORD_RUN_ERROR = "record the run's error"
@@ -100,11 +106,13 @@ LINE_STEPS: Mapping[tuple[LineState, LineEvent], tuple[LineState, LineAction]] =
     (LineState.WAITING, LineEvent.RUN_ENDED): (LineState.ENDED, LineAction.RECORD),
     (LineState.QUEUED, LineEvent.JOB_GONE): (LineState.WAITING, LineAction.RETRY),
     (LineState.QUEUED, LineEvent.JOB_TO_RETRY): (LineState.WAITING, LineAction.RETRY),
+    (LineState.QUEUED, LineEvent.JOB_TO_MEND): (LineState.WAITING, LineAction.MEND),
     (LineState.QUEUED, LineEvent.JOB_CANCELLED): (LineState.ENDED, LineAction.RECORD),
     (LineState.QUEUED, LineEvent.JOB_ENDED): (LineState.ENDED, LineAction.RECORD),
     (LineState.QUEUED, LineEvent.RUN_ENDED): (LineState.CLOSING, LineAction.CLOSE),
     (LineState.CLOSING, LineEvent.JOB_GONE): (LineState.ENDED, LineAction.RECORD_RUN_ERROR),
     (LineState.CLOSING, LineEvent.JOB_TO_RETRY): (LineState.ENDED, LineAction.RECORD_RUN_ERROR),
+    (LineState.CLOSING, LineEvent.JOB_TO_MEND): (LineState.ENDED, LineAction.RECORD),
     (LineState.CLOSING, LineEvent.JOB_CANCELLED): (LineState.ENDED, LineAction.RECORD_RUN_ERROR),
     (LineState.CLOSING, LineEvent.JOB_ENDED): (LineState.ENDED, LineAction.RECORD),
     (LineState.CLOSING, LineEvent.RUN_ENDED): (LineState.ENDED, LineAction.RECORD),

@@ -14,8 +14,10 @@ from sluice.cli.commands.jobs import cancel, submit, tail
 from sluice.cli.commands.keys import keys
 from sluice.cli.commands.models import models
 from sluice.cli.commands.queue import queue
+from sluice.cli.commands.service import service
 from sluice.cli.commands.top import top
 from sluice.cli.commands.up import serve, up
+from sluice.cli.commands.webhooks import webhooks
 from sluice.cli.commands.workers import workers
 from sluice.cli.errors import CliError
 from sluice.cli.terminal.output import replace_unencodable
@@ -31,7 +33,7 @@ app = typer.Typer(
 worker_commands.add(app, "worker", takes_any_arguments=True)
 app.command()(up)
 app.command()(serve)
-for name in ("check", "prompt", "parse"):
+for name in ("check", "doctor", "prompt", "parse"):
     worker_commands.add(app, name)
 for command in (chat, submit, tail, cancel, top):
     app.command()(command)
@@ -44,6 +46,8 @@ app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")
 worker_commands.add(app, "prefix")
 app.add_typer(queue, name="queue")
+app.add_typer(service, name="service")
+app.add_typer(webhooks, name="webhooks")
 
 
 def _print_version(is_set: bool) -> None:

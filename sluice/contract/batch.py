@@ -13,12 +13,14 @@ from sluice.contract.events import COUNT, parse_as, parse_counts
 BatchState = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
+OutcomeKind = Literal["answered", "cut", "refused", "invalid", "failed"]
+"""Of a line: `cut` and `refused` lines are answers, and `invalid` ones (not the JSON that was asked for) failures."""
 ENDED: frozenset[BatchState] = frozenset({"failed", "completed", "expired", "cancelled"})
 _FED: frozenset[BatchState] = frozenset(
     {"in_progress", "finalizing", "cancelling"}
 )  # a process feeds it, or it is paused
 _RUN = re.compile(r"batch_(?:[A-Za-z0-9._-]{1,40}_)?[0-9a-f]{12,32}")
-_RETRY = re.compile(r"-\d+-r\d+\Z")
+_RETRY = re.compile(r"-\d+-r(\d+)\Z")
 
 
 def new_run_id(stem: str = "") -> str:
@@ -38,9 +40,15 @@ def line_job_id(run_id: str, line: int, retry: int = 0) -> str:
     return f"{run_id}-{line}-r{retry}" if retry else f"{run_id}-{line}"
 
 
+def retry_of(job_id: str) -> int:
+    """Return the retry in the id of a line's job; 0 for the first job."""
+    found = _RETRY.search(job_id)
+    return int(found[1]) if found else 0
+
+
 def is_retry(job_id: str) -> bool:
     """True if the id is that of a retry, and not of the first job for its line."""
-    return _RETRY.search(job_id) is not None
+    return retry_of(job_id) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,42 @@ class Problems:
 
 
 @dataclass(frozen=True, slots=True)
+class LineDetails:
+    """The outcome of one line, and what it took; numbers are 0 if no job of it was answered."""
+
+    kind: OutcomeKind
+    finish_reason: str | None = None
+    seconds: float = 0.0
+    """From the worker's claim to the last token."""
+    machine_s: float = 0.0
+    """Its share of that time: the rows of a step share it."""
+    input_tokens: int = field(default=0, metadata=COUNT)
+    cached_tokens: int = field(default=0, metadata=COUNT)
+    output_tokens: int = field(default=0, metadata=COUNT)
+    reasoning_tokens: int = field(default=0, metadata=COUNT)
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeCounts:
+    """Sums over the lines of one kind."""
+
+    lines: int = field(metadata=COUNT)
+    input_tokens: int = field(metadata=COUNT)
+    cached_tokens: int = field(metadata=COUNT)
+    output_tokens: int = field(metadata=COUNT)
+    machine_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLine:
+    """One of the slowest lines."""
+
+    custom_id: str
+    seconds: float
+    output_tokens: int = field(metadata=COUNT)
+
+
+@dataclass(frozen=True, slots=True)
 class BatchDetails:
     """Fields that OpenAI's object does not have."""
 
@@ -120,6 +164,16 @@ class BatchDetails:
     """Answered lines whose answers reached their limit of tokens."""
     paused_at: int | None = None
     """Last report of its feeder; null while a feeder runs."""
+    tenant: str | None = None
+    """The tenant of the key that created it, which its jobs have; null for a run of the operator."""
+    kinds: dict[str, OutcomeCounts] = field(default_factory=dict)
+    """Sums by kind of outcome; `replaced`: of answers that were run again, and replaced by better ones."""
+    slowest: tuple[SlowLine, ...] = ()
+    """The five slowest lines, the slowest first."""
+    retry: dict[str, int] = field(default_factory=dict)
+    """How many times a line of a kind is run again within the run; others are not."""
+    rerun_at: int | None = None
+    """Unix seconds at which lines of the ended run were last queued again; the completion window began anew."""
 
 
 NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})
@@ -191,5 +245,8 @@ def _nested(raw: dict[str, Any]) -> dict[str, Any]:
     into = parse_counts(InputTokens, usage.get("input_tokens_details") or {})
     out = parse_counts(OutputTokens, usage.get("output_tokens_details") or {})
     parsed["usage"] = parse_counts(BatchUsage, {**usage, "input_tokens_details": into, "output_tokens_details": out})
-    parsed["sluice"] = parse_as(BatchDetails, {**asdict(NO_DETAILS), **(raw.get("sluice") or {})})
+    details = {**asdict(NO_DETAILS), **(raw.get("sluice") or {})}
+    details["kinds"] = {kind: parse_counts(OutcomeCounts, sums) for kind, sums in details["kinds"].items()}
+    details["slowest"] = tuple(parse_as(SlowLine, line) for line in details["slowest"])
+    parsed["sluice"] = parse_as(BatchDetails, details)
     return parsed

@@ -5,6 +5,7 @@ from typing import Literal
 
 Lane = Literal["interactive", "batch"]
 JobFunction = Literal["chat", "count", "embed"]  # a kind of job
+JobWebhooks = Literal["", "response", "none"]  # of the end of a job: those of a job, of a response, or none
 LANES: tuple[Lane, ...] = ("interactive", "batch")
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -15,6 +16,7 @@ CACHE_KEY_CHARACTERS = 256  # at most
 CONTROL = "sluice:control"
 ALIASES = "sluice:aliases"  # hash: the model that an alias stands for, by the name of the alias
 DEAD = "sluice:dead"
+WEBHOOKS = "sluice:webhooks"  # hash: the endpoints as JSON, by id; what belongs to them begins so too, with a colon
 WORKERS = "sluice:worker:*"
 MODELS = "sluice:models:*"  # hashes of supervisors, and the lists of their commands
 BATCHES = "sluice:batch:*"

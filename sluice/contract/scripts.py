@@ -8,8 +8,9 @@ from sluice.contract.keys import LIVES_MS
 
 LIBRARIES = ("job_log", "index")  # in front of each script that writes to a job
 _PARTS = {  # beside the libraries
-    "cancel": ("ending",),
-    "attended": ("ending",),
+    "cancel": ("notify", "ending"),
+    "attended": ("notify", "ending"),
+    "run_end": ("notify",),
     "submit": ("names", "fleet"),
     "alias": ("names",),
 }

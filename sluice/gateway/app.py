@@ -9,7 +9,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from types import FrameType
 
 import uvicorn
@@ -31,16 +32,20 @@ from sluice.contract.refusals import reason_of
 from sluice.gateway import catalog, chat, embeddings, messages, openapi, page, responses
 from sluice.gateway.caller import limit_headers
 from sluice.gateway.catalog import ANTHROPIC_HEADER
-from sluice.gateway.errors import ApiError, anthropic_response, new_id, openai_response
+from sluice.gateway.errors import anthropic_response, new_id, openai_response
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.key_file import BadKeyFile
-from sluice.gateway.monitoring import REQUEST_ID, AccessLog
+from sluice.gateway.monitoring import REQUEST_ID, AccessLog, WebhookMetrics
 from sluice.gateway.protection import MAX_HEADER_BYTES, MIN_BYTES_PER_S, LocalOnly, at_end, protocol
-from sluice.gateway.settings import REDIS_URL, REDIS_URLS, CannotServe, ServeSettings
+from sluice.gateway.settings import REDIS_URL, REDIS_URLS, CannotServe, ServeSettings, read_log_format
 from sluice.gateway.sse import CONNECTION
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
 from sluice.log_lines import set_up_logging
 from sluice.mapped import open_client
+from sluice.service_status import serving
+from sluice.webhooks.deliverer import deliver
+from sluice.webhooks.store import Counts, WebhookStore
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -111,6 +116,7 @@ def _probes(gateway: Gateway) -> list[Route]:
         return PlainTextResponse("ok\n")
 
     async def metrics(request: Request) -> Response:
+        await gateway.queue_metrics.read()
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return [*(Route(path, healthz) for path in _ALIVE), Route("/readyz", readyz), Route("/metrics", metrics)]
@@ -228,7 +234,7 @@ def run_gateway(redis_url: str, settings: ServeSettings) -> None:
     """Serve until Ctrl-C or SIGTERM, and finish the open responses. Raises `CannotServe`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))  # uvicorn raises its signal again when it has drained
-    set_up_logging("sluice.gateway", "INFO")
+    set_up_logging("sluice.gateway", "INFO", read_log_format())
     with listen(settings) as listening:
         asyncio.run(_serve(listening, redis_url, settings))
 
@@ -281,7 +287,40 @@ async def _serve(listening: socket.socket, redis_url: str, settings: ServeSettin
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         print(f"sluice: serving at http://{host}:{listening.getsockname()[1]}/v1", file=sys.stderr, flush=True)
         _collect_garbage_rarely()
-        await _Server(config, application.state.gateway).serve(sockets=[listening])
+        gateway = application.state.gateway
+        webhooks = _delivering_webhooks(client, gateway.metrics.webhooks) if settings.webhooks else nullcontext()
+        async with serving(), webhooks:
+            await _Server(config, gateway).serve(sockets=[listening])
+
+
+@asynccontextmanager
+async def _delivering_webhooks(client: Client, metrics: WebhookMetrics) -> AsyncIterator[None]:
+    """Deliver webhooks, and measure what waits, until the end of the block."""
+    tasks = [
+        asyncio.create_task(deliver(client, metrics.ended)),
+        asyncio.create_task(_measure_webhooks(client, metrics)),
+    ]
+    for task in tasks:
+        task.add_done_callback(_log_failure)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        logger.error("this gateway delivers or measures no more webhooks; please report it", exc_info=error)
+
+
+async def _measure_webhooks(client: Client, metrics: WebhookMetrics) -> None:
+    while True:
+        with suppress(RedisError):  # the metrics keep what they were
+            totals = [await WebhookStore(each.redis, each.retries).total() for each in client.servers]
+            metrics.wait(sum(totals, Counts()))
+        await asyncio.sleep(10.0)
 
 
 def _collect_garbage_rarely() -> None:

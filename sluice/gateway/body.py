@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +15,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from sluice.gateway.errors import ApiError
 from sluice.gateway.protection import HeldBytes
 from sluice.gateway.sse import ClientDisconnected
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
 from sluice.openai import BadRequest, read_object
 
 _INLINE_BYTES = 65_536  # converting this much takes about a millisecond
@@ -94,13 +94,6 @@ class Body:
     length: int
     digest: str
     ignored: tuple[str, ...] = ()  # what was left out of the object, by its names
-
-
-def told(answer: Mapping[str, Any], ignored: Collection[str]) -> Mapping[str, Any]:
-    """Return an answer that names what was left out of its request, in `sluice.ignored`."""
-    if not ignored:
-        return answer
-    return {**answer, "sluice": {**answer.get("sluice", {}), "ignored": list(ignored)}}
 
 
 async def receive_body(request: Request, max_bytes: int, held: HeldBytes) -> Body:

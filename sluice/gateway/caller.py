@@ -17,10 +17,11 @@ from starlette.requests import Request
 from sluice.contract.events import Cancelled, Event, Failed, Finished
 from sluice.contract.keys import JOB_LIFE_S, LANES, RESULT_TTL_S
 from sluice.errors import ServerUnreachable, SluiceError
-from sluice.gateway.errors import RETRY_S, ApiError
+from sluice.gateway.errors import RETRY_S
 from sluice.gateway.key_file import Key, KeyStore
 from sluice.gateway.protection import HeldBytes, Memory, at_end
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
 from sluice.transport import Retries
 
 _REFUSED = {"invalid_request", "unsupported", "too_large"}  # errors of jobs that were never computed

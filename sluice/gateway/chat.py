@@ -17,19 +17,21 @@ from starlette.routing import Route
 
 from sluice.cancellation import CancelOutcome
 from sluice.contract.events import Event, Finished, Progress
-from sluice.gateway import committed, sse
-from sluice.gateway.body import json_response, told
+from sluice.gateway import sse
+from sluice.gateway.body import json_response
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import ApiError, endpoint, openai_body
-from sluice.gateway.fields import flag, refusal
+from sluice.gateway.errors import endpoint
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs import AnswerJobs, Available, StoredAnswer, unknown
 from sluice.gateway.monitoring import AnswerTimer, identify
 from sluice.gateway.sse import unless_disconnected
-from sluice.gateway.tools import CustomCalls, RequestTools, read_chat_tools
-from sluice.gateway.workers import requested_model
 from sluice.http_errors import ErrorForm
+from sluice.interfaces import committed
+from sluice.interfaces.committed import told
+from sluice.interfaces.errors import ApiError, openai_body
+from sluice.interfaces.fields import flag, refusal, requested_model
+from sluice.interfaces.tools import CustomCalls, RequestTools, read_chat_tools, with_custom_calls
 from sluice.openai import Answer, usage_of, wants_usage
 from sluice.streaming import LAST_SEQ
 
@@ -150,18 +152,13 @@ def completion_of(results: Sequence[Mapping[str, Any]], tools: RequestTools | No
     """Return one completion with a choice for each result; one result is returned unchanged, but for the calls of
     custom tools."""
     if tools is not None and tools.targets:
-        results = [_with_custom_calls(result, tools) for result in results]
+        results = [with_custom_calls(result, tools) for result in results]
     first = dict(results[0])
     if len(results) == 1:
         return first
     choices = [{**result["choices"][0], "index": index} for index, result in enumerate(results)]
     ours = {"choices": [result.get("sluice") for result in results]}
     return {**first, "choices": choices, "usage": total_usage([result["usage"] for result in results]), "sluice": ours}
-
-
-def _with_custom_calls(result: Mapping[str, Any], tools: RequestTools) -> dict[str, Any]:
-    (choice,) = result["choices"]
-    return {**result, "choices": [{**choice, "message": CustomCalls(tools).in_message(choice["message"])}]}
 
 
 def outcome_of(outcomes: Sequence[CancelOutcome]) -> CancelOutcome:

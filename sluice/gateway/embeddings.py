@@ -12,15 +12,16 @@ from starlette.routing import Route
 
 from sluice.client import vectors_of
 from sluice.gateway.body import in_thread_if_long, json_response
-from sluice.gateway.errors import ApiError, endpoint
+from sluice.gateway.errors import endpoint
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs import AnswerJobs, Available, StoredAnswer
 from sluice.gateway.monitoring import identify
 from sluice.gateway.protection import HeldBytes
 from sluice.gateway.sse import unless_disconnected
-from sluice.gateway.workers import requested_model
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
+from sluice.interfaces.fields import requested_model
 
 _PATH = "/v1/embeddings"
 

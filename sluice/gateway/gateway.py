@@ -13,15 +13,16 @@ from sluice.client import Client
 from sluice.gateway import idempotency, sse
 from sluice.gateway.body import Body, Interface, in_thread_if_long, receive_body
 from sluice.gateway.caller import LOCAL, Authentication, Caller, Limits
-from sluice.gateway.errors import ApiError
 from sluice.gateway.idempotency import IdempotencyKeys
 from sluice.gateway.jobs import AnswerJobs, Jobs, JobSubmission, StoredAnswer
 from sluice.gateway.key_file import KeyStore
-from sluice.gateway.monitoring import AnswerTimer, GatewayMetrics
+from sluice.gateway.monitoring import AnswerTimer, GatewayMetrics, QueueMetrics
 from sluice.gateway.protection import Memory, at_end
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.sse import unless_disconnected
-from sluice.gateway.workers import DEFAULT, QueueWatch, ServedModels
+from sluice.gateway.workers import QueueWatch, ServedModels
+from sluice.interfaces.errors import ApiError
+from sluice.interfaces.fields import DEFAULT_MODEL
 from sluice.presence import mapped_name
 
 logger = logging.getLogger("sluice.gateway")
@@ -38,6 +39,7 @@ class Gateway:
         self.settings = settings
         self.workers = ServedModels(client)
         self.metrics = GatewayMetrics()
+        self.queue_metrics = QueueMetrics(client, self.metrics)
         limits = Limits(client.redis, client.retries)
         self._authentication = (
             Authentication(KeyStore(settings.keys), limits, settings.max_connections_per_key) if settings.keys else None
@@ -96,7 +98,9 @@ class Gateway:
         the jobs. `continues`: they do so in any case when the client leaves.
         """
         model = body.content.get("model")
-        at = self.client.of_model(mapped_name(model if isinstance(model, str) else DEFAULT, self.settings.model_map))
+        at = self.client.of_model(
+            mapped_name(model if isinstance(model, str) else DEFAULT_MODEL, self.settings.model_map)
+        )
         if (key := idempotency.key_of(request)) is not None:
             base = idempotency.job_id(caller, path, key, new_id[:-32])
             jobs = AnswerJobs(ids_of(base), detached=True, has_key=True)

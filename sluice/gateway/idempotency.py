@@ -19,8 +19,9 @@ from sluice.contract import keys
 from sluice.errors import SluiceError
 from sluice.gateway.body import Body, in_thread_if_long
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import RETRY_S, ApiError, was_refused
+from sluice.gateway.errors import RETRY_S, was_refused
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
 
 logger = logging.getLogger("sluice.gateway")
 

@@ -19,7 +19,7 @@ from sluice.contract import keys
 from sluice.contract.events import Event, parse_event
 from sluice.errors import JobCancelled, JobFailed, NoWorker, ServerUnreachable, SluiceError
 from sluice.gateway.caller import Caller, Limits, estimate, used_tokens
-from sluice.gateway.errors import ApiError, from_client, was_refused
+from sluice.gateway.errors import was_refused
 from sluice.gateway.monitoring import AnswerTimer
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.sse import ClientDisconnected, raised_by, until_ended
@@ -29,11 +29,12 @@ from sluice.gateway.workers import (
     ServedModels,
     model_missing,
     model_not_found,
-    requested_model,
     served_name,
     worker_gone,
 )
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError, from_client
+from sluice.interfaces.fields import requested_model
 from sluice.submission import ExtraKey, NewJob, Submitted, lane_of
 
 logger = logging.getLogger("sluice.gateway")
@@ -322,6 +323,7 @@ class JobSubmission:
         *,
         function: keys.JobFunction = "chat",
         extra_keys: Sequence[ExtraKey] = (),
+        webhooks: keys.JobWebhooks = "none",
     ) -> Sequence[Submitted]:
         """Queue a job for each id, once a worker serves their model, and return the
         outcomes. After that the caller holds nothing of the body. Raises `ApiError` and `SluiceError`. The caller gets
@@ -330,6 +332,7 @@ class JobSubmission:
         `bodies` are the choices of one request of the contract. Those of a detached answer continue when the client
         leaves, unless their bodies decide. The gateway decides their `model`, and their `tenant` if the caller has one.
         An id that exists is not queued again. `extra_keys` are set with each job that is queued, and not without it.
+        `webhooks`: of their ends.
 
         If some jobs are refused, or the client leaves meanwhile, those that were queued are cancelled: nobody knows
         their ids. They continue if the client finds them by its `Idempotency-Key` or their bodies say so.
@@ -349,7 +352,7 @@ class JobSubmission:
         if body.get("on_disconnect") is None:
             own["on_disconnect"] = "continue" if answer.detached else "cancel"
         requests = {job_id: {**each, **own} for job_id, each in bodies.items()}
-        jobs = [NewJob(job_id, each, model, lane, function, extra_keys) for job_id, each in requests.items()]
+        jobs = [NewJob(job_id, each, model, lane, function, extra_keys, webhooks) for job_id, each in requests.items()]
         is_counted = function != "count" and caller.meter is not None
         await caller.reserve(list(bodies), estimate(body, answers=function == "chat") if is_counted else 0)
         with ExitStack() as stack:
@@ -392,6 +395,7 @@ class JobSubmission:
                     wait_worker_s=wait_worker_s,
                     function=job.function,
                     extra_keys=job.extra_keys,
+                    webhooks=job.webhooks,
                 )
             )
             for job in jobs

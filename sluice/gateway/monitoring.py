@@ -1,23 +1,62 @@
 """Metrics for Prometheus, and the access log. Metrics have vLLM's names if it has them, else `sluice_serve_`."""
 
+import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from redis.exceptions import RedisError
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sluice.client import Client
 from sluice.contract.events import Cancelled, Delta, Event, Failed, Finished
+from sluice.contract.keys import LANES
 from sluice.errors import JobCancelled, JobFailed, SluiceError
+from sluice.presence import serves
+from sluice.queues import QueueHead
+from sluice.webhooks.store import Counts
 
 logger = logging.getLogger("sluice.gateway.access")
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1800)
+
+
+class WebhookMetrics:
+    """Counts what this process delivers, and shows what waits."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._attempts = Counter(
+            "sluice_serve_webhook_attempts_total",
+            "Attempts to deliver a webhook here, by result: delivered, failed, or dead, the last one.",
+            ["result"],
+            registry=registry,
+        )
+        self._waiting = Gauge("sluice_serve_webhooks_waiting", "Deliveries of webhooks that wait.", registry=registry)
+        self._oldest = Gauge(
+            "sluice_serve_webhooks_oldest_seconds", "Seconds that the oldest one has waited.", registry=registry
+        )
+        self._dead = Gauge("sluice_serve_webhooks_dead", "Dead letters of webhooks that are kept.", registry=registry)
+        self._dropped = Gauge(
+            "sluice_serve_webhooks_dropped", "Webhooks dropped because too many waited.", registry=registry
+        )
+
+    def ended(self, outcome: str) -> None:
+        """Count an attempt to deliver a webhook."""
+        self._attempts.labels(outcome).inc()
+
+    def wait(self, counts: Counts) -> None:
+        """Set what waits for delivery now."""
+        age_s = 0.0 if counts.oldest_ms is None else max(time.time() - counts.oldest_ms / 1000, 0.0)
+        self._waiting.set(counts.waiting)
+        self._oldest.set(age_s)
+        self._dead.set(counts.dead)
+        self._dropped.set(counts.dropped)
 
 
 class GatewayMetrics:
@@ -59,6 +98,43 @@ class GatewayMetrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
+        self.webhooks = WebhookMetrics(self.registry)
+
+        self._up = Gauge("sluice:redis_up", "1 if the server of the queue answers, else 0.", registry=self.registry)
+        self._jobs = Gauge(
+            "sluice:queue_jobs", "Jobs of a queue, waiting and running.", ["model_name", "lane"], registry=self.registry
+        )
+        self._oldest = Gauge(
+            "sluice:queue_oldest_seconds",
+            "Seconds that the oldest job waits that no worker has, of the 300 at the head of the queue.",
+            ["model_name", "lane"],
+            registry=self.registry,
+        )
+        self._workers = Gauge("sluice:workers", "Workers that take jobs.", ["model_name"], registry=self.registry)
+        self._served = set[str]()  # models that had a worker
+
+    def server_is_down(self) -> None:
+        """Forget the queues: the last known numbers would look like present ones."""
+        self._up.set(0)
+        for gauge in (self._jobs, self._oldest, self._workers):
+            gauge.clear()
+
+    def set_queues(self, serving: Sequence[str], heads: Sequence[QueueHead]) -> None:
+        """Set what the server has. `serving`: the model of each worker that takes jobs. A model keeps its series, at
+        zero, when its last worker has gone or its queue is empty."""
+        self.server_is_down()
+        self._up.set(1)
+        self._served |= {*serving}
+        for model in self._served:
+            self._workers.labels(model).set(serving.count(model))
+            for lane in LANES:
+                self._jobs.labels(model, lane).set(0)
+                self._oldest.labels(model, lane).set(0)
+        # Any producer can name models that nobody serves, so there may be any number of queues.
+        for head in sorted(heads, key=lambda head: -head.jobs)[:200]:
+            oldest_s = max((seconds for _, seconds in head.waiting.values()), default=0.0)
+            self._jobs.labels(head.model, head.lane).set(head.jobs)
+            self._oldest.labels(head.model, head.lane).set(oldest_s)
 
     def ended(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Count a request that has ended. `handler`: the path of its route."""
@@ -77,6 +153,29 @@ class GatewayMetrics:
     def not_finished(self, model: str, reason: str) -> None:
         """Count a choice that was cancelled or has failed."""
         self._success.labels(model, reason).inc()
+
+
+class QueueMetrics:
+    """Reads the queues for Prometheus, whether workers live or not."""
+
+    def __init__(self, client: Client, metrics: GatewayMetrics) -> None:
+        self._client, self._metrics = client, metrics
+        self._lock, self._read_at = asyncio.Lock(), float("-inf")
+
+    async def read(self) -> None:
+        """Read the queues, unless that was done less than five seconds ago. A server that does not answer within two
+        seconds is down."""
+        async with self._lock:
+            if time.monotonic() - self._read_at < 5.0:
+                return
+            try:
+                async with asyncio.timeout(2.0):
+                    workers, heads = await self._client.workers(), await self._client.queue_heads()
+            except (SluiceError, RedisError, OSError):
+                self._metrics.server_is_down()
+            else:
+                self._metrics.set_queues([worker.get("model", "") for worker in workers if serves(worker)], heads)
+            self._read_at = time.monotonic()
 
 
 _CANCELLED, _FAILED = "abort", "error"  # vLLM's reasons
@@ -164,7 +263,9 @@ class AccessLog:
         self._metrics.ended(method, handler, response.status, seconds)
         level = logging.DEBUG if handler in _QUIET else logging.INFO
         path = quote(scope["path"][:200])
-        logger.log(level, "%s %s %d %.3f s %s", method, path, response.status, seconds, response.request_id)
+        status, request = response.status, response.request_id
+        record = {"method": method, "path": path, "status": status, "seconds": round(seconds, 3), "request": request}
+        logger.log(level, "%s %s %d %.3f s %s", method, path, status, seconds, request, extra=record)
 
 
 class _Response:

@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sluice.gateway.errors import RETRY_S, ApiError, openai_body, openai_response
+from sluice.gateway.errors import RETRY_S, openai_response
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError, openai_body
 
 
 def at_end(request: Request) -> ExitStack:

@@ -13,10 +13,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sluice.contract.keys import MODEL_NAME
 from sluice.contract.redis_url import MapFile
 from sluice.gateway.protection import is_loopback
+from sluice.log_lines import LogFormat
 from sluice.wording import unknown_setting, value_problem
 
 PREFIX = "SLUICE_SERVE_"
 REDIS_URL, REDIS_URLS = "SLUICE_REDIS_URL", "SLUICE_REDIS_URLS"  # shared with the workers
+_LOG_FORMAT = "SLUICE_LOG_FORMAT"  # likewise
 _NEEDS_KEYS = (
     "without keys the gateway listens on a loopback address only; make a key with `sluice keys create` "
     "and set SLUICE_SERVE_KEYS"
@@ -94,6 +96,9 @@ class ServeSettings(BaseSettings):
         description="Web sites whose pages may call the gateway from a browser, such as "
         "https://a.example,https://b.example; * is any. Default: none.",
     )
+    webhooks: bool = Field(
+        True, description="Deliver webhooks. Off where the network allows no requests to their endpoints."
+    )
     drain_s: float = Field(30.0, ge=0, description="Seconds that open responses may take after SIGTERM.")
 
     @field_validator("max_held_bytes")
@@ -167,6 +172,15 @@ def read_redis_url(default: str) -> str:
     if file := variables.get(REDIS_URLS):
         return MapFile(file)
     return variables.get(REDIS_URL) or default
+
+
+def read_log_format() -> LogFormat:
+    """Return the format of the log, from the environment or `.env`. Raises `CannotServe`."""
+    match read_variables(Path(str(ServeSettings.model_config["env_file"]))).get(_LOG_FORMAT, "text"):
+        case "text" | "json" as log_format:
+            return log_format
+        case other:
+            raise CannotServe(f"{_LOG_FORMAT}={other}: it must be 'text' or 'json'")
 
 
 def read_variables(env_file: Path) -> dict[str, str]:

@@ -14,9 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from sluice.contract.events import Progress
 from sluice.errors import SluiceError
-from sluice.gateway.errors import ApiError, from_client, log_refusal
+from sluice.gateway.errors import log_refusal
 from sluice.gateway.protection import at_end
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError, from_client
 from sluice.openai import waiting_comment
 from sluice.sse import HEADERS, take
 from sluice.streaming import LAST_SEQ, BackgroundReader

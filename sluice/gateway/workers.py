@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -17,8 +16,9 @@ from sluice.contract.keys import MODEL_NAME
 from sluice.contract.models import Model
 from sluice.errors import SluiceError, describe_served
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import ApiError
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
+from sluice.interfaces.fields import DEFAULT_MODEL
 from sluice.openai import WORKER_RETRY_S
 from sluice.presence import mapped_name, serves
 from sluice.transport import Interruption
@@ -202,19 +202,6 @@ class QueueWatch:
         return worker_gone(model)
 
 
-DEFAULT = "default"  # for a request without a model
-
-
-def requested_model(body: Mapping[str, Any]) -> str:
-    """Return the model that a request names. Raises `ApiError`."""
-    model = body.get("model")
-    if model is None:
-        return DEFAULT
-    if not isinstance(model, str):
-        raise ApiError(ErrorForm.INVALID_TYPE, "model: it must be a string.", param="model")
-    return model
-
-
 def served_name(caller: Caller, requested: str, mapped: Mapping[str, str]) -> str:
     """Return the name that workers serve the requested model under. Raises `ApiError` 404 for a name that the caller
     may not use or that no worker can have."""
@@ -227,7 +214,7 @@ def served_name(caller: Caller, requested: str, mapped: Mapping[str, str]) -> st
 
 def model_missing(served: Collection[str]) -> ApiError:
     """Return the error for a request without a model, if no worker has the name that it then stands for."""
-    problem = f"it is missing, and no model is called {DEFAULT!r}; {describe_served(served)}."
+    problem = f"it is missing, and no model is called {DEFAULT_MODEL!r}; {describe_served(served)}."
     return ApiError(ErrorForm.MISSING_PARAMETER, f"model: {problem}", param="model")
 
 

@@ -56,7 +56,9 @@ def ids(path: Path) -> list[str]:
 
 class Chat(FakeChat):
     """Answers lines. A line may set `fails`, the number of failures before it is answered, and `refuse`, their type;
-    and `ends`, its finish reason, for a result with a choice, whose tool calls are `calls`."""
+    and `ends`, its finish reason, for a result with a choice, whose tool calls are `calls`. `needs`: the tokens that an
+    answer needs, `broken`: how many first tries say no JSON, `shy`: how many are refused, `later`: the type of failure
+    of all but the first, or "hang"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,11 +71,35 @@ class Chat(FakeChat):
         self._tries[key] += 1
         if self._tries[key] <= request.get("fails", 0):
             raise JobFailure(request.get("refuse", "overloaded"), "No room.", retryable=request.get("retryable", True))
+        if "later" in request and self._tries[key] > 1:
+            if request["later"] != "hang":
+                raise JobFailure(request["later"], "No.")
+            request = {**request, "then": "hang"}
         done = await super().chat(ctx, request)
+        if {"needs", "broken", "shy"} & request.keys():
+            done.result.update(self._completion(request, self._tries[key]))
         if "ends" in request:
             message = {"role": "assistant", "content": "".join(request["say"]), "tool_calls": request.get("calls")}
             done.result["choices"] = [{"index": 0, "message": message, "finish_reason": request["ends"]}]
         return done
+
+    def _completion(self, request: dict[str, Any], tries: int) -> dict[str, Any]:
+        limit = request.get("max_completion_tokens") or request.get("max_tokens") or 100
+        needs = request.get("needs", 1)
+        text = "no JSON" if tries <= request.get("broken", 0) else json.dumps("x" * min(limit, needs))
+        message = {"role": "assistant", "content": text, "refusal": None}
+        if tries <= request.get("shy", 0):
+            message = {"role": "assistant", "content": None, "refusal": "I would rather not."}
+        reason = "length" if limit < needs else "stop"
+        usage = {
+            "prompt_tokens": 10,
+            "completion_tokens": min(limit, needs),
+            "prompt_tokens_details": {"cached_tokens": 4},
+        }
+        timings = {"prefill_s": 0.5, "ttft_s": 1.0, "decode_s": min(limit, needs) * 1.0}
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        ours = {"timings": timings, "rows_mean": 2.0, "seed": request.get("seed")}
+        return {"model": "default", "choices": [choice], "usage": usage, "sluice": ours}
 
 
 async def left(db: Redis) -> list[bytes]:

@@ -22,13 +22,15 @@ from sluice.batch.transitions import (
     line_step,
     run_step,
 )
-from sluice.contract.batch import ENDED, BatchState
+from sluice.contract.batch import ENDED, BatchState, LineDetails
 
 STATES: tuple[BatchState, ...] = get_args(BatchState)
-RUN_ERROR = LineError("batch_cancelled", "The run was cancelled.")
+FAILED, CUT = LineDetails("failed"), LineDetails("cut")
+RUN_ERROR = Outcome(FAILED, error=LineError("batch_cancelled", "The run was cancelled."))
 OUTCOMES: dict[LineEvent, Outcome] = {
-    LineEvent.JOB_CANCELLED: LineError("cancelled", "The job was cancelled."),
-    LineEvent.JOB_ENDED: b"{}",
+    LineEvent.JOB_CANCELLED: Outcome(FAILED, error=LineError("cancelled", "The job was cancelled.")),
+    LineEvent.JOB_TO_MEND: Outcome(CUT, b"{}"),
+    LineEvent.JOB_ENDED: Outcome(LineDetails("answered"), b"{}"),
     LineEvent.RUN_ENDED: RUN_ERROR,
 }
 
@@ -38,15 +40,19 @@ def test_a_run_event_is_listed_or_refused(state: BatchState, event: RunEvent) ->
     if (state, event) in RUN_STEPS:
         state, action = run_step(state, event)
         assert (state in ENDED) == (action is RunAction.END)
+        assert (event is RunEvent.RERUN) <= (action is RunAction.FEED)
     else:
         with pytest.raises(RuntimeError, match=f"{state}: {event} "):
             run_step(state, event)
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_only_an_unfinished_run_has_events_and_each_may_be_resumed_or_refused(state: BatchState) -> None:
+def test_an_unfinished_run_may_be_resumed_or_refused_and_an_ended_one_only_run_again(state: BatchState) -> None:
     events = {event for listed, event in RUN_STEPS if listed == state}
-    assert events >= {RunEvent.ACCEPTED, RunEvent.REFUSED} if state not in ENDED else not events
+    if state in ENDED:
+        assert events == (set() if state == "failed" else {RunEvent.RERUN}), "a refused run has no lines"
+    else:
+        assert events >= {RunEvent.ACCEPTED, RunEvent.REFUSED}
 
 
 # The events that an action can return, as `Run` performs it.
@@ -65,7 +71,7 @@ def test_exactly_the_events_that_can_occur_are_listed() -> None:
         pairs.add(pair := waiting.pop())
         state, action = run_step(*pair)
         waiting |= {*product([state], RETURNED[action])} - pairs
-    assert pairs == RUN_STEPS.keys()
+    assert pairs == {pair for pair in RUN_STEPS if pair[1] is not RunEvent.RERUN}
 
 
 @pytest.mark.parametrize(("state", "event"), [*product(LineState, LineEvent)])
@@ -102,7 +108,7 @@ def test_a_line_follows_the_table_and_has_an_outcome_only_when_it_ends(events: l
                 apply(entry, event)
             continue
         state, action = line_step(entry.state, event)
-        retries += action is LineAction.RETRY
+        retries += action in (LineAction.RETRY, LineAction.MEND)
         (outcome,) = apply(entry, event)
         assert (entry.state, entry.retry) == (state, retries)
         assert (outcome is not None) == (entry.state is LineState.ENDED)
@@ -127,5 +133,14 @@ def test_a_closing_line_gets_the_error_of_its_run(event: LineEvent) -> None:
 
 
 def test_a_closing_line_keeps_an_answer_that_still_arrives() -> None:
-    outcomes = apply(new_line(), LineEvent.JOB_QUEUED, LineEvent.RUN_ENDED, LineEvent.JOB_ENDED)
-    assert outcomes == [None, None, b"{}"]
+    for event in (LineEvent.JOB_ENDED, LineEvent.JOB_TO_MEND):
+        outcomes = apply(new_line(), LineEvent.JOB_QUEUED, LineEvent.RUN_ENDED, event)
+        assert outcomes == [None, None, OUTCOMES[event]], "it is not run again"
+
+
+def test_a_line_that_is_run_again_keeps_its_outcome_first_and_counts_its_failures_anew() -> None:
+    entry = new_line()
+    retried = [LineEvent.JOB_QUEUED, LineEvent.JOB_TO_RETRY] * 3
+    assert apply(entry, *retried, LineEvent.JOB_QUEUED, LineEvent.JOB_TO_MEND) == [None] * 8
+    assert (entry.retry, entry.mends, entry.failures, entry.last) == (4, 1, 0, CUT)
+    assert entry.to_keep == OUTCOMES[LineEvent.JOB_TO_MEND]

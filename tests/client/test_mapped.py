@@ -17,12 +17,16 @@ from sluice.contract import keys
 from sluice.contract.redis_url import MapFile
 from sluice.gateway import ServeSettings
 from sluice.gateway.key_file import key_digest
+from sluice.webhooks.deliverer import deliver
+from sluice.webhooks.endpoint import Endpoint
+from sluice.webhooks.store import WebhookStore
 from tests.client.streaming import HELLO
 from tests.fakes import FakeChat
 from tests.gateway.gateways import events, serving
 from tests.queue.helpers import settings, working
 from tests.support.stack import Server
 from tests.waiting import until
+from tests.webhooks.receiver import receiving
 
 BOTH = ("big", "small")
 SAY = {"messages": HELLO, "say": ["a", "b"]}
@@ -311,3 +315,21 @@ async def test_an_alias_that_the_map_names_beside_its_model(file: Path, second: 
         assert (await client.submit(SAY, model="deep")).model == "big"
         assert await client.set_alias("deep", None) == "big"
     assert not await db2.exists("sluice:aliases")
+
+
+async def test_webhooks_of_all_servers_are_delivered(mapped: MappedClient) -> None:
+    with receiving() as receiver:
+        endpoint = Endpoint.new(receiver.url, ["job.cancelled"], None, allow_private=True, created_at=1)
+        for server in mapped.servers:
+            await WebhookStore(server.redis, server.retries).add(endpoint)
+        for model in BOTH:
+            assert await mapped.cancel((await mapped.submit(SAY, model=model, id=f"job-{model}")).id) == "cancelled"
+        delivering = asyncio.create_task(deliver(mapped))
+
+        async def are_told() -> bool:
+            return len(receiver.received) == len(BOTH)
+
+        await until(are_told)
+        delivering.cancel()
+        await asyncio.wait([delivering])
+    assert sorted(json.loads(each.body)["data"]["id"] for each in receiver.received) == ["job-big", "job-small"]

@@ -32,6 +32,7 @@ NAMES = {
     keys.BATCHES: "sluice:batch:*",
     keys.CONTROL: "sluice:control",
     keys.DEAD: "sluice:dead",
+    keys.WEBHOOKS: "sluice:webhooks",
     keys.ALIASES: "sluice:aliases",
 }
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sluice import Client, Finished
-from sluice.gateway.messages.body import MessagesBody
-from sluice.gateway.messages.request import chat_request
+from sluice.interfaces.messages.body import MessagesBody
+from sluice.interfaces.messages.request import chat_request
 from tests.end_to_end.test_exact import checkpoint
 from tests.engine.tiny import FAMILIES, write_checkpoint
 from tests.scrape import scrape

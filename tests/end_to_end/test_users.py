@@ -12,9 +12,12 @@ import redis
 from sluice import Client, Finished, JobCancelled
 from sluice.batch.registry import BatchRegistry
 from sluice.transport import connect
+from sluice.webhooks.deliverer import Deliverer, Sender
+from sluice.webhooks.store import WebhookStore
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.test_cli_operators import park
 from tests.support.stack import ROOT
+from tests.webhooks.receiver import receiving
 
 ROLES = ("worker", "gateway", "backend", "operator", "monitoring")
 HELLO = [{"role": "user", "content": "Count to 3."}]
@@ -159,10 +162,48 @@ def test_an_operator_may_use_every_command(sluice: Command, redis_url: str, deni
         ("dead", "retry", "a"),
         ("dead", "drop", "b"),
         ("batch", "list"),
+        ("webhooks", "list"),
+        ("webhooks", "deliveries", "--dead"),
     )
     failed = {" ".join(each): err for each in commands for code, _, err in [operator(*each)] if code}
     assert failed == {}
     assert denied() == []
+
+
+def test_a_gateway_may_deliver_webhooks_and_an_operator_may_manage_them(
+    sluice: Command, admin: redis.Redis, redis_url: str, denied: Callable[[], object]
+) -> None:
+    operator = as_role(sluice, redis_url, "operator")
+    with receiving() as receiver:
+        receiver.status = 410
+        code, out, err = operator("webhooks", "add", receiver.url, "--event", "job.*", "--allow-private", "--json")
+        assert code == 0, err
+        endpoint = json.loads(out)["id"]
+        operator("submit", "--id", "a", "--model", "nobody", "Hi.")
+        assert operator("cancel", "a")[0] == 0
+        asyncio.run(deliver_once(url_of(redis_url, "gateway")))
+        assert len(receiver.received) == 1
+        receiver.status = 200
+        for command in (
+            ("test", endpoint),
+            ("retry", endpoint),
+            ("rotate", endpoint),
+            ("deliveries",),
+            ("rm", endpoint),
+        ):
+            code, _, err = operator("webhooks", *command)
+            assert code == 0, err
+    assert denied() == []
+
+
+async def deliver_once(url: str) -> None:
+    async with Client(url) as client:
+        store, sender = WebhookStore(client.redis, client.retries), Sender()
+        deliverer = Deliverer(store, sender)
+        await deliverer.step()
+        await deliverer.idle()
+        await store.total()
+        sender.close()
 
 
 @pytest.mark.usefixtures("alive", "admin")

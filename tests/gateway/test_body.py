@@ -13,8 +13,8 @@ from starlette.requests import Request
 
 from sluice.gateway import ServeSettings
 from sluice.gateway.body import receive_body, zstd
-from sluice.gateway.errors import ApiError
 from sluice.gateway.protection import Memory
+from sluice.interfaces.errors import ApiError
 from tests.gateway.gateways import serving
 
 PATH = "/v1/chat/completions"

@@ -20,10 +20,11 @@ from redis.asyncio import Redis
 
 from sluice.contract.events import Failed, JobError, Usage
 from sluice.gateway import ServeSettings
-from sluice.gateway.errors import ApiError, anthropic_response, openai_response
+from sluice.gateway.errors import anthropic_response, openai_response
 from sluice.gateway.key_file import key_digest
-from sluice.gateway.responses.stream import ResponseState
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
+from sluice.interfaces.responses.stream import ResponseState
 from tests.gateway.gateways import events, serving
 from tests.gateway.responses.events import head
 from tests.queue.helpers import listening, settings, working

@@ -7,11 +7,13 @@ import pytest
 from pydantic import BaseModel
 
 from schemas.messages import AssistantMessage, ToolMessage
-from sluice.gateway import ServeSettings, committed
-from sluice.gateway.messages.body import MessagesBody, validate
-from sluice.gateway.messages.request import chat_request
-from sluice.gateway.responses.conversation import read_conversation
-from sluice.gateway.responses.request import read_response_request
+from sluice.gateway import ServeSettings
+from sluice.interfaces import committed
+from sluice.interfaces.messages.body import MessagesBody, validate
+from sluice.interfaces.messages.committed import messages as read_committed
+from sluice.interfaces.messages.request import chat_request
+from sluice.interfaces.responses.conversation import read_conversation
+from sluice.interfaces.responses.request import read_response_request
 from tests.gateway.gateways import events, serving
 from worker.chat.request import read_request as read_by_worker
 
@@ -29,7 +31,7 @@ def chat(*messages: Body, **more: Any) -> tuple[Body, list[str]]:
 
 
 def messages(*given: Body, **more: Any) -> tuple[Body, list[str]]:
-    body, ignored = committed.messages({"model": "default", "max_tokens": 9, "messages": list(given), **more})
+    body, ignored = read_committed({"model": "default", "max_tokens": 9, "messages": list(given), **more})
     request = chat_request(validate(MessagesBody, body))
     read_by_worker(request, "default", max_parts=100)
     return request, ignored
@@ -195,7 +197,7 @@ def test_a_search_result_is_its_text() -> None:
 
 def test_a_pdf_of_the_newest_message_is_left_to_be_refused() -> None:
     body = {"messages": [ANSWER, {"role": "user", "content": [PDF]}]}
-    assert committed.messages(body) == (body, [])
+    assert read_committed(body) == (body, [])
 
 
 def test_tools_in_the_input_of_a_response_are_offered() -> None:

@@ -9,11 +9,13 @@ import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import generate_latest
 from redis.asyncio import Redis
 
 import worker.jobs
@@ -21,14 +23,30 @@ from sluice import Client
 from sluice.gateway import ServeSettings, app
 from sluice.gateway.app import listen
 from sluice.gateway.gateway import Gateway
+from sluice.gateway.monitoring import GatewayMetrics
 from sluice.gateway.settings import CannotServe
 from sluice.log_lines import LineFormatter, wrapped
+from sluice.queues import QueueHead
+from sluice.webhooks.store import Counts
 from tests.fakes import ByteTokenizer, FakeChat, FakeEngine, worker_context
 from tests.gateway.chat.test_routes import PATH, data_of, request, text_of, until_running
 from tests.gateway.gateways import gateway_process, serving
 from tests.queue.helpers import field, listening, settings, working
 from tests.support.stack import ROOT, Server
 from tests.waiting import until
+
+
+def test_what_waits_of_webhooks_is_measured() -> None:
+    metrics = GatewayMetrics()
+    metrics.webhooks.wait(Counts(waiting=2, dead=1, dropped=3, oldest_ms=round(time.time() * 1000) - 60_000))
+    metrics.webhooks.ended("failed")
+    found = dict(
+        line.rsplit(" ", 1) for line in generate_latest(metrics.registry).decode().splitlines() if line[0] != "#"
+    )
+    numbers = {name: float(found[f"sluice_serve_webhooks_{name}"]) for name in ("waiting", "dead", "dropped")}
+    assert numbers == {"waiting": 2, "dead": 1, "dropped": 3}
+    assert 59 <= float(found["sluice_serve_webhooks_oldest_seconds"]) < 90
+    assert found['sluice_serve_webhook_attempts_total{result="failed"}'] == "1.0"
 
 
 def test_a_line_for_a_terminal_ends_at_words() -> None:
@@ -73,6 +91,41 @@ async def test_a_gateway_is_ready_while_its_server_answers() -> None:
             assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 200]
             server.stop()
             assert [(await http.get(path)).status_code for path in ("/healthz", "/readyz")] == [200, 503]
+
+
+async def test_the_queues_are_measured_when_no_worker_lives_and_at_most_every_five_seconds() -> None:
+    server, hi = Server().start(), [{"role": "user", "content": "Hi"}]
+    with serving(server.url, ServeSettings(_env_file=None)) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http, Client(server.url) as client:
+            for _ in range(3):
+                await client.submit(hi, model="nobody")
+            await client.submit(hi, model="nobody", lane="batch")
+            metrics = (await http.get("/metrics")).text
+            await client.submit(hi, model="nobody")
+            again = (await http.get("/metrics")).text
+    assert "sluice:redis_up 1.0" in metrics
+    for read in (metrics, again):
+        assert 'sluice:queue_jobs{lane="interactive",model_name="nobody"} 3.0' in read
+    assert 'sluice:queue_jobs{lane="batch",model_name="nobody"} 1.0' in metrics
+    series = 'sluice:queue_oldest_seconds{lane="interactive",model_name="nobody"} '
+    (oldest,) = (line.removeprefix(series) for line in metrics.splitlines() if line.startswith(series))
+    assert 0 < float(oldest) < 60
+
+
+def test_a_model_keeps_its_series_and_a_dead_server_has_none() -> None:
+    metrics = GatewayMetrics()
+    metrics.set_queues(["a", "a"], [QueueHead("b", "batch", 7, 2, {"t": (5, 1.5)}, True)])
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"sluice:{name}", labels)
+
+    assert (value("workers", model_name="a"), value("redis_up")) == (2, 1)
+    assert [value("queue_jobs", model_name=name, lane="batch") for name in "ba"] == [7, 0]
+    assert value("queue_oldest_seconds", model_name="b", lane="batch") == 1.5
+    metrics.set_queues([], [])
+    assert (value("workers", model_name="a"), value("queue_jobs", model_name="b", lane="batch")) == (0, None)
+    metrics.server_is_down()
+    assert (value("workers", model_name="a"), value("redis_up")) == (None, 0)
 
 
 @pytest.mark.usefixtures("fake_worker")

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from docs.openapi.document import FILE, document, text
 from sluice import Client
 from sluice.gateway import ServeSettings, app
-from sluice.gateway.responses.request import KNOWN
+from sluice.interfaces.responses.request import KNOWN
 from tests.gateway.messages.bodies import CLAUDE_CODE
 from tests.gateway.responses.codex import turn
 from tests.gateway.test_fuzz import routes

@@ -12,6 +12,7 @@ from httpcore2 import AsyncMockBackend, AsyncNetworkBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.network import HEAD_BYTES
 from tests.images.internet import (
     ADDRESS,
     ANOTHER,
@@ -24,7 +25,7 @@ from tests.images.internet import (
     trusting,
 )
 from worker.errors import JobFailure
-from worker.images.fetch import HEAD_BYTES, Fetcher
+from worker.images.fetch import Fetcher
 
 FILE = bytes(range(256))
 CUT_OFF = ("invalid_request", "the server's answer is truncated or not valid HTTP.")
@@ -368,7 +369,7 @@ async def test_names_that_take_long_keep_no_thread_from_others(monkeypatch: pyte
         go_on.wait(10)
         return []
 
-    monkeypatch.setattr("worker.images.fetch.getaddrinfo", silent)
+    monkeypatch.setattr("sluice.network.getaddrinfo", silent)
     fetcher = Fetcher(1000, seconds=0.5)
     names = [f"http://{number}.example/" for number in range(64)]
     fetching = asyncio.gather(*map(fetcher.fetch, names), return_exceptions=True)

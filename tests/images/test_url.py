@@ -3,8 +3,9 @@ import re
 import pytest
 from httpcore2 import URL
 
+from sluice.network import host_header
 from worker.errors import JobFailure
-from worker.images.fetch import host_header, parse_url, redirected
+from worker.images.fetch import parse_url, redirected
 
 
 def of(scheme: str, host: str, port: int, target: str) -> URL:
@@ -44,7 +45,7 @@ def test_a_url_of_another_kind_is_refused(url: str) -> None:
 
 def test_a_url_with_a_password_is_refused() -> None:
     with pytest.raises(
-        JobFailure, match=r"^the URL contains a user name; remove it, since images are fetched without credentials\.$"
+        JobFailure, match=r"^the URL contains a user name; remove it, since requests are sent without credentials\.$"
     ):
         parse_url("https://me:secret@a.example/")
 

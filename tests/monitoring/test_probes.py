@@ -24,9 +24,9 @@ def probes(port: int, health: Health | None = None) -> AbstractContextManager[No
     return answer_probes(port, Metrics("m").registry, health or Health(60))
 
 
-def ask(port: int, path: str, method: str = "GET") -> tuple[HTTPResponse, bytes]:
+def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
     connection = HTTPConnection("127.0.0.1", port, timeout=5)
-    connection.request(method, path)
+    connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     return answer, answer.read()
 
@@ -52,6 +52,15 @@ class Stopped(Heartbeat):
 def test_any_other_path_is_not_found(path: str) -> None:
     with probes(port := free_port()):
         assert [ask(port, path, method)[0].status for method in ("GET", "HEAD")] == [404, 404]
+
+
+def test_prometheus_which_prefers_openmetrics_reads_names_with_their_colons(capfd: pytest.CaptureFixture[str]) -> None:
+    accepted = "application/openmetrics-text;version=1.0.0;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    with probes(port := free_port()):
+        answer, body = ask(port, "/metrics", Accept=accepted)
+    assert answer.headers["Content-Type"].startswith("text/plain")
+    assert b'\nvllm:num_requests_running{lane="interactive",model_name="m"} 0.0\n' in body
+    assert capfd.readouterr().err == "", "a scrape is logged"
 
 
 def test_a_path_may_have_a_query() -> None:

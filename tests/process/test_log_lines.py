@@ -1,8 +1,10 @@
 import io
+import json
 import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -85,3 +87,26 @@ def test_what_libraries_log_is_shown_if_it_is_a_warning(logger: str, level: str,
     script = "\n".join(["import logging", setup, *calls])
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert [line.partition("it says ")[2] for line in ran.stderr.splitlines()] == shown
+
+
+def test_json_has_an_object_for_each_record_with_its_fields_and_utc_time() -> None:
+    script = """
+import logging
+from sluice.log_lines import set_up_logging
+set_up_logging("sluice", "INFO", "json", worker="w", model="m")
+log = logging.getLogger("sluice.queue")
+log.info("job %s failed", "a\\nb\\ud800", extra={"job": "a", "queue_s": 0.5})
+log.info("x" * 5_000)
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.exception("lost")
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    first, long, failed = map(json.loads, ran.stderr.splitlines())
+    age = datetime.now(UTC) - datetime.fromisoformat(first.pop("time"))
+    assert timedelta(0) <= age < timedelta(minutes=1)
+    common = {"logger": "sluice.queue", "level": "INFO", "worker": "w", "model": "m"}
+    assert first == {**common, "message": "job a\nb\ud800 failed", "job": "a", "queue_s": 0.5}
+    assert len(long["message"]) < 4_100
+    assert failed["traceback"].endswith("ZeroDivisionError: division by zero")

@@ -74,10 +74,13 @@ def test_the_page_s_key_table_has_every_key() -> None:
     by_model += [keys.fleet("<model>"), keys.ready("<model>"), keys.prefix_mark("<model>", "<mark>")]
     by_model.append("…:<tenant>:<mark>")
     of_runs = [keys.batch("<run>"), keys.batch_cancel("<run>")]
+    of_webhooks = [keys.WEBHOOKS, f"{keys.WEBHOOKS}:wanted", ":dropped", f"{keys.WEBHOOKS}:outbox:<kind>"]
+    of_webhooks += [f"{keys.WEBHOOKS}:due:<id>", ":since:<id>", ":waiting:<id>", ":dead:<id>", ":counts:<id>"]
     assert listed - {"arq:job:<id>", "arq:in-progress:<id>", "arq:abort"} == {
         *ours,
         *by_model,
         *of_runs,
+        *of_webhooks,
         keys.CONTROL,
         keys.DEAD,
         keys.ALIASES,

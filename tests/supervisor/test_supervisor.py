@@ -8,7 +8,7 @@ from worker.supervisor.supervisor import Supervisor, _Model
 
 def supervisor(*names: str) -> Supervisor:
     models = tuple(PlannedModel(name, "path", 10, 5) for name in names)
-    return Supervisor(Plan("redis://127.0.0.1:1/0", "info", 20, models))
+    return Supervisor(Plan("redis://127.0.0.1:1/0", "INFO", "text", 20, models))
 
 
 def test_a_job_that_was_requeued_when_its_model_left_waits_behind_those_that_it_left_for() -> None:

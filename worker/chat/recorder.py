@@ -248,7 +248,9 @@ class JobRecorder:
 
     def _record_first_token(self, now: float) -> None:
         self._first_at = now
-        logger.info("%s first token after %.3f s", self._job.claim.job_id, now - self._began_monotonic)
+        claim, seconds = self._job.claim, now - self._began_monotonic
+        record = claim.record(queue_s=round(claim.age_s(self._began_at), 3), first_token_s=round(seconds, 3))
+        logger.info("%s first token after %.3f s", claim.job_id, seconds, extra=record)
         self._metrics.first_token(
             self._job.claim.lane,
             ttft_s=self._job.claim.age_s(self._began_at) + now - self._began_monotonic,
@@ -279,7 +281,8 @@ class JobRecorder:
         timings = self._timings()
         spent = f"{self._job.usage.completion_tokens} tokens in {timings['ttft_s'] + timings['decode_s']:.3f} s"
         rate = f", {timings['tokens_per_s']:.1f} tokens/s" if timings["tokens_per_s"] else ""
-        logger.info("%s finished: %s, %s%s", self._job.claim.job_id, finish_reason, spent, rate)
+        record = self._job.claim.record(finish_reason=finish_reason, **self._job.usage.as_event(), **timings)
+        logger.info("%s finished: %s, %s%s", self._job.claim.job_id, finish_reason, spent, rate, extra=record)
         said = concat(self._emitted)
         calls = message_tool_calls(said.tool_calls)
         faults = faulty_calls(request, calls, is_cut_off=finish_reason == "length")

@@ -29,7 +29,7 @@ def worker(
     ] = None,
     until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
 ) -> None:
-    """Serve one model or several, of chats or embeddings, until Ctrl-C.
+    """Serve models of chats or embeddings until Ctrl-C.
 
     Each setting is a variable SLUICE_..., read from the environment or from .env in this folder; an option overrides
     both. .env.example in the repository lists all settings, with units and defaults. Several models share

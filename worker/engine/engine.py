@@ -249,7 +249,7 @@ class Engine:
         waiting = WaitingRequest(row.resumable_request(), saved_row, preempted=True, age=row.age)
         self._prefills.spill_rows(self._admission.requeue(waiting))
         self._now.preempted += 1
-        logger.info("%s: preempted", id)
+        logger.info("%s: preempted", id, extra={"job": id.rpartition("#")[0]})
 
     # Prefill
 

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from threading import Thread
 
-from prometheus_client import CollectorRegistry, MetricsHandler
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from worker.errors import CannotStart
 from worker.monitoring.health import Health
@@ -52,16 +52,16 @@ class _Server(ThreadingTCPServer):
         logger.log(logging.DEBUG if gone else logging.WARNING, "a probe was not answered", exc_info=True)
 
 
-class _Handler(MetricsHandler):
+class _Handler(BaseHTTPRequestHandler):
+    registry: CollectorRegistry
     health: Health
     timeout = 10.0  # a connection without a request does not keep a thread
 
     def do_GET(self) -> None:
         match self.path.partition("?")[0]:
-            case "/metrics" if self.command == "GET":
-                super().do_GET()
             case "/metrics":
-                self._send(200, choose_encoder(self.headers.get("Accept", ""))[1], b"")
+                # As OpenMetrics, which Prometheus asks for, prometheus_client 0.26 writes `_` for the `:` of a name.
+                self._send(200, CONTENT_TYPE_LATEST, generate_latest(self.registry))
             case "/healthz":
                 self._send_health(self.health.alive())
             case "/readyz":
@@ -71,6 +71,9 @@ class _Handler(MetricsHandler):
 
     def do_HEAD(self) -> None:
         self.do_GET()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log no request: a probe comes every few seconds."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Send errors as plain text instead of the library's HTML, in particular for methods without a `do_...`."""

@@ -42,13 +42,19 @@ Abilities = dict[str, str | int]  # fields of a worker's hash
 
 
 def abilities(
-    *, context_tokens: int = 0, images: bool = False, tools: bool = False, reasoning: bool = False
+    *,
+    context_tokens: int = 0,
+    max_output_tokens: int | None = None,
+    images: bool = False,
+    tools: bool = False,
+    reasoning: bool = False,
 ) -> Abilities:
     """Return what the served model accepts and emits, as a worker publishes it. `context_tokens`: prompt and answer
-    together; 0 if unknown."""
-    context: Abilities = {"context_tokens": context_tokens} if context_tokens else {}
+    together; 0 if unknown. `max_output_tokens`: the most that an answer may ask for, if there is a limit."""
+    numbers = {"context_tokens": context_tokens, "max_output_tokens": max_output_tokens}
+    limits: Abilities = {name: number for name, number in numbers.items() if number}
     flags = {"images": images, "tools": tools, "reasoning": reasoning}
-    return {**context, **{name: "yes" if on else "no" for name, on in flags.items()}}
+    return {**limits, **{name: "yes" if on else "no" for name, on in flags.items()}}
 
 
 class _Running(Protocol):

@@ -266,10 +266,15 @@ class RedisServer:
             pass
 
     async def _check(self) -> None:
-        """Check the server and log warnings. Raises `CannotStart` for problems that waiting does not solve, and
-        RedisError or OSError for others."""
-        if self._passed:
-            return
+        """Check the server and log warnings, unless it has passed. Raises what `check` raises."""
+        if not self._passed:
+            for warning in await self.check():
+                logger.warning("redis: %s", warning)
+            self._passed = True
+
+    async def check(self) -> list[str]:
+        """Return warnings for the operator. Raises `CannotStart` for problems that waiting does not solve; for others
+        RedisError or OSError."""
         try:
             info, config = await _read_server_info(self.client)
             if why := server_problem(info):
@@ -287,9 +292,7 @@ class RedisServer:
                 f"it refuses the connection: {error}. The number behind the last / must be that of a database that it "
                 "has, and the options behind the ? must be right for it."
             ) from None
-        for warning in warnings(info, config, keyspace_events=self._settings.keyspace_events):
-            logger.warning("redis: %s", warning)
-        self._passed = True
+        return warnings(info, config, keyspace_events=self._settings.keyspace_events)
 
     def _error(self, why: str) -> CannotStart:
         return CannotStart(f"{self._settings.server}: {why}")
@@ -310,6 +313,23 @@ async def _read_server_info(redis: Redis) -> tuple[Mapping[str, Any] | None, Map
     except ResponseError:
         config = None
     return info, config
+
+
+async def examine(settings: Settings) -> tuple[list[str], list[float], float]:
+    """Return warnings about the server, the seconds of some round trips, and how far its clock is ahead, in seconds.
+    Raises `CannotStart` for what keeps a worker from using it, also if it does not answer within five seconds."""
+    clock, times = ServerClock(), list[float]()
+    try:
+        async with asyncio.timeout(5.0), redis_from_settings(settings) as redis:
+            found = await RedisServer(redis, settings).check()
+            for _ in range(20):
+                began = time.perf_counter()
+                await clock.sync(redis)
+                times.append(time.perf_counter() - began)
+    except (RedisError, OSError) as error:
+        reason = (reason_of(error) if isinstance(error, RedisError) else None) or str(error).rstrip(".") or "no answer"
+        raise CannotStart(f"{settings.server}: {reason}. Start a server, or set the URL of yours.") from None
+    return found, times, clock.now() - time.time()
 
 
 async def until_redis_answers(

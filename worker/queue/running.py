@@ -210,7 +210,7 @@ class CancelRequests:
             try:
                 for job_id in await self.find_waiting(ids):
                     if await self.cancel_waiting(job_id):
-                        logger.info("job %s cancelled in the queue", job_id)
+                        logger.info("job %s cancelled in the queue", job_id, extra={"job": job_id})
             except (RedisError, OSError):
                 self._add_all(ids)
                 await asyncio.sleep(0.2)

@@ -20,7 +20,7 @@ _PARTS = {
     "release": ("places",),
     "record": ("arguments",),
 }
-_SHARED = {"forward": ("names",), "claim": ("fleet",)}  # of `sluice.contract`
+_SHARED = {"forward": ("names",), "claim": ("fleet",), "final": ("notify",)}  # of `sluice.contract`
 
 
 @cache

@@ -26,7 +26,7 @@ from worker.supervisor.decision import Demand, shares
 from worker.supervisor.planned import Plan, PlannedModel
 
 _PER_MODEL = {"model", "model_name", "worker_name"}  # settings that the supervisor writes
-_OF_ALL = {"redis_url", "redis_urls", "memory_headroom_gb", "log_level"}
+_OF_ALL = {"redis_url", "redis_urls", "memory_headroom_gb", "log_level", "log_format"}
 
 
 def plan(config: Mapping[str, Any]) -> Plan:
@@ -41,7 +41,8 @@ def plan(config: Mapping[str, Any]) -> Plan:
     models = [_planned(common, table, number, budget) for number, table in enumerate(tables)]
     divided = shares([demand for _, demand in models], budget)
     shared = [_with_share(model, share) for (model, _), share in zip(models, divided, strict=True)]
-    return Plan(redis_url=server, log_level=all_of.log_level, budget=budget, models=tuple(shared))
+    level, log_format = all_of.log_level, all_of.log_format
+    return Plan(server, log_level=level, log_format=log_format, budget=budget, models=tuple(shared))
 
 
 def _one_server(settings: Sequence[Settings]) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sluice.log_lines import LogFormat
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
@@ -24,6 +26,7 @@ class Plan:
 
     redis_url: str = field(repr=False)
     log_level: str
+    log_format: LogFormat
     budget: int  # bytes
     models: tuple[PlannedModel, ...]
 

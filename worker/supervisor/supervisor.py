@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 from sluice.contract import keys, models
 from sluice.contract.refusals import reason_of
 from sluice.log_lines import set_up_logging
+from sluice.service_status import serving
 from sluice.transport import connect
 from worker.engine.memory import format_bytes
 from worker.errors import CannotStart
@@ -142,7 +143,7 @@ class Supervisor:
         logger.info(
             "%s serves %s, with %s for all together", self.id, ", ".join(self._models), format_bytes(self._plan.budget)
         )
-        async with connect(self._plan.redis_url) as redis:
+        async with connect(self._plan.redis_url) as redis, serving():
             listening = asyncio.create_task(self._listen(redis))
             try:
                 while not self._stopping.is_set() or any(each.process for each in self._models.values()):
@@ -393,7 +394,7 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
 
 def run_supervisor(plan: Plan) -> int:
     """Serve the models of a plan until the supervisor is stopped, and return the exit code. Blocks."""
-    set_up_logging("sluice", plan.log_level)
+    set_up_logging("sluice", plan.log_level, plan.log_format)
     return asyncio.run(_supervise(plan))
 
 

@@ -5,17 +5,19 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from sluice.batch.source import WINDOW
+from sluice.batch.table_run import TableRun
 from sluice.cli import worker_commands
 from sluice.cli.commands import batch_tables as tables
 from sluice.cli.errors import CliError, connected, sentence
@@ -24,6 +26,7 @@ from sluice.cli.terminal.batch_view import ProgressView, print_problems, print_r
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.table_view import print_comparison
 from sluice.cli.terminal.view import note
+from sluice.client import Client
 from sluice.contract.batch import Batch
 from sluice.errors import BatchRefused, UnknownBatch
 
@@ -101,6 +104,56 @@ async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> b
     return True
 
 
+Retry = Annotated[
+    str | None,
+    typer.Option(
+        "--retry", metavar="KINDS", help="Run such lines again: invalid,cut,failed,refused, or some of these."
+    ),
+]
+Retries = Annotated[
+    int | None,
+    typer.Option("--retries", parser=integer(1), metavar="N", help="At most so many times each.  [default: 2]"),
+]
+
+
+def _retry_options(retry: str | None, retries: int | None) -> dict[str, Any]:
+    """Return the options of `Client.batch`. Raises `CliError`."""
+    if retry is None:
+        if retries is not None:
+            raise CliError("--retries: it says how often lines of --retry are run again; give --retry, too.")
+        return {}
+    kinds = [kind.strip() for kind in retry.split(",")]
+    return {"retry": dict.fromkeys(kinds, 2 if retries is None else retries)}
+
+
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
+]
+MapOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--map",
+        metavar="NAME=SERVED",
+        help="Send lines for model NAME, or for models that begin with NAME*, to SERVED; repeatable.",
+    ),
+]
+WindowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--completion-window",
+        metavar="TIME",
+        help="Lines that are not done after it end as expired: 90m, 2d.  [default: 24h]",
+    ),
+]
+
+
+def _mapping(map: list[str] | None, model: str | None) -> dict[str, str] | None:
+    models = read_models(map or [])
+    if model is not None:
+        models.setdefault("*", model)
+    return models or None
+
+
 def run_file(
     file: Annotated[Path, typer.Argument(metavar="IN", help="The file of requests, one per line; or a table.")],
     output: Annotated[
@@ -127,27 +180,25 @@ def run_file(
             metavar="FILE", help="The file for the failed lines.  [default: next to the output, .errors.jsonl]"
         ),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
-    ] = None,
-    map: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--map",
-            metavar="NAME=SERVED",
-            help="Send lines for model NAME, or for models that begin with NAME*, to SERVED; repeatable.",
-        ),
-    ] = None,
-    completion_window: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Lines that are not done after it end as expired: 90m, 2d.  [default: 24h]"),
-    ] = None,
+    model: ModelOption = None,
+    map: MapOption = None,
+    completion_window: WindowOption = None,
     window: Annotated[
         int, typer.Option(parser=integer(1), metavar="N", help="Lines of one model in the queue at once.")
     ] = WINDOW,
     wait: Annotated[
         bool, typer.Option("--wait", help="Queue lines for a model that no worker serves, even if others are served.")
     ] = False,
+    retry: Retry = None,
+    retries: Retries = None,
+    on_end: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Run this in a shell after the end, with SLUICE_BATCH_ID, _STATUS, _OUTPUT and _ERRORS in its "
+            "environment and the status object on stdin.",
+        ),
+    ] = None,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -170,26 +221,35 @@ def run_file(
     Examples:
       sluice batch run in.jsonl -o out.jsonl
       sluice batch run for-openai.jsonl -o out.jsonl --map gpt-4o-mini=default
+      sluice batch run in.jsonl -o out.jsonl --on-end 'mail -s "$SLUICE_BATCH_STATUS" me@example.com'
+      sluice batch run in.jsonl -o out.jsonl --retry invalid,cut,failed
       sluice batch run reviews.csv -o out.csv --prompt prompt.txt --schema answer.json --dry-run
       sluice batch run reviews.csv -o out.csv --prompt prompt.txt --schema answer.json --param temperature=0
     """
-    given = tables.TableOptions.of(locals())
-    table = tables.prepare(file, output, model, errors, given)
+    table = tables.prepare(file, output, model, errors, tables.TableOptions.of(locals()))
     if table and dry_run:
         tables.dry_run(table, redis_url, model)
         return
-    models = read_models(map or [])
-    if model is not None:
-        models.setdefault("*", model)
     options = {
         "errors": errors,
-        "models": models or None,
+        "models": _mapping(map, model),
         "completion_window": completion_window,
         "window": window,
         "served_only": not wait,
+        **_retry_options(retry, retries),
     }
     requests, answers = (table.requests, table.answers) if table else (file, output)
-    batch = asyncio.run(stoppable(_run(redis_url, requests, answers, options)))
+
+    async def run(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
+        return await client.batch(requests, answers, **options, on_progress=on_progress)
+
+    _finish(asyncio.run(stoppable(_run(redis_url, run, answers))), file, as_json, on_end, table)
+
+
+def _finish(
+    batch: Batch | None, file: str | Path, as_json: bool, on_end: str | None = None, table: TableRun | None = None
+) -> None:
+    """Print the report of a run, run the command for its end, and exit with its code. None: it was interrupted."""
     if batch is None:
         note("paused. Run the same command again to resume.")
         raise typer.Exit(code=3)
@@ -203,19 +263,35 @@ def run_file(
         print_problems(batch)
         if any(problem.code == "unserved_model" for problem in batch.errors.data):
             note("Change the options as shown, or add --wait to queue the lines until there is a worker.", style="red")
+    if on_end is not None:
+        _run_at_end(on_end, replace(batch, output_file_id=str(table.output)) if table else batch)
     raise typer.Exit(_exit_code(batch) or min(num_errors, 1))
 
 
-async def _run(url: str, input: Path, output: Path, options: dict[str, Any]) -> Batch:
+def _run_at_end(command: str, batch: Batch) -> None:
+    """Run a user's command with the status of a run. What it prints goes to stderr, and a failure is only told: the
+    exit code is that of the run."""
+    about = {"ID": batch.id, "STATUS": batch.status, "OUTPUT": batch.output_file_id, "ERRORS": batch.error_file_id}
+    env = os.environ | {f"SLUICE_BATCH_{name}": value or "" for name, value in about.items()}
+    code = subprocess.run(command, shell=True, env=env, input=batch.to_json().encode(), stdout=2).returncode
+    if code:
+        note(f"--on-end: the command has failed with exit code {code}; the run is {batch.status}.", style="red")
+
+
+async def _run(
+    url: str, run: Callable[[Client, Callable[[Batch], None]], Awaitable[Batch]], output: str | Path
+) -> Batch:
     async with connected(url) as client:
         with ProgressView() as view, _log_as_notes("sluice.batch"):
             try:
-                batch = await client.batch(input, output, **options, on_progress=view.update)
+                batch = await run(client, view.update)
+            except UnknownBatch as error:
+                raise _unknown(error) from None
             except (BatchRefused, ValueError) as error:
                 raise CliError(sentence(str(error))) from None
             except OSError as error:
                 raise CliError(f"{error.filename or output}: {error.strerror}. The run is unchanged.") from None
-        if batch.status != "failed" and not view.started:
+        if batch.ended and batch.status != "failed" and not view.started:
             note(f"{batch.id} was complete already; there was nothing to do.")
         return batch
 
@@ -304,8 +380,11 @@ def compare_prompts(
     given = tables.TableOptions.of({**locals(), "prompt": None})
 
     def ask(requests: Path, answers: Path) -> Batch | None:
-        options = {"models": None if model is None else {"*": model}, "served_only": True}
-        batch = asyncio.run(stoppable(_run(redis_url, requests, answers, options)))
+        async def run(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
+            models = _mapping(None, model)
+            return await client.batch(requests, answers, models=models, served_only=True, on_progress=on_progress)
+
+        batch = asyncio.run(stoppable(_run(redis_url, run, answers)))
         if batch and batch.errors:
             print_problems(batch)
             raise typer.Exit(2)
@@ -326,25 +405,78 @@ worker_commands.add(batch, "batch.schedule")
 batch.command("feed", hidden=True)(feed_folder)
 
 
+@batch.command("rerun")
+def rerun_lines(
+    run: Annotated[str, typer.Argument(metavar="ID|OUT.JSONL", help="Id or output file of a run that has ended.")],
+    failed: Annotated[bool, typer.Option("--failed", help="Run lines again that failed.")] = False,
+    invalid: Annotated[bool, typer.Option("--invalid", help="… whose answer is not the JSON asked for.")] = False,
+    cut: Annotated[bool, typer.Option("--cut", help="… whose answer was cut off; with a higher limit.")] = False,
+    refused: Annotated[bool, typer.Option("--refused", help="… that the model refused to answer.")] = False,
+    retry: Retry = None,
+    retries: Retries = None,
+    redis_url: RedisUrl = REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Run lines of an ended run again, by default all failed and invalid ones.
+
+    The new outcomes are written to the same files in place of the old ones; an old one that is better is kept. Nothing
+    is lost if the command stops: run it again. A run of the workers' folder is moved back to `running`, and its workers
+    resume it. It has to run on the machine that has the files of the run. Exit codes as for `batch run`.
+
+    \b
+    Examples:
+      sluice batch rerun out.jsonl
+      sluice batch rerun batch_1b9d6bcd4f0a --cut --retry cut --retries 3
+    """
+    named = {"failed": failed, "invalid": invalid, "cut": cut, "refused": refused}
+    kinds = [kind for kind, wanted in named.items() if wanted] or ["failed", "invalid"]
+    options = _retry_options(retry, retries)
+
+    async def rerun(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
+        return await client.rerun_batch(run, kinds, **options, on_progress=on_progress)
+
+    again = asyncio.run(stoppable(_run(redis_url, rerun, run)))
+    if again is None or again.ended:
+        _finish(again, run, as_json)
+    elif as_json:
+        print_json(asdict(again))
+    else:
+        note(f"{again.id} waits for the workers of its folder. See: sluice batch status {again.id}")
+
+
 @batch.command("submit")
 def submit_run(
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests.")],
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check.")
     ],
+    model: ModelOption = None,
+    map: MapOption = None,
+    completion_window: WindowOption = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Metadata for the run's status object; repeatable."),
+    ] = None,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
     """Copy a file into the workers' folder, and print the run's id.
 
-    It is run at a time of their schedule. The answers will be in DIR/done/ID/output.jsonl. With --json, print the
-    status object instead of the id.
+    It is run at a time of their schedule, and its completion window begins then. The answers will be in
+    DIR/done/ID/output.jsonl. Model names that neither --map nor --model maps are mapped by the workers'
+    SLUICE_BATCH_MODELS. With --json, print the status object instead of the id.
 
     \b
-    Example:
+    Examples:
       sluice batch submit in.jsonl --dir /var/lib/sluice
+      sluice batch submit in.jsonl --dir /var/lib/sluice --model default --metadata team=search
     """
-    submitted = asyncio.run(_submit(redis_url, file, folder))
+    options = {
+        "models": _mapping(map, model),
+        "completion_window": completion_window,
+        "metadata": _metadata(metadata or []),
+    }
+    submitted = asyncio.run(_submit(redis_url, file, folder, options))
     if as_json:
         print_json(asdict(submitted))
         return
@@ -457,10 +589,20 @@ def _copy(path: Path, output: Path | None, offline_run: Batch) -> None:
         ) from None
 
 
-async def _submit(url: str, file: Path, folder: Path) -> Batch:
+def _metadata(options: list[str]) -> dict[str, str] | None:
+    pairs = [option.partition("=") for option in options]
+    for key, equals, value in pairs:
+        if not (key and equals):
+            raise CliError(f"{key + equals + value!r} is not metadata: write KEY=VALUE, as in team=search.")
+    return {key: value for key, _, value in pairs} or None
+
+
+async def _submit(url: str, file: Path, folder: Path, options: dict[str, Any]) -> Batch:
     async with connected(url) as client:
         try:
-            return await client.submit_batch(file, folder)
+            return await client.submit_batch(file, folder, **options)
+        except ValueError as error:
+            raise CliError(sentence(str(error))) from None
         except OSError as error:
             raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
 

@@ -21,6 +21,7 @@ from sluice.cli.errors import INSTALL, CliError, needs_gateway
 from sluice.cli.options import REDIS_URL, Checkpoints, ServedName, named_checkpoints
 from sluice.client import Client
 from sluice.errors import SluiceError
+from sluice.service_status import serving
 
 if TYPE_CHECKING:
     from sluice.gateway.settings import ServeSettings
@@ -104,7 +105,9 @@ async def _answers(host: str, port: int) -> bool:
 
 
 def _is_installed() -> bool:
-    return all(find_spec(name) for name in ("prometheus_client", "pydantic_settings", "starlette", "uvicorn"))
+    return all(
+        find_spec(name) for name in ("httpcore2", "prometheus_client", "pydantic_settings", "starlette", "uvicorn")
+    )
 
 
 def _settings() -> "ServeSettings":
@@ -205,7 +208,8 @@ class _Up:
                 *self._command, start_new_session=True, stdin=subprocess.DEVNULL
             )
             try:
-                return await self._watch(self._worker)
+                async with serving():
+                    return await self._watch(self._worker)
             finally:
                 await self._gateway.stop()
 

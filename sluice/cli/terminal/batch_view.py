@@ -6,6 +6,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self
 
+from rich.console import JustifyMethod
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from sluice.cli.errors import CliError
@@ -98,24 +99,81 @@ class ProgressView:
 
 
 def print_report(batch: Batch) -> None:
-    """Print the final table."""
+    """Print what a run has done, what its lines took by kind of outcome, and its slowest lines."""
     counts = batch.request_counts
     usage = batch.usage
     details = batch.sluice
+    retry = ", ".join(f"{_KINDS.get(kind, kind)} at most {times} times" for kind, times in details.retry.items())
     rows = {
         "status": _status(batch),
         "lines": f"{counts.total:,}: {counts.completed:,} answered{_cut_off(details)}, {counts.failed:,} failed",
         "failures": ", ".join(f"{code} × {count:,}" for code, count in sorted(details.failures.items())),
         "queued again": counted(details.retried, "line") if details.retried else "",
+        "run again": retry,
         "time": _time(batch),
-        "prompt tokens": f"{usage.input_tokens:,}, {usage.input_tokens_details.cached_tokens:,} of them cached",
-        "answer tokens": _answer_tokens(batch),
+        "machine time": _machine_time(sum(each.machine_s for each in details.kinds.values())) if details.kinds else "",
+        "speed": _speed(batch),
+        "prompt tokens": f"{usage.input_tokens:,}, {usage.input_tokens_details.cached_tokens:,} of them cached"
+        f"{_share(usage.input_tokens_details.cached_tokens, usage.input_tokens)}",
+        "answer tokens": f"{usage.output_tokens:,}",
         "models": ", ".join(f"{name} × {lines:,}" for name, lines in details.models.items()),
         "answers": batch.output_file_id or "",
         "failed lines": batch.error_file_id or "",
         "machine": details.host,
     }
     print_table(batch.id, {"": "left", "offline run": "left"}, [row for row in rows.items() if row[1]])
+    if details.kinds:
+        _print_kinds(details)
+    if details.slowest:
+        columns: dict[str, JustifyMethod] = {"line": "left", "time": "right", "answer tokens": "right"}
+        lines = [
+            (_shorten(each.custom_id), f"{each.seconds:,.2f} s", f"{each.output_tokens:,}") for each in details.slowest
+        ]
+        print_table("Slowest lines", columns, lines)
+
+
+def _print_kinds(details: BatchDetails) -> None:
+    """Print what lines took by the kind of their outcome."""
+    numbers = ("lines", "prompt tokens", "cached", "answer tokens", "machine time")
+    columns: dict[str, JustifyMethod] = {"": "left", **dict.fromkeys(numbers, "right")}
+    rows = [
+        (
+            _KINDS.get(kind, kind),
+            f"{sums.lines:,}",
+            f"{sums.input_tokens:,}",
+            _percent(sums.cached_tokens, sums.input_tokens),
+            f"{sums.output_tokens:,}",
+            _machine_time(sums.machine_s),
+        )
+        for kind, sums in details.kinds.items()
+    ]
+    print_table("Outcomes", columns, rows)
+
+
+_KINDS = {"cut": "cut off", "invalid": "not JSON"}
+
+
+def _machine_time(seconds: float) -> str:
+    return f"{seconds / 3600:,.2f} h" if seconds >= 36 else f"{seconds:,.1f} s"
+
+
+def _speed(batch: Batch) -> str:
+    seconds = batch.sluice.seconds
+    if seconds < 1.0:
+        return ""
+    return f"{60 * _ended(batch) / seconds:,.0f} lines/min, {batch.usage.output_tokens / seconds:,.0f} tokens/s"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else ""
+
+
+def _share(part: int, whole: int) -> str:
+    return f" ({_percent(part, whole)})" if part else ""
+
+
+def _shorten(custom_id: str) -> str:
+    return custom_id if len(custom_id) <= 40 else f"{custom_id[:39]}…"
 
 
 def print_runs(runs: list[Batch]) -> None:
@@ -162,7 +220,10 @@ def _status(batch: Batch) -> str:
 
 
 def _cut_off(details: BatchDetails) -> str:
-    return f" ({details.cut_off:,} cut off)" if details.cut_off else ""
+    refused = details.kinds["refused"].lines if "refused" in details.kinds else 0
+    apart = {"cut off": details.cut_off, "refused": refused}
+    parts = [f"{count:,} {name}" for name, count in apart.items() if count]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _ended(batch: Batch) -> int:
@@ -172,8 +233,3 @@ def _ended(batch: Batch) -> int:
 def _time(batch: Batch) -> str:
     seconds = batch.sluice.seconds
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
-
-
-def _answer_tokens(batch: Batch) -> str:
-    tokens, seconds = batch.usage.output_tokens, batch.sluice.seconds
-    return f"{tokens:,}, {tokens / seconds:,.0f} a second" if seconds >= 1.0 else f"{tokens:,}"

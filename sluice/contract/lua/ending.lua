@@ -41,4 +41,5 @@ local function end_without_worker(id, queue, state, content, lives)
   redis.call('SET', 'sluice:result:' .. id, event, 'PX', lives.result)
   redis.call('PEXPIRE', job, lives.result)
   redis.call('PEXPIRE', log, lives.log)
+  notify_job(id, state, event, redis.call('HMGET', job, unpack(NOTIFY_FIELDS)))
 end

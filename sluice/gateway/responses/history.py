@@ -3,10 +3,8 @@
 import json
 import logging
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -20,16 +18,13 @@ from sluice.contract.events import Cancelled, Event, Failed, Usage
 from sluice.errors import JobCancelled, JobFailed, SluiceError, UnknownJob
 from sluice.gateway.body import in_thread_if_long, to_json
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import ApiError
-from sluice.gateway.fields import option, refusal
 from sluice.gateway.gateway import Gateway
-from sluice.gateway.responses.conversation import dropped_types, read_conversation
-from sluice.gateway.responses.head import PREFIX, Response, ResponseHead, new_head, skeleton
-from sluice.gateway.responses.record import MAX_BYTES, Record, from_completion, parse_record, with_ids
-from sluice.gateway.responses.request import ResponseRequest
-from sluice.gateway.responses.stream import ResponseState
-from sluice.gateway.workers import requested_model
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
+from sluice.interfaces.fields import option, refusal
+from sluice.interfaces.responses.head import PREFIX, Response, ResponseHead, skeleton
+from sluice.interfaces.responses.record import MAX_BYTES, Record, from_completion, parse_record
+from sluice.interfaces.responses.stream import ResponseState
 from sluice.submission import ExtraKey
 
 logger = logging.getLogger("sluice.gateway")
@@ -325,41 +320,6 @@ def _state_after(head: ResponseHead, event: Event) -> Response:
 def _completed_output(response: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the output of a response without the calls that were cut off."""
     return [item for item in response["output"] if item["type"] not in _CALLS or item["status"] == "completed"]
-
-
-@dataclass(frozen=True)
-class NewResponse:
-    """A response that can be submitted."""
-
-    record: Record
-    written: bytes  # the record as JSON
-    chat: Mapping[str, Any]  # the request of the contract
-    dropped: tuple[str, ...]  # hosted tools and their items, which have no effect here
-
-
-def new_response(
-    request: ResponseRequest,
-    id: str,
-    tenant: str | None,
-    previous: tuple[str, ...] = (),
-    earlier: Sequence[dict[str, Any]] = (),
-) -> NewResponse:
-    """Return a response that continues a conversation: the ids of its responses, `previous`, oldest first, and their
-    items, `earlier`. Raises `ApiError`, which names the field."""
-    messages = read_conversation(request.items, request.tools)
-    if earlier:
-        messages = [*read_conversation(earlier, request.tools, "previous_response_id"), *messages]
-    if request.instructions:
-        messages = [{"role": "system", "content": request.instructions}, *messages]
-    if not messages:
-        raise refusal("input", "it is empty; send a message.")
-    head = new_head(request, id, int(time.time()), requested_model(request.body))
-    record = Record(head, tenant, with_ids(request.items, head.suffix), previous)
-    written = record.to_json()
-    if request.store and len(written) > MAX_BYTES:
-        raise ApiError(ErrorForm.BODY_TOO_LARGE, f"A stored response has at most {MAX_BYTES:,} bytes; send less.")
-    dropped = (*request.tools.dropped, *dropped_types(request.items))
-    return NewResponse(record, written, {**request.chat, "messages": messages}, dropped)
 
 
 def page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:

@@ -17,22 +17,24 @@ from starlette.routing import Route
 
 from sluice.contract.events import Event, Failed, Progress
 from sluice.errors import JobFailed, SluiceError, UnknownJob
-from sluice.gateway import committed, idempotency, sse
+from sluice.gateway import idempotency, sse
 from sluice.gateway.body import Body, in_thread, in_thread_if_long, json_response
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import ApiError, endpoint, from_client, openai_body
-from sluice.gateway.fields import refusal
+from sluice.gateway.errors import endpoint
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs import AnswerJobs, Available, StoredAnswer
 from sluice.gateway.monitoring import AnswerTimer, identify
-from sluice.gateway.responses.head import PREFIX, Response, ResponseHead, skeleton
-from sluice.gateway.responses.history import History, NewResponse, Store, new_response, page
-from sluice.gateway.responses.record import Record, parse_record
-from sluice.gateway.responses.request import ResponseRequest, read_response_request
-from sluice.gateway.responses.stream import ResponseState
+from sluice.gateway.responses.history import History, Store, page
 from sluice.gateway.sse import unless_disconnected
 from sluice.http_errors import ErrorForm
+from sluice.interfaces import committed
+from sluice.interfaces.errors import ApiError, from_client, openai_body
+from sluice.interfaces.fields import refusal
+from sluice.interfaces.responses.head import PREFIX, Response, ResponseHead, skeleton
+from sluice.interfaces.responses.record import NewResponse, Record, new_response, parse_record
+from sluice.interfaces.responses.request import ResponseRequest, read_response_request
+from sluice.interfaces.responses.stream import ResponseState
 from sluice.openai import exceeds_context
 from sluice.sse import take
 from sluice.streaming import BackgroundReader
@@ -242,6 +244,7 @@ class _Responses:
             {head.id: new.chat},
             jobs,
             extra_keys=[self._store.record(head.id, new.written)] if request.store else [],
+            webhooks="response" if request.background else "none",
         )
         # Without a record the request has `store: false`, or the job has failed: the job's events are the answer.
         if not submitted.new and (stored := await self._store.read(head.id)) is not None:

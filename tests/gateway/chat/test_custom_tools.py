@@ -8,8 +8,8 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from sluice.gateway.chat import read_chat_request
-from sluice.gateway.errors import ApiError
-from sluice.gateway.tools import CustomCalls, read_tools
+from sluice.interfaces.errors import ApiError
+from sluice.interfaces.tools import CustomCalls, read_tools
 from tests.gateway.gateways import events
 from worker.chat.request import read_request as read_by_worker
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sluice.gateway.chat import ID_PREFIX, completion_of, job_ids, job_ids_of, read_chat_request, seen_by, total_usage
-from sluice.gateway.errors import ApiError
+from sluice.interfaces.errors import ApiError
 
 BASE = f"{ID_PREFIX}{'0f' * 16}"
 

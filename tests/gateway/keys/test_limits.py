@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sluice.gateway.caller import Balance, Exceeded, Limits, limit_key, limit_refusal, reservation_key
-from sluice.gateway.errors import ApiError
 from sluice.gateway.key_file import Key, key_digest
+from sluice.interfaces.errors import ApiError
 from sluice.transport import Retries
 
 Db = redis.asyncio.Redis

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from schemas import ChatRequest
-from sluice.gateway.errors import ApiError
-from sluice.gateway.messages.body import CountBody, MessagesBody, validate
-from sluice.gateway.messages.request import chat_request, prompt_fields
+from sluice.interfaces.errors import ApiError
+from sluice.interfaces.messages.body import CountBody, MessagesBody, validate
+from sluice.interfaces.messages.request import chat_request, prompt_fields
 from tests.gateway.messages.bodies import CLAUDE_CODE, HOSTED, WEATHER
 
 HELLO: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}

@@ -24,7 +24,7 @@ from redis.asyncio import Redis
 from sluice.contract import keys
 from sluice.gateway import ServeSettings
 from sluice.gateway.key_file import key_digest
-from sluice.gateway.messages.stream import UNCHANGED
+from sluice.interfaces.messages.stream import UNCHANGED
 from tests.fakes import TIMINGS, ByteTokenizer, FakeEngine, worker_context
 from tests.gateway.gateways import HttpGateway, serving
 from tests.images.pictures import patch, saved

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from sluice import JobCancelled, JobFailed
 from sluice.contract.events import Event, parse_event
-from sluice.gateway.messages.stream import PING, UNCHANGED, MessageEvent, MessageStream, whole_message
+from sluice.interfaces.messages.stream import PING, UNCHANGED, MessageEvent, MessageStream, whole_message
 from sluice.openai import JobRestarted
 
 SDK_EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)

@@ -16,9 +16,9 @@ import redis.asyncio
 
 from sluice.contract import keys as names
 from sluice.gateway import ServeSettings
-from sluice.gateway.errors import ApiError
 from sluice.gateway.key_file import key_digest
 from sluice.gateway.protection import Memory
+from sluice.interfaces.errors import ApiError
 from tests.fakes import TIMINGS, FakeChat
 from tests.gateway.gateways import HttpGateway, serving
 from tests.queue.helpers import settings, working

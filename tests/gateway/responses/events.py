@@ -6,9 +6,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from sluice.contract.events import EVENTS, Event, JobError, Timings, Usage
-from sluice.gateway.responses.head import ResponseHead, new_head
-from sluice.gateway.responses.request import read_response_request
-from sluice.gateway.responses.stream import ResponseState
+from sluice.interfaces.responses.head import ResponseHead, new_head
+from sluice.interfaces.responses.request import read_response_request
+from sluice.interfaces.responses.stream import ResponseState
 
 Said = dict[str, Any]
 ID = "resp_1"

@@ -13,23 +13,21 @@ from redis.asyncio import Redis
 from sluice import Client
 from sluice.gateway import ServeSettings
 from sluice.gateway.caller import LOCAL, Caller
-from sluice.gateway.errors import ApiError
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.responses import history as module
-from sluice.gateway.responses.conversation import read_conversation
-from sluice.gateway.responses.head import skeleton
 from sluice.gateway.responses.history import (
     History,
-    NewResponse,
     Store,
     final_key,
-    new_response,
     record_key,
 )
-from sluice.gateway.responses.record import Record, parse_record
-from sluice.gateway.responses.request import read_response_request
-from sluice.gateway.responses.stream import ResponseState
-from sluice.gateway.tools import read_tools
+from sluice.interfaces.errors import ApiError
+from sluice.interfaces.responses.conversation import read_conversation
+from sluice.interfaces.responses.head import skeleton
+from sluice.interfaces.responses.record import NewResponse, Record, new_response, parse_record
+from sluice.interfaces.responses.request import read_response_request
+from sluice.interfaces.responses.stream import ResponseState
+from sluice.interfaces.tools import read_tools
 from sluice.transport import Retries
 from tests.gateway.responses.events import TOOLS, call, delta, finished, log, started
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from sluice.gateway.lark import lark_pattern
+from sluice.interfaces.lark import lark_pattern
 from tests.gateway.responses.codex import PATCH_GRAMMAR
 from worker.text.grammar.schema.patterns import Pattern
 

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.chat import ChatRequest
-from sluice.gateway.errors import ApiError
-from sluice.gateway.responses.conversation import enclosed
-from sluice.gateway.responses.history import NewResponse, new_response
-from sluice.gateway.responses.record import parse_record
-from sluice.gateway.responses.request import read_response_request
-from sluice.gateway.tools import CalledTool, RequestTools, flattened, read_tools
+from sluice.interfaces.errors import ApiError
+from sluice.interfaces.responses.conversation import enclosed
+from sluice.interfaces.responses.record import NewResponse, new_response, parse_record
+from sluice.interfaces.responses.request import read_response_request
+from sluice.interfaces.tools import CalledTool, RequestTools, flattened, read_tools
 from tests.gateway.responses.events import stream_events
 
 Said = dict[str, Any]

@@ -10,9 +10,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from sluice.contract.events import Event
-from sluice.gateway.responses.head import ResponseHead
-from sluice.gateway.responses.record import from_completion
-from sluice.gateway.responses.stream import ResponseState
+from sluice.interfaces.responses.head import ResponseHead
+from sluice.interfaces.responses.record import from_completion
+from sluice.interfaces.responses.stream import ResponseState
 from tests.gateway.openai_required import lacking
 from tests.gateway.responses.events import (
     CANCELLED,

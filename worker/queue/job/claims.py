@@ -59,6 +59,11 @@ class Claim:
         """True if the job computes an answer, in a row."""
         return not self.is_count and not self.expired
 
+    def record(self, **more: object) -> dict[str, object]:
+        """Return the fields of a line of the log about this job, with `more`, for the log as JSON."""
+        tenant = {"tenant": self.tenant} if self.tenant else {}
+        return {"job": self.job_id, **tenant, "queue": self.lane, "attempt": self.attempt, **more}
+
     def age_s(self, now: float) -> float:
         """Seconds since it was queued; 0 if the producer's clock is ahead."""
         return max(0.0, now - self.queued_at)

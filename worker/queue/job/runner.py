@@ -127,11 +127,13 @@ class _Endings:
             case JobFailure():
                 # A field may be a name that the client made up, of any length and with line breaks.
                 field = "" if why.param is None else f", {why.param[:80]!r}"
-                logger.info("job %s failed: %s%s", job_id, why.type, field)
+                record = job.claim.record(error=why.type, **usage)
+                logger.info("job %s failed: %s%s", job_id, why.type, field, extra=record)
                 if await _write_ending(job, self._fail(job, why)):
                     self._metrics.failed(job.claim.lane, why.type)
             case CancelJob():
-                logger.info("job %s cancelled: %s", job_id, why.reason)
+                record = job.claim.record(reason=why.reason, **usage)
+                logger.info("job %s cancelled: %s", job_id, why.reason, extra=record)
                 ending = self._publisher.finish(job.log, "cancelled", reason=why.reason, usage=usage)
                 if await _write_ending(job, ending):
                     self._metrics.cancelled(job.claim.lane)
@@ -171,7 +173,7 @@ class _Endings:
             await asyncio.sleep(0.1)  # retry without a limit: `drain` bounds how long the worker waits
             await self._requeue(job)
         else:
-            logger.info("job %s requeued", job.claim.job_id)
+            logger.info("job %s requeued", job.claim.job_id, extra=job.claim.record())
 
 
 async def _write_ending(job: Job, ending: Awaitable[None]) -> bool:
@@ -185,7 +187,7 @@ async def _write_ending(job: Job, ending: Awaitable[None]) -> bool:
 
 
 def _log_lost_lease(job: Job) -> None:
-    logger.warning("job %s lost: another attempt owns it", job.claim.job_id)
+    logger.warning("job %s lost: another attempt owns it", job.claim.job_id, extra=job.claim.record())
 
 
 class JobRunner:

@@ -39,4 +39,5 @@ remove_from_queue(queue, id)
 local worker, kind = unpack(redis.call('HMGET', job, 'worker', 'function'))
 if worker and kind ~= 'count' then count_ended(queue, worker) end
 for i = 6, #KEYS do redis.call('DEL', KEYS[i]) end
+notify_job(id, arguments.state, events[#events], redis.call('HMGET', job, unpack(NOTIFY_FIELDS)))
 return 'done'

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.gateway.responses.request import ResponseRequest
-from sluice.gateway.tools import RequestTools, read_tools
+from sluice.interfaces.responses.request import ResponseRequest
+from sluice.interfaces.tools import RequestTools, read_tools
 
 PREFIX = "resp_"
 

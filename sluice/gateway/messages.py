@@ -12,18 +12,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sluice.contract.events import Event, Progress, Restarted
-from sluice.gateway import committed, sse
+from sluice.gateway import sse
 from sluice.gateway.body import Body, in_thread_if_long, json_response
 from sluice.gateway.caller import Caller
-from sluice.gateway.errors import ApiError, anthropic_body, anthropic_endpoint, id_headers
+from sluice.gateway.errors import anthropic_endpoint, id_headers
 from sluice.gateway.gateway import Gateway
 from sluice.gateway.idempotency import expired
 from sluice.gateway.jobs import AnswerJobs, Available, StoredAnswer
-from sluice.gateway.messages.body import CountBody, MessagesBody, validate
-from sluice.gateway.messages.request import chat_request, prompt_fields
-from sluice.gateway.messages.stream import PING, UNCHANGED, MessageEvent, MessageStream, whole_message
 from sluice.gateway.sse import unless_disconnected
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError, anthropic_body
+from sluice.interfaces.messages import committed
+from sluice.interfaces.messages.body import CountBody, MessagesBody, validate
+from sluice.interfaces.messages.request import chat_request, prompt_fields
+from sluice.interfaces.messages.stream import PING, UNCHANGED, MessageEvent, MessageStream, whole_message
 from sluice.presence import mapped_name
 
 _PATH = "/v1/messages"

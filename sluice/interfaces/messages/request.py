@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sluice.contract.keys import TENANT_CHARACTERS
-from sluice.gateway.errors import ApiError
-from sluice.gateway.messages.body import (
+from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
+from sluice.interfaces.messages.body import (
     AssistantTurn,
     CountBody,
     CustomTool,
@@ -26,7 +27,6 @@ from sluice.gateway.messages.body import (
     ToolUseBlock,
     UserTurn,
 )
-from sluice.http_errors import ErrorForm
 
 logger = logging.getLogger("sluice.gateway")
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from sluice.contract import events
 from sluice.contract.events import Cancelled, Delta, Failed, Finished, JobError, Restarted, Started, Usage
 from sluice.errors import JobFailed
-from sluice.gateway.responses.conversation import enclosed
-from sluice.gateway.responses.head import Response, ResponseHead, skeleton
-from sluice.gateway.tools import CalledTool, InputText, whole_input
 from sluice.http_errors import SERVER, ErrorForm
+from sluice.interfaces.responses.conversation import enclosed
+from sluice.interfaces.responses.head import Response, ResponseHead, skeleton
+from sluice.interfaces.tools import CalledTool, InputText, whole_input
 from sluice.openai import error_reply
 
 StreamEvent = dict[str, Any]  # a stream event, not yet numbered

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from sluice.contract.events import Cancelled, Delta, Event, Failed, Finished, Restarted, Started, Usage
 from sluice.errors import JobCancelled, JobFailed
-from sluice.gateway.body import told
+from sluice.interfaces.committed import told
 from sluice.openai import JobRestarted
 
 MessageEvent = dict[str, Any]

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.gateway import fields
-from sluice.gateway.fields import refusal
-from sluice.gateway.tools import RequestTools, read_tool_choice, read_tools
 from sluice.http_errors import ErrorForm
+from sluice.interfaces import fields
+from sluice.interfaces.fields import refusal
+from sluice.interfaces.tools import RequestTools, read_tool_choice, read_tools
 
 # Fields that a chat completion has under the same name: OpenAI's, and then the contract's own. A worker checks them.
 _SAME = (

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from sluice.gateway import fields
-from sluice.gateway.fields import refusal
-from sluice.gateway.tools import INPUT, RequestTools
 from sluice.http_errors import ErrorForm
+from sluice.interfaces import fields
+from sluice.interfaces.fields import refusal
+from sluice.interfaces.tools import INPUT, RequestTools
 
 ChatPart = dict[str, Any]
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from sluice.gateway.errors import ApiError
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
 
 # Anthropic's marks for its cache. Prefixes are cached here with or without them, so their content is not read.
 CacheControl = dict[str, Any] | None

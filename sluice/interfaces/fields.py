@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from sluice.gateway.errors import ApiError
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
 
 
 def refusal(param: str, problem: str, form: ErrorForm = ErrorForm.INVALID_VALUE) -> ApiError:
@@ -75,3 +75,16 @@ def check_known(value: Mapping[str, Any], known: Collection[str], param: str = "
         if name not in known and each is not None:
             place = f"{param}.{name}" if param else name
             raise refusal(place, "it is not supported; leave it out.", ErrorForm.UNSUPPORTED_PARAMETER)
+
+
+DEFAULT_MODEL = "default"  # for a request without a model
+
+
+def requested_model(body: Mapping[str, Any]) -> str:
+    """Return the model that a request names. Raises `ApiError`."""
+    model = body.get("model")
+    if model is None:
+        return DEFAULT_MODEL
+    if not isinstance(model, str):
+        raise ApiError(ErrorForm.INVALID_TYPE, "model: it must be a string.", param="model")
+    return model

@@ -9,10 +9,10 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
-from sluice.gateway import fields
-from sluice.gateway.fields import refusal
-from sluice.gateway.lark import lark_pattern
 from sluice.http_errors import ErrorForm
+from sluice.interfaces import fields
+from sluice.interfaces.fields import refusal
+from sluice.interfaces.lark import lark_pattern
 
 # Tools that run at OpenAI or need models of theirs. No worker can call them, so offers of them are dropped.
 HOSTED = frozenset(
@@ -460,3 +460,9 @@ class CustomCalls:
         pieces, text = self._written[index]
         rest = whole_input("".join(pieces), text.text).removeprefix(text.text)
         return [{"index": index, "custom": {"input": rest}}] if rest else []
+
+
+def with_custom_calls(result: Mapping[str, Any], tools: RequestTools) -> dict[str, Any]:
+    """Return a result of one choice with its calls restored."""
+    (choice,) = result["choices"]
+    return {**result, "choices": [{**choice, "message": CustomCalls(tools).in_message(choice["message"])}]}

@@ -1,13 +1,19 @@
 """What the gateway keeps of a response, so that any gateway can stream, retrieve and continue it."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sluice.contract.events import Delta, Event, Finished, Timings, Usage, parse_as
-from sluice.gateway.responses.head import ResponseHead
-from sluice.gateway.responses.stream import ResponseState
+from sluice.http_errors import ErrorForm
+from sluice.interfaces.completion import events_of
+from sluice.interfaces.errors import ApiError
+from sluice.interfaces.fields import refusal, requested_model
+from sluice.interfaces.responses.conversation import dropped_types, read_conversation
+from sluice.interfaces.responses.head import ResponseHead, new_head
+from sluice.interfaces.responses.request import ResponseRequest
+from sluice.interfaces.responses.stream import ResponseState
 
 VERSION = 1  # of the format; gateways take a record of another version for absent
 MAX_BYTES = 16_000_000  # of a conversation, as stored; a job's body is not longer either
@@ -68,6 +74,41 @@ def _with_id(item: dict[str, Any], suffix: str) -> dict[str, Any]:
     return named
 
 
+@dataclass(frozen=True)
+class NewResponse:
+    """A response that can be submitted."""
+
+    record: Record
+    written: bytes  # the record as JSON
+    chat: Mapping[str, Any]  # the request of the contract
+    dropped: tuple[str, ...]  # hosted tools and their items, which have no effect here
+
+
+def new_response(
+    request: ResponseRequest,
+    id: str,
+    tenant: str | None,
+    previous: tuple[str, ...] = (),
+    earlier: Sequence[dict[str, Any]] = (),
+) -> NewResponse:
+    """Return a response that continues a conversation: the ids of its responses, `previous`, oldest first, and their
+    items, `earlier`. Raises `ApiError`, which names the field."""
+    messages = read_conversation(request.items, request.tools)
+    if earlier:
+        messages = [*read_conversation(earlier, request.tools, "previous_response_id"), *messages]
+    if request.instructions:
+        messages = [{"role": "system", "content": request.instructions}, *messages]
+    if not messages:
+        raise refusal("input", "it is empty; send a message.")
+    head = new_head(request, id, int(time.time()), requested_model(request.body))
+    record = Record(head, tenant, with_ids(request.items, head.suffix), previous)
+    written = record.to_json()
+    if request.store and len(written) > MAX_BYTES:
+        raise ApiError(ErrorForm.BODY_TOO_LARGE, f"A stored response has at most {MAX_BYTES:,} bytes; send less.")
+    dropped = (*request.tools.dropped, *dropped_types(request.items))
+    return NewResponse(record, written, {**request.chat, "messages": messages}, dropped)
+
+
 def from_completion(head: ResponseHead, completion: Mapping[str, Any]) -> ResponseState:
     """Return the response of a job's stored result, for a job whose log has expired.
 
@@ -75,29 +116,6 @@ def from_completion(head: ResponseHead, completion: Mapping[str, Any]) -> Respon
     of its reasoning are not counted.
     """
     state = ResponseState(head)
-    for event in _as_log(completion):
+    for event in events_of(completion):
         state.add(event)
     return state
-
-
-def _as_log(completion: Mapping[str, Any]) -> list[Event]:
-    choice, details = completion["choices"][0], completion["sluice"]
-    message, timings = choice["message"], parse_as(Timings, details["timings"])
-    ended_at = completion["created"] + timings.ttft_s + timings.decode_s
-    fields: dict[str, Any] = {"id": completion["id"], "attempt": details["attempt"], "ts": ended_at}
-    usage = completion["usage"]
-    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
-    logprobs = (choice.get("logprobs") or {}).get("content")
-    calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())]
-    written = [
-        {"reasoning": message.get("reasoning")},
-        {"content": message.get("content"), "logprobs": tuple(logprobs) if logprobs else None},
-        {"tool_calls": tuple(calls)},
-    ]
-    deltas = [Delta(type="delta", seq=seq, token_ids=(), **each, **fields) for seq, each in enumerate(written)]
-    reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
-    counts = Usage(usage["prompt_tokens"], usage["completion_tokens"], cached, reasoning_tokens=reasoning)
-    end = Finished(
-        type="finished", seq=3, finish_reason=choice["finish_reason"], usage=counts, timings=timings, **fields
-    )
-    return [*deltas, end]

@@ -9,16 +9,7 @@ options; before that, and in the results of tools, a text says what stood there.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from sluice.gateway.messages.body import (
-    AssistantBlock,
-    ResultBlock,
-    SystemBlock,
-    SystemTurn,
-    UserBlock,
-    UserTurn,
-    fields_by_type,
-)
-from sluice.gateway.responses.conversation import HOSTED_CALLS, ITEMS
+from sluice.interfaces.responses.conversation import HOSTED_CALLS, ITEMS
 
 CommittedBody = dict[str, Any]
 
@@ -31,14 +22,11 @@ _CHAT_FIELDS = {
     ),
     "tool": ("tool_call_id", "name"),
 }  # fmt: skip
-_BLOCKS = {role: fields_by_type(union) for role, union in (
-    ("user", UserBlock), ("assistant", AssistantBlock), ("system", SystemBlock), ("result", ResultBlock),
-)}  # fmt: skip
 
 
 def chat(body: CommittedBody) -> tuple[CommittedBody, list[str]]:
     """Read the body of a chat completion."""
-    ignored = _Ignored()
+    ignored = Ignored()
     read = ignored.without(body, _HINTS)
     for name in ("max_tokens", "max_completion_tokens", "top_k"):
         if read.get(name) == -1:  # "no limit" of llama.cpp, vLLM and their clients
@@ -53,14 +41,14 @@ def chat(body: CommittedBody) -> tuple[CommittedBody, list[str]]:
         read["tools"] = [ignored.without(tool, _HINTS, "tools") for tool in read["tools"]]
     messages = read.get("messages")
     if isinstance(messages, list):
-        newest = _newest(messages)
+        newest = newest_turn(messages)
         read["messages"] = [
             each for at, message in enumerate(messages) for each in _chat_messages(message, at < newest, ignored)
         ]
     return read, ignored.names
 
 
-def _chat_messages(message: Any, is_past: bool, ignored: "_Ignored") -> list[Any]:
+def _chat_messages(message: Any, is_past: bool, ignored: "Ignored") -> list[Any]:
     """Return a message, and the images of a tool's message in one of the user."""
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
         return [message]
@@ -77,87 +65,25 @@ def _chat_messages(message: Any, is_past: bool, ignored: "_Ignored") -> list[Any
         return [{**read, "content": parts}]
     own = {**read, "content": [part for part in parts if part not in images]}
     if role != "tool":
-        return [{**read, "content": [*own["content"], *(_said("image_url", ignored) for _ in images)]}]
+        return [{**read, "content": [*own["content"], *(said("image_url", ignored) for _ in images)]}]
     label = {"type": "text", "text": f"The images of the result {read.get('tool_call_id')}:"}
     return [own, {"role": "user", "content": [label, *images]}]
 
 
-def _chat_part(part: Any, is_past: bool, ignored: "_Ignored") -> Any:
+def _chat_part(part: Any, is_past: bool, ignored: "Ignored") -> Any:
     if not isinstance(part, dict):
         return part
     if part.get("type") == "refusal" and isinstance(part.get("refusal"), str):
         return {"type": "text", "text": part["refusal"]}
     if is_past and part.get("type") not in _CHAT_PARTS:
-        return _said(part.get("type"), ignored)
+        return said(part.get("type"), ignored)
     known = ("type", "text", "image_url")
     return ignored.only(part, known, "content") if is_past else ignored.without(part, _HINTS, "content")
 
 
-def messages(body: CommittedBody) -> tuple[CommittedBody, list[str]]:
-    """Read the body of Anthropic's Messages."""
-    ignored = _Ignored()
-    read = ignored.without(body, ("container",)) if body.get("container", "") is None else dict(body)
-    if isinstance(read.get("tools"), list):
-        read["tools"] = [ignored.without(tool, ("input_examples",), "tools") for tool in read["tools"]]
-    given = read.get("messages")
-    if isinstance(given, list):
-        newest = _newest(given)
-        read["messages"] = [_message(message, at < newest, ignored) for at, message in enumerate(given)]
-    return read, ignored.names
-
-
-def _message(message: Any, is_past: bool, ignored: "_Ignored") -> Any:
-    if not isinstance(message, dict):
-        return message
-    if message.get("role") == "system":
-        known = SystemTurn.model_fields
-    else:
-        known = UserTurn.model_fields
-        message = ignored.without(message, ("output_config",), "messages")
-    read = ignored.only(message, known, "messages") if is_past else message
-    blocks = _BLOCKS.get(str(read.get("role")))
-    if blocks is None or not isinstance(read.get("content"), list):
-        return read
-    return {**read, "content": [_block(block, blocks, is_past, ignored) for block in read["content"]]}
-
-
-def _block(block: Any, known: Mapping[str, Collection[str]], is_past: bool, ignored: "_Ignored") -> Any:
-    if not isinstance(block, dict):
-        return block
-    kind = block.get("type")
-    if kind == "tool_result" and isinstance(block.get("content"), list):
-        inner = [_block(each, _BLOCKS["result"], True, ignored) for each in block["content"]]
-        block = {**block, "content": inner}
-    if kind == "search_result":
-        return _search_result(block, ignored)
-    if not is_past:
-        return block
-    if kind not in known or not _is_readable(block):
-        return _said(kind, ignored)
-    return ignored.only(block, known[str(kind)], "content")
-
-
-def _is_readable(block: Mapping[str, Any]) -> bool:
-    """Return False for a document that is no plain text, and for a change of tools that a server of MCP offers."""
-    match block:
-        case {"type": "document", "source": {"type": kind}}:
-            return bool(kind == "text")
-        case {"type": "tool_addition" | "tool_removal", "tool": {"type": kind}}:
-            return kind in ("tool_reference", "tool_definition")
-    return block.get("type") != "document"
-
-
-def _search_result(block: Mapping[str, Any], ignored: "_Ignored") -> CommittedBody:
-    """Return the text of a search result that a client has found itself."""
-    parts = block.get("content")
-    found = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-    texts = [text for text in (block.get("title"), block.get("source"), *found) if isinstance(text, str)]
-    return {"type": "text", "text": "\n".join(texts)} if texts else _said("search_result", ignored)
-
-
 def responses(body: CommittedBody) -> tuple[CommittedBody, list[str]]:
     """Read the body of a response. What hosted tools have left in its input is dropped later."""
-    ignored = _Ignored()
+    ignored = Ignored()
     read = dict(body)
     items = read.get("input")
     if not isinstance(items, list):
@@ -169,8 +95,8 @@ def responses(body: CommittedBody) -> tuple[CommittedBody, list[str]]:
         if kind == "additional_tools" and isinstance(item.get("tools"), list):  # Codex offers tools in its input
             read["tools"] = [*_listed(read.get("tools")), *item["tools"]]
         elif isinstance(kind, str) and kind not in ITEMS and kind not in HOSTED_CALLS and at < newest:
-            said = _said(kind, ignored)
-            read["input"].append({"type": "message", "role": "developer", "content": said["text"]})
+            instead = said(kind, ignored)
+            read["input"].append({"type": "message", "role": "developer", "content": instead["text"]})
         else:
             read["input"].append(item)
     return read, ignored.names
@@ -186,13 +112,13 @@ def _is_answer(item: Any) -> bool:
     return item.get("role") == "assistant" or item.get("type") in ("reasoning", "function_call", "custom_tool_call")
 
 
-def _newest(messages: list[Any]) -> int:
+def newest_turn(messages: list[Any]) -> int:
     """Return the index of the first message after the last turn of the assistant."""
     answers = (at for at, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "assistant")
     return 1 + max(answers, default=-1)
 
 
-def _said(kind: Any, ignored: "_Ignored") -> CommittedBody:
+def said(kind: Any, ignored: "Ignored") -> CommittedBody:
     """Return the text that stands for a part which is not read here."""
     name = kind[:40] if isinstance(kind, str) else "part"
     ignored.add(name)
@@ -203,7 +129,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class _Ignored:
+class Ignored:
     """Collects what is left out: each name once, and at most so many, since clients choose them."""
 
     _MOST = 32
@@ -232,3 +158,10 @@ class _Ignored:
             if not keeps(name):
                 self.add(f"{place}.{name}" if place else name)
         return {name: each for name, each in value.items() if keeps(name)}
+
+
+def told(answer: Mapping[str, Any], ignored: Collection[str]) -> Mapping[str, Any]:
+    """Return an answer that names what was left out of its request, in `sluice.ignored`."""
+    if not ignored:
+        return answer
+    return {**answer, "sluice": {**answer.get("sluice", {}), "ignored": list(ignored)}}

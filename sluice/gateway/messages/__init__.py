@@ -1,5 +1,0 @@
-"""Messages in Anthropic's form."""
-
-from sluice.gateway.messages.routes import routes
-
-__all__ = ["routes"]
