@@ -123,7 +123,7 @@ class RowRequests:
         text = self._prompt.fill(row.cells)
         content: Any = text
         if self._asked.image is not None:
-            image = {"type": "image_url", "image_url": {"url": self._image(as_text(row.cells.get(self._asked.image)))}}
+            image = {"type": "image_url", "image_url": {"url": self._image(row.cells.get(self._asked.image))}}
             content = [image, {"type": "text", "text": text}]
         messages = [{"role": "user", "content": content}]
         if self._system is not None:
@@ -141,8 +141,12 @@ class RowRequests:
             raise BadRow(f"its request has {len(raw):,} bytes; the limit is {MAX_REQUEST_BYTES:,}")
         return raw
 
-    def _image(self, named: str) -> str:
-        """Return the URL of an image: as it is, or with the content of a file below the folder."""
+    def _image(self, cell: object) -> str:
+        """Return the URL of an image: as it is, or with the bytes of the cell or of a file below the folder."""
+        match cell:
+            case bytes(data) | {"bytes": bytes(data)}:  # in Parquet; the second is that of Hugging Face's datasets
+                return _data_url(data, "the image")
+        named = as_text(cell)
         if re.match(r"(https?|data):", named, re.IGNORECASE):
             return named
         if not named:
@@ -153,24 +157,30 @@ class RowRequests:
                 raise BadRow(
                     f"image {shorten(named)}: it is outside of {self._image_folder}; name its folder with --image-dir"
                 )
-            return _data_url(named, path)
+            return _data_url(_read_file(path), f"image {shorten(named)}")
         except (OSError, ValueError, RuntimeError) as error:  # no such file, a null character, a loop of links
             reason = getattr(error, "strerror", None) or error
             raise BadRow(f"image {shorten(named)}: {reason}") from None
 
 
-def _data_url(named: str, path: Path) -> str:
+_MOST_BYTES = MAX_REQUEST_BYTES * 3 // 4  # of an image, which in base64 must fit into a request
+
+
+def _read_file(path: Path) -> bytes:
+    """Return the content, or one byte more than an image may have. Raises OSError or ValueError."""
     if not path.is_file():
-        raise BadRow(f"image {shorten(named)}: {'it is no regular file' if path.exists() else 'there is no such file'}")
-    largest = MAX_REQUEST_BYTES * 3 // 4  # in base64 it must fit into a request
+        raise ValueError("it is no regular file" if path.exists() else "there is no such file")
     with path.open("rb") as file:
-        data = file.read(largest + 1)
-    if len(data) > largest:
-        raise BadRow(f"image {shorten(named)}: it is larger than {largest:,} bytes, which a request can hold")
+        return file.read(_MOST_BYTES + 1)
+
+
+def _data_url(data: bytes, name: str) -> str:
+    if len(data) > _MOST_BYTES:
+        raise BadRow(f"{name}: it is larger than {_MOST_BYTES:,} bytes, which a request can hold")
     for first, kind in _IMAGES:
         if first.match(data):
             return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    raise BadRow(f"image {shorten(named)}: it is no PNG, JPEG, GIF or WebP")
+    raise BadRow(f"{name}: it is no PNG, JPEG, GIF or WebP")
 
 
 def _is_utf8(text: str) -> bool:

@@ -18,9 +18,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
+from sluice.batch.files import StateFile
 from sluice.batch.lines import custom_id_digest
 from sluice.batch.prompts import Asked, BadRow, RowRequests, parse_answer
-from sluice.batch.source import MAX_FILE_BYTES, MAX_LINES
+from sluice.batch.source import MAX_FILE_BYTES, MAX_LINES, RunPaths
 from sluice.batch.tables import Kind, Row, Table, Written, fits_64_bits, open_table, shorten, table_suffix, write_table
 from sluice.errors import BatchRefused, BatchTaken
 from sluice.wording import counted
@@ -161,7 +162,7 @@ class TableRun:
         self._lock: BinaryIO | None = None
         self.requests = self._folder / f"{self.output.stem}.jsonl"
         self.answers = self._folder / f"{self.output.stem}.answers.jsonl"
-        self._errors = self._folder / f"{self.output.stem}.answers.errors.jsonl"  # as `RunPaths` names it
+        self._paths = RunPaths.next_to_output(self.requests, self.answers)
         self._made_of = self._folder / "table.json"
         self.bad_rows: dict[int, str] = {}
 
@@ -215,7 +216,24 @@ class TableRun:
 
     def discard(self) -> None:
         """Delete the folder of a run that queued nothing."""
-        shutil.rmtree(self._folder)
+        if not self._has_results:
+            shutil.rmtree(self._folder)
+
+    @property
+    def _has_results(self) -> bool:
+        return any(path.exists() and path.stat().st_size for path in self._paths.results)
+
+    def _forget_failures(self) -> None:
+        """Delete the files of a run that has ended without an answer, as with a parameter that each request is refused
+        for: nobody needs them."""
+        if self.answers.exists() and self.answers.stat().st_size:
+            return
+        with StateFile(self._paths.state) as state:
+            saved = state.load()
+        if saved is not None and saved.batch.ended:
+            for path in self._folder.iterdir():
+                if path.name != "lock":
+                    path.unlink()
 
     def _take(self) -> None:
         self._lock = (self._folder / "lock").open("ab")  # kept open until the process ends
@@ -231,7 +249,9 @@ class TableRun:
             self._use(saved)
             self._save(chosen)
             return
-        if any(path.exists() and path.stat().st_size for path in (self.answers, self._errors)):
+        if self._has_results:
+            self._forget_failures()
+        if self._has_results:
             raise BatchRefused(self._refusal(saved, chosen))
         built = self._build()
         self.bad_rows = built.bad_rows
@@ -322,7 +342,7 @@ class TableRun:
             )
         part, counts = output.with_name(f"{output.name}.part"), TableCounts()
         try:
-            with _Outcomes(self.answers, self._errors) as outcomes:
+            with _Outcomes(self.answers, self._paths.errors) as outcomes:
                 rows = ((row, self._shown.named(cells)) for row, cells in self._joined(outcomes, counts))
                 write_table(part, table_suffix(output), self.table, self.added, rows)
             part.replace(output)
@@ -333,7 +353,7 @@ class TableRun:
 
     def joined(self) -> Iterator[Written]:
         """Yield the chosen rows with the cells of their new columns, by their names without the prefix."""
-        with _Outcomes(self.answers, self._errors) as outcomes:
+        with _Outcomes(self.answers, self._paths.errors) as outcomes:
             yield from self._joined(outcomes, TableCounts())
 
     def _joined(self, outcomes: "_Outcomes", counts: TableCounts) -> Iterator[Written]:

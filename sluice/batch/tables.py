@@ -1,5 +1,6 @@
 """Reads and writes tables row by row: CSV, TSV, JSON lines and Parquet. No table is whole in memory."""
 
+import codecs
 import csv
 import json
 import math
@@ -109,8 +110,9 @@ class _DelimitedTable:
         """Yield the cells of each line that is not empty."""
         reader = None
         try:
+            is_utf8 = codecs.lookup(self._encoding or "utf-8").name == "utf-8"
             # utf-8-sig drops a byte order mark.
-            with self._path.open(encoding=self._encoding or "utf-8-sig", newline="") as file:
+            with self._path.open(encoding="utf-8-sig" if is_utf8 else self._encoding, newline="") as file:
                 reader = csv.reader(file, delimiter=delimiter, strict=True)
                 yield from filter(None, reader)
         except csv.Error as error:

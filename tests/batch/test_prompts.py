@@ -99,6 +99,14 @@ def test_an_image_is_a_url_or_a_file_below_the_folder(tmp_path: Path) -> None:
         assert image["image_url"]["url"] == url
 
 
+def test_an_image_may_be_in_the_table_itself(tmp_path: Path) -> None:
+    for cell in (PNG, {"bytes": PNG, "path": "../a.png"}):
+        image, _ = body(tmp_path, {"picture": cell}, image="picture")["messages"][0]["content"]
+        assert image["image_url"]["url"] == f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+    with pytest.raises(BadRow, match="the image: it is no PNG"):
+        body(tmp_path, {"picture": b"text"}, image="picture")
+
+
 def test_an_image_that_cannot_be_sent_is_a_bad_row(tmp_path: Path) -> None:
     inside = tmp_path / "in"
     inside.mkdir()

@@ -159,6 +159,28 @@ async def test_a_run_without_answers_may_be_changed(client: Client, tmp_path: Pa
     assert lines_of(run)[0]["body"]["messages"][0]["content"].startswith("Judge")
 
 
+async def test_a_run_that_ended_without_an_answer_may_be_changed_too(
+    client: Client, chat: Chat, tmp_path: Path
+) -> None:
+    wrong = {"say": ["x"], "fails": 9, "retryable": False, "refuse": "invalid_request"}
+    run = run_of(table(tmp_path, 3), params=wrong)
+    batch = await answered(client, run)
+    assert batch.request_counts.failed == 3
+    del run  # and its lock
+    again = run_of(tmp_path / "in.csv")
+    batch = await answered(client, again)
+    assert batch.request_counts.completed == 3
+    assert {row["error"] for row in read(again.output)} == {""}
+
+
+@pytest.mark.usefixtures("chat")
+async def test_a_run_that_has_answers_is_never_discarded(client: Client, tmp_path: Path) -> None:
+    run = run_of(table(tmp_path, 2))
+    await answered(client, run)
+    run.discard()
+    assert run.answers.exists()
+
+
 def test_one_process_at_a_time_has_the_folder(tmp_path: Path) -> None:
     first = run_of(table(tmp_path, 2))
     first.prepare()

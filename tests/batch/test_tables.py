@@ -178,6 +178,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path: Path) -> None:
     for name, raw in (("in.csv", "id,text\n1,a\n"), ("in.jsonl", '{"id": "1", "text": "a"}\n')):
         source = table_of(tmp_path / name, raw.encode("utf-8-sig"))
         assert cells(source) == [{"id": "1", "text": "a"}]
+    assert cells(open_table(tmp_path / "in.csv", "UTF_8")) == [{"id": "1", "text": "a"}]
 
 
 def test_another_encoding_is_refused_with_the_option_and_read_with_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,45 @@ def test_ctrl_c_leaves_a_table_that_the_same_command_goes_on_with(sluice: Comman
     assert [row["answer"] for row in rows_of(tmp_path / "out.csv")] == [
         " ".join(map(str, range(1, 4 + k % 10))) for k in range(120)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alive")
+def test_a_command_that_is_killed_anywhere_ends_with_the_table_of_an_unbroken_run(
+    sluice: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "in.csv").write_text("n,note\n" + "".join(f'{3 + k % 10},"a\n{k}"\n' for k in range(300)))
+    (tmp_path / "p.txt").write_text("Count to {n}.")
+    command = ("batch", "run", "in.csv", "--prompt", "p.txt", "--param", "temperature=0", "--window", "8", "-o")
+    assert sluice(*command, "whole.csv")[0] == 0
+    kills = 0
+    for wait_s in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0):
+        with sluice.running(*command, "out.csv") as process:
+            try:
+                process.wait(wait_s)
+            except subprocess.TimeoutExpired:
+                kills += 1
+    assert kills >= 3
+    assert sluice(*command, "out.csv")[0] == 0
+    assert (tmp_path / "out.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+    ended = [line["custom_id"] for line in read(tmp_path / "out.csv.run" / "out.answers.jsonl")]
+    assert sorted(ended, key=int) == [str(k) for k in range(1, 301)]
+
+
+@pytest.mark.usefixtures("alive")
+def test_lines_that_are_run_again_are_in_the_table(sluice: Command, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("n\n3\n9\n")
+    (tmp_path / "p.txt").write_text("Count to {n}.")
+    (tmp_path / "s.json").write_text('{"type": "object", "properties": {"x": {"enum": [4, 7]}}, "required": ["x"]}')
+    asked = ("--prompt", "p.txt", "--schema", "s.json", "--param", "max_tokens=1")
+    code, out, err = sluice("batch", "run", "in.csv", "-o", "out.csv", *asked, "--json")
+    assert (code, "2 of them with an error" in err) == (1, True), err
+    assert rows_of(tmp_path / "out.csv")[0]["error"].startswith("answer_not_json: ")
+    code, _, err = sluice(
+        "batch", "rerun", json.loads(out)["id"], "--cut", "--invalid", "--retry", "cut,invalid", "--retries", "6"
+    )
+    assert (code, "out.csv: 2 rows" in err) == (0, True), err
+    assert all(row["x"] in "47" and not row["error"] for row in rows_of(tmp_path / "out.csv"))
 
 
 @pytest.mark.parametrize(

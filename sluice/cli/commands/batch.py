@@ -437,7 +437,7 @@ def rerun_lines(
 
     again = asyncio.run(stoppable(_run(redis_url, rerun, run)))
     if again is None or again.ended:
-        _finish(again, run, as_json)
+        _finish(again, run, as_json, table=tables.of_answers(again.output_file_id) if again else None)
     elif as_json:
         print_json(asdict(again))
     else:

@@ -185,12 +185,18 @@ def finish(run: TableRun, batch: Batch) -> int:
     return counts.errors
 
 
+def of_answers(answers: str | None) -> TableRun | None:
+    """Return the run of a table by the file of its answers; None for a run of a file of requests. Raises `CliError`."""
+    with _refused():
+        return TableRun.of_answers(Path(answers)) if answers else None
+
+
 def export(answers: Path, output: Path | None) -> bool:
     """Write the table of a run with the answers so far; to stdout without `output`. False if the run has no table.
     Raises `CliError`."""
+    if (run := of_answers(str(answers))) is None:
+        return False
     with _refused():
-        if (run := TableRun.of_answers(answers)) is None:
-            return False
         if output is not None:
             run.write_to(output)
             return True
