@@ -205,7 +205,8 @@ def _checked_params(asked: Asked) -> dict[str, Any]:
 
 
 def parse_schema(text: str, name: str) -> dict[str, Any]:
-    """Return the JSON Schema in a text; of a whole `response_format` its schema. Raises `BatchRefused`."""
+    """Return the JSON Schema in a text; of a whole `response_format` its schema. It allows no fields but its own, which
+    are the columns, unless it says otherwise itself. Raises `BatchRefused`."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -215,7 +216,15 @@ def parse_schema(text: str, name: str) -> dict[str, Any]:
             schema = inner
     match schema:
         case {"properties": dict(properties)} if properties:
-            return dict(schema)
+            says_itself = schema.keys() & {
+                "additionalProperties",
+                "patternProperties",
+                "allOf",
+                "anyOf",
+                "oneOf",
+                "$ref",
+            }
+            return dict(schema) if says_itself else {**schema, "additionalProperties": False}
     raise BatchRefused(
         f"{name}: its fields become columns, so it must be the schema of an object with properties, such as "
         '{"type": "object", "properties": {"label": {"enum": ["good", "bad"]}}, "required": ["label"]}'

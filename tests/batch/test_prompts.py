@@ -177,7 +177,12 @@ def test_a_field_of_the_schema_is_a_column_of_its_kind(field: object, kind: str)
 def test_a_whole_response_format_is_taken_for_its_schema() -> None:
     inner = {"type": "object", "properties": {"x": {}}}
     whole = {"type": "json_schema", "json_schema": {"name": "n", "schema": inner}}
-    assert parse_schema(json.dumps(whole), "answer.json") == inner
+    assert parse_schema(json.dumps(whole), "answer.json") == {**inner, "additionalProperties": False}
+
+
+def test_a_schema_allows_no_field_that_has_no_column_unless_it_says_so() -> None:
+    own = {"type": "object", "properties": {"x": {}}, "additionalProperties": True}
+    assert parse_schema(json.dumps(own), "answer.json") == own
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"type": "string"}', '{"properties": {}}', "[" * 100_000])
