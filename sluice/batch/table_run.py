@@ -148,8 +148,7 @@ class TableRun:
         self._path, self.output = path.absolute(), output.absolute()
         self._chosen, self._shown = chosen, shown
         table_suffix(self.output)
-        if self._path.resolve() == self.output.resolve():
-            raise BatchRefused(f"{output} is the table itself, and would be overwritten: name another output")
+        self._refuse_own_table(self.output)
         self.table: Table = open_table(self._path, chosen.encoding, chosen.delimiter)
         image_folder = Path(chosen.image_folder) if chosen.image_folder else self._path.parent
         self.requests_of = RowRequests(chosen.asked, self.table.columns, image_folder)
@@ -178,6 +177,10 @@ class TableRun:
         run = cls(Path(saved["path"]), output, Chosen.of(saved["chosen"]), Shown(**saved["shown"]))
         run._use(saved)
         return run
+
+    def _refuse_own_table(self, output: Path) -> None:
+        if self._path.resolve() == output.resolve():
+            raise BatchRefused(f"{output} is the table itself, and would be overwritten: name another output")
 
     def rows(self) -> Iterator[Row]:
         """Yield the chosen rows."""
@@ -286,7 +289,7 @@ class TableRun:
         different = " and ".join(_NAMES.get(name, name) for name in names)
         return (
             f"{self.output} is the output of a run that was started with another {different}: use the same to resume "
-            f"it, or name another output, or remove {self._folder}"
+            f"it, or name another output, or remove it and {self._folder}"
         )
 
     def _build(self) -> Built:
@@ -333,8 +336,9 @@ class TableRun:
         return f"{self._path}: none of its {counted(len(built.bad_rows), 'row')} can be run. {listed}"
 
     def write_to(self, output: Path) -> TableCounts:
-        """Write the table with the answers so far, whole or not at all. Raises `BatchRefused` if the input has changed,
-        or OSError."""
+        """Write the table with the answers so far, whole or not at all. Raises `BatchRefused` if the input has changed
+        or is this file, or OSError."""
+        self._refuse_own_table(output)
         if _sha256(self._path) != self._sha256:
             raise BatchRefused(
                 f"{self._path} was changed since the run began. The answers are in {self.answers}: restore the table "

@@ -125,6 +125,8 @@ async def test_the_table_can_be_written_again_from_the_answers_alone(client: Cli
     assert (tmp_path / "again.csv").read_bytes() == run.output.read_bytes()
     assert list(read(run.output)[0]) == ["id", "text", "m_label", "m_stars", "m_why", "m_error"]
     assert TableRun.of_answers(tmp_path / "out.jsonl") is None
+    with pytest.raises(BatchRefused, match="is the table itself"):
+        again.write_to(tmp_path / "in.csv")
     table(tmp_path, 4)
     with pytest.raises(BatchRefused, match=r"in.csv was changed since the run began"):
         again.write_to(tmp_path / "more.csv")
@@ -179,6 +181,16 @@ async def test_a_run_that_has_answers_is_never_discarded(client: Client, tmp_pat
     await answered(client, run)
     run.discard()
     assert run.answers.exists()
+
+
+def test_an_answer_replaces_a_failure_of_the_same_row(tmp_path: Path) -> None:
+    run = run_of(table(tmp_path, 2))
+    run.prepare()
+    failed = {"custom_id": "1", "response": None, "error": {"code": "overloaded", "message": "No room."}}
+    answer = {"custom_id": "1", "response": {"body": {"choices": [{"message": {"content": "hi"}}]}}, "error": None}
+    run.answers.with_name("out.answers.errors.jsonl").write_text(json.dumps(failed) + "\n")
+    run.answers.write_text(json.dumps(answer) + '\n{"custom_id": "2", "resp')  # the second is still being written
+    assert [new["error"] for _, new in run.joined()] == [None, "no answer yet: the run has not ended"]
 
 
 def test_one_process_at_a_time_has_the_folder(tmp_path: Path) -> None:

@@ -355,7 +355,10 @@ def _prompt_run(file: Path, folder: Path, prompt: Path, chosen: Chosen) -> Table
     """Return the prepared run of one prompt. Its files are named for all that is asked, so that another prompt under
     the same name has others."""
     digest = hashlib.sha256(json.dumps(chosen.described(str(file.absolute()))).encode()).hexdigest()[:8]
-    run = TableRun(file, folder / f"{prompt.stem}-{digest}.jsonl", chosen, Shown(f"{prompt.stem}.", True))
+    try:
+        run = TableRun(file, folder / f"{prompt.stem}-{digest}.jsonl", chosen, Shown(f"{prompt.stem}.", True))
+    except BatchRefused as error:
+        raise BatchRefused(f"{prompt}: {error}") from None
     run.prepare()
     return run
 
