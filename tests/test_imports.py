@@ -34,6 +34,7 @@ TABLE = {
     "sluice.contract.redis_url": May("sluice.contract.keys"),  # a map's models
     "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
+    "sluice.batch.tables": May("sluice", "pyarrow"),  # Parquet, an extra
     "sluice.log_lines": May(others="pythonjsonlogger"),
     "sluice.batch.remote": May("sluice", "httpx"),  # runs at a gateway
     # HTTP and TLS are httpcore's; which addresses are connected to is decided here.

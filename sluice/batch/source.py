@@ -20,6 +20,8 @@ from sluice.errors import BatchRefused
 from sluice.presence import mapping_pair
 from sluice.wording import counted
 
+MAX_LINES = 50_000  # of a file: OpenAI's limits
+MAX_FILE_BYTES = 200 * 1024 * 1024
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -98,8 +100,8 @@ class Source:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def scan(self, *, max_lines: int = 50_000, max_bytes: int = 200 * 1024 * 1024) -> FileScan:
-        """Check every line, in file order. Blocks while it reads the file. The limits are OpenAI's."""
+    def scan(self, *, max_lines: int = MAX_LINES, max_bytes: int = MAX_FILE_BYTES) -> FileScan:
+        """Check every line, in file order. Blocks while it reads the file."""
         found, first_lines = FileScan(), dict[bytes, int]()
         if (size := os.fstat(self._file.fileno()).st_size) > max_bytes:
             found.add(Problem("file_too_large", f"the file is {size:,} bytes; the limit is {max_bytes:,}."))

@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
@@ -20,6 +20,8 @@ import typer
 
 from sluice.batch.pace import OpenHours
 from sluice.batch.source import WINDOW
+from sluice.batch.table_run import TableRun
+from sluice.cli.commands import batch_tables as tables
 from sluice.cli.commands.batch_schedule import schedule
 from sluice.cli.errors import CliError, connected, needs_worker, sentence
 from sluice.cli.options import (
@@ -175,10 +177,25 @@ def _mapping(map: list[str] | None, model: str | None) -> dict[str, str] | None:
 
 def run_file(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests, one per line.")],
+    file: Annotated[Path, typer.Argument(metavar="IN", help="The file of requests, one per line; or a table.")],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="The file for the answers, one per line.")
+        Path, typer.Option("-o", "--output", metavar="FILE", help="The file for the answers, one per line; or a table.")
     ],
+    prompt: tables.Prompt = None,
+    system: tables.System = None,
+    schema: tables.Schema = None,
+    image: tables.Image = None,
+    image_dir: tables.ImageDir = None,
+    key_column: tables.KeyColumn = None,
+    param: tables.Param = None,
+    rows: tables.Rows = None,
+    sample: tables.Sample = None,
+    sample_seed: tables.SampleSeed = 0,
+    encoding: tables.Encoding = None,
+    delimiter: tables.Delimiter = None,
+    prefix: tables.Prefix = "",
+    details: tables.Details = False,
+    dry_run: tables.DryRun = False,
     errors: Annotated[
         Path | None,
         typer.Option(
@@ -209,11 +226,15 @@ def run_file(
     key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a file of requests offline, and show the progress.
+    """Run a file of requests, or a prompt for each row of a table, offline, and show the progress.
 
     If the command, a worker or the server stops, run the same command again: it resumes, and each line is answered
     once. Ctrl-C pauses the run. The report goes to stdout, with --json as OpenAI's Batch object; all else to stderr.
     A file made for another service names models that no worker serves here: --map names the served model to use.
+
+    With --prompt the input is a table (.csv, .tsv, .jsonl, .parquet). {name} in the prompt is the cell of that column,
+    {{ is a brace. The output is the table with the columns `answer`, or the fields of --schema, and `error`, in the
+    format of its suffix; it is written when the run ends. Its state is in OUT.run, a folder.
 
     With --url the gateway runs the file, and goes on when this command stops: the same command waits again, and
     fetches the answers at the end.
@@ -230,8 +251,14 @@ def run_file(
       sluice batch run in.jsonl -o out.jsonl --url http://mac.local:8000
       sluice batch run in.jsonl -o out.jsonl --on-end 'mail -s "$SLUICE_BATCH_STATUS" me@example.com'
       sluice batch run in.jsonl -o out.jsonl --retry invalid,cut,failed
+      sluice batch run reviews.csv -o out.csv --prompt prompt.txt --schema answer.json --dry-run
+      sluice batch run reviews.csv -o out.csv --prompt prompt.txt --schema answer.json --param temperature=0
     """
     server = server_of(context, redis_url, url, key)
+    table = tables.prepare(file, output, model, errors, tables.TableOptions.of(locals()))
+    if table and dry_run:
+        tables.dry_run(table, redis_url, model)
+        return
     options = {
         "errors": errors,
         "models": _mapping(map, model),
@@ -240,23 +267,31 @@ def run_file(
         **({"window": window} if is_given(context, "window") else {}),
         **retry_options(retry, retries),
     }
-    batch = asyncio.run(stoppable(_run(server, file, output, options)))
+    requests, answers = (table.requests, table.answers) if table else (file, output)
+    batch = asyncio.run(stoppable(_run(server, requests, answers, options)))
     paused = "the run goes on at the gateway" if isinstance(server, Remote) else "paused"
-    finish(batch, file, as_json, on_end, paused=paused)
+    finish(batch, file, as_json, on_end, table, paused=paused)
 
 
 def finish(
-    batch: Batch | None, file: str | Path, as_json: bool, on_end: str | None = None, *, paused: str = "paused"
+    batch: Batch | None,
+    file: str | Path,
+    as_json: bool,
+    on_end: str | None = None,
+    table: TableRun | None = None,
+    *,
+    paused: str = "paused",
 ) -> None:
-    """Print the report of a run, run the command for its end, and exit with its code. None: it was interrupted, and is
-    `paused`."""
+    """Print the report of a run, write its table, run the command for its end, and exit with its code. None: it was
+    interrupted, and is `paused`."""
     if batch is None:
         note(f"{paused}. Run the same command again to resume.")
         raise typer.Exit(code=3)
+    num_errors = tables.finish(table, batch) if table else 0
     _print_outcome(file, batch, as_json)
     if on_end is not None:
-        _run_at_end(on_end, batch)
-    raise typer.Exit(_exit_code(batch))
+        _run_at_end(on_end, replace(batch, output_file_id=str(table.output)) if table else batch)
+    raise typer.Exit(_exit_code(batch) or min(num_errors, 1))
 
 
 def _print_outcome(file: str | Path, batch: Batch, as_json: bool) -> None:
@@ -508,7 +543,7 @@ def results(
     url: GatewayUrl = None,
     key: ApiKey = None,
 ) -> None:
-    """Fetch the answers of a run, even if it has not ended.
+    """Fetch the answers of a run, even if it has not ended; of a table's run the table.
 
     It has to run on the machine that has the files of the run. With --url it may run anywhere, and the run has to have
     ended.
@@ -528,6 +563,8 @@ def results(
     own = (offline_run.input_file_id, offline_run.output_file_id, offline_run.error_file_id)
     if output and not isinstance(server, Remote) and output.resolve() in {Path(name).resolve() for name in own if name}:
         raise CliError(f"{output} is a file of the run itself, and would be overwritten: give another with -o.")
+    if not (errors or isinstance(server, Remote)) and tables.export(Path(file), output):
+        return
     with _named(output, offline_run), _opened(server, file, output) as found:
         if output is None:
             shutil.copyfileobj(found, sys.stdout.buffer)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from sluice.cli.commands import batch_tables as tables
 from sluice.cli.commands.batch import finish, run_shown, stoppable
 from sluice.cli.errors import connected
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, Retries, Retry, retry_options
@@ -47,7 +48,7 @@ def rerun_lines(
 
     again = asyncio.run(stoppable(run_shown(rerun, run)))
     if again is None or again.ended:
-        finish(again, run, as_json)
+        finish(again, run, as_json, table=tables.of_answers(again.output_file_id) if again else None)
     elif as_json:
         print_json(asdict(again))
     else:

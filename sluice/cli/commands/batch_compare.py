@@ -1,0 +1,78 @@
+"""`sluice batch compare`: runs two prompts over the same rows of a table."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sluice.cli.commands import batch_tables as tables
+from sluice.cli.commands.batch import run_shown, stoppable
+from sluice.cli.errors import connected
+from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
+from sluice.cli.terminal.batch_view import print_problems
+from sluice.cli.terminal.output import print_json
+from sluice.cli.terminal.table_view import print_comparison
+from sluice.cli.terminal.view import note
+from sluice.contract.batch import Batch
+
+
+def compare_prompts(
+    file: Annotated[Path, typer.Argument(metavar="TABLE", help="The table: .csv, .tsv, .jsonl or .parquet.")],
+    prompt: Annotated[
+        list[Path], typer.Option("--prompt", metavar="FILE", help="A prompt for a row; give two.", show_default=False)
+    ],
+    sample: tables.Sample = 20,
+    sample_seed: tables.SampleSeed = 0,
+    system: tables.System = None,
+    schema: tables.Schema = None,
+    image: tables.Image = None,
+    image_dir: tables.ImageDir = None,
+    key_column: tables.KeyColumn = None,
+    param: tables.Param = None,
+    rows: tables.Rows = None,
+    encoding: tables.Encoding = None,
+    delimiter: tables.Delimiter = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="The model that answers.")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Keep the answers here, and use those of earlier calls."),
+    ] = None,
+    redis_url: RedisUrl = REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Run two prompts over the same rows of a table, and show how the answers agree.
+
+    It prints the sums of both, how many rows have equal values in each field, and the rows that differ; with --json all
+    of them as one object. Exit codes as those of `batch run`.
+
+    \b
+    Examples:
+      sluice batch compare reviews.csv --prompt short.txt --prompt long.txt
+      sluice batch compare reviews.csv --prompt a.txt --prompt b.txt --schema answer.json --sample 50 -o compared
+    """
+    given = tables.TableOptions.of({**locals(), "prompt": None})
+
+    def ask(requests: Path, answers: Path) -> Batch | None:
+        async def run(on_progress: Callable[[Batch], None]) -> Batch:
+            models = None if model is None else {"*": model}
+            async with connected(redis_url) as client:
+                return await client.batch(requests, answers, models=models, served_only=True, on_progress=on_progress)
+
+        batch = asyncio.run(stoppable(run_shown(run, answers)))
+        if batch and batch.errors:
+            print_problems(batch)
+            raise typer.Exit(2)
+        return batch
+
+    found = tables.compare(file, prompt, given, model, folder, ask)
+    if found is None:
+        note("interrupted. Run the same command again." + (" The answers so far are kept." if folder else ""))
+        raise typer.Exit(3)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        print_comparison(found)
+    raise typer.Exit(1 if any(score.errors for score in found.scores) else 0)
