@@ -1,10 +1,8 @@
 """The asyncio client for web backends: `submit`, `stream`, `result`, `cancel`."""
 
 import asyncio
-import base64
 import json
-import struct
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from sluice.contract.events import Event, JobError, parse_as
 from sluice.contract.keys import JobFunction, Lane
 from sluice.contract.models import Model
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
+from sluice.interfaces.embeddings import vectors_of
 from sluice.presence import Attendances, Workers, serves
 from sluice.queues import DeadLetter, DeadLetters, MisplacedJobs, Queue, QueueHead, Queues
 from sluice.streaming import SILENCE_S, Hub, Streams
@@ -61,13 +60,6 @@ def _completion(stored: dict[str, Any]) -> dict[str, Any]:
         case "cancelled":
             raise JobCancelled(stored["reason"])
     return stored
-
-
-def vectors_of(result: Mapping[str, Any]) -> Iterator[list[float]]:
-    """Yield the vectors in the result of a job of an embedding model that was asked for base64."""
-    for entry in result["data"]:
-        vector = base64.b64decode(entry["embedding"])
-        yield [*struct.unpack(f"<{len(vector) // 4}f", vector)]
 
 
 class Client:
