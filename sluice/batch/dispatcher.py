@@ -134,7 +134,8 @@ class LineDispatcher:
         if the server refuses a command.
         """
         self._fill()
-        if self._limits.are_old and (models := {entry.line.model for entry in self._in_flight.values()}):
+        models = {each.line.model for each in self._in_flight.values() if each.last or "cut" in self._limits.retry}
+        if models and self._limits.are_old:
             self._limits.update(await self._store.token_limits(models))
         await self._queue()
         before = len(self._in_flight)
@@ -283,6 +284,7 @@ class _Limits:
 
     def __init__(self, retry: Mapping[str, int]) -> None:
         self.retry = retry
+        self._noted = set[str]()  # of a run, once each
         self._tokens: TokenLimits = {}
         self._until = 0.0  # by the monotonic clock
 
@@ -300,7 +302,21 @@ class _Limits:
         """Return the limit of tokens for a cut answer that is run again, as `raised_limit` does."""
         context, most = self._tokens.get(model, (None, None))
         bounds = [] if context is None else [context - details.input_tokens]
-        return raised_limit(asked, details, bounds if most is None else [*bounds, most])
+        limit = raised_limit(asked, details, bounds if most is None else [*bounds, most])
+        if details.finish_reason == "length" and "cut" in self.retry:
+            self._note(asked, details.output_tokens, limit)
+        return limit
+
+    def _note(self, asked: int | None, length: int, limit: int | None) -> None:
+        if limit is None:
+            note = "the context, the worker's memory or SLUICE_MAX_OUTPUT_TOKENS allows no longer one: it stays cut off"
+        elif asked is None:
+            note = "its request has no max_tokens, so it is run again with twice as many"
+        else:
+            return
+        if note not in self._noted:
+            self._noted.add(note)
+            logger.warning("an answer was cut off at %d tokens, and %s; likewise others of this run", length, note)
 
 
 def _apply_submission(entry: InFlightLine, outcome: Submitted | QueueFull | ServerFull) -> None:
@@ -323,11 +339,12 @@ def _apply_job(entry: InFlightLine, result: bytes | None, exists: bool, limits: 
         case {"type": "cancelled", "reason": str(reason)}:
             cancelled = _failed("cancelled", cancelled_sentence(reason), errors.JobCancelled(reason))
             return entry.apply(LineEvent.JOB_CANCELLED, outcome=cancelled)
-    details = details_of(ended, wants_json=entry.wants_json)
+    answer: dict[str, Any] = ended if isinstance(ended, dict) else {}
+    details = details_of(answer, wants_json=entry.wants_json)
     outcome = Outcome(details, result)
     if details.kind == "invalid":
         outcome = Outcome(details, error=LineError(NOT_JSON, _not_json(details), 200, result))
-    raised = limits.raised(entry.limit, details, str(ended.get("model")))
+    raised = limits.raised(entry.limit, details, str(answer.get("model")))
     return _end(entry, outcome, most_retries(details, limits.retry, raised))
 
 

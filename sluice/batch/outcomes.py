@@ -22,6 +22,7 @@ from sluice.contract.events import parse_as
 KINDS: tuple[OutcomeKind, ...] = get_args(OutcomeKind)  # the best first
 TO_RETRY: tuple[OutcomeKind, ...] = ("invalid", "cut", "failed", "refused")
 ANSWERS: tuple[OutcomeKind, ...] = ("answered", "cut", "refused")
+_REPLACED = "replaced"
 NOT_JSON = "answer_not_json"  # the code of an answer that is not the JSON that was asked for
 
 
@@ -37,28 +38,38 @@ def read_kinds(names: Iterable[str]) -> tuple[OutcomeKind, ...]:
 
 def details_of(result: Mapping[str, Any], *, wants_json: bool = False) -> LineDetails:
     """Return the kind of a result as the worker wrote it, and what it took."""
-    choice: dict[str, Any] = next(iter(result.get("choices") or ()), {})
-    usage, ours = result.get("usage") or {}, result.get("sluice") or {}
-    timings = ours.get("timings") or {}
+    choices, ours = result.get("choices"), _mapping(result.get("sluice"))
+    choice = _mapping(choices[0]) if isinstance(choices, list) and choices else {}
+    usage, timings = _mapping(result.get("usage")), _mapping(ours.get("timings"))
+    into, out = _mapping(usage.get("prompt_tokens_details")), _mapping(usage.get("completion_tokens_details"))
     # Both count from the claim. Without tokens of an answer, as for embeddings, there is only the first.
-    begun_s = max(timings.get("prefill_s", 0.0), timings.get("ttft_s", 0.0))
-    seconds = begun_s + timings.get("decode_s", 0.0)
+    begun_s = max(_number(timings.get("prefill_s")), _number(timings.get("ttft_s")))
+    seconds = begun_s + _number(timings.get("decode_s"))
     return LineDetails(
         kind=_kind(choice, wants_json),
         finish_reason=choice.get("finish_reason"),
         seconds=round(seconds, 6),
-        machine_s=round(seconds / max(ours.get("rows_mean", 1.0), 1.0), 6),
-        input_tokens=usage.get("prompt_tokens", 0),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-        output_tokens=usage.get("completion_tokens", 0),
-        reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0),
+        machine_s=round(seconds / max(_number(ours.get("rows_mean")), 1.0), 6),
+        input_tokens=int(_number(usage.get("prompt_tokens"))),
+        cached_tokens=int(_number(into.get("cached_tokens"))),
+        output_tokens=int(_number(usage.get("completion_tokens"))),
+        reasoning_tokens=int(_number(out.get("reasoning_tokens"))),
     )
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Return the value if it is one that a worker writes: any client can write a result."""
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0
 
 
 def details_of_line(line: Mapping[str, Any]) -> LineDetails:
     """Return the details in a line of a result file; of one from an earlier version they are read from the body."""
     match line:
-        case {"sluice": dict(details)}:
+        case {"sluice": {"kind": str(kind)} as details} if kind in KINDS:
             return parse_as(LineDetails, details)
         case {"error": {"code": str(code)}, "response": {"body": dict(body)}} if code == NOT_JSON:
             return replace(details_of(body), kind="invalid")
@@ -68,7 +79,7 @@ def details_of_line(line: Mapping[str, Any]) -> LineDetails:
 
 
 def _kind(choice: Mapping[str, Any], wants_json: bool) -> OutcomeKind:
-    if choice.get("finish_reason") == "content_filter" or (choice.get("message") or {}).get("refusal"):
+    if choice.get("finish_reason") == "content_filter" or _mapping(choice.get("message")).get("refusal"):
         return "refused"
     if choice and wants_json and not _is_json(choice):
         return "invalid"
@@ -77,12 +88,12 @@ def _kind(choice: Mapping[str, Any], wants_json: bool) -> OutcomeKind:
 
 def _is_json(choice: Mapping[str, Any]) -> bool:
     """Return True for JSON, which then satisfies its schema, since workers enforce it; and for calls without text."""
-    message = choice.get("message") or {}
+    message = _mapping(choice.get("message"))
     content = message.get("content") or ""
     if message.get("tool_calls") and not content:
         return True
     try:
-        json.loads(content)
+        json.loads(str(content))
     except RecursionError:
         return True  # it is nested deeper than Python can read, which is no fault of it
     except ValueError:
@@ -117,8 +128,9 @@ def raised_limit(asked: int | None, details: LineDetails, bounds: Iterable[int])
 
 
 def limit_of(body: Mapping[str, Any]) -> int | None:
-    """Return the limit of tokens in a request; None without one."""
-    return body.get("max_completion_tokens") or body.get("max_tokens") or None
+    """Return the limit of tokens in a request; None without one, or if it is no number."""
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    return limit if isinstance(limit, int) else None
 
 
 def changes_for(body: Mapping[str, Any], last: LineDetails, raised: int | None, retry: int) -> dict[str, Any]:
@@ -166,24 +178,29 @@ class OutcomeTally:
     @property
     def kinds(self) -> dict[str, OutcomeCounts]:
         """Sums by the kind of the outcome, without kinds that no line has."""
-        replaced = sum(map(_sums, self._replaced.values()), Counter[str]())
-        found: dict[str, OutcomeCounts] = {kind: _counts(self._sums[kind]) for kind in KINDS}
-        found["replaced"] = _counts(replaced)
+        found = {kind: _counts(self._sums[kind]) for kind in (*KINDS, _REPLACED)}
         return {kind: counts for kind, counts in found.items() if counts.lines}
 
     def keep(self, job_id: str, details: LineDetails) -> None:
         """Count an outcome that is kept while its line is run again."""
+        self._uncount(job_id)
         self._replaced[job_id] = details
+        self._sums[_REPLACED] += _sums(details)
+
+    def _uncount(self, job_id: str) -> None:
+        if replaced := self._replaced.pop(job_id, None):
+            self._sums[_REPLACED] -= _sums(replaced)
 
     def add(self, line: dict[str, Any]) -> None:
         """Count a line of the output or error file."""
         self.retried += is_retry(line["id"])
         details = details_of_line(line)
         self._sums[details.kind] += _sums(details)
-        if error := line.get("error"):
-            self.failures[error["code"]] += 1
+        match line:
+            case {"error": {"code": str(code)}}:
+                self.failures[code] += 1
         if response := line.get("response"):
-            self._replaced.pop(response["request_id"], None)  # it was kept, and is the best
+            self._uncount(response.get("request_id"))  # it was kept, and is the best
         if details.seconds:
             slow = SlowLine(line["custom_id"], details.seconds, details.output_tokens)
             slowest = sorted([*self.slowest, slow], key=lambda each: each.seconds, reverse=True)

@@ -1,5 +1,6 @@
 """Runs lines of an ended run again: their new answers take the place of the old ones in its files."""
 
+import asyncio
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ from sluice.batch.folder import moved, run_paths
 from sluice.batch.outcomes import NOT_JSON, read_kinds
 from sluice.batch.registry import BatchRegistry, RedisOf
 from sluice.batch.run import OnProgress, endless_retries, publish, run_batch
-from sluice.batch.source import RunOptions, RunPaths, parse_window
+from sluice.batch.source import RunOptions, RunPaths, Source, parse_window
 from sluice.batch.transitions import RunEvent, run_step
 from sluice.contract.batch import Batch, is_run_id
 from sluice.errors import BatchRefused
@@ -48,13 +49,14 @@ async def rerun_lines(
             )
         if batch.ended and not any(count_lines(batch, kind) for kind in kinds):
             return batch
+        paths = _paths(state_path, output, batch)
+        with Source(paths.input, {}) as source:
+            if await asyncio.to_thread(source.sha256) != saved.sha256:
+                raise BatchRefused(f"{paths.input} is not the file that {batch.id} was started with")
         new = to_run_again(saved, kinds, options.retry) if batch.ended else saved
-        if state_path.name == "run":
+        if _is_of_folder(state_path):
             return await _hand_to_folder(redis, state_path.parent, state, new)
         state.save(new)
-    paths = RunPaths.next_to_output(
-        Path(batch.input_file_id), output, Path(batch.error_file_id) if batch.error_file_id else None
-    )
     return await run_batch(redis, paths, options, on_progress, redis_of)
 
 
@@ -94,6 +96,18 @@ def _state_path(output: Path) -> Path:
     if of_folder.output == output.absolute() and of_folder.state.exists():
         return of_folder.state
     return output.absolute().with_name(f"{output.name}.run")
+
+
+def _is_of_folder(state_path: Path) -> bool:
+    return state_path == run_paths(state_path.parent).state
+
+
+def _paths(state_path: Path, output: Path, batch: Batch) -> RunPaths:
+    """Return the files of the run. The status of one in a folder may name those before its move."""
+    if _is_of_folder(state_path):
+        return run_paths(state_path.parent)
+    errors = Path(batch.error_file_id) if batch.error_file_id else None
+    return RunPaths.next_to_output(Path(batch.input_file_id), output, errors)
 
 
 async def _hand_to_folder(redis: Redis, run_dir: Path, state: StateFile, new: RunState) -> Batch:

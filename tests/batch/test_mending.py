@@ -161,6 +161,17 @@ async def test_what_the_context_or_the_worker_s_memory_has_cut_is_not_run_again(
     assert (kinds(batch), len(chat.began)) == ({"cut": 1}, 1)
 
 
+async def test_an_answer_without_a_limit_in_its_request_gets_one_and_that_is_said(
+    client: Client, chat: Chat, tmp_path: Path, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    many = write(tmp_path / "in.jsonl", says("a", "a", needs=150), says("b", "b", needs=120))
+    batch = await client.batch(many, out, models=ANY, retry={"cut": 1})
+    assert kinds(batch) == {"answered": 2, "replaced": 2}
+    assert sorted(request.get("max_tokens", 0) for request in chat.requests) == [0, 0, 200, 200]
+    (note,) = [record.getMessage() for record in caplog.records if "max_tokens" in record.getMessage()]
+    assert "cut off at 100 tokens, and its request has no max_tokens, so it is run again with twice as many" in note
+
+
 async def test_a_limit_is_raised_to_what_workers_publish(
     client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
 ) -> None:
@@ -212,6 +223,27 @@ async def test_a_run_that_ends_early_keeps_the_answers_that_were_run_again(
     assert (batch.status, kinds(batch)) == (how, {"cut": 1, "invalid": 1, "failed": 1})
     assert outcomes(out)["cut"][0] == "out.jsonl"
     assert batch.sluice.failures == {"answer_not_json": 1, f"batch_{how}": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "5",
+        '{"choices": 5, "usage": [], "sluice": {"timings": 3}}',
+        '{"choices": [4], "usage": {"completion_tokens": "many", "prompt_tokens_details": 3}}',
+        '{"choices": [{"message": 7, "finish_reason": 3}], "sluice": {"rows_mean": {}, "timings": {"ttft_s": 1e400}}}',
+    ],
+)
+async def test_a_foreign_result_is_an_answer_and_stops_nothing(
+    client: Client, db: Redis, tmp_path: Path, out: Path, text: str
+) -> None:
+    task = asyncio.create_task(client.batch(write(tmp_path / "in.jsonl", says("a")), out, models=ANY))
+    await until(lambda: db.exists("sluice:queue:default:batch"))
+    (run,) = await client.batches()
+    await db.set(f"sluice:result:{run.id}-1", text)
+    assert kinds(await task) == {"answered": 1}
+    assert (await client.batch_status(run.id)).sluice.slowest == ()
 
 
 # Crashes

@@ -75,6 +75,12 @@ async def test_an_outcome_that_is_no_better_is_still_there_once(
         assert len(chat.requests) == 3 * (runs + 1)
 
 
+async def test_a_line_with_a_bad_limit_may_be_run_again(client: Client, chat: Chat, out: Path, tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", says("a", max_tokens="many", fails=1, retryable=False))
+    await client.batch(many, out, models=ANY)
+    assert kinds(await client.rerun_batch(out)) == {"answered": 1, "replaced": 1}
+
+
 async def test_what_is_run_again_is_retried_as_the_run_says(
     client: Client, chat: Chat, out: Path, tmp_path: Path
 ) -> None:
@@ -243,6 +249,23 @@ async def test_what_has_no_lines_to_run_again_is_said(
     await client._registry.put(replace(refused, output_file_id="/nowhere/out.jsonl"))
     with pytest.raises(BatchRefused, match=r"the files of batch_bad_\w+ are on "):
         await client.rerun_batch(refused.id)
+
+
+@pytest.mark.parametrize("what", ["changed", "missing"])
+async def test_nothing_is_touched_if_the_input_is_another(
+    client: Client, chat: Chat, ended: Batch, out: Path, tmp_path: Path, what: str
+) -> None:
+    many = tmp_path / "in.jsonl"
+    before = {path: path.read_bytes() for path in tmp_path.glob("out*")}
+    if what == "changed":
+        write(many, says("other"))
+    else:
+        many.unlink()
+    with pytest.raises(BatchRefused, match=r"in\.jsonl"):
+        await client.rerun_batch(out)
+    assert {path: path.read_bytes() for path in tmp_path.glob("out*")} == before
+    write(many, *LINES)
+    assert (await client.rerun_batch(out)).request_counts.failed == 0
 
 
 async def test_a_run_of_an_earlier_version_is_run_again(client: Client, chat: Chat, ended: Batch, out: Path) -> None:

@@ -225,7 +225,7 @@ async def _run(
                 raise CliError(sentence(str(error))) from None
             except OSError as error:
                 raise CliError(f"{error.filename or output}: {error.strerror}. The run is unchanged.") from None
-        if batch.status != "failed" and not view.started:
+        if batch.ended and batch.status != "failed" and not view.started:
             note(f"{batch.id} was complete already; there was nothing to do.")
         return batch
 
@@ -309,10 +309,12 @@ def rerun_lines(
         return await client.rerun_batch(run, kinds, **options, on_progress=on_progress)
 
     again = asyncio.run(stoppable(_run(redis_url, rerun, run)))
-    if again and not again.ended and not as_json:
+    if again is None or again.ended:
+        _finish(again, run, as_json)
+    elif as_json:
+        print_json(asdict(again))
+    else:
         note(f"{again.id} waits for the workers of its folder. See: sluice batch status {again.id}")
-        return
-    _finish(again, again.input_file_id if again else run, as_json)
 
 
 @batch.command("submit")

@@ -103,13 +103,13 @@ def print_report(batch: Batch) -> None:
     counts = batch.request_counts
     usage = batch.usage
     details = batch.sluice
-    retry = ", ".join(f"{kind} × {times}" for kind, times in details.retry.items())
+    retry = ", ".join(f"{_KINDS.get(kind, kind)} at most {times} times" for kind, times in details.retry.items())
     rows = {
         "status": _status(batch),
         "lines": f"{counts.total:,}: {counts.completed:,} answered{_cut_off(details)}, {counts.failed:,} failed",
         "failures": ", ".join(f"{code} × {count:,}" for code, count in sorted(details.failures.items())),
         "queued again": counted(details.retried, "line") if details.retried else "",
-        "to run again": retry,
+        "run again": retry,
         "time": _time(batch),
         "machine time": _machine_time(sum(each.machine_s for each in details.kinds.values())) if details.kinds else "",
         "speed": _speed(batch),
@@ -150,7 +150,7 @@ def _print_kinds(details: BatchDetails) -> None:
     print_table("Outcomes", columns, rows)
 
 
-_KINDS = {"cut": "cut off", "invalid": "not the JSON asked for", "replaced": "replaced by a retry"}
+_KINDS = {"cut": "cut off", "invalid": "not JSON"}
 
 
 def _machine_time(seconds: float) -> str:
