@@ -13,7 +13,7 @@ MAX_LINES_OF_A_MODULE = 500
 MAX_LINES_OF_A_FUNCTION = 50
 
 # Ideas that a reader has to hold, of the whole product: lower a limit when there are fewer.
-MAX_MODULES = 346
+MAX_MODULES = 348
 MAX_MODULES_WITH_ONE_IMPORTER = 66
 MAX_PUBLIC_CLASSES = 577
 MAX_NUMBERS = 148  # that a module names

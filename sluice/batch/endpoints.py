@@ -5,6 +5,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from sluice.contract.batch import Url
@@ -30,6 +31,10 @@ class Endpoint(Protocol):
     url: Url
     function: JobFunction = "chat"
     prompt: Sequence[str]  # the fields of a body that the prompt is made of, in this order
+
+    def missing(self) -> str | None:
+        """Return why lines cannot be run in this environment; None if they can."""
+        return None
 
     @abstractmethod
     def as_job(self, body: LineBody) -> dict[str, Any]:
@@ -104,6 +109,11 @@ class _Responses(Endpoint):
 class _Messages(Endpoint):
     url = MESSAGES
     prompt = ("tools", "system", "messages")
+
+    def missing(self) -> str | None:
+        if find_spec("pydantic"):
+            return None
+        return f"lines for {self.url} need pydantic; install mlx-sluice[cli]"
 
     def as_job(self, body: LineBody) -> dict[str, Any]:
         # Imported when lines need it: without pydantic, the client runs those of the other endpoints.

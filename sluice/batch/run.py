@@ -233,6 +233,8 @@ def new_batch(paths: RunPaths, options: RunOptions) -> Batch:
 def _with_options(batch: Batch, paths: RunPaths, options: RunOptions) -> Batch:
     """Return the status with the options applied: a resumed run may get more time, or have its files elsewhere."""
     window = options.completion_window or batch.completion_window
+    begins_at = batch.sluice.rerun_at or batch.created_at
+    keeps_end = options.completion_window is None and batch.expires_at is not None
     return replace(
         batch,
         input_file_id=str(paths.input),
@@ -240,10 +242,11 @@ def _with_options(batch: Batch, paths: RunPaths, options: RunOptions) -> Batch:
         sluice=replace(
             batch.sluice,
             host=socket.gethostname(),
+            tenant=options.tenant or batch.sluice.tenant,
             retry=batch.sluice.retry if options.retry is None else dict(options.retry),
         ),
         completion_window=window,
-        expires_at=(batch.sluice.rerun_at or batch.created_at) + parse_window(window),
+        expires_at=batch.expires_at if keeps_end else begins_at + parse_window(window),
         metadata=batch.metadata if options.metadata is None else dict(options.metadata),
     )
 
@@ -283,13 +286,15 @@ class Run:
             touching.cancel()
 
     async def _run(self) -> Batch:
-        with Source(self._paths.input, self._saved.models) as source:
+        with Source(self._paths.input, self._saved.models, self._options.url) as source:
             self._save(self._saved.batch)
             await publish(self._retries, self._registry.announce, self._saved.batch)
             scan = await asyncio.to_thread(source.scan)
             if self._saved.sha256 not in ("", scan.sha256):
                 raise BatchRefused(f"{self._paths.input} is not the file that {self._saved.batch.id} was started with")
-            self._saved = replace(self._saved, sha256=scan.sha256)
+            batch = self._saved.batch
+            endpoint = scan.endpoint.url if scan.endpoint else batch.endpoint
+            self._saved = replace(self._saved, sha256=scan.sha256, batch=replace(batch, endpoint=endpoint))
             self._report_unused(scan)
             if problems := scan.listed_problems() or await self._check_served(scan):
                 self.fail(problems)
@@ -356,13 +361,17 @@ class Run:
             self._paths.refuse_to_overwrite()
             return RunState(new_batch(self._paths, self._options), "", models or {})
         batch = _with_options(saved.batch, self._paths, self._options)
+        if self._options.models_from_setting and not saved.sha256:  # handed over, and begins now
+            expires_at = int(time.time()) + parse_window(batch.completion_window)
+            batch = replace(batch, expires_at=expires_at)
+            models = saved.models if "*" in saved.models else {**(models or {}), **saved.models}
         return replace(saved, batch=batch, models=saved.models if models is None else models)
 
     async def _feed(self, source: Source, lines: list[Line], results: ResultFiles) -> None:
         batch = self._saved.batch
         unfinished = sorted_for_reuse([line for line in lines if line.digest not in results.done])
         dispatcher = LineDispatcher(
-            batch.id, source, unfinished, self._jobs, results, self._options.window, batch.sluice.retry
+            batch, source, unfinished, self._jobs, results, self._options.window, batch.sluice.retry
         )
         models = Counter(line.model for line in lines)
         since = batch.sluice.rerun_at or batch.in_progress_at or time.time()

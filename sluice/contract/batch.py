@@ -173,6 +173,8 @@ class BatchDetails:
     """How many times a line of a kind is run again within the run; others are not."""
     rerun_at: int | None = None
     """Unix seconds at which lines of the ended run were last queued again; the completion window began anew."""
+    tenant: str | None = None
+    """The tenant of the key that created it, which its jobs have; null for a run of the operator."""
 
 
 NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})

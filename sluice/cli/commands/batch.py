@@ -123,6 +123,34 @@ def _retry_options(retry: str | None, retries: int | None) -> dict[str, Any]:
     return {"retry": dict.fromkeys(kinds, 2 if retries is None else retries)}
 
 
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
+]
+MapOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--map",
+        metavar="NAME=SERVED",
+        help="Send lines for model NAME, or for models that begin with NAME*, to SERVED; repeatable.",
+    ),
+]
+WindowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--completion-window",
+        metavar="TIME",
+        help="Lines that are not done after it end as expired: 90m, 2d.  [default: 24h]",
+    ),
+]
+
+
+def _mapping(map: list[str] | None, model: str | None) -> dict[str, str] | None:
+    models = read_models(map or [])
+    if model is not None:
+        models.setdefault("*", model)
+    return models or None
+
+
 def run_file(
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests, one per line.")],
     output: Annotated[
@@ -134,21 +162,9 @@ def run_file(
             metavar="FILE", help="The file for the failed lines.  [default: next to the output, .errors.jsonl]"
         ),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
-    ] = None,
-    map: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--map",
-            metavar="NAME=SERVED",
-            help="Send lines for model NAME, or for models that begin with NAME*, to SERVED; repeatable.",
-        ),
-    ] = None,
-    completion_window: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Lines that are not done after it end as expired: 90m, 2d.  [default: 24h]"),
-    ] = None,
+    model: ModelOption = None,
+    map: MapOption = None,
+    completion_window: WindowOption = None,
     window: Annotated[
         int, typer.Option(parser=integer(1), metavar="N", help="Lines of one model in the queue at once.")
     ] = WINDOW,
@@ -177,12 +193,9 @@ def run_file(
       sluice batch run for-openai.jsonl -o out.jsonl --map gpt-4o-mini=default
       sluice batch run in.jsonl -o out.jsonl --retry invalid,cut,failed
     """
-    models = read_models(map or [])
-    if model is not None:
-        models.setdefault("*", model)
     options = {
         "errors": errors,
-        "models": models or None,
+        "models": _mapping(map, model),
         "completion_window": completion_window,
         "window": window,
         "served_only": not wait,
@@ -323,19 +336,33 @@ def submit_run(
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check.")
     ],
+    model: ModelOption = None,
+    map: MapOption = None,
+    completion_window: WindowOption = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Metadata for the run's status object; repeatable."),
+    ] = None,
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
     """Copy a file into the workers' folder, and print the run's id.
 
-    It is run at a time of their schedule. The answers will be in DIR/done/ID/output.jsonl. With --json, print the
-    status object instead of the id.
+    It is run at a time of their schedule, and its completion window begins then. The answers will be in
+    DIR/done/ID/output.jsonl. Model names that neither --map nor --model maps are mapped by the workers'
+    SLUICE_BATCH_MODELS. With --json, print the status object instead of the id.
 
     \b
-    Example:
+    Examples:
       sluice batch submit in.jsonl --dir /var/lib/sluice
+      sluice batch submit in.jsonl --dir /var/lib/sluice --model default --metadata team=search
     """
-    submitted = asyncio.run(_submit(redis_url, file, folder))
+    options = {
+        "models": _mapping(map, model),
+        "completion_window": completion_window,
+        "metadata": _metadata(metadata or []),
+    }
+    submitted = asyncio.run(_submit(redis_url, file, folder, options))
     if as_json:
         print_json(asdict(submitted))
         return
@@ -447,10 +474,20 @@ def _copy(path: Path, output: Path | None, offline_run: Batch) -> None:
         ) from None
 
 
-async def _submit(url: str, file: Path, folder: Path) -> Batch:
+def _metadata(options: list[str]) -> dict[str, str] | None:
+    pairs = [option.partition("=") for option in options]
+    for key, equals, value in pairs:
+        if not (key and equals):
+            raise CliError(f"{key + equals + value!r} is not metadata: write KEY=VALUE, as in team=search.")
+    return {key: value for key, _, value in pairs} or None
+
+
+async def _submit(url: str, file: Path, folder: Path, options: dict[str, Any]) -> Batch:
     async with connected(url) as client:
         try:
-            return await client.submit_batch(file, folder)
+            return await client.submit_batch(file, folder, **options)
+        except ValueError as error:
+            raise CliError(sentence(str(error))) from None
         except OSError as error:
             raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
 
