@@ -139,8 +139,8 @@ def test_a_problem_says_in_a_sentence_what_would_be_right(tmp_path: Path) -> Non
             {"id": "a", "method": "GET", "url": "/v1", "body": {"model": 7, "messages": [{}]}},
             "unknown_field",
             '"id" is not a field of a line; there is no custom_id; method must be "POST", not "GET"; url must be '
-            '/v1/chat/completions, /v1/responses, /v1/embeddings or /v1/messages, not "/v1"; body.model must be a string, '
-            "not 7.",
+            '/v1/chat/completions, /v1/responses, /v1/embeddings or /v1/messages, not "/v1"; body.model must be a '
+            "string, not 7.",
         ),
         ({**line("a"), **dict.fromkeys("pqrstu")}, "unknown_field", '"t" is not a field of a line; and 1 more.'),
         (
