@@ -286,7 +286,10 @@ class Run:
             touching.cancel()
 
     async def _run(self) -> Batch:
-        with Source(self._paths.input, self._saved.models, self._options.url) as source:
+        batch = self._saved.batch
+        # Over HTTP the endpoint was given before the file was read.
+        url = batch.endpoint if batch.sluice.input_file is not None else None
+        with Source(self._paths.input, self._saved.models, batch.sluice.allowed_models, url) as source:
             self._save(self._saved.batch)
             await publish(self._retries, self._registry.announce, self._saved.batch)
             scan = await asyncio.to_thread(source.scan)

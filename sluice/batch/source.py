@@ -5,7 +5,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
@@ -80,10 +80,14 @@ class _Raw:
 class Source:
     """An open input file. Raises `BatchRefused` if it cannot be read.
 
-    `url`: that all lines must have; None: that of the first one.
+    `allowed`: the names of models that lines may have, as they are in the file or as they are served. `url`: that all
+    lines must have; None: that of the first one.
     """
 
-    def __init__(self, path: Path, models: Models, url: str | None = None) -> None:
+    def __init__(
+        self, path: Path, models: Models, allowed: Collection[str] | None = None, url: str | None = None
+    ) -> None:
+        self._allowed = allowed
         self._path, self._models = path, models
         self._url = url
         try:
@@ -183,6 +187,9 @@ class Source:
         found.endpoint = request.endpoint
         if request.named_model is not None and (pair := mapping_pair(request.named_model, self._models)):
             found.named_models.add(pair)
+        if self._allowed is not None and not {request.named_model, request.model} & {*self._allowed}:
+            message = f"the key that created this run may not use the model {request.model}."
+            raise BadLine("model_not_allowed", message, "body.model")
         first = first_lines.setdefault(request.digest, raw.number)
         if first != raw.number:
             raise BadLine("duplicate_custom_id", f"the custom_id is the same as in line {first:,}.", "custom_id")
@@ -295,7 +302,6 @@ class RunOptions:
     models_from_setting: bool = False  # `models` is SLUICE_BATCH_MODELS, which is meant for many files
     retry: Mapping[str, int] | None = None  # how many times to run a line again, by the kind of its outcome
     tenant: str | None = None  # of the run's jobs
-    url: str | None = None  # that all lines must have; None: that of the first one
 
     def __post_init__(self) -> None:
         read_kinds(self.retry or ())

@@ -175,6 +175,12 @@ class BatchDetails:
     """Unix seconds at which lines of the ended run were last queued again; the completion window began anew."""
     tenant: str | None = None
     """The tenant of the key that created it, which its jobs have; null for a run of the operator."""
+    input_file: str | None = None
+    """Id of the uploaded file; null if the run was not created over HTTP."""
+    output_expires_s: int | None = None
+    """Seconds for which its files of answers and errors are kept; null for ever."""
+    allowed_models: list[str] | None = None
+    """Names of models that its lines may have; null for any."""
 
 
 NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})

@@ -74,7 +74,7 @@ def test_lines_with_a_common_prefix_run_next_to_each_other(
 
 def test_a_line_that_is_not_of_the_batch_s_endpoint_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", line("a"))
-    with Source(path, ANY, "/v1/responses") as source:
+    with Source(path, ANY, url="/v1/responses") as source:
         (problem,) = source.scan().problems
     assert (problem.code, problem.line) == ("mixed_urls", 1)
     assert problem.message.startswith("the url is /v1/chat/completions, and the batch's endpoint is /v1/responses")
