@@ -19,7 +19,7 @@ from sluice.contract.events import Event, JobError, parse_as
 from sluice.contract.keys import JobFunction, JobWebhooks, Lane
 from sluice.contract.models import Model
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
-from sluice.openai import vectors_of
+from sluice.interfaces.embeddings import vectors_of
 from sluice.presence import Attendances, Workers, serves
 from sluice.queues import DeadLetter, DeadLetters, MisplacedJobs, Queue, QueueHead, Queues
 from sluice.streaming import SILENCE_S, Hub, Streams

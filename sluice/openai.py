@@ -6,12 +6,10 @@
 OpenAI has no field for reasoning. It is sent as `reasoning`, next to `content`, as in Sluice's results and in vLLM.
 """
 
-import base64
 import json
 import math
 import re
-import struct
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -331,10 +329,3 @@ def _reply(
     error = {"message": f"{form.begins}{message}", "type": form.type, "param": param, "code": code or form.code}
     wait = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
     return ErrorReply(form.status, {"error": error}, {"x-should-retry": str(retryable).lower(), **wait}, form)
-
-
-def vectors_of(result: Mapping[str, Any]) -> Iterator[list[float]]:
-    """Yield the vectors in the result of a job of an embedding model that was asked for base64."""
-    for entry in result["data"]:
-        vector = base64.b64decode(entry["embedding"])
-        yield [*struct.unpack(f"<{len(vector) // 4}f", vector)]

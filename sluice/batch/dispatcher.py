@@ -4,24 +4,26 @@ import asyncio
 import json
 import logging
 import random
+import struct
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
 from sluice import errors
+from sluice.batch.endpoints import CHAT, Endpoint
 from sluice.batch.files import LineError, LineResult, ResultFiles, kept_record
-from sluice.batch.outcomes import NOT_JSON, changes_for, details_of, limit_of, most_retries, raised_limit
+from sluice.batch.outcomes import NOT_JSON, changes_for, details_of, limit_of, most_retries, raised_limit, wants_json
 from sluice.batch.registry import JobStores, TokenLimits
 from sluice.batch.source import Line, Source
 from sluice.batch.transitions import LineAction, LineEvent, LineState, line_step
 from sluice.contract.batch import Batch, LineDetails, line_job_id
 from sluice.contract.events import JobError, parse_as
 from sluice.errors import QueueFull, ServerFull
-from sluice.openai import error_reply
+from sluice.interfaces.errors import ApiError
 from sluice.submission import NewJob, Submitted
 from sluice.transport import MAX_CALLS
 from sluice.wording import cancelled_sentence
@@ -52,6 +54,7 @@ class InFlightLine:
     retry: int = 0
     failures: int = 0
     custom_id: str = ""  # set when the line is queued
+    endpoint: Endpoint = CHAT  # likewise
     wants_json: bool = False  # likewise
     state: LineState = LineState.WAITING
     due: float = 0.0  # if waiting: when to queue it, by the monotonic clock
@@ -181,11 +184,16 @@ class LineDispatcher:
         now, free = time.monotonic(), self._max_queued - len(self._queued())
         due = [entry for entry in self._in_flight.values() if entry.state is LineState.WAITING and entry.due <= now]
         for chunk in _chunks(due[: max(free, 0)]):
-            outcomes = await self._store.submit(await asyncio.to_thread(self._new_jobs, chunk))
-            for entry, outcome in zip(chunk, outcomes, strict=True):
+            made = list(zip(chunk, await asyncio.to_thread(self._new_jobs, chunk), strict=True))
+            if refused := [(entry, made) for entry, made in made if isinstance(made, Outcome)]:
+                ended = [entry.apply(LineEvent.REFUSED, outcome=outcome) for entry, outcome in refused]
+                await self._write(ended, [entry for entry, _ in refused])
+            jobs = [(entry, job) for entry, job in made if isinstance(job, NewJob)]
+            outcomes = await self._store.submit([job for _, job in jobs])
+            for (entry, _), outcome in zip(jobs, outcomes, strict=True):
                 _apply_submission(entry, outcome)
             if any(isinstance(outcome, ServerFull) for outcome in outcomes):
-                await self._halve_queue([entry for entry in chunk if entry.has_job])
+                await self._halve_queue([entry for entry, _ in jobs if entry.has_job])
                 return
 
     async def _halve_queue(self, newest: Sequence[InFlightLine]) -> None:
@@ -205,21 +213,23 @@ class LineDispatcher:
     async def _collect(self) -> None:
         queued = self._queued()
         jobs = await self._store.read([(self._job_id(entry), entry.line.model) for entry in queued])
-        outcomes = [_apply_job(entry, *job, self._limits) for entry, job in zip(queued, jobs, strict=True)]
+        pairs = zip(queued, jobs, strict=True)
+        outcomes = [_apply_job(entry, self._job_id(entry), *job, self._limits) for entry, job in pairs]
         await self._keep([entry for entry in queued if entry.to_keep])
         await self._write(outcomes, queued)
 
     async def _keep(self, entries: Sequence[InFlightLine]) -> None:
         """Write the outcomes of lines that are run again to the disk, before their next jobs are queued."""
-        records = list[bytes]()
-        for entry in entries:
-            if outcome := entry.to_keep:
-                result = self._result(entry, outcome, entry.retry - 1)
-                records.append(kept_record(result.as_line(), entry.retry, entry.mends, entry.changes))
-        if records:
+        to_keep = [(entry, entry.to_keep) for entry in entries if entry.to_keep]
+        if to_keep:
+            records = await asyncio.to_thread(lambda: [self._record(*each) for each in to_keep])
             await _run_in_thread(self._results.keep, records)
         for entry in entries:
             entry.to_keep = None
+
+    def _record(self, entry: InFlightLine, outcome: Outcome) -> bytes:
+        result = self._result(entry, outcome, entry.retry - 1)
+        return kept_record(result.as_line(), entry.retry, entry.mends, entry.changes)
 
     async def _end_all(self, error: Outcome) -> None:
         entries = list(self._in_flight.values())
@@ -228,13 +238,13 @@ class LineDispatcher:
     async def _write(self, outcomes: Sequence[Outcome | None], entries: Sequence[InFlightLine]) -> None:
         """Write the outcomes of the lines that have one, and then delete their jobs on the server: in this order no
         crash loses a result."""
-        pairs = zip(entries, outcomes, strict=True)
-        ended = [(entry, self._result(entry, outcome)) for entry, outcome in pairs if outcome is not None]
+        ended = [(entry, outcome) for entry, outcome in zip(entries, outcomes, strict=True) if outcome is not None]
         if not ended:
             return
         jobs = [job for entry, _ in ended for job in self._jobs_of(entry)]
+        results = await asyncio.to_thread(lambda: [self._result(*each) for each in ended])
         try:
-            await _run_in_thread(self._results.add, [result for _, result in ended])
+            await _run_in_thread(self._results.add, results)
             for entry, _ in ended:
                 del self._in_flight[entry.line.number]
             self._max_queued += len(ended)
@@ -259,14 +269,19 @@ class LineDispatcher:
     def _custom_id(self, entry: InFlightLine) -> str:
         return entry.custom_id or self._source.request(entry.line).custom_id
 
-    def _new_jobs(self, entries: Sequence[InFlightLine]) -> list[NewJob]:
-        """Read and serialize lines. Runs in a thread: large lines would block the caller's event loop."""
+    def _new_jobs(self, entries: Sequence[InFlightLine]) -> list[NewJob | Outcome]:
+        """Read and translate lines; the outcome of one that its endpoint refuses is the refusal. Runs in a
+        thread: large lines would block the caller's event loop."""
         return [self._new_job(entry) for entry in entries]
 
-    def _new_job(self, entry: InFlightLine) -> NewJob:
+    def _new_job(self, entry: InFlightLine) -> NewJob | Outcome:
         request = self._source.request(entry.line)
-        entry.custom_id, entry.wants_json = request.custom_id, request.wants_json
-        body = request.as_job()
+        entry.custom_id, entry.endpoint = request.custom_id, request.endpoint
+        try:
+            body = request.as_job()
+        except ApiError as error:
+            return _failed(entry, self._job_id(entry), error.form.code or "invalid_request", str(error), error)
+        entry.wants_json = wants_json(body)
         if self._tenant is not None:
             body["tenant"] = self._tenant  # instead of one that the line names
         if last := entry.last:
@@ -275,11 +290,25 @@ class LineDispatcher:
             entry.last = None
         body |= entry.changes
         entry.limit = limit_of(body)
-        return NewJob(self._job_id(entry), body, entry.line.model, "batch", webhooks="none")
+        return NewJob(self._job_id(entry), body, entry.line.model, "batch", request.endpoint.function, webhooks="none")
 
     def _result(self, entry: InFlightLine, outcome: Outcome, retry: int | None = None) -> LineResult:
+        """Return the outcome in the form of the line's endpoint. Runs in a thread, as `_new_jobs`."""
         job_id = line_job_id(self._run_id, entry.line.number, entry.retry if retry is None else retry)
+        try:
+            outcome = self._translated(entry, outcome, job_id)
+        except (AttributeError, LookupError, TypeError, ValueError, struct.error):  # any client can write a result
+            problem = JobError("internal", "the result of the line's job was not written by a worker", False)
+            outcome = _failed(entry, job_id, problem.type, problem.message, errors.JobFailed(problem))
         return LineResult(job_id, self._custom_id(entry), outcome.result, outcome.error, outcome.details)
+
+    def _translated(self, entry: InFlightLine, outcome: Outcome, job_id: str) -> Outcome:
+        error = outcome.error
+        if error is not None and error.code != NOT_JSON:
+            return outcome
+        body = self._source.request(entry.line).body
+        answer = entry.endpoint.answer(body, job_id, error.body if error else outcome.result)
+        return replace(outcome, error=replace(error, body=answer)) if error else replace(outcome, result=answer)
 
 
 class _Limits:
@@ -332,15 +361,15 @@ def _apply_submission(entry: InFlightLine, outcome: Submitted | QueueFull | Serv
             entry.apply(LineEvent.JOB_QUEUED)
 
 
-def _apply_job(entry: InFlightLine, result: bytes | None, exists: bool, limits: _Limits) -> Outcome | None:
+def _apply_job(entry: InFlightLine, job_id: str, result: bytes | None, exists: bool, limits: _Limits) -> Outcome | None:
     """Apply what has happened to the queued job of a line. Returns the line's outcome if it has ended."""
     if result is None:
         return None if exists else entry.apply(LineEvent.JOB_GONE, wait_s=0.5)
     match ended := json.loads(result):
         case {"type": "failed", "error": dict(error)}:
-            return _apply_failure(entry, parse_as(JobError, error), limits.retry)
+            return _apply_failure(entry, job_id, parse_as(JobError, error), limits.retry)
         case {"type": "cancelled", "reason": str(reason)}:
-            cancelled = _failed("cancelled", cancelled_sentence(reason), errors.JobCancelled(reason))
+            cancelled = _failed(entry, job_id, "cancelled", cancelled_sentence(reason), errors.JobCancelled(reason))
             return entry.apply(LineEvent.JOB_CANCELLED, outcome=cancelled)
     answer: dict[str, Any] = ended if isinstance(ended, dict) else {}
     details = details_of(answer, wants_json=entry.wants_json)
@@ -351,12 +380,12 @@ def _apply_job(entry: InFlightLine, result: bytes | None, exists: bool, limits: 
     return _end(entry, outcome, most_retries(details, limits.retry, raised))
 
 
-def _apply_failure(entry: InFlightLine, error: JobError, retry: Mapping[str, int]) -> Outcome | None:
+def _apply_failure(entry: InFlightLine, job_id: str, error: JobError, retry: Mapping[str, int]) -> Outcome | None:
     # A deadline is part of the request, so a missed one is not retried. Others are tried five times.
     wait_s = min(2**entry.failures, _MAX_WAIT_S) * random.uniform(0.5, 1.5)
     if error.retryable and error.type != "deadline" and entry.failures + 1 < 5:
         return entry.apply(LineEvent.JOB_TO_RETRY, wait_s=wait_s)
-    failed = _failed(error.type, error.message, errors.JobFailed(error))
+    failed = _failed(entry, job_id, error.type, error.message, errors.JobFailed(error))
     # A request that is itself at fault fails again.
     times = retry.get("failed", 0) if error.retryable or error.type == "deadline" else 0
     return _end(entry, failed, times, wait_s)
@@ -369,10 +398,10 @@ def _end(entry: InFlightLine, outcome: Outcome, times: int, wait_s: float = 0.0)
     return entry.apply(LineEvent.JOB_ENDED, outcome=outcome)
 
 
-def _failed(code: str, message: str, error: errors.SluiceError) -> Outcome:
-    """Return the outcome of a line whose job ended with this error."""
-    reply = error_reply(error)
-    return Outcome(LineDetails("failed"), error=LineError(code, message, reply.status, json.dumps(reply.body).encode()))
+def _failed(entry: InFlightLine, job_id: str, code: str, message: str, error: errors.SluiceError | ApiError) -> Outcome:
+    """Return the outcome of a line whose request or job ended with this error."""
+    status, body = entry.endpoint.error(error, job_id)
+    return Outcome(LineDetails("failed"), error=LineError(code, message, status, json.dumps(body).encode()))
 
 
 def _not_json(details: LineDetails) -> str:

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
 
+from sluice.batch.endpoints import CHAT, ENDPOINTS, Endpoint
 from sluice.contract import keys
 from sluice.presence import mapped_name
 from sluice.wording import json_problem
 
 Models = Mapping[str, str]  # from the model names in a file to served names, as `mapped_name` reads them
 
-_METHOD, _URL = "POST", "/v1/chat/completions"
+_METHOD = "POST"
 _FIELDS = ("custom_id", "method", "url", "body")
 _EXAMPLE = (
-    f'A line looks like {{"custom_id": "a", "method": "{_METHOD}", "url": "{_URL}", "body": {{"messages": [...]}}}}.'
+    f'A line looks like {{"custom_id": "a", "method": "POST", "url": "{CHAT.url}", "body": {{"messages": [...]}}}}.'
 )
 _DEFAULT_MODEL = "default"
 
@@ -41,6 +42,7 @@ class Request:
     custom_id: str
     model: str  # the served name
     body: dict[str, Any]
+    endpoint: Endpoint = CHAT
     named_model: str | None = None  # the name in the line
 
     @property
@@ -48,17 +50,10 @@ class Request:
         """Digest of the custom_id."""
         return custom_id_digest(self.custom_id)
 
-    @property
-    def wants_json(self) -> bool:
-        """True if the `response_format` asks for JSON, with or without a schema."""
-        match self.body.get("response_format"):
-            case {"type": "json_object" | "json_schema"}:
-                return True
-        return False
-
     def as_job(self) -> dict[str, Any]:
-        """Return the body to queue. `on_disconnect` is `continue`, since an offline job has no subscribers."""
-        return {**self.body, "model": self.model, "on_disconnect": "continue"}
+        """Return the body to queue. `on_disconnect` is `continue`, since an offline job has no subscribers. Raises
+        `ApiError`, as the endpoint refuses the body over HTTP."""
+        return {**self.endpoint.as_job(self.body), "model": self.model, "on_disconnect": "continue"}
 
 
 def custom_id_digest(custom_id: str) -> bytes:
@@ -72,7 +67,8 @@ def read_line(raw: bytes, models: Models) -> Request:
     if problems := _problems(value, models):
         raise _joined(problems)
     body = value["body"]
-    return Request(value["custom_id"], _served_name(body.get("model"), models), body, _model_named(body))
+    model = _served_name(body.get("model"), models)
+    return Request(value["custom_id"], model, body, ENDPOINTS[value["url"]], _model_named(body))
 
 
 def _problems(value: dict[str, Any], models: Models) -> list[BadLine]:
@@ -83,9 +79,14 @@ def _problems(value: dict[str, Any], models: Models) -> list[BadLine]:
     for name, check in _CHECKS.items():
         try:
             if name in value:
-                check(value[name], models)
+                check(value[name])
         except BadLine as bad:
             found.append(bad)
+    try:
+        if "body" in value:
+            _check_body(value["body"], value.get("url"), models)
+    except BadLine as bad:
+        found.append(bad)
     return found
 
 
@@ -103,14 +104,16 @@ def _unknown(name: str) -> str:
     return f"{_quoted(name)} is not a field of a line"
 
 
-def _check_method(value: object, _: Models) -> None:
+def _check_method(value: object) -> None:
     if value != _METHOD:
         raise BadLine("invalid_method", f'method must be "{_METHOD}", not {_quoted(value)}', "method")
 
 
-def _check_url(value: object, _: Models) -> None:
-    if value != _URL:
-        raise BadLine("invalid_url", f'url must be "{_URL}", not {_quoted(value)}', "url")
+def _check_url(value: object) -> None:
+    if not isinstance(value, str) or value not in ENDPOINTS:
+        raise BadLine("invalid_url", f"url must be {_join_words([*ENDPOINTS], 'or')}, not {_quoted(value)}", "url")
+    if problem := ENDPOINTS[value].missing():
+        raise BadLine("invalid_url", f"url: {problem}", "url")
 
 
 def _model_named(body: Mapping[str, Any]) -> str | None:
@@ -152,7 +155,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")
 
 
-def _check_custom_id(value: object, _: Models) -> None:
+def _check_custom_id(value: object) -> None:
     if not isinstance(value, str) or not 1 <= len(value) <= 512:
         message = f"custom_id must be a string of 1 to 512 characters, not {_quoted(value)}"
         raise BadLine("invalid_custom_id", message, "custom_id")
@@ -162,23 +165,27 @@ def _check_custom_id(value: object, _: Models) -> None:
         raise BadLine("invalid_custom_id", "custom_id holds half of a surrogate pair", "custom_id") from None
 
 
-def _check_body(value: object, models: Models) -> None:
+def _check_body(value: object, url: object, models: Models) -> None:
     """Check only what a worker could not report later, or would report for every line. Raises `BadLine`."""
     if not isinstance(value, dict):
         raise BadLine("invalid_body", f"body must be an object, not {_quoted(value)}", "body")
-    messages, n = value.get("messages"), value.get("n")
+    if url == CHAT.url:
+        _check_chat(value)
+    _served_name(value.get("model"), models)
+
+
+def _check_chat(body: dict[str, Any]) -> None:
+    messages, n = body.get("messages"), body.get("n")
     if not isinstance(messages, list) or not messages:
         raise BadLine("invalid_body", "body.messages must be a list of at least one message", "body.messages")
     if n is not None and n != 1:
         raise BadLine("invalid_body", f"body.n must be 1, not {_quoted(n)}", "body.n")
-    _served_name(value.get("model"), models)
 
 
-_CHECKS: Mapping[str, Callable[[object, Models], None]] = {
+_CHECKS: Mapping[str, Callable[[object], None]] = {
     "custom_id": _check_custom_id,
     "method": _check_method,
     "url": _check_url,
-    "body": _check_body,
 }
 
 

@@ -57,6 +57,11 @@ def details_of(result: Mapping[str, Any], *, wants_json: bool = False) -> LineDe
     )
 
 
+def wants_json(job: Mapping[str, Any]) -> bool:
+    """Return True if a request of the contract asks for JSON, with or without a schema."""
+    return _mapping(job.get("response_format")).get("type") in ("json_object", "json_schema")
+
+
 def _mapping(value: Any) -> dict[str, Any]:
     """Return the value if it is one that a worker writes: any client can write a result."""
     return value if isinstance(value, dict) else {}

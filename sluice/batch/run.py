@@ -309,14 +309,18 @@ class Run:
             touching.cancel()
 
     async def _run(self) -> Batch:
-        allowed = self._saved.batch.sluice.allowed_models
-        with Source(self._paths.input, self._saved.models, allowed) as source:
+        batch = self._saved.batch
+        # Over HTTP the endpoint was given before the file was read.
+        url = batch.endpoint if batch.sluice.input_file is not None else None
+        with Source(self._paths.input, self._saved.models, batch.sluice.allowed_models, url) as source:
             self._save(self._saved.batch)
             await publish(self._retries, self._registry.announce, self._saved.batch)
             scan = await asyncio.to_thread(source.scan)
             if self._saved.sha256 not in ("", scan.sha256):
                 raise BatchRefused(f"{self._paths.input} is not the file that {self._saved.batch.id} was started with")
-            self._saved = replace(self._saved, sha256=scan.sha256)
+            batch = self._saved.batch
+            endpoint = scan.endpoint.url if scan.endpoint else batch.endpoint
+            self._saved = replace(self._saved, sha256=scan.sha256, batch=replace(batch, endpoint=endpoint))
             self._report_unused(scan)
             if problems := scan.listed_problems() or await self._check_served(scan):
                 self.fail(problems)

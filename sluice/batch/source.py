@@ -5,12 +5,13 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from sluice.batch.endpoints import Endpoint
 from sluice.batch.lines import BadLine, Models, Request, read_line
 from sluice.batch.outcomes import read_kinds
 from sluice.batch.pace import OpenHours
@@ -46,6 +47,7 @@ class FileScan:
     num_unlisted: int = 0  # problems that are counted only
     sha256: str = ""
     named_models: set[str] = field(default_factory=set)  # the names in the mapping that lines use
+    endpoint: Endpoint | None = None  # of all lines
 
     def add(self, problem: Problem) -> None:
         """Add a problem; after the first thousand they are only counted, to limit the size of the status object."""
@@ -79,12 +81,18 @@ class _Raw:
 
 
 class Source:
-    """An open input file. Raises `BatchRefused` if it cannot be read."""
+    """An open input file. Raises `BatchRefused` if it cannot be read.
 
-    def __init__(self, path: Path, models: Models, allowed: Collection[str] | None = None) -> None:
-        """`allowed`: the names of models that lines may have, as they are in the file or as they are served."""
+    `allowed`: the names of models that lines may have, as they are in the file or as they are served. `url`: that all
+    lines must have; None: that of the first one.
+    """
+
+    def __init__(
+        self, path: Path, models: Models, allowed: Collection[str] | None = None, url: str | None = None
+    ) -> None:
         self._allowed = allowed
         self._path, self._models = path, models
+        self._url = url
         try:
             if (
                 path.exists() and not path.is_file()
@@ -114,7 +122,7 @@ class Source:
                 found.add(Problem("too_many_lines", f"there are more than {max_lines:,} requests.", raw.number))
                 break
             try:
-                found.lines.append(self._line(raw, first_lines, found.named_models))
+                found.lines.append(self._line(raw, first_lines, found))
             except BadLine as bad:
                 found.add(Problem(bad.code, bad.message, raw.number, bad.param))
         if not found.lines and not found.problems:
@@ -172,10 +180,16 @@ class Source:
                 break
         return length
 
-    def _line(self, raw: _Raw, first_lines: dict[bytes, int], named_models: set[str]) -> Line:
+    def _line(self, raw: _Raw, first_lines: dict[bytes, int], found: FileScan) -> Line:
         request = self._read(raw)
+        wanted = self._url or (found.endpoint or request.endpoint).url
+        if request.endpoint.url != wanted:
+            of = "the batch's endpoint" if self._url else "that of the lines before"
+            message = f"the url is {request.endpoint.url}, and {of} is {wanted}: a file has one"
+            raise BadLine("mixed_urls", f"{message}, so divide it.", "url")
+        found.endpoint = request.endpoint
         if request.named_model is not None and (pair := mapping_pair(request.named_model, self._models)):
-            named_models.add(pair)
+            found.named_models.add(pair)
         if self._allowed is not None and not {request.named_model, request.model} & {*self._allowed}:
             message = f"the key that created this run may not use the model {request.model}."
             raise BadLine("model_not_allowed", message, "body.model")
@@ -183,7 +197,7 @@ class Source:
         if first != raw.number:
             raise BadLine("duplicate_custom_id", f"the custom_id is the same as in line {first:,}.", "custom_id")
         try:
-            prefix = prefix_key(request.body)
+            prefix = prefix_key(request.body, request.endpoint.prompt)
         except ValueError:
             raise BadLine("invalid_json", "body holds a number that is not finite.", "body") from None
         return Line(raw.number, raw.offset, len(raw.text), request.model, request.digest, prefix)
@@ -205,9 +219,10 @@ def sorted_for_reuse(lines: list[Line]) -> list[Line]:
     return sorted(lines, key=lambda line: (line.prefix, line.number))
 
 
-def prefix_key(body: dict[str, Any]) -> bytes:
-    """Return a key that sorts requests with a common prefix together. Raises ValueError for non-finite numbers."""
-    first = {"tools": body.get("tools"), "messages": body["messages"]}
+def prefix_key(body: dict[str, Any], prompt: Sequence[str]) -> bytes:
+    """Return a key that sorts requests with a common prefix together. `prompt`: the fields of a body that the prompt is
+    made of, in its order. Raises ValueError for non-finite numbers."""
+    first = {name: body.get(name) for name in prompt}
     text = json.dumps({**first, **body}, separators=(",", ":"), allow_nan=False).encode()
     return b"".join(zlib.crc32(block).to_bytes(4) for block in _blocks(text))
 

@@ -78,6 +78,7 @@ class LineState(Enum):
 class LineEvent(Enum):
     """An event of a line."""
 
+    REFUSED = "its request cannot be made a job"
     JOB_QUEUED = "the server has queued its job"
     JOB_REJECTED = "the server is full and did not queue its job"
     JOB_GONE = "the server has lost its job, or it was withdrawn from a full server"
@@ -101,6 +102,7 @@ class LineAction(Enum):
 
 
 LINE_STEPS: Mapping[tuple[LineState, LineEvent], tuple[LineState, LineAction]] = {
+    (LineState.WAITING, LineEvent.REFUSED): (LineState.ENDED, LineAction.RECORD),
     (LineState.WAITING, LineEvent.JOB_QUEUED): (LineState.QUEUED, LineAction.NOTHING),
     (LineState.WAITING, LineEvent.JOB_REJECTED): (LineState.WAITING, LineAction.POSTPONE),
     (LineState.WAITING, LineEvent.RUN_ENDED): (LineState.ENDED, LineAction.RECORD),

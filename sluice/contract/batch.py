@@ -15,6 +15,7 @@ BatchState = Literal[
 ]
 OutcomeKind = Literal["answered", "cut", "refused", "invalid", "failed"]
 """Of a line: `cut` and `refused` lines are answers, and `invalid` ones (not the JSON that was asked for) failures."""
+Url = Literal["/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/messages"]
 ENDED: frozenset[BatchState] = frozenset({"failed", "completed", "expired", "cancelled"})
 _FED: frozenset[BatchState] = frozenset(
     {"in_progress", "finalizing", "cancelling"}
@@ -197,7 +198,7 @@ class Batch:
 
     id: str
     object: Literal["batch"] = "batch"
-    endpoint: Literal["/v1/chat/completions"] = "/v1/chat/completions"
+    endpoint: Url = "/v1/chat/completions"
     model: str | None = None
     """The served model, if it is the same for all lines."""
     errors: Problems | None = None

@@ -1,10 +1,7 @@
 """`/v1/embeddings`: a request is one job of an embedding model. Its result has base64; numbers are made of it here."""
 
-import json
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,9 +16,9 @@ from sluice.gateway.monitoring import identify
 from sluice.gateway.protection import HeldBytes
 from sluice.gateway.sse import unless_disconnected
 from sluice.http_errors import ErrorForm
+from sluice.interfaces.embeddings import in_base64, wants_numbers, with_numbers
 from sluice.interfaces.errors import ApiError
 from sluice.interfaces.fields import requested_model
-from sluice.openai import vectors_of
 
 _PATH = "/v1/embeddings"
 
@@ -32,8 +29,7 @@ def routes(gateway: Gateway) -> list[Route]:
     async def create(request: Request) -> Response:
         started, caller = time.monotonic(), await gateway.authenticate(request)
         body = await gateway.read_body(request, caller, lambda content: (content, []))
-        as_numbers = body.content.get("encoding_format") in (None, "float")
-        asked = body.content | ({"encoding_format": "base64"} if as_numbers else {})
+        as_numbers, asked = wants_numbers(body.content), in_base64(body.content)
 
         async def submit(jobs: AnswerJobs) -> None:
             await gateway.submission.submit(caller, {jobs.ids[0]: asked}, jobs, function="embed")
@@ -56,7 +52,7 @@ def routes(gateway: Gateway) -> list[Route]:
         _hold(caller.held, length * 5 if as_numbers else length)  # a number is 4 times as long as in base64
         if not as_numbers:
             return await json_response(result)
-        return Response(await in_thread_if_long(length, _with_numbers, result), media_type="application/json")
+        return Response(await in_thread_if_long(length, with_numbers, result), media_type="application/json")
 
     return [Route(_PATH, endpoint(create), methods=["POST"])]
 
@@ -69,13 +65,3 @@ def _hold(held: HeldBytes, length: int) -> None:
         message = f"The answer would take {length:,} bytes here; send fewer inputs, or encoding_format base64."
         raise ApiError(ErrorForm.TOO_LARGE, message, param="input")
     held.add(length)
-
-
-def _with_numbers(result: Mapping[str, Any]) -> bytes:
-    """Return the result as JSON with numbers. An entry at a time: other threads run between them."""
-    entries = [
-        json.dumps({**entry, "embedding": vector}, separators=(",", ":"))
-        for entry, vector in zip(result["data"], vectors_of(result), strict=True)
-    ]
-    rest = json.dumps({name: value for name, value in result.items() if name != "data"}, separators=(",", ":"))
-    return f'{rest[:-1]},"data":[{",".join(entries)}]}}'.encode()

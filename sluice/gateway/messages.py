@@ -23,8 +23,8 @@ from sluice.gateway.sse import unless_disconnected
 from sluice.http_errors import ErrorForm
 from sluice.interfaces.errors import ApiError, anthropic_body
 from sluice.interfaces.messages import committed
-from sluice.interfaces.messages.body import CountBody, MessagesBody, validate
-from sluice.interfaces.messages.request import chat_request, prompt_fields
+from sluice.interfaces.messages.body import CountBody, validate
+from sluice.interfaces.messages.request import prompt_fields, read_message
 from sluice.interfaces.messages.stream import PING, UNCHANGED, MessageEvent, MessageStream, whole_message
 from sluice.presence import mapped_name
 
@@ -82,7 +82,7 @@ class _Messages:
     async def _accept(self, request: Request) -> _Accepted:
         """Read a request, and queue its job or join the one that it has queued before."""
         caller, body = await self._read(request)
-        wanted, chat = await in_thread_if_long(body.length, _read_message, body.content)
+        wanted, chat = await in_thread_if_long(body.length, read_message, body.content)
 
         async def submit(jobs: AnswerJobs) -> None:
             (request.state.request_id,) = jobs.ids
@@ -100,8 +100,7 @@ class _Messages:
         jobs, _ = await unless_disconnected(
             request, self._gateway.accept(request, caller, body, _PATH, new_id, submit=submit, join=join)
         )
-        omits = getattr(wanted.thinking, "display", None) == "omitted"
-        return _Accepted(jobs, wanted.model, bool(wanted.stream), omits, body.ignored)
+        return _Accepted(jobs, wanted.model, bool(wanted.stream), wanted.omits_thinking, body.ignored)
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer `POST /v1/messages/count_tokens`."""
@@ -151,11 +150,6 @@ class _Messages:
                     yield sse.waiting(event) + _frame(PING)
                 for each in stream.events(event):
                     yield _frame(each)
-
-
-def _read_message(content: dict[str, Any]) -> tuple[MessagesBody, dict[str, Any]]:
-    wanted = validate(MessagesBody, content)
-    return wanted, chat_request(wanted)
 
 
 def _read_prompt(content: dict[str, Any]) -> dict[str, Any]:

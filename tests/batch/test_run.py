@@ -16,6 +16,7 @@ from redis.exceptions import NoPermissionError
 
 from sluice import Batch, BatchRefused, BatchTaken, Client, UnknownBatch
 from sluice.batch import dispatcher, files, run
+from sluice.batch.endpoints import CHAT
 from sluice.batch.files import StateFile
 from sluice.batch.registry import BatchRegistry, JobStore
 from sluice.batch.source import FileScan, Source, prefix_key
@@ -222,7 +223,7 @@ async def test_a_cancelled_run_ends_lines_for_a_model_that_nobody_serves_at_once
 async def test_a_cancelled_run_keeps_its_answers_and_names_the_other_lines(
     client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
 ) -> None:
-    first, last = sorted(("a", "b"), key=lambda word: prefix_key(asks(word)))
+    first, last = sorted(("a", "b"), key=lambda word: prefix_key(asks(word), CHAT.prompt))
     lines = [says(f"r{k}", **(asks(last, then="hang") if k < 12 else asks(first))) for k in range(30)]
     task = await started(client, write(tmp_path / "in.jsonl", *lines), out, window=10)
     await until(lambda: len(chat.running) == 8 and len(read(out)) == 18)

@@ -84,8 +84,12 @@ CASES: dict[str, tuple[bytes, list[tuple[int | None, str]]]] = {
         [(1, "invalid_method"), (2, "invalid_method")],
     ),
     "another url": (
-        as_bytes([line("a", url="/v1/embeddings"), line("b", url=[])]),
+        as_bytes([line("a", url="/v1/messages/count_tokens"), line("b", url=[])]),
         [(1, "invalid_url"), (2, "invalid_url")],
+    ),
+    "several urls": (
+        as_bytes([line("a", url="/v1/embeddings"), line("b"), line("c", url="/v1/embeddings"), line("d")]),
+        [(2, "mixed_urls"), (4, "mixed_urls")],
     ),
     "an unknown field": (as_bytes([line("a") | {"priority": 1}]), [(1, "unknown_field")]),
     "a missing field": (as_bytes([{"custom_id": "a"}, {}]), [(1, "missing_field"), (2, "missing_field")]),
@@ -111,11 +115,19 @@ def test_every_bad_line_is_named_with_its_number_and_the_rule(tmp_path: Path, na
 
 
 def test_a_problem_says_in_a_sentence_what_would_be_right(tmp_path: Path) -> None:
-    raw = as_bytes([line("a"), line("a"), line("b", url="/v1/embeddings")])
+    raw = as_bytes([line("a"), line("a"), line("b", url="/v1/completions"), line("c", url="/v1/responses")])
     (tmp_path / "in.jsonl").write_bytes(raw)
-    first, second = scan(tmp_path / "in.jsonl").problems
+    first, second, third = scan(tmp_path / "in.jsonl").problems
     assert (first.param, first.message) == ("custom_id", "the custom_id is the same as in line 1.")
-    assert (second.param, second.message) == ("url", 'url must be "/v1/chat/completions", not "/v1/embeddings".')
+    assert (second.param, second.message) == (
+        "url",
+        'url must be /v1/chat/completions, /v1/responses, /v1/embeddings or /v1/messages, not "/v1/completions".',
+    )
+    assert (third.line, third.param, third.message) == (
+        4,
+        "url",
+        "the url is /v1/responses, and that of the lines before is /v1/chat/completions: a file has one, so divide it.",
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +139,8 @@ def test_a_problem_says_in_a_sentence_what_would_be_right(tmp_path: Path) -> Non
             {"id": "a", "method": "GET", "url": "/v1", "body": {"model": 7, "messages": [{}]}},
             "unknown_field",
             '"id" is not a field of a line; there is no custom_id; method must be "POST", not "GET"; url must be '
-            '"/v1/chat/completions", not "/v1"; body.model must be a string, not 7.',
+            '/v1/chat/completions, /v1/responses, /v1/embeddings or /v1/messages, not "/v1"; body.model must be a '
+            "string, not 7.",
         ),
         ({**line("a"), **dict.fromkeys("pqrstu")}, "unknown_field", '"t" is not a field of a line; and 1 more.'),
         (

@@ -31,6 +31,7 @@ OUTCOMES: dict[LineEvent, Outcome] = {
     LineEvent.JOB_CANCELLED: Outcome(FAILED, error=LineError("cancelled", "The job was cancelled.")),
     LineEvent.JOB_TO_MEND: Outcome(CUT, b"{}"),
     LineEvent.JOB_ENDED: Outcome(LineDetails("answered"), b"{}"),
+    LineEvent.REFUSED: Outcome(FAILED, error=LineError("invalid_type", "input: it must be a string.", 400)),
     LineEvent.RUN_ENDED: RUN_ERROR,
 }
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -33,20 +32,13 @@ from sluice.interfaces.errors import ApiError, from_client, openai_body
 from sluice.interfaces.fields import refusal
 from sluice.interfaces.responses.head import PREFIX, Response, ResponseHead, skeleton
 from sluice.interfaces.responses.record import NewResponse, Record, new_response, parse_record
-from sluice.interfaces.responses.request import ResponseRequest, read_response_request
+from sluice.interfaces.responses.request import ResponseRequest, own_name, read_response_request
 from sluice.interfaces.responses.stream import ResponseState
 from sluice.openai import exceeds_context
 from sluice.sse import take
 from sluice.streaming import BackgroundReader
 
 logger = logging.getLogger("sluice.gateway")
-
-_OWN_NAMES = {
-    "messages": "input",
-    "response_format": "text.format",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-}
 
 
 class _Reading:
@@ -137,12 +129,6 @@ def _is_wait(event: Event) -> TypeGuard[Progress]:
 
 def _is_overflow(event: Event) -> bool:
     return isinstance(event, Failed) and exceeds_context(event.error)
-
-
-def own_name(param: str | None) -> str | None:
-    """Return the field of a response's request for one of the contract's."""
-    name = re.match(r"\w+", param or "")
-    return _OWN_NAMES.get(name[0], param) if name else param
 
 
 def error_event(error: ApiError, number: int) -> dict[str, Any]:

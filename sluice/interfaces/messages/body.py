@@ -305,6 +305,11 @@ class MessagesBody(CountBody):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
+    @property
+    def omits_thinking(self) -> bool:
+        """True if thinking blocks are to have no text."""
+        return getattr(self.thinking, "display", None) == "omitted"
+
 
 def fields_by_type(union: Any) -> dict[str, Collection[str]]:
     """Return the names of the fields of each block of a union, by its type."""

@@ -26,6 +26,7 @@ from sluice.interfaces.messages.body import (
     ToolResultBlock,
     ToolUseBlock,
     UserTurn,
+    validate,
 )
 
 logger = logging.getLogger("sluice.gateway")
@@ -50,6 +51,12 @@ def prompt_fields(body: CountBody) -> dict[str, Any]:
         **_thinking(body.thinking),
         **_output(body),
     }
+
+
+def read_message(content: dict[str, Any]) -> tuple[MessagesBody, dict[str, Any]]:
+    """Return the body of a request for a message, and the contract's request for it. Raises `ApiError`."""
+    body = validate(MessagesBody, content)
+    return body, chat_request(body)
 
 
 def chat_request(body: MessagesBody) -> dict[str, Any]:

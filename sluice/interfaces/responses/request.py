@@ -1,5 +1,6 @@
 """The body of a request for a response, as a chat completion of the contract."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -176,3 +177,17 @@ def _logprobs(body: Mapping[str, Any], includes: frozenset[str]) -> dict[str, An
     if not wanted and "message.output_text.logprobs" not in includes:
         return {}
     return {"logprobs": True, "top_logprobs": wanted or 0}
+
+
+_OWN_NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+}
+
+
+def own_name(param: str | None) -> str | None:
+    """Return the field of a response's request for one of the contract's."""
+    name = re.match(r"\w+", param or "")
+    return _OWN_NAMES.get(name[0], param) if name else param
