@@ -400,12 +400,22 @@ class Client:
         options = RunOptions(models, completion_window, metadata, window, run_id, served_only)
         return await run_batch(self._redis, paths, options, on_progress, self._redis_of)
 
-    async def submit_batch(self, input: str | Path, folder: str | Path) -> Batch:
-        """Copy a file into the folder that is the workers' SLUICE_BATCH_DIR; they run it at its scheduled time. Raises
-        OSError."""
+    async def submit_batch(
+        self,
+        input: str | Path,
+        folder: str | Path,
+        *,
+        models: Mapping[str, str] | None = None,
+        completion_window: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        tenant: str | None = None,
+    ) -> Batch:
+        """Copy a file into the workers' SLUICE_BATCH_DIR; they run it at its scheduled time, when its completion window
+        begins. Names that `models` lacks are mapped by SLUICE_BATCH_MODELS. Raises OSError, or ValueError."""
         from sluice.batch.folder import RunFolder, submit_file
 
-        return await submit_file(self._redis, RunFolder(Path(folder).absolute()), Path(input))
+        options = RunOptions(models, completion_window, metadata, id=new_run_id(Path(input).stem), tenant=tenant)
+        return await submit_file(self._redis, RunFolder(Path(folder).absolute()), Path(input), options)
 
     async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:
         """Make one pass over such a folder: resume its runs, and start the files of the inbox if `take`. Returns when

@@ -17,7 +17,7 @@ from sluice.batch.files import LineError, LineResult, ResultFiles
 from sluice.batch.registry import JobStores
 from sluice.batch.source import Line, Source
 from sluice.batch.transitions import LineAction, LineEvent, LineState, line_step
-from sluice.contract.batch import line_job_id
+from sluice.contract.batch import Batch, line_job_id
 from sluice.contract.events import JobError, parse_as
 from sluice.errors import QueueFull, ServerFull
 from sluice.openai import error_reply
@@ -79,9 +79,10 @@ class LineDispatcher:
     """
 
     def __init__(
-        self, run_id: str, source: Source, lines: Iterable[Line], store: JobStores, results: ResultFiles, window: int
+        self, batch: Batch, source: Source, lines: Iterable[Line], store: JobStores, results: ResultFiles, window: int
     ) -> None:
-        self._run_id = run_id
+        self._run_id = batch.id
+        self._tenant = batch.sluice.tenant
         self._source = source
         self._store = store
         self._results = results
@@ -212,7 +213,8 @@ class LineDispatcher:
     def _new_job(self, entry: InFlightLine) -> NewJob:
         request = self._source.request(entry.line)
         entry.custom_id, entry.wants_json = request.custom_id, request.wants_json
-        return NewJob(self._job_id(entry), request.as_job(), entry.line.model, "batch", webhooks="none")
+        own = {"tenant": self._tenant} if self._tenant is not None else {}  # instead of one that the line names
+        return NewJob(self._job_id(entry), request.as_job() | own, entry.line.model, "batch", webhooks="none")
 
     def _result(self, entry: InFlightLine, outcome: Outcome) -> LineResult:
         job_id, custom_id = self._job_id(entry), self._custom_id(entry)

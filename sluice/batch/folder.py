@@ -3,16 +3,18 @@
 import asyncio
 import errno
 import logging
+import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from sluice.batch.files import StateFile
+from sluice.batch.files import RunState, StateFile
 from sluice.batch.registry import BatchRegistry, RedisOf
 from sluice.batch.run import Run, endless_retries, new_batch, publish
 from sluice.batch.source import RunOptions, RunPaths
@@ -64,24 +66,40 @@ def run_paths(run_dir: Path) -> RunPaths:
     return RunPaths(run_dir / "input.jsonl", run_dir / "output.jsonl", run_dir / "errors.jsonl", run_dir / "run")
 
 
-async def submit_file(redis: Redis, folder: RunFolder, file: Path) -> Batch:
+async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunOptions) -> Batch:
     """Copy a file into the inbox, where it appears only when complete, and return the new run's status. Raises OSError,
     also if the folder does not exist, since its name may be misspelt, or `ServerUnreachable` if the status cannot be
-    stored."""
+    stored.
+
+    The run's first state, which holds the options, is beside the file before the file appears: without its file it is
+    nothing, and a feeder moves it first."""
     if not folder.root.is_dir():
         missing = "there is no such folder; give that of the workers, or make it first"
         raise NotADirectoryError(errno.ENOTDIR, missing, str(folder.root))
     folder.make()
-    run_id = new_run_id(file.stem)
-    partial, final = folder.inbox / f".{run_id}.part", folder.inbox / f"{run_id}.jsonl"
-    try:
-        await asyncio.to_thread(shutil.copyfile, file, partial)
-        batch = new_batch(run_paths(folder.running / run_id), RunOptions(id=run_id))
+    partial, waiting = folder.inbox / f".{options.id}.part", folder.inbox / f"{options.id}.jsonl"
+    state_path = waiting.with_suffix(".run")
+    batch = new_batch(run_paths(folder.running / options.id), options)
+    with ExitStack() as undo:
+        for path in (partial, state_path):
+            undo.callback(path.unlink, missing_ok=True)
+        await asyncio.to_thread(_copy, file, partial)
+        await asyncio.to_thread(_save_first, state_path, RunState(batch, "", options.models or {}))
         await Retries(redis, None).run(lambda: BatchRegistry(redis).announce(batch))
-        partial.rename(final)
-    finally:
-        partial.unlink(missing_ok=True)
+        partial.rename(waiting)
+        undo.pop_all()
     return batch
+
+
+def _copy(file: Path, partial: Path) -> None:
+    with file.open("rb") as source, partial.open("xb") as copy:
+        shutil.copyfileobj(source, copy, 1 << 20)
+        os.fsync(copy.fileno())
+
+
+def _save_first(path: Path, state: RunState) -> None:
+    with StateFile(path) as file:
+        file.save(state)
 
 
 async def feed_runs(
@@ -105,6 +123,8 @@ async def feed_runs(
     folder.make()
     for file in await _complete_files(folder.inbox) if take else []:
         _take(folder, file)
+    if take:
+        _remove_abandoned(folder.inbox)
     slots = asyncio.Semaphore(at_once)
 
     async def feed_run(run_dir: Path) -> None:
@@ -141,8 +161,9 @@ async def _feed(
     saved = state.load()
     batch = saved.batch if saved else None
     if batch is None or not batch.ended:
-        logger.info("%s is %s", run_dir.name, "resumed" if saved else "taken")
-        options = RunOptions(None if saved else models, id=run_dir.name, models_from_setting=True)
+        is_new = saved is None or not saved.sha256  # no line was queued: its input had not been read to its end
+        logger.info("%s is %s", run_dir.name, "taken" if is_new else "resumed")
+        options = RunOptions(models if is_new else None, id=run_dir.name, models_from_setting=True)
         run = Run(redis, redis_of, run_paths(run_dir), options, state)
         try:
             batch = await run.run_to_end()
@@ -194,9 +215,20 @@ def _take(folder: RunFolder, file: Path) -> None:
     run_dir = folder.running / (file.stem if keeps_id else new_run_id(file.stem))
     run_dir.mkdir(exist_ok=True)
     try:
+        if keeps_id:
+            with suppress(FileNotFoundError):  # put here by hand, or moved by another feeder
+                file.with_suffix(".run").rename(run_paths(run_dir).state)
         file.rename(run_paths(run_dir).input)
     except FileNotFoundError:
         _remove_if_empty(run_dir)  # another feeder was faster
+
+
+def _remove_abandoned(inbox: Path) -> None:
+    """Remove the files of submissions that died a day ago."""
+    for file in (*inbox.glob("batch_*.run"), *inbox.glob(".batch_*.part")):
+        waits = file.suffix == ".run" and file.with_suffix(".jsonl").exists()
+        if is_run_id(file.stem.lstrip(".")) and not waits and time.time() - _stamp(file)[0] > 86_400:
+            file.unlink(missing_ok=True)
 
 
 def _remove_if_empty(run_dir: Path) -> None:

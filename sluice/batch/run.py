@@ -238,13 +238,14 @@ def new_batch(paths: RunPaths, options: RunOptions) -> Batch:
 def _with_options(batch: Batch, paths: RunPaths, options: RunOptions) -> Batch:
     """Return the status with the options applied: a resumed run may get more time, or have its files elsewhere."""
     window = options.completion_window or batch.completion_window
+    keeps_end = options.completion_window is None and batch.expires_at is not None
     return replace(
         batch,
         input_file_id=str(paths.input),
         output_file_id=str(paths.output),
-        sluice=replace(batch.sluice, host=socket.gethostname()),
+        sluice=replace(batch.sluice, host=socket.gethostname(), tenant=options.tenant or batch.sluice.tenant),
         completion_window=window,
-        expires_at=batch.created_at + parse_window(window),
+        expires_at=batch.expires_at if keeps_end else batch.created_at + parse_window(window),
         metadata=batch.metadata if options.metadata is None else dict(options.metadata),
     )
 
@@ -349,12 +350,16 @@ class Run:
             self._paths.refuse_to_overwrite()
             return RunState(new_batch(self._paths, self._options), "", models or {})
         batch = _with_options(saved.batch, self._paths, self._options)
+        if self._options.models_from_setting and not saved.sha256:  # handed over, and begins now
+            expires_at = int(time.time()) + parse_window(batch.completion_window)
+            batch = replace(batch, expires_at=expires_at)
+            models = saved.models if "*" in saved.models else {**(models or {}), **saved.models}
         return RunState(batch, saved.sha256, saved.models if models is None else models)
 
     async def _feed(self, source: Source, lines: list[Line], results: ResultFiles) -> None:
         batch = self._saved.batch
         unfinished = sorted_for_reuse([line for line in lines if line.digest not in results.done])
-        dispatcher = LineDispatcher(batch.id, source, unfinished, self._jobs, results, self._options.window)
+        dispatcher = LineDispatcher(batch, source, unfinished, self._jobs, results, self._options.window)
         models = Counter(line.model for line in lines)
         self._counts = _LineCounts(results, models, batch.in_progress_at or time.time())
         state, action = run_step(batch.status, RunEvent.ACCEPTED)

@@ -269,6 +269,7 @@ class RunOptions:
     id: str = field(default_factory=new_run_id)  # used for a new run only
     served_only: bool = False  # refuse a file for a model without a worker, if other models have one
     models_from_setting: bool = False  # `models` is SLUICE_BATCH_MODELS, which is meant for many files
+    tenant: str | None = None  # of the run's jobs
 
     def __post_init__(self) -> None:
         parse_window(self.completion_window or DEFAULT_WINDOW)

@@ -53,12 +53,12 @@ async def run_there(server: Remote, input: Path, output: Path, options: dict[str
         return await run_remote(runs, input, output, **options)
 
 
-async def submit_there(server: Remote, input: Path) -> Batch:
+async def submit_there(server: Remote, input: Path, options: dict[str, Any]) -> Batch:
     """Upload a file and start its run, as `submit_remote`."""
     async with _connected(server) as runs:
         from sluice.batch.remote_run import submit_remote
 
-        return await submit_remote(runs, input)
+        return await submit_remote(runs, input, **options)
 
 
 async def download(server: Remote, file_id: str, into: BinaryIO) -> None:

@@ -121,7 +121,7 @@ class BatchDetails:
     paused_at: int | None = None
     """Last report of its feeder; null while a feeder runs."""
     tenant: str | None = None
-    """The customer that the run belongs to."""
+    """The tenant of the key that created it, which its jobs have; null for a run of the operator."""
 
 
 NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})

@@ -72,10 +72,89 @@ async def test_a_submitted_file_keeps_the_id_that_its_submit_said(
     submitted = await client.submit_batch(write(tmp_path / "my file.jsonl", says("a")), folder.root)
     assert (submitted.status, submitted.id.startswith("batch_my-file_")) == ("validating", True)
     assert await client.batch_status(submitted.id) == submitted
-    assert [path.name for path in folder.inbox.iterdir()] == [f"{submitted.id}.jsonl"]
+    assert {path.name for path in folder.inbox.iterdir()} == {f"{submitted.id}.jsonl", f"{submitted.id}.run"}
     await feed(client, folder)
     assert (await client.batch_status(submitted.id)).status == "completed"
     assert [path.name for path in folder.done.iterdir()] == [submitted.id]
+
+
+async def test_a_submitted_run_brings_its_options_along(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "in.jsonl", says("a", model="gpt-4o", tenant="other"), says("b", model="another"))
+    submitted = await client.submit_batch(
+        file, folder.root, models={"gpt-4o": "default"}, completion_window="2d", metadata={"team": "x"}, tenant="acme"
+    )
+    await feed(client, folder)  # whose own mapping has the other name
+    batch = await client.batch_status(submitted.id)
+    assert (batch.status, batch.completion_window, batch.metadata) == ("completed", "2d", {"team": "x"})
+    assert (batch.created_at, batch.sluice.tenant) == (submitted.created_at, "acme")
+    assert batch.sluice.models == {"default": 2}
+    assert [request["tenant"] for request in chat.requests] == ["acme", "acme"]
+
+
+async def test_mapping_of_all_names_goes_before_the_workers_mapping(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "in.jsonl", says("a", model="gpt-4o"))
+    submitted = await client.submit_batch(file, folder.root, models={"*": "default"})
+    await client.feed_batches(folder.root, take=True, models={"gpt-4o": "unserved", "*": "unserved"})
+    assert (await client.batch_status(submitted.id)).sluice.models == {"default": 1}
+
+
+async def test_completion_window_of_a_submitted_run_begins_when_it_is_taken(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "in.jsonl", says("a"))
+    submitted = await client.submit_batch(file, folder.root, completion_window="60s")
+    await asyncio.sleep(1.2)
+    await feed(client, folder)
+    batch = await client.batch_status(submitted.id)
+    assert (batch.status, batch.created_at) == ("completed", submitted.created_at)
+    assert (batch.expires_at or 0) > (submitted.expires_at or 0)
+
+
+STEPS = ["copied", "state written", "in the inbox", "state taken", "taken"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_crash_in_a_hand_over_leaves_no_run_or_a_whole_one(
+    client: Client, chat: Chat, folder: RunFolder, tmp_path: Path, step: str
+) -> None:
+    submitted = await client.submit_batch(
+        write(tmp_path / "in.jsonl", says("a")), folder.root, metadata={"team": "x"}, tenant="acme"
+    )
+    waiting, state = folder.inbox / f"{submitted.id}.jsonl", folder.inbox / f"{submitted.id}.run"
+    run_dir = folder.running / submitted.id
+    if step in STEPS[:2]:
+        waiting.rename(folder.inbox / f".{submitted.id}.part")
+    if step == STEPS[0]:
+        state.write_bytes(state.read_bytes()[:40])
+    if step in STEPS[3:]:
+        run_dir.mkdir()
+        state.rename(run_dir / "run")
+    if step == STEPS[4]:
+        waiting.rename(run_dir / "input.jsonl")
+    await feed(client, folder)
+    batch = await client.batch_status(submitted.id)
+    if step in STEPS[:2]:
+        assert (batch.status, list(folder.running.iterdir()), chat.began) == ("validating", [], [])
+        for file in folder.inbox.iterdir():
+            os.utime(file, (0, 0))
+        await feed(client, folder)
+        assert there(folder) == {}
+    else:
+        assert (batch.status, batch.metadata, batch.sluice.tenant) == ("completed", {"team": "x"}, "acme")
+        assert there(folder) == {"done": ["in"]}
+
+
+async def test_a_submit_that_fails_leaves_nothing(client: Client, folder: RunFolder, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        await client.submit_batch(tmp_path / "missing.jsonl", folder.root)
+    file = write(tmp_path / "in.jsonl", says("a"))
+    with pytest.raises(ValueError, match="completion_window"):
+        await client.submit_batch(file, folder.root, completion_window="never")
+    assert there(folder) == {}
 
 
 async def test_an_id_that_comes_again_gets_another(client: Client, chat: Chat, folder: RunFolder) -> None:

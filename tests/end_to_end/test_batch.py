@@ -236,7 +236,8 @@ def test_the_exit_code_says_how_the_run_stands_also_when_it_is_reported_again(sl
 def test_a_submitted_file_is_fed_and_can_be_asked_for_from_anywhere(sluice: Command, tmp_path: Path) -> None:
     many = write(tmp_path / "in.jsonl", *(count(k) for k in range(4)), line("bad", temperature=9))
     (tmp_path / "runs").mkdir()
-    code, said, _ = sluice("batch", "submit", str(many), "--dir", "runs")
+    options = ("--completion-window", "90m", "--metadata", "team=search", "--metadata", "for=a=b", "--map", "x=default")
+    code, said, _ = sluice("batch", "submit", str(many), "--dir", "runs", *options)
     run_id = said.strip()
     assert (code, json.loads(sluice("batch", "status", run_id, "--json")[1])["status"]) == (0, "validating")
     assert {run_id, "validating", "created"} <= {*sluice("batch", "list")[1].split()}, "it is not started yet"
@@ -245,12 +246,20 @@ def test_a_submitted_file_is_fed_and_can_be_asked_for_from_anywhere(sluice: Comm
     assert "5: 4 answered, 1 failed" in sluice("batch", "status", run_id)[1]
     assert run_id in sluice("batch", "list")[1]
     listed = Batch.model_validate_json(sluice("batch", "list", "--json")[1], strict=True)
-    assert (listed.id, listed.status) == (run_id, "completed")
+    assert (listed.id, listed.status, listed.completion_window) == (run_id, "completed", "90m")
+    assert listed.metadata == {"team": "search", "for": "a=b"}
     code, answers, _ = sluice("batch", "results", run_id)
     assert (code, len(answers.splitlines())) == (0, 4)
     assert sluice("batch", "results", run_id, "--errors", "-o", "err.jsonl")[0] == 0
     assert ids(tmp_path / "err.jsonl") == ["bad"]
     assert sluice("batch", "cancel", run_id)[:2] == (0, f"{run_id}  already completed\n")
+
+
+@pytest.mark.parametrize("option", [("--metadata", "team"), ("--map", "x"), ("--completion-window", "soon")])
+def test_bad_options_of_a_submit_are_named(sluice: Command, tmp_path: Path, option: tuple[str, str]) -> None:
+    (tmp_path / "runs").mkdir()
+    code, out, err = sluice("batch", "submit", str(write(tmp_path / "in.jsonl", count(1))), "--dir", "runs", *option)
+    assert (code, out, option[1] in err, [*(tmp_path / "runs").iterdir()]) == (2, "", True, [])
 
 
 def test_a_run_is_cancelled_from_elsewhere(sluice: Command, tmp_path: Path) -> None:

@@ -3,22 +3,20 @@
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from sluice.batch.source import WINDOW
 from sluice.cli import worker_commands
+from sluice.cli.commands.batch_runs import cancel_run, list_runs, results, status
 from sluice.cli.errors import CliError, connected, sentence
 from sluice.cli.options import (
     REDIS_URL,
@@ -31,12 +29,12 @@ from sluice.cli.options import (
     is_given,
     server_of,
 )
-from sluice.cli.remote import download, offline_runs, run_there, submit_there
-from sluice.cli.terminal.batch_view import ProgressView, print_problems, print_report, print_runs, read_models
+from sluice.cli.remote import run_there, submit_there
+from sluice.cli.terminal.batch_view import ProgressView, print_problems, print_report, read_models
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.view import note
 from sluice.contract.batch import Batch
-from sluice.errors import BatchRefused, UnknownBatch
+from sluice.errors import BatchRefused
 
 T = TypeVar("T")
 
@@ -112,6 +110,34 @@ async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> b
     return True
 
 
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
+]
+MapOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--map",
+        metavar="NAME=SERVED",
+        help="Send lines for model NAME, or for models that begin with NAME*, to SERVED; repeatable.",
+    ),
+]
+WindowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--completion-window",
+        metavar="TIME",
+        help="Lines that are not done after it end as expired: 90m, 2d.  [default: 24h]",
+    ),
+]
+
+
+def _mapping(map: list[str] | None, model: str | None) -> dict[str, str] | None:
+    models = read_models(map or [])
+    if model is not None:
+        models.setdefault("*", model)
+    return models or None
+
+
 def run_file(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests, one per line.")],
@@ -124,21 +150,9 @@ def run_file(
             metavar="FILE", help="The file for the failed lines.  [default: next to the output, .errors.jsonl]"
         ),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
-    ] = None,
-    map: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--map",
-            metavar="NAME=SERVED",
-            help="Send lines for model NAME, or for models that begin with NAME*, to SERVED; repeatable.",
-        ),
-    ] = None,
-    completion_window: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Lines that are not done after it end as expired: 90m, 2d.  [default: 24h]"),
-    ] = None,
+    model: ModelOption = None,
+    map: MapOption = None,
+    completion_window: WindowOption = None,
     window: Annotated[
         int, typer.Option(parser=integer(1), metavar="N", help="Lines of one model in the queue at once.")
     ] = WINDOW,
@@ -180,12 +194,9 @@ def run_file(
       sluice batch run in.jsonl -o out.jsonl --on-end 'mail -s "$SLUICE_BATCH_STATUS" me@example.com'
     """
     server = server_of(context, redis_url, url, key)
-    models = read_models(map or [])
-    if model is not None:
-        models.setdefault("*", model)
     options = {
         "errors": errors,
-        "models": models or None,
+        "models": _mapping(map, model),
         "completion_window": completion_window,
         "served_only": not wait,
         **({"window": window} if is_given(context, "window") else {}),
@@ -266,8 +277,6 @@ def _log_as_notes(name: str) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-RunId = Annotated[str, typer.Argument(help="Id of the run.", metavar="ID")]
-
 batch = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -299,6 +308,13 @@ def submit_run(
         Path | None,
         typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check."),
     ] = None,
+    model: ModelOption = None,
+    map: MapOption = None,
+    completion_window: WindowOption = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Metadata for the run's status object; repeatable."),
+    ] = None,
     redis_url: RedisUrl = REDIS_URL,
     url: GatewayUrl = None,
     key: ApiKey = None,
@@ -306,12 +322,15 @@ def submit_run(
 ) -> None:
     """Copy a file into the workers' folder, or upload it to a gateway, and print the run's id.
 
-    It is run at a time of the workers' schedule. The answers will be in DIR/done/ID/output.jsonl; those at a gateway
-    are fetched with `sluice batch results`. With --json, print the status object instead of the id.
+    It is run at a time of the workers' schedule, and its completion window begins then. The answers will be in
+    DIR/done/ID/output.jsonl; those at a gateway are fetched with `sluice batch results`. Model names that neither --map
+    nor --model maps are mapped by the workers' SLUICE_BATCH_MODELS. With --json, print the status object instead of the
+    id.
 
     \b
     Examples:
       sluice batch submit in.jsonl --dir /var/lib/sluice
+      sluice batch submit in.jsonl --dir /var/lib/sluice --model default --metadata team=search
       sluice batch submit in.jsonl --url http://mac.local:8000
     """
     server = server_of(context, redis_url, url, key)
@@ -319,7 +338,12 @@ def submit_run(
         raise CliError("--dir and --url exclude one another: a gateway has its folder from its own settings.")
     if not isinstance(server, Remote) and folder is None:
         raise CliError("there is no folder: give the workers' with --dir, or a gateway with --url.")
-    submitted = asyncio.run(_submit(server, file, folder))
+    options = {
+        "models": _mapping(map, model),
+        "completion_window": completion_window,
+        "metadata": _metadata(metadata or []),
+    }
+    submitted = asyncio.run(_submit(server, file, folder, options))
     if as_json:
         print_json(asdict(submitted))
         return
@@ -327,170 +351,28 @@ def submit_run(
     note(f"{submitted.id} waits for its scheduled time. See: sluice batch status {submitted.id}")
 
 
-@batch.command()
-def status(
-    context: typer.Context,
-    id: RunId,
-    redis_url: RedisUrl = REDIS_URL,
-    url: GatewayUrl = None,
-    key: ApiKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the status of a run.
-
-    A run is paused while no process feeds it. If `batch run` started it, run the same command again to resume it; a run
-    in the workers' folder is resumed within a minute. With --json, print the status object in the format of OpenAI's
-    Batch; sluice.paused_at is when the run was paused. Exit codes: 0, or 2 if there is no such run.
-
-    \b
-    Examples:
-      sluice batch status batch_1b9d6bcd4f0a
-      sluice batch status batch_1b9d6bcd4f0a --json | jq .request_counts
-    """
-    offline_run = asyncio.run(_read(server_of(context, redis_url, url, key), id))
-    if as_json:
-        print_json(asdict(offline_run))
-        return
-    print_report(offline_run)
-    print_problems(offline_run)
+def _metadata(options: list[str]) -> dict[str, str] | None:
+    pairs = [option.partition("=") for option in options]
+    for key, equals, value in pairs:
+        if not (key and equals):
+            raise CliError(f"{key + equals + value!r} is not metadata: write KEY=VALUE, as in team=search.")
+    return {key: value for key, _, value in pairs} or None
 
 
-@batch.command("list")
-def list_runs(
-    context: typer.Context,
-    redis_url: RedisUrl = REDIS_URL,
-    url: GatewayUrl = None,
-    key: ApiKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the runs of the last week, oldest first. A run is paused while no process feeds it.
-
-    \b
-    Examples:
-      sluice batch list
-      sluice batch list --json | jq -r 'select(.status == "completed").output_file_id'
-    """
-    runs = asyncio.run(_read_all(server_of(context, redis_url, url, key)))
-    if as_json:
-        for each in runs:
-            print_json(asdict(each))
-    elif runs:
-        print_runs(runs)
-    else:
-        note("no offline runs in the last week.")
-
-
-@batch.command("cancel")
-def cancel_run(
-    context: typer.Context, id: RunId, redis_url: RedisUrl = REDIS_URL, url: GatewayUrl = None, key: ApiKey = None
-) -> None:
-    """Request the cancellation of a run. Answers are kept; the other lines end as `batch_cancelled`.
-
-    Exit codes: 0, or 2 if there is no such run.
-
-    \b
-    Example:
-      sluice batch cancel batch_1b9d6bcd4f0a
-    """
-    offline_run = asyncio.run(_cancel(server_of(context, redis_url, url, key), id))
-    print(f"{id}  {f'already {offline_run.status}' if offline_run.ended else 'requested; its feeder will end it'}")
-
-
-@batch.command()
-def results(
-    context: typer.Context,
-    id: RunId,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write the answers to this file.  [default: stdout]"),
-    ] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="Fetch the failed lines instead.")] = False,
-    redis_url: RedisUrl = REDIS_URL,
-    url: GatewayUrl = None,
-    key: ApiKey = None,
-) -> None:
-    """Fetch the answers of a run, even if it has not ended.
-
-    It has to run on the machine that has the files of the run. With --url it may run anywhere, and the run has to have
-    ended.
-
-    \b
-    Examples:
-      sluice batch results batch_1b9d6bcd4f0a -o out.jsonl
-      sluice batch results batch_1b9d6bcd4f0a --errors
-    """
-    server = server_of(context, redis_url, url, key)
-    offline_run = asyncio.run(_read(server, id))
-    file = offline_run.error_file_id if errors else offline_run.output_file_id
-    if file is None:
-        at_end = " yet" if isinstance(server, Remote) and not offline_run.ended else ""
-        note(f"{id} has no {'failed' if errors else 'answered'} lines{at_end}.")
-        return
-    own = (offline_run.input_file_id, offline_run.output_file_id, offline_run.error_file_id)
-    if output and not isinstance(server, Remote) and output.resolve() in {Path(name).resolve() for name in own if name}:
-        raise CliError(f"{output} is a file of the run itself, and would be overwritten: give another with -o.")
-    with _named(output, offline_run), _opened(server, file, output) as found:
-        if output is None:
-            shutil.copyfileobj(found, sys.stdout.buffer)
-            return
-        with output.open("wb") as written:
-            shutil.copyfileobj(found, written)
-
-
-def _opened(server: str | Remote, file: str, output: Path | None) -> BinaryIO:
-    if not isinstance(server, Remote):
-        return open(file, "rb")
-    fetched = tempfile.TemporaryFile(dir=output and output.parent)  # noqa: SIM115 - its caller closes it
-    asyncio.run(download(server, file, fetched))
-    fetched.seek(0)
-    return fetched
-
-
-@contextmanager
-def _named(output: Path | None, run: Batch) -> Iterator[None]:
-    """Raise `CliError` for a file that cannot be opened in the block."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # the reader of stdout has closed it, which typer handles
-    except OSError as error:
-        where = f" {run.id} is {run.status}, and its files are on {run.sluice.host}." if run.sluice.host else ""
-        raise CliError(f"{error.filename or output} cannot be opened: {error.strerror}.{where}") from None
-
-
-async def _submit(server: str | Remote, file: Path, folder: Path | None) -> Batch:
+async def _submit(server: str | Remote, file: Path, folder: Path | None, options: dict[str, Any]) -> Batch:
     try:
         if isinstance(server, Remote):
-            return await submit_there(server, file)
+            return await submit_there(server, file, options)
         assert folder is not None
         async with connected(server) as client:
-            return await client.submit_batch(file, folder)
-    except BatchRefused as error:
+            return await client.submit_batch(file, folder, **options)
+    except (BatchRefused, ValueError) as error:
         raise CliError(sentence(str(error))) from None
     except OSError as error:
         raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
 
 
-async def _read(server: str | Remote, id: str) -> Batch:
-    async with offline_runs(server) as runs:
-        try:
-            return await runs.batch_status(id)
-        except UnknownBatch as error:
-            raise _unknown(error) from None
-
-
-async def _read_all(server: str | Remote) -> list[Batch]:
-    async with offline_runs(server) as runs:
-        return await runs.batches()
-
-
-async def _cancel(server: str | Remote, id: str) -> Batch:
-    async with offline_runs(server) as runs:
-        try:
-            return await runs.cancel_batch(id)
-        except UnknownBatch as error:
-            raise _unknown(error) from None
-
-
-def _unknown(error: UnknownBatch) -> CliError:
-    return CliError(f"{error}, or its last update is more than a week old. List the runs: sluice batch list")
+batch.command("status")(status)
+batch.command("list")(list_runs)
+batch.command("cancel")(cancel_run)
+batch.command("results")(results)
