@@ -381,24 +381,17 @@ class Client:
         served_only: bool = False,
         on_progress: Callable[[Batch], None] = lambda batch: None,
     ) -> Batch:
-        """Run an OpenAI Batch file to its end and return the final status; outages of the server are waited out,
-        however long.
-
-        A run that was interrupted, or whose process died, is resumed by the same call. `models` maps the model names in
-        the file to served ones; one that ends in "*" is any other name with this beginning. Lines that have not ended
-        when the completion window ("90m"; default 24h) runs out end as expired. A file with bad lines returns as
-        `failed`, with the problems in `errors`, and none of its lines is run. `window` is the number of lines of one
-        model that are queued or running at once. With `served_only` a file for a model without a worker is refused as
-        well, if other models are served; else its lines wait for a worker. `on_progress` is called a few times a
-        second. Raises `BatchRefused`, ValueError, OSError if a file cannot be written, or redis-py's error if the
-        server refuses.
-        """
+        """Run an OpenAI Batch file to its end, or resume its run, and return the final status; outages of the server are
+        waited out. `models` maps names in the file to served ones; one that ends in "*" is any other name with this
+        beginning. A file with bad lines returns as `failed`, with the problems in `errors`; with `served_only` so does
+        one for a model without a worker, if others are served. `window`: lines of a model that are queued or run at
+        once. Raises `BatchRefused`, ValueError, OSError if a file cannot be written, or redis-py's error if the server
+        refuses."""
         from sluice.batch.run import run_batch  # imported here, since it needs fcntl, which Windows lacks
 
         paths = RunPaths.next_to_output(Path(input), Path(output), Path(errors) if errors else None)
-        run_id = new_run_id(paths.input.stem)
-        options = RunOptions(models, completion_window, metadata, window, run_id, served_only)
-        return await run_batch(self._redis, paths, options, on_progress, self._redis_of)
+        chosen = RunOptions(models, completion_window, metadata, window, new_run_id(paths.input.stem), served_only)
+        return await run_batch(self._redis, paths, chosen, on_progress, self._redis_of)
 
     async def submit_batch(
         self,

@@ -254,6 +254,15 @@ class StateFile:
         self._file.append(self._lines[-1:])
 
 
+def read_state(path: Path) -> RunState | None:
+    """Return the current state of a run that any process may feed; None if there is none. Raises OSError."""
+    complete, _, _ = path.read_bytes().rpartition(b"\n")
+    try:
+        return _parse(complete.rpartition(b"\n")[2])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def _parse(raw: bytes) -> RunState:
     stored: dict[str, Any] = json.loads(raw)
     return RunState(

@@ -122,6 +122,12 @@ class BatchDetails:
     """Last report of its feeder; null while a feeder runs."""
     tenant: str | None = None
     """The tenant of the key that created it, which its jobs have; null for a run of the operator."""
+    input_file: str | None = None
+    """Id of the uploaded file; null if the run was not created over HTTP."""
+    output_expires_s: int | None = None
+    """Seconds for which its files of answers and errors are kept; null for ever."""
+    allowed_models: list[str] | None = None
+    """Names of models that its lines may have; null for any."""
 
 
 NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})
