@@ -381,8 +381,8 @@ class Client:
         served_only: bool = False,
         on_progress: Callable[[Batch], None] = lambda batch: None,
     ) -> Batch:
-        """Run an OpenAI Batch file to its end, or resume its run, and return the final status; outages of the server are
-        waited out. `models` maps names in the file to served ones; one that ends in "*" is any other name with this
+        """Run an OpenAI Batch file to its end, or resume its run, and return the final status; outages are waited
+        out. `models` maps names in the file to served ones; one that ends in "*" is any other name with this
         beginning. A file with bad lines returns as `failed`, with the problems in `errors`; with `served_only` so does
         one for a model without a worker, if others are served. `window`: lines of a model that are queued or run at
         once. Raises `BatchRefused`, ValueError, OSError if a file cannot be written, or redis-py's error if the server
