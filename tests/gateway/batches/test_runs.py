@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import openai as sdk
@@ -11,6 +12,7 @@ from openai.types import Batch
 from redis.asyncio import Redis
 
 from sluice import Client
+from sluice.batch.store import FileStore
 from tests.batch.helpers import as_bytes, says, write
 from tests.fakes import FakeChat
 from tests.gateway.batches.test_files import tenants
@@ -131,6 +133,18 @@ async def test_runs_of_the_command_and_of_http_are_the_same(
     made = await created(openai, await uploaded(openai, "b"))
     await ended(openai, made.id)
     assert {run.id for run in await client.batches()} == {submitted.id, made.id}
+
+
+@pytest.mark.usefixtures("fake_worker", "feeder")
+async def test_files_of_a_run_go_with_its_folder(openai: AsyncOpenAI, folder: Path) -> None:
+    batch = await ended(openai, (await created(openai, await uploaded(openai, "a"))).id)
+    FileStore(folder).sweep()
+    assert len((await openai.files.list(purpose="batch_output")).data) == 1
+    shutil.rmtree(folder / "done" / batch.id)
+    FileStore(folder).sweep()
+    assert (await openai.files.list(purpose="batch_output")).data == []
+    with pytest.raises(sdk.NotFoundError):
+        await openai.batches.retrieve(batch.id)
 
 
 @pytest.mark.usefixtures("fake_worker")
