@@ -237,7 +237,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Give the file another name, or copy it if the file system has no hard links."""
     try:
         os.link(source, target)
-    except FileNotFoundError:
+    except (FileNotFoundError, FileExistsError):
         raise
     except OSError:
         shutil.copyfile(source, target)

@@ -190,9 +190,25 @@ async def test_wrong_fields_of_a_batch_are_named(
 @pytest.mark.usefixtures("fake_worker", "feeder")
 async def test_an_idempotency_key_makes_one_batch(openai: AsyncOpenAI) -> None:
     file_id = await uploaded(openai, "a")
-    made = [await created(openai, file_id, extra_headers={"idempotency-key": "k"}) for _ in range(2)]
+    key = {"idempotency-key": "k"}
+    made = await asyncio.gather(*(created(openai, file_id, extra_headers=key) for _ in range(4)))
     assert len({batch.id for batch in made}) == 1
+    await ended(openai, made[0].id)
+    assert (await created(openai, file_id, extra_headers=key)).id == made[0].id
+    with pytest.raises(sdk.ConflictError):
+        await created(openai, file_id, completion_window="1h", extra_headers=key)
     assert len((await openai.batches.list()).data) == 1
+
+
+async def test_a_key_s_batch_is_created_after_a_kill_in_its_hand_over(openai: AsyncOpenAI, folder: Path) -> None:
+    file_id = await uploaded(openai, "a")
+    made = await created(openai, file_id, extra_headers={"idempotency-key": "k"})
+    waiting = folder / "inbox" / f"{made.id}.jsonl"
+    waiting.rename(waiting.with_name(f".{made.id}.part"))
+    with pytest.raises(sdk.NotFoundError):
+        await openai.batches.retrieve(made.id)
+    assert (await created(openai, file_id, extra_headers={"idempotency-key": "k"})).id == made.id
+    assert {path.name for path in waiting.parent.iterdir()} == {waiting.name, f"{made.id}.run"}
 
 
 @pytest.mark.usefixtures("fake_worker", "feeder")
