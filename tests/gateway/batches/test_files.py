@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import random
 import resource
 import socket
 import time
@@ -210,6 +211,57 @@ async def test_a_killed_gateway_leaves_nothing_after_the_next_start(redis_url: s
     assert on_disk(folder) == [kept.id]
 
 
+async def test_a_slow_upload_is_refused_and_leaves_nothing(redis_url: str, folder: Path) -> None:
+    settings = ServeSettings(_env_file=None, batch_dir=folder, client_timeout_s=0.5)
+    with serving(redis_url, settings) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+        writer.write(request(form(LINE * 20_000))[:300_000])
+        assert b" 408 " in await reader.readline()
+        writer.close()
+    assert on_disk(folder) == []
+
+
+async def test_a_download_that_breaks_off_disturbs_nobody(openai: AsyncOpenAI, gateway: HttpGateway) -> None:
+    made = await openai.files.create(file=("in.jsonl", b"x" * 5_000_000), purpose="batch")
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+    writer.write(f"GET /v1/files/{made.id}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    await reader.readexactly(100_000)
+    writer.transport.abort()
+    assert len((await openai.files.content(made.id)).content) == 5_000_000
+
+
+@pytest.mark.slow
+async def test_kills_of_a_gateway_at_any_moment_leave_whole_files_and_whole_runs(redis_url: str, folder: Path) -> None:
+    dice, data = random.Random(3), LINE * 200_000
+    for _ in range(15):
+        with gateway_process(redis_url, batch_dir=folder) as gateway:
+            async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as openai:
+
+                async def use(openai: AsyncOpenAI = openai) -> None:
+                    while True:
+                        file = await openai.files.create(file=("in.jsonl", data), purpose="batch")
+                        await openai.batches.create(
+                            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+                        )
+
+                users = [asyncio.create_task(use()) for _ in range(3)]
+                await asyncio.sleep(dice.uniform(0.1, 0.8))
+                gateway.kill()
+                await asyncio.gather(*users, return_exceptions=True)
+    with gateway_process(redis_url, batch_dir=folder) as gateway:
+        async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as openai:
+            files = [each async for each in openai.files.list()]
+            runs = [each async for each in openai.batches.list()]
+    assert sorted(each.id for each in files) == on_disk(folder)
+    assert len(files) > 15
+    for file in files:
+        stored = FileStore(folder).data(None, file.id).read_bytes()
+        assert hashlib.sha256(stored).hexdigest() == file.to_dict()["sluice"]["sha256"]  # type: ignore[index]
+    assert len(runs) > 5
+    assert {f"{run.id}.jsonl" for run in runs} == {path.name for path in (folder / "inbox").glob("batch_*.jsonl")}
+    assert all((folder / "inbox" / f"{run.id}.jsonl").read_bytes() == data for run in runs)
+
+
 async def test_an_upload_of_a_living_process_is_not_swept(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     new = store.new("acme")
@@ -265,5 +317,7 @@ async def test_a_tenant_has_its_own_files_and_its_own_limit(redis_url: str, fold
         with pytest.raises(sdk.PermissionDeniedError) as refused:
             await acme.files.create(file=("in.jsonl", b"x" * 600), purpose="batch")
         assert refused.value.code == "storage_exceeded"
+        with pytest.raises(sdk.PermissionDeniedError):
+            await acme.files.create(file=("in.jsonl", b"x" * 100_000), purpose="batch")
         await acme.files.delete(own.id)
         assert (await acme.files.create(file=("in.jsonl", b"x" * 600), purpose="batch")).bytes == 600

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.support.chaos import (
+    beside,
     churn,
     crashes,
     fairness,
@@ -69,6 +70,7 @@ SCENARIOS: dict[str, Scenario] = {
     "overload": lambda s: churn.overload(jobs=500),
     "greedy": lambda s: greedy.with_greedy_requests(s.url, streams=32, alone_s=8),
     "fuzz": lambda s: fuzz.fuzzed(s.url, bodies=2_000, streams=8, alone_s=10),
+    "beside": lambda s: beside.uploads(s.url, megabytes=200, count=3, streams=8, alone_s=10),
     "hostile": lambda s: load.hostile(s.url, _bomb(), megabytes=50),
 }
 
