@@ -135,6 +135,7 @@ class _Handover:
         self._undo.close()
 
     def prepare(self, file: Path, put: Callable[[Path, Path], None]) -> None:
+        self._partial.unlink(missing_ok=True)  # of a process that died while it handed the same run over
         put(file, self._partial)
         with StateFile(self._state_path) as saved:
             saved.save(self._state)
@@ -394,8 +395,11 @@ def _remove_abandoned(inbox: Path) -> None:
     """Remove the files of submissions that died a day ago."""
     for file in (*inbox.glob("batch_*.run"), *inbox.glob(".batch_*.part")):
         waits = file.suffix == ".run" and file.with_suffix(".jsonl").exists()
-        if is_run_id(file.stem.lstrip(".")) and not waits and time.time() - _stamp(file)[0] > 86_400:
-            file.unlink(missing_ok=True)
+        if not is_run_id(file.stem.lstrip(".")) or waits:
+            continue
+        with suppress(FileNotFoundError):  # another feeder was faster
+            if time.time() - file.stat().st_ctime > 86_400:  # a file with another name may have been written long ago
+                file.unlink()
 
 
 def _remove_if_empty(run_dir: Path) -> None:

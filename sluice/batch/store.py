@@ -66,10 +66,11 @@ class FileStore:
         self._root.mkdir(exist_ok=True)
         self.sweep()
 
-    def new(self, tenant: str | None) -> "NewFile":
-        """Return a file to write."""
+    def new(self, tenant: str | None, least_bytes: int = 0, max_held: int | None = None) -> "NewFile":
+        """Return a file to write, of at least so many bytes. Raises `StoreFull`, as `NewFile.publish` does."""
         home = self._home(tenant)
         home.mkdir(parents=True, exist_ok=True)
+        _refuse_full(max_held, least_bytes + sum(_length(home / name / "data") for name in _names(home)))
         return NewFile(home, _file_id(time.time(), uuid.uuid4().hex))
 
     def find(self, tenant: str | None, file_id: str) -> StoredFile | None:
@@ -87,10 +88,6 @@ class FileStore:
         """Return the ids of all files, in the order of their creation."""
         names = (name for home in self._homes(tenant) for name in _names(home))
         return sorted((name for name in names if _ID.fullmatch(name)), reverse=newest_first)
-
-    def held_bytes(self, tenant: str | None) -> int:
-        """Return the bytes of the tenant's own files, and of those that are being written."""
-        return sum(_length(self._home(tenant) / name / "data") for name in _names(self._home(tenant)))
 
     def delete(self, tenant: str | None, file: StoredFile) -> None:
         """Remove a file, and the answers of a run in the run's own folder too."""
@@ -113,12 +110,12 @@ class FileStore:
                 new.discard()
 
     def sweep(self) -> None:
-        """Remove expired files, and what dead processes left."""
+        """Remove expired files, those of runs whose folders are gone, and what dead processes left."""
         for home in self._homes(None):
             for name in _names(home):
                 if name.endswith((".part", ".gone")):
                     _remove_if_dead(home, home / name)
-                elif (file := _about(home / name)) is not None and file.has_expired:
+                elif (file := _about(home / name)) is not None and (file.has_expired or self._is_orphan(file)):
                     self._remove(home, file)
 
     @contextmanager
@@ -126,8 +123,12 @@ class FileStore:
         """Exclude other processes that use this lock of the tenant."""
         home = self._home(tenant)
         home.mkdir(parents=True, exist_ok=True)
-        with _locked(home):
+        with locked_folder(home):
             yield
+
+    def _is_orphan(self, file: StoredFile) -> bool:
+        parts = ("running", "done", "failed")  # in the order in which a run moves
+        return file.run is not None and not any((self._folder / part / file.run).exists() for part in parts)
 
     def _remove(self, home: Path, file: StoredFile) -> None:
         gone = home / f".{file.id}.gone"
@@ -158,7 +159,7 @@ class NewFile:
         self._home, self.id = home, file_id
         self._part = home / f".{file_id}.part"
         self._sha256, self.length = hashlib.sha256(), 0
-        with _locked(home):  # else a sweep might remove a folder without a locked file
+        with locked_folder(home):  # else a sweep might remove a folder without a locked file
             shutil.rmtree(self._part, ignore_errors=True)  # of a process that died
             self._part.mkdir()
             if source is not None:
@@ -194,12 +195,9 @@ class NewFile:
             json.dump(asdict(file), about)
             about.flush()
             os.fsync(about.fileno())
-        with _locked(self._home) as descriptor:
+        with locked_folder(self._home) as descriptor:
             complete = (name for name in _names(self._home) if not name.startswith("."))
-            held = self.length + sum(_length(self._home / name / "data") for name in complete)
-            if max_held is not None and held > max_held:
-                problem = f"at most {max_held:,} bytes of files may be stored, and {held:,} would be"
-                raise StoreFull(f"{problem}; delete some first")
+            _refuse_full(max_held, self.length + sum(_length(self._home / name / "data") for name in complete))
             self._part.rename(self._home / self.id)
             os.fsync(descriptor)
         return file
@@ -229,11 +227,17 @@ def result_ids(batch: Batch) -> tuple[str | None, str | None]:
     return output if counts.completed else None, errors if counts.failed else None
 
 
+def _refuse_full(max_held: int | None, held: int) -> None:
+    if max_held is not None and held > max_held:
+        problem = f"at most {max_held:,} bytes of files may be stored, and {held:,} would be"
+        raise StoreFull(f"{problem}; delete some first")
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Give the file another name, or copy it if the file system has no hard links."""
     try:
         os.link(source, target)
-    except FileNotFoundError:
+    except (FileNotFoundError, FileExistsError):
         raise
     except OSError:
         shutil.copyfile(source, target)
@@ -270,7 +274,7 @@ def _length(path: Path) -> int:
 
 
 def _remove_if_dead(home: Path, folder: Path) -> None:
-    with _locked(home):
+    with locked_folder(home):
         try:
             with (folder / "data").open("rb") as data:
                 fcntl.flock(data, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -282,7 +286,8 @@ def _remove_if_dead(home: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[int]:
+def locked_folder(folder: Path) -> Iterator[int]:
+    """Exclude other processes that lock the folder. Yields its descriptor."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

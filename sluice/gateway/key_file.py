@@ -6,20 +6,19 @@ A key is random and 256 bits long, so a plain SHA-256 of it cannot be reversed b
 """
 
 import asyncio
-import fcntl
 import hashlib
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from sluice.batch.store import locked_folder
 from sluice.contract.keys import LANES, TENANT_CHARACTERS, Lane
 
 logger = logging.getLogger("sluice.gateway")
@@ -127,19 +126,9 @@ def edit(path: Path, change: Callable[[KeyFile], KeyFile]) -> None:
     Blocks while another process edits. Raises `BadKeyFile`, OSError, and the errors of `change`.
     """
     target = path.resolve()  # a link stays a link
-    with _locked(target.parent):
+    with locked_folder(target.parent):
         content = change(read_key_file(path) if path.exists() else KeyFile())
         _replace(target, content.model_dump_json(indent=2, exclude_none=True, exclude_defaults=True) + "\n")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _replace(path: Path, text: str) -> None:

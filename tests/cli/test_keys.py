@@ -36,8 +36,11 @@ def create(*arguments: str) -> str:
 
 
 def test_a_created_key_is_printed_once_and_its_hash_is_in_the_file() -> None:
-    secret = create("--requests-per-minute", "60", "--lanes", "batch", "--models", "a,b", "--note", "the phone app")
+    batches = ("--batch-bytes", "1000000", "--batch-runs", "3")
+    limits = ("--requests-per-minute", "60", "--lanes", "batch", "--models", "a,b", *batches)
+    secret = create(*limits, "--note", "the phone app")
     (key,) = read_key_file(Path("keys.json")).keys
+    assert (key.batch_bytes, key.batch_runs) == (1_000_000, 3)
     assert (key.tenant, key.sha256, key.requests_per_minute) == ("acme", key_digest(secret), 60)
     assert (key.tokens_per_minute, key.lanes, key.models, key.note) == (None, ("batch",), ("a", "b"), "the phone app")
     assert stat.S_IMODE(Path("keys.json").stat().st_mode) == 0o600

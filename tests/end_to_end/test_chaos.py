@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import beside, crashes, fuzz, gateway, greedy, load, offline, outages, pickup
+from tests.support.chaos import beside, crashes, fuzz, gateway, greedy, load, offline, offline_http, outages, pickup
 from tests.support.chaos.harness import Figure
 from tests.support.stack import Server
 
@@ -35,6 +35,9 @@ SCENARIOS: dict[str, Scenario] = {
     "a plain producer enqueues at each final event": lambda s: pickup.one_after_another(s.url, running=4, samples=60),
     "an idle worker is quiet": lambda s: pickup.idle_commands(s.url, seconds=3),
     "an offline run is killed": lambda s: offline.killed(offline.two_paced, lines=300, distinct=12, kills=3, seed=1),
+    "an offline run through HTTP is killed": lambda s: offline_http.killed(
+        offline.two_paced, lines=300, distinct=12, kills=1, seed=1
+    ),
     "many small jobs end once": lambda s: load.many_small_jobs(s.url, jobs=1500, kill_every_s=1),
 }
 
@@ -66,6 +69,7 @@ LARGE = {
     "subscribers are killed",
     "poison is parked and its neighbours are not",
     "an offline run is killed",
+    "an offline run through HTTP is killed",
     "many small jobs end once",
 }
 

@@ -1,5 +1,6 @@
 """A Redis-compatible server, workers and gateways as child processes, for the demo and the tests."""
 
+import json
 import os
 import random
 import secrets
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -239,6 +241,48 @@ class GatewayProcess(LoggingProcess):
         """Stop the gateway, kill it after ten seconds, and delete its log."""
         _end(self.process)
         self._folder.cleanup()
+
+
+class Feeder:
+    """Passes of `sluice batch feed`, as workers with a folder of runs start them at their schedule, which has whole
+    minutes. Here each begins when the last has ended, in a `with` block."""
+
+    def __init__(self, redis_url: str, runs: Path) -> None:
+        feed = "batch", "feed", str(runs), "--take", "--redis-url", redis_url
+        self._command = [sys.executable, "-m", "sluice.cli", *feed]
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._repeat)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def kill(self) -> None:
+        """Kill the present pass, as `kill -9` does."""
+        if self._process is not None:
+            self._process.kill()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.set()
+        self.kill()
+        self._thread.join()
+
+    def _repeat(self) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        while not self._ending.wait(0.2):  # seconds
+            self._process = _spawn(self._command, stdout=subprocess.DEVNULL, env=env)
+            while self._process.poll() is None and not self._ending.wait(0.05):
+                pass
+        self.kill()
+
+
+def add_webhook(redis_url: str, port: int) -> str:
+    """Register an endpoint on this machine for the ends of runs, and return its secret."""
+    command = [sys.executable, "-m", "sluice.cli", "webhooks", "add", f"http://127.0.0.1:{port}", "--event", "batch.*"]
+    options = ["--allow-private", "--redis-url", redis_url, "--json"]
+    added = subprocess.run([*command, *options], check=True, capture_output=True, cwd=ROOT)
+    return str(json.loads(added.stdout)["secret"])
 
 
 def free_port() -> int:

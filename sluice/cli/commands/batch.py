@@ -3,18 +3,15 @@
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -22,6 +19,7 @@ from sluice.batch.pace import OpenHours
 from sluice.batch.source import WINDOW
 from sluice.batch.table_run import TableRun
 from sluice.cli.commands import batch_tables as tables
+from sluice.cli.commands.batch_runs import cancel_run, list_runs, results, status, unknown_run
 from sluice.cli.commands.batch_schedule import schedule
 from sluice.cli.errors import CliError, connected, needs_worker, sentence
 from sluice.cli.options import (
@@ -39,8 +37,8 @@ from sluice.cli.options import (
     retry_options,
     server_of,
 )
-from sluice.cli.remote import download, offline_runs, run_there, submit_there
-from sluice.cli.terminal.batch_view import ProgressView, print_problems, print_report, print_runs, read_models
+from sluice.cli.remote import run_there, submit_there
+from sluice.cli.terminal.batch_view import ProgressView, print_problems, print_report, read_models
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.view import note
 from sluice.contract.batch import Batch
@@ -332,7 +330,7 @@ async def run_shown(run: Callable[[OnProgress], Awaitable[Batch]], output: str |
         try:
             batch = await run(view.update)
         except UnknownBatch as error:
-            raise _unknown(error) from None
+            raise unknown_run(error) from None
         except (BatchRefused, ValueError) as error:
             raise CliError(sentence(str(error))) from None
         except OSError as error:
@@ -364,8 +362,6 @@ def _log_as_notes(name: str) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
 
-
-RunId = Annotated[str, typer.Argument(help="Id of the run.", metavar="ID")]
 
 batch = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -461,139 +457,6 @@ def submit_run(
     note(f"{submitted.id} waits for {waits}. See: sluice batch status {submitted.id}")
 
 
-@batch.command()
-def status(
-    context: typer.Context,
-    id: RunId,
-    redis_url: RedisUrl = REDIS_URL,
-    url: GatewayUrl = None,
-    key: ApiKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the status of a run.
-
-    A run is paused while no process feeds it. If `batch run` started it, run the same command again to resume it; a run
-    in the workers' folder is resumed within a minute. With --json, print the status object in the format of OpenAI's
-    Batch; sluice.paused_at is when the run was paused. Exit codes: 0, or 2 if there is no such run.
-
-    \b
-    Examples:
-      sluice batch status batch_1b9d6bcd4f0a
-      sluice batch status batch_1b9d6bcd4f0a --json | jq .request_counts
-    """
-    offline_run = asyncio.run(_read(server_of(context, redis_url, url, key), id))
-    if as_json:
-        print_json(asdict(offline_run))
-        return
-    print_report(offline_run)
-    print_problems(offline_run)
-
-
-@batch.command("list")
-def list_runs(
-    context: typer.Context,
-    redis_url: RedisUrl = REDIS_URL,
-    url: GatewayUrl = None,
-    key: ApiKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """List the runs of the last week, oldest first. A run is paused while no process feeds it.
-
-    \b
-    Examples:
-      sluice batch list
-      sluice batch list --json | jq -r 'select(.status == "completed").output_file_id'
-    """
-    runs = asyncio.run(_read_all(server_of(context, redis_url, url, key)))
-    if as_json:
-        for each in runs:
-            print_json(asdict(each))
-    elif runs:
-        print_runs(runs)
-    else:
-        note("no offline runs in the last week.")
-
-
-@batch.command("cancel")
-def cancel_run(
-    context: typer.Context, id: RunId, redis_url: RedisUrl = REDIS_URL, url: GatewayUrl = None, key: ApiKey = None
-) -> None:
-    """Request the cancellation of a run. Answers are kept; the other lines end as `batch_cancelled`.
-
-    Exit codes: 0, or 2 if there is no such run.
-
-    \b
-    Example:
-      sluice batch cancel batch_1b9d6bcd4f0a
-    """
-    offline_run = asyncio.run(_cancel(server_of(context, redis_url, url, key), id))
-    print(f"{id}  {f'already {offline_run.status}' if offline_run.ended else 'requested; its feeder will end it'}")
-
-
-@batch.command()
-def results(
-    context: typer.Context,
-    id: RunId,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write the answers to this file.  [default: stdout]"),
-    ] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="Fetch the failed lines instead.")] = False,
-    redis_url: RedisUrl = REDIS_URL,
-    url: GatewayUrl = None,
-    key: ApiKey = None,
-) -> None:
-    """Fetch the answers of a run, even if it has not ended; of a table's run the table.
-
-    It has to run on the machine that has the files of the run. With --url it may run anywhere, and the run has to have
-    ended.
-
-    \b
-    Examples:
-      sluice batch results batch_1b9d6bcd4f0a -o out.jsonl
-      sluice batch results batch_1b9d6bcd4f0a --errors
-    """
-    server = server_of(context, redis_url, url, key)
-    offline_run = asyncio.run(_read(server, id))
-    file = offline_run.error_file_id if errors else offline_run.output_file_id
-    if file is None:
-        at_end = " yet" if isinstance(server, Remote) and not offline_run.ended else ""
-        note(f"{id} has no {'failed' if errors else 'answered'} lines{at_end}.")
-        return
-    own = (offline_run.input_file_id, offline_run.output_file_id, offline_run.error_file_id)
-    if output and not isinstance(server, Remote) and output.resolve() in {Path(name).resolve() for name in own if name}:
-        raise CliError(f"{output} is a file of the run itself, and would be overwritten: give another with -o.")
-    if not (errors or isinstance(server, Remote)) and tables.export(Path(file), output):
-        return
-    with _named(output, offline_run), _opened(server, file, output) as found:
-        if output is None:
-            shutil.copyfileobj(found, sys.stdout.buffer)
-            return
-        with output.open("wb") as written:
-            shutil.copyfileobj(found, written)
-
-
-def _opened(server: str | Remote, file: str, output: Path | None) -> BinaryIO:
-    if not isinstance(server, Remote):
-        return open(file, "rb")
-    fetched = tempfile.TemporaryFile(dir=output and output.parent)  # noqa: SIM115 - its caller closes it
-    asyncio.run(download(server, file, fetched))
-    fetched.seek(0)
-    return fetched
-
-
-@contextmanager
-def _named(output: Path | None, run: Batch) -> Iterator[None]:
-    """Raise `CliError` for a file that cannot be opened in the block."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # the reader of stdout has closed it, which typer handles
-    except OSError as error:
-        where = f" {run.id} is {run.status}, and its files are on {run.sluice.host}." if run.sluice.host else ""
-        raise CliError(f"{error.filename or output} cannot be opened: {error.strerror}.{where}") from None
-
-
 def _metadata(options: list[str]) -> dict[str, str] | None:
     pairs = [option.partition("=") for option in options]
     for key, equals, value in pairs:
@@ -615,26 +478,7 @@ async def _submit(server: str | Remote, file: Path, folder: Path | None, options
         raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
 
 
-async def _read(server: str | Remote, id: str) -> Batch:
-    async with offline_runs(server) as runs:
-        try:
-            return await runs.batch_status(id)
-        except UnknownBatch as error:
-            raise _unknown(error) from None
-
-
-async def _read_all(server: str | Remote) -> list[Batch]:
-    async with offline_runs(server) as runs:
-        return await runs.batches()
-
-
-async def _cancel(server: str | Remote, id: str) -> Batch:
-    async with offline_runs(server) as runs:
-        try:
-            return await runs.cancel_batch(id)
-        except UnknownBatch as error:
-            raise _unknown(error) from None
-
-
-def _unknown(error: UnknownBatch) -> CliError:
-    return CliError(f"{error}, or its last update is more than a week old. List the runs: sluice batch list")
+batch.command("status")(status)
+batch.command("list")(list_runs)
+batch.command("cancel")(cancel_run)
+batch.command("results")(results)

@@ -234,7 +234,9 @@ def _limits(key: dict[str, Any]) -> str:
 def _rights(key: dict[str, Any]) -> str:
     lanes = [] if len(key["lanes"]) == len(LANES) else [f"lane {', '.join(key['lanes'])}"]
     models = [] if key["models"] is None else [f"models {', '.join(key['models'])}"]
-    return "; ".join([*lanes, *models]) or "all"
+    limits = {"bytes of files": key["batch_bytes"], "open batches": key["batch_runs"]}
+    most = [f"{limit:,} {name}" for name, limit in limits.items() if limit is not None]
+    return "; ".join([*lanes, *models, *most]) or "all"
 
 
 def _end(key: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from sluice.interfaces.errors import ApiError
 
 _PATH = "/v1/files"
 _MAX_BYTES = 200 * 1024 * 1024  # OpenAI's limit for batches
+_FORM_BYTES = 65_536  # more than a body has besides the file
 _PIECE_BYTES = 262_144  # parsed and written in one call in a thread: about a millisecond
 
 
@@ -131,7 +132,7 @@ def _boundary(request: Request) -> bytes:
     if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 200:
         message = "The body must be multipart/form-data with the parts file and purpose."
         raise ApiError(ErrorForm.INVALID_REQUEST, message)
-    if int(request.headers.get("content-length") or 0) > _MAX_BYTES + 65_536:  # the other parts are short
+    if int(request.headers.get("content-length") or 0) > _MAX_BYTES + _FORM_BYTES:
         raise _too_long()
     return boundary
 
@@ -146,7 +147,8 @@ async def _upload(request: Request, caller: Caller, store: FileStore) -> StoredF
     boundary = _boundary(request)
     await caller.count_request()
     caller.held.add(2 * _PIECE_BYTES)
-    new = await on_disk(store.new, caller.tenant)
+    announced = int(request.headers.get("content-length") or 0)
+    new = await on_disk(store.new, caller.tenant, max(announced - _FORM_BYTES, 0), caller.batch_bytes)
     try:
         form = _Form(boundary, new)
         await _receive(request, form)

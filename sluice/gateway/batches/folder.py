@@ -53,7 +53,7 @@ class Shared:
     def __init__(self, path: Path | None) -> None:
         """`path` None: there is no folder, and every use of it raises `ApiError` 404."""
         self._path = None if path is None else path.absolute()
-        self._ended = dict[str, tuple[tuple[str, int, int], RunState]]()
+        self._ended = dict[str, tuple[tuple[str, int, int], RunState | None]]()  # by run, with the stamp of its file
         self._swept_at = -1e9
         if self._path is not None:
             with suppress(OSError):  # the first request tells it
@@ -92,22 +92,18 @@ class Shared:
 
     def _cached(self, run_id: str) -> RunState | None:
         """Return the state of a run. The files of runs that have ended are read once."""
-        stamp, kept = None, self._ended.get(run_id)
         for part in (self.folder.done, self.folder.failed):
             path = part / run_id / "run"
-            try:
+            with suppress(FileNotFoundError, NotADirectoryError):
                 status = path.stat()
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            stamp = (str(path), status.st_mtime_ns, status.st_size)
-            if kept is not None and kept[0] == stamp:
+                stamp = str(path), status.st_mtime_ns, status.st_size
+                kept = self._ended.get(run_id)
+                if kept is None or kept[0] != stamp:
+                    while len(self._ended) >= 10_000:  # some kilobytes each
+                        self._ended.pop(next(iter(self._ended)), None)
+                    self._ended[run_id] = kept = stamp, read_state(path)
                 return kept[1]
-        state = find_run(self.folder, run_id)
-        if stamp is not None and state is not None and state.batch.ended and read_state(Path(stamp[0])) == state:
-            while len(self._ended) >= 10_000:  # some kilobytes each
-                self._ended.pop(next(iter(self._ended)))
-            self._ended[run_id] = stamp, state
-        return state
+        return find_run(self.folder, run_id)
 
 
 def limit_of(request: Request, most: int, default: int) -> int:

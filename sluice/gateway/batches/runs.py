@@ -101,17 +101,16 @@ class Runs:
         """Hand a run over to the workers, unless one of this id was. Its status is announced first: what a crash leaves
         of it is a status without a run, which the folder does not have."""
         if (known := await on_disk(self._shared.find, caller.tenant, run_id)) is not None:
-            return known.batch
+            return _same(known.batch, asked)
         file = await on_disk(find_file, self._shared.store, caller, asked.input_file_id, "input_file_id")
         state = self._state(caller, run_id, asked)
         await self._gateway.client.retries.run(lambda: self._registry.announce(state.batch))
         try:
-            await on_disk(self._place, caller, state, file)
+            return await on_disk(self._place, caller, state, file)
         except ApiError:
             with suppress(SluiceError, RedisError):
                 await self._gateway.client.retries.run(lambda: self._registry.withdraw(state.batch))
             raise
-        return state.batch
 
     async def find(self, caller: Caller, run_id: str) -> Batch:
         """Return the present state of a run."""
@@ -153,14 +152,18 @@ class Runs:
         )
         return RunState(replace(batch, sluice=details, endpoint=asked.endpoint), "", models)  # type: ignore[arg-type]
 
-    def _place(self, caller: Caller, state: RunState, file: StoredFile) -> None:
+    def _place(self, caller: Caller, state: RunState, file: StoredFile) -> Batch:
+        """Put the run into the inbox, unless another request with the same key just did. Blocks."""
         store, limit = self._shared.store, caller.batch_runs
         with store.locked(caller.tenant):  # so that the limit holds for runs that come at the same time
+            if (known := self._shared.find(caller.tenant, state.batch.id)) is not None:
+                return known.batch
             open_runs = [run for run in self._shared.runs(caller.tenant) if not run.ended]
             if limit is not None and len(open_runs) >= limit:
                 message = f"This key may have {limit:,} batches that wait or run; wait for one, or cancel one."
                 raise ApiError(ErrorForm.TOO_MANY_RUNS, message, retryable=False)
             place_run(self._shared.folder, state, store.data(caller.tenant, file.id))
+        return state.batch
 
     async def _present(self, batch: Batch) -> Batch:
         """Return the state with the counts that Redis has of it. Without Redis it is that of the folder."""
@@ -175,6 +178,20 @@ class Runs:
                 if asked_at is not None and batch.status != "cancelling":
                     batch = batch.enter("cancelling", asked_at)
         return batch
+
+
+def _same(batch: Batch, asked: NewRun) -> Batch:
+    """Return a run that a request finds by its `Idempotency-Key`. Raises `ApiError` if it asks for another."""
+    found = NewRun(
+        batch.sluice.input_file or "",
+        batch.endpoint,
+        batch.completion_window,
+        batch.metadata,
+        batch.sluice.output_expires_s,
+    )
+    if found != asked:
+        raise ApiError(ErrorForm.IDEMPOTENCY_KEY_REUSED, "Idempotency-Key: it came with another body before.")
+    return batch
 
 
 def public(batch: Batch) -> dict[str, Any]:

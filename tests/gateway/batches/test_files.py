@@ -317,5 +317,7 @@ async def test_a_tenant_has_its_own_files_and_its_own_limit(redis_url: str, fold
         with pytest.raises(sdk.PermissionDeniedError) as refused:
             await acme.files.create(file=("in.jsonl", b"x" * 600), purpose="batch")
         assert refused.value.code == "storage_exceeded"
+        with pytest.raises(sdk.PermissionDeniedError):
+            await acme.files.create(file=("in.jsonl", b"x" * 100_000), purpose="batch")
         await acme.files.delete(own.id)
         assert (await acme.files.create(file=("in.jsonl", b"x" * 600), purpose="batch")).bytes == 600

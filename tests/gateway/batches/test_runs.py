@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import openai as sdk
@@ -11,6 +12,7 @@ from openai.types import Batch
 from redis.asyncio import Redis
 
 from sluice import Client
+from sluice.batch.store import FileStore
 from tests.batch.helpers import as_bytes, says, write
 from tests.fakes import FakeChat
 from tests.gateway.batches.test_files import tenants
@@ -133,6 +135,18 @@ async def test_runs_of_the_command_and_of_http_are_the_same(
     assert {run.id for run in await client.batches()} == {submitted.id, made.id}
 
 
+@pytest.mark.usefixtures("fake_worker", "feeder")
+async def test_files_of_a_run_go_with_its_folder(openai: AsyncOpenAI, folder: Path) -> None:
+    batch = await ended(openai, (await created(openai, await uploaded(openai, "a"))).id)
+    FileStore(folder).sweep()
+    assert len((await openai.files.list(purpose="batch_output")).data) == 1
+    shutil.rmtree(folder / "done" / batch.id)
+    FileStore(folder).sweep()
+    assert (await openai.files.list(purpose="batch_output")).data == []
+    with pytest.raises(sdk.NotFoundError):
+        await openai.batches.retrieve(batch.id)
+
+
 @pytest.mark.usefixtures("fake_worker")
 async def test_runs_survive_the_loss_of_the_server_s_data(
     openai: AsyncOpenAI, client: Client, db: Redis, folder: Path
@@ -176,9 +190,25 @@ async def test_wrong_fields_of_a_batch_are_named(
 @pytest.mark.usefixtures("fake_worker", "feeder")
 async def test_an_idempotency_key_makes_one_batch(openai: AsyncOpenAI) -> None:
     file_id = await uploaded(openai, "a")
-    made = [await created(openai, file_id, extra_headers={"idempotency-key": "k"}) for _ in range(2)]
+    key = {"idempotency-key": "k"}
+    made = await asyncio.gather(*(created(openai, file_id, extra_headers=key) for _ in range(4)))
     assert len({batch.id for batch in made}) == 1
+    await ended(openai, made[0].id)
+    assert (await created(openai, file_id, extra_headers=key)).id == made[0].id
+    with pytest.raises(sdk.ConflictError):
+        await created(openai, file_id, completion_window="1h", extra_headers=key)
     assert len((await openai.batches.list()).data) == 1
+
+
+async def test_a_key_s_batch_is_created_after_a_kill_in_its_hand_over(openai: AsyncOpenAI, folder: Path) -> None:
+    file_id = await uploaded(openai, "a")
+    made = await created(openai, file_id, extra_headers={"idempotency-key": "k"})
+    waiting = folder / "inbox" / f"{made.id}.jsonl"
+    waiting.rename(waiting.with_name(f".{made.id}.part"))
+    with pytest.raises(sdk.NotFoundError):
+        await openai.batches.retrieve(made.id)
+    assert (await created(openai, file_id, extra_headers={"idempotency-key": "k"})).id == made.id
+    assert {path.name for path in waiting.parent.iterdir()} == {waiting.name, f"{made.id}.run"}
 
 
 @pytest.mark.usefixtures("fake_worker", "feeder")

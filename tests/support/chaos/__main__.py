@@ -23,6 +23,7 @@ from tests.support.chaos import (
     load,
     mixed,
     offline,
+    offline_http,
     outages,
     pickup,
 )
@@ -63,6 +64,7 @@ SCENARIOS: dict[str, Scenario] = {
     "cancel": lambda s: pickup.cancelled(s.url, samples=50),
     "many": lambda s: load.many_small_jobs(s.url, jobs=20_000, kill_every_s=2),
     "batch": lambda s: offline.killed(offline.two_tiny, lines=5_000, distinct=60, kills=8, seed=4),
+    "batch-http": lambda s: offline_http.killed(offline.two_tiny, lines=5_000, distinct=60, kills=3, seed=4),
     "mixed": lambda s: mixed.mixed_lanes(s.url, mixed.tiny(s.url), rounds=5, phase_s=10, streams=4),
     "long-life": lambda s: churn.long_life(steps=20_000),
     "overload": lambda s: churn.overload(jobs=500),

@@ -18,13 +18,16 @@ _RUN_S = 1800.0  # longer than any run of the scripts
 class BatchRun:
     """One run that can be killed and started again. All its files are in `folder`: input, output, report and stderr."""
 
-    def __init__(self, url: str, folder: Path, bodies: Sequence[Mapping[str, object]]) -> None:
+    def __init__(
+        self, url: str, folder: Path, bodies: Sequence[Mapping[str, object]], *, option: str = "--redis-url"
+    ) -> None:
+        """`option`: that of the command that `url` is for."""
         folder.mkdir(exist_ok=True)
         self.output, self._report, self._notes = (folder / name for name in ("out.jsonl", "report.json", "notes.txt"))
         input = folder / "in.jsonl"
         input.write_text("".join(f"{json.dumps(_line(number, body))}\n" for number, body in enumerate(bodies)), "utf-8")
         files = str(input), "-o", str(self.output)
-        self._command = [sys.executable, "-m", "sluice.cli", "batch", "run", *files, "--redis-url", url, "--json"]
+        self._command = [sys.executable, "-m", "sluice.cli", "batch", "run", *files, option, url, "--json"]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.conformance.environments import CHECKS
-from tests.support.stack import ROOT, Server, WorkerProcess, embedded_binary, free_port
+from tests.support.stack import ROOT, Feeder, Server, WorkerProcess, add_webhook, embedded_binary, free_port
 
 _SEEING = json.loads((CHECKS / "requests.json").read_text("utf-8"))["seeing"]  # the name of the second worker's model
 _FAMILY = "qwen3_vl"
@@ -28,10 +28,12 @@ _DEFAULT_TOKENS, _MOST_TOKENS = 200, 2_000
 def gateway() -> Iterator[str]:
     """Yield the URL of a gateway, without /v1. Raises RuntimeError if one of the processes does not start."""
     limits: dict[str, Any] = {"default_max_tokens": _DEFAULT_TOKENS, "max_output_tokens": _MOST_TOKENS}
-    with Server(embedded_binary()) as server, _seeing_model() as model:
+    with Server(embedded_binary()) as server, _seeing_model() as model, tempfile.TemporaryDirectory() as runs:
+        port = free_port()
+        os.environ["SLUICE_CONFORMANCE_HOOK"] = f"{port} {add_webhook(server.url, port)}"  # for the checks
         reading = WorkerProcess(server.url, **limits)
         seeing = WorkerProcess(server.url, model=model, model_name=_SEEING, **limits)
-        with reading, seeing, _serving(server.url) as url:
+        with reading, seeing, Feeder(server.url, Path(runs)), _serving(server.url, runs) as url:
             yield url
 
 
@@ -45,10 +47,10 @@ def _seeing_model() -> Iterator[Path]:
 
 
 @contextmanager
-def _serving(redis_url: str) -> Iterator[str]:
+def _serving(redis_url: str, runs: str) -> Iterator[str]:
     port = free_port()
     others = {name: value for name, value in os.environ.items() if not name.startswith("SLUICE_")}
-    env = {**others, "SLUICE_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT)}
+    env = {**others, "SLUICE_REDIS_URL": redis_url, "SLUICE_SERVE_BATCH_DIR": runs, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "sluice.cli", "serve", "--port", str(port)]
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

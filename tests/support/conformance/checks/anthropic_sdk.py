@@ -16,6 +16,7 @@ from tests.support.conformance.checks.checking import (
     equal,
     refused_with,
     took_tokens,
+    until_ended,
     user,
 )
 
@@ -117,6 +118,52 @@ def counts_tokens() -> None:
 def lists_the_models() -> None:
     assert MODEL in [model.id for model in client.models.list()]
     equal(client.models.retrieve(MODEL).id, MODEL)
+
+
+def batched(count: int, **fields: Any) -> Any:
+    params = {"model": MODEL, "max_tokens": 200, "messages": user(), "temperature": 0, **fields}
+    good = [{"custom_id": f"line-{number}", "params": params} for number in range(count)]
+    bad = {"custom_id": "bad", "params": {**params, "messages": user([IMAGE])}}
+    return client.messages.batches.create(requests=[*good, bad])
+
+
+def to_end(batch: Any) -> Any:
+    def ended(found: Any) -> bool:
+        return bool(found.processing_status == "ended")
+
+    return until_ended(lambda: client.messages.batches.retrieve(batch.id), ended)
+
+
+@check("messages: batches")
+def runs_a_batch() -> None:
+    batch = batched(2)
+    equal((batch.type, batch.processing_status), ("message_batch", "in_progress"))
+    batch = to_end(batch)
+    counts = batch.request_counts
+    equal((counts.succeeded, counts.errored, counts.processing), (2, 1, 0))
+    found = {line.custom_id: line.result for line in client.messages.batches.results(batch.id)}
+    equal(sorted(found), ["bad", "line-0", "line-1"])
+    equal(found["line-0"].message.content[0].text, SAID["counted"])
+    equal((found["bad"].type, found["bad"].error.error.type), ("errored", "invalid_request_error"))
+    equal(client.messages.batches.delete(batch.id).type, "message_batch_deleted")
+    refused_with(404, NotFoundError, lambda: client.messages.batches.retrieve(batch.id))
+
+
+@check("messages: list batches")
+def lists_batches() -> None:
+    ids = [batched(1).id for _ in range(3)]
+    found = [batch.id for batch in client.messages.batches.list(limit=2)]
+    equal([id for id in found if id in ids], ids[::-1])
+
+
+@check("messages: cancel a batch")
+def cancels_a_batch() -> None:
+    format = {"type": "json_schema", "schema": SAID["long"]}
+    batch = batched(200, max_tokens=SAID["limit"], output_config={"format": format})
+    assert client.messages.batches.cancel(batch.id).processing_status in ("canceling", "ended")
+    batch = to_end(batch)
+    equal(batch.request_counts.processing, 0)
+    assert batch.request_counts.canceled > 0, batch.request_counts
 
 
 if __name__ == "__main__":

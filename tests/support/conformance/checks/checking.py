@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 URL = os.environ.get("SLUICE_CONFORMANCE_URL", "")  # of the gateway, without /v1
+HOOK = os.environ.get("SLUICE_CONFORMANCE_HOOK", "0 none")  # port and secret of an endpoint for webhooks
 SAID: dict[str, Any] = json.loads((Path(__file__).parent / "requests.json").read_text("utf-8"))
 MODEL = SAID["model"]
 SEEING = SAID["seeing"]  # a model that takes images; its answers are random
@@ -27,6 +28,7 @@ CALLED = ("get_weather", {"city": "Oslo"})  # the call that the model makes
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "city", "schema": SAID["schema"], "strict": True}}
 _CANCELLED = 499
 _CANCEL_S = 10.0  # far less than the unending answer takes to its limit
+_BATCH_S = 60.0  # for a run of few lines
 _REASON_CHARACTERS = 300
 
 Check = Callable[[], object]
@@ -109,6 +111,34 @@ def equal(found: object, expected: object) -> None:
 def took_tokens(with_image: int, without: int) -> None:
     """Raise AssertionError unless an image made a prompt of `with_image` tokens out of one of `without`."""
     assert with_image > without > 0, f"a prompt with an image has {with_image} tokens, and {without} without"
+
+
+def batch_lines(count: int = 2, **fields: Any) -> bytes:
+    """Return a file of `count` lines that are answered, and a last one that fails. `fields`: of the bodies."""
+    body = {"model": MODEL, "messages": user(), "temperature": 0, **fields}
+    bodies = {**{f"line-{number}": body for number in range(count)}, "bad": {**body, "temperature": 9}}
+    lines = [
+        {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for custom_id, body in bodies.items()
+    ]
+    return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+
+
+def read_batch(content: bytes) -> dict[str, Any]:
+    """Return the lines of an output or error file by their custom_id, each of which must be there once."""
+    lines = [json.loads(raw) for raw in content.splitlines()]
+    found = {line["custom_id"]: line for line in lines}
+    equal(len(found), len(lines))
+    return found
+
+
+def until_ended(retrieve: Callable[[], Any], ended: Callable[[Any], bool]) -> Any:
+    """Return the status of a run when it has ended."""
+    deadline = time.monotonic() + _BATCH_S
+    while not ended(batch := retrieve()):
+        assert time.monotonic() < deadline, f"the run did not end: {batch!r}"
+        time.sleep(0.2)
+    return batch
 
 
 def user(content: object = SAID["count"]) -> list[Any]:

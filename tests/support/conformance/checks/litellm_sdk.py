@@ -19,9 +19,12 @@ from tests.support.conformance.checks.checking import (
     WEATHER,
     Checks,
     await_cancelled,
+    batch_lines,
     equal,
+    read_batch,
     refused_with,
     took_tokens,
+    until_ended,
     user,
 )
 
@@ -219,6 +222,23 @@ def cancels_a_message() -> None:
     job_id = job_of(stream)
     stream.completion_stream.response_iterator.close()
     await_cancelled(job_id)
+
+
+@check("batches: run")
+def runs_a_batch() -> None:
+    at = {"custom_llm_provider": "openai", "api_base": OPENAI["api_base"], "api_key": "none"}
+    file: Any = litellm.create_file(file=("in.jsonl", batch_lines()), purpose="batch", **at)
+    batch: Any = litellm.create_batch(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", **at
+    )
+    endings = ("completed", "failed", "expired", "cancelled")
+    batch = until_ended(lambda: litellm.retrieve_batch(batch_id=batch.id, **at), lambda found: found.status in endings)
+    equal((batch.status, batch.request_counts.completed), ("completed", 2))
+    content: Any = litellm.file_content(file_id=batch.output_file_id, **at)
+    equal(set(read_batch(content.content)), {"line-0", "line-1"})
+    listed: Any = litellm.list_batches(**at)
+    assert batch.id in [each.id for each in listed.data]
+    equal(litellm.file_delete(file_id=file.id, **at).deleted, True)
 
 
 def agrees(provider: str) -> None:

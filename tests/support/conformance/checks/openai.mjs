@@ -1,8 +1,9 @@
-// OpenAI's SDK for Node: chat completions, responses and models.
-import OpenAI from "openai";
+// OpenAI's SDK for Node: chat completions, responses, models, files and batches.
+import OpenAI, { toFile } from "openai";
 
 import {
-  awaitCancelled, BASE_URL, check, equal, IMAGE_PARTS, IMAGE_URL, refusedWith, runChecks, SAID, TOOL, tookTokens, user,
+  awaitCancelled, BASE_URL, batchLines, check, equal, HOOK_SECRET, IMAGE_PARTS, IMAGE_URL, received, refusedWith,
+  runChecks, SAID, TOOL, tookTokens, untilEnded, user,
 } from "./checking.mjs";
 
 const client = new OpenAI({ baseURL: BASE_URL, apiKey: "none", maxRetries: 0, timeout: 60_000 });
@@ -192,6 +193,76 @@ check("models: list", async () => {
   const found = [];
   for await (const model of client.models.list()) found.push(model.id);
   equal([found.includes(SAID.model), (await client.models.retrieve(SAID.model)).id], [true, SAID.model]);
+});
+
+const uploaded = async (content = batchLines()) =>
+  client.files.create({ file: await toFile(Buffer.from(content), "in.jsonl"), purpose: "batch" });
+const started = async (content, fields = {}) =>
+  client.batches.create({
+    input_file_id: (await uploaded(content)).id,
+    endpoint: "/v1/chat/completions",
+    completion_window: "24h",
+    ...fields,
+  });
+const toEnd = ({ id }) => untilEnded(() => client.batches.retrieve(id));
+const linesOf = async (id) =>
+  (await (await client.files.content(id)).text()).trimEnd().split("\n").map((line) => JSON.parse(line));
+
+check("files: upload, retrieve, content, delete", async () => {
+  const content = batchLines();
+  const file = await uploaded(content);
+  equal([file.filename, file.bytes, file.purpose], ["in.jsonl", content.length, "batch"]);
+  equal((await client.files.retrieve(file.id)).id, file.id);
+  equal(await (await client.files.content(file.id)).text(), content);
+  equal((await client.files.delete(file.id)).deleted, true);
+  await refusedWith(404, statusOf, () => client.files.retrieve(file.id));
+});
+
+check("files: list", async () => {
+  const ids = [];
+  for (let i = 0; i < 3; i += 1) ids.unshift((await uploaded()).id);
+  const found = [];
+  for await (const file of client.files.list({ purpose: "batch", limit: 2 })) found.push(file.id);
+  equal(found.filter((id) => ids.includes(id)), ids);
+});
+
+check("batches: run", async () => {
+  const batch = await toEnd(await started(undefined, { metadata: { a: "b" } }));
+  const { total, completed, failed } = batch.request_counts;
+  equal([batch.status, batch.metadata, total, completed, failed], ["completed", { a: "b" }, 3, 2, 1]);
+  const answers = await linesOf(batch.output_file_id);
+  equal(answers.map((line) => line.custom_id).sort(), ["line-0", "line-1"]);
+  for (const line of answers) equal(line.response.body.choices[0].message.content, SAID.counted);
+  equal((await linesOf(batch.error_file_id)).map((line) => line.custom_id), ["bad"]);
+});
+
+check("batches: list", async () => {
+  const ids = [];
+  for (let i = 0; i < 3; i += 1) ids.unshift((await started()).id);
+  const found = [];
+  for await (const batch of client.batches.list({ limit: 2 })) found.push(batch.id);
+  equal([new Set(found).size, ids.every((id) => found.includes(id))], [found.length, true]);
+});
+
+check("batches: cancel", async () => {
+  const batch = await started(batchLines(200, { logit_bias: SAID.unending, max_tokens: SAID.limit }));
+  equal(["cancelling", "cancelled"].includes((await client.batches.cancel(batch.id)).status), true);
+  equal((await toEnd(batch)).status, "cancelled");
+});
+
+check("batches: errors", async () => {
+  const batch = await toEnd(await started(`${batchLines()}{}\n`));
+  equal([batch.status, batch.errors.data[0].line], ["failed", 4]);
+  await refusedWith(404, statusOf, () => client.batches.retrieve("batch_absent"));
+});
+
+check("webhooks: unwrap", async () => {
+  const batch = await started();
+  const event = await received(async (body, headers) => {
+    const found = await client.webhooks.unwrap(body, headers, HOOK_SECRET);
+    return found.data.id === batch.id && found;
+  });
+  equal([event.type, event.object], ["batch.completed", "event"]);
 });
 
 await runChecks("openai");

@@ -1,14 +1,15 @@
-"""OpenAI's Python SDK: chat completions, responses and models."""
+"""OpenAI's Python SDK: chat completions, responses, models, files and batches."""
 
 import json
 import time
 from functools import partial
 from typing import Any
 
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import BadRequestError, InvalidWebhookSignatureError, NotFoundError, OpenAI
 
 from tests.support.conformance.checks.checking import (
     CALLED,
+    HOOK,
     IMAGE_PARTS,
     IMAGE_URL,
     JSON_SCHEMA,
@@ -20,12 +21,16 @@ from tests.support.conformance.checks.checking import (
     WEATHER,
     Checks,
     await_cancelled,
+    batch_lines,
     equal,
+    read_batch,
     refused_with,
     took_tokens,
+    until_ended,
     user,
 )
 from tests.support.conformance.checks.shapes import City
+from tests.support.receiver import receiver
 
 check = Checks("openai")
 client: Any = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
@@ -245,6 +250,113 @@ def lists_the_models() -> None:
     assert MODEL in [model.id for model in client.models.list()]
     equal(client.models.retrieve(MODEL).id, MODEL)
     refused_with(404, NotFoundError, lambda: client.models.retrieve("absent"))
+
+
+def uploaded(content: bytes = b"") -> Any:
+    return client.files.create(file=("in.jsonl", content or batch_lines()), purpose="batch")
+
+
+def started(content: bytes = b"", endpoint: Any = "/v1/chat/completions", **fields: Any) -> Any:
+    file = uploaded(content)
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
+
+
+def to_end(batch: Any) -> Any:
+    endings = ("completed", "failed", "expired", "cancelled")
+    return until_ended(lambda: client.batches.retrieve(batch.id), lambda found: found.status in endings)
+
+
+@check("files: upload, retrieve, content, delete")
+def keeps_a_file() -> None:
+    content = batch_lines()
+    file = uploaded(content)
+    equal((file.object, file.filename, file.bytes, file.purpose), ("file", "in.jsonl", len(content), "batch"))
+    equal(client.files.retrieve(file.id).to_dict(), file.to_dict())
+    equal(client.files.content(file.id).read(), content)
+    first = client.files.with_raw_response.content(file.id, extra_headers={"range": "bytes=0-9"})
+    equal((first.status_code, first.content), (206, content[:10]))
+    equal(client.files.delete(file.id).deleted, True)
+    refused_with(404, NotFoundError, lambda: client.files.retrieve(file.id))
+    refused_with(404, NotFoundError, lambda: client.files.content(file.id))
+
+
+@check("files: list")
+def lists_files() -> None:
+    ids = [uploaded().id for _ in range(3)]
+    for order, expected in (("desc", ids[::-1]), ("asc", ids)):
+        found = [file.id for file in client.files.list(purpose="batch", order=order, limit=2)]
+        equal([id for id in found if id in ids], expected)
+
+
+@check("files: errors")
+def refuses_other_files() -> None:
+    refused_with(400, BadRequestError, lambda: client.files.create(file=("a.bin", b"1"), purpose="assistants"))
+    refused_with(404, NotFoundError, lambda: client.files.retrieve("file-absent"))
+
+
+@check("batches: run")
+def runs_a_batch() -> None:
+    batch = started(metadata={"a": "b"})
+    equal((batch.object, batch.endpoint, batch.metadata), ("batch", "/v1/chat/completions", {"a": "b"}))
+    batch = to_end(batch)
+    counts = batch.request_counts
+    equal((batch.status, counts.total, counts.completed, counts.failed), ("completed", 3, 2, 1))
+    answers = read_batch(client.files.content(batch.output_file_id).read())
+    texts = {id: line["response"]["body"]["choices"][0]["message"]["content"] for id, line in answers.items()}
+    equal(texts, dict.fromkeys(("line-0", "line-1"), SAID["counted"]))
+    equal({line["response"]["status_code"] for line in answers.values()}, {200})
+    (failed,) = read_batch(client.files.content(batch.error_file_id).read()).values()
+    equal((failed["custom_id"], failed["response"]["status_code"]), ("bad", 400))
+    equal(client.files.retrieve(batch.output_file_id).purpose, "batch_output")
+
+
+@check("batches: list")
+def lists_batches() -> None:
+    ids = [started().id for _ in range(3)]
+    found = [batch.id for batch in client.batches.list(limit=2)]
+    equal((len(set(found)), set(ids) <= set(found)), (len(found), True))
+    equal({batch.id for batch in client.batches.list(limit=2, after=found[-2]).data}, {found[-1]})
+
+
+@check("batches: cancel")
+def cancels_a_batch() -> None:
+    batch = started(batch_lines(200, logit_bias=SAID["unending"], max_tokens=SAID["limit"]))
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = to_end(batch)
+    equal(batch.status, "cancelled")
+    if batch.error_file_id:
+        codes = {
+            line["error"]["code"] for line in read_batch(client.files.content(batch.error_file_id).read()).values()
+        }
+        assert "batch_cancelled" in codes, codes
+
+
+@check("batches: errors")
+def refuses_a_bad_batch() -> None:
+    batch = to_end(started(batch_lines() + b"{}\n"))
+    equal((batch.status, batch.errors.data[0].line), ("failed", 4))
+    refused_with(404, NotFoundError, lambda: client.batches.retrieve("batch_absent"))
+    given: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    refused_with(404, NotFoundError, lambda: client.batches.create(input_file_id="file-absent", **given))
+    refused_with(400, BadRequestError, lambda: started(endpoint="/v1/moderations"))
+
+
+@check("webhooks: unwrap")
+def verifies_a_webhook() -> None:
+    port, secret = HOOK.split()
+    with receiver(int(port)) as received:
+        batch = started()
+        while True:  # the runs of other checks have ended, too
+            body, headers = received.get(timeout=60)
+            event = client.webhooks.unwrap(body, headers, secret=secret)
+            if event.data.id == batch.id:
+                break
+    equal((event.type, event.object), ("batch.completed", "event"))
+    try:
+        client.webhooks.unwrap(body + b" ", headers, secret=secret)
+    except InvalidWebhookSignatureError:
+        return
+    raise AssertionError("a changed body was accepted")
 
 
 if __name__ == "__main__":
