@@ -116,10 +116,13 @@ def test_only_the_load_with_bars_is_compared_with_them() -> None:
 
 def test_a_claim_that_costs_more_the_more_jobs_run_misses_its_bar() -> None:
     costs = [
-        ClaimCost("", waiting, running, workers, 100.0 + running * 0.01, (90.0, 110.0))
-        for waiting in claim.WAITING for running in claim.RUNNING for workers in claim.WORKERS
-    ]  # fmt: skip
-    assert [verdict.holds for verdict in claim.judge(costs)] == [True] * 8 + [False] * 4
+        ClaimCost("", marks, affinity, waiting, running, workers, 100.0 + running * 0.01, (90.0, 110.0))
+        for marks, affinity in claim.KINDS
+        for waiting in claim.WAITING
+        for running in claim.RUNNING
+        for workers in claim.WORKERS
+    ]
+    assert [verdict.holds for verdict in claim.judge(costs)] == [True] * 48 + [False] * 24
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@
 -- rows that come free; `token`, to compute a token at the beginning of a prompt, and `before`, that each token before it
 -- adds; `per_byte`, tokens of a byte; 0 for what is not measured yet; `lefts`, by class: the time left of the prompts under way, and their number;
 -- `promised` and `extra`: the jobs left to it in this claim, and the time of their prompts.
--- A job: `size`, the bytes that its marks are of; `names` and `ends` of its marks, ascending; `holders` of each, as in Redis.
+-- A job: `size`, the bytes that its marks are of; `names` and `ends` of its marks, ascending; `keys` of each, and `holders`, as in Redis.
 
 local EDGES = { 250, 1000, 4000 } -- between the classes of prompts by what is left of them
 local HOLDERS = 4                 -- workers compared for each job that hold more of its prompt
@@ -69,12 +69,14 @@ end
 
 -- Return the bytes of a job that a worker holds.
 local function held_by(job, wid)
-  local name = ' ' .. wid .. ' '
+  local name, holders = ' ' .. wid .. ' ', job.holders
   for at = #job.ends, 1, -1 do
-    if job.holders[at] and string.find(job.holders[at], name, 1, true) then return job.ends[at] end
+    if holders[at] and string.find(holders[at], name, 1, true) then return job.ends[at] end
   end
   return 0
 end
+
+local function no_names() end
 
 -- Find the workers that hold more than `held` of a job, the deepest first, and those with the least to do: `others` of
 -- the job, each with the bytes that it holds and the time that it would compute. `fleet`: `worker`, a function that
@@ -92,8 +94,9 @@ local function find_others(fleet, job, held, wid)
     return 1
   end
   for at = #job.ends, 1, -1 do
-    if job.ends[at] <= held then break end
-    for name in string.gmatch(job.holders[at] or '', '%S+') do
+    if job.ends[at] <= held or holders >= HOLDERS or names >= MOST_NAMES then break end
+    local value = job.holders[at]
+    for name in value and string.gmatch(value, '%S+') or no_names do
       if holders >= HOLDERS or names >= MOST_NAMES then break end
       names = names + 1
       if name ~= wid then holders = holders + add(fleet.worker(name)) end
@@ -112,11 +115,12 @@ local function read_marks(job, marks, bytes, prompt_cache_key)
     job.ends[1] = math.min(1024, job.size)
   end
   if #(marks or '') > 1000 then return end
-  local least = 0
+  local names, ends, size, count, least = job.names, job.ends, job.size, #job.names, 0
   for mark, bytes_to_it in string.gmatch(marks or '', '(%x+) (%d+)') do
     local at = tonumber(bytes_to_it)
-    if #job.names >= MOST_MARKS or #mark > 12 or at <= least or at > job.size then break end
-    job.names[#job.names + 1], job.ends[#job.ends + 1], least = mark, at, at
+    if count >= MOST_MARKS or #mark > 12 or at <= least or at > size then break end
+    count = count + 1
+    names[count], ends[count], least = mark, at, at
   end
 end
 
@@ -131,14 +135,15 @@ end
 
 -- Read who holds what of a job. A value that no worker writes counts as none, and is overwritten.
 local function read_holders(job, model, tenant)
+  job.keys = {}
   if #job.names == 0 then return end
-  local marks = {}
-  for at, mark in ipairs(job.names) do marks[at] = mark_key(model, tenant, mark) end
-  local held = redis.pcall('MGET', unpack(marks))
+  local prefix = mark_key(model, tenant, '')
+  for at, mark in ipairs(job.names) do job.keys[at] = prefix .. mark end
+  local held = redis.pcall('MGET', unpack(job.keys))
   job.holders = {}
   if held.err then return end
   for at, value in ipairs(held) do
-    job.holders[at] = value and #value <= 1000 and string.sub(value, 1, 1) == ' ' and value
+    job.holders[at] = value and #value <= 1000 and string.byte(value) == 32 and value
   end
 end
 

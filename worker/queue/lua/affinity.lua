@@ -85,12 +85,10 @@ local function read_prompt(affinity, job)
   if affinity.jobs[job.id] then return affinity.jobs[job.id] end
   affinity.jobs[job.id] = job
   local is_unmarked = job.is_count or (affinity.per_tenant and job.is_plain and job.tenant == '')
-  local fields = is_unmarked and {}
-    or redis.call('HMGET', 'sluice:job:' .. job.id, 'marks', 'bytes', 'prompt_cache_key', 'left_at')
-  local marks, bytes = fields[1], fields[2]
-  if not marks and not is_unmarked then marks, bytes = mark_job(affinity, job) end
-  read_marks(job, marks or '', bytes or '', fields[3])
-  job.queued, job.is_left = tonumber(job.score), fields[4]
+  local marks, bytes = job.marks, job.bytes
+  if is_unmarked then marks, bytes = nil, nil elseif not marks then marks, bytes = mark_job(affinity, job) end
+  read_marks(job, marks or '', bytes or '', not is_unmarked and job.prompt_cache_key)
+  job.queued = tonumber(job.score)
   job.may_be_left = job.attempt == 0 and not job.is_count
   read_holders(job, affinity.model, affinity.per_tenant and job.tenant)
   return job
@@ -105,11 +103,14 @@ local function hold(affinity, job)
   local own = compute_ms(me, held, job.size)
   if not job.is_counted then add_work(me, own) end
   affinity.given, affinity.ready = affinity.given + 1, affinity.ready + own
-  for at, mark in ipairs(job.names) do
-    local key, value = mark_key(affinity.model, affinity.per_tenant and job.tenant, mark), job.holders[at] or ' '
-    local name = ' ' .. me.wid
-    local from, to = string.find(value, name .. ' ', 1, true)
-    if not from or from > MAX_BEFORE then
+  local name = ' ' .. me.wid
+  local first = name .. ' '
+  for at, key in ipairs(job.keys) do
+    local value, from, to = job.holders[at], nil, nil
+    if value then from, to = string.find(value, first, 1, true) end
+    if not value then
+      write_hint('SET', key, first, 'PX', MARK_LIFE_MS)
+    elseif not from or from > MAX_BEFORE then
       -- The newest first: claims read some names alone, and the oldest are of workers that have ended.
       if from then value = string.sub(value, 1, from - 1) .. string.sub(value, to) end
       value = #value > 7 * MAX_HOLDERS and string.match(value, '^(.* )%S+ $') or value
@@ -117,7 +118,7 @@ local function hold(affinity, job)
     elseif at == 1 or at == #job.names then
       redis.call('PEXPIRE', key, MARK_LIFE_MS)
     end
-    marks[at] = mark .. ' ' .. string.format('%d', job.ends[at])
+    marks[at] = job.names[at] .. ' ' .. job.ends[at]
   end
   return table.concat(marks, ' '), job.size, math.floor(held * me.per_byte)
 end
@@ -166,7 +167,7 @@ local function choose_jobs(affinity, selection, is_kept, claim)
   function choice.take(job, is_overruled)
     change_line(selection.index.lines, job.line, 'ZREM', job.member)
     take_row(selection, job)
-    job.is_counted = true
+    job.is_counted, job.is_off_line = true, job.is_indexed_alike
     if is_overruled then -- a score may be infinite
       found.overruled[#found.overruled + 1] = math.floor(math.min(1e12, affinity.now - job.queued))
     end

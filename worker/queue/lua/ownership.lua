@@ -20,11 +20,15 @@ end
 local function take_ownership(index, job, arguments, now)
   local id, key = job.id, 'sluice:job:' .. job.id
   local expired = is_past_deadline(job, now)
-  move_to_leases(index, id, job.score, tonumber(arguments.lease_ms), now)
-  local attempt = redis.call('HINCRBY', key, 'attempt', 1)
+  local lease_ms, attempt = tonumber(arguments.lease_ms), job.attempt + 1
+  if job.is_off_line and not job.is_count then
+    move_from_line(index, job, lease_ms, now)
+  else
+    move_to_leases(index, id, job.score, lease_ms, now)
+  end
   if job.expirations > 0 then redis.call('HSET', key, 'lapses', job.expirations, 'probation', 1) end
   redis.call('SET', 'arq:in-progress:' .. id, arguments.worker .. ':' .. attempt, 'PX', arguments.lease_ms)
-  redis.call('HSET', key, 'state', 'running', 'worker', arguments.worker, 'lane', arguments.lane,
+  redis.call('HSET', key, 'attempt', attempt, 'state', 'running', 'worker', arguments.worker, 'lane', arguments.lane,
     'started_at', now / 1000, 'crashes', job.crashes, 'indexed_attempt', attempt)
   redis.call('PEXPIRE', key, arguments.life_ms)
   local events = events_of(id)

@@ -37,7 +37,7 @@ end
 local function read_job(id, score)
   local key = 'sluice:job:' .. id
   local fields = redis.pcall('HMGET', key, 'state', 'lapses', 'probation', 'tenant', 'deadline', 'crashes', 'attempt',
-    'function', 'user', 'model', 'indexed_attempt')
+    'function', 'user', 'model', 'indexed_attempt', 'marks', 'bytes', 'prompt_cache_key', 'left_at')
   for _, at in ipairs({ 2, 6, 7 }) do
     if fields.err or (fields[at] and not is_counter(fields[at])) then
       delete_foreign(key, fields.err and 'no hash' or 'a count that is no number')
@@ -52,7 +52,8 @@ local function read_job(id, score)
     is_plain = not fields[10], deadline = read_deadline(fields[5]),
     expirations = tonumber(fields[2] or 0) + (lease_expired and 1 or 0),
     crashes = tonumber(fields[6] or 0) + (counts_as_crash and 1 or 0), is_count = fields[8] == 'count',
-    attempt = tonumber(fields[7] or 0)
+    attempt = tonumber(fields[7] or 0), marks = fields[12], bytes = fields[13], prompt_cache_key = fields[14],
+    is_left = fields[15]
   }
 end
 
@@ -73,6 +74,12 @@ local function lease_left(id, lease_ms)
   local left_ms = redis.call('PTTL', lease)
   if left_ms == -1 then redis.call('PEXPIRE', lease, lease_ms) end
   return left_ms == -1 and tonumber(lease_ms) or left_ms, owner
+end
+
+-- Move a job that was taken from its line, so that it has no other place than its deadline's, to the running jobs.
+local function move_from_line(index, job, check_ms, now)
+  if job.deadline then delete_deadline(index, job.id) end
+  redis.call('ZADD', index.leases, now + check_ms, job.id)
 end
 
 -- Move a job to the running jobs; its lease is checked in `check_ms`.

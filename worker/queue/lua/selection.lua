@@ -49,7 +49,7 @@ local function copy_rows(rows)
 end
 
 local function take_row(selection, job)
-  add_row(selection.rows, line_of(job.tenant, job.user))
+  add_row(selection.rows, job.line or line_of(job.tenant, job.user))
   selection.want = selection.want - 1
 end
 
@@ -244,12 +244,21 @@ local function line_in_turn(selection, tenants)
   end
 end
 
+-- Return the job of a member of a line if it waits, with its line; nil if it does not.
+local function job_of_line(selection, line, id)
+  local indexed = redis.call('ZSCORE', selection.index.jobs, id)
+  local job = indexed and waiting_job(selection, id)
+  if job then job.line, job.is_indexed_alike = line, indexed == job.score end
+  return job or nil
+end
+
 -- Remove the first job of a line. Returns the job if it still waits there.
 local function pop_first(selection, line, first)
   local index, first_stamp, id = selection.index, split_member(line.jobs, first)
   change_line(index.lines, line, 'ZREM', first)
-  local job = redis.call('ZSCORE', index.jobs, id) and waiting_job(selection, id)
+  local job = job_of_line(selection, line, id)
   if not job then return nil end
+  job.is_off_line = job.is_indexed_alike
   if stamp(job.score) ~= first_stamp or job.expirations > 0 then
     index_job(index, id)
     return nil
@@ -321,7 +330,7 @@ local function jobs_ahead(selection, rows, claim)
     local first_stamp, id = split_member(line.jobs, member)
     if met[id] then return nil end
     met[id] = true
-    local job = redis.call('ZSCORE', index.jobs, id) and waiting_job(selection, id)
+    local job = job_of_line(selection, line, id)
     if not job or stamp(job.score) ~= first_stamp or job.expirations > 0 then
       job = pop_first(selection, line, member)
       if job then index_job(index, id) end -- it was moved here
@@ -329,7 +338,7 @@ local function jobs_ahead(selection, rows, claim)
       change_line(lines, line, 'ZREM', member)
       claim(job)
     else
-      job.line, job.member = line, member
+      job.member = member
       return job
     end
   end

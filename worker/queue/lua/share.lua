@@ -12,9 +12,10 @@
 -- count as equal. None counts as more than 8 times faster: an M3 Ultra has 7 times the memory bandwidth of an M4.
 local EQUAL_SPEED, MOST_SPEED = 1.5, 8
 
-local function worker_rows(rows, max_rows, interactive, batch, ...)
+-- `steps`: the times of the steps, as text.
+local function worker_rows(rows, max_rows, interactive, batch, steps)
   return { rows = tonumber(rows), max_rows = tonumber(max_rows), interactive = tonumber(interactive),
-    batch = tonumber(batch), step_us = { ... } }
+    batch = tonumber(batch), steps = steps }
 end
 
 local function rows_key(queue)
@@ -23,28 +24,29 @@ end
 
 -- Return the state of the fleet without the others, which are read when they are needed.
 local function fleet_of(queue, arguments, now)
+  local rows = arguments.worker_rows
   return {
     key = rows_key(queue), worker = arguments.worker, lane = arguments.lane, now = now,
     lease_ms = tonumber(arguments.lease_ms),
-    mine = #arguments.worker_rows > 0 and worker_rows(unpack(arguments.worker_rows)) or nil, others = {}
+    mine = rows[4] and worker_rows(rows[1], rows[2], rows[3], rows[4], table.concat(rows, ' ', 5)) or nil, others = {}
   }
 end
 
 -- Return the rows in a field of the hash; nil if no worker wrote it.
 local function read_rows(text)
   if #text > 300 or string.find(text, '[^%d ]') then return nil end
-  local numbers = {}
-  for number in string.gmatch(text, '%d+') do numbers[#numbers + 1] = number end
-  if #numbers < 6 then return nil end
-  local read = worker_rows(unpack(numbers, 3))
-  read.at, read.till = tonumber(numbers[1]), tonumber(numbers[2])
+  local at, till, rows, max_rows, interactive, batch, steps = string.match(text,
+    '^ *(%d+) +(%d+) +(%d+) +(%d+) +(%d+) +(%d+)(.*)$')
+  if not at then return nil end
+  local read = worker_rows(rows, max_rows, interactive, batch, string.match(steps, '^ *(.*)$'))
+  read.at, read.till = tonumber(at), tonumber(till)
   return read
 end
 
 local function store(key, worker, numbers)
   local text = string.format('%.0f %.0f %.0f %.0f %.0f %.0f ', numbers.at, numbers.till, numbers.rows, numbers.max_rows,
     numbers.interactive, numbers.batch)
-  redis.call('HSET', key, worker, text .. table.concat(numbers.step_us, ' '))
+  redis.call('HSET', key, worker, text .. numbers.steps)
 end
 
 -- Count jobs that a worker has claimed. Offline rows can be preempted, but an interactive job begins sooner without.
@@ -108,11 +110,20 @@ local function forget_late(fleet, at)
   fleet.others = #in_time < #fleet.others and in_time or {}
 end
 
+-- Return the times of the steps as numbers.
+local function steps_of(numbers)
+  local times = {}
+  for us in string.gmatch(numbers.steps, '%d+') do times[#times + 1] = tonumber(us) end
+  return times
+end
+
 -- Return how many times faster the other worker is, by the steps of as many rows that both have measured.
 local function speed_of(other, mine)
   local own_us, other_us = 0, 0
-  for place, step_us in ipairs(mine.step_us) do
-    local us, its_us = tonumber(step_us), tonumber(other.step_us[place] or 0)
+  mine.step_us = mine.step_us or steps_of(mine)
+  local its = steps_of(other)
+  for place, us in ipairs(mine.step_us) do
+    local its_us = its[place] or 0
     if us > 0 and its_us > 0 then own_us, other_us = own_us + us, other_us + its_us end
   end
   if own_us == 0 then return 1 end
@@ -129,8 +140,10 @@ local function share_of(fleet, waiting, free)
   while share < math.min(free, waiting) do
     local before = 0 -- jobs that go to others before the next one of ours
     for _, other in ipairs(fleet.others) do
-      local rows = (mine.rows + share + 1) * other.max_rows * speed_of(other, mine) / mine.max_rows
+      other.speed = other.speed or speed_of(other, mine)
+      local rows = (mine.rows + share + 1) * other.max_rows * other.speed / mine.max_rows
       before = before + math.min(other[fleet.lane], math.max(0, math.ceil(rows - 1e-9) - 1 - other.rows))
+      if share + before >= waiting then break end
     end
     if share + before >= waiting then break end
     share = share + 1
