@@ -92,8 +92,8 @@ async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunO
 
 
 def _copy(file: Path, partial: Path) -> None:
-    with file.open("rb") as source, partial.open("xb") as copy:
-        shutil.copyfileobj(source, copy, 1 << 20)
+    shutil.copyfile(file, partial)  # refuses a pipe, on which `open` would wait
+    with partial.open("rb+") as copy:
         os.fsync(copy.fileno())
 
 
