@@ -148,3 +148,16 @@ def test_thirty_cut_and_ten_invalid_answers_of_200_are_mended_whatever_is_killed
         tries[record["line"]["custom_id"]] += 1
         assert record["mends"] == record["retry"] == tries[record["line"]["custom_id"]] <= 5, "no retry is repeated"
     assert len(tries) == 40
+
+
+@pytest.mark.slow  # a worker of its own
+def test_a_limit_is_raised_to_that_of_the_operator(tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", count(9, max_tokens=3), line("free", messages=count(9)["body"]["messages"]))
+    with Server() as server, WorkerProcess(server.url, max_output_tokens=8) as worker:
+        worker.wait_ready()
+        sluice = Command(server.url, tmp_path)
+        run = ("batch", "run", str(many), "-o", "out.jsonl", "--model", "default", "--retry", "cut,failed", "--json")
+        report = json.loads(sluice(*run)[1])
+        sluice.db.close()
+    tokens = {said["custom_id"]: said["sluice"]["output_tokens"] for said in read(tmp_path / "out.jsonl")}
+    assert (kinds(report), tokens) == ({"cut": 2, "replaced": 2}, {"r9": 8, "free": 8})
