@@ -39,8 +39,8 @@ TABLE = {
     # The HTTP gateway: on the public client; nothing of the client imports it.
     "sluice.gateway": May(
         "sluice",
-        "backports compression dotenv prometheus_client pydantic pydantic_core pydantic_settings redis starlette "
-        "uvicorn",
+        "backports compression dotenv prometheus_client pydantic pydantic_core pydantic_settings python_multipart "
+        "redis starlette uvicorn",
     ),
     # Leaves: modules that every other one may know.
     "worker": May(),

@@ -252,12 +252,12 @@ class StateFile:
         self._file.append(self._lines[-1:])
 
 
-def peek(path: Path) -> RunState | None:
-    """Return the current state that a file has, whoever holds its lock; None if it has none."""
+def read_state(path: Path) -> RunState | None:
+    """Return the current state of a run that any process may feed; None if there is none. Raises OSError."""
+    complete, _, _ = path.read_bytes().rpartition(b"\n")
     try:
-        complete, _, _ = path.read_bytes().rpartition(b"\n")
         return _parse(complete.rpartition(b"\n")[2])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

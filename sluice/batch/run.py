@@ -299,7 +299,8 @@ class Run:
             touching.cancel()
 
     async def _run(self) -> Batch:
-        with Source(self._paths.input, self._saved.models) as source:
+        allowed = self._saved.batch.sluice.allowed_models
+        with Source(self._paths.input, self._saved.models, allowed) as source:
             self._save(self._saved.batch)
             await publish(self._retries, self._registry.announce, self._saved.batch)
             scan = await asyncio.to_thread(source.scan)

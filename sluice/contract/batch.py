@@ -128,6 +128,12 @@ class BatchDetails:
     """Lines of its folder's runs with a higher one are queued first, of the same tenant and model."""
     estimated_end_at: int | None = None
     """By the lines that ended in the last ten minutes; null if none did, or unless in_progress."""
+    input_file: str | None = None
+    """Id of the uploaded file; null if the run was not created over HTTP."""
+    output_expires_s: int | None = None
+    """Seconds for which its files of answers and errors are kept; null for ever."""
+    allowed_models: list[str] | None = None
+    """Names of models that its lines may have; null for any."""
 
 
 NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})
