@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -378,10 +379,9 @@ class Client:
 
         A run that was interrupted, or whose process died, is resumed by the same call. `models` maps the model names in
         the file to served ones; one that ends in "*" is any other name with this beginning. Lines that have not ended
-        when the completion window ("90m"; default 24h) runs out end as expired. A file with bad lines returns as
-        `failed`, with the problems in `errors`, and none is run. `window`: lines of a model that are queued at once.
-        `served_only` refuses a file for a model without a worker, if others have one. `on_progress` is called a few
-        times a second. Raises `BatchRefused`, ValueError, OSError for its files, or redis-py's error."""
+        after the completion window ("90m"; default 24h) end as expired. A file with bad lines is `failed`. `window`:
+        lines of a model that are queued at once. `served_only` refuses a file for a model without a worker, if others
+        have one. Raises `BatchRefused`, ValueError, OSError for its files, or redis-py's error."""
         from sluice.batch.run import run_batch  # imported here, since it needs fcntl, which Windows lacks
 
         paths = RunPaths.next_to_output(Path(input), Path(output), Path(errors) if errors else None)
@@ -406,8 +406,8 @@ class Client:
         higher `priority` go first. Of an `id` there is one run. Raises OSError, or ValueError."""
         from sluice.batch.folder import RunFolder, submit_file
 
-        own = (WINDOW, id or new_run_id(Path(input).stem), False, False, tenant, not_before, priority)
-        options = RunOptions(models, completion_window, metadata, *own)
+        options = RunOptions(models, completion_window, metadata, id=id or new_run_id(Path(input).stem), tenant=tenant)
+        options = replace(options, not_before=not_before, priority=priority)
         return await submit_file(self._redis, RunFolder(Path(folder).absolute()), Path(input), options)
 
     async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:

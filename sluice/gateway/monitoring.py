@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import Counter as Counts
+from collections import Counter as Tally
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -65,7 +65,7 @@ class _RunNumbers:
 
     def set(self, runs: Sequence[Batch], now: float) -> None:
         """Set the numbers of runs, which are given oldest first."""
-        statuses, lines = Counts[str](), Counts[str]()
+        statuses, lines = Tally[str](), Tally[str]()
         oldest = dict[str, float]()
         for run in runs:
             status = run.status if run.sluice.paused_at is None else "paused"
