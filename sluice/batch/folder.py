@@ -22,16 +22,7 @@ from sluice.batch.run import Held, Run, endless_retries, new_batch, publish
 from sluice.batch.source import WINDOW, RunOptions, RunPaths
 from sluice.batch.store import FileStore, link_or_copy
 from sluice.contract import keys
-from sluice.contract.batch import (
-    NO_DETAILS,
-    Batch,
-    BatchDetails,
-    BatchState,
-    Problem,
-    Problems,
-    is_run_id,
-    new_run_id,
-)
+from sluice.contract.batch import NO_DETAILS, Batch, BatchDetails, BatchState, Problem, Problems, is_run_id, new_run_id
 from sluice.errors import BatchRefused, BatchTaken
 from sluice.transport import Retries
 

@@ -1,10 +1,10 @@
 """Metrics for Prometheus, and the access log. Metrics have vLLM's names if it has them, else `sluice_serve_`."""
 
 import asyncio
-import collections
 import logging
 import time
 import uuid
+from collections import Counter as Tally
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -102,7 +102,7 @@ class _RunNumbers:
 
     def set(self, runs: Sequence[Batch], now: float) -> None:
         """Set the numbers of runs, which are given oldest first."""
-        statuses, lines = collections.Counter[str](), collections.Counter[str]()
+        statuses, lines = Tally[str](), Tally[str]()
         oldest = dict[str, float]()
         for run in runs:
             status = run.status if run.sluice.paused_at is None else "paused"
