@@ -1,10 +1,8 @@
 """The asyncio client for web backends: `submit`, `stream`, `result`, `cancel`."""
 
 import asyncio
-import base64
 import json
-import struct
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from sluice.contract.events import Event, JobError, parse_as
 from sluice.contract.keys import JobFunction, JobWebhooks, Lane
 from sluice.contract.models import Model
 from sluice.errors import JobCancelled, JobFailed, UnknownJob
+from sluice.openai import vectors_of
 from sluice.presence import Attendances, Workers, serves
 from sluice.queues import DeadLetter, DeadLetters, MisplacedJobs, Queue, QueueHead, Queues
 from sluice.streaming import SILENCE_S, Hub, Streams
@@ -61,13 +60,6 @@ def _completion(stored: dict[str, Any]) -> dict[str, Any]:
         case "cancelled":
             raise JobCancelled(stored["reason"])
     return stored
-
-
-def vectors_of(result: Mapping[str, Any]) -> Iterator[list[float]]:
-    """Yield the vectors in the result of a job of an embedding model that was asked for base64."""
-    for entry in result["data"]:
-        vector = base64.b64decode(entry["embedding"])
-        yield [*struct.unpack(f"<{len(vector) // 4}f", vector)]
 
 
 class Client:
@@ -212,8 +204,9 @@ class Client:
         """Yield every event after sequence number `after`, once and in order, up to the final one.
 
         Late, reconnected and repeated subscribers all receive the same events. In addition a `Progress` of the phase
-        `waiting` comes within about two seconds after the last live worker has gone, and when one has come back; it is
-        not `stored`, and its `seq` is that of the event before it. Raises `UnknownJob` if there has been no
+        `waiting` comes within about two seconds after the last live worker has gone, and when one has come back; and
+        of the phase `loading`, in bytes, while a supervisor loads the model for the job. Neither is `stored`, and its
+        `seq` is that of the event before it. Raises `UnknownJob` if there has been no
         trace of the job for `unknown_s` seconds, `UnreadableLog` if its list of events holds a foreign item or its
         numbers are not in order, `ServerUnreachable` after an outage of the client's `outage_s`, and ValueError if
         `after` is not an integer from -1 to 2**53.
@@ -417,12 +410,14 @@ class Client:
         completion_window: str | None = None,
         metadata: Mapping[str, str] | None = None,
         tenant: str | None = None,
+        retry: Mapping[str, int] | None = None,
     ) -> Batch:
         """Copy a file into the workers' SLUICE_BATCH_DIR; they run it at its scheduled time, when its completion window
         begins. Names that `models` lacks are mapped by SLUICE_BATCH_MODELS. Raises OSError, or ValueError."""
         from sluice.batch.folder import RunFolder, submit_file
 
-        options = RunOptions(models, completion_window, metadata, id=new_run_id(Path(input).stem), tenant=tenant)
+        id = new_run_id(Path(input).stem)
+        options = RunOptions(models, completion_window, metadata, id=id, tenant=tenant, retry=retry)
         return await submit_file(self._redis, RunFolder(Path(folder).absolute()), Path(input), options)
 
     async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:
@@ -481,13 +476,11 @@ class Client:
         return await self._queues.read_all([*served, *unloaded], await self.aliases())
 
     async def queue_heads(self) -> list[QueueHead]:
-        """Return how long tenants have waited, of the oldest 300 jobs of every queue; of fewer if there are many
-        queues."""
+        """Return how long tenants have waited, of the oldest 300 jobs of a queue; of fewer if there are many queues."""
         return await self._queues.read_heads()
 
     async def misplaced_jobs(self) -> list[MisplacedJobs]:
-        """Return the keys like `sluice:queue:default`, without a lane or with a wrong one, that hold jobs which no
-        worker takes."""
+        """Return keys like `sluice:queue:default`, without a lane or with a wrong one, whose jobs no worker takes."""
         return await self._queues.read_misplaced()
 
     async def purge(

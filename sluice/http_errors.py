@@ -45,6 +45,7 @@ class ErrorForm(Enum):
     TIMEOUT = 408, "timeout", "timeout_error"
     IDEMPOTENCY_KEY_REUSED = 409, "idempotency_key_reused"
     IDEMPOTENCY_KEY_IN_USE = 409, "idempotency_key_in_use"
+    CONFLICT = 409, "conflict"
     ANSWER_EXPIRED = 410, "answer_expired"
     BODY_TOO_LARGE = 413, "too_large"
     BODY_ENCODING = 415, "unsupported"
@@ -52,11 +53,14 @@ class ErrorForm(Enum):
     TOKENS_EXCEEDED = 429, "rate_limit_exceeded", "tokens"
     TOO_MANY_CONNECTIONS = 429, "too_many_connections", "requests"
     TOO_MANY_BYTES = 429, "too_many_bytes", "requests"
+    TOO_MANY_RUNS = 429, "too_many_batches", "requests"
+    STORAGE_EXCEEDED = 403, "storage_exceeded", "permission_error"
     # The status that proxies log for a disconnected client; OpenAI clients do not retry it.
     CANCELLED = 499, "cancelled"
     INTERNAL = 500, "internal", SERVER
     FAILED = 500, None, SERVER
     OVERLOADED = 503, "overloaded", SERVER
+    STORAGE_FULL = 507, "storage_full", SERVER
     DEADLINE = 504, "deadline", SERVER
 
     def __init__(

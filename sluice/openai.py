@@ -6,10 +6,12 @@
 OpenAI has no field for reasoning. It is sent as `reasoning`, next to `content`, as in Sluice's results and in vLLM.
 """
 
+import base64
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, Mapping
+import struct
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -117,8 +119,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 async def chunks(events: AsyncGenerator[Event], *, include_usage: bool = False) -> AsyncGenerator[Chunk]:
     """Yield the chunks of a whole job, from its first event; closes `events`. Progress and resumption yield no chunk,
-    but after the first one: if the last live worker goes, and if one comes back, a chunk with an empty delta and
-    `"sluice": {"phase": "waiting", "workers": ...}`. `sse` makes a comment of it.
+    but after the first one: if the last live worker goes, if one comes back, and while the model is loaded again, a
+    chunk with an empty delta and `"sluice": {"phase": "waiting", "workers": ...}`. `sse` makes a comment of it.
 
     `include_usage` is that of OpenAI's `stream_options`. Raises `JobFailed`, `JobCancelled`, `JobRestarted`, and every
     error of the stream of events.
@@ -223,7 +225,8 @@ class Answer:
             case Delta():
                 return self._delta_chunks(event)
             case Progress(stored=False) if self._head:
-                return [{**self._chunk({}), "sluice": {"phase": event.phase, "workers": event.workers}}]
+                fields = "phase", "workers", "done", "total"
+                return [{**self._chunk({}), "sluice": {name: getattr(event, name) for name in fields}}]
             case Finished():
                 chunk = self._chunk({}, finish_reason=event.finish_reason)
                 return [{**chunk, "sluice": {"warnings": event.warnings}} if event.warnings else chunk]
@@ -301,15 +304,17 @@ async def _lines(first: Chunk, rest: AsyncGenerator[Chunk]) -> AsyncGenerator[st
             yield "data: [DONE]\n\n"
 
 
-def waiting_comment(workers: int) -> str:
-    """Return the comment of a stream whose job waits for a worker, without the empty line that would end an event."""
-    return f": waiting, workers={workers}\n"
+def waiting_comment(phase: str, workers: int, done: int, total: int) -> str:
+    """Return the comment of a stream whose job waits for a worker, or until it has loaded its model, without the empty
+    line that would end an event."""
+    share = f", {done} of {total} bytes" if total else ""
+    return f": {phase}, workers={workers}{share}\n"
 
 
 def _line(message: dict[str, Any]) -> str:
     match message:
-        case {"sluice": {"phase": "waiting", "workers": int(workers)}}:
-            return waiting_comment(workers)
+        case {"sluice": {"phase": str(phase), "workers": int(workers), "done": int(done), "total": int(total)}}:
+            return waiting_comment(phase, workers, done, total)
     return f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
 
 
@@ -326,3 +331,10 @@ def _reply(
     error = {"message": f"{form.begins}{message}", "type": form.type, "param": param, "code": code or form.code}
     wait = {} if wait_s is None else {"retry-after": str(max(1, math.ceil(wait_s)))}
     return ErrorReply(form.status, {"error": error}, {"x-should-retry": str(retryable).lower(), **wait}, form)
+
+
+def vectors_of(result: Mapping[str, Any]) -> Iterator[list[float]]:
+    """Yield the vectors in the result of a job of an embedding model that was asked for base64."""
+    for entry in result["data"]:
+        vector = base64.b64decode(entry["embedding"])
+        yield [*struct.unpack(f"<{len(vector) // 4}f", vector)]

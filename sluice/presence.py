@@ -161,11 +161,13 @@ def mapped_name(name: str, mapped: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Attendance:
-    """What a check of a job found. `workers`: live workers of its model; None if its state names no model."""
+    """What a check of a job found. `workers`: live workers of its model; None if its state names no model. `loaded`:
+    the bytes of its model's weights that are in memory, and all, while it is loaded for the job."""
 
     state: str | None
     attempt: int
     workers: int | None
+    loaded: tuple[int, int] | None
 
 
 class Attendances:
@@ -209,5 +211,6 @@ class Attendances:
 
 
 def _attendance(answer: Sequence[Any]) -> _Attendance:
-    state, attempt, workers = answer
-    return _Attendance(state and state.decode("utf-8", "replace"), attempt, None if workers < 0 else workers)
+    state, attempt, workers, loaded, weights = answer
+    told = state and state.decode("utf-8", "replace")
+    return _Attendance(told, attempt, None if workers < 0 else workers, (loaded, weights) if weights else None)

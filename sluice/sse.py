@@ -5,8 +5,8 @@
 
 `sync_frames` does the same with a `SyncClient`, for Django's `StreamingHttpResponse` or Flask's `Response`.
 
-Each frame's `id` is the event's `seq`, its `event` the type, its `data` the JSON that the worker wrote. Progress of the
-phase `waiting`, which tells if workers live, is made here and has no `id`. An EventSource
+Each frame's `id` is the event's `seq`, its `event` the type, its `data` the JSON that the worker wrote. Progress with
+`workers`, which tells if workers live and how far the model is loaded, is made here and has no `id`. An EventSource
 that loses its connection reconnects with the last id and continues after it. The page must close it on `finished`,
 `failed`, `cancelled` and `unknown`; otherwise it reconnects.
 """
@@ -20,7 +20,6 @@ from redis.exceptions import ResponseError
 
 from sluice.client import Client
 from sluice.contract import keys
-from sluice.contract.events import WAITING
 from sluice.errors import UnknownJob, UnreadableLog
 from sluice.streaming import LAST_SEQ, BackgroundReader
 from sluice.sync import iterating
@@ -104,6 +103,8 @@ def _unknown(message: str) -> bytes:
 
 def _frame(event: bytes) -> bytes:
     parsed = json.loads(event)
-    is_stored = parsed.get("phase") != WAITING  # else without an id: an EventSource keeps the last one
+    is_stored = (
+        parsed["type"] != "progress" or "workers" not in parsed
+    )  # else without an id: an EventSource keeps the last one
     id = b"id: %d\n" % parsed["seq"] if is_stored else b""
     return b"%sevent: %s\ndata: %s\n\n" % (id, parsed["type"].encode(), event)

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sluice.contract import keys
-from sluice.contract.events import WAITING, Event, parse_event
+from sluice.contract.events import Event, ProgressPhase, parse_event
 from sluice.errors import UnknownJob, UnreadableLog
 from sluice.presence import Attendances
 from sluice.transport import (
@@ -268,11 +268,13 @@ class Streams:
         self, job_id: str, after: int = -1, unknown_s: float = 10.0
     ) -> AsyncGenerator[tuple[bytes, Event]]:
         """Yield each event after `after` as the worker wrote it, and parsed; between them, `waiting` while no worker
-        lives. A job that no worker has ends here when its deadline passes. Raises as `Client.stream` does."""
+        lives, and `loading` while the model is loaded. A job that no worker has ends here when its deadline passes.
+        Raises as `Client.stream` does."""
         keys.check_job_id(job_id)
         check_after(after)
         next_seq, known_at = after + 1, time.monotonic()
         heard_at, is_deserted = time.monotonic(), False
+        loaded: tuple[int, int] | None = None
         async with self._hub.listen(keys.channel(job_id)) as subscription:
             while True:
                 events = _parse_publications(await subscription.take(SILENCE_S))
@@ -281,7 +283,10 @@ class Streams:
                     found = await self._attendances.check(job_id)
                     if found and found.workers is not None and is_deserted != (found.workers == 0):
                         is_deserted = found.workers == 0
-                        yield _waiting(job_id, next_seq - 1, found.attempt, found.workers)
+                        yield _progress(job_id, next_seq - 1, found.attempt, found.workers)
+                    if found and found.loaded and found.loaded != loaded:
+                        loaded = found.loaded
+                        yield _progress(job_id, next_seq - 1, found.attempt, found.workers, loaded)
                 new_seqs = {event.seq for _, event in events if event.seq >= next_seq}
                 is_known = True
                 if not events or (new_seqs and max(new_seqs) - next_seq >= len(new_seqs)):
@@ -348,11 +353,16 @@ def _log_of(answers: Sequence[Any]) -> _Log | Exception:
     return _Log(items, last[0] if last else items[-1:], bool(bodies))
 
 
-def _waiting(job_id: str, last_seq: int, attempt: int, workers: int) -> tuple[bytes, Event]:
-    """Make the event that tells how many workers live. Its `seq` is that of the last event yielded, so that a reader
-    which resumes after it misses none, and one which drops what it has drops this one."""
+def _progress(
+    job_id: str, last_seq: int, attempt: int, workers: int | None, loaded: tuple[int, int] | None = None
+) -> tuple[bytes, Event]:
+    """Make the event that tells how many workers live, and of a load the bytes that are loaded, and all. Its `seq` is
+    that of the last event yielded, so that a reader which resumes after it misses none, and one which drops what it has
+    drops this one."""
     fields = {"type": "progress", "id": job_id, "seq": last_seq, "attempt": attempt, "ts": round(time.time(), 3)}
-    raw = json.dumps({**fields, "phase": WAITING, "done": 0, "total": 0, "workers": workers}).encode()
+    phase: ProgressPhase = "waiting" if loaded is None else "loading"
+    done, total = loaded or (0, 0)
+    raw = json.dumps({**fields, "phase": phase, "done": done, "total": total, "workers": workers}).encode()
     return raw, parse_event(raw)
 
 

@@ -36,6 +36,7 @@ TABLE = {
     "sluice": May(others="redis"),
     "sluice.batch.tables": May("sluice", "pyarrow"),  # Parquet, an extra
     "sluice.log_lines": May(others="pythonjsonlogger"),
+    "sluice.batch.remote": May("sluice", "httpx"),  # runs at a gateway
     # HTTP and TLS are httpcore's; which addresses are connected to is decided here.
     "sluice.network": May(others="httpcore2"),
     "sluice.webhooks": May("sluice", "redis"),
@@ -48,8 +49,8 @@ TABLE = {
     # The HTTP gateway: on the public client; nothing of the client imports it.
     "sluice.gateway": May(
         "sluice",
-        "backports compression dotenv prometheus_client pydantic pydantic_core pydantic_settings redis starlette "
-        "uvicorn",
+        "backports compression dotenv prometheus_client pydantic pydantic_core pydantic_settings python_multipart "
+        "redis starlette uvicorn",
     ),
     # Leaves: modules that every other one may know.
     "worker": May(),

@@ -16,7 +16,7 @@ MAX_LINES_OF_A_FUNCTION = 50
 MAX_MODULES = 370
 MAX_MODULES_WITH_ONE_IMPORTER = 75
 MAX_PUBLIC_CLASSES = 620
-MAX_NUMBERS = 150  # that a module names
+MAX_NUMBERS = 151  # that a module names
 
 
 def dependencies() -> dict[str, set[str]]:

@@ -18,7 +18,13 @@ def main() -> None:
         print(USAGE, file=sys.stdout if asked else sys.stderr)
         sys.exit(0 if asked else EXIT_CANNOT_START)
     try:
-        run_worker(read_settings())
+        settings = read_settings()
+        if settings.idle_unload_s is not None:
+            raise CannotStart(
+                "SLUICE_IDLE_UNLOAD_S: python -m worker holds its model until it ends; start sluice worker, which "
+                "unloads it, or leave the setting out."
+            )
+        run_worker(settings)
     except CannotStart as error:
         print(f"sluice worker: {error}", file=sys.stderr)
         sys.exit(EXIT_CANNOT_START)

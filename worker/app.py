@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from worker.chat.context import WorkerContext
     from worker.chat.warm import WarmBody, Warmed
     from worker.engine.embedding import EmbeddingModel
-    from worker.engine.model.load import Model
+    from worker.engine.model.load import Model, OnLoaded
     from worker.engine.thread import EngineThread
     from worker.queue.worker import QueueWorker
 
@@ -52,7 +52,7 @@ EXIT_ENGINE_DIED = 3
 _THREADS_S = 1.0
 
 
-async def serve_jobs(settings: Settings) -> None:
+async def serve_jobs(settings: Settings, on_loaded: "OnLoaded | None" = None) -> None:
     """Serve until SIGTERM or SIGINT; then the process ends, even if a thread does not. If it is asked to restart, it
     executes itself again instead. Raises `CannotStart`."""
     began = time.monotonic()
@@ -65,9 +65,9 @@ async def serve_jobs(settings: Settings) -> None:
             await server.check_early()
             await engine_imported
             if await _embeds(settings):
-                worker = await _serve_embeddings(settings, server, batches, metrics, health, ending)
+                worker = await _serve_embeddings(settings, server, batches, metrics, health, ending, on_loaded)
             else:
-                worker = await _serve(settings, server, batches, metrics, health, ending, began)
+                worker = await _serve(settings, server, batches, metrics, health, ending, began, on_loaded)
     if worker.restarts:
         default_signals()
         await asyncio.sleep(0.01)  # for the handlers of earlier signals: such a process does not come back
@@ -110,9 +110,10 @@ async def _serve(
     health: Health,
     ending: ExitTimer,
     began: float,
+    on_loaded: "OnLoaded | None",
 ) -> "QueueWorker":
     to_warm = _to_warm(settings)
-    engine = _engine(settings, metrics)
+    engine = _engine(settings, metrics, on_loaded)
     logger.info("loading %s", settings.model)
     async with _loaded(engine, ending, check_name_early(server.client, settings)) as model:
         from worker import parts
@@ -170,6 +171,7 @@ async def _serve_embeddings(
     metrics: MetricsSink,
     health: Health,
     ending: ExitTimer,
+    on_loaded: "OnLoaded | None",
 ) -> "QueueWorker":
     from worker.engine.device import memory_for_model
     from worker.engine.embedding import EmbeddingEngine
@@ -181,7 +183,7 @@ async def _serve_embeddings(
         )
     memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
     engine = EngineThread(
-        partial(_open_embeddings, settings, memory),
+        partial(_open_embeddings, settings, memory, on_loaded),
         settings.engine_options(memory),
         on_failure=_die,
         on_step=metrics.record_step,
@@ -198,14 +200,14 @@ async def _serve_embeddings(
     return worker
 
 
-def _open_embeddings(settings: Settings, memory: int) -> "EmbeddingModel":
+def _open_embeddings(settings: Settings, memory: int, on_loaded: "OnLoaded | None") -> "EmbeddingModel":
     from worker.engine.device import set_kernel_folder, set_memory_limits
     from worker.engine.embedding import open_embedding_model
 
     set_memory_limits(memory)
     set_kernel_folder()
     context, trusted = settings.context_tokens, settings.trust_model_code
-    return open_embedding_model(settings.model, memory=memory, context=context, trusted=trusted)
+    return open_embedding_model(settings.model, memory=memory, context=context, trusted=trusted, on_loaded=on_loaded)
 
 
 def _to_warm(settings: Settings) -> "list[WarmBody]":
@@ -255,13 +257,13 @@ async def warm_prefixes(settings: Settings, report: "Callable[[Warmed], object]"
             report(result)
 
 
-def _engine(settings: Settings, metrics: MetricsSink) -> "EngineThread[Model]":
+def _engine(settings: Settings, metrics: MetricsSink, on_loaded: "OnLoaded | None" = None) -> "EngineThread[Model]":
     from worker.engine.device import memory_for_model
     from worker.engine.thread import EngineThread
 
     memory = memory_for_model(settings.memory_gb, settings.memory_headroom_gb)
     return EngineThread(
-        partial(_open, settings, memory),
+        partial(_open, settings, memory, on_loaded),
         settings.engine_options(memory),
         on_failure=_die,
         on_step=metrics.record_step,
@@ -293,38 +295,38 @@ async def _work(worker: "QueueWorker", batches: "BatchDirectory | None", ending:
         ending.when(force_stop, _THREADS_S, 0)
 
 
-def _open(settings: Settings, memory: int) -> "Model":
+def _open(settings: Settings, memory: int, on_loaded: "OnLoaded | None" = None) -> "Model":
     from worker.engine.device import set_kernel_folder, set_memory_limits
     from worker.engine.model.load import not_served, open_model, why_too_large
 
     set_memory_limits(memory)
     set_kernel_folder()
     vision, trusted = settings.vision == "auto", settings.trust_model_code
-    model = open_model(settings.model, memory=memory, vision=vision, trusted=trusted)
+    model = open_model(settings.model, memory=memory, vision=vision, trusted=trusted, on_loaded=on_loaded)
     if settings.specprefill_draft_model is not None:
         from worker.engine.prefill.scoring import with_draft
 
-        model = with_draft(model, settings.specprefill_draft_model)
+        model = with_draft(model, settings.specprefill_draft_model, on_loaded)
     if settings.speculation == "auto":
-        model = _with_drafts(model, settings, memory)
+        model = _with_drafts(model, settings, memory, on_loaded)
     if reason := why_too_large(model.costs, memory):  # as measured, and with draft models
         raise not_served(settings.model, [reason])
     return model
 
 
-def _with_drafts(model: "Model", settings: Settings, memory: int) -> "Model":
+def _with_drafts(model: "Model", settings: Settings, memory: int, on_loaded: "OnLoaded | None") -> "Model":
     """Return the model with the networks that draft its answers: an MTP head, if there is one that fits or a setting
     names one, and a draft model."""
     from worker.engine.model.drafter import with_drafter, with_head
     from worker.engine.model.load import why_too_large
 
-    headed = with_head(model, settings.model, settings.mtp_model)
+    headed = with_head(model, settings.model, settings.mtp_model, on_loaded)
     if settings.mtp_model is None and not why_too_large(model.costs, memory) and why_too_large(headed.costs, memory):
         logger.warning("the model's MTP head is not used: the model fits into memory only without it")
         headed = model
     if settings.draft_model is None:
         return headed
-    return with_drafter(headed, settings.draft_model, settings.specprefill_draft_model)
+    return with_drafter(headed, settings.draft_model, settings.specprefill_draft_model, on_loaded)
 
 
 @contextmanager
@@ -347,9 +349,10 @@ def _die() -> None:
     os._exit(EXIT_ENGINE_DIED)
 
 
-def run_worker(settings: Settings) -> None:
-    """Serve until the worker is stopped. Blocks. Raises `CannotStart`."""
+def run_worker(settings: Settings, on_loaded: "OnLoaded | None" = None) -> None:
+    """Serve until the worker is stopped. `on_loaded` receives the bytes of each part of the weights, on another thread.
+    Blocks. Raises `CannotStart`."""
     names = {"worker": settings.worker_name, "model": settings.model_name}
     set_up_logging("sluice", settings.log_level, settings.log_format, **names)
     pause_collections()
-    asyncio.run(serve_jobs(settings))
+    asyncio.run(serve_jobs(settings, on_loaded))

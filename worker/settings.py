@@ -124,7 +124,7 @@ class Settings(BaseSettings):
         None,
         gt=0,
         examples=["600"],
-        description="Of several models: seconds without a job after which one leaves memory. Default: never.",
+        description="Seconds without a job after which a model leaves memory, until one comes. Default: never.",
     )
     prefix_cache_gb: float | None = Field(
         None,

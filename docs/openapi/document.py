@@ -29,6 +29,7 @@ class Operation:
     form: str = "Error"
     media_type: str = "application/json"
     is_open: bool = False  # needs no key
+    body_type: str = "application/json"
 
 
 _CHAT = "/v1/chat/completions"
@@ -68,6 +69,18 @@ OPERATIONS = (
     Operation(
         "post", "/v1/embeddings", "Create embeddings", "EmbeddingRequest", "Embeddings", False, ("idempotency-key",)
     ),
+    Operation("post", "/v1/files", "Upload a file", "FileForm", "File", body_type="multipart/form-data"),
+    Operation("get", "/v1/files", "List files", None, "List", parameters=("limit", "order", "after", "purpose")),
+    Operation("get", "/v1/files/{id}", "Retrieve a file's description", None, "File"),
+    Operation(
+        "get", "/v1/files/{id}/content", "Download a file", parameters=("range", "if-none-match"),
+        media_type="application/octet-stream",
+    ),
+    Operation("delete", "/v1/files/{id}", "Delete a file", None, "DeletedFile"),
+    Operation("post", "/v1/batches", "Create a batch", "BatchRequest", "Batch", parameters=("idempotency-key",)),
+    Operation("get", "/v1/batches", "List batches, the newest first", None, "List", parameters=("limit", "after")),
+    Operation("get", "/v1/batches/{id}", "Retrieve a batch", None, "Batch"),
+    Operation("post", "/v1/batches/{id}/cancel", "Cancel a batch", None, "Batch"),
     Operation("get", "/v1/models", "List the models", None, "List", parameters=("anthropic-version",)),
     Operation("get", "/v1/models/{id}", "Retrieve a model", None, "Model", parameters=("anthropic-version",)),
     Operation("get", "/health", "Check that the process runs", media_type="text/plain", is_open=True),
@@ -98,6 +111,9 @@ _PARAMETERS = {
         _parameter("starting_after", "query", "The number of the last event that the client has.", _COUNT),
         _parameter("limit", "query", "Items in a page.", {"type": "integer", "minimum": 1, "maximum": 100}),
         _parameter("order", "query", "The newest item first, or last.", {"enum": ["asc", "desc"]}),
+        _parameter("purpose", "query", "Files of this purpose alone.", {"enum": ["batch", "batch_output"]}),
+        _parameter("range", "header", "The bytes to download, as `bytes=0-999`.", _TEXT),
+        _parameter("if-none-match", "header", "The ETag of the content that the client has.", _TEXT),
         _parameter("after", "query", "The id of the last item of the page before.", _TEXT),
     )
 }  # fmt: skip
@@ -128,7 +144,7 @@ def document() -> Schema:
 def _operation(operation: Operation) -> Schema:
     path = [_ID] if "{id}" in operation.path else []
     parameters = [*path, *(_PARAMETERS[name] for name in operation.parameters)]
-    body = {"required": True, "content": _json(operation.body)} if operation.body else None
+    body = {"required": True, "content": _json(operation.body, operation.body_type)} if operation.body else None
     parts = {"parameters": parameters, "requestBody": body, "security": [] if operation.is_open else None}
     return {
         "summary": operation.summary,
@@ -150,8 +166,8 @@ def _error(operation: Operation) -> Schema:
     return {"text/plain": {"schema": _TEXT}} if operation.is_open else _json(operation.form)
 
 
-def _json(name: str) -> Schema:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+def _json(name: str, media_type: str = "application/json") -> Schema:
+    return {media_type: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 
 def _object(required: Mapping[str, Schema], **optional: Schema) -> Schema:
@@ -161,6 +177,9 @@ def _object(required: Mapping[str, Schema], **optional: Schema) -> Schema:
 _LIST: Schema = {"type": "array"}
 _OBJECT: Schema = {"type": "object"}
 _UNIX: Schema = {"type": "integer", "description": "Unix seconds."}
+_EXPIRES = _object(
+    {"anchor": {"const": "created_at"}, "seconds": {"type": "integer", "minimum": 3_600, "maximum": 2_592_000}}
+)
 _ANSWERS: dict[str, Schema] = {
     "Error": _object(
         {"error": _object({
@@ -189,6 +208,23 @@ _ANSWERS: dict[str, Schema] = {
     "TokenCount": _object({"input_tokens": _COUNT}),
     "Cancelled": _object({"id": _TEXT, "outcome": {"enum": ["cancelled", "requested", "ended"]}}),
     "Deleted": _object({"id": _TEXT, "object": {"const": "response"}, "deleted": {"const": True}}),
+    "DeletedFile": _object({"id": _TEXT, "object": {"const": "file"}, "deleted": {"const": True}}),
+    "FileForm": _object(
+        {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}, expires_after=_EXPIRES
+    ),
+    "File": _object({
+        "id": _TEXT, "object": {"const": "file"}, "bytes": _COUNT, "created_at": _UNIX, "filename": _TEXT,
+        "purpose": {"enum": ["batch", "batch_output"]}, "expires_at": {"type": ["integer", "null"]},
+    }),
+    "BatchRequest": _object(
+        {"input_file_id": _TEXT, "endpoint": _TEXT, "completion_window": _TEXT},
+        metadata={"type": ["object", "null"], "additionalProperties": _TEXT},
+        output_expires_after=_EXPIRES,
+    ),
+    "Batch": _object({
+        "id": _TEXT, "object": {"const": "batch"}, "endpoint": _TEXT, "completion_window": _TEXT, "status": _TEXT,
+        "created_at": _UNIX, "request_counts": _OBJECT,
+    }),
     "List": _object({"data": _LIST}),
     "Model": _object({"id": _TEXT}),
     "Document": _OBJECT,

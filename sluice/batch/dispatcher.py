@@ -95,22 +95,14 @@ class InFlightLine:
 class LineDispatcher:
     """Queues the lines of one run and collects their results.
 
-    `window`: the largest number of lines of one model that are queued or running at once. `retry`: how many times a
-    line is run again, by the kind of its outcome.
+    `window`: the largest number of lines of one model that are queued or running at once.
     """
 
     def __init__(
-        self,
-        batch: Batch,
-        source: Source,
-        lines: Iterable[Line],
-        store: JobStores,
-        results: ResultFiles,
-        window: int,
+        self, batch: Batch, source: Source, lines: Iterable[Line], store: JobStores, results: ResultFiles, window: int
     ) -> None:
         self._run_id = batch.id
-        tenant = batch.sluice.tenant
-        self._of_tenant = {} if tenant is None else {"tenant": tenant}  # instead of one that a line names
+        self._tenant = batch.sluice.tenant
         self._source = source
         self._store = store
         self._results = results
@@ -267,11 +259,13 @@ class LineDispatcher:
         request = self._source.request(entry.line)
         entry.custom_id, entry.wants_json = request.custom_id, request.wants_json
         body = request.as_job()
+        if self._tenant is not None:
+            body["tenant"] = self._tenant  # instead of one that the line names
         if last := entry.last:
             raised = self._limits.raised(limit_of(body | entry.changes), last, entry.line.model)
             entry.changes |= changes_for(body, last, raised, entry.retry)
             entry.last = None
-        body |= entry.changes | self._of_tenant
+        body |= entry.changes
         entry.limit = limit_of(body)
         return NewJob(self._job_id(entry), body, entry.line.model, "batch", webhooks="none")
 

@@ -311,6 +311,7 @@ class RunState:
     models: Mapping[str, str]
     rerun: tuple[str, ...] = ()  # kinds of lines that are to be taken back before the run goes on
     earlier_s: float = 0.0  # what the run took before it was run again
+    remote: str = ""  # URL of the server over HTTP that has the run; its files are ids there
 
 
 class StateFile:
@@ -354,16 +355,27 @@ class StateFile:
             "models": dict(state.models),
             "rerun": state.rerun,
             "earlier_s": state.earlier_s,
+            **({"remote": state.remote} if state.remote else {}),
             "batch": json.loads(state.batch.to_json()),
         }
         self._lines.append(_compact(stored).encode() + b"\n")
         self._file.append(self._lines[-1:])
 
 
+def read_state(path: Path) -> RunState | None:
+    """Return the current state of a run that any process may feed; None if there is none. Raises OSError."""
+    complete, _, _ = path.read_bytes().rpartition(b"\n")
+    try:
+        return _parse(complete.rpartition(b"\n")[2])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def _parse(raw: bytes) -> RunState:
     stored: dict[str, Any] = json.loads(raw)
-    rerun, earlier_s = tuple(stored.get("rerun", ())), stored.get("earlier_s", 0.0)
-    return RunState(Batch.from_json(json.dumps(stored["batch"])), stored["sha256"], stored["models"], rerun, earlier_s)
+    batch, rerun = Batch.from_json(json.dumps(stored["batch"])), tuple(stored.get("rerun", ()))
+    earlier_s, remote = stored.get("earlier_s", 0.0), stored.get("remote", "")
+    return RunState(batch, stored["sha256"], stored["models"], rerun, earlier_s, remote)
 
 
 def _compact(value: Any) -> str:

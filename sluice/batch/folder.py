@@ -6,19 +6,21 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Self
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from sluice.batch.files import RunState, StateFile
+from sluice.batch.files import RunState, StateFile, read_state
 from sluice.batch.registry import BatchRegistry, RedisOf
 from sluice.batch.run import Run, endless_retries, new_batch, publish
 from sluice.batch.source import RunOptions, RunPaths
-from sluice.contract.batch import Batch, Problem, Problems, is_run_id, new_run_id
+from sluice.batch.store import FileStore, link_or_copy
+from sluice.contract.batch import Batch, BatchState, Problem, Problems, is_run_id, new_run_id
 from sluice.errors import BatchRefused, BatchTaken
 from sluice.transport import Retries
 
@@ -51,14 +53,19 @@ class RunFolder:
         """Runs that ended otherwise."""
         return self.root / "failed"
 
+    @property
+    def parts(self) -> tuple[Path, Path, Path]:
+        """The folders of runs that were taken."""
+        return self.running, self.done, self.failed
+
     def make(self) -> None:
         """Create the subfolders. Raises OSError."""
-        for part in (self.inbox, self.running, self.done, self.failed):
+        for part in (self.inbox, *self.parts):
             part.mkdir(parents=True, exist_ok=True)
 
     def has(self, run_id: str) -> bool:
         """True if a run of this id exists."""
-        return any(run_paths(part / run_id).input.exists() for part in (self.running, self.done, self.failed))
+        return any(run_paths(part / run_id).input.exists() for part in self.parts)
 
 
 def run_paths(run_dir: Path) -> RunPaths:
@@ -77,29 +84,80 @@ async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunO
         missing = "there is no such folder; give that of the workers, or make it first"
         raise NotADirectoryError(errno.ENOTDIR, missing, str(folder.root))
     folder.make()
-    partial, waiting = folder.inbox / f".{options.id}.part", folder.inbox / f"{options.id}.jsonl"
-    state_path = waiting.with_suffix(".run")
-    batch = new_batch(run_paths(folder.running / options.id), options)
-    with ExitStack() as undo:
-        for path in (partial, state_path):
-            undo.callback(path.unlink, missing_ok=True)
-        await asyncio.to_thread(_copy, file, partial)
-        await asyncio.to_thread(_save_first, state_path, RunState(batch, "", options.models or {}))
-        await Retries(redis, None).run(lambda: BatchRegistry(redis).announce(batch))
-        partial.rename(waiting)
-        undo.pop_all()
-    return batch
+    state = RunState(new_batch(run_paths(folder.running / options.id), options), "", options.models or {})
+    with _Handover(folder, state) as handover:
+        await asyncio.to_thread(handover.prepare, file, _copy)
+        await Retries(redis, None).run(lambda: BatchRegistry(redis).announce(state.batch))
+        handover.complete()
+    return state.batch
+
+
+def place_run(folder: RunFolder, state: RunState, file: Path) -> None:
+    """Put a run into the inbox whose status the caller has announced, without a copy of its file if possible. Blocks,
+    and raises OSError."""
+    folder.make()
+    with _Handover(folder, state) as handover:
+        handover.prepare(file, link_or_copy)
+        handover.complete()
+
+
+class _Handover:
+    """The files of a run on their way into the inbox. They are removed at the end unless `complete` was called."""
+
+    def __init__(self, folder: RunFolder, state: RunState) -> None:
+        self._partial = folder.inbox / f".{state.batch.id}.part"
+        self._waiting = folder.inbox / f"{state.batch.id}.jsonl"
+        self._state, self._state_path = state, self._waiting.with_suffix(".run")
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        for path in (self._partial, self._state_path):
+            self._undo.callback(path.unlink, missing_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def prepare(self, file: Path, put: Callable[[Path, Path], None]) -> None:
+        put(file, self._partial)
+        with StateFile(self._state_path) as saved:
+            saved.save(self._state)
+
+    def complete(self) -> None:
+        self._partial.rename(self._waiting)
+        self._undo.pop_all()
+
+
+def find_run(folder: RunFolder, run_id: str) -> RunState | None:
+    """Return the saved state of a run; None if the folder has no such run. Blocks, and raises OSError."""
+    if not is_run_id(run_id):
+        return None
+    # In the order in which a run moves, so that it is not missed: a run that waits has moved on or is there.
+    paths = [folder.inbox / f"{run_id}.run", *(run_paths(each / run_id).state for each in folder.parts)]
+    for path in paths:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if (path is not paths[0] or path.with_suffix(".jsonl").exists()) and (state := read_state(path)):
+                return _not_ended(state) if state.batch.ended and path is paths[1] else state
+    return None
+
+
+def _not_ended(state: RunState) -> RunState:
+    """Return the state of a run without its end: until the run is moved its files may be missing."""
+    ended_at: dict[str, Any] = {f"{state.batch.status}_at": None}
+    before: BatchState = "cancelling" if state.batch.status == "cancelled" else "finalizing"
+    return replace(state, batch=replace(state.batch, status=before, **ended_at))
+
+
+def run_ids(folder: RunFolder) -> set[str]:
+    """Return the ids of all runs of the folder, of some that have no state too. Blocks, and raises OSError."""
+    waiting = (path.stem for path in folder.inbox.glob("*.run"))
+    return {*waiting, *(path.name for each in folder.parts for path in each.glob("*") if is_run_id(path.name))}
 
 
 def _copy(file: Path, partial: Path) -> None:
     with file.open("rb") as source, partial.open("xb") as copy:
         shutil.copyfileobj(source, copy, 1 << 20)
         os.fsync(copy.fileno())
-
-
-def _save_first(path: Path, state: RunState) -> None:
-    with StateFile(path) as file:
-        file.save(state)
 
 
 async def feed_runs(
@@ -125,6 +183,7 @@ async def feed_runs(
         _take(folder, file)
     if take:
         _remove_abandoned(folder.inbox)
+        await asyncio.to_thread(FileStore(folder.root).sweep)
     slots = asyncio.Semaphore(at_once)
 
     async def feed_run(run_dir: Path) -> None:
@@ -193,6 +252,9 @@ async def _archive(redis: Redis, batch: Batch, run_dir: Path, parent: Path) -> N
     retries = endless_retries(redis)
     if not await publish(retries, registry.put, batch):
         return
+    store = FileStore(run_dir.parent.parent)
+    if store.exists:
+        await asyncio.to_thread(store.keep_results, batch, run_dir)
     run_dir.rename(parent / run_dir.name)
     await publish(retries, registry.announce, batch)
     counts = batch.request_counts

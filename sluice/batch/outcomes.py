@@ -38,22 +38,32 @@ def read_kinds(names: Iterable[str]) -> tuple[OutcomeKind, ...]:
 
 def details_of(result: Mapping[str, Any], *, wants_json: bool = False) -> LineDetails:
     """Return the kind of a result as the worker wrote it, and what it took."""
-    choice: dict[str, Any] = next(iter(result.get("choices") or ()), {})
-    usage, ours = result.get("usage") or {}, result.get("sluice") or {}
-    timings = ours.get("timings") or {}
+    choices, ours = result.get("choices"), _mapping(result.get("sluice"))
+    choice = _mapping(choices[0]) if isinstance(choices, list) and choices else {}
+    usage, timings = _mapping(result.get("usage")), _mapping(ours.get("timings"))
+    into, out = _mapping(usage.get("prompt_tokens_details")), _mapping(usage.get("completion_tokens_details"))
     # Both count from the claim. Without tokens of an answer, as for embeddings, there is only the first.
-    begun_s = max(timings.get("prefill_s", 0.0), timings.get("ttft_s", 0.0))
-    seconds = begun_s + timings.get("decode_s", 0.0)
+    begun_s = max(_number(timings.get("prefill_s")), _number(timings.get("ttft_s")))
+    seconds = begun_s + _number(timings.get("decode_s"))
     return LineDetails(
         kind=_kind(choice, wants_json),
         finish_reason=choice.get("finish_reason"),
         seconds=round(seconds, 6),
-        machine_s=round(seconds / max(ours.get("rows_mean", 1.0), 1.0), 6),
-        input_tokens=usage.get("prompt_tokens", 0),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-        output_tokens=usage.get("completion_tokens", 0),
-        reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0),
+        machine_s=round(seconds / max(_number(ours.get("rows_mean")), 1.0), 6),
+        input_tokens=int(_number(usage.get("prompt_tokens"))),
+        cached_tokens=int(_number(into.get("cached_tokens"))),
+        output_tokens=int(_number(usage.get("completion_tokens"))),
+        reasoning_tokens=int(_number(out.get("reasoning_tokens"))),
     )
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Return the value if it is one that a worker writes: any client can write a result."""
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0
 
 
 def details_of_line(line: Mapping[str, Any]) -> LineDetails:
@@ -69,7 +79,7 @@ def details_of_line(line: Mapping[str, Any]) -> LineDetails:
 
 
 def _kind(choice: Mapping[str, Any], wants_json: bool) -> OutcomeKind:
-    if choice.get("finish_reason") == "content_filter" or (choice.get("message") or {}).get("refusal"):
+    if choice.get("finish_reason") == "content_filter" or _mapping(choice.get("message")).get("refusal"):
         return "refused"
     if choice and wants_json and not _is_json(choice):
         return "invalid"
@@ -78,12 +88,12 @@ def _kind(choice: Mapping[str, Any], wants_json: bool) -> OutcomeKind:
 
 def _is_json(choice: Mapping[str, Any]) -> bool:
     """Return True for JSON, which then satisfies its schema, since workers enforce it; and for calls without text."""
-    message = choice.get("message") or {}
+    message = _mapping(choice.get("message"))
     content = message.get("content") or ""
     if message.get("tool_calls") and not content:
         return True
     try:
-        json.loads(content)
+        json.loads(str(content))
     except RecursionError:
         return True  # it is nested deeper than Python can read, which is no fault of it
     except ValueError:
@@ -118,8 +128,9 @@ def raised_limit(asked: int | None, details: LineDetails, bounds: Iterable[int])
 
 
 def limit_of(body: Mapping[str, Any]) -> int | None:
-    """Return the limit of tokens in a request; None without one."""
-    return body.get("max_completion_tokens") or body.get("max_tokens") or None
+    """Return the limit of tokens in a request; None without one, or if it is no number."""
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    return limit if isinstance(limit, int) else None
 
 
 def changes_for(body: Mapping[str, Any], last: LineDetails, raised: int | None, retry: int) -> dict[str, Any]:

@@ -105,6 +105,11 @@ class BatchRegistry:
         """Request the cancellation of a run. Its feeder checks for such requests, as does one that resumes it."""
         await self._redis.set(keys.batch_cancel(batch_id), "1", ex=_STATUS_TTL_S)
 
+    async def cancel_requested_at(self, batch_id: str) -> float | None:
+        """Return when the cancellation of the run was requested; None if it was not."""
+        left_ms = int(await self._redis.pttl(keys.batch_cancel(batch_id)))
+        return time.time() - (_STATUS_TTL_S - left_ms / 1000) if left_ms > 0 else None
+
     async def is_cancel_requested(self, batch_id: str) -> bool:
         """Return True if the cancellation of the run is requested."""
         return bool(await self._redis.exists(keys.batch_cancel(batch_id)))

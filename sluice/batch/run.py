@@ -163,6 +163,11 @@ async def _check_options(
 ) -> None:
     """Refuse the files of a different run, but replace one that has no results. Raises `BatchRefused`."""
     saved = state.load()
+    if saved and saved.remote:
+        raise BatchRefused(
+            f"{paths.output} is the output of a run at {saved.remote}: give --url {saved.remote} to resume it, or name "
+            "another output"
+        )
     if saved is None or saved.batch.status == "failed" or not (different := _difference(saved, options, sha256)):
         return
     if not _can_be_replaced(saved, paths):
@@ -289,7 +294,8 @@ class Run:
             touching.cancel()
 
     async def _run(self) -> Batch:
-        with Source(self._paths.input, self._saved.models) as source:
+        allowed = self._saved.batch.sluice.allowed_models
+        with Source(self._paths.input, self._saved.models, allowed) as source:
             self._save(self._saved.batch)
             await publish(self._retries, self._registry.announce, self._saved.batch)
             scan = await asyncio.to_thread(source.scan)

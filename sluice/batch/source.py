@@ -5,7 +5,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
@@ -80,7 +80,9 @@ class _Raw:
 class Source:
     """An open input file. Raises `BatchRefused` if it cannot be read."""
 
-    def __init__(self, path: Path, models: Models) -> None:
+    def __init__(self, path: Path, models: Models, allowed: Collection[str] | None = None) -> None:
+        """`allowed`: the names of models that lines may have, as they are in the file or as they are served."""
+        self._allowed = allowed
         self._path, self._models = path, models
         try:
             if (
@@ -173,6 +175,9 @@ class Source:
         request = self._read(raw)
         if request.named_model is not None and (pair := mapping_pair(request.named_model, self._models)):
             named_models.add(pair)
+        if self._allowed is not None and not {request.named_model, request.model} & {*self._allowed}:
+            message = f"the key that created this run may not use the model {request.model}."
+            raise BadLine("model_not_allowed", message, "body.model")
         first = first_lines.setdefault(request.digest, raw.number)
         if first != raw.number:
             raise BadLine("duplicate_custom_id", f"the custom_id is the same as in line {first:,}.", "custom_id")

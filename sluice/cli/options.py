@@ -3,8 +3,9 @@
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -58,9 +59,41 @@ def _within(value: N, minimum: N | None, maximum: N | None) -> N:
 
 def _server(context: typer.Context, url: str) -> str:
     """Return the map of servers if the environment names one, unless an option gives a URL."""
-    source = context.get_parameter_source("redis_url")
     file = os.environ.get("SLUICE_REDIS_URLS")
-    return MapFile(file) if file and (source is None or source.name != "COMMANDLINE") else url
+    return MapFile(file) if file and not is_given(context, "redis_url") else url
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A gateway, or another server with OpenAI's Files and Batches, in place of a Redis server."""
+
+    url: str
+    key: str | None
+
+
+def server_of(context: typer.Context, redis_url: str, url: str | None, key: str | None) -> str | Remote:
+    """Return the server of a command that takes both kinds. An option overrides the other kind's variable. Raises
+    `CliError` if neither is preferred."""
+    if url is None:
+        return redis_url
+    is_option = {name: is_given(context, name) for name in ("url", "redis_url")}
+    if is_option["url"] == is_option["redis_url"] and (is_option["url"] or _is_redis_set()):
+        both = "--url and --redis-url" if is_option["url"] else "SLUICE_URL and the variable of a Redis server"
+        raise CliError(
+            f"{both} exclude one another: give --url for a gateway over HTTP, or --redis-url if this machine reaches "
+            "the Redis server itself."
+        )
+    return redis_url if is_option["redis_url"] else Remote(url, key)
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return True if the parameter is an option of the command line, and not a variable or a default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _is_redis_set() -> bool:
+    return any(os.environ.get(name) for name in ("SLUICE_REDIS_URL", "SLUICE_REDIS_URLS"))
 
 
 def named_checkpoints(models: list[str], name: str | None) -> list[tuple[str, str]]:
@@ -94,6 +127,19 @@ RedisUrl = Annotated[
         help="URL of the Redis server. Overrides SLUICE_REDIS_URLS, the map of several.",
         callback=_server,
     ),
+]
+GatewayUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        envvar="SLUICE_URL",
+        help="URL of a gateway (`sluice serve`), or of another server with OpenAI's Files and Batches, in place of "
+        "--redis-url: for machines that do not reach the Redis server or its files.",
+    ),
+]
+ApiKey = Annotated[
+    str | None, typer.Option("--key", metavar="KEY", envvar="SLUICE_API_KEY", help="The API key for --url.")
 ]
 ModelName = Annotated[
     str | None,
@@ -129,3 +175,25 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, one 
 
 REDIS_URL = "redis://localhost:6379/0"
 MODEL = "default"
+
+
+Retry = Annotated[
+    str | None,
+    typer.Option(
+        "--retry", metavar="KINDS", help="Run such lines again: invalid,cut,failed,refused, or some of these."
+    ),
+]
+Retries = Annotated[
+    int | None,
+    typer.Option("--retries", parser=integer(1), metavar="N", help="At most so many times each.  [default: 2]"),
+]
+
+
+def retry_options(retry: str | None, retries: int | None) -> dict[str, Any]:
+    """Return the options of `Client.batch`. Raises `CliError`."""
+    if retry is None:
+        if retries is not None:
+            raise CliError("--retries: it says how often lines of --retry are run again; give --retry, too.")
+        return {}
+    kinds = [kind.strip() for kind in retry.split(",")]
+    return {"retry": dict.fromkeys(kinds, 2 if retries is None else retries)}

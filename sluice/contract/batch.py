@@ -174,6 +174,12 @@ class BatchDetails:
     """How many times a line of a kind is run again within the run; others are not."""
     rerun_at: int | None = None
     """Unix seconds at which lines of the ended run were last queued again; the completion window began anew."""
+    input_file: str | None = None
+    """Id of the uploaded file; null if the run was not created over HTTP."""
+    output_expires_s: int | None = None
+    """Seconds for which its files of answers and errors are kept; null for ever."""
+    allowed_models: list[str] | None = None
+    """Names of models that its lines may have; null for any."""
 
 
 NO_DETAILS = BatchDetails("", 0.0, {}, 0, {})

@@ -14,7 +14,6 @@ ErrorType = Literal["invalid_request", "unsupported", "too_large", "overloaded",
 ProgressPhase = Literal["waiting", "loading", "encoding", "scoring", "prefill"]
 FinalType = Literal["finished", "failed", "cancelled"]
 FINAL: tuple[FinalType, ...] = get_args(FinalType)
-WAITING = "waiting"  # the phase of the progress that a reader makes
 COUNT: dict[str, Any] = {"ge": 0}  # of a field: its least value
 
 
@@ -125,23 +124,24 @@ class Restarted(Started):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Event):
-    """Progress before the first token; at most four events a second. The phase `waiting` is made by a reader when the
-    last live worker of the model has gone, and when one has come back, and is never in the list."""
+    """Progress before the first token; at most four events a second. A reader makes those with `workers`, which are
+    never in the list: of the phase `waiting` when the last live worker of the model has gone, and when one has come
+    back; and of the phase `loading` while the model is loaded for the job, with the bytes of its weights."""
 
     type: Literal["progress"]
     seq: int = field(metadata={"ge": -1})
-    """The index in the job's list; of the phase `waiting` the last index that its reader has."""
+    """The index in the job's list; of one that a reader makes, the last index that it has."""
     attempt: int = field(metadata=COUNT)
     """Number of the claim that sent it; 0 if a reader waits for the first."""
     phase: ProgressPhase
     done: int = field(metadata=COUNT)
     total: int = field(metadata=COUNT)
     workers: int | None = field(default=None, metadata=COUNT)
-    """Live workers of the model; only with the phase `waiting`."""
+    """Live workers of the model; only of one that a reader makes."""
 
     @property
     def stored(self) -> bool:
-        return self.phase != WAITING
+        return self.workers is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

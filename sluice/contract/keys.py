@@ -98,7 +98,7 @@ def wake(model: str) -> str:
 
 
 def model(name: str) -> str:
-    """Hash: a field for each live worker of the model, "queue_limit jobs_per_s valid_until"."""
+    """Hash: a field for each live worker of the model, "queue_limit jobs_per_s valid_until ..."."""
     return f"sluice:model:{name}"
 
 

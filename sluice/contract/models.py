@@ -18,6 +18,7 @@ class Model(TypedDict):
     state: State
     since: float  # Unix seconds from when the state holds
     weights: int  # bytes of these that are weights
+    loaded_bytes: int  # of the weights, while the model is loading; else 0
     worker: str  # the name of its worker; "" if it is unloaded
     problem: str  # why its process ended and is not back yet; "" if it did not
 
@@ -36,10 +37,17 @@ def is_supervisor(key: bytes) -> bool:
 
 def read_model(value: bytes | str) -> Model | None:
     """Return a field of the hash; None for a foreign value, since any client of the server can write it."""
-    read = _read(value)
-    kinds = {"path": str, "bytes": int, "since": float | int, "weights": int, "worker": str, "problem": str}
+    read = {"loaded_bytes": 0, **_read(value)}  # earlier supervisors do not tell
+    texts, counts = ("path", "worker", "problem"), ("bytes", "weights", "loaded_bytes")
+    kinds = {"since": float | int, **dict.fromkeys(texts, str), **dict.fromkeys(counts, int)}
     fits = read.get("state") in get_args(State) and all(isinstance(read.get(name), kinds[name]) for name in kinds)
     return cast(Model, read) if fits else None
+
+
+def loaded_share(model: Model) -> float:
+    """Return the share of a model's weights that its load has brought into memory, from 0 to 1; 0 if it is not
+    loading."""
+    return min(1.0, max(0, model["loaded_bytes"]) / max(1, model["weights"]))
 
 
 def read_command(value: bytes | str) -> Command | None:

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sluice.client import Client
 from sluice.contract.redis_url import MapFile
 from sluice.contract.refusals import reason_of
-from sluice.gateway import catalog, chat, embeddings, messages, openapi, page, responses
+from sluice.gateway import batches, catalog, chat, embeddings, messages, openapi, page, responses
 from sluice.gateway.caller import limit_headers
 from sluice.gateway.catalog import ANTHROPIC_HEADER
 from sluice.gateway.errors import anthropic_response, new_id, openai_response
@@ -129,6 +129,7 @@ INTERFACES: Sequence[RoutesOf] = (
     responses.routes,
     messages.routes,
     embeddings.routes,
+    batches.routes,
     catalog.routes,
     _probes,
     openapi.routes,

@@ -349,6 +349,8 @@ class Caller:
     key_id: str | None = None
     models: frozenset[str] | None = None  # names as requests give them
     lanes: frozenset[str] = frozenset(LANES)
+    batch_bytes: int | None = None  # the most bytes of files that the tenant may have; None: no limit
+    batch_runs: int | None = None  # the most runs of the tenant that may wait or run; None: no limit
     meter: _Meter | None = field(default=None, compare=False, repr=False)  # of this HTTP request
     held: HeldBytes = field(default_factory=_unlimited, compare=False, repr=False)  # by this HTTP request
 
@@ -408,4 +410,4 @@ def secret_of(request: Request) -> str:
 def caller_of(key: Key, meter: _Meter) -> Caller:
     """Return what the holder of the key may do."""
     models = None if key.models is None else frozenset(key.models)
-    return Caller(key.tenant, key.id, models, frozenset(key.lanes), meter)
+    return Caller(key.tenant, key.id, models, frozenset(key.lanes), key.batch_bytes, key.batch_runs, meter)

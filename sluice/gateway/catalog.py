@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sluice.contract.models import Model
+from sluice.contract.models import Model, loaded_share
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import Handler, anthropic_endpoint, endpoint
 from sluice.gateway.gateway import Gateway
@@ -93,6 +93,7 @@ def _model(name: str, served_as: str, workers: Sequence[Worker], supervised: Mod
     since = loaded_at or [_number(str(supervised["since"]) if supervised else None)]
     contexts = [int(_number(worker.get("context_tokens"))) for worker in workers if "context_tokens" in worker]
     abilities = {name: all(worker.get(name) == "yes" for worker in workers) if workers else None for name in _ABILITIES}
+    state = "loaded" if workers or supervised is None else supervised["state"]
     return {
         "id": name,
         "object": "model",
@@ -101,7 +102,8 @@ def _model(name: str, served_as: str, workers: Sequence[Worker], supervised: Mod
         "max_model_len": min(contexts, default=None),
         "sluice": {
             "model": served_as,
-            "state": "loaded" if workers or supervised is None else supervised["state"],
+            "state": state,
+            **({"loaded": round(loaded_share(supervised), 3)} if supervised and state == "loading" else {}),
             **abilities,
             "workers": len(workers),
             "rows": sum(int(_number(worker.get("rows"))) for worker in workers),

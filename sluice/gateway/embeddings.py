@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sluice.client import vectors_of
 from sluice.gateway.body import in_thread_if_long, json_response
 from sluice.gateway.errors import endpoint
 from sluice.gateway.gateway import Gateway
@@ -22,6 +21,7 @@ from sluice.gateway.sse import unless_disconnected
 from sluice.http_errors import ErrorForm
 from sluice.interfaces.errors import ApiError
 from sluice.interfaces.fields import requested_model
+from sluice.openai import vectors_of
 
 _PATH = "/v1/embeddings"
 

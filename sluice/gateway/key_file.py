@@ -48,6 +48,8 @@ class Key(BaseModel):
     tenant: Name
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
+    batch_bytes: Limit | None = None  # of the tenant's stored files
+    batch_runs: Limit | None = None  # of the tenant that wait or run
     lanes: tuple[Lane, ...] = LANES
     models: tuple[str, ...] | None = None
     expires: AwareDatetime | None = None

@@ -81,6 +81,11 @@ class ServeSettings(BaseSettings):
         description="File of the API keys; `sluice keys` edits it. Default: every request is accepted, and the gateway "
         "answers to its own machine only.",
     )
+    batch_dir: Path | None = Field(
+        None,
+        description="Folder of offline runs, the SLUICE_BATCH_DIR of the workers, for /v1/files and /v1/batches. "
+        "Default: none, and these are answered with 404.",
+    )
     max_connections_per_key: int = Field(
         1_000,
         ge=1,
@@ -107,6 +112,13 @@ class ServeSettings(BaseSettings):
         if held < info.data.get("max_body_bytes", 0):
             raise ValueError("it must be at least SLUICE_SERVE_MAX_BODY_BYTES")
         return held
+
+    @field_validator("batch_dir")
+    @classmethod
+    def _is_a_folder(cls, folder: Path | None) -> Path | None:
+        if folder is not None and not os.path.isdir(folder):  # `is_dir` raises for a name that is too long
+            raise ValueError(f"there is no folder {str(folder)!r}; give that of the workers, or make it first")
+        return folder
 
     @field_validator("models")
     @classmethod

@@ -122,8 +122,9 @@ def frame(data: Any, *, event: str | None = None, id: int | str | None = None) -
 
 
 def waiting(event: Progress) -> bytes:
-    """Return the comment for a job that waits for a worker. It has no id: what the client has stays the same."""
-    return waiting_comment(event.workers or 0).encode()
+    """Return the comment for a job that waits for a worker, or until it has loaded its model. It has no id: what the
+    client has stays the same."""
+    return waiting_comment(event.phase, event.workers or 0, event.done, event.total).encode()
 
 
 def bad_last_event_id() -> ApiError:

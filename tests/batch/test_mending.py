@@ -225,14 +225,25 @@ async def test_a_run_that_ends_early_keeps_the_answers_that_were_run_again(
     assert batch.sluice.failures == {"answer_not_json": 1, f"batch_{how}": 1}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "5",
+        '{"choices": 5, "usage": [], "sluice": {"timings": 3}}',
+        '{"choices": [4], "usage": {"completion_tokens": "many", "prompt_tokens_details": 3}}',
+        '{"choices": [{"message": 7, "finish_reason": 3}], "sluice": {"rows_mean": {}, "timings": {"ttft_s": 1e400}}}',
+    ],
+)
 async def test_a_foreign_result_is_an_answer_and_stops_nothing(
-    client: Client, db: Redis, tmp_path: Path, out: Path
+    client: Client, db: Redis, tmp_path: Path, out: Path, text: str
 ) -> None:
     task = asyncio.create_task(client.batch(write(tmp_path / "in.jsonl", says("a")), out, models=ANY))
     await until(lambda: db.exists("sluice:queue:default:batch"))
     (run,) = await client.batches()
-    await db.set(f"sluice:result:{run.id}-1", "[]")
+    await db.set(f"sluice:result:{run.id}-1", text)
     assert kinds(await task) == {"answered": 1}
+    assert (await client.batch_status(run.id)).sluice.slowest == ()
 
 
 # Crashes

@@ -75,6 +75,12 @@ async def test_an_outcome_that_is_no_better_is_still_there_once(
         assert len(chat.requests) == 3 * (runs + 1)
 
 
+async def test_a_line_with_a_bad_limit_may_be_run_again(client: Client, chat: Chat, out: Path, tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", says("a", max_tokens="many", fails=1, retryable=False))
+    await client.batch(many, out, models=ANY)
+    assert kinds(await client.rerun_batch(out)) == {"answered": 1, "replaced": 1}
+
+
 async def test_what_is_run_again_is_retried_as_the_run_says(
     client: Client, chat: Chat, out: Path, tmp_path: Path
 ) -> None:

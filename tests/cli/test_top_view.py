@@ -23,7 +23,7 @@ def sample(*, workers: int, tenants: int, runs: int, name: str = "mac") -> dict[
     known = {"model": "default", "version": "1", "state": "running", "rows": 1, "max_rows": 4, "offline_rows": 2}
     done = {"total": 10, "completed": 4, "failed": 1, "paused": False}
     lane = {"model": "default", "lane": "interactive"}
-    load = {"rows": 1, "max_rows": 4, "tokens_per_s": 0}
+    load = {"loading": None, "rows": 1, "max_rows": 4, "tokens_per_s": 0}
     return {
         "at": time.time() - 65,
         "workers": [{"name": f"{name}-{k}", **known, **dict.fromkeys(_MEASURED)} for k in range(workers)],

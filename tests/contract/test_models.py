@@ -4,7 +4,9 @@ import pytest
 
 from sluice.contract import keys, models
 
-MODEL = models.Model(path="m/a", bytes=7, state="loaded", since=1.5, weights=5, worker="mac-1-a", problem="")
+MODEL = models.Model(
+    path="m/a", bytes=7, state="loading", since=1.5, weights=5, loaded_bytes=2, worker="mac-1-a", problem=""
+)
 
 
 def test_a_supervisor_s_hash_is_told_from_its_commands() -> None:
@@ -15,6 +17,13 @@ def test_a_supervisor_s_hash_is_told_from_its_commands() -> None:
 def test_a_model_is_read_as_it_was_written() -> None:
     assert models.read_model(json.dumps(MODEL)) == MODEL
     assert models.read_model(json.dumps({**MODEL, "added": [1]}).encode()) == {**MODEL, "added": [1]}
+    earlier = {name: value for name, value in MODEL.items() if name != "loaded_bytes"}
+    assert models.read_model(json.dumps(earlier)) == {**MODEL, "loaded_bytes": 0}
+
+
+@pytest.mark.parametrize(("loaded_bytes", "weights", "share"), [(2, 5, 0.4), (9, 5, 1.0), (-1, 5, 0.0), (0, 0, 0.0)])
+def test_the_loaded_share_is_between_0_and_1_whatever_is_written(loaded_bytes: int, weights: int, share: float) -> None:
+    assert models.loaded_share({**MODEL, "loaded_bytes": loaded_bytes, "weights": weights}) == share
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from worker.settings import Settings
 _open = app._open
 
 
-def _wait_and_open(settings: Settings, memory: int) -> object:
+def _wait_and_open(settings: Settings, memory: int, *_: object) -> object:
     while not Path(os.environ["LOAD_FILE"]).exists():
         time.sleep(0.01)
     return _open(settings, memory)

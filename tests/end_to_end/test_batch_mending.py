@@ -66,6 +66,17 @@ def test_a_run_of_a_folder_is_handed_back_by_its_id(sluice: Command, tmp_path: P
 
 
 @pytest.mark.usefixtures("alive")
+def test_a_submitted_run_is_mended_as_its_submit_says(sluice: Command, tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", count(0), count(1, max_tokens=3))
+    (tmp_path / "runs").mkdir()
+    submit = ("batch", "submit", str(many), "--dir", "runs", "--model", "default", "--retry", "cut", "--retries", "4")
+    run_id = sluice(*submit)[1].strip()
+    assert sluice("batch", "feed", "runs", "--take")[0] == 0
+    report = json.loads(sluice("batch", "status", run_id, "--json")[1])
+    assert (kinds(report)["answered"], report["sluice"]["retry"]) == (2, {"cut": 4})
+
+
+@pytest.mark.usefixtures("alive")
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [

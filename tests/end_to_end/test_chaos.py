@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import crashes, fuzz, gateway, greedy, load, offline, outages, pickup
+from tests.support.chaos import beside, crashes, fuzz, gateway, greedy, load, offline, outages, pickup
 from tests.support.chaos.harness import Figure
 from tests.support.stack import Server
 
@@ -89,6 +89,14 @@ async def test_hostile_payloads_fail_by_name_and_run_nothing(tmp_path: Path) -> 
         figures = await load.hostile(server.url, str(bomb), megabytes=20)
     assert [figure for figure in figures if not figure.holds] == []
     assert not bomb.exists()
+
+
+@pytest.mark.slow
+async def test_uploads_beside_streams_are_not_held_in_memory() -> None:
+    with Server() as server:
+        figures = await beside.uploads(server.url, megabytes=50, count=2, streams=4, alone_s=0.5)
+    (memory,) = [figure for figure in figures if "memory" in figure.label]
+    assert memory.holds, memory
 
 
 @pytest.mark.slow

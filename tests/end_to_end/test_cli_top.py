@@ -93,8 +93,8 @@ def test_json_is_one_object_with_the_fields_that_the_help_names(busy: Command) -
         "images": True, "load": 0.5, "protocol": 1, "queue_limit": 100,
     }  # fmt: skip
     assert said["models"][0] == {
-        "model": "default", "workers": 0, "rows": 3, "max_rows": 16, "tokens_per_s": 412.5, "claims_left": 12,
-        "claims_overruled": 3,
+        "model": "default", "workers": 0, "loading": None, "rows": 3, "max_rows": 16, "tokens_per_s": 412.5,
+        "claims_left": 12, "claims_overruled": 3,
     }  # fmt: skip
     (queue,) = said["queues"]
     assert 70 <= queue.pop("oldest_s") < 80

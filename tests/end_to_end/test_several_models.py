@@ -4,12 +4,13 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -19,11 +20,13 @@ import redis
 
 from sluice import Client
 from sluice.contract import keys
+from sluice.contract.events import Progress
 from sluice.contract.models import Model, read_model
 from tests.end_to_end.test_cli import run_here
 from tests.end_to_end.test_up import ENV, running
+from tests.support.chaos.outages import DURABLE
 from tests.support.embedding import write_checkpoint
-from tests.support.stack import TINY_CHAT, LoggingProcess, free_port
+from tests.support.stack import TINY_CHAT, LoggingProcess, Server, free_port
 from tests.waiting import until as until_within
 
 BUDGET_GB = 0.15  # for two of the tiny model, which needs 57 MB for a row of 8192 tokens
@@ -80,7 +83,10 @@ class Supervisor(LoggingProcess):
 
     def worker_pids(self) -> dict[str, int]:
         """Return the process of each model that has one."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        try:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        except OSError:
+            return {}  # it was killed just now
         return {name: int(pid) for pid in children if (name := _model_of(pid))}
 
     def loads(self) -> int:
@@ -101,13 +107,14 @@ def _model_of(pid: str) -> str:
 
 @asynccontextmanager
 async def never_more_than(processes: int, supervisor: Callable[[], Supervisor]) -> AsyncIterator[None]:
-    """Check all the time that no more models have a process."""
-    most = 0
+    """Check all the time that no more models have a process, those of earlier supervisors included."""
+    most, seen = 0, set[int]()
 
     async def watch() -> None:
-        nonlocal most
+        nonlocal most, seen
         while True:
-            most = max(most, len(supervisor().worker_pids()))
+            seen = {pid for pid in seen | {*supervisor().worker_pids().values()} if _runs(pid)}
+            most = max(most, len(seen))
             await asyncio.sleep(0.02)
 
     task = asyncio.create_task(watch())
@@ -164,6 +171,60 @@ async def test_an_idle_model_has_no_process_until_a_job_comes_and_counts_as_serv
         supervisor.ask("load", "none")
         supervisor.ask("unload", "a")
         await until(lambda: "a" not in supervisor.worker_pids())
+
+
+def loading_slowly(folder: Path, part_s: float) -> Path:
+    """Write the tiny model with code of its own, by which each of some fifty parts of its weights takes so long."""
+    shutil.copytree(TINY_CHAT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_file": "slow.py"}))
+    (folder / "slow.py").write_text(
+        "import time\n"
+        "from mlx_lm.models.qwen3_5 import Model, ModelArgs\n"
+        "from worker.engine.model import load\n"
+        "at_once = load.load_weights\n"
+        f"slowly = lambda network, told: at_once(network, lambda part: (time.sleep({part_s}), told and told(part)))\n"
+        "load.load_weights = slowly\n"
+    )
+    return folder
+
+
+async def test_the_reader_of_a_job_is_told_how_much_of_its_model_is_loaded(
+    redis_url: str, client: Client, tmp_path: Path
+) -> None:
+    models = {"a": TINY_CHAT, "slow": loading_slowly(tmp_path / "slow", 0.1)}
+    with Supervisor(redis_url, models=models, trust_model_code="true") as supervisor:
+        await until(lambda: supervisor.states().endswith("loading"))
+        job = await client.submit(COUNT, model="slow")
+        events = [event async for event in client.stream(job.id)]
+        loads = [event for event in events if isinstance(event, Progress) and event.phase == "loading"]
+        weights = supervisor.models()["slow"]["weights"]
+        assert weights > 1_000_000
+        assert {each.total for each in loads} == {weights}
+        assert len(loads) >= 3
+        assert [each.done for each in loads] == sorted({each.done for each in loads})
+        assert 0 < loads[-1].done <= weights
+        assert events[len(loads)].type == "started"
+        assert supervisor.models()["slow"]["loaded_bytes"] == 0
+
+
+async def test_a_single_model_leaves_when_it_is_idle_and_returns_for_a_job(redis_url: str, client: Client) -> None:
+    with Supervisor(redis_url, "a", idle_unload_s=1, worker_name="mine") as supervisor:
+        await until(lambda: supervisor.states() == "unloaded")
+        assert supervisor.worker_pids() == {}
+        assert await answer(client, "a") == "1 2 3"
+        assert supervisor.models()["a"]["bytes"] == 1_000_000_000 * BUDGET_GB
+        supervisor.signal(signal.SIGTERM)
+        assert supervisor.wait() == 0, supervisor.log()
+
+
+def test_a_worker_without_a_supervisor_refuses_to_unload_its_model(tmp_path: Path) -> None:
+    env = {**ENV, "SLUICE_MODEL": str(TINY_CHAT), "SLUICE_IDLE_UNLOAD_S": "9"}
+    done = subprocess.run(
+        [sys.executable, "-m", "worker"], env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("sluice worker: SLUICE_IDLE_UNLOAD_S: python -m worker holds its model")
 
 
 def _resident_bytes(pid: int) -> int:
@@ -236,6 +297,26 @@ async def test_a_chat_model_and_an_embedding_model_are_loaded_for_their_jobs(
         assert "Traceback" not in supervisor.log()
 
 
+async def test_a_supervisor_that_is_killed_and_started_at_once_waits_for_the_memory_of_its_old_workers(
+    redis_url: str,
+) -> None:
+    with Supervisor(redis_url, "ab") as supervisor:
+        await until(lambda: supervisor.states() == "loaded loaded")
+        old = supervisor.worker_pids()
+        os.kill(old["b"], signal.SIGSTOP)  # as one that ends its jobs
+        try:
+            async with never_more_than(2, lambda: supervisor):
+                supervisor.kill()
+                supervisor.start()
+                await until(lambda: supervisor.states() == "loaded unloaded")
+                assert (_runs(old["a"]), _runs(old["b"])) == (False, True)
+                os.kill(old["b"], signal.SIGKILL)
+                await until(lambda: supervisor.states() == "loaded loaded")
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(old["b"], signal.SIGKILL)
+
+
 def test_up_with_two_models_serves_both(tmp_path: Path) -> None:
     second = f"small={TINY_CHAT}"
     with running(tmp_path, "--model", second, "--http-port", str(free_port())) as up:
@@ -272,20 +353,35 @@ def test_what_cannot_be_supervised_is_refused_with_a_sentence(tmp_path: Path, ar
 
 
 @pytest.mark.slow
-async def test_200_jobs_over_three_models_with_kills_of_any_part_lose_nothing(redis_url: str, client: Client) -> None:
+async def test_200_jobs_over_three_models_with_kills_of_any_part_lose_nothing() -> None:
     dice = random.Random(39)
-    supervisor = Supervisor(redis_url, lease_s=1).start()
-    try:
+
+    async def kill(part: str) -> None:
+        match part:
+            case "worker":
+                if pids := [*supervisor.worker_pids().values()]:
+                    os.kill(dice.choice(pids), signal.SIGKILL)
+            case "supervisor":
+                supervisor.kill()
+                supervisor.start()
+            case "server":
+                server.kill()
+                await asyncio.sleep(0.5)
+                await asyncio.to_thread(server.start)
+
+    with Server(args=DURABLE) as server, Supervisor(server.url, lease_s=1, grace_s=1) as supervisor:
         await until(lambda: supervisor.states() == "loaded loaded unloaded")
-        jobs = list[str]()
-        async with never_more_than(2, lambda: supervisor):
+        parts = [*["worker"] * 4, *["supervisor"] * 3, *["server"] * 3]
+        dice.shuffle(parts)
+        jobs, killing = list[str](), asyncio.create_task(asyncio.sleep(0))
+        async with Client(server.url) as client, never_more_than(2, lambda: supervisor):
             for number in range(200):
                 jobs.append((await client.submit(COUNT, model=dice.choice("abc"))).id)
                 await asyncio.sleep(dice.choice([0.0, 0.05, 0.3]))
-                if number % 20 == 10 and (pids := [*supervisor.worker_pids().values()]):
-                    os.kill(dice.choice(pids), signal.SIGKILL)
+                if number % 20 == 10:
+                    await killing
+                    killing = asyncio.create_task(kill(parts.pop()))
+            await killing
             results = await asyncio.gather(*map(client.result, jobs))
         assert [each["choices"][0]["message"]["content"] for each in results] == ["1 2 3"] * 200
-        print(f"{supervisor.loads()} loads")
-    finally:
-        supervisor.stop()
+        print(f"{supervisor.loads()} loads, {supervisor.log().count('together')} supervisors")

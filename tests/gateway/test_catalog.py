@@ -185,7 +185,9 @@ async def test_an_alias_is_found_and_served_like_its_model(http: httpx.AsyncClie
 
 
 def unloaded(state: models_of_supervisors.State = "unloaded") -> models_of_supervisors.Model:
-    return models_of_supervisors.Model(path="m/a", bytes=7, state=state, since=9.5, weights=5, worker="", problem="")
+    return models_of_supervisors.Model(
+        path="m/a", bytes=7, state=state, since=9.5, weights=5, loaded_bytes=2, worker="", problem=""
+    )
 
 
 def test_a_model_that_is_loaded_for_a_job_is_listed_with_its_state_and_without_abilities() -> None:
@@ -198,6 +200,14 @@ def test_a_model_that_is_loaded_for_a_job_is_listed_with_its_state_and_without_a
         "tiny": ("loaded", False),
     }
     assert (found["small"]["created"], found["small"]["max_model_len"]) == (9, None)
+
+
+def test_a_model_that_is_being_loaded_has_the_share_that_is() -> None:
+    found = models([], {}, LOCAL, aliases={}, supervised={"a": unloaded("loading"), "b": unloaded()})
+    assert {name: (each["sluice"]["state"], each["sluice"].get("loaded")) for name, each in found.items()} == {
+        "a": ("loading", 0.4),
+        "b": ("unloaded", None),
+    }
 
 
 @pytest.mark.usefixtures("fake_worker")

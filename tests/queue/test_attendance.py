@@ -177,6 +177,35 @@ async def test_a_reader_is_told_that_no_worker_lives_and_that_one_is_back(db: Re
     assert await db.llen(keys.log(job.id)) == 0
 
 
+async def test_a_reader_of_a_job_that_waits_is_told_how_much_of_the_model_is_loaded(db: Redis, client: Client) -> None:
+    job = await client.submit(HELLO)
+    until = f"{time.time() + 60:.0f}"
+    foreign = ["1 0 0 0 0 9 9", f"1 0 {until} 0 0 7 5", f"1 0 {until} 0 0 x 5", f"1 0 {until} 0 0 3", f"1 0 {until}"]
+    await db.hset(keys.model("default"), mapping={f"w{at}": report for at, report in enumerate(foreign)})
+
+    async def load() -> None:
+        for mac_1, mac_2 in [("0 10", "0 10"), ("4 10", "0 10"), ("4 10", "5 10")]:
+            reports = {"mac-1": f"100 0 {until} 0 0 {mac_1}", "mac-2": f"100 0 {until} 0 0 {mac_2}"}
+            await db.hset(keys.model("default"), mapping=reports)
+            await asyncio.sleep(1.5)
+
+    events, _ = await asyncio.gather(first(client.stream(job.id), 3), load())
+    found = [event for event in events if isinstance(event, Progress)]
+    assert [(each.phase, each.done, each.total, each.seq, each.stored) for each in found] == [
+        ("loading", 0, 10, -1, False),
+        ("loading", 4, 10, -1, False),
+        ("loading", 5, 10, -1, False),
+    ]
+    assert await db.llen(keys.log(job.id)) == 0
+    frames = sse.frames(client, job.id)
+    async with aclosing(frames):
+        assert b"id: " not in await anext(frames)
+    await start(db, job.id, lease=True)
+    with pytest.raises(TimeoutError):  # a worker that has the job is not loading
+        async with asyncio.timeout(2.5):
+            await anext(client.stream(job.id, after=1))
+
+
 @pytest.mark.timing
 async def test_a_reader_is_told_within_two_seconds_in_the_middle_of_a_stream(db: Redis, client: Client) -> None:
     job = await client.submit(HELLO)

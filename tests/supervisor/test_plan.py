@@ -10,6 +10,8 @@ import pytest
 from tests.support.embedding import write_checkpoint
 from tests.support.hub import serving_hub
 from tests.support.stack import ROOT, TINY_CHAT
+from worker.engine.model.drafter import with_head
+from worker.engine.model.load import open_model
 from worker.environment import variable
 from worker.errors import CannotStart
 from worker.settings import Settings
@@ -41,7 +43,7 @@ def refused(given: dict[str, Any]) -> str:
 def test_the_workers_get_their_settings_and_their_share_as_the_limit() -> None:
     given = config(
         {"max_rows": 4, "idle_unload_s": 60},
-        {"name": "b", "memory_gb": 0.06},
+        {"name": "b", "memory_gb": 0.065},
         max_rows=2,
         redis_url="redis://there:7000/1",
         trust_model_code=False,
@@ -50,12 +52,12 @@ def test_the_workers_get_their_settings_and_their_share_as_the_limit() -> None:
     found = plan(given)
     assert Plan.read(json.loads(json.dumps({**_fields(found)}))) == found
     a, b = found.models
-    assert (found.budget, a.nbytes, b.nbytes) == (150_000_000, 90_000_000, 60_000_000)
+    assert (found.budget, a.nbytes, b.nbytes) == (150_000_000, 85_000_000, 65_000_000)
     assert (a.idle_unload_s, b.idle_unload_s) == (60.0, None)
     assert a.env == {
         "SLUICE_MODEL": PATH, "SLUICE_MODEL_NAME": "a", "SLUICE_REDIS_URL": "redis://there:7000/1",
         "SLUICE_REDIS_URLS": "",
-        "SLUICE_MEMORY_GB": "0.090000000", "SLUICE_MEMORY_HEADROOM_GB": "0", "SLUICE_MAX_ROWS": "4",
+        "SLUICE_MEMORY_GB": "0.085000000", "SLUICE_MEMORY_HEADROOM_GB": "0", "SLUICE_MAX_ROWS": "4",
         "SLUICE_IDLE_UNLOAD_S": "60", "SLUICE_TRUST_MODEL_CODE": "false", "SLUICE_METRICS_PORT": "9100",
     }  # fmt: skip
     assert (b.env["SLUICE_MAX_ROWS"], b.env["SLUICE_METRICS_PORT"]) == ("2", "9101")
@@ -84,7 +86,7 @@ def _fields(found: Plan) -> dict[str, Any]:
         (config(max_rows="many"), "SLUICE_MAX_ROWS=many: it must be a whole number"),
         (config(idle_unload_s=0), "SLUICE_IDLE_UNLOAD_S=0: it must be more than 0"),
         (config({"memory_gb": 0.2}), "model a: memory_gb = 0.2 is more, and all models together may take 150 MB"),
-        (config({"memory_gb": 0.01}), "model a: memory_gb = 0.01 is too little; it needs 56.8 MB for its weights"),
+        (config({"memory_gb": 0.01}), "model a: memory_gb = 0.01 is too little; it needs 61.6 MB for its weights"),
         (config(memory_gb=0.002), f"{PATH} cannot be served. Its weights take 2 MB of the 2 MB"),
         (config({"path": PATH + "x"}), f"{PATH}x: there is no such folder; did you mean {PATH}?"),
     ],
@@ -95,6 +97,17 @@ def test_a_bad_configuration_is_refused_with_the_place_and_the_remedy(given: dic
 
 def test_a_model_needs_room_for_a_row_of_what_the_memory_holds() -> None:
     assert [model.nbytes for model in plan(config(memory_gb=0.01)).models] == [10_000_000, 10_000_000]
+
+
+@pytest.mark.parametrize(
+    ("given", "head"),
+    [({}, True), ({"speculation": "off"}, False), ({"mtp_model": PATH}, True), ({"mtp_model": "on/the-hub"}, True)],
+)
+def test_the_mtp_head_of_a_model_counts_as_the_worker_loads_it(given: dict[str, Any], head: bool) -> None:
+    model = open_model(PATH)
+    assert (
+        plan(config(given)).models[0].weights == (with_head(model, PATH, None) if head else model).costs.weights_bytes
+    )
 
 
 def test_the_models_of_a_supervisor_are_on_one_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

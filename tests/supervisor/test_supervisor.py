@@ -1,5 +1,8 @@
 import asyncio
 import signal
+import socket
+import subprocess
+import sys
 from typing import Any
 
 from worker.supervisor.planned import Plan, PlannedModel
@@ -41,6 +44,16 @@ async def test_a_signal_while_processes_are_started_ends_the_one_and_starts_no_o
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def test_a_worker_ends_with_its_supervisor_though_that_has_not_read_what_it_told() -> None:
+    code = "from worker.cli import worker; worker._tell_loaded()(5); worker._stop_when_stdin_closes()"
+    ours, theirs = socket.socketpair()
+    with theirs, subprocess.Popen([sys.executable, "-c", code], stdin=theirs) as process:
+        theirs.close()
+        ours.recv(2, socket.MSG_PEEK | socket.MSG_WAITALL)
+        ours.close()
+        assert process.wait(30) == -signal.SIGTERM
 
 
 async def ended(running: Supervisor, model: _Model, code: str) -> None:

@@ -4,13 +4,17 @@ import os
 import signal
 import threading
 import tomllib
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sluice.cli.errors import CliError, worker_missing
 from sluice.cli.options import Checkpoints, ServedName, integer, named_checkpoints, split_name
+
+if TYPE_CHECKING:
+    from worker.engine.model.load import OnLoaded
 
 
 def worker(
@@ -34,7 +38,7 @@ def worker(
     Each setting is a variable SLUICE_..., read from the environment or from .env in this folder; an option overrides
     both. .env.example in the repository lists all settings, with units and defaults. Several models share
     SLUICE_MEMORY_GB: each is loaded when jobs ask for it, in a process of its own, and leaves after
-    SLUICE_IDLE_UNLOAD_S without one.
+    SLUICE_IDLE_UNLOAD_S without one; so does a single one, if that is set.
 
     \b
     Examples:
@@ -57,7 +61,7 @@ def worker(
     else:
         if until_stdin_closes:
             threading.Thread(target=_stop_when_stdin_closes, daemon=True).start()
-        _serve({**settings, **_one_model(models, name)})
+        _serve({**settings, **_one_model(models, name)}, _tell_loaded() if until_stdin_closes else None)
 
 
 def _one_model(models: list[str], name: str | None) -> dict[str, str]:
@@ -87,9 +91,23 @@ def _read(config: Path) -> dict[str, Any]:
 
 def _stop_when_stdin_closes() -> None:
     """Stop this process as SIGTERM does when the one that started it has ended. Blocks."""
-    while os.read(0, 1):
-        pass
+    with suppress(OSError):  # that it has read nothing of what this one told it
+        while os.read(0, 1):
+            pass
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _tell_loaded() -> "OnLoaded":
+    """Return a function that tells the supervisor, whose socket stdin is, how many bytes of the weights are loaded."""
+    all_parts = 0
+
+    def tell(nbytes: int) -> None:
+        nonlocal all_parts
+        all_parts += nbytes
+        with suppress(OSError):  # the supervisor has ended
+            os.write(0, b"%d\n" % all_parts)
+
+    return tell
 
 
 def _supervise(config: dict[str, Any], place: str) -> None:
@@ -107,15 +125,19 @@ def _supervise(config: dict[str, Any], place: str) -> None:
         raise typer.Exit(code)
 
 
-def _serve(settings: dict[str, object]) -> None:
+def _serve(settings: dict[str, object], on_loaded: "OnLoaded | None") -> None:
     try:
         from worker.app import run_worker
         from worker.errors import CannotStart
         from worker.settings import read_settings
 
         try:
-            run_worker(read_settings(**settings))
+            found = read_settings(**settings)
+            if found.idle_unload_s is None or on_loaded is not None:
+                return run_worker(found, on_loaded)
         except CannotStart as error:
             raise CliError(str(error)) from None
     except ModuleNotFoundError as missing:  # the worker imports most of its packages when it runs
         raise worker_missing(missing) from None
+    common = {key: value for key, value in settings.items() if key not in ("model", "model_name")}
+    return _supervise({**common, "model": [{"name": found.model_name, "path": found.model}]}, "")

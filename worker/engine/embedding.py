@@ -20,8 +20,10 @@ from worker.engine.isolation import isolate, logger
 from worker.engine.memory import format_bytes
 from worker.engine.model.load import (
     EMBEDDING_FILES,
+    OnLoaded,
     context_of,
     fingerprint,
+    load_weights,
     model_folder,
     not_served,
     why_not_downloaded,
@@ -104,7 +106,9 @@ def _config_of(folder: Path, name: str, *, trusted: bool) -> dict[str, Any]:
     return config
 
 
-def open_embedding_model(path_or_hub_id: str, *, memory: int, context: int | None, trusted: bool) -> EmbeddingModel:
+def open_embedding_model(
+    path_or_hub_id: str, *, memory: int, context: int | None, trusted: bool, on_loaded: OnLoaded | None = None
+) -> EmbeddingModel:
     """Load an embedding model with its weights. Blocks; must run on the thread that will compute. `memory`: bytes that
     it may use; `context`: the most tokens of an input, None: the model's. Raises `CannotStart`."""
     folder = model_folder(path_or_hub_id, name=f"SLUICE_MODEL={path_or_hub_id}", only=EMBEDDING_FILES)
@@ -112,7 +116,8 @@ def open_embedding_model(path_or_hub_id: str, *, memory: int, context: int | Non
     from worker.engine.upstream import mlx_embeddings
 
     with told_as(lambda reason: f"mlx-embeddings cannot load {path_or_hub_id}: {reason}"):
-        network = mlx_embeddings.load_model(folder, path_to_repo=str(folder))
+        network = mlx_embeddings.load_model(folder, lazy=True, path_to_repo=str(folder))
+        load_weights(network, on_loaded)
         tokenizer = mlx_embeddings.load_tokenizer(folder)
         weights_bytes = sum(array.nbytes for _, array in tree_flatten(network.parameters()))
         costs = EmbeddingCosts.of(config, weights_bytes)

@@ -127,15 +127,19 @@ def _examine(settings: Settings, budget: int) -> tuple[int, int]:
     if embeds(folder, settings.model):
         return _examine_embedding_model(settings, folder, budget)
     vision, trusted = settings.vision == "auto", settings.trust_model_code
-    report = check_model(settings.model, memory=budget, vision=vision, trusted=trusted)
+    mtp_model = settings.mtp_model
+    report = check_model(settings.model, memory=budget, vision=vision, trusted=trusted, mtp_model=mtp_model)
     if report.blockers:
         raise not_served(settings.model, report.blockers)
     drafts = {settings.draft_model, settings.specprefill_draft_model} - {None}
     of_drafts = sum(check_model(str(draft), memory=budget).costs.weights_bytes for draft in drafts)
-    longest = max(1, report.costs.max_tokens(budget - of_drafts))
+    costs = report.costs_with_head if settings.speculation == "auto" else report.costs
+    if mtp_model is None and not costs.max_tokens(budget - of_drafts):
+        costs = report.costs  # a head in the model's folder is left out if it does not fit
+    longest = max(1, costs.max_tokens(budget - of_drafts))
     tokens = min(filter(None, (8192, report.context, longest)))  # most conversations are shorter
-    weights = report.costs.weights_bytes + of_drafts
-    least = report.costs.peak_bytes([[tokens]]) + of_drafts
+    weights = costs.weights_bytes + of_drafts
+    least = costs.peak_bytes([[tokens]]) + of_drafts
     if least > budget:
         raise CannotStart(_too_large(settings, f"it needs {format_bytes(least)} with its drafts", budget))
     return least, weights

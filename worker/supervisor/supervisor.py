@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from worker.errors import CannotStart
 from worker.process.child import environment_with
 from worker.queue.scripts import JOB_LIFE_MS, script
 from worker.supervisor.decision import Situation, decide
+from worker.supervisor.locks import WorkerLocks
 from worker.supervisor.planned import Plan, PlannedModel
 
 logger = logging.getLogger("sluice.supervisor")
@@ -72,10 +73,17 @@ class _Model:
     busy: bool = False
     used_at: float = 0.0
     loaded_at: float = 0.0
+    loaded_bytes: int = 0  # of its weights, while it is loading
     queues: list[str] = field(default_factory=list)
 
     def enter(self, state: models.State, now: float) -> None:
         self.state, self.since = state, now
+        self.loaded_bytes = 0
+
+    def report(self, until: float) -> str:
+        """Return the supervisor's field in the hash of the model's workers."""
+        loads = f" {self.loaded_bytes} {self.planned.weights}" if self.state == "loading" else ""
+        return f"{self.planned.queue_limit} 0 {until:.0f} 0 0{loads}"
 
     def situation(self) -> Situation:
         waits = [at for at in (self.waits_since, self.asked_at) if at is not None]
@@ -105,6 +113,7 @@ class _Model:
                 state=self.state,
                 since=round(self.since, 3),
                 weights=planned.weights,
+                loaded_bytes=self.loaded_bytes,
                 worker=self.worker,
                 problem=self.problem,
             )
@@ -119,6 +128,7 @@ class Supervisor:
 
     def __init__(self, plan: Plan, *, sweep_s: float = 0.5) -> None:
         self._plan, self._sweep_s = plan, sweep_s
+        self._locks = WorkerLocks()
         self.id = f"{socket.gethostname()}-{os.getpid()}"
         self._models = {each.name: _Model(each) for each in plan.models}
         self._woken, self._stopping = asyncio.Event(), asyncio.Event()
@@ -161,24 +171,26 @@ class Supervisor:
         await self._answered(self._look(redis))
         if not self._stopping.is_set():
             now = self._now()
-            situations = [each.situation() for each in self._models.values()]
-            decision = decide(situations, self._plan.budget, now)
+            left = self._locks.left()
+            decision = decide([*(each.situation() for each in self._models.values()), *left], self._plan.budget, now)
             for name in decision.unload:
                 self._unload(self._models[name])
             for name in decision.load:
                 await self._load(self._models[name])
             for each in self._models.values():
-                if each.process is None and now >= each.ready_at:
+                if each.process is None and now >= each.ready_at and not left:
                     each.wanted = False  # another has its room, until a job asks for it
         await self._answered(self._publish(redis))
 
     async def _until_woken(self) -> None:
-        loads = any(each.state == "loading" for each in self._models.values())
         with suppress(TimeoutError):
-            async with asyncio.timeout(0.1 if loads else self._sweep_s):
+            async with asyncio.timeout(0.1 if self._loads() else self._sweep_s):
                 await self._woken.wait()
             await asyncio.sleep(0.02)  # of a burst of submissions, all that come meanwhile are one
         self._woken.clear()
+
+    def _loads(self) -> bool:
+        return any(each.state == "loading" for each in self._models.values())
 
     def _now(self) -> float:
         return time.time() + self._ahead_s
@@ -279,9 +291,9 @@ class Supervisor:
             self._unload(model)
 
     async def _publish(self, redis: Redis) -> None:
-        """Publish the models, when one changes and three times a lease. All but those whose process died count as
-        served: their jobs wait for their load alone."""
-        if time.monotonic() - self._published_at < _LEASE_S / 3:
+        """Publish the models, when one changes, three times a lease, and during a load four times a second. All but
+        those whose process died count as served: their jobs wait for their load alone."""
+        if time.monotonic() - self._published_at < (0.25 if self._loads() else _LEASE_S / 3):
             return
         until = self._now() + _LEASE_S + 1
         async with redis.pipeline(transaction=True) as pipe:
@@ -291,7 +303,7 @@ class Supervisor:
                 if each.problem or self._stopping.is_set():
                     pipe.hdel(keys.model(name), self.id)
                     continue
-                pipe.hset(keys.model(name), self.id, f"{each.planned.queue_limit} 0 {until:.0f} 0 0")
+                pipe.hset(keys.model(name), self.id, each.report(until))
                 for longer_only in ({"nx": True}, {"gt": True}):
                     pipe.pexpire(keys.model(name), int(_LEASE_S * 1000), **longer_only)
             await pipe.execute()
@@ -315,20 +327,32 @@ class Supervisor:
         env = environment_with({**model.planned.env, "SLUICE_WORKER_NAME": model.worker})
         command = [sys.executable, "-m", "sluice.cli", "worker", "--until-stdin-closes"]
         model.asked_at, model.wanted = None, True
+        ours, theirs = socket.socketpair()  # closed if this process ends, in whatever way
+        lock = self._locks.lock_worker(model.planned.nbytes)
         try:
             # Without its own session Ctrl-C would reach it twice, from the terminal and from here.
             model.process = await asyncio.create_subprocess_exec(
-                *command, start_new_session=True, stdin=subprocess.PIPE, env=env
+                *command,
+                start_new_session=True,
+                stdin=theirs.fileno(),
+                pass_fds=[] if lock is None else [lock],
+                env=env,
             )
         except OSError as error:
+            ours.close()
             self._fail(model, f"its process cannot be started: {error.strerror}")
             return
+        finally:
+            theirs.close()
+            if lock is not None:
+                os.close(lock)
         model.used_at = self._now()
         model.enter("loading", model.used_at)
         logger.info("loading %s, which may take %s", model.planned.name, format_bytes(model.planned.nbytes))
-        follower = asyncio.create_task(self._follow(model, model.process))
-        self._followers.add(follower)
-        follower.add_done_callback(self._followers.discard)
+        for task in (self._follow(model, model.process), _follow_load(model, ours)):
+            follower = asyncio.create_task(task)
+            self._followers.add(follower)
+            follower.add_done_callback(self._followers.discard)
         self._published_at = float("-inf")
         if self._stopping.is_set():  # meanwhile: `_stop` did not have the process yet
             self._unload(model)
@@ -385,6 +409,15 @@ class Supervisor:
             if each.process is not None and each.state == "loaded":
                 _signal(each.process, signal.SIGHUP)
         return None
+
+
+async def _follow_load(model: _Model, worker: socket.socket) -> None:
+    """Note how many bytes of the weights the model's worker has loaded, as it tells, until it ends."""
+    reader, writer = await asyncio.open_connection(sock=worker)
+    with closing(writer), suppress(OSError):
+        while line := await reader.readline():
+            if model.state == "loading":
+                model.loaded_bytes = min(int(line), model.planned.weights)
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

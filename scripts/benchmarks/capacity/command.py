@@ -194,10 +194,10 @@ def notes(figures: Sequence[Figures]) -> list[str]:
 
 def _claims_table(costs: Sequence[ClaimCost]) -> Table:
     title = f"{costs[0].server}: the server's time for a claim, half a second after the last one of the queue"
-    table = Table("waiting", "running", "workers", "median", "quarters", title=title, title_justify="left")
-    for cost in sorted(costs, key=lambda each: (each.waiting, each.running, each.workers)):
+    table = Table("waiting, marks, workers", "running", "median", "quarters", title=title, title_justify="left")
+    for cost in sorted(costs, key=lambda each: (each.waiting, each.affinity, each.marks, each.workers, each.running)):
         first, last = cost.quarters_us
-        table.add_row(str(cost.waiting), f"{cost.running:,}", str(cost.workers), f"{cost.median_us:,.0f} µs",
+        table.add_row(claim.name_of(cost), f"{cost.running:,}", f"{cost.median_us:,.0f} µs",
                       f"{first:,.0f} to {last:,.0f} µs")  # fmt: skip
     return table
 

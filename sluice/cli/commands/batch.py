@@ -7,12 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
 
 import typer
 
@@ -21,16 +22,31 @@ from sluice.batch.table_run import TableRun
 from sluice.cli import worker_commands
 from sluice.cli.commands import batch_tables as tables
 from sluice.cli.errors import CliError, connected, sentence
-from sluice.cli.options import REDIS_URL, AsJson, RedisUrl, integer
+from sluice.cli.options import (
+    REDIS_URL,
+    ApiKey,
+    AsJson,
+    GatewayUrl,
+    RedisUrl,
+    Remote,
+    Retries,
+    Retry,
+    integer,
+    is_given,
+    retry_options,
+    server_of,
+)
+from sluice.cli.remote import download, offline_runs, run_there, submit_there
 from sluice.cli.terminal.batch_view import ProgressView, print_problems, print_report, print_runs, read_models
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.table_view import print_comparison
 from sluice.cli.terminal.view import note
-from sluice.client import Client
 from sluice.contract.batch import Batch
 from sluice.errors import BatchRefused, UnknownBatch
 
 T = TypeVar("T")
+
+OnProgress = Callable[[Batch], None]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -104,28 +120,6 @@ async def _feed(url: str, folder: Path, take: bool, models: dict[str, str]) -> b
     return True
 
 
-Retry = Annotated[
-    str | None,
-    typer.Option(
-        "--retry", metavar="KINDS", help="Run such lines again: invalid,cut,failed,refused, or some of these."
-    ),
-]
-Retries = Annotated[
-    int | None,
-    typer.Option("--retries", parser=integer(1), metavar="N", help="At most so many times each.  [default: 2]"),
-]
-
-
-def _retry_options(retry: str | None, retries: int | None) -> dict[str, Any]:
-    """Return the options of `Client.batch`. Raises `CliError`."""
-    if retry is None:
-        if retries is not None:
-            raise CliError("--retries: it says how often lines of --retry are run again; give --retry, too.")
-        return {}
-    kinds = [kind.strip() for kind in retry.split(",")]
-    return {"retry": dict.fromkeys(kinds, 2 if retries is None else retries)}
-
-
 ModelOption = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
 ]
@@ -155,6 +149,7 @@ def _mapping(map: list[str] | None, model: str | None) -> dict[str, str] | None:
 
 
 def run_file(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="IN", help="The file of requests, one per line; or a table.")],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The file for the answers, one per line; or a table.")
@@ -200,6 +195,8 @@ def run_file(
         ),
     ] = None,
     redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a file of requests, or a prompt for each row of a table, offline, and show the progress.
@@ -212,6 +209,9 @@ def run_file(
     {{ is a brace. The output is the table with the columns `answer`, or the fields of --schema, and `error`, in the
     format of its suffix; it is written when the run ends. Its state is in OUT.run, a folder.
 
+    With --url the gateway runs the file, and goes on when this command stops: the same command waits again, and
+    fetches the answers at the end.
+
     \b
     The exit code is the state of the run; repeating the command after the end gives the same code:
       0 every line is answered     1 the run has ended, and some lines are not answered
@@ -221,39 +221,53 @@ def run_file(
     Examples:
       sluice batch run in.jsonl -o out.jsonl
       sluice batch run for-openai.jsonl -o out.jsonl --map gpt-4o-mini=default
+      sluice batch run in.jsonl -o out.jsonl --url http://mac.local:8000
       sluice batch run in.jsonl -o out.jsonl --on-end 'mail -s "$SLUICE_BATCH_STATUS" me@example.com'
       sluice batch run in.jsonl -o out.jsonl --retry invalid,cut,failed
       sluice batch run reviews.csv -o out.csv --prompt prompt.txt --schema answer.json --dry-run
       sluice batch run reviews.csv -o out.csv --prompt prompt.txt --schema answer.json --param temperature=0
     """
+    server = server_of(context, redis_url, url, key)
     table = tables.prepare(file, output, model, errors, tables.TableOptions.of(locals()))
     if table and dry_run:
-        tables.dry_run(table, redis_url, model)
+        tables.dry_run(table, server, model)
         return
     options = {
         "errors": errors,
         "models": _mapping(map, model),
         "completion_window": completion_window,
-        "window": window,
         "served_only": not wait,
-        **_retry_options(retry, retries),
+        **({"window": window} if is_given(context, "window") else {}),
+        **retry_options(retry, retries),
     }
     requests, answers = (table.requests, table.answers) if table else (file, output)
-
-    async def run(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
-        return await client.batch(requests, answers, **options, on_progress=on_progress)
-
-    _finish(asyncio.run(stoppable(_run(redis_url, run, answers))), file, as_json, on_end, table)
+    batch = asyncio.run(stoppable(_run(server, requests, answers, options)))
+    paused = "the run goes on at the gateway" if isinstance(server, Remote) else "paused"
+    finish(batch, file, as_json, on_end, paused=paused, table=table)
 
 
-def _finish(
-    batch: Batch | None, file: str | Path, as_json: bool, on_end: str | None = None, table: TableRun | None = None
+def finish(
+    batch: Batch | None,
+    file: str | Path,
+    as_json: bool,
+    on_end: str | None = None,
+    *,
+    paused: str = "paused",
+    table: TableRun | None = None,
 ) -> None:
-    """Print the report of a run, run the command for its end, and exit with its code. None: it was interrupted."""
+    """Write the table of a run, print the report, run the command for its end, and exit with its code. None: it was
+    interrupted, and is `paused`."""
     if batch is None:
-        note("paused. Run the same command again to resume.")
+        note(f"{paused}. Run the same command again to resume.")
         raise typer.Exit(code=3)
     num_errors = tables.finish(table, batch) if table else 0
+    _print_outcome(file, batch, as_json)
+    if on_end is not None:
+        _run_at_end(on_end, replace(batch, output_file_id=str(table.output)) if table else batch)
+    raise typer.Exit(_exit_code(batch) or min(num_errors, 1))
+
+
+def _print_outcome(file: str | Path, batch: Batch, as_json: bool) -> None:
     if as_json:
         print_json(asdict(batch))
     elif batch.status != "failed":
@@ -263,9 +277,6 @@ def _finish(
         print_problems(batch)
         if any(problem.code == "unserved_model" for problem in batch.errors.data):
             note("Change the options as shown, or add --wait to queue the lines until there is a worker.", style="red")
-    if on_end is not None:
-        _run_at_end(on_end, replace(batch, output_file_id=str(table.output)) if table else batch)
-    raise typer.Exit(_exit_code(batch) or min(num_errors, 1))
 
 
 def _run_at_end(command: str, batch: Batch) -> None:
@@ -278,22 +289,30 @@ def _run_at_end(command: str, batch: Batch) -> None:
         note(f"--on-end: the command has failed with exit code {code}; the run is {batch.status}.", style="red")
 
 
-async def _run(
-    url: str, run: Callable[[Client, Callable[[Batch], None]], Awaitable[Batch]], output: str | Path
-) -> Batch:
-    async with connected(url) as client:
-        with ProgressView() as view, _log_as_notes("sluice.batch"):
-            try:
-                batch = await run(client, view.update)
-            except UnknownBatch as error:
-                raise _unknown(error) from None
-            except (BatchRefused, ValueError) as error:
-                raise CliError(sentence(str(error))) from None
-            except OSError as error:
-                raise CliError(f"{error.filename or output}: {error.strerror}. The run is unchanged.") from None
-        if batch.ended and batch.status != "failed" and not view.started:
-            note(f"{batch.id} was complete already; there was nothing to do.")
-        return batch
+async def _run(server: str | Remote, input: Path, output: Path, options: dict[str, Any]) -> Batch:
+    async def run(on_progress: OnProgress) -> Batch:
+        if isinstance(server, Remote):
+            return await run_there(server, input, output, {**options, "on_progress": on_progress})
+        async with connected(server) as client:
+            return await client.batch(input, output, **options, on_progress=on_progress)
+
+    return await run_shown(run, output)
+
+
+async def run_shown(run: Callable[[OnProgress], Awaitable[Batch]], output: str | Path) -> Batch:
+    """Perform a run and show its progress. Raises `CliError`."""
+    with ProgressView() as view, _log_as_notes("sluice.batch"):
+        try:
+            batch = await run(view.update)
+        except UnknownBatch as error:
+            raise _unknown(error) from None
+        except (BatchRefused, ValueError) as error:
+            raise CliError(sentence(str(error))) from None
+        except OSError as error:
+            raise CliError(f"{error.filename or output}: {error.strerror}. The run is unchanged.") from None
+    if batch.ended and batch.status != "failed" and not view.started:
+        note(f"{batch.id} was complete already; there was nothing to do.")
+    return batch
 
 
 def _exit_code(batch: Batch) -> int:
@@ -344,6 +363,7 @@ batch.command("run")(run_file)
 
 @batch.command("compare")
 def compare_prompts(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="TABLE", help="The table: .csv, .tsv, .jsonl or .parquet.")],
     prompt: Annotated[
         list[Path], typer.Option("--prompt", metavar="FILE", help="A prompt for a row; give two.", show_default=False)
@@ -365,6 +385,8 @@ def compare_prompts(
         typer.Option("-o", "--output", metavar="DIR", help="Keep the answers here, and use those of earlier calls."),
     ] = None,
     redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Run two prompts over the same rows of a table, and show how the answers agree.
@@ -379,12 +401,11 @@ def compare_prompts(
     """
     given = tables.TableOptions.of({**locals(), "prompt": None})
 
-    def ask(requests: Path, answers: Path) -> Batch | None:
-        async def run(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
-            models = _mapping(None, model)
-            return await client.batch(requests, answers, models=models, served_only=True, on_progress=on_progress)
+    server = server_of(context, redis_url, url, key)
 
-        batch = asyncio.run(stoppable(_run(redis_url, run, answers)))
+    def ask(requests: Path, answers: Path) -> Batch | None:
+        options = {"models": _mapping(None, model), "served_only": True}
+        batch = asyncio.run(stoppable(_run(server, requests, answers, options)))
         if batch and batch.errors:
             print_problems(batch)
             raise typer.Exit(2)
@@ -405,51 +426,14 @@ worker_commands.add(batch, "batch.schedule")
 batch.command("feed", hidden=True)(feed_folder)
 
 
-@batch.command("rerun")
-def rerun_lines(
-    run: Annotated[str, typer.Argument(metavar="ID|OUT.JSONL", help="Id or output file of a run that has ended.")],
-    failed: Annotated[bool, typer.Option("--failed", help="Run lines again that failed.")] = False,
-    invalid: Annotated[bool, typer.Option("--invalid", help="… whose answer is not the JSON asked for.")] = False,
-    cut: Annotated[bool, typer.Option("--cut", help="… whose answer was cut off; with a higher limit.")] = False,
-    refused: Annotated[bool, typer.Option("--refused", help="… that the model refused to answer.")] = False,
-    retry: Retry = None,
-    retries: Retries = None,
-    redis_url: RedisUrl = REDIS_URL,
-    as_json: AsJson = False,
-) -> None:
-    """Run lines of an ended run again, by default all failed and invalid ones.
-
-    The new outcomes are written to the same files in place of the old ones; an old one that is better is kept. Nothing
-    is lost if the command stops: run it again. A run of the workers' folder is moved back to `running`, and its workers
-    resume it. It has to run on the machine that has the files of the run. Exit codes as for `batch run`.
-
-    \b
-    Examples:
-      sluice batch rerun out.jsonl
-      sluice batch rerun batch_1b9d6bcd4f0a --cut --retry cut --retries 3
-    """
-    named = {"failed": failed, "invalid": invalid, "cut": cut, "refused": refused}
-    kinds = [kind for kind, wanted in named.items() if wanted] or ["failed", "invalid"]
-    options = _retry_options(retry, retries)
-
-    async def rerun(client: Client, on_progress: Callable[[Batch], None]) -> Batch:
-        return await client.rerun_batch(run, kinds, **options, on_progress=on_progress)
-
-    again = asyncio.run(stoppable(_run(redis_url, rerun, run)))
-    if again is None or again.ended:
-        _finish(again, run, as_json, table=tables.of_answers(again.output_file_id) if again else None)
-    elif as_json:
-        print_json(asdict(again))
-    else:
-        note(f"{again.id} waits for the workers of its folder. See: sluice batch status {again.id}")
-
-
 @batch.command("submit")
 def submit_run(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests.")],
     folder: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check.")
-    ],
+        Path | None,
+        typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check."),
+    ] = None,
     model: ModelOption = None,
     map: MapOption = None,
     completion_window: WindowOption = None,
@@ -457,26 +441,38 @@ def submit_run(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Metadata for the run's status object; repeatable."),
     ] = None,
+    retry: Retry = None,
+    retries: Retries = None,
     redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a file into the workers' folder, and print the run's id.
+    """Copy a file into the workers' folder, or upload it to a gateway, and print the run's id.
 
-    It is run at a time of their schedule, and its completion window begins then. The answers will be in
-    DIR/done/ID/output.jsonl. Model names that neither --map nor --model maps are mapped by the workers'
-    SLUICE_BATCH_MODELS. With --json, print the status object instead of the id.
+    It is run at a time of the workers' schedule, and its completion window begins then. The answers will be in
+    DIR/done/ID/output.jsonl; those at a gateway are fetched with `sluice batch results`. Model names that neither --map
+    nor --model maps are mapped by the workers' SLUICE_BATCH_MODELS. With --json, print the status object instead of the
+    id.
 
     \b
     Examples:
       sluice batch submit in.jsonl --dir /var/lib/sluice
       sluice batch submit in.jsonl --dir /var/lib/sluice --model default --metadata team=search
+      sluice batch submit in.jsonl --url http://mac.local:8000
     """
+    server = server_of(context, redis_url, url, key)
+    if isinstance(server, Remote) and is_given(context, "folder"):
+        raise CliError("--dir and --url exclude one another: a gateway has its folder from its own settings.")
+    if not isinstance(server, Remote) and folder is None:
+        raise CliError("there is no folder: give the workers' with --dir, or a gateway with --url.")
     options = {
         "models": _mapping(map, model),
         "completion_window": completion_window,
         "metadata": _metadata(metadata or []),
+        **retry_options(retry, retries),
     }
-    submitted = asyncio.run(_submit(redis_url, file, folder, options))
+    submitted = asyncio.run(_submit(server, file, folder, options))
     if as_json:
         print_json(asdict(submitted))
         return
@@ -485,7 +481,14 @@ def submit_run(
 
 
 @batch.command()
-def status(id: RunId, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
+def status(
+    context: typer.Context,
+    id: RunId,
+    redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
     """Show the status of a run.
 
     A run is paused while no process feeds it. If `batch run` started it, run the same command again to resume it; a run
@@ -497,7 +500,7 @@ def status(id: RunId, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) 
       sluice batch status batch_1b9d6bcd4f0a
       sluice batch status batch_1b9d6bcd4f0a --json | jq .request_counts
     """
-    offline_run = asyncio.run(_read(redis_url, id))
+    offline_run = asyncio.run(_read(server_of(context, redis_url, url, key), id))
     if as_json:
         print_json(asdict(offline_run))
         return
@@ -506,7 +509,13 @@ def status(id: RunId, redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) 
 
 
 @batch.command("list")
-def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
+def list_runs(
+    context: typer.Context,
+    redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
     """List the runs of the last week, oldest first. A run is paused while no process feeds it.
 
     \b
@@ -514,7 +523,7 @@ def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
       sluice batch list
       sluice batch list --json | jq -r 'select(.status == "completed").output_file_id'
     """
-    runs = asyncio.run(_read_all(redis_url))
+    runs = asyncio.run(_read_all(server_of(context, redis_url, url, key)))
     if as_json:
         for each in runs:
             print_json(asdict(each))
@@ -525,7 +534,9 @@ def list_runs(redis_url: RedisUrl = REDIS_URL, as_json: AsJson = False) -> None:
 
 
 @batch.command("cancel")
-def cancel_run(id: RunId, redis_url: RedisUrl = REDIS_URL) -> None:
+def cancel_run(
+    context: typer.Context, id: RunId, redis_url: RedisUrl = REDIS_URL, url: GatewayUrl = None, key: ApiKey = None
+) -> None:
     """Request the cancellation of a run. Answers are kept; the other lines end as `batch_cancelled`.
 
     Exit codes: 0, or 2 if there is no such run.
@@ -534,12 +545,13 @@ def cancel_run(id: RunId, redis_url: RedisUrl = REDIS_URL) -> None:
     Example:
       sluice batch cancel batch_1b9d6bcd4f0a
     """
-    offline_run = asyncio.run(_cancel(redis_url, id))
+    offline_run = asyncio.run(_cancel(server_of(context, redis_url, url, key), id))
     print(f"{id}  {f'already {offline_run.status}' if offline_run.ended else 'requested; its feeder will end it'}")
 
 
 @batch.command()
 def results(
+    context: typer.Context,
     id: RunId,
     output: Annotated[
         Path | None,
@@ -547,46 +559,58 @@ def results(
     ] = None,
     errors: Annotated[bool, typer.Option("--errors", help="Fetch the failed lines instead.")] = False,
     redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
 ) -> None:
     """Fetch the answers of a run, even if it has not ended; of a table's run the table.
 
-    It has to run on the machine that has the files of the run.
+    It has to run on the machine that has the files of the run. With --url it may run anywhere, and the run has to have
+    ended.
 
     \b
     Examples:
       sluice batch results batch_1b9d6bcd4f0a -o out.jsonl
       sluice batch results batch_1b9d6bcd4f0a --errors
     """
-    offline_run = asyncio.run(_read(redis_url, id))
-    path = offline_run.error_file_id if errors else offline_run.output_file_id
-    if path is None:
-        note(f"{id} has no {'failed' if errors else 'answered'} lines.")
+    server = server_of(context, redis_url, url, key)
+    offline_run = asyncio.run(_read(server, id))
+    file = offline_run.error_file_id if errors else offline_run.output_file_id
+    if file is None:
+        at_end = " yet" if isinstance(server, Remote) and not offline_run.ended else ""
+        note(f"{id} has no {'failed' if errors else 'answered'} lines{at_end}.")
         return
-    if output and output.resolve() in _files(offline_run):
+    own = (offline_run.input_file_id, offline_run.output_file_id, offline_run.error_file_id)
+    if output and not isinstance(server, Remote) and output.resolve() in {Path(name).resolve() for name in own if name}:
         raise CliError(f"{output} is a file of the run itself, and would be overwritten: give another with -o.")
-    if errors or not tables.export(Path(path), output):
-        _copy(Path(path), output, offline_run)
+    if not errors and not isinstance(server, Remote) and tables.export(Path(file), output):
+        return
+    with _named(output, offline_run), _opened(server, file, output) as found:
+        if output is None:
+            shutil.copyfileobj(found, sys.stdout.buffer)
+            return
+        with output.open("wb") as written:
+            shutil.copyfileobj(found, written)
 
 
-def _files(run: Batch) -> set[Path]:
-    return {Path(name).resolve() for name in (run.input_file_id, run.output_file_id, run.error_file_id) if name}
+def _opened(server: str | Remote, file: str, output: Path | None) -> BinaryIO:
+    if not isinstance(server, Remote):
+        return open(file, "rb")
+    fetched = tempfile.TemporaryFile(dir=output and output.parent)  # noqa: SIM115 - its caller closes it
+    asyncio.run(download(server, file, fetched))
+    fetched.seek(0)
+    return fetched
 
 
-def _copy(path: Path, output: Path | None, offline_run: Batch) -> None:
+@contextmanager
+def _named(output: Path | None, run: Batch) -> Iterator[None]:
+    """Raise `CliError` for a file that cannot be opened in the block."""
     try:
-        with path.open("rb") as file:
-            if output is None:
-                shutil.copyfileobj(file, sys.stdout.buffer)
-            else:
-                with output.open("wb") as there:
-                    shutil.copyfileobj(file, there)
+        yield
     except BrokenPipeError:
         raise  # the reader of stdout has closed it, which typer handles
     except OSError as error:
-        raise CliError(
-            f"{error.filename} cannot be opened: {error.strerror}. {offline_run.id} is {offline_run.status}, and its "
-            f"files are on {offline_run.sluice.host}."
-        ) from None
+        where = f" {run.id} is {run.status}, and its files are on {run.sluice.host}." if run.sluice.host else ""
+        raise CliError(f"{error.filename or output} cannot be opened: {error.strerror}.{where}") from None
 
 
 def _metadata(options: list[str]) -> dict[str, str] | None:
@@ -597,33 +621,36 @@ def _metadata(options: list[str]) -> dict[str, str] | None:
     return {key: value for key, _, value in pairs} or None
 
 
-async def _submit(url: str, file: Path, folder: Path, options: dict[str, Any]) -> Batch:
-    async with connected(url) as client:
-        try:
+async def _submit(server: str | Remote, file: Path, folder: Path | None, options: dict[str, Any]) -> Batch:
+    try:
+        if isinstance(server, Remote):
+            return await submit_there(server, file, options)
+        assert folder is not None
+        async with connected(server) as client:
             return await client.submit_batch(file, folder, **options)
-        except ValueError as error:
-            raise CliError(sentence(str(error))) from None
-        except OSError as error:
-            raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
+    except (BatchRefused, ValueError) as error:
+        raise CliError(sentence(str(error))) from None
+    except OSError as error:
+        raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
 
 
-async def _read(url: str, id: str) -> Batch:
-    async with connected(url) as client:
+async def _read(server: str | Remote, id: str) -> Batch:
+    async with offline_runs(server) as runs:
         try:
-            return await client.batch_status(id)
+            return await runs.batch_status(id)
         except UnknownBatch as error:
             raise _unknown(error) from None
 
 
-async def _read_all(url: str) -> list[Batch]:
-    async with connected(url) as client:
-        return await client.batches()
+async def _read_all(server: str | Remote) -> list[Batch]:
+    async with offline_runs(server) as runs:
+        return await runs.batches()
 
 
-async def _cancel(url: str, id: str) -> Batch:
-    async with connected(url) as client:
+async def _cancel(server: str | Remote, id: str) -> Batch:
+    async with offline_runs(server) as runs:
         try:
-            return await client.cancel_batch(id)
+            return await runs.cancel_batch(id)
         except UnknownBatch as error:
             raise _unknown(error) from None
 

@@ -55,6 +55,14 @@ def create(
         int | None,
         typer.Option(parser=_LIMIT, metavar="N", help="Limit of tokens, prompts and answers.  [default: none]"),
     ] = None,
+    batch_bytes: Annotated[
+        int | None,
+        typer.Option(parser=_LIMIT, metavar="N", help="Limit of bytes in the tenant's files.  [default: none]"),
+    ] = None,
+    batch_runs: Annotated[
+        int | None,
+        typer.Option(parser=_LIMIT, metavar="N", help="Limit of the tenant's open batches.  [default: none]"),
+    ] = None,
     lanes: Annotated[
         str | None, typer.Option(metavar="LANE,...", help="Lanes that the key may use.  [default: both]")
     ] = None,
@@ -80,6 +88,8 @@ def create(
         "tenant": tenant,
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
+        "batch_bytes": batch_bytes,
+        "batch_runs": batch_runs,
         "models": None if models is None else tuple(models.split(",")),
         "expires": None if expires is None else _expiry(expires),
         "note": note_text,

@@ -18,7 +18,7 @@ from sluice.cli.terminal.output import print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.client import Client
 from sluice.contract.keys import LANES
-from sluice.contract.models import Model, State
+from sluice.contract.models import Model, State, loaded_share
 from sluice.presence import serves
 from sluice.wording import counted
 
@@ -56,9 +56,9 @@ def list_models(
     server, the other part is listed.
 
     With --json, print an object for each name: `model` is what an alias stands for, else null; `workers` counts those
-    that take jobs; `supervisors` has the state, the share of memory and the problem of each that has it. Those of
-    checkpoints have `checkpoint` in place of `name`. Exit codes: 0, or 2 if there is neither
-    a server nor a worker installed here.
+    that take jobs; `supervisors` has the state, the share of memory, the weights, of them the bytes that a load has
+    read, and the problem of each that has it. Those of checkpoints have `checkpoint` in place of `name`. Exit codes: 0,
+    or 2 if there is neither a server nor a worker installed here.
 
     \b
     Examples:
@@ -115,10 +115,7 @@ class _Server:
             "rows": rows,
             "max_rows": most,
             "images": bool(serving) and all(each.get("images") == "yes" for each in serving),
-            "supervisors": [
-                {"id": id, **{field: each[field] for field in ("state", "bytes", "since", "path", "problem")}}
-                for id, each in having.items()
-            ],
+            "supervisors": [{"id": id, **each} for id, each in having.items()],
         }
 
     def paths_here(self) -> set[str]:
@@ -209,10 +206,12 @@ def _state(model: Mapping[str, Any]) -> str:
     if model["workers"]:
         return "loaded"
     order = "loaded", "loading", "unloading", "unloaded"
-    known = sorted(model["supervisors"], key=lambda each: order.index(each["state"]))
+    known = sorted(model["supervisors"], key=lambda each: (order.index(each["state"]), -loaded_share(each)))
     if not known:
         return "no worker"
-    return f"{known[0]['state']}: {known[0]['problem']}" if known[0]["problem"] else str(known[0]["state"])
+    share = f", {loaded_share(known[0]):.0%}" if known[0]["state"] == "loading" else ""
+    problem = f": {known[0]['problem']}" if known[0]["problem"] else ""
+    return f"{known[0]['state']}{share}{problem}"
 
 
 def _memory(model: Mapping[str, Any]) -> str:
@@ -345,7 +344,7 @@ def _why_not_asked(name: str, known: Collection[str]) -> str:
 async def _follow(client: Client, model: str, asked: Mapping[str, Model], goal: State, timeout_s: float) -> None:
     """Print the states of a model, a line for each change, until all supervisors have reached the goal. `asked`: the
     model as each had it then. Raises `CliError`."""
-    shown = dict[str, str]()
+    shown, loaded = dict[str, str](), dict[str, int]()
     changed_at = time.monotonic()
     while True:
         found = await client.supervised_models()
@@ -361,6 +360,9 @@ async def _follow(client: Client, model: str, asked: Mapping[str, Model], goal: 
             if each["state"] != shown.get(id):
                 note(f"{id}: {model} is {each['state']}" + _waiting(each["state"], goal))
                 shown[id] = each["state"]
+                changed_at = time.monotonic()
+            if each["loaded_bytes"] != loaded.get(id, 0):
+                loaded[id] = each["loaded_bytes"]
                 changed_at = time.monotonic()
         if missing := [id for id in asked if id not in now]:
             raise CliError(f"{missing[0]} has left.", exit_code=1)

@@ -4,7 +4,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from sluice.cli.terminal.top_view import Sample, TopView
 from sluice.cli.terminal.view import console, note
 from sluice.client import Client
 from sluice.contract.batch import Batch
+from sluice.contract.models import loaded_share
 from sluice.presence import parse_worker, serves
 from sluice.queues import QueueHead
 
@@ -50,8 +51,9 @@ def top(
                prefix_hit_rate (0 to 1), claims_left, claims_overruled,
                prefix_hint_rate (0 to 1), prefix_cache_bytes, memory_bytes,
                memory_limit_bytes, queue_limit, started_at, protocol
-      models   model, workers (that take jobs), rows, max_rows, tokens_per_s,
-               claims_left, claims_overruled
+      models   model, workers (that take jobs), loading (the loaded share of the
+               weights, 0 to 1; null: no worker loads it), rows, max_rows,
+               tokens_per_s, claims_left, claims_overruled
       queues   model, lane, jobs; of the oldest 300: running, waiting, oldest_s;
                complete (there are no more, or they are put off)
       tenants  model, lane, tenant ("": none), waiting, oldest_s
@@ -121,10 +123,11 @@ async def _sample(client: Client) -> Sample:
     found = filter(None, map(parse_worker, await client.workers()))
     workers = sorted(found, key=lambda each: (each["model"], each["name"]))
     heads = await client.queue_heads()
+    loading = await _loading(client)
     return {
         "at": round(time.time(), 3),
         "workers": workers,
-        "models": [_model(name, workers) for name in sorted({each["model"] for each in workers})],
+        "models": [_model(name, workers, loading) for name in sorted({*loading, *(each["model"] for each in workers)})],
         "queues": [_queue(head) for head in heads],
         "tenants": [tenant for head in heads for tenant in _tenants(head)],
         "runs": [_run(batch) for batch in await client.batches() if not batch.ended],
@@ -132,10 +135,20 @@ async def _sample(client: Client) -> Sample:
     }
 
 
-def _model(name: str, workers: list[dict[str, Any]]) -> dict[str, Any]:
+async def _loading(client: Client) -> dict[str, float]:
+    """Return the models that supervisors load, with the share of the weights that the furthest has loaded."""
+    loading = dict[str, float]()
+    for models in (await client.supervised_models()).values():
+        for name, model in models.items():
+            if model["state"] == "loading":
+                loading[name] = max(loading.get(name, 0.0), round(loaded_share(model), 3))
+    return loading
+
+
+def _model(name: str, workers: list[dict[str, Any]], loading: Mapping[str, float]) -> dict[str, Any]:
     own = [each for each in workers if each["model"] == name]
     sums = {field: sum(each[field] or 0 for each in own) for field in _SUMMED}
-    return {"model": name, "workers": sum(map(serves, own)), **sums}
+    return {"model": name, "workers": sum(map(serves, own)), "loading": loading.get(name), **sums}
 
 
 def _queue(head: QueueHead) -> dict[str, Any]:

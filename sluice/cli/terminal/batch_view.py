@@ -176,25 +176,6 @@ def _shorten(custom_id: str) -> str:
     return custom_id if len(custom_id) <= 40 else f"{custom_id[:39]}…"
 
 
-def print_runs(runs: list[Batch]) -> None:
-    """Print a table of several runs."""
-    print_table(
-        "Offline runs",
-        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "created": "right"},
-        [
-            (
-                run.id,
-                describe_state(run),
-                f"{run.request_counts.completed:,}",
-                f"{run.request_counts.failed:,}",
-                f"{run.request_counts.total:,}",
-                f"{format_duration(time.time() - run.created_at)} ago",
-            )
-            for run in runs
-        ],
-    )
-
-
 def print_problems(batch: Batch) -> None:
     """Print the first 20 problems; the status object has more."""
     problems = batch.errors.data if batch.errors else ()
@@ -233,3 +214,22 @@ def _ended(batch: Batch) -> int:
 def _time(batch: Batch) -> str:
     seconds = batch.sluice.seconds
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
+
+
+def print_runs(runs: list[Batch]) -> None:
+    """Print a table of several runs."""
+    print_table(
+        "Offline runs",
+        {"id": "left", "status": "left", "answered": "right", "failed": "right", "lines": "right", "created": "right"},
+        [
+            (
+                run.id,
+                describe_state(run),
+                f"{run.request_counts.completed:,}",
+                f"{run.request_counts.failed:,}",
+                f"{run.request_counts.total:,}",
+                f"{format_duration(time.time() - run.created_at)} ago",
+            )
+            for run in runs
+        ],
+    )

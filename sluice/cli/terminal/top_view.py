@@ -146,11 +146,13 @@ def _left(each: _Row) -> str:
 def _models(sample: Sample, *, fleet: bool) -> tuple[list[str], list[list[str]]]:
     models = {each["model"]: each for each in sample["models"]}
     queues = {(each["model"], each["lane"]): each for each in sample["queues"]}
-    none = {"workers": 0, "rows": 0, "max_rows": 0, "tokens_per_s": 0, "claims_left": 0, "claims_overruled": 0}
+    sums = "workers", "rows", "max_rows", "tokens_per_s", "claims_left", "claims_overruled"
+    none = {**dict.fromkeys(sums, 0), "loading": None}
     rows = []
     for name in sorted({*models, *(model for model, _ in queues)}):
         model = models.get(name, none)
-        load = [f"{model['workers']:,}", f"{model['rows']:,}/{model['max_rows']:,}", _whole(model["tokens_per_s"])]
+        workers = f"{model['workers']:,}" if model["loading"] is None else f"loads {model['loading']:.0%}"
+        load = [workers, f"{model['rows']:,}/{model['max_rows']:,}", _whole(model["tokens_per_s"])]
         hints = [each["prefix_hint_rate"] for each in sample["workers"] if each["model"] == name]
         known = [rate for rate in hints if rate is not None]
         rate = sum(known) / len(known) if known else None

@@ -111,6 +111,8 @@ class View:
                 self._note(f"{event.worker} continues")
             case Started():
                 self._start(event)
+            case Progress(stored=False, phase="loading"):
+                self._status.update(f"loading the model: {event.done / max(1, event.total):.0%}")
             case Progress(stored=False):
                 self._waiting(event.workers or 0)
             case Progress():

@@ -12,7 +12,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.support.chaos import churn, crashes, fairness, fuzz, gateway, greedy, load, mixed, offline, outages, pickup
+from tests.support.chaos import (
+    beside,
+    churn,
+    crashes,
+    fairness,
+    fuzz,
+    gateway,
+    greedy,
+    load,
+    mixed,
+    offline,
+    outages,
+    pickup,
+)
 from tests.support.chaos.harness import Figure
 from tests.support.stack import Server
 
@@ -55,6 +68,7 @@ SCENARIOS: dict[str, Scenario] = {
     "overload": lambda s: churn.overload(jobs=500),
     "greedy": lambda s: greedy.with_greedy_requests(s.url, streams=32, alone_s=8),
     "fuzz": lambda s: fuzz.fuzzed(s.url, bodies=2_000, streams=8, alone_s=10),
+    "beside": lambda s: beside.uploads(s.url, megabytes=200, count=3, streams=8, alone_s=10),
     "hostile": lambda s: load.hostile(s.url, _bomb(), megabytes=50),
 }
 

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from worker.engine import device
 from worker.engine.checkpoint import read_config, tensor_names, text_config, told_as
 from worker.engine.memory import MemoryModel
+from worker.engine.model.drafter import costs_with_head
 from worker.engine.model.load import (
     model_folder,
     open_text,
@@ -39,6 +40,7 @@ class ModelReport:
     config: dict[str, Any]
     profile: ModelProfile
     costs: MemoryModel
+    costs_with_head: MemoryModel  # and with the MTP head that a worker adds
     drafting: Drafting
     batches: bool
     device: str
@@ -71,10 +73,17 @@ class _Files:
     nbytes: int = 0  # by the index file, if only that is local
 
 
-def check_model(folder_or_hub_id: str, *, memory: int, vision: bool = True, trusted: bool = False) -> ModelReport:
+def check_model(
+    folder_or_hub_id: str,
+    *,
+    memory: int,
+    vision: bool = True,
+    trusted: bool = False,
+    mtp_model: str | None = None,
+) -> ModelReport:
     """Report on a model without reading a weight; from the hub, only small files are downloaded. `memory`: bytes that a
-    worker may use. The other parameters: see `open_model`. Blocks. Raises `CannotStart` if the model cannot be
-    examined."""
+    worker may use. `mtp_model`: see `with_head`. The other parameters: see `open_model`. Blocks. Raises
+    `CannotStart` if the model cannot be examined."""
     folder = model_folder(folder_or_hub_id, name=folder_or_hub_id, only=_TEXTS)
     if Path(folder_or_hub_id).expanduser().is_dir():
         refuse_without_weights(folder, folder_or_hub_id)
@@ -93,11 +102,13 @@ def check_model(folder_or_hub_id: str, *, memory: int, vision: bool = True, trus
         encoder_bytes = 0 if no_vision else _encoder_bytes(network, vision_part, files)
         costs = found.costs(weights_bytes=weights_bytes(network) + encoder_bytes)
         reasons = why_not_served(network, config, costs, memory, has_template=tokenizer.has_chat_template)
+        way = drafting(network, found.layers) if no_batch is None else Drafting(unsupported_reason=_NO_BATCH)
         return ModelReport(
             config=config,
             profile=found,
             costs=costs,
-            drafting=drafting(network, found.layers) if no_batch is None else Drafting(unsupported_reason=_NO_BATCH),
+            costs_with_head=_with_head(network, costs, config, folder, files, mtp_model) if way.max_draft else costs,
+            drafting=way,
             batches=no_batch is None,
             device=device.describe(),
             limit=memory,
@@ -150,6 +161,21 @@ def _opened(
 def _encoder_bytes(network: nn.Module, vision_part: Vision | None, files: _Files) -> int:
     all_bytes = weights_bytes(vision_part.network) if vision_part else files.nbytes
     return max(0, all_bytes - weights_bytes(network))
+
+
+def _with_head(
+    network: nn.Module, costs: MemoryModel, config: dict[str, Any], folder: Path, files: _Files, mtp_model: str | None
+) -> MemoryModel:
+    """Return the memory model with the MTP head that `drafter.with_head` loads."""
+    if mtp_model is not None:
+        given = Path(mtp_model).expanduser()
+        return costs_with_head(network, costs, config, given if given.is_dir() else None)
+    if report_head(config, files.names or []).status != "yes":
+        return costs
+    try:
+        return costs_with_head(network, costs, config, folder if files.local else None)
+    except (CannotStart, ValueError, KeyError, TypeError):  # the worker leaves it out, with a warning
+        return costs
 
 
 def _set_dtypes(network: nn.Module, config: dict[str, Any]) -> None:

@@ -7,19 +7,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from worker.engine.checkpoint import read_config, read_json, tensor_names, told_as
 from worker.engine.memory import KVLayers, MemoryModel
 from worker.engine.model.calibration import calibrated
-from worker.engine.model.load import Model, context_of, model_folder, open_text, refuse_undraftable
+from worker.engine.model.load import (
+    Model,
+    OnLoaded,
+    context_of,
+    load_weights,
+    model_folder,
+    open_text,
+    refuse_undraftable,
+)
 from worker.engine.model.profile import Drafting, drafting, profile, weights_bytes
 from worker.engine.speculation.draft_model import DraftNetwork
 from worker.engine.speculation.mtp import Head, Trunk, entry_shape
 from worker.engine.speculation.mtp_load import (
     files_to_download,
     find_head,
+    head_of_layout,
     load_head,
     refuse_other_model,
     report_head,
@@ -35,7 +43,9 @@ logger = logging.getLogger("sluice.engine")
 _INDEX = "model.safetensors.index.json"
 
 
-def with_head(model: Model, path_or_hub_id: str, head_path_or_hub_id: str | None) -> Model:
+def with_head(
+    model: Model, path_or_hub_id: str, head_path_or_hub_id: str | None, on_loaded: OnLoaded | None = None
+) -> Model:
     """Return the model with its MTP head. Blocks; must run on the thread that will compute. `path_or_hub_id`: of the
     model. `head_path_or_hub_id`: of a checkpoint with the head. If it is None, a head in the model's own folder is
     loaded, and one that cannot be loaded is left out with a warning; else it raises `CannotStart` with the reason and
@@ -45,11 +55,11 @@ def with_head(model: Model, path_or_hub_id: str, head_path_or_hub_id: str | None
     if head_path_or_hub_id is not None:
         name = f"SLUICE_MTP_MODEL={head_path_or_hub_id}"
         refuse_undraftable(model, name)
-        return _loaded(model, config, _head_folder(head_path_or_hub_id, config, name), name)
+        return _loaded(model, config, _head_folder(head_path_or_hub_id, config, name), name, on_loaded)
     if not model.drafting.max_draft:
         return model
     try:
-        return _loaded(model, config, folder, path_or_hub_id) if find_head(folder, config) else model
+        return _loaded(model, config, folder, path_or_hub_id, on_loaded) if find_head(folder, config) else model
     except (CannotStart, ValueError) as error:
         logger.warning("the model's MTP head is not used: %s", error)
         return model
@@ -66,7 +76,7 @@ def _head_folder(path_or_hub_id: str, config: dict[str, Any], name: str) -> Path
     return model_folder(path_or_hub_id, name=name, only=["config.json", _INDEX, *files])
 
 
-def _loaded(model: Model, config: dict[str, Any], folder: Path, name: str) -> Model:
+def _loaded(model: Model, config: dict[str, Any], folder: Path, name: str, on_loaded: OnLoaded | None) -> Model:
     head_config = with_config(folder, config)
     refuse_other_model(head_config, config, name=name)
     try:
@@ -74,7 +84,7 @@ def _loaded(model: Model, config: dict[str, Any], folder: Path, name: str) -> Mo
         if found is None:
             raise CannotStart(f"{name}: {_why_none(folder, head_config)}")
         network = load_head(model.network, found, head_config, name=name)
-        mx.eval(network.parameters())
+        load_weights(network, on_loaded)
     except (ValueError, OSError, RuntimeError) as error:
         raise CannotStart(f"{name}: its MTP head cannot be loaded: {error}") from error
     head = Head(network, Trunk(model.network))
@@ -106,6 +116,18 @@ def with_head_costs(costs: MemoryModel, head: Head) -> MemoryModel:
     )
 
 
+def costs_with_head(network: nn.Module, costs: MemoryModel, config: dict[str, Any], folder: Path | None) -> MemoryModel:
+    """Return the memory model of a network with its MTP head, or `costs` if none is loaded. Lazy: reads no weights.
+    `folder`: with the head; None if its files are not here, and then it counts as unquantized. Raises `CannotStart`,
+    ValueError, OSError, and for a config that does not describe the head what its layer raises."""
+    if folder is None:
+        head = head_of_layout(network, config)
+    else:
+        found = find_head(folder, config)
+        head = load_head(network, found, with_config(folder, config), name=str(folder)) if found else None
+    return with_head_costs(costs, Head(head, Trunk(network))) if head else costs
+
+
 def tokens_read(model: Model) -> list[str]:
     """Return the model's tokens by id, without the image placeholder, which a draft model does not read."""
     tokens = MLXTokenizer(model.tokenizer).tokens
@@ -132,7 +154,9 @@ def _difference(target: Sequence[str], draft: Sequence[str], vocab: int) -> str 
     return None
 
 
-def with_drafter(model: Model, path_or_hub_id: str, specprefill_path_or_hub_id: str | None) -> Model:
+def with_drafter(
+    model: Model, path_or_hub_id: str, specprefill_path_or_hub_id: str | None, on_loaded: OnLoaded | None = None
+) -> Model:
     """Return the model with its draft model. Blocks; must run on the thread that will compute.
     `specprefill_path_or_hub_id`: of the model's SpecPrefill draft; if it is the same folder, the two share their
     weights. Raises `CannotStart` with the reason and what to do."""
@@ -142,10 +166,13 @@ def with_drafter(model: Model, path_or_hub_id: str, specprefill_path_or_hub_id: 
     is_shared = specprefill_path_or_hub_id is not None and _is_same(folder, specprefill_path_or_hub_id)
     read_config(folder, name)
     with told_as(lambda reason: f"{name}: mlx-lm cannot load it: {reason}"):
-        return _with_drafter(model, folder, name, shared=model.draft.network if model.draft and is_shared else None)
+        shared = model.draft.network if model.draft and is_shared else None
+        return _with_drafter(model, folder, name, on_loaded, shared=shared)
 
 
-def _with_drafter(model: Model, folder: Path, name: str, *, shared: nn.Module | None) -> Model:
+def _with_drafter(
+    model: Model, folder: Path, name: str, on_loaded: OnLoaded | None, *, shared: nn.Module | None
+) -> Model:
     """`shared`: the network of this folder, if it is loaded already."""
     network, config = (shared, read_json(folder, "config.json")) if shared is not None else _opened(folder)
     tokens = MLXTokenizer(load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))).tokens
@@ -153,7 +180,7 @@ def _with_drafter(model: Model, folder: Path, name: str, *, shared: nn.Module | 
     way = drafting(network, found.layers)
     if why_not := why_not_same_tokens(tokens_read(model), tokens, found.vocab) or _why_not(way):
         raise CannotStart(f"{name}: {why_not}")
-    mx.eval(network.parameters())
+    load_weights(network, on_loaded)
     guessed = found.costs(weights_bytes=0 if shared is not None else weights_bytes(network))
     return added(model, network, calibrated(guessed, network, context_of(config)), way, config)
 

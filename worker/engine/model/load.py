@@ -2,7 +2,7 @@
 
 import errno
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from worker.engine import device
 from worker.engine.cache.segments import needs_states
@@ -47,6 +48,8 @@ from worker.errors import CannotStart
 EMBEDDING_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]  # mlx-lm would leave out the weights of 2_Dense
 # They resize and normalize images, and compute their features.
 _IMAGE_LIBRARIES = "mlx-vlm", "transformers", "pillow"
+
+OnLoaded = Callable[[int], object]  # receives the bytes of each part of the weights when it is in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,14 @@ class Model:
         return " ".join([self.fingerprint, *(f"{name} {version(name)}" for name in libraries)])
 
 
-def open_model(path_or_hub_id: str, *, memory: int | None = None, vision: bool = True, trusted: bool = False) -> Model:
+def open_model(
+    path_or_hub_id: str,
+    *,
+    memory: int | None = None,
+    vision: bool = True,
+    trusted: bool = False,
+    on_loaded: OnLoaded | None = None,
+) -> Model:
     """Load a model with its weights, and measure its memory use. Blocks; must run on the thread that will compute.
     `memory`: bytes that it may use with its rows; None: what the device offers. `vision`: serve images too, if the
     model supports them. `trusted`: code in its folder may run. Raises `CannotStart` with the reason and what to do,
@@ -106,6 +116,7 @@ def open_model(path_or_hub_id: str, *, memory: int | None = None, vision: bool =
             if reasons := why_not_served(network, config, costs, limit, has_template=has_template):
                 raise not_served(path_or_hub_id, reasons)
             drafts = drafting(network, model_profile.layers)
+            load_weights(_all_weights(network, vision_part), on_loaded)
             costs = _measured(costs, network, vision_part, config, model_profile.vocab)
             tokenizer = tokenizer_loaded.result()
     return Model(
@@ -171,12 +182,26 @@ def refuse_undraftable(model: Model, name: str) -> None:
 def _measured(
     costs: MemoryModel, network: nn.Module, vision: Vision | None, config: dict[str, Any], vocab: int
 ) -> MemoryModel:
-    """Load the weights into memory, and return the memory model corrected by measurements. Blocks."""
-    mx.eval(_all_weights(network, vision).parameters())
+    """Return the memory model corrected by measurements. Blocks."""
     if vision:
         refuse_unlike(vision.network, network, vocab)
     costs = calibrated(costs, network, context_of(config))
     return with_encoder_cost(costs, vision) if vision else costs
+
+
+def load_weights(network: nn.Module, on_loaded: OnLoaded | None) -> None:
+    """Load the weights of a network into memory, in some fifty parts. Blocks."""
+    arrays = {id(array): array for _, array in tree_flatten(network.parameters())}
+    least = weights_bytes(network) // 50
+    part, part_bytes = list[mx.array](), 0
+    for number, array in enumerate(arrays.values(), 1):
+        part.append(array)
+        part_bytes += array.nbytes
+        if part_bytes >= least or number == len(arrays):
+            mx.eval(part)
+            if on_loaded:
+                on_loaded(part_bytes)
+            part, part_bytes = [], 0
 
 
 def context_of(config: dict[str, Any]) -> int:

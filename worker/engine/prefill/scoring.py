@@ -23,7 +23,7 @@ from worker.engine.cache.layers import layers
 from worker.engine.cache.segments import is_sliceable, needs_states
 from worker.engine.checkpoint import read_config, told_as
 from worker.engine.model.drafter import tokens_read, why_not_same_tokens
-from worker.engine.model.load import DraftModel, Model, context_of, model_folder, open_text
+from worker.engine.model.load import DraftModel, Model, OnLoaded, context_of, load_weights, model_folder, open_text
 from worker.engine.model.profile import profile, weights_bytes
 from worker.engine.prefill.spans import ComputeSpans
 from worker.engine.prefill.task import PromptTask
@@ -311,7 +311,7 @@ def _lengthened(buffer: mx.array, tokens: int) -> mx.array:
     return mx.zeros((rows, heads, tokens, width), buffer.dtype)
 
 
-def with_draft(model: Model, path_or_hub_id: str) -> Model:
+def with_draft(model: Model, path_or_hub_id: str, on_loaded: OnLoaded | None = None) -> Model:
     """Return the model with its draft loaded. Blocks; must run on the thread that will compute. Raises `CannotStart`
     with the reason and what to do."""
     setting = f"SLUICE_SPECPREFILL_DRAFT_MODEL={path_or_hub_id}"
@@ -322,7 +322,7 @@ def with_draft(model: Model, path_or_hub_id: str) -> Model:
         tokens = MLXTokenizer(load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))).tokens
         why_not = why_not_draft(tokens_read(model), tokens, draft)
         if why_not is None:
-            mx.eval(draft.parameters())
+            load_weights(draft, on_loaded)
             why_not = why_not_sparse(model.network, model.context)
     if why_not:
         raise CannotStart(f"{setting}: {why_not}")

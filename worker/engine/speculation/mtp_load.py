@@ -234,6 +234,16 @@ def load_head(network: nn.Module, found: _HeadFiles, config: dict[str, Any], *, 
     return head
 
 
+def head_of_layout(network: nn.Module, config: dict[str, Any]) -> MTPHead | None:
+    """Return a head as a checkpoint of this model has it, unquantized, with weights that are not read; None if such
+    heads are not loaded. Raises what its layer does if the config does not describe it. Lazy."""
+    if (layout := layout_of(config)) is None:
+        return None
+    head = layout.build()
+    _match_dtype(head, Trunk(network))
+    return head
+
+
 def refuse_other_model(head_config: dict[str, Any], config: dict[str, Any], *, name: str) -> None:
     """Raise `CannotStart` if a head with this config belongs to another model than the one that is served."""
     ours, theirs = text_config(config), text_config(head_config)

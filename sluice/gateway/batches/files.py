@@ -1,0 +1,267 @@
+"""`/v1/files`: a body is parsed and written to disk as it arrives, and is never whole in memory."""
+
+import re
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from sluice.batch.source import MAX_FILE_BYTES
+from sluice.batch.store import FileStore, NewFile, StoredFile
+from sluice.gateway.batches.folder import Shared, limit_of, on_disk, page_of, seconds_of
+from sluice.gateway.caller import Caller
+from sluice.gateway.errors import endpoint
+from sluice.gateway.gateway import Gateway
+from sluice.gateway.sse import ClientDisconnected
+from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
+
+_PATH = "/v1/files"
+_PIECE_BYTES = 262_144  # parsed and written in one call in a thread: about a millisecond
+
+
+def routes(gateway: Gateway, shared: Shared) -> list[Route]:
+    """Return the routes of files."""
+
+    async def caller_of(request: Request) -> Caller:
+        caller = await gateway.authenticate(request)
+        await shared.open()
+        return caller
+
+    async def create(request: Request) -> Response:
+        caller = await caller_of(request)
+        return JSONResponse(_public(await _upload(request, caller, shared.store)))
+
+    async def list_files(request: Request) -> Response:
+        caller = await caller_of(request)
+        return JSONResponse(await on_disk(_page, shared.store, caller, request))
+
+    async def retrieve(request: Request) -> Response:
+        caller = await caller_of(request)
+        return JSONResponse(_public(await on_disk(_find, shared.store, caller, request)))
+
+    async def content(request: Request) -> Response:
+        caller = await caller_of(request)
+        file = await on_disk(_find, shared.store, caller, request)
+        etag = f'"{file.sha256}"'
+        headers = {"etag": etag, "content-type": "application/octet-stream"}
+        if _matches(request.headers.get("if-none-match", ""), etag):
+            return Response(status_code=304, headers={"etag": etag})
+        path = shared.store.data(caller.tenant, file.id)
+        return FileResponse(path, headers=headers, filename=file.filename, stat_result=await on_disk(path.stat))
+
+    async def delete(request: Request) -> Response:
+        caller = await caller_of(request)
+        file_id = (await on_disk(_delete, shared, caller, request)).id
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    one = f"{_PATH}/{{id}}"
+    return [
+        Route(_PATH, endpoint(create), methods=["POST"]),
+        Route(_PATH, endpoint(list_files), methods=["GET"]),
+        Route(one, endpoint(retrieve), methods=["GET"]),
+        Route(f"{one}/content", endpoint(content), methods=["GET"]),
+        Route(one, endpoint(delete), methods=["DELETE"]),
+    ]
+
+
+def _public(file: StoredFile) -> dict[str, Any]:
+    """Return OpenAI's File object."""
+    told = {name: value for name, value in asdict(file).items() if name not in ("sha256", "run")}
+    return {**told, "object": "file", "status": "processed", "status_details": None, "sluice": {"sha256": file.sha256}}
+
+
+def _page(store: FileStore, caller: Caller, request: Request) -> dict[str, Any]:
+    query, limit = request.query_params, limit_of(request, 10_000, 10_000)
+    order, after = query.get("order", "desc"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise ApiError(ErrorForm.INVALID_VALUE, "order: it must be asc or desc.", param="order")
+    ids = store.ids(caller.tenant, newest_first=order == "desc")
+    if after is not None:  # ids sort by time, so that the page after a file that was deleted begins where it should
+        ids = [each for each in ids if (each < after if order == "desc" else each > after)]
+    found = list[StoredFile]()
+    for file_id in ids:
+        file = store.find(caller.tenant, file_id)
+        if file is not None and query.get("purpose") in (None, file.purpose):
+            found.append(file)
+        if len(found) > limit:
+            break
+    return page_of([_public(file) for file in found[:limit]], has_more=len(found) > limit)
+
+
+def _find(store: FileStore, caller: Caller, request: Request) -> StoredFile:
+    return find_file(store, caller, request.path_params["id"], "id")
+
+
+def find_file(store: FileStore, caller: Caller, file_id: str, param: str) -> StoredFile:
+    """Return a file of the caller's tenant. Blocks. Raises `ApiError` 404."""
+    file = store.find(caller.tenant, file_id)
+    if file is None:
+        message = f"{param}: there is no file {file_id[:80]!r}; it may have been deleted, or have expired."
+        raise ApiError(ErrorForm.NOT_FOUND, message, param=param)
+    return file
+
+
+def _delete(shared: Shared, caller: Caller, request: Request) -> StoredFile:
+    file = _find(shared.store, caller, request)
+    for run in shared.runs(caller.tenant):
+        if run.sluice.input_file == file.id and not run.ended:
+            message = f"{file.id} is the input of {run.id}, which has not ended; cancel it first."
+            raise ApiError(ErrorForm.CONFLICT, message, param="id")
+    shared.store.delete(caller.tenant, file)
+    return file
+
+
+def _matches(header: str, etag: str) -> bool:
+    return any(each.strip().removeprefix("W/") in (etag, "*") for each in header.split(","))
+
+
+def _boundary(request: Request) -> bytes:
+    """Return what separates the parts of the body. Raises `ApiError` for a body that is no form or is too long."""
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        message = "Content-Encoding: a form with a file has to be sent plain."
+        raise ApiError(ErrorForm.BODY_ENCODING, message, param="Content-Encoding")
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    boundary = options.get(b"boundary", b"")
+    if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 200:
+        message = "The body must be multipart/form-data with the parts file and purpose."
+        raise ApiError(ErrorForm.INVALID_REQUEST, message)
+    if int(request.headers.get("content-length") or 0) > MAX_FILE_BYTES + 65_536:  # the other parts are short
+        raise _too_long()
+    return boundary
+
+
+def _too_long() -> ApiError:
+    message = f"file: it has more than {MAX_FILE_BYTES:,} bytes (200 MB); send it in several files."
+    return ApiError(ErrorForm.BODY_TOO_LARGE, message, param="file")
+
+
+async def _upload(request: Request, caller: Caller, store: FileStore) -> StoredFile:
+    """Store the file of a form. Raises `ApiError`."""
+    boundary = _boundary(request)
+    await caller.count_request()
+    caller.held.add(2 * _PIECE_BYTES)
+    new = await on_disk(store.new, caller.tenant)
+    try:
+        form = _Form(boundary, new)
+        await _receive(request, form)
+        return await on_disk(form.publish, caller.batch_bytes)
+    finally:
+        await on_disk(new.discard)
+
+
+async def _receive(request: Request, form: "_Form") -> None:
+    """Write the body's file to disk. Raises `ApiError`."""
+    piece = bytearray()
+    try:
+        async for part in request.stream():
+            piece += part
+            if len(piece) >= _PIECE_BYTES:
+                await on_disk(form.write, bytes(piece))
+                piece.clear()
+    except ClientDisconnect:
+        raise ClientDisconnected from None
+    await on_disk(form.write, bytes(piece))
+
+
+class _Form:
+    """A form that is parsed piece by piece: its file goes to disk, and its fields are short."""
+
+    def __init__(self, boundary: bytes, new: NewFile) -> None:
+        self._new = new
+        self._fields = dict[str, bytearray]()
+        self._headers = dict[bytes, bytes]()
+        self._header, self._value = bytearray(), bytearray()
+        self._part: bytearray | None = None  # None: the file
+        self._length, self._ended = 0, False
+        self._filename: str | None = None
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+                "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._begin_data,
+                "on_part_data": self._add,
+                "on_end": self._end,
+            },
+        )
+
+    def write(self, data: bytes) -> None:
+        """Parse a piece of the body. Blocks. Raises `ApiError`, and OSError."""
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise ApiError(ErrorForm.INVALID_REQUEST, f"The body is no valid multipart/form-data: {error}.") from None
+
+    def publish(self, max_held: int | None) -> StoredFile:
+        """Check the fields, and put the file among the others. Blocks. Raises `ApiError`, `StoreFull`, OSError."""
+        if not self._ended:
+            raise ApiError(ErrorForm.INVALID_REQUEST, "The body ends before the form does; send it again.")
+        if self._filename is None:
+            message = "file: there is no such part with a filename; send the file in it."
+            raise ApiError(ErrorForm.MISSING_PARAMETER, message, param="file")
+        fields = {name: bytes(value).decode(errors="replace") for name, value in self._fields.items()}
+        if (purpose := fields.get("purpose")) != "batch":
+            message = f"purpose: it must be batch, not {purpose!r}; files serve as inputs of /v1/batches alone."
+            raise ApiError(ErrorForm.INVALID_VALUE, message, param="purpose")
+        return self._new.publish(self._filename, "batch", _life_s(fields), max_held=max_held)
+
+    def _begin(self) -> None:
+        self._headers, self._part = {}, bytearray()
+
+    def _end_header(self) -> None:
+        self._headers[bytes(self._header).lower()] = bytes(self._value)
+        self._header.clear()
+        self._value.clear()
+
+    def _begin_data(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        name = options.get(b"name", b"").decode(errors="replace")
+        if name == "file" and b"filename" in options:
+            if self._filename is not None:
+                raise ApiError(ErrorForm.INVALID_VALUE, "file: there are two; send one in a request.", param="file")
+            self._filename = _plain(options[b"filename"].decode(errors="replace"))
+            self._part = None
+            return
+        if name not in ("purpose", "expires_after[anchor]", "expires_after[seconds]") or name in self._fields:
+            message = (
+                f"{name[:80]!r} is not a part of this form, or is there twice; send file, purpose and expires_after."
+            )
+            raise ApiError(ErrorForm.UNSUPPORTED_PARAMETER, message)
+        self._part = self._fields.setdefault(name, bytearray())
+
+    def _add(self, data: bytes, start: int, end: int) -> None:
+        if self._part is not None:
+            self._part += data[start:end]
+            if len(self._part) > 1_000:  # far more than any of these has
+                raise ApiError(ErrorForm.INVALID_VALUE, "A part other than the file has more than 1,000 bytes.")
+            return
+        self._length += end - start
+        if self._length > MAX_FILE_BYTES:
+            raise _too_long()
+        self._new.write(data[start:end])
+
+    def _end(self) -> None:
+        self._ended = True
+
+
+def _life_s(fields: dict[str, str]) -> int:
+    name = "expires_after"
+    given = {key: fields[f"{name}[{key}]"] for key in ("anchor", "seconds") if f"{name}[{key}]" in fields}
+    if not given:
+        return 30 * 86_400  # OpenAI's for inputs of batches
+    with suppress(KeyError, ValueError):
+        return seconds_of({**given, "seconds": int(given["seconds"])}, name)
+    return seconds_of(given, name)
+
+
+def _plain(filename: str) -> str:
+    """Return a name that can be shown: it is stored as text, and never used as a path."""
+    return re.sub(r"[\x00-\x1f\x7f]", "", filename)[:255] or "file"

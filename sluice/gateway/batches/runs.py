@@ -1,0 +1,229 @@
+"""`/v1/batches`: the runs of the folder, whichever way they came into it. The folder is the truth about them; Redis has
+the counts of those that run."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args, get_type_hints
+
+from redis.exceptions import RedisError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from sluice.batch.files import RunState
+from sluice.batch.folder import place_run, run_paths
+from sluice.batch.registry import BatchRegistry
+from sluice.batch.run import new_batch
+from sluice.batch.source import RunOptions
+from sluice.batch.store import StoredFile, result_ids
+from sluice.contract.batch import Batch
+from sluice.errors import SluiceError, UnknownBatch
+from sluice.gateway import idempotency
+from sluice.gateway.batches.files import find_file
+from sluice.gateway.batches.folder import Shared, limit_of, on_disk, page_of, seconds_of
+from sluice.gateway.caller import Caller
+from sluice.gateway.errors import endpoint
+from sluice.gateway.gateway import Gateway
+from sluice.http_errors import ErrorForm
+from sluice.interfaces.errors import ApiError
+
+_PATH = "/v1/batches"
+_ENDPOINTS: tuple[str, ...] = get_args(get_type_hints(Batch)["endpoint"])
+_PRIVATE = ("host", "tenant", "input_file", "output_expires_s", "allowed_models")  # details that clients do not get
+
+
+def routes(gateway: Gateway, shared: Shared) -> list[Route]:
+    """Return the routes of batches."""
+    runs = Runs(gateway, shared)
+
+    async def create(request: Request) -> Response:
+        caller = await gateway.authenticate(request)
+        await shared.open()
+        body = await gateway.read_body(request, caller, lambda content: (content, []))
+        asked = _asked(body.content)
+        if "batch" not in caller.lanes:
+            raise ApiError(ErrorForm.LANE_NOT_ALLOWED, "this key may not use the lane batch.")
+        run_id = f"batch_{uuid.uuid4().hex}"
+        if (key := idempotency.key_of(request)) is not None:
+            run_id = idempotency.job_id(caller, _PATH, key, "batch_")
+        await caller.count_request()
+        return JSONResponse(public(await runs.create(caller, run_id, asked)))
+
+    async def list_runs(request: Request) -> Response:
+        caller = await gateway.authenticate(request)
+        await shared.open()
+        limit, after = limit_of(request, 100, 20), request.query_params.get("after")
+        page, has_more = await runs.page(caller, limit, after)
+        return JSONResponse(page_of([public(batch) for batch in page], has_more=has_more))
+
+    async def retrieve(request: Request) -> Response:
+        caller = await gateway.authenticate(request)
+        await shared.open()
+        return JSONResponse(public(await runs.find(caller, request.path_params["id"])))
+
+    async def cancel(request: Request) -> Response:
+        caller = await gateway.authenticate(request)
+        await shared.open()
+        return JSONResponse(public(await runs.cancel(caller, request.path_params["id"])))
+
+    return [
+        Route(_PATH, endpoint(create), methods=["POST"]),
+        Route(_PATH, endpoint(list_runs), methods=["GET"]),
+        Route(f"{_PATH}/{{id}}", endpoint(retrieve), methods=["GET"]),
+        Route(f"{_PATH}/{{id}}/cancel", endpoint(cancel), methods=["POST"]),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class NewRun:
+    """What a request for a run says."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Mapping[str, str] | None = None
+    output_expires_s: int | None = None
+
+
+class Runs:
+    """The runs of a folder, as their tenants may have them. All methods raise `ApiError`, and `create` and `cancel`
+    `SluiceError`."""
+
+    def __init__(self, gateway: Gateway, shared: Shared) -> None:
+        self._gateway, self._shared = gateway, shared
+        self._registry = BatchRegistry(gateway.client.redis)
+
+    async def create(self, caller: Caller, run_id: str, asked: NewRun) -> Batch:
+        """Hand a run over to the workers, unless one of this id was. Its status is announced first: what a crash leaves
+        of it is a status without a run, which the folder does not have."""
+        if (known := await on_disk(self._shared.find, caller.tenant, run_id)) is not None:
+            return known.batch
+        file = await on_disk(find_file, self._shared.store, caller, asked.input_file_id, "input_file_id")
+        state = self._state(caller, run_id, asked)
+        await self._gateway.client.retries.run(lambda: self._registry.announce(state.batch))
+        try:
+            await on_disk(self._place, caller, state, file)
+        except ApiError:
+            with suppress(SluiceError, RedisError):
+                await self._gateway.client.retries.run(lambda: self._registry.withdraw(state.batch))
+            raise
+        return state.batch
+
+    async def find(self, caller: Caller, run_id: str) -> Batch:
+        """Return the present state of a run."""
+        state = await on_disk(self._shared.find, caller.tenant, run_id)
+        if state is None:
+            message = f"there is no batch {run_id[:80]!r}."
+            raise ApiError(ErrorForm.NOT_FOUND, message, param="id")
+        return await self._present(state.batch)
+
+    async def page(self, caller: Caller, limit: int, after: str | None) -> tuple[list[Batch], bool]:
+        """Return the runs that follow one, the newest first; and True if there are more."""
+        runs = await on_disk(self._shared.runs, caller.tenant)
+        start = 0
+        if after is not None:
+            start = next((place for place, run in enumerate(runs, 1) if run.id == after), -1)
+        if start < 0:
+            raise ApiError(ErrorForm.INVALID_VALUE, "after: there is no such batch.", param="after")
+        page = runs[start : start + limit]
+        return list(await asyncio.gather(*map(self._present, page))), len(runs) > start + limit
+
+    async def cancel(self, caller: Caller, run_id: str) -> Batch:
+        """Request the cancellation of a run, and return its state."""
+        batch = await self.find(caller, run_id)
+        if batch.ended:
+            message = f"{batch.id} cannot be cancelled: it is {batch.status}."
+            raise ApiError(ErrorForm.CONFLICT, message, param="id")
+        await self._gateway.client.retries.run(lambda: self._registry.request_cancel(batch.id))
+        return batch if batch.status == "cancelling" else batch.enter("cancelling", time.time())
+
+    def _state(self, caller: Caller, run_id: str, asked: NewRun) -> RunState:
+        models = self._gateway.settings.model_map
+        options = RunOptions(models, asked.completion_window, asked.metadata, id=run_id, tenant=caller.tenant)
+        batch = new_batch(run_paths(self._shared.folder.running / run_id), options)
+        details = replace(
+            batch.sluice,
+            input_file=asked.input_file_id,
+            output_expires_s=asked.output_expires_s,
+            allowed_models=None if caller.models is None else sorted(caller.models),
+        )
+        return RunState(replace(batch, sluice=details, endpoint=asked.endpoint), "", models)  # type: ignore[arg-type]
+
+    def _place(self, caller: Caller, state: RunState, file: StoredFile) -> None:
+        store, limit = self._shared.store, caller.batch_runs
+        with store.locked(caller.tenant):  # so that the limit holds for runs that come at the same time
+            open_runs = [run for run in self._shared.runs(caller.tenant) if not run.ended]
+            if limit is not None and len(open_runs) >= limit:
+                message = f"This key may have {limit:,} batches that wait or run; wait for one, or cancel one."
+                raise ApiError(ErrorForm.TOO_MANY_RUNS, message, retryable=False)
+            place_run(self._shared.folder, state, store.data(caller.tenant, file.id))
+
+    async def _present(self, batch: Batch) -> Batch:
+        """Return the state with the counts that Redis has of it. Without Redis it is that of the folder."""
+        if batch.ended:
+            return batch
+        with suppress(RedisError, OSError, TimeoutError, UnknownBatch):
+            async with asyncio.timeout(2.0):
+                told = await self._registry.read(batch.id)
+                if told.sluice.tenant == batch.sluice.tenant and not told.ended:
+                    batch = told
+                asked_at = await self._registry.cancel_requested_at(batch.id)
+                if asked_at is not None and batch.status != "cancelling":
+                    batch = batch.enter("cancelling", asked_at)
+        return batch
+
+
+def public(batch: Batch) -> dict[str, Any]:
+    """Return OpenAI's Batch object of a run, with ids of files in place of paths."""
+    told = asdict(batch)
+    output, errors = result_ids(batch)
+    details = {name: value for name, value in told["sluice"].items() if name not in _PRIVATE}
+    for problem in (told["errors"] or {"data": ()})["data"]:
+        if problem["code"] == "refused":  # it names paths
+            problem["message"] = "The files of this run were changed or cannot be read; its operator has the details."
+    own = {"input_file_id": batch.sluice.input_file, "output_file_id": output, "error_file_id": errors}
+    return {**told, **own, "sluice": details}
+
+
+def _asked(body: Mapping[str, Any]) -> NewRun:
+    """Read the body of a request for a run. Raises `ApiError`."""
+    names = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
+    if unknown := next((name for name in body if name not in names), None):
+        message = f"{unknown[:80]}: it is not a field of a batch; use {', '.join(names)}."
+        raise ApiError(ErrorForm.UNSUPPORTED_PARAMETER, message, param=unknown[:80])
+    for name in names[:3]:
+        if not isinstance(body.get(name), str):
+            form = ErrorForm.MISSING_PARAMETER if body.get(name) is None else ErrorForm.INVALID_TYPE
+            raise ApiError(form, f"{name}: it must be a string.", param=name)
+    if body["endpoint"] not in _ENDPOINTS:
+        message = f"endpoint: it must be {' or '.join(_ENDPOINTS)}."
+        raise ApiError(ErrorForm.UNSUPPORTED_VALUE, message, param="endpoint")
+    try:
+        RunOptions(completion_window=body["completion_window"])
+    except ValueError as error:
+        raise ApiError(ErrorForm.INVALID_VALUE, f"{error}.", param="completion_window") from None
+    expires = body.get("output_expires_after")
+    return NewRun(
+        body["input_file_id"],
+        body["endpoint"],
+        body["completion_window"],
+        _metadata(body.get("metadata")),
+        None if expires is None else seconds_of(expires, "output_expires_after"),
+    )
+
+
+def _metadata(value: object) -> dict[str, str] | None:
+    """Check the metadata of a run by OpenAI's limits. Raises `ApiError`."""
+    match value:
+        case None:
+            return None
+        case dict(pairs) if len(pairs) <= 16 and all(
+            len(key) <= 64 and isinstance(text, str) and len(text) <= 512 for key, text in pairs.items()
+        ):
+            return pairs
+    message = "metadata: it must be an object of at most 16 strings of 512 characters, with keys of 64."
+    raise ApiError(ErrorForm.INVALID_VALUE, message, param="metadata")

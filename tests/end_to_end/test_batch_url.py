@@ -1,0 +1,144 @@
+"""`sluice batch --url` as people call it: the same output and exit codes as against a Redis server."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from openai.types import Batch
+
+from tests.batch.helpers import ids, line, read, write
+from tests.batch.openai_server import OpenAIServer, openai_server
+from tests.end_to_end.test_cli import Command
+
+
+@pytest.fixture
+def server() -> Iterator[OpenAIServer]:
+    with openai_server(models=("default",)) as server:
+        yield server
+
+
+@pytest.fixture
+def remote(tmp_path: Path, server: OpenAIServer) -> Iterator[Command]:
+    """The command without any variable of a Redis server."""
+    command = Command("redis://127.0.0.1:1/0", tmp_path)
+    del command.env["SLUICE_REDIS_URL"]
+    command.env["SLUICE_URL"] = server.url
+    yield command
+    command.db.close()
+
+
+def test_run_reports_as_it_does_with_a_redis_server(remote: Command, tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", line("a"), line("bad"))
+    code, out, err = remote("batch", "run", str(many), "-o", "out.jsonl")
+    assert (code, "2: 1 answered, 1 failed" in out, "Traceback" in err) == (1, True, False), err
+    assert (str(tmp_path / "out.errors.jsonl") in out, err.startswith("batch_1: 2 lines")) == (True, True)
+    assert (ids(tmp_path / "out.jsonl"), ids(tmp_path / "out.errors.jsonl")) == (["a"], ["bad"])
+    code, again, err = remote("batch", "run", str(many), "-o", "out.jsonl")
+    assert (code, again, "complete already" in err) == (1, out, True)
+    code, out, _ = remote("batch", "run", str(many), "-o", "out.jsonl", "--json")
+    assert (code, Batch.model_validate_json(out, strict=True).output_file_id) == (1, str(tmp_path / "out.jsonl"))
+
+
+def test_a_run_is_submitted_listed_cancelled_and_its_answers_are_fetched(remote: Command, tmp_path: Path) -> None:
+    many = write(tmp_path / "in.jsonl", line("a"), line("b"))
+    code, said, err = remote("batch", "submit", str(many))
+    run_id = said.strip()
+    assert (code, f"sluice batch status {run_id}" in err) == (0, True)
+    assert remote("batch", "results", run_id)[::2] == (0, f"{run_id} has no answered lines yet.\n")
+    assert "completed" in remote("batch", "status", run_id)[1]
+    assert run_id in remote("batch", "list")[1]
+    assert json.loads(remote("batch", "list", "--json")[1])["status"] == "completed"
+    assert remote("batch", "cancel", run_id)[:2] == (0, f"{run_id}  already completed\n")
+    answers = remote("batch", "results", run_id)[1]
+    assert [json.loads(raw)["custom_id"] for raw in answers.splitlines()] == ["a", "b"]
+    assert remote("batch", "results", run_id, "-o", "fetched.jsonl")[0] == 0
+    assert read(tmp_path / "fetched.jsonl") == [json.loads(raw) for raw in answers.splitlines()]
+    assert remote("batch", "results", run_id, "--errors")[::2] == (0, f"{run_id} has no failed lines.\n")
+    assert sorted(os.listdir(tmp_path)) == ["fetched.jsonl", "in.jsonl"]
+
+
+def test_ctrl_c_leaves_the_run_to_the_gateway_and_the_same_command_fetches_its_answers(
+    remote: Command, server: OpenAIServer, tmp_path: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", line("a"))
+    server.stops_at = "in_progress"
+    with remote.running("batch", "run", str(many), "-o", "out.jsonl") as process:
+        deadline = time.monotonic() + 60
+        while server.count("GET /v1/batches/batch_1") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, "the run goes on at the gateway" in err, "Traceback" in err) == (3, True, False), err
+    server.stops_at = "completed"
+    assert remote("batch", "run", str(many), "-o", "out.jsonl")[0] == 0
+    assert (ids(tmp_path / "out.jsonl"), len(server.batches)) == (["a"], 1)
+
+
+def test_a_run_at_a_gateway_and_one_of_this_machine_are_never_mixed_up(
+    remote: Command, server: OpenAIServer, tmp_path: Path
+) -> None:
+    many = write(tmp_path / "in.jsonl", line("a"))
+    assert remote("batch", "run", str(many), "-o", "out.jsonl")[0] == 0
+    before = (tmp_path / "out.jsonl.run").read_bytes()
+    # Nothing listens at this address: the file is refused before the server is reached, or the server is.
+    code, _, err = remote("batch", "run", str(many), "-o", "out.jsonl", "--redis-url", "redis://127.0.0.1:1")
+    assert (code, (tmp_path / "out.jsonl.run").read_bytes() == before, "Traceback" in err) == (2, True, False)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["status", "batch_9"], "answers with 404: No batch found with id 'batch_9'."),
+        (["results", "batch_9"], "answers with 404"),
+        (["cancel", "batch_9"], "answers with 404"),
+        (["list", "--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["list", "--url", "redis://127.0.0.1:9"], "--url: 'redis://127.0.0.1:9' is not a URL such as http://"),
+        (["list", "--redis-url", "redis://h", "--url", "http://h"], "--url and --redis-url exclude one another"),
+        (["run", "in.jsonl", "-o", "out.jsonl", "--window", "3"], "window: a server over HTTP does not take it"),
+        (["run", "missing.jsonl", "-o", "out.jsonl"], "cannot read"),
+        (["run", "in.jsonl", "-o", "in.jsonl"], "must be different files"),
+        (["run", "in.jsonl", "-o", "nowhere/out.jsonl"], "No such file"),
+        (["run", "in.jsonl", "-o", "out.jsonl", "--completion-window", "soon"], "such as 24h"),
+        (["run", "in.jsonl", "-o", "out.jsonl", "--model", "other"], "no worker serves other (1 line)"),
+        (["submit", "in.jsonl", "--dir", "runs"], "--dir and --url exclude one another"),
+        (["submit", "missing.jsonl"], "missing.jsonl"),
+        (["submit", "pipe"], "not a regular file"),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence_and_exit_code_2(
+    remote: Command, tmp_path: Path, args: list[str], sentence: str
+) -> None:
+    write(tmp_path / "in.jsonl", line("a"))
+    os.mkfifo(tmp_path / "pipe")
+    given = [*args, "--url", remote.env["SLUICE_URL"]] if "--dir" in args else args
+    code, out, err = remote("batch", *given)
+    assert (code, out, sentence in err, "Traceback" in err) == (2, "", True, False), err
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "pipe"]
+
+
+def test_two_variables_are_a_sentence_and_an_option_decides(remote: Command, server: OpenAIServer) -> None:
+    remote.env["SLUICE_REDIS_URL"] = "redis://127.0.0.1:1/0"
+    code, _, err = remote("batch", "list")
+    assert (code, "SLUICE_URL and the variable of a Redis server exclude one another" in err) == (2, True)
+    assert remote("batch", "list", "--url", server.url)[0] == 0
+    code, _, err = remote("batch", "list", "--redis-url", "redis://127.0.0.1:1/0")
+    assert (code, "no server answers at redis://127.0.0.1:1/0" in err) == (2, True)
+
+
+def test_a_refused_key_is_told_with_its_variable(remote: Command, server: OpenAIServer) -> None:
+    server.key = "secret"
+    code, _, err = remote("batch", "list", "--key", "wrong")
+    assert (code, "Give the key with --key, or in SLUICE_API_KEY." in err, "wrong" in err) == (2, True, False)
+    remote.env["SLUICE_API_KEY"] = "secret"
+    assert remote("batch", "list")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["run", "submit", "status", "list", "cancel", "results"])
+def test_help_says_when_a_gateway_is_used(remote: Command, command: str) -> None:
+    code, out = remote.help("batch", command)
+    assert (code, "machines that do not reach the Redis server" in " ".join(out.split())) == (0, True)
