@@ -306,7 +306,7 @@ async def _tokens_of(server: str | Remote, model: str, bodies: Iterator[dict[str
     """Return the tokens of all requests, as a worker counts them; or why none does. Raises `CliError` for a request
     that a worker refuses."""
     if isinstance(server, Remote):
-        return "Batches over HTTP have no count of tokens"
+        return "Their tokens were not counted: --url has no call for it"
     total = 0
     try:
         async with connected(server) as client:
