@@ -380,8 +380,10 @@ class TableRun:
             "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage.get("completion_tokens"),
         }
-        if error := line.get("error"):
-            answer: dict[str, Any] = {"error": f"{error['code']}: {error['message']}"}
+        # A line of OpenAI's that failed with an HTTP status has its error in the body alone.
+        if error := line.get("error") or body.get("error"):
+            kind = error.get("code") or error.get("type") or "failed"
+            answer: dict[str, Any] = {"error": f"{kind}: {error.get('message')}"}
         else:
             answer = self._answer((choice.get("message") or {}).get("content") or "")
         return {**answer, **(details if self._shown.details else {})}

@@ -61,6 +61,18 @@ def test_a_run_is_submitted_listed_cancelled_and_its_answers_are_fetched(remote:
     assert sorted(os.listdir(tmp_path)) == ["fetched.jsonl", "in.jsonl"]
 
 
+def test_a_table_is_run_at_a_gateway(remote: Command, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("id,word\na,one\nbad,two\n")
+    (tmp_path / "p.txt").write_text("Say {word}.")
+    command = ("batch", "run", "in.csv", "-o", "out.csv", "--prompt", "p.txt", "--key-column", "id")
+    code, out, err = remote(*command, "--dry-run")
+    assert (code, "2 rows, 16 characters. Their tokens were not counted: --url" in out) == (0, True), err
+    code, _, err = remote(*command)
+    assert (code, "out.csv: 2 rows, 1 of them with an error" in err) == (1, True), err
+    header, first, second = (tmp_path / "out.csv").read_text().splitlines()
+    assert (header, first.startswith("a,one,"), second.startswith("bad,two,,")) == ("id,word,answer,error", True, True)
+
+
 def test_ctrl_c_leaves_the_run_to_the_gateway_and_the_same_command_fetches_its_answers(
     remote: Command, server: OpenAIServer, tmp_path: Path
 ) -> None:

@@ -255,7 +255,7 @@ def run_file(
     server = server_of(context, redis_url, url, key)
     table = tables.prepare(file, output, model, errors, tables.TableOptions.of(locals()))
     if table and dry_run:
-        tables.dry_run(table, redis_url, model)
+        tables.dry_run(table, server, model)
         return
     options = {
         "errors": errors,
@@ -266,7 +266,7 @@ def run_file(
         **retry_options(retry, retries),
     }
     requests, answers = (table.requests, table.answers) if table else (file, output)
-    batch = asyncio.run(stoppable(_run(server, requests, answers, options)))
+    batch = asyncio.run(stoppable(run_file_at(server, requests, answers, options)))
     paused = "the run goes on at the gateway" if isinstance(server, Remote) else "paused"
     finish(batch, file, as_json, on_end, table, paused=paused)
 
@@ -314,7 +314,9 @@ def _run_at_end(command: str, batch: Batch) -> None:
         note(f"--on-end: the command has failed with exit code {code}; the run is {batch.status}.", style="red")
 
 
-async def _run(server: str | Remote, input: Path, output: Path, options: dict[str, Any]) -> Batch:
+async def run_file_at(server: str | Remote, input: Path, output: Path, options: dict[str, Any]) -> Batch:
+    """Run a file to its end at either kind of server, and show its progress. Raises `CliError`."""
+
     async def run(on_progress: OnProgress) -> Batch:
         if isinstance(server, Remote):
             return await run_there(server, input, output, {**options, "on_progress": on_progress})

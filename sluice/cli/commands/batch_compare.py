@@ -1,7 +1,6 @@
 """`sluice batch compare`: runs two prompts over the same rows of a table."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +8,8 @@ from typing import Annotated
 import typer
 
 from sluice.cli.commands import batch_tables as tables
-from sluice.cli.commands.batch import run_shown, stoppable
-from sluice.cli.errors import connected
-from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
+from sluice.cli.commands.batch import run_file_at, stoppable
+from sluice.cli.options import REDIS_URL, ApiKey, AsJson, GatewayUrl, RedisUrl, server_of
 from sluice.cli.terminal.batch_view import print_problems
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.table_view import print_comparison
@@ -20,6 +18,7 @@ from sluice.contract.batch import Batch
 
 
 def compare_prompts(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(metavar="TABLE", help="The table: .csv, .tsv, .jsonl or .parquet.")],
     prompt: Annotated[
         list[Path], typer.Option("--prompt", metavar="FILE", help="A prompt for a row; give two.", show_default=False)
@@ -41,6 +40,8 @@ def compare_prompts(
         typer.Option("-o", "--output", metavar="DIR", help="Keep the answers here, and use those of earlier calls."),
     ] = None,
     redis_url: RedisUrl = REDIS_URL,
+    url: GatewayUrl = None,
+    key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Run two prompts over the same rows of a table, and show how the answers agree.
@@ -54,14 +55,11 @@ def compare_prompts(
       sluice batch compare reviews.csv --prompt a.txt --prompt b.txt --schema answer.json --sample 50 -o compared
     """
     given = tables.TableOptions.of({**locals(), "prompt": None})
+    server = server_of(context, redis_url, url, key)
 
     def ask(requests: Path, answers: Path) -> Batch | None:
-        async def run(on_progress: Callable[[Batch], None]) -> Batch:
-            models = None if model is None else {"*": model}
-            async with connected(redis_url) as client:
-                return await client.batch(requests, answers, models=models, served_only=True, on_progress=on_progress)
-
-        batch = asyncio.run(stoppable(run_shown(run, answers)))
+        options = {"models": None if model is None else {"*": model}, "served_only": True}
+        batch = asyncio.run(stoppable(run_file_at(server, requests, answers, options)))
         if batch and batch.errors:
             print_problems(batch)
             raise typer.Exit(2)

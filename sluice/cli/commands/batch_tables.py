@@ -19,7 +19,7 @@ import typer
 from sluice.batch.prompts import Asked, parse_schema
 from sluice.batch.table_run import Built, Chosen, Shown, TableRun
 from sluice.cli.errors import CliError, connected, sentence
-from sluice.cli.options import integer
+from sluice.cli.options import Remote, integer
 from sluice.cli.terminal.table_view import Comparison, PromptScore, print_prompt
 from sluice.cli.terminal.view import note
 from sluice.contract.batch import Batch
@@ -248,7 +248,7 @@ def _delimiter(given: str | None) -> str | None:
     return delimiter
 
 
-def dry_run(run: TableRun, redis_url: str, model: str | None) -> None:
+def dry_run(run: TableRun, server: str | Remote, model: str | None) -> None:
     """Print the first three prompts, the rows that cannot be asked, and the tokens of all rows. Raises `CliError`."""
     built, drawn = Built(), _Drawn(500)
     characters = 0
@@ -264,7 +264,7 @@ def dry_run(run: TableRun, redis_url: str, model: str | None) -> None:
         run.refuse(built)
         _note_bad_rows(built.bad_rows)
         bodies = (run.requests_of.body(row) for row in run.rows() if row.number in drawn.numbers)
-        tokens = asyncio.run(_tokens_of(redis_url, model or "default", bodies))
+        tokens = asyncio.run(_tokens_of(server, model or "default", bodies))
     print(f"New columns: {', '.join(run.added)}")
     rows = counted(built.lines, "row")
     if isinstance(tokens, str):
@@ -302,12 +302,14 @@ def _characters(body: Mapping[str, Any]) -> int:
     return sum(len(text) for text in chain.from_iterable(texts))
 
 
-async def _tokens_of(redis_url: str, model: str, bodies: Iterator[dict[str, Any]]) -> int | str:
+async def _tokens_of(server: str | Remote, model: str, bodies: Iterator[dict[str, Any]]) -> int | str:
     """Return the tokens of all requests, as a worker counts them; or why none does. Raises `CliError` for a request
     that a worker refuses."""
+    if isinstance(server, Remote):
+        return "Their tokens were not counted: --url has no call for it"
     total = 0
     try:
-        async with connected(redis_url) as client:
+        async with connected(server) as client:
             while group := list(islice(bodies, 16)):  # at once, so that few large requests are in memory
                 calls = [
                     client.count_tokens(body, model=model, lane="batch", wait_worker_s=0, timeout=60) for body in group

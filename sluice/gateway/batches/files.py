@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from sluice.batch.source import MAX_FILE_BYTES
 from sluice.batch.store import FileStore, NewFile, StoredFile
 from sluice.gateway.batches.folder import Shared, limit_of, on_disk, page_of, seconds_of
 from sluice.gateway.caller import Caller
@@ -138,7 +139,7 @@ def _boundary(request: Request) -> bytes:
 
 
 def _too_long() -> ApiError:
-    message = f"file: it has more than {_MAX_BYTES:,} bytes (200 MB); send it in several files."
+    message = f"file: it has more than {MAX_FILE_BYTES:,} bytes (200 MB); send it in several files."
     return ApiError(ErrorForm.BODY_TOO_LARGE, message, param="file")
 
 
@@ -246,7 +247,7 @@ class _Form:
                 raise ApiError(ErrorForm.INVALID_VALUE, "A part other than the file has more than 1,000 bytes.")
             return
         self._length += end - start
-        if self._length > _MAX_BYTES:
+        if self._length > MAX_FILE_BYTES:
             raise _too_long()
         self._new.write(data[start:end])
 
