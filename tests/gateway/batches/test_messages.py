@@ -1,6 +1,7 @@
 """`/v1/messages/batches`, through Anthropic's SDK, with a feeder and the tiny model."""
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from anthropic.types.messages import MessageBatch, MessageBatchIndividualRespons
 from openai import AsyncOpenAI
 
 from sluice import Client
-from tests.batch.helpers import line, write
+from tests.batch.helpers import as_bytes, line, write
 from tests.gateway.batches.test_files import tenants
+from tests.gateway.batches.test_runs import ended as ended_batch
 from tests.gateway.gateways import HttpGateway
 from tests.queue.helpers import until
 from tests.support.stack import WorkerProcess
@@ -149,9 +151,11 @@ async def test_what_is_no_batch_is_refused_in_anthropic_s_form(
 
 async def test_a_tenant_has_its_own_batches(redis_url: str, folder: Path, tmp_path: Path) -> None:
     keys = ({"tenant": "acme"}, {"tenant": "other", "batch_bytes": 10}, {"tenant": "third", "models": ["small"]})
-    async with tenants(redis_url, folder, tmp_path / "keys.json", *keys) as clients:
+    async with tenants(redis_url, folder, tmp_path / "keys.json", *keys) as clients, AsyncExitStack() as stack:
         url = str(clients[0].base_url).removesuffix("/v1/")
-        acme, other, small = (client_of(url, each.api_key) for each in clients)
+        keys_of = [each.api_key for each in clients] + ["wrong"]
+        made_of = [await stack.enter_async_context(client_of(url, key)) for key in keys_of]
+        acme, other, small, unknown = made_of
         made = await acme.messages.batches.create(requests=[asked("a")])
         for call in (other.messages.batches.retrieve, other.messages.batches.cancel, other.messages.batches.delete):
             with pytest.raises(sdk.NotFoundError):
@@ -163,4 +167,29 @@ async def test_a_tenant_has_its_own_batches(redis_url: str, folder: Path, tmp_pa
         with pytest.raises(sdk.NotFoundError, match="model: "):
             await small.messages.batches.create(requests=[asked("a")])
         with pytest.raises(sdk.AuthenticationError):
-            await client_of(url, "wrong").messages.batches.list()
+            await unknown.messages.batches.list()
+
+
+async def test_a_retry_of_a_batch_is_the_same_batch_and_leaves_one_file(gateway: HttpGateway, folder: Path) -> None:
+    async with httpx.AsyncClient(headers={"idempotency-key": "k"}) as http:
+        made = [
+            (await http.post(f"{gateway.url}/v1/messages/batches", json={"requests": [asked("a")]})).json()
+            for _ in "ab"
+        ]
+    assert made[0] == made[1]
+    assert len([*(folder / "files").rglob("data")]) == 1
+
+
+@pytest.mark.usefixtures("feeder")
+async def test_a_batch_whose_lines_are_of_another_endpoint_is_refused_with_their_numbers(
+    gateway: HttpGateway, worker: WorkerProcess
+) -> None:
+    worker.wait_ready()
+    async with AsyncOpenAI(base_url=gateway.base_url, api_key="none") as openai:
+        file = await openai.files.create(file=("in.jsonl", as_bytes([line("a"), line("b")])), purpose="batch")
+        made = await openai.batches.create(input_file_id=file.id, endpoint="/v1/responses", completion_window="24h")
+        batch = await ended_batch(openai, made.id)
+    assert (batch.status, batch.endpoint) == ("failed", "/v1/responses")
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [(each.code, each.line) for each in batch.errors.data] == [("mixed_urls", 1), ("mixed_urls", 2)]
