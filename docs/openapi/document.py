@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Operation:
 
 
 _CHAT = "/v1/chat/completions"
+_MESSAGE_BATCHES = "/v1/messages/batches"
 _RESPONSES = "/v1/responses"
 _MESSAGES = "/v1/messages"
 _ANTHROPIC = ("anthropic-version", "anthropic-beta")
@@ -81,6 +82,22 @@ OPERATIONS = (
     Operation("get", "/v1/batches", "List batches, the newest first", None, "List", parameters=("limit", "after")),
     Operation("get", "/v1/batches/{id}", "Retrieve a batch", None, "Batch"),
     Operation("post", "/v1/batches/{id}/cancel", "Cancel a batch", None, "Batch"),
+    *(
+        replace(operation, form="AnthropicError")
+        for operation in (
+            Operation("post", _MESSAGE_BATCHES, "Create a message batch", "MessageBatchRequest", "MessageBatch"),
+            Operation(
+                "get", _MESSAGE_BATCHES, "List message batches, the newest first", None, "List",
+                parameters=("limit", "after_id", "before_id"),
+            ),
+            Operation("get", f"{_MESSAGE_BATCHES}/{{id}}", "Retrieve a message batch", None, "MessageBatch"),
+            Operation("delete", f"{_MESSAGE_BATCHES}/{{id}}", "Delete a message batch", None, "DeletedMessageBatch"),
+            Operation("post", f"{_MESSAGE_BATCHES}/{{id}}/cancel", "Cancel a message batch", None, "MessageBatch"),
+            Operation(
+                "get", f"{_MESSAGE_BATCHES}/{{id}}/results", "Download its results", media_type="application/x-jsonl"
+            ),
+        )
+    ),
     Operation("get", "/v1/models", "List the models", None, "List", parameters=("anthropic-version",)),
     Operation("get", "/v1/models/{id}", "Retrieve a model", None, "Model", parameters=("anthropic-version",)),
     Operation("get", "/health", "Check that the process runs", media_type="text/plain", is_open=True),
@@ -114,6 +131,8 @@ _PARAMETERS = {
         _parameter("purpose", "query", "Files of this purpose alone.", {"enum": ["batch", "batch_output"]}),
         _parameter("range", "header", "The bytes to download, as `bytes=0-999`.", _TEXT),
         _parameter("if-none-match", "header", "The ETag of the content that the client has.", _TEXT),
+        _parameter("after_id", "query", "The id of the last batch of the page before.", _TEXT),
+        _parameter("before_id", "query", "The id of the first batch of the page after.", _TEXT),
         _parameter("after", "query", "The id of the last item of the page before.", _TEXT),
     )
 }  # fmt: skip
@@ -225,6 +244,14 @@ _ANSWERS: dict[str, Schema] = {
         "id": _TEXT, "object": {"const": "batch"}, "endpoint": _TEXT, "completion_window": _TEXT, "status": _TEXT,
         "created_at": _UNIX, "request_counts": _OBJECT,
     }),
+    "MessageBatchRequest": _object(
+        {"requests": {**_LIST, "items": _object({"custom_id": _TEXT, "params": _OBJECT})}}
+    ),
+    "MessageBatch": _object({
+        "id": _TEXT, "type": {"const": "message_batch"}, "created_at": _TEXT, "expires_at": _TEXT,
+        "processing_status": {"enum": ["in_progress", "canceling", "ended"]}, "request_counts": _OBJECT,
+    }),
+    "DeletedMessageBatch": _object({"id": _TEXT, "type": {"const": "message_batch_deleted"}}),
     "List": _object({"data": _LIST}),
     "Model": _object({"id": _TEXT}),
     "Document": _OBJECT,

@@ -149,6 +149,15 @@ def find_run(folder: RunFolder, run_id: str) -> RunState | None:
     return None
 
 
+def remove_run(folder: RunFolder, run_id: str) -> None:
+    """Remove a run that has ended, with its files. Blocks, and raises OSError."""
+    for part in (folder.done, folder.failed):
+        gone = part / f".{run_id}.gone"
+        with suppress(FileNotFoundError):
+            (part / run_id).rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
 def _not_ended(state: RunState) -> RunState:
     """Return the state of a run without its end: until the run is moved its files may be missing."""
     ended_at: dict[str, Any] = {f"{state.batch.status}_at": None}

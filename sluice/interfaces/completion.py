@@ -20,10 +20,9 @@ def events_of(completion: Mapping[str, Any]) -> list[Event]:
         {"content": message.get("content"), "logprobs": tuple(logprobs) if logprobs else None},
         {"tool_calls": tuple(calls)},
     ]
-    claim = {name: details[name] for name in ("fingerprint", "worker", "seed")}
-    started = Started(
-        type="started", seq=0, model=completion["model"], **claim, **{**fields, "ts": completion["created"]}
-    )
+    claim = {"fingerprint": details.get("fingerprint", ""), "worker": details.get("worker", "")}
+    begun = {**fields, "ts": completion["created"], **claim, "seed": details.get("seed", 0)}
+    started = Started(type="started", seq=0, model=completion.get("model", ""), **begun)
     deltas = [Delta(type="delta", seq=seq, token_ids=(), **each, **fields) for seq, each in enumerate(written, 1)]
     end = Finished(
         type="finished",

@@ -4,7 +4,7 @@ the counts of those that run."""
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args, get_type_hints
@@ -15,12 +15,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sluice.batch.files import RunState
-from sluice.batch.folder import place_run, run_paths
+from sluice.batch.folder import place_run, remove_run, run_paths
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.run import new_batch
 from sluice.batch.source import RunOptions
 from sluice.batch.store import StoredFile, result_ids
-from sluice.contract.batch import Batch
+from sluice.contract.batch import Batch, RequestCounts
 from sluice.errors import SluiceError, UnknownBatch
 from sluice.gateway import idempotency
 from sluice.gateway.batches.files import find_file
@@ -36,9 +36,8 @@ _ENDPOINTS: tuple[str, ...] = get_args(get_type_hints(Batch)["endpoint"])
 _PRIVATE = ("host", "tenant", "input_file", "output_expires_s", "allowed_models")  # details that clients do not get
 
 
-def routes(gateway: Gateway, shared: Shared) -> list[Route]:
+def routes(gateway: Gateway, shared: Shared, runs: "Runs") -> list[Route]:
     """Return the routes of batches."""
-    runs = Runs(gateway, shared)
 
     async def create(request: Request) -> Response:
         caller = await gateway.authenticate(request)
@@ -87,6 +86,7 @@ class NewRun:
     completion_window: str
     metadata: Mapping[str, str] | None = None
     output_expires_s: int | None = None
+    requests: int = 0  # their number, if it is known before the file is read
 
 
 class Runs:
@@ -120,16 +120,30 @@ class Runs:
             raise ApiError(ErrorForm.NOT_FOUND, message, param="id")
         return await self._present(state.batch)
 
-    async def page(self, caller: Caller, limit: int, after: str | None) -> tuple[list[Batch], bool]:
-        """Return the runs that follow one, the newest first; and True if there are more."""
-        runs = await on_disk(self._shared.runs, caller.tenant)
-        start = 0
-        if after is not None:
-            start = next((place for place, run in enumerate(runs, 1) if run.id == after), -1)
-        if start < 0:
-            raise ApiError(ErrorForm.INVALID_VALUE, "after: there is no such batch.", param="after")
-        page = runs[start : start + limit]
-        return list(await asyncio.gather(*map(self._present, page))), len(runs) > start + limit
+    async def page(
+        self, caller: Caller, limit: int, after: str | None, *, before: str | None = None, url: str | None = None
+    ) -> tuple[list[Batch], bool]:
+        """Return the runs that follow one, or are `before` one, the newest first; and True if there are more. `url`: of
+        their endpoint; None: all."""
+        found = await on_disk(self._shared.runs, caller.tenant)
+        runs = [run for run in found if url in (None, run.endpoint)]
+        if before is not None:
+            rest = runs[: _place_of(before, runs, "before_id")]
+            page, more = rest[max(len(rest) - limit, 0) :], len(rest) > limit
+        else:
+            start = 0 if after is None else _place_of(after, runs, "after") + 1
+            page, more = runs[start : start + limit], len(runs) > start + limit
+        return list(await asyncio.gather(*map(self._present, page))), more
+
+    async def delete(self, caller: Caller, batch: Batch) -> None:
+        """Remove a run that has ended: its status, its files, and those that clients have of it."""
+        store = self._shared.store
+        for file_id in filter(None, (batch.sluice.input_file, *result_ids(batch))):
+            if (file := await on_disk(store.find, caller.tenant, file_id)) is not None:
+                await on_disk(store.delete, caller.tenant, file)
+        await on_disk(remove_run, self._shared.folder, batch.id)
+        with suppress(SluiceError, RedisError):  # it expires
+            await self._gateway.client.retries.run(lambda: self._registry.withdraw(batch))
 
     async def cancel(self, caller: Caller, run_id: str) -> Batch:
         """Request the cancellation of a run, and return its state."""
@@ -150,7 +164,9 @@ class Runs:
             output_expires_s=asked.output_expires_s,
             allowed_models=None if caller.models is None else sorted(caller.models),
         )
-        return RunState(replace(batch, sluice=details, endpoint=asked.endpoint), "", models)  # type: ignore[arg-type]
+        counts = RequestCounts(asked.requests, 0, 0)
+        batch = replace(batch, sluice=details, request_counts=counts, endpoint=asked.endpoint)  # type: ignore[arg-type]
+        return RunState(batch, "", models)
 
     def _place(self, caller: Caller, state: RunState, file: StoredFile) -> Batch:
         """Put the run into the inbox, unless another request with the same key just did. Blocks."""
@@ -192,6 +208,13 @@ def _same(batch: Batch, asked: NewRun) -> Batch:
     if found != asked:
         raise ApiError(ErrorForm.IDEMPOTENCY_KEY_REUSED, "Idempotency-Key: it came with another body before.")
     return batch
+
+
+def _place_of(run_id: str, runs: Sequence[Batch], param: str) -> int:
+    place = next((place for place, run in enumerate(runs) if run.id == run_id), None)
+    if place is None:
+        raise ApiError(ErrorForm.INVALID_VALUE, f"{param}: there is no such batch.", param=param)
+    return place
 
 
 def public(batch: Batch) -> dict[str, Any]:
