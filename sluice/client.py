@@ -80,7 +80,6 @@ class Client:
         self, url: str = "redis://localhost:6379/0", *, redis: Redis | None = None, outage_s: float | None = 60.0
     ) -> None:
         """Create a client that connects with its first call.
-
         `redis`: an existing client to use instead of `url`; it must not decode responses, and the caller closes it.
         `outage_s`: the longest outage to wait out, in seconds; None waits for ever. Raises ValueError if the URL is
         invalid (the message never quotes its password) or `redis` decodes responses.
@@ -371,16 +370,12 @@ class Client:
         retry: Mapping[str, int] | None = None,
         on_progress: Callable[[Batch], None] = lambda batch: None,
     ) -> Batch:
-        """Run an OpenAI Batch file to its end and return the final status; outages of the server are waited out.
-
-        A run that was interrupted, or whose process died, is resumed by the same call. `models` maps the model names in
-        the file to served ones; one that ends in "*" is any other name with this beginning. Lines that have not ended
-        after the completion window ("90m"; default 24h) end as expired. A file with bad lines is `failed`. `window` is
-        the number of lines of one model that are queued or running at once. With `served_only` a file for a model
-        without a worker is refused as well, if other models are served. `retry`: how many times a line is run again, by
-        the kind of its outcome ("cut", "invalid", "refused", "failed"). `on_progress` is called a few times a second.
-        Raises `BatchRefused`, ValueError, OSError if a file cannot be written, or redis-py's error if the server
-        refuses.
+        """Run an OpenAI Batch file to its end, or resume its run, and return the final status; outages are waited out.
+        `models` maps the names in the file to served ones; one that ends in "*" is any other name with this beginning.
+        Lines that have not ended after the completion window ("90m"; default 24h) end as expired. A file with bad lines
+        is `failed`; with `served_only` so is one for a model without a worker, if others are served. `window`: lines of
+        a model that are queued or running at once. `retry`: how many times a line is run again, by the kind of its
+        outcome ("cut", "invalid", "refused", "failed"). Raises `BatchRefused`, ValueError or OSError, or as redis-py.
         """
         from sluice.batch.run import run_batch  # imported here, since it needs fcntl, which Windows lacks
 
@@ -420,20 +415,10 @@ class Client:
         higher `priority` go first. Of an `id` there is one run. Raises OSError, or ValueError."""
         from sluice.batch.folder import RunFolder, submit_file
 
+        own = {"tenant": tenant, "not_before": not_before, "priority": priority}
         id = id or new_run_id(Path(input).stem)
-        options = RunOptions(
-            models, completion_window, metadata, id=id, tenant=tenant, retry=retry, not_before=not_before,
-            priority=priority,
-        )  # fmt: skip
+        options = RunOptions(models, completion_window, metadata, id=id, retry=retry, **own)  # type: ignore[arg-type]
         return await submit_file(self._redis, RunFolder(Path(folder).absolute()), Path(input), options)
-
-    async def feed_batches(self, folder: str | Path, *, take: bool, models: Mapping[str, str]) -> None:
-        """Make one pass over such a folder until its runs have ended: resume them, and start the files of the inbox if
-        `take`. `models`: of new runs, as for `batch`. Raises OSError."""
-        from sluice.batch.folder import RunFolder, feed_runs
-
-        runs = RunFolder(Path(folder).absolute())
-        await feed_runs(self._redis, runs, take=take, models=models, redis_of=self._redis_of)
 
     def _redis_of(self, model: str) -> Redis:
         return self.of_model(model).redis

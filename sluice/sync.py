@@ -208,7 +208,6 @@ class SyncClient:
     batch = blocking(Client.batch)
     rerun_batch = blocking(Client.rerun_batch)
     submit_batch = blocking(Client.submit_batch)
-    feed_batches = blocking(Client.feed_batches)
     batch_status = blocking(Client.batch_status)
     batches = blocking(Client.batches)
     cancel_batch = blocking(Client.cancel_batch)

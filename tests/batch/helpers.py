@@ -10,6 +10,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from sluice import Batch, Client
+from sluice.batch.folder import RunFolder, feed_runs
 from sluice.batch.lines import Models
 from sluice.batch.source import FileScan, Source
 from tests.fakes import FakeChat
@@ -125,3 +126,8 @@ async def leave(task: asyncio.Task[Batch]) -> None:
 async def holds(db: Redis, queue: str, jobs: int) -> bool:
     """Return True if the queue holds this number of jobs."""
     return bool(await db.zcard(queue) == jobs)
+
+
+async def feed_folder(client: Client, folder: Path, *, take: bool, models: Mapping[str, str]) -> None:
+    """Make one pass over a folder, as `sluice batch feed` does."""
+    await feed_runs(client.redis, RunFolder(folder.absolute()), take=take, models=models)

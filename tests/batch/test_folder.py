@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from sluice import Batch, Client
 from sluice.batch.files import StateFile
 from sluice.batch.folder import RunFolder, feed_runs
-from tests.batch.helpers import ANY, Chat, ids, says, write
+from tests.batch.helpers import ANY, Chat, feed_folder, ids, says, write
 from tests.queue.helpers import until
 
 
@@ -31,7 +31,7 @@ def put(folder: RunFolder, name: str, *custom_ids: str, age_s: float = 60, **mor
 
 
 async def feed(client: Client, folder: RunFolder, *, take: bool = True) -> None:
-    await client.feed_batches(folder.root, take=take, models=ANY)
+    await feed_folder(client, folder.root, take=take, models=ANY)
 
 
 def there(folder: RunFolder) -> dict[str, list[str]]:
@@ -98,7 +98,7 @@ async def test_mapping_of_all_names_goes_before_the_workers_mapping(
 ) -> None:
     file = write(tmp_path / "in.jsonl", says("a", model="gpt-4o"))
     submitted = await client.submit_batch(file, folder.root, models={"*": "default"})
-    await client.feed_batches(folder.root, take=True, models={"gpt-4o": "unserved", "*": "unserved"})
+    await feed_folder(client, folder.root, take=True, models={"gpt-4o": "unserved", "*": "unserved"})
     assert (await client.batch_status(submitted.id)).sluice.models == {"default": 1}
 
 
@@ -194,7 +194,7 @@ async def test_a_run_whose_model_nobody_serves_holds_up_no_other_and_the_log_nam
 ) -> None:
     put(folder, "early.jsonl", "a", age_s=100, model="nobody")
     put(folder, "late.jsonl", "b")
-    feeding = asyncio.create_task(client.feed_batches(folder.root, take=True, models={}))
+    feeding = asyncio.create_task(feed_folder(client, folder.root, take=True, models={}))
     await until(lambda: there(folder) == {"running": ["early"], "done": ["late"]})
     await leave_pass(feeding)
     assert "or set nobody=" in caplog.text
@@ -239,7 +239,7 @@ async def test_a_run_that_nobody_feeds_is_gone_on_with_by_the_models_it_began_wi
     await until(lambda: len(chat.began) > 5)
     await leave_pass(feeding)
     assert there(folder) == {"running": ["in"]}
-    await client.feed_batches(folder.root, take=False, models={"*": "another"})
+    await feed_folder(client, folder.root, take=False, models={"*": "another"})
     (home,) = folder.done.iterdir()
     assert sorted(ids(home / "output.jsonl")) == sorted(f"r{k}" for k in range(40))
     assert len(chat.began) == 40

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from sluice import Batch, BatchRefused, BatchTaken, Client
 from sluice.batch.files import ResultFiles, StateFile
 from sluice.batch.folder import RunFolder
-from tests.batch.helpers import ANY, Chat, ids, leave, left, read, says, write
+from tests.batch.helpers import ANY, Chat, feed_folder, ids, leave, left, read, says, write
 from tests.batch.test_mending import KilledError, broken, cut, kinds, outcomes
 from tests.queue.helpers import until
 
@@ -182,7 +182,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 async def feed(client: Client, folder: RunFolder) -> None:
-    await client.feed_batches(folder.root, take=True, models=ANY)
+    await feed_folder(client, folder.root, take=True, models=ANY)
 
 
 @pytest.mark.parametrize("by", ["id", "output"])

@@ -9,6 +9,7 @@ from openai import AsyncOpenAI
 from sluice import Client
 from sluice.batch import dispatcher
 from sluice.gateway import ServeSettings
+from tests.batch.helpers import feed_folder
 from tests.gateway.gateways import HttpGateway, serving
 
 
@@ -42,7 +43,7 @@ async def feeder(client: Client, folder: Path) -> AsyncIterator[None]:
 
     async def feed() -> None:
         while True:
-            await client.feed_batches(folder, take=True, models={})
+            await feed_folder(client, folder, take=True, models={})
             await asyncio.sleep(0.05)
 
     async with AsyncExitStack() as stack:

@@ -13,7 +13,7 @@ from anthropic.types.messages import MessageBatch, MessageBatchIndividualRespons
 from openai import AsyncOpenAI
 
 from sluice import Client
-from tests.batch.helpers import as_bytes, line, write
+from tests.batch.helpers import as_bytes, feed_folder, line, write
 from tests.gateway.batches.test_files import tenants
 from tests.gateway.batches.test_runs import ended as ended_batch
 from tests.gateway.gateways import HttpGateway
@@ -118,7 +118,7 @@ async def test_a_cancelled_batch_tells_which_requests_were_not_answered(
         await anthropic.messages.batches.results(made.id)
     batch = await anthropic.messages.batches.cancel(made.id)
     assert (batch.processing_status, batch.cancel_initiated_at is not None) == ("canceling", True)
-    await client.feed_batches(folder, take=True, models={})
+    await feed_folder(client, folder, take=True, models={})
     batch = await ended(anthropic, made.id)
     assert (batch.request_counts.canceled, batch.request_counts.processing) == (2, 0)
     assert {each.result.type for each in (await results(anthropic, made.id)).values()} == {"canceled"}

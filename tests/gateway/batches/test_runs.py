@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from sluice import Client
 from sluice.batch.store import FileStore
-from tests.batch.helpers import as_bytes, says, write
+from tests.batch.helpers import as_bytes, feed_folder, says, write
 from tests.fakes import FakeChat
 from tests.gateway.batches.test_files import tenants
 from tests.gateway.gateways import HttpGateway
@@ -79,7 +79,7 @@ async def test_a_cancelled_batch_keeps_its_answers(
     data = as_bytes([says("a"), says("slow", pace_s=60, then="x")])
     file_id = (await openai.files.create(file=("in.jsonl", data), purpose="batch")).id
     made = await created(openai, file_id)
-    feeding = asyncio.create_task(client.feed_batches(folder, take=True, models={}))
+    feeding = asyncio.create_task(feed_folder(client, folder, take=True, models={}))
 
     async def is_answered() -> bool:
         counts = (await openai.batches.retrieve(made.id)).request_counts
@@ -153,7 +153,7 @@ async def test_runs_survive_the_loss_of_the_server_s_data(
 ) -> None:
     done, waits = [await created(openai, await uploaded(openai, "a")) for _ in range(2)][:2]
     (folder / "inbox" / f"{waits.id}.jsonl").rename(folder / "kept")
-    await client.feed_batches(folder, take=True, models={})
+    await feed_folder(client, folder, take=True, models={})
     (folder / "kept").rename(folder / "inbox" / f"{waits.id}.jsonl")
     for key in await db.keys("sluice:batch:*"):
         await db.delete(key)
