@@ -13,6 +13,7 @@ from openai.types import Batch
 from tests.batch.helpers import ids, line, read, write
 from tests.batch.openai_server import OpenAIServer, openai_server
 from tests.end_to_end.test_cli import Command
+from tests.support.stack import Feeder, GatewayProcess
 
 
 @pytest.fixture
@@ -154,3 +155,27 @@ def test_a_refused_key_is_told_with_its_variable(remote: Command, server: OpenAI
 def test_help_says_when_a_gateway_is_used(remote: Command, command: str) -> None:
     code, out = remote.help("batch", command)
     assert (code, "machines that do not reach the Redis server" in " ".join(out.split())) == (0, True)
+
+
+@pytest.mark.usefixtures("alive")
+def test_a_gateway_and_a_redis_server_give_the_same_answers_and_the_same_report(
+    sluice: Command, redis_url: str, tmp_path: Path
+) -> None:
+    messages = [{"role": "user", "content": "Count to 4."}]
+    good = [line(f"r{k}", messages=messages, temperature=0, model="gpt-4o-mini") for k in range(3)]
+    many = str(write(tmp_path / "in.jsonl", *good, line("bad", temperature=9, model="gpt-4o-mini")))
+    (tmp_path / "runs").mkdir()
+    found = list[object]()
+    with GatewayProcess(redis_url, batch_dir=tmp_path / "runs") as gateway, Feeder(redis_url, tmp_path / "runs"):
+        for name, server in (("local", []), ("remote", ["--url", gateway.url])):
+            files = "-o", f"{name}.jsonl", "--map", "gpt-4o-mini=default"
+            code, out, err = sluice("batch", "run", many, *files, *server, "--json")
+            report = json.loads(out)
+            answers = {said["custom_id"]: said["response"]["body"] for said in read(tmp_path / f"{name}.jsonl")}
+            texts = {id: (body["choices"], body["usage"]["total_tokens"]) for id, body in answers.items()}
+            counts = report["request_counts"], report["sluice"]["failures"], report["usage"]["total_tokens"]
+            found.append((code, report["status"], counts, texts, ids(tmp_path / f"{name}.errors.jsonl")))
+            assert "Traceback" not in err
+        assert sluice("batch", "run", many, "-o", "other.jsonl", "--url", gateway.url)[0] == 2, "no such model"
+    assert found[0] == found[1]
+    assert found[0][0] == 1  # type: ignore[index]
