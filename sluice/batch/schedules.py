@@ -48,7 +48,8 @@ class Schedule:
         first = self.times.after(datetime.now(UTC))
         if self.output and self.dated(self.output, first) == self.dated(self.output, self.times.after(first)):
             raise ValueError(
-                f"output: each time would write to {self.output}; put its date into the name, as in out-%Y-%m-%d.csv"
+                f"output: several times would write to {self.dated(self.output, first)}; name the file by their date, "
+                "as in out-%Y-%m-%d.csv, or by their minute, %Y-%m-%dT%H%M"
             )
 
     @property
