@@ -191,7 +191,8 @@ async def test_a_run_of_this_machine_and_one_at_a_server_never_resume_each_other
     with pytest.raises(BatchRefused, match=f"give --url {server.url}"):
         await client.batch(many, tmp_path / "out.jsonl")
     task = asyncio.create_task(client.batch(many, tmp_path / "local.jsonl"))
-    await until(lambda: (tmp_path / "local.jsonl.run").exists() or task.done())
+    state = tmp_path / "local.jsonl.run"
+    await until(lambda: (state.exists() and state.stat().st_size > 0) or task.done())
     await leave(task)
     async with RemoteBatches(server.url) as remote:
         with pytest.raises(BatchRefused, match="--redis-url"):

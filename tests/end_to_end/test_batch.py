@@ -104,7 +104,7 @@ def test_a_bad_file_is_refused_with_every_line_named(sluice: Command, tmp_path: 
     code, out, err = sluice("batch", "run", str(many), "-o", "out.jsonl")
     assert (code, out) == (2, "")
     assert "line 2: duplicate_custom_id: the custom_id is the same as in line 1." in err
-    assert "line 3: invalid_url:" in err
+    assert "line 3: mixed_urls:" in err
     assert not (tmp_path / "out.jsonl").exists()
 
 

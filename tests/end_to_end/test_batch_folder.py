@@ -88,7 +88,6 @@ async def test_a_file_for_openai_s_own_service_is_taken_in_at_its_time_and_answe
         await until(lambda: batches.cron.next_run is not None)
         clock.moment += MINUTE
         await until(lambda: "completed: 20 of 20 lines" in caplog.text, within_s=_WITHIN_S)
-        await until(lambda: not batches.feeding)
         keeper.stop()
         await running
     assert "failed" not in caplog.text
