@@ -14,9 +14,10 @@ def test_a_child_has_our_server_in_its_environment_and_not_on_its_command_line(
 ) -> None:
     monkeypatch.setenv("SLUICE_REDIS_URL", "redis://elsewhere")
     monkeypatch.setenv("OTHER", "stays")
+    monkeypatch.setenv("SLUICE_URL", "http://gateway")  # beside a Redis server it would be refused
     given = child_environment("redis://:secret@here", "map.toml")
     assert (given["SLUICE_REDIS_URL"], given["OTHER"]) == ("redis://:secret@here", "stays")
-    assert given["SLUICE_REDIS_URLS"] == "map.toml"
+    assert (given["SLUICE_REDIS_URLS"], "SLUICE_URL" in given) == ("map.toml", False)
     assert child_environment("redis://here", None)["SLUICE_REDIS_URLS"] == ""
 
 

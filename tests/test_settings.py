@@ -48,7 +48,8 @@ def test_a_misspelt_name_in_the_file_is_refused_too() -> None:
 
 def test_variables_of_others_are_none_of_our_business(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICEGATE", "open")
-    monkeypatch.setenv("SLUICE_TEST_REDIS_URL", "redis://elsewhere")
+    for name in ("TEST_REDIS_URL", "URL", "API_KEY", "BATCH_ID", "BATCH_STATUS", "BATCH_OUTPUT", "BATCH_ERRORS"):
+        monkeypatch.setenv(f"SLUICE_{name}", "of a client")
     Path(".env").write_text("DATABASE_URL=postgres://\n")
     read_settings()
 

@@ -15,7 +15,8 @@ from sluice.wording import unknown_setting
 from worker.errors import CannotStart
 
 PREFIX = "SLUICE_"
-_NOT_OURS = {"SLUICE_TEST_REDIS_URL"}  # read by the tests
+_OF_END = {f"SLUICE_BATCH_{name}" for name in ("ID", "STATUS", "OUTPUT", "ERRORS")}  # for --on-end of `batch run`
+_NOT_OURS = {"SLUICE_TEST_REDIS_URL", "SLUICE_URL", "SLUICE_API_KEY", *_OF_END}  # of the tests and clients
 _SERVE_PREFIX = "SLUICE_SERVE_"  # of `sluice serve`, which checks its own names
 
 
@@ -41,7 +42,8 @@ def read_unchecked(settings: type[BaseSettings]) -> dict[str, str]:
 
 def child_environment(redis_url: str, redis_urls: str | None) -> dict[str, str]:
     """Return the environment of a child process. The URL is passed in it, since command lines are public."""
-    return {**os.environ, variable("redis_url"): redis_url, variable("redis_urls"): redis_urls or ""}
+    inherited = {name: value for name, value in os.environ.items() if name != "SLUICE_URL"}  # of another kind of server
+    return {**inherited, variable("redis_url"): redis_url, variable("redis_urls"): redis_urls or ""}
 
 
 def refuse_unknown(fields: Iterable[str], env_file: Path) -> None:

@@ -36,6 +36,9 @@ async def rerun_lines(
     kinds = read_kinds(kinds)
     output = await _output(redis, str(run)) if is_run_id(str(run)) else Path(run)
     state_path = _state_path(output)
+    if state_path.is_dir():
+        answers = state_path / f"{output.stem}.answers.jsonl"
+        raise BatchRefused(f"{output} is a table: name its run by the id, or by {answers}")
     if not state_path.is_file():
         raise BatchRefused(f"{output} is not the output of a run: there is no {state_path}")
     with StateFile(state_path) as state:
@@ -43,6 +46,8 @@ async def rerun_lines(
         if saved is None or saved.batch.status == "failed":
             raise BatchRefused(f"{output} is the output of a run that was refused: correct its file, and run that")
         batch = saved.batch
+        if saved.remote:
+            raise BatchRefused(f"{batch.id} ran at {saved.remote}: lines can be run again where its files are")
         if not batch.ended and batch.sluice.rerun_at is None:
             raise BatchRefused(
                 f"{batch.id} is {batch.status}: let it end, or cancel it, before its lines are run again"

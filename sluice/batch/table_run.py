@@ -169,6 +169,8 @@ class TableRun:
     def of_answers(cls, answers: Path) -> Self | None:
         """Return the run of a table that an output of `run_batch` belongs to; None if it is of a file of requests.
         Raises `BatchRefused` if the table cannot be read, or has changed."""
+        if answers.parent.suffix != ".run":
+            return None  # a table.json there is the user's
         try:
             saved = json.loads((answers.parent / "table.json").read_text("utf-8"))
         except OSError:

@@ -56,6 +56,9 @@ async def test_a_file_is_uploaded_run_and_its_answers_are_fetched(server: OpenAI
     assert (batch.output_file_id, batch.input_file_id) == (str(tmp_path / "out.jsonl"), str(tmp_path / "in.jsonl"))
     assert seen == ["in_progress", "completed"]
     assert batch.sluice.seconds == pytest.approx(7, abs=1)
+    async with Client("redis://127.0.0.1:1") as client:
+        with pytest.raises(BatchRefused, match=f"ran at {server.url}: lines can be run again where"):
+            await client.rerun_batch(tmp_path / "out.jsonl")
 
 
 async def test_a_run_that_has_ended_is_reported_again_without_its_server(server: OpenAIServer, tmp_path: Path) -> None:

@@ -234,6 +234,9 @@ async def test_what_has_no_lines_to_run_again_is_said(
     with pytest.raises(BatchRefused, match=r"is not the output of a run: there is no .*/out.jsonl.run"):
         await client.rerun_batch(out)
     assert list(tmp_path.glob("out*")) == []
+    (tmp_path / "table.csv.run").mkdir()
+    with pytest.raises(BatchRefused, match=r"table.csv is a table: .*/table.csv.run/table.answers.jsonl$"):
+        await client.rerun_batch(tmp_path / "table.csv")
     with pytest.raises(ValueError, match="'good' is not a kind of line"):
         await client.rerun_batch(out, ["good"])
     many = write(tmp_path / "in.jsonl", says("a", then="hang"))

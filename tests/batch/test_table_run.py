@@ -124,6 +124,7 @@ async def test_the_table_can_be_written_again_from_the_answers_alone(client: Cli
     again.write_to(tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_bytes() == run.output.read_bytes()
     assert list(read(run.output)[0]) == ["id", "text", "m_label", "m_stars", "m_why", "m_error"]
+    (tmp_path / "table.json").write_text("[]")  # somebody's file beside that of another kind of run
     assert TableRun.of_answers(tmp_path / "out.jsonl") is None
     with pytest.raises(BatchRefused, match="is the table itself"):
         again.write_to(tmp_path / "in.csv")

@@ -40,6 +40,9 @@ def test_the_unit_quotes_what_systemd_would_expand(tmp_path: Path, monkeypatch: 
     lines = manager(at_boot=False).text(service(tmp_path)).splitlines()
     (command,) = (line for line in lines if line.startswith("ExecStart="))
     assert command.endswith('"worker" "--model" "a \\"b\\" 100%% $$HOME \\\\n" "--max-rows" "4"')
+    lines = manager(at_boot=False).text(service(tmp_path, "worker", "--model", "a\nUser=root\rb")).splitlines()
+    assert [line for line in lines if line.startswith(("User", "b"))] == []
+    assert any(line.endswith('"a\\nUser=root\\rb"') for line in lines)
 
 
 def test_the_agent_is_a_property_list_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

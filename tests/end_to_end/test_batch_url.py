@@ -139,6 +139,8 @@ def test_two_variables_are_a_sentence_and_an_option_decides(remote: Command, ser
     code, _, err = remote("batch", "list")
     assert (code, "SLUICE_URL and the variable of a Redis server exclude one another" in err) == (2, True)
     assert remote("batch", "list", "--url", server.url)[0] == 0
+    code, _, err = remote("batch", "submit", "in.jsonl", "--dir", "runs")
+    assert (code, "no server answers at redis://127.0.0.1:1/0" in err) == (2, True), err
     code, _, err = remote("batch", "list", "--redis-url", "redis://127.0.0.1:1/0")
     assert (code, "no server answers at redis://127.0.0.1:1/0" in err) == (2, True)
 

@@ -551,7 +551,10 @@ def test_help_teaches_with_an_example_and_needs_no_worker(sluice: Command, comma
     assert (code, f"    sluice {command}" in out) == (0, True)
 
 
-@pytest.mark.parametrize("group", ["", "batch", "dead", "keys", "prefix", "queue", "webhooks", "workers"])
+@pytest.mark.parametrize(
+    "group",
+    ["", "batch", "batch schedule", "dead", "keys", "models", "prefix", "queue", "service", "webhooks", "workers"],
+)
 def test_the_summary_of_each_command_is_whole_on_80_columns(group: str, tmp_path: Path) -> None:
     code, out, _ = run_here(*group.split(), "--help", env={**os.environ, "COLUMNS": "80"}, folder=tmp_path)
     summaries = out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()

@@ -77,3 +77,5 @@ def test_a_port_that_is_taken_is_a_warning(sluice: Command) -> None:
 def test_a_folder_that_does_not_exist_yet_is_looked_for_above(sluice: Command, tmp_path: Path) -> None:
     sluice.env["SLUICE_BATCH_DIR"] = str(tmp_path / "new" / "folder")
     assert "free" in examine(sluice)[1]["SLUICE_BATCH_DIR"][0][1]
+    sluice.env["SLUICE_BATCH_DIR"] = str(tmp_path / ("long" * 100))  # stat fails, as in a folder of another user
+    assert "free" in examine(sluice)[1]["SLUICE_BATCH_DIR"][0][1]

@@ -171,7 +171,8 @@ def _folders(settings: "Settings") -> Iterator[_Finding]:
     for name, folder in named.items():
         if folder is None:
             continue
-        there = next(each for each in (Path(folder).absolute(), *Path(folder).absolute().parents) if each.exists())
+        path = Path(folder).absolute()
+        there = next(each for each in (path, *path.parents) if os.path.exists(each))
         if not os.access(there, os.W_OK):
             yield _Finding(
                 name, "problem", f"{folder}: this user may not write to {there}; change its rights or owner."

@@ -30,7 +30,7 @@ def schedule(
     ] = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Show when the workers will start the files of the inbox; with a command, manage runs that recur.
+    """Show when workers start the inbox's files; manage schedules.
 
     In UTC and in local time. Uses the settings that a worker here would have, from the environment or .env; an
     option overrides both. If the schedule restricts both the day of the month and the day of the week, a day that

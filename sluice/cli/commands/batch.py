@@ -224,7 +224,7 @@ def run_file(
     key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a file of requests, or a prompt for each row of a table, offline, and show the progress.
+    """Run a file of requests, or a prompt for each row of a table.
 
     If the command, a worker or the server stops, run the same command again: it resumes, and each line is answered
     once. Ctrl-C pauses the run. The report goes to stdout, with --json as OpenAI's Batch object; all else to stderr.
@@ -421,12 +421,12 @@ def submit_run(
     key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a file into the workers' folder, or upload it to a gateway, and print the run's id.
+    """Submit a file to the workers' folder or a gateway; print its id.
 
-    It is run at a time of the workers' schedule, and its completion window begins then. The answers will be in
-    DIR/done/ID/output.jsonl; those at a gateway are fetched with `sluice batch results`. Model names that neither --map
-    nor --model maps are mapped by the workers' SLUICE_BATCH_MODELS. With --json, print the status object instead of the
-    id.
+    It is copied or uploaded. It is run at a time of the workers' schedule, and its completion window begins then. The
+    answers will be in DIR/done/ID/output.jsonl; those at a gateway are fetched with `sluice batch results`. Model names
+    that neither --map nor --model maps are mapped by the workers' SLUICE_BATCH_MODELS. With --json, print the status
+    object instead of the id.
 
     \b
     Examples:
@@ -435,7 +435,8 @@ def submit_run(
       sluice batch submit in.jsonl --url http://mac.local:8000
       sluice batch submit in.jsonl --dir /var/lib/sluice --not-before 22:00 --priority 10
     """
-    server = server_of(context, redis_url, url, key)
+    is_here = is_given(context, "folder") and not is_given(context, "url")  # --dir overrides SLUICE_URL
+    server = redis_url if is_here else server_of(context, redis_url, url, key)
     if isinstance(server, Remote) and is_given(context, "folder"):
         raise CliError("--dir and --url exclude one another: a gateway has its folder from its own settings.")
     if not isinstance(server, Remote) and folder is None:

@@ -44,7 +44,7 @@ def compare_prompts(
     key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run two prompts over the same rows of a table, and show how the answers agree.
+    """Run two prompts over rows of a table, and compare the answers.
 
     It prints the sums of both, how many rows have equal values in each field, and the rows that differ; with --json all
     of them as one object. Exit codes as those of `batch run`.

@@ -27,7 +27,7 @@ def rerun_lines(
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Run lines of an ended run again: by default the failed and the invalid ones.
+    """Run failed and invalid lines of an ended run again, or others.
 
     The new outcomes are written to the same files in place of the old ones; an old one that is better is kept. Nothing
     is lost if the command stops: run it again. A run of the workers' folder is moved back to `running`, and its workers

@@ -103,7 +103,7 @@ def results(
     url: GatewayUrl = None,
     key: ApiKey = None,
 ) -> None:
-    """Fetch the answers of a run, even if it has not ended; of a table's the table.
+    """Fetch the answers of a run, or its table, also before its end.
 
     It has to run on the machine that has the files of the run. With --url it may run anywhere, and the run has to have
     ended.

@@ -17,7 +17,7 @@ import typer
 
 from sluice.cli import worker_commands
 from sluice.cli.errors import CliError, needs_worker, sentence
-from sluice.cli.options import AsJson
+from sluice.cli.options import AsJson, is_given
 from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
 
@@ -94,9 +94,14 @@ def add_schedule(
 
 
 def _check_command(context: typer.Context, arguments: list[str]) -> None:
-    """Parse the arguments of `sluice batch`; for bad ones click's error tells how to use its command."""
+    """Parse the arguments of `sluice batch`; for bad ones click's error tells how to use its command. Raises `CliError`
+    for those that a schedule cannot have."""
     batch = context.find_root().command.commands["batch"]  # type: ignore[attr-defined]
-    batch.commands[arguments[0]].make_context(f"sluice batch {arguments[0]}", arguments[1:])
+    made = batch.commands[arguments[0]].make_context(f"sluice batch {arguments[0]}", arguments[1:])
+    if arguments[0] == "submit" and is_given(made, "url"):
+        raise CliError("--url: the file goes to the workers' folder; give -o too, and they run it at the gateway.")
+    if is_given(made, "key"):
+        raise CliError("--key: all users of the folder can read a schedule; set SLUICE_API_KEY for the workers.")
 
 
 def _in(folder: Path, arguments: list[str]) -> list[str]:
@@ -105,7 +110,7 @@ def _in(folder: Path, arguments: list[str]) -> list[str]:
 
 @schedule.command("list")
 def list_schedules(folder: Folder, as_json: AsJson = False) -> None:
-    """List the schedules of a folder: their next times, and what became of the last.
+    """List schedules: their next times, and what became of the last.
 
     \b
     Example:

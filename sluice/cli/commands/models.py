@@ -46,7 +46,7 @@ def list_models(
     redis_url: RedisUrl = REDIS_URL,
     as_json: AsJson = False,
 ) -> None:
-    """List the models of the server, the aliases, and the checkpoints on this machine.
+    """List the server's models and aliases, and the checkpoints here.
 
     A model that a supervisor of several has is loaded when a job comes, and listed with its state.
 
@@ -289,7 +289,7 @@ _Name = Annotated[str, typer.Argument(help="A model, as `sluice models list` nam
 
 @models.command()
 def load(name: _Name, no_wait: NoWait = False, timeout_s: Timeout = 600.0, redis_url: RedisUrl = REDIS_URL) -> None:
-    """Load a model that a supervisor of several has, before a job asks for it.
+    """Load a model of a supervisor before a job asks for it.
 
     It leaves again after SLUICE_IDLE_UNLOAD_S, or if another needs its room, as after a job. If there is no room, idle
     models leave, the least recently used first. All supervisors of the server that have the model are asked. Shows what

@@ -22,6 +22,7 @@ from sluice.cli.errors import CliError
 from sluice.cli.options import integer
 from sluice.cli.terminal.output import print_table
 from sluice.cli.terminal.view import note
+from sluice.log_lines import escaped
 
 _PREFIX = "sluice-"
 _LABEL = "mlx.sluice."  # of launchd, which names agents like domains
@@ -113,7 +114,7 @@ class _Systemd:
         return "\n".join(
             [
                 "[Unit]",
-                f"Description=Sluice: {_specifiers(shlex.join(service.command))}",
+                f"Description=Sluice: {_specifiers(escaped(shlex.join(service.command)))}",
                 *after,
                 "StartLimitIntervalSec=0",
                 "",
@@ -166,8 +167,8 @@ class _Systemd:
 
 def _quoted(argument: str) -> str:
     """Return an argument as systemd.service(5) reads it."""
-    escaped = _specifiers(argument).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
-    return f'"{escaped}"'
+    quoted = escaped(_specifiers(argument).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$"))
+    return f'"{quoted}"'
 
 
 def _specifiers(text: str) -> str:
@@ -279,7 +280,7 @@ def install(
     boot: AtBoot = False,
     print_only: Annotated[bool, typer.Option("--print", help="Print the service's file, and install nothing.")] = False,
 ) -> None:
-    """Install a service and start it: a worker, a gateway, `up`, or models.
+    """Install and start a worker, a gateway, `up`, or models.
 
     It runs in this folder. When it dies it is started again, unless its exit code is 2: then its settings are wrong,
     and its log says how. Installed again under its name, it is replaced and restarted: an upgrade.
