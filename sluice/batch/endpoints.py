@@ -6,20 +6,18 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sluice.contract.batch import Url
 from sluice.contract.keys import JobFunction
 from sluice.errors import SluiceError
-from sluice.interfaces import committed
 from sluice.interfaces.embeddings import in_base64, with_numbers
 from sluice.interfaces.errors import ApiError, anthropic_body, from_client, openai_body
 from sluice.interfaces.fields import refusal
-from sluice.interfaces.responses.head import PREFIX
-from sluice.interfaces.responses.record import NewResponse, from_completion, new_response
-from sluice.interfaces.responses.request import own_name, read_response_request
-from sluice.interfaces.tools import read_chat_tools, with_custom_calls
 from sluice.openai import error_reply
+
+if TYPE_CHECKING:
+    from sluice.interfaces.responses.record import NewResponse
 
 LineBody = Mapping[str, Any]
 MESSAGES: Url = "/v1/messages"
@@ -57,11 +55,18 @@ class _Chat(Endpoint):
     prompt = ("tools", "messages")
 
     def as_job(self, body: LineBody) -> dict[str, Any]:
+        # Translations are imported when lines need them: every command, and an idle supervisor, has this module.
+        from sluice.interfaces import committed
+        from sluice.interfaces.tools import read_chat_tools
+
         read, _ = committed.chat(dict(body))
         job, _ = read_chat_tools(read)
         return job
 
     def answer(self, body: LineBody, job_id: str, result: bytes) -> bytes:
+        from sluice.interfaces import committed
+        from sluice.interfaces.tools import read_chat_tools, with_custom_calls
+
         read, ignored = committed.chat(dict(body))
         _, tools = read_chat_tools(read)
         if not ignored and not tools.targets:
@@ -89,15 +94,24 @@ class _Responses(Endpoint):
         return dict(self._new(body, "").chat)
 
     def answer(self, body: LineBody, job_id: str, result: bytes) -> bytes:
+        from sluice.interfaces.responses.record import from_completion
+
         head = self._new(body, job_id).record.head
         completion = json.loads(result)
         return _written(from_completion(replace(head, created_at=completion["created"]), completion).response)
 
     def error(self, error: SluiceError | ApiError, job_id: str) -> tuple[int, Mapping[str, Any]]:
+        from sluice.interfaces.responses.request import own_name
+
         status, told = super().error(error, job_id)
         return status, {"error": {**told["error"], "param": own_name(told["error"]["param"])}}
 
-    def _new(self, body: LineBody, job_id: str) -> NewResponse:
+    def _new(self, body: LineBody, job_id: str) -> "NewResponse":
+        from sluice.interfaces import committed
+        from sluice.interfaces.responses.head import PREFIX
+        from sluice.interfaces.responses.record import new_response
+        from sluice.interfaces.responses.request import read_response_request
+
         read, ignored = committed.responses(dict(body))
         for name in ("background", "previous_response_id"):
             if read.get(name):
@@ -116,7 +130,6 @@ class _Messages(Endpoint):
         return f"lines for {self.url} need pydantic; install mlx-sluice[cli]"
 
     def as_job(self, body: LineBody) -> dict[str, Any]:
-        # Imported when lines need it: without pydantic, the client runs those of the other endpoints.
         from sluice.interfaces.messages.line import as_job
 
         return as_job(body)

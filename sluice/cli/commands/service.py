@@ -4,7 +4,6 @@ launchd on macOS."""
 import getpass
 import logging
 import os
-import plistlib
 import re
 import shlex
 import signal
@@ -184,6 +183,8 @@ class _Launchd:
         return self._library / folder / f"{_LABEL}{name}.plist"
 
     def text(self, service: Service) -> str:
+        import plistlib  # with a parser of XML, which no other command needs
+
         log = str(self._log(service.name))
         user = {"UserName": os.environ.get("SUDO_USER") or getpass.getuser()} if service.at_boot else {}
         described = {
