@@ -116,8 +116,7 @@ def _probes(gateway: Gateway) -> list[Route]:
         return PlainTextResponse("ok\n")
 
     async def metrics(request: Request) -> Response:
-        await gateway.queue_metrics.read()
-        await gateway.metrics.runs.read(gateway.client.batches)
+        await asyncio.gather(gateway.queue_metrics.read(), gateway.metrics.runs.read(gateway.client.batches))
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return [*(Route(path, healthz) for path in _ALIVE), Route("/readyz", readyz), Route("/metrics", metrics)]

@@ -164,6 +164,7 @@ class GatewayMetrics:
             registry=self.registry,
         )
         self.webhooks = WebhookMetrics(self.registry)
+        self.runs = _RunNumbers(self.registry)
 
         self._up = Gauge("sluice:redis_up", "1 if the server of the queue answers, else 0.", registry=self.registry)
         self._jobs = Gauge(
@@ -200,8 +201,6 @@ class GatewayMetrics:
             oldest_s = max((seconds for _, seconds in head.waiting.values()), default=0.0)
             self._jobs.labels(head.model, head.lane).set(head.jobs)
             self._oldest.labels(head.model, head.lane).set(oldest_s)
-
-        self.runs = _RunNumbers(self.registry)
 
     def ended(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Count a request that has ended. `handler`: the path of its route."""

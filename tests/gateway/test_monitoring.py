@@ -131,6 +131,18 @@ def test_a_model_keeps_its_series_and_a_dead_server_has_none() -> None:
     assert (value("workers", model_name="a"), value("redis_up")) == (None, 0)
 
 
+async def test_metrics_are_answered_within_seconds_by_a_gateway_that_has_never_reached_its_server() -> None:
+    server = Server().start()
+    with serving(server.url, ServeSettings(_env_file=None)) as gateway:
+        server.stop()
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
+            started = time.monotonic()
+            metrics = await http.get("/metrics")
+            assert time.monotonic() - started < 3.5  # both readers wait for two seconds, at the same time
+    assert metrics.status_code == 200
+    assert "sluice:redis_up 0.0" in metrics.text
+
+
 @pytest.mark.usefixtures("fake_worker")
 async def test_requests_are_counted_by_route_and_status(http: httpx.AsyncClient) -> None:
     await http.post(PATH, json=request("1", stream=True))

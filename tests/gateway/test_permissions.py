@@ -60,11 +60,12 @@ async def test_the_documented_permissions_are_enough_for_every_route(
         "tokens_per_minute": 10**9,
     }
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [key]}))
-    settings = ServeSettings(_env_file=None, keys=tmp_path / "keys.json", no_worker_s=0.5)
+    settings = ServeSettings(_env_file=None, keys=tmp_path / "keys.json", no_worker_s=0.5, batch_dir=tmp_path)
     with serving(redis_url.replace("redis://", f"redis://{user}"), settings) as gateway:
         headers = {"authorization": "Bearer secret"}
         async with httpx.AsyncClient(base_url=gateway.url, timeout=60, headers=headers) as http:
             statuses = await use_completions(http) | await use_responses(http) | await use_the_rest(http)
+            statuses |= await use_batches(http)
     assert {name: status for name, status in statuses.items() if status != 200} == {"nobody": 404, "nothing": 404}
     denied = [dict(zip(entry[::2], entry[1::2], strict=True)) for entry in await db.execute_command("ACL", "LOG")]
     assert [
@@ -107,6 +108,21 @@ async def use_responses(http: httpx.AsyncClient) -> dict[str, int]:
         "input items": await http.get(f"{path}/input_items"),
         "response cancelled": await http.post(f"{RESPONSES}/{behind.json()['id']}/cancel"),
         "response deleted": await http.delete(path),
+    }
+    return {name: answer.status_code for name, answer in answers.items()}
+
+
+async def use_batches(http: httpx.AsyncClient) -> dict[str, int]:
+    file = await http.post("/v1/files", files={"file": ("in.jsonl", b"{}\n")}, data={"purpose": "batch"})
+    body = {"input_file_id": file.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+    made = await http.post("/v1/batches", json=body)
+    path = f"/v1/batches/{made.json().get('id')}"
+    answers = {
+        "file": file,
+        "batch": made,
+        "batch retrieved": await http.get(path),
+        "batch cancelled": await http.post(f"{path}/cancel"),
+        "metrics": await http.get("/metrics"),
     }
     return {name: answer.status_code for name, answer in answers.items()}
 

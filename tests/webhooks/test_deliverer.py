@@ -569,3 +569,15 @@ def test_events_are_named_one_by_one_or_by_their_kind() -> None:
     for wrong in ("batch", "*", ".*", "batch.gone", "batch*"):
         with pytest.raises(ValueError, match="there is no event"):
             read_events([wrong])
+
+
+async def test_a_time_that_no_clock_has_is_ignored(
+    client: Client, store: WebhookStore, receiver: Receiver, clock: Clock
+) -> None:
+    receiver.status, receiver.headers = 503, {"Retry-After": f"Mon, 01 Jan 2024 00:00:00 +{'9' * 19}"}
+    endpoint = endpoint_of(receiver.url)
+    await store.add(endpoint)
+    await end_run(client)
+    async with deliverer_of(store, clock) as deliverer:
+        await pass_by(deliverer)
+    assert (await store.counts(endpoint.id)).failed == 1

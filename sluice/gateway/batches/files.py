@@ -160,9 +160,12 @@ async def _upload(request: Request, caller: Caller, store: FileStore) -> StoredF
 
 async def _receive(request: Request, form: "_Form") -> None:
     """Write the body's file to disk. Raises `ApiError`."""
-    piece = bytearray()
+    piece, received = bytearray(), 0
     try:
         async for part in request.stream():
+            received += len(part)
+            if received > _MAX_BYTES + _FORM_BYTES:  # the parser skips any number of bytes around the form
+                raise _too_long()
             piece += part
             if len(piece) >= _PIECE_BYTES:
                 await on_disk(form.write, bytes(piece))

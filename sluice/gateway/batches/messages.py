@@ -1,6 +1,7 @@
 """`/v1/messages/batches`: Anthropic's Message Batches, which are the folder's runs of the endpoint `/v1/messages`. The
 requests of one are written as the run's input file, which is one of its tenant's files."""
 
+import hashlib
 import json
 import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from sluice.contract.batch import Batch
 from sluice.gateway import idempotency
 from sluice.gateway.batches.folder import Shared, limit_of, on_disk
 from sluice.gateway.batches.runs import NewRun, Runs
+from sluice.gateway.body import in_thread_if_long
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import anthropic_endpoint
 from sluice.gateway.gateway import Gateway
@@ -61,7 +63,8 @@ class _MessageBatches:
         body = await self._gateway.read_body(request, caller, lambda content: (content, []))
         if "batch" not in caller.lanes:
             raise ApiError(ErrorForm.LANE_NOT_ALLOWED, "this key may not use the lane batch.")
-        lines = _lines(body.content, caller, self._gateway.settings.model_map)
+        models = self._gateway.settings.model_map
+        lines = await in_thread_if_long(body.length, _lines, body.content, caller, models)
         run_id = f"batch_{uuid4().hex}"
         if (key := idempotency.key_of(request)) is not None:
             run_id = idempotency.job_id(caller, _PATH, key, "batch_")
@@ -70,17 +73,30 @@ class _MessageBatches:
 
     async def _create(self, caller: Caller, run_id: str, lines: Sequence[bytes]) -> Batch:
         """Hand a run over to the workers, unless one of this id was, for another request with the same key."""
-        if await on_disk(self._shared.find, caller.tenant, run_id) is not None:
-            return await self._runs.find(caller, run_id)
+        if (known := await self._known(caller, run_id, lines)) is not None:
+            return known
         life_s = 29 * 86_400  # of the requests and the results: as Anthropic's
         file, batch = await on_disk(self._store, caller, run_id, lines, life_s), None
         try:
             asked = NewRun(file.id, MESSAGES, "24h", output_expires_s=life_s, requests=len(lines))
             batch = await self._runs.create(caller, run_id, asked)
+        except ApiError:
+            if (known := await self._known(caller, run_id, lines)) is None:  # else another request was faster
+                raise
+            return known
         finally:
             if batch is None:
                 await on_disk(self._shared.store.delete, caller.tenant, file)
         return batch
+
+    async def _known(self, caller: Caller, run_id: str, lines: Sequence[bytes]) -> Batch | None:
+        """Return the run of this id. Raises `ApiError` if it has other lines."""
+        if (state := await on_disk(self._shared.find, caller.tenant, run_id)) is None:
+            return None
+        file = await on_disk(self._shared.store.find, caller.tenant, state.batch.sluice.input_file or "")
+        if file is not None and file.sha256 != await on_disk(_digest, lines):
+            raise ApiError(ErrorForm.IDEMPOTENCY_KEY_REUSED, "Idempotency-Key: it came with another body before.")
+        return await self._runs.find(caller, run_id)
 
     async def list(self, request: Request) -> Response:
         """Answer `GET /v1/messages/batches`: the newest first."""
@@ -151,6 +167,10 @@ class _MessageBatches:
             return new.publish(f"{run_id}.jsonl", "batch", life_s, max_held=caller.batch_bytes)
         finally:
             new.discard()
+
+
+def _digest(lines: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(lines)).hexdigest()
 
 
 def _lines(body: Mapping[str, Any], caller: Caller, models: Mapping[str, str]) -> list[bytes]:

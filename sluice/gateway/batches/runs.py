@@ -106,11 +106,12 @@ class Runs:
         state = self._state(caller, run_id, asked)
         await self._gateway.client.retries.run(lambda: self._registry.announce(state.batch))
         try:
-            return await on_disk(self._place, caller, state, file)
+            batch = await on_disk(self._place, caller, state, file)
         except ApiError:
             with suppress(SluiceError, RedisError):
                 await self._gateway.client.retries.run(lambda: self._registry.withdraw(state.batch))
             raise
+        return batch if batch is state.batch else _same(batch, asked)
 
     async def find(self, caller: Caller, run_id: str) -> Batch:
         """Return the present state of a run."""

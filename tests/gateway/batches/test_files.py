@@ -321,3 +321,15 @@ async def test_a_tenant_has_its_own_files_and_its_own_limit(redis_url: str, fold
             await acme.files.create(file=("in.jsonl", b"x" * 100_000), purpose="batch")
         await acme.files.delete(own.id)
         assert (await acme.files.create(file=("in.jsonl", b"x" * 600), purpose="batch")).bytes == 600
+
+
+async def test_bytes_around_a_form_count_as_its_own(gateway: HttpGateway, folder: Path) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(2_000):
+            yield b"\r\n" * 65_536
+
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    async with httpx.AsyncClient(timeout=60) as http:
+        answer = await http.post(f"{gateway.base_url}/files", content=endless(), headers=headers)
+    assert answer.status_code == 413
+    assert on_disk(folder) == []

@@ -1,5 +1,6 @@
 """`/v1/messages/batches`, through Anthropic's SDK, with a feeder and the tiny model."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -178,6 +179,18 @@ async def test_a_retry_of_a_batch_is_the_same_batch_and_leaves_one_file(gateway:
         ]
     assert made[0] == made[1]
     assert len([*(folder / "files").rglob("data")]) == 1
+
+
+async def test_requests_with_one_key_at_once_are_one_batch_and_another_body_is_refused(
+    gateway: HttpGateway, folder: Path
+) -> None:
+    path = f"{gateway.url}/v1/messages/batches"
+    async with httpx.AsyncClient(headers={"idempotency-key": "k"}, timeout=30) as http:
+        made = await asyncio.gather(*(http.post(path, json={"requests": [asked("a")]}) for _ in range(8)))
+        other = await http.post(path, json={"requests": [asked("b")]})
+    assert {(each.status_code, each.json().get("id")) for each in made} == {(200, made[0].json().get("id"))}
+    assert len([*(folder / "files").rglob("data")]) == 1
+    assert other.status_code == 409
 
 
 @pytest.mark.usefixtures("feeder")
