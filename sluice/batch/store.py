@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from sluice.batch.files import read_state
 from sluice.contract.batch import Batch
 from sluice.errors import SluiceError
 
@@ -138,7 +139,9 @@ class FileStore:
         if file.run is not None:
             name = "errors.jsonl" if file.filename.endswith("_error.jsonl") else "output.jsonl"
             for part in ("done", "failed"):
-                (self._folder / part / file.run / name).unlink(missing_ok=True)
+                run_dir = self._folder / part / file.run
+                if _has_file(run_dir, file.id):
+                    (run_dir / name).unlink(missing_ok=True)
 
     def _home(self, tenant: str | None) -> Path:
         if tenant is None:
@@ -225,6 +228,15 @@ def result_ids(batch: Batch) -> tuple[str | None, str | None]:
     )
     counts = batch.request_counts
     return output if counts.completed else None, errors if counts.failed else None
+
+
+def _has_file(run_dir: Path, file_id: str) -> bool:
+    """Return False for a file of answers that is older than those of a run that was run again."""
+    try:
+        state = read_state(run_dir / "run")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return state is not None and file_id in result_ids(state.batch)
 
 
 def _refuse_full(max_held: int | None, held: int) -> None:

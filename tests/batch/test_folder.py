@@ -4,14 +4,19 @@ import asyncio
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
 from sluice import Batch, Client
-from sluice.batch.files import StateFile
-from sluice.batch.folder import RunFolder, feed_runs
+from sluice.batch.files import RunState, StateFile
+from sluice.batch.folder import RunFolder, feed_runs, run_paths
+from sluice.batch.run import new_batch
+from sluice.batch.source import RunOptions
+from sluice.batch.store import FileStore, result_ids
+from sluice.contract.batch import RequestCounts, new_run_id
 from tests.batch.helpers import ANY, Chat, feed_folder, ids, says, write
 from tests.queue.helpers import until
 
@@ -338,3 +343,25 @@ async def test_what_is_no_file_stays_in_the_inbox_and_is_named(
     assert list(folder.running.iterdir()) == []
     said = {record.getMessage().split(" stays in the inbox")[0] for record in caplog.records}
     assert said == {"folder.jsonl", "link.jsonl", "pipe.jsonl"}
+
+
+def test_deleting_the_answers_of_before_a_rerun_leaves_those_of_after_it(folder: RunFolder) -> None:
+    run_dir, store = folder.done / new_run_id(), FileStore(folder.root)
+    run_dir.mkdir()
+    answers = run_dir / "output.jsonl"
+    batch = replace(new_batch(run_paths(run_dir), RunOptions(id=run_dir.name)), request_counts=RequestCounts(1, 1, 0))
+    ends = [batch.enter("completed", at) for at in (1_000.0, 2_000.0)]
+    for ended, text in zip(ends, ("before\n", "after\n"), strict=True):
+        answers.unlink(missing_ok=True)
+        answers.write_text(text)
+        with StateFile(run_paths(run_dir).state) as state:
+            state.save(RunState(ended, "", {}))
+        store.keep_results(ended, run_dir)
+    before, after = (store.find(None, result_ids(ended)[0] or "") for ended in ends)
+    assert before is not None
+    assert after is not None
+
+    store.delete(None, before)
+    assert answers.read_text() == "after\n"
+    store.delete(None, after)
+    assert not answers.exists()
