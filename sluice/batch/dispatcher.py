@@ -297,9 +297,8 @@ class LineDispatcher:
         job_id = line_job_id(self._run_id, entry.line.number, entry.retry if retry is None else retry)
         try:
             outcome = self._translated(entry, outcome, job_id)
-        except (AttributeError, LookupError, TypeError, ValueError, struct.error):  # any client can write a result
-            problem = JobError("internal", "the result of the line's job was not written by a worker", False)
-            outcome = _failed(entry, job_id, problem.type, problem.message, errors.JobFailed(problem))
+        except (AttributeError, LookupError, TypeError, ValueError, struct.error):
+            outcome = _failed(entry, job_id, _FOREIGN.type, _FOREIGN.message, errors.JobFailed(_FOREIGN))
         return LineResult(job_id, self._custom_id(entry), outcome.result, outcome.error, outcome.details)
 
     def _translated(self, entry: InFlightLine, outcome: Outcome, job_id: str) -> Outcome:
@@ -365,19 +364,32 @@ def _apply_job(entry: InFlightLine, job_id: str, result: bytes | None, exists: b
     """Apply what has happened to the queued job of a line. Returns the line's outcome if it has ended."""
     if result is None:
         return None if exists else entry.apply(LineEvent.JOB_GONE, wait_s=0.5)
-    match ended := json.loads(result):
-        case {"type": "failed", "error": dict(error)}:
-            return _apply_failure(entry, job_id, parse_as(JobError, error), limits.retry)
+    answer = _read_result(result)
+    if isinstance(answer, JobError):
+        return _apply_failure(entry, job_id, answer, limits.retry)
+    match answer:
         case {"type": "cancelled", "reason": str(reason)}:
             cancelled = _failed(entry, job_id, "cancelled", cancelled_sentence(reason), errors.JobCancelled(reason))
             return entry.apply(LineEvent.JOB_CANCELLED, outcome=cancelled)
-    answer: dict[str, Any] = ended if isinstance(ended, dict) else {}
     details = details_of(answer, wants_json=entry.wants_json)
     outcome = Outcome(details, result)
     if details.kind == "invalid":
         outcome = Outcome(details, error=LineError(NOT_JSON, _not_json(details), 200, result))
     raised = limits.raised(entry.limit, details, str(answer.get("model")))
     return _end(entry, outcome, most_retries(details, limits.retry, raised))
+
+
+# Any client can write a result.
+_FOREIGN = JobError("internal", "the result of the line's job was not written by a worker", False)
+
+
+def _read_result(result: bytes) -> dict[str, Any] | JobError:
+    """Return the result of a job, or its error; an error of its own for what no worker wrote."""
+    try:
+        ended: dict[str, Any] = json.loads(result)
+        return parse_as(JobError, ended["error"]) if ended.get("type") == "failed" else ended
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        return _FOREIGN
 
 
 def _apply_failure(entry: InFlightLine, job_id: str, error: JobError, retry: Mapping[str, int]) -> Outcome | None:

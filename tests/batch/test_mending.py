@@ -228,8 +228,6 @@ async def test_a_run_that_ends_early_keeps_the_answers_that_were_run_again(
 @pytest.mark.parametrize(
     "text",
     [
-        "[]",
-        "5",
         '{"choices": 5, "usage": [], "sluice": {"timings": 3}}',
         '{"choices": [4], "usage": {"completion_tokens": "many", "prompt_tokens_details": 3}}',
         '{"choices": [{"message": 7, "finish_reason": 3}], "sluice": {"rows_mean": {}, "timings": {"ttft_s": 1e400}}}',
@@ -244,6 +242,18 @@ async def test_a_foreign_result_is_an_answer_and_stops_nothing(
     await db.set(f"sluice:result:{run.id}-1", text)
     assert kinds(await task) == {"answered": 1}
     assert (await client.batch_status(run.id)).sluice.slowest == ()
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "{", '{"type": "failed"}', '{"type": "failed", "error": 5}', "[" * 99_999])
+async def test_a_result_that_no_worker_wrote_fails_its_line_alone(
+    client: Client, db: Redis, tmp_path: Path, out: Path, text: str
+) -> None:
+    task = asyncio.create_task(client.batch(write(tmp_path / "in.jsonl", says("a")), out, models=ANY))
+    await until(lambda: db.exists("sluice:queue:default:batch"))
+    (run,) = await client.batches()
+    await db.set(f"sluice:result:{run.id}-1", text)
+    batch = await task
+    assert (batch.status, batch.sluice.failures) == ("completed", {"internal": 1})
 
 
 # Crashes
