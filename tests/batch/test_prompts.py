@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.batch.lines import read_line
+from sluice.batch.outcomes import wants_json
 from sluice.batch.prompts import Asked, BadRow, RowRequests, Template, parse_schema
 from sluice.batch.tables import Row
 from sluice.errors import BatchRefused
@@ -70,7 +71,7 @@ def test_a_line_is_a_request_of_the_batch_format(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"label": {"type": "string"}}}
     made = requests(tmp_path, system="Be {product}.", schema=schema, params={"temperature": 0}, key="id")
     read = read_line(made.line(Row(9, {"id": "k1", "product": "brief"})), {"*": "default"})
-    assert (read.custom_id, read.wants_json, read.body["temperature"]) == ("k1", True, 0)
+    assert (read.custom_id, wants_json(read.body), read.body["temperature"]) == ("k1", True, 0)
     assert read.body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "k1"}]
     assert read.body["response_format"]["json_schema"]["schema"] == schema
 
