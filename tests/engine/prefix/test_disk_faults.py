@@ -141,7 +141,8 @@ class FaultMachine(RuleBasedStateMachine):
     def truncate_a_file(self, which: float, left: float, tokens: tuple[int, ...], waiting: bool) -> None:
         def truncate() -> None:
             if file := self.one_file(which):
-                os.truncate(file, int(left * file.stat().st_size))
+                with suppress(FileNotFoundError):  # the store has just removed it
+                    os.truncate(file, int(left * file.stat().st_size))
 
         self.evict_all()  # else the files are not read
         self.after(truncate, tokens, waiting)
