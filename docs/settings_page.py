@@ -121,7 +121,7 @@ def gateway_metrics() -> GatewayMetrics:
     metrics.ended("", "", 0, 0.0)
     metrics.first_token("", 0.0)
     metrics.finished("", "", 0.0)
-    metrics.set_queues([""], [QueueHead("", "batch", 0, 0, {}, True)])
+    metrics.queues.set([""], [QueueHead("", "batch", 0, 0, {}, True)])
     run = Batch(
         id="", input_file_id="", completion_window="", status="validating", created_at=0, request_counts=NO_LINES
     )

@@ -91,7 +91,6 @@ async def submit_file(redis: Redis, folder: RunFolder, file: Path, options: RunO
     state = RunState(new_batch(run_paths(folder.running / options.id), options), "", options.models or {})
     if (folder.inbox / f"{options.id}.jsonl").exists() or folder.has(options.id):
         return state.batch
-    (folder.inbox / f".{options.id}.part").unlink(missing_ok=True)  # of a schedule whose worker died
     with _Handover(folder, state) as handover:
         await asyncio.to_thread(handover.prepare, file, _copy)
         await Retries(redis, None).run(lambda: BatchRegistry(redis).announce(state.batch))

@@ -116,7 +116,8 @@ def _probes(gateway: Gateway) -> list[Route]:
         return PlainTextResponse("ok\n")
 
     async def metrics(request: Request) -> Response:
-        await asyncio.gather(gateway.queue_metrics.read(), gateway.metrics.runs.read(gateway.client.batches))
+        measured = gateway.metrics
+        await asyncio.gather(measured.queues.read(gateway.client), measured.runs.read(gateway.client.batches))
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return [*(Route(path, healthz) for path in _ALIVE), Route("/readyz", readyz), Route("/metrics", metrics)]

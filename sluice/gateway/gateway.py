@@ -16,7 +16,7 @@ from sluice.gateway.caller import LOCAL, Authentication, Caller, Limits
 from sluice.gateway.idempotency import IdempotencyKeys
 from sluice.gateway.jobs import AnswerJobs, Jobs, JobSubmission, StoredAnswer
 from sluice.gateway.key_file import KeyStore
-from sluice.gateway.monitoring import AnswerTimer, GatewayMetrics, QueueMetrics
+from sluice.gateway.monitoring import AnswerTimer, GatewayMetrics
 from sluice.gateway.protection import Memory, at_end
 from sluice.gateway.settings import ServeSettings
 from sluice.gateway.sse import unless_disconnected
@@ -39,7 +39,6 @@ class Gateway:
         self.settings = settings
         self.workers = ServedModels(client)
         self.metrics = GatewayMetrics()
-        self.queue_metrics = QueueMetrics(client, self.metrics)
         limits = Limits(client.redis, client.retries)
         self._authentication = (
             Authentication(KeyStore(settings.keys), limits, settings.max_connections_per_key) if settings.keys else None

@@ -61,6 +61,63 @@ class WebhookMetrics:
         self._dropped.set(counts.dropped)
 
 
+class _QueueNumbers:
+    """Numbers of the queues, whether workers live or not."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._up = Gauge("sluice:redis_up", "1 if the server of the queue answers, else 0.", registry=registry)
+        self._jobs = Gauge(
+            "sluice:queue_jobs", "Jobs of a queue, waiting and running.", ["model_name", "lane"], registry=registry
+        )
+        self._oldest = Gauge(
+            "sluice:queue_oldest_seconds",
+            "Seconds that the oldest job waits that no worker has, of the 300 at the head of the queue.",
+            ["model_name", "lane"],
+            registry=registry,
+        )
+        self._workers = Gauge("sluice:workers", "Workers that take jobs.", ["model_name"], registry=registry)
+        self._served = set[str]()  # models that had a worker
+        self._lock, self._read_at = asyncio.Lock(), float("-inf")
+
+    async def read(self, client: Client) -> None:
+        """Read the queues, unless that was done less than five seconds ago. A server that does not answer within two
+        seconds is down."""
+        async with self._lock:
+            if time.monotonic() - self._read_at < 5.0:
+                return
+            try:
+                async with asyncio.timeout(2.0):
+                    workers, heads = await client.workers(), await client.queue_heads()
+            except (SluiceError, RedisError, OSError):
+                self.clear()
+            else:
+                self.set([worker.get("model", "") for worker in workers if serves(worker)], heads)
+            self._read_at = time.monotonic()
+
+    def clear(self) -> None:
+        """Forget the queues of a server that is down: the last known numbers would look like present ones."""
+        self._up.set(0)
+        for gauge in (self._jobs, self._oldest, self._workers):
+            gauge.clear()
+
+    def set(self, serving: Sequence[str], heads: Sequence[QueueHead]) -> None:
+        """Set what the server has. `serving`: the model of each worker that takes jobs. A model keeps its series, at
+        zero, when its last worker has gone or its queue is empty."""
+        self.clear()
+        self._up.set(1)
+        self._served |= {*serving}
+        for model in self._served:
+            self._workers.labels(model).set(serving.count(model))
+            for lane in LANES:
+                self._jobs.labels(model, lane).set(0)
+                self._oldest.labels(model, lane).set(0)
+        # Any producer can name models that nobody serves, so there may be any number of queues.
+        for head in sorted(heads, key=lambda head: -head.jobs)[:200]:
+            oldest_s = max((seconds for _, seconds in head.waiting.values()), default=0.0)
+            self._jobs.labels(head.model, head.lane).set(head.jobs)
+            self._oldest.labels(head.model, head.lane).set(oldest_s)
+
+
 class _RunNumbers:
     """Numbers of offline runs, which the server of the queue has whether or not a worker is up."""
 
@@ -166,41 +223,7 @@ class GatewayMetrics:
         self.webhooks = WebhookMetrics(self.registry)
         self.runs = _RunNumbers(self.registry)
 
-        self._up = Gauge("sluice:redis_up", "1 if the server of the queue answers, else 0.", registry=self.registry)
-        self._jobs = Gauge(
-            "sluice:queue_jobs", "Jobs of a queue, waiting and running.", ["model_name", "lane"], registry=self.registry
-        )
-        self._oldest = Gauge(
-            "sluice:queue_oldest_seconds",
-            "Seconds that the oldest job waits that no worker has, of the 300 at the head of the queue.",
-            ["model_name", "lane"],
-            registry=self.registry,
-        )
-        self._workers = Gauge("sluice:workers", "Workers that take jobs.", ["model_name"], registry=self.registry)
-        self._served = set[str]()  # models that had a worker
-
-    def server_is_down(self) -> None:
-        """Forget the queues: the last known numbers would look like present ones."""
-        self._up.set(0)
-        for gauge in (self._jobs, self._oldest, self._workers):
-            gauge.clear()
-
-    def set_queues(self, serving: Sequence[str], heads: Sequence[QueueHead]) -> None:
-        """Set what the server has. `serving`: the model of each worker that takes jobs. A model keeps its series, at
-        zero, when its last worker has gone or its queue is empty."""
-        self.server_is_down()
-        self._up.set(1)
-        self._served |= {*serving}
-        for model in self._served:
-            self._workers.labels(model).set(serving.count(model))
-            for lane in LANES:
-                self._jobs.labels(model, lane).set(0)
-                self._oldest.labels(model, lane).set(0)
-        # Any producer can name models that nobody serves, so there may be any number of queues.
-        for head in sorted(heads, key=lambda head: -head.jobs)[:200]:
-            oldest_s = max((seconds for _, seconds in head.waiting.values()), default=0.0)
-            self._jobs.labels(head.model, head.lane).set(head.jobs)
-            self._oldest.labels(head.model, head.lane).set(oldest_s)
+        self.queues = _QueueNumbers(self.registry)
 
     def ended(self, method: str, handler: str, status: int, seconds: float) -> None:
         """Count a request that has ended. `handler`: the path of its route."""
@@ -219,29 +242,6 @@ class GatewayMetrics:
     def not_finished(self, model: str, reason: str) -> None:
         """Count a choice that was cancelled or has failed."""
         self._success.labels(model, reason).inc()
-
-
-class QueueMetrics:
-    """Reads the queues for Prometheus, whether workers live or not."""
-
-    def __init__(self, client: Client, metrics: GatewayMetrics) -> None:
-        self._client, self._metrics = client, metrics
-        self._lock, self._read_at = asyncio.Lock(), float("-inf")
-
-    async def read(self) -> None:
-        """Read the queues, unless that was done less than five seconds ago. A server that does not answer within two
-        seconds is down."""
-        async with self._lock:
-            if time.monotonic() - self._read_at < 5.0:
-                return
-            try:
-                async with asyncio.timeout(2.0):
-                    workers, heads = await self._client.workers(), await self._client.queue_heads()
-            except (SluiceError, RedisError, OSError):
-                self._metrics.server_is_down()
-            else:
-                self._metrics.set_queues([worker.get("model", "") for worker in workers if serves(worker)], heads)
-            self._read_at = time.monotonic()
 
 
 _CANCELLED, _FAILED = "abort", "error"  # vLLM's reasons

@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -237,7 +236,6 @@ def test_a_file_that_is_no_schedule_stops_no_other_and_is_told_once(
     assert caplog.text.count("broken.json") == 1
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not hasattr(os, "chown"), reason="needs rights on files")
 def test_a_schedule_with_an_output_is_followed_only_if_no_other_user_can_have_written_it(folder: Path) -> None:
     schedules = Schedules(folder)
     schedules.write("night", schedule(output="/out-%Y-%m-%d.jsonl"))

@@ -117,7 +117,7 @@ async def test_the_queues_are_measured_when_no_worker_lives_and_at_most_every_fi
 
 def test_a_model_keeps_its_series_and_a_dead_server_has_none() -> None:
     metrics = GatewayMetrics()
-    metrics.set_queues(["a", "a"], [QueueHead("b", "batch", 7, 2, {"t": (5, 1.5)}, True)])
+    metrics.queues.set(["a", "a"], [QueueHead("b", "batch", 7, 2, {"t": (5, 1.5)}, True)])
 
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(f"sluice:{name}", labels)
@@ -125,9 +125,9 @@ def test_a_model_keeps_its_series_and_a_dead_server_has_none() -> None:
     assert (value("workers", model_name="a"), value("redis_up")) == (2, 1)
     assert [value("queue_jobs", model_name=name, lane="batch") for name in "ba"] == [7, 0]
     assert value("queue_oldest_seconds", model_name="b", lane="batch") == 1.5
-    metrics.set_queues([], [])
+    metrics.queues.set([], [])
     assert (value("workers", model_name="a"), value("queue_jobs", model_name="b", lane="batch")) == (0, None)
-    metrics.server_is_down()
+    metrics.queues.clear()
     assert (value("workers", model_name="a"), value("redis_up")) == (None, 0)
 
 

@@ -47,7 +47,7 @@ class ClaimCost:
 
 @dataclass(slots=True)
 class _Fleet:
-    """What a worker tells in its claims, without an engine."""
+    """Stand-in for the record that a worker with an engine gives its claims."""
 
     ready_ms: int  # until it is done with what it has
     wid: str = field(default_factory=lambda: secrets.token_hex(3))

@@ -22,7 +22,6 @@ from sluice.http_errors import ErrorForm
 from sluice.interfaces.errors import ApiError
 
 _PATH = "/v1/files"
-_MAX_BYTES = 200 * 1024 * 1024  # OpenAI's limit for batches
 _FORM_BYTES = 65_536  # more than a body has besides the file
 _PIECE_BYTES = 262_144  # parsed and written in one call in a thread: about a millisecond
 
@@ -133,7 +132,7 @@ def _boundary(request: Request) -> bytes:
     if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 200:
         message = "The body must be multipart/form-data with the parts file and purpose."
         raise ApiError(ErrorForm.INVALID_REQUEST, message)
-    if int(request.headers.get("content-length") or 0) > _MAX_BYTES + _FORM_BYTES:
+    if int(request.headers.get("content-length") or 0) > MAX_FILE_BYTES + _FORM_BYTES:
         raise _too_long()
     return boundary
 
@@ -164,7 +163,7 @@ async def _receive(request: Request, form: "_Form") -> None:
     try:
         async for part in request.stream():
             received += len(part)
-            if received > _MAX_BYTES + _FORM_BYTES:  # the parser skips any number of bytes around the form
+            if received > MAX_FILE_BYTES + _FORM_BYTES:  # the parser skips any number of bytes around the form
                 raise _too_long()
             piece += part
             if len(piece) >= _PIECE_BYTES:
