@@ -173,18 +173,23 @@ async def test_an_idle_model_has_no_process_until_a_job_comes_and_counts_as_serv
         await until(lambda: "a" not in supervisor.worker_pids())
 
 
-def loading_slowly(folder: Path, part_s: float) -> Path:
-    """Write the tiny model with code of its own, by which each of some fifty parts of its weights takes so long."""
+def slow_model(folder: Path, *, part_s: float = 0.0, step_s: float = 0.0) -> Path:
+    """Write the tiny model with code of its own: each of some fifty parts of its weights, and each step, takes longer
+    by so much."""
     shutil.copytree(TINY_CHAT, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_file": "slow.py"}))
     (folder / "slow.py").write_text(
         "import time\n"
+        "from mlx_lm.models import qwen3_5\n"
         "from mlx_lm.models.qwen3_5 import Model, ModelArgs\n"
         "from worker.engine.model import load\n"
         "at_once = load.load_weights\n"
         f"slowly = lambda network, told: at_once(network, lambda part: (time.sleep({part_s}), told and told(part)))\n"
         "load.load_weights = slowly\n"
+        "step = qwen3_5.Qwen3_5TextModel.__call__\n"
+        f"slow_step = lambda *given, **named: (time.sleep({step_s}), step(*given, **named))[1]\n"
+        "qwen3_5.Qwen3_5TextModel.__call__ = slow_step\n"
     )
     return folder
 
@@ -192,7 +197,7 @@ def loading_slowly(folder: Path, part_s: float) -> Path:
 async def test_the_reader_of_a_job_is_told_how_much_of_its_model_is_loaded(
     redis_url: str, client: Client, tmp_path: Path
 ) -> None:
-    models = {"a": TINY_CHAT, "slow": loading_slowly(tmp_path / "slow", 0.1)}
+    models = {"a": TINY_CHAT, "slow": slow_model(tmp_path / "slow", part_s=0.1)}
     with Supervisor(redis_url, models=models, trust_model_code="true") as supervisor:
         await until(lambda: supervisor.states().endswith("loading"))
         job = await client.submit(COUNT, model="slow")
@@ -205,7 +210,7 @@ async def test_the_reader_of_a_job_is_told_how_much_of_its_model_is_loaded(
         assert [each.done for each in loads] == sorted({each.done for each in loads})
         assert 0 < loads[-1].done <= weights
         assert events[len(loads)].type == "started"
-        assert supervisor.models()["slow"]["loaded_bytes"] == 0
+        await until(lambda: supervisor.models()["slow"]["loaded_bytes"] == 0)  # the supervisor tells it a moment later
 
 
 async def test_a_single_model_leaves_when_it_is_idle_and_returns_for_a_job(redis_url: str, client: Client) -> None:
@@ -272,11 +277,13 @@ def _runs(pid: int) -> bool:
 
 @pytest.mark.slow
 async def test_a_model_with_a_running_job_makes_room_for_a_job_that_waits_and_its_own_goes_on(
-    redis_url: str, client: Client
+    redis_url: str, client: Client, tmp_path: Path
 ) -> None:
-    with Supervisor(redis_url, "ab", memory_gb=0.1, grace_s=0) as supervisor:
+    models = {"a": slow_model(tmp_path / "slow", step_s=0.15), "b": TINY_CHAT}
+    settings = {"memory_gb": 0.1, "grace_s": 0, "trust_model_code": "true"}
+    with Supervisor(redis_url, models=models, **settings) as supervisor:
         await until(lambda: supervisor.states() == "loaded unloaded")
-        long = await client.submit({**ENDLESS, "max_tokens": 7_000}, model="a")
+        long = await client.submit({**ENDLESS, "max_tokens": 2_000}, model="a")  # some 400 steps
         await until(lambda: "first token" in supervisor.log())
         assert await answer(client, "b") == "1 2 3"
         events = [event.type async for event in client.stream(long.id)]
