@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from sluice.batch.files import RunState, StateFile, read_state
 from sluice.batch.pace import OpenHours
-from sluice.batch.registry import BatchRegistry, RedisOf
+from sluice.batch.registry import BatchRegistry, JobStores, RedisOf
 from sluice.batch.run import Held, Run, endless_retries, new_batch, publish
 from sluice.batch.source import WINDOW, RunOptions, RunPaths
 from sluice.batch.store import FileStore, link_or_copy
@@ -330,6 +330,7 @@ async def _feed(
             batch = await run.run_to_end()
         except BatchRefused as error:
             batch = run.fail([_problem(error)])
+            await JobStores(redis_of, endless_retries).delete_run(batch.id, batch.sluice.models)
     await _archive(redis, batch, run_dir, (folder.done if batch.status == "completed" else folder.failed))
 
 
