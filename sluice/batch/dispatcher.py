@@ -158,7 +158,10 @@ class LineDispatcher:
         await self._end_all(error)
         rest = (self._entry(line) for lines in self._waiting.values() for line in lines)
         while chunk := list(islice(rest, MAX_CALLS)):
-            await _run_in_thread(self._results.add, [self._result(entry, error) for entry in chunk])
+            # Their custom_ids are read from the input, whose lines may be long.
+            await _run_in_thread(
+                lambda entries: self._results.add([self._result(each, error) for each in entries]), chunk
+            )
         self._waiting.clear()
 
     async def _find_queued(self) -> None:
@@ -178,10 +181,11 @@ class LineDispatcher:
     def _fill(self, held: Collection[str]) -> None:
         max_bytes = 64_000_000  # of all lines in the window, so that a run does not fill the server
         bytes_queued = sum(entry.line.length for entry in self._in_flight.values())
+        in_flight = Counter(entry.line.model for entry in self._in_flight.values())
         for model, lines in self._waiting.items():
             if model in held:
                 continue
-            free = self._window - sum(entry.line.model == model for entry in self._in_flight.values())
+            free = self._window - in_flight[model]
             while lines and free > 0 and (bytes_queued < max_bytes or not self._in_flight):
                 line = lines.popleft()
                 self._in_flight[line.number] = self._entry(line)
