@@ -79,9 +79,11 @@ class BatchRegistry:
 
     async def read_all(self, found: Sequence[bytes]) -> list[Batch]:
         """Return the runs among the given keys, oldest first. Foreign values are skipped."""
-        flat = await self._answers([key for key in found if not key.endswith(b":cancel")])
-        statuses = (_read_known(raw, left_ms) for raw, left_ms in zip(flat[::2], flat[1::2], strict=True))
-        return sorted(filter(None, statuses), key=lambda batch: (batch.created_at, batch.id))
+        names, runs = [key for key in found if not key.endswith(b":cancel")], list[Batch]()
+        for start in range(0, len(names), MAX_CALLS):
+            # In a thread: there may be thousands of runs, each with a thousand problems.
+            runs += await asyncio.to_thread(_read_all_known, await self._answers(names[start : start + MAX_CALLS]))
+        return sorted(runs, key=lambda batch: (batch.created_at, batch.id))
 
     async def _read(self, name: str) -> Batch | None:
         raw, left_ms = await self._answers([name])
@@ -105,10 +107,15 @@ class BatchRegistry:
         """Request the cancellation of a run. Its feeder checks for such requests, as does one that resumes it."""
         await self._redis.set(keys.batch_cancel(batch_id), "1", ex=_STATUS_TTL_S)
 
-    async def cancel_requested_at(self, batch_id: str) -> float | None:
-        """Return when the cancellation of the run was requested; None if it was not."""
-        left_ms = int(await self._redis.pttl(keys.batch_cancel(batch_id)))
-        return time.time() - (_STATUS_TTL_S - left_ms / 1000) if left_ms > 0 else None
+    async def cancels_requested_at(self, batch_ids: Sequence[str]) -> dict[str, float]:
+        """Return when the cancellation of these runs was requested, of those for which it was."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for batch_id in batch_ids:
+                pipe.pttl(keys.batch_cancel(batch_id))
+            answers = await pipe.execute() if batch_ids else []
+        now = time.time()
+        lives = {id: int(left_ms) / 1000 for id, left_ms in zip(batch_ids, answers, strict=True) if left_ms > 0}
+        return {id: now - (_STATUS_TTL_S - left_s) for id, left_s in lives.items()}
 
     async def is_cancel_requested(self, batch_id: str) -> bool:
         """Return True if the cancellation of the run is requested."""
@@ -122,6 +129,11 @@ def _read(raw: bytes | None, left_ms: int) -> Batch | None:
     batch, silent_s = Batch.from_json(raw), _STATUS_TTL_S - left_ms / 1000
     # A feeder reports every two seconds.
     return batch.paused(time.time() - silent_s) if silent_s > 10.0 else batch
+
+
+def _read_all_known(flat: Sequence[Any]) -> list[Batch]:
+    statuses = (_read_known(raw, left_ms) for raw, left_ms in zip(flat[::2], flat[1::2], strict=True))
+    return [*filter(None, statuses)]
 
 
 def _read_known(raw: Any, left_ms: int) -> Batch | None:

@@ -206,7 +206,7 @@ class Source:
             raise BadLine("model_not_allowed", message, "body.model")
         most = 100  # each has a window of lines on the server, and is counted in the status
         if request.model not in found.models and len(found.models) == most:
-            message = f"a file has at most {most} models, and {request.model} is one more: divide it, or map names."
+            message = f"a file has at most {most} models, and {request.model} is one more: divide it."
             raise BadLine("too_many_models", message, "body.model")
         found.models.add(request.model)
         first = first_lines.setdefault(request.digest, raw.number)

@@ -142,17 +142,22 @@ class _RunNumbers:
             registry=registry,
         )
         self._due = 0.0
+        self._reading: asyncio.Task[None] | None = None
 
     async def read(self, batches: Callable[[], Awaitable[Sequence[Batch]]]) -> None:
-        """Update the numbers of runs, if they are a minute old; a server that does not answer within two seconds leaves
-        them as they are. The reader of `batches` scans all keys."""
-        if time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + 60.0
+        """Update the numbers of runs, if they are a minute old. A server that does not answer within two seconds, or
+        has many thousands, leaves them as they are until it has. The reader of `batches` scans all keys."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + 60.0
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._read(batches))
+        if self._reading is not None:
+            await asyncio.wait([self._reading], timeout=2.0)
+
+    async def _read(self, batches: Callable[[], Awaitable[Sequence[Batch]]]) -> None:
         try:
-            async with asyncio.timeout(2.0):
-                runs = await batches()
-        except (RedisError, OSError, TimeoutError) as error:
+            runs = await batches()
+        except (RedisError, OSError, SluiceError) as error:
             logger.info("the runs cannot be read: %s", error)
             return
         self.set(runs, time.time())

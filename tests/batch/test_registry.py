@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from sluice import Batch, Client
+from sluice.batch import registry
 from sluice.batch.registry import BatchRegistry
 from sluice.batch.run import Run
 from sluice.batch.source import FileScan, Source
@@ -119,3 +120,21 @@ async def test_a_run_that_waits_in_an_inbox_or_has_ended_is_not_paused(
     await BatchRegistry(db).announce(batch)
     await db.expire(keys.batch(batch.id), 1_000)
     assert await client.batches() == [batch]
+
+
+async def test_many_statuses_are_not_read_on_the_event_loop(
+    client: Client, db: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, read_known = set[threading.Thread](), registry._read_known
+
+    def note(raw: object, left_ms: int) -> Batch | None:
+        threads.add(threading.current_thread())
+        return read_known(raw, left_ms)
+
+    monkeypatch.setattr(registry, "_read_known", note)
+    for number in range(250):
+        status = {"completion_window": "24h", "status": "validating", "request_counts": NO_LINES}
+        run = Batch(id=f"batch_{number:012x}", input_file_id="in", created_at=number, **status)  # type: ignore[arg-type]
+        await BatchRegistry(db).put(run)
+    assert [run.created_at for run in await client.batches()] == [*range(250)]
+    assert threading.main_thread() not in threads

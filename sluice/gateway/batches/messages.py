@@ -17,9 +17,11 @@ from starlette.routing import Route
 
 from sluice.batch.endpoints import MESSAGES
 from sluice.batch.folder import run_paths
+from sluice.batch.lines import BadLine, read_line
 from sluice.batch.outcomes import NOT_JSON
 from sluice.batch.store import StoredFile
 from sluice.contract.batch import Batch
+from sluice.contract.keys import MAX_REQUEST_BYTES
 from sluice.gateway import idempotency
 from sluice.gateway.batches.folder import Shared, limit_of, on_disk
 from sluice.gateway.batches.runs import NewRun, Runs
@@ -181,6 +183,7 @@ def _lines(body: Mapping[str, Any], caller: Caller, models: Mapping[str, str]) -
     if not isinstance(requests, list) or not 1 <= len(requests) <= most:
         raise ApiError(ErrorForm.INVALID_TYPE, f"requests: it must be a list of 1 to {most:,} requests.")
     seen, lines = set[str](), list[bytes]()
+    served = set[str]()
     for place, each in enumerate(requests):
         match each:
             case {"custom_id": str(custom_id), "params": dict(params), **rest} if not rest:
@@ -194,10 +197,28 @@ def _lines(body: Mapping[str, Any], caller: Caller, models: Mapping[str, str]) -
         if custom_id in seen:
             raise ApiError(ErrorForm.INVALID_VALUE, f"requests.{place}.custom_id: {custom_id} is there twice.")
         seen.add(custom_id)
-        served_name(caller, requested_model(params), models)
+        served.add(served_name(caller, requested_model(params), models))
+        if len(served) > 100:  # of a run's file
+            raise ApiError(ErrorForm.INVALID_VALUE, "requests: they name more than 100 models; divide them.")
         line = {"custom_id": custom_id, "method": "POST", "url": MESSAGES, "body": params}
-        lines.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        lines.append(_encoded(line, place, models))
     return lines
+
+
+def _encoded(line: Mapping[str, Any], place: int, models: Mapping[str, str]) -> bytes:
+    """Return a line, which the run's feeder will accept: a bad one would end the run without a result for any. Raises
+    `ApiError`."""
+    try:  # as long as in the body: with escapes, some text would have twice as many bytes
+        raw = json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # for half of a surrogate pair
+        raw = json.dumps(line, separators=(",", ":")).encode()
+    if len(raw) > MAX_REQUEST_BYTES:
+        raise ApiError(ErrorForm.BODY_TOO_LARGE, f"requests.{place}: it has more than {MAX_REQUEST_BYTES:,} bytes.")
+    try:
+        read_line(raw, models)
+    except BadLine as bad:
+        raise ApiError(ErrorForm.INVALID_VALUE, f"requests.{place}: {bad.message}") from None
+    return raw + b"\n"
 
 
 def _public(batch: Batch, request: Request) -> dict[str, Any]:

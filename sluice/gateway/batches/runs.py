@@ -20,8 +20,9 @@ from sluice.batch.registry import BatchRegistry
 from sluice.batch.run import new_batch
 from sluice.batch.source import RunOptions
 from sluice.batch.store import StoredFile, result_ids
+from sluice.contract import keys
 from sluice.contract.batch import Batch, RequestCounts
-from sluice.errors import SluiceError, UnknownBatch
+from sluice.errors import SluiceError
 from sluice.gateway import idempotency
 from sluice.gateway.batches.files import find_file
 from sluice.gateway.batches.folder import Shared, limit_of, on_disk, page_of, seconds_of
@@ -119,7 +120,8 @@ class Runs:
         if state is None:
             message = f"there is no batch {run_id[:80]!r}."
             raise ApiError(ErrorForm.NOT_FOUND, message, param="id")
-        return await self._present(state.batch)
+        (batch,) = await self._present([state.batch])
+        return batch
 
     async def page(
         self, caller: Caller, limit: int, after: str | None, *, before: str | None = None, url: str | None = None
@@ -134,7 +136,7 @@ class Runs:
         else:
             start = 0 if after is None else _place_of(after, runs, "after") + 1
             page, more = runs[start : start + limit], len(runs) > start + limit
-        return list(await asyncio.gather(*map(self._present, page))), more
+        return await self._present(page), more
 
     async def delete(self, caller: Caller, batch: Batch) -> None:
         """Remove a run that has ended: its status, its files, and those that clients have of it."""
@@ -182,19 +184,24 @@ class Runs:
             place_run(self._shared.folder, state, store.data(caller.tenant, file.id))
         return state.batch
 
-    async def _present(self, batch: Batch) -> Batch:
-        """Return the state with the counts that Redis has of it. Without Redis it is that of the folder."""
-        if batch.ended:
-            return batch
-        with suppress(RedisError, OSError, TimeoutError, UnknownBatch):
+    async def _present(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the states with the counts that Redis has of them. Without Redis they are those of the folder."""
+        ids = [batch.id for batch in batches if not batch.ended]
+        told, asked_at = dict[str, Batch](), dict[str, float]()
+        with suppress(RedisError, OSError, TimeoutError):
             async with asyncio.timeout(2.0):
-                told = await self._registry.read(batch.id)
-                if told.sluice.tenant == batch.sluice.tenant and not told.ended:
-                    batch = told
-                asked_at = await self._registry.cancel_requested_at(batch.id)
-                if asked_at is not None and batch.status != "cancelling":
-                    batch = batch.enter("cancelling", asked_at)
-        return batch
+                told = {run.id: run for run in await self._registry.read_all([keys.batch(id).encode() for id in ids])}
+                asked_at = await self._registry.cancels_requested_at(ids)
+        return [_newest(batch, told.get(batch.id), asked_at.get(batch.id)) for batch in batches]
+
+
+def _newest(batch: Batch, told: Batch | None, cancel_asked_at: float | None) -> Batch:
+    """Return the state of the folder, or what Redis has of a run that has not ended."""
+    if told is not None and told.sluice.tenant == batch.sluice.tenant and not told.ended:
+        batch = told
+    if cancel_asked_at is not None and batch.status != "cancelling":
+        batch = batch.enter("cancelling", cancel_asked_at)
+    return batch
 
 
 def _same(batch: Batch, asked: NewRun) -> Batch:

@@ -1,8 +1,10 @@
 """`/v1/messages/batches`, through Anthropic's SDK, with a feeder and the tiny model."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,20 @@ import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
 from openai import AsyncOpenAI
+from redis.asyncio import Redis
 
 from sluice import Client
+from sluice.batch.files import RunState
+from sluice.batch.folder import RunFolder, place_run, run_paths
+from sluice.batch.registry import BatchRegistry
+from sluice.batch.run import new_batch
+from sluice.batch.source import RunOptions
+from sluice.contract.batch import new_run_id
+from sluice.gateway import ServeSettings
 from tests.batch.helpers import as_bytes, feed_folder, line, write
 from tests.gateway.batches.test_files import tenants
 from tests.gateway.batches.test_runs import ended as ended_batch
-from tests.gateway.gateways import HttpGateway
+from tests.gateway.gateways import HttpGateway, serving
 from tests.queue.helpers import until
 from tests.support.stack import WorkerProcess
 
@@ -206,3 +216,34 @@ async def test_a_batch_whose_lines_are_of_another_endpoint_is_refused_with_their
     assert batch.errors is not None
     assert batch.errors.data is not None
     assert [(each.code, each.line) for each in batch.errors.data] == [("mixed_urls", 1), ("mixed_urls", 2)]
+
+
+async def test_a_page_of_many_batches_needs_no_connection_for_each(
+    anthropic: AsyncAnthropic, folder: Path, tmp_path: Path, db: Redis
+) -> None:
+    runs, file = RunFolder(folder), write(tmp_path / "in.jsonl", line("a", url="/v1/messages"))
+    ids = [new_run_id() for _ in range(120)]
+    for run_id in ids:
+        batch = new_batch(run_paths(runs.running / run_id), RunOptions(id=run_id))
+        place_run(runs, RunState(replace(batch, endpoint="/v1/messages"), "", {}), file)
+    await BatchRegistry(db).request_cancel(ids[7])
+    page = await anthropic.messages.batches.list(limit=1_000)
+    assert {each.id for each in page.data} == {*ids}
+    assert [each.id for each in page.data if each.processing_status == "canceling"] == [ids[7]]
+    assert len(await db.client_list()) < 50
+
+
+async def test_a_request_that_no_feeder_would_take_is_refused_alone(redis_url: str, folder: Path) -> None:
+    with serving(redis_url, ServeSettings(_env_file=None, batch_dir=folder, max_body_bytes=40_000_000)) as gateway:
+        async with client_of(gateway.url) as anthropic:
+            with pytest.raises(sdk.APIStatusError, match="requests.1: it has more than 16,000,000 bytes"):
+                await anthropic.messages.batches.create(requests=[asked("a"), asked("b", system="x" * 16_000_000)])
+            with pytest.raises(sdk.APIStatusError, match="more than 100 models"):
+                await anthropic.messages.batches.create(requests=[asked(f"{k}", model=f"m{k}") for k in range(101)])
+            await anthropic.messages.batches.create(requests=[asked("a", system="字" * 3_000_000)])
+        half = json.dumps({"requests": [asked("a", system="\ud800")]}).encode()
+        async with httpx.AsyncClient() as http:
+            assert (await http.post(f"{gateway.url}/v1/messages/batches", content=half)).status_code == 200
+    long, short = sorted((path.read_bytes() for path in (folder / "files").rglob("data")), key=len, reverse=True)
+    assert len(long) < 9_100_000, "as long as its request, not with escapes"
+    assert b"\\ud800" in short
