@@ -207,13 +207,15 @@ async def feed_runs(
     options = RunOptions(models, models_from_setting=True, hours=hours)
     precedence = _Precedence(redis, folder)
     feeding, tried = dict[Path, asyncio.Task[None]](), set[Path]()
+    priorities = dict[Path, int]()
     async with asyncio.TaskGroup() as group:
         while True:
             if take or takes.is_set():
                 takes.clear()
                 await _take_all(redis, folder, clock())
                 take, tried = False, set(feeding)
-            for run_dir in [each for each in _by_priority(folder) if each not in tried][: at_once - len(feeding)]:
+            waiting = [] if len(feeding) >= at_once else _by_priority(folder, tried, priorities)
+            for run_dir in waiting[: at_once - len(feeding)]:
                 tried.add(run_dir)
                 feeding[run_dir] = group.create_task(
                     _resume(redis, redis_of, folder, run_dir, options, precedence.held)
@@ -230,10 +232,12 @@ async def _wait(event: asyncio.Event) -> None:
     await event.wait()
 
 
-def _by_priority(folder: RunFolder) -> list[Path]:
-    """Return the folders of the runs in `running`, in the order in which they are started."""
-    found = [file.parent for file in _oldest_first(folder.running.glob("*/input.jsonl"))]
-    return sorted(found, key=lambda run_dir: -_details(run_paths(run_dir).state).priority)
+def _by_priority(folder: RunFolder, tried: Collection[Path], known: dict[Path, int]) -> list[Path]:
+    """Return the folders of the runs in `running` that were not `tried`, in the order in which they are started.
+    `known`: their priorities, which are read once."""
+    found = [file.parent for file in _oldest_first(folder.running.glob("*/input.jsonl")) if file.parent not in tried]
+    known |= {run_dir: _details(run_paths(run_dir).state).priority for run_dir in found if run_dir not in known}
+    return sorted(found, key=lambda run_dir: -known[run_dir])
 
 
 def _details(state: Path) -> BatchDetails:

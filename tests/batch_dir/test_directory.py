@@ -165,6 +165,36 @@ async def test_at_its_time_a_worker_takes_the_inbox_in_and_not_before(
     assert (call["url"], call["nice"] > os.nice(0)) == (redis_url, True)
 
 
+async def test_a_run_that_is_handed_over_is_taken_at_once_by_one_worker(
+    redis_url: str, folder: Path, clock: Clock
+) -> None:
+    first, second = f"batch_{1:012x}", f"batch_{2:012x}"
+    async with (
+        at_work(redis_url, folder, clock, worker_name="ada"),
+        at_work(redis_url, folder, clock, worker_name="ben"),
+    ):
+        drop(folder, "a.jsonl")
+        drop(folder, f".{first}.part")
+        await asyncio.sleep(1)
+        assert calls(folder) == [], "a file of somebody's own waits for the schedule"
+        (folder / "inbox" / f".{first}.part").rename(folder / "inbox" / f"{first}.jsonl")
+        await until(lambda: is_fed(folder, first))
+        await asyncio.sleep(1)
+        assert len(calls(folder)) == 1
+        drop(folder, f"{second}.jsonl")
+        os.kill(calls(folder)[0]["pid"], signal.SIGKILL)
+        await until(lambda: (folder / "running" / second).exists())
+
+
+async def test_a_run_that_is_handed_over_waits_for_a_schedule_that_was_set(
+    redis_url: str, folder: Path, clock: Clock
+) -> None:
+    async with at_work(redis_url, folder, clock, batch_schedule="0 * * * *"):
+        drop(folder, f"batch_{1:012x}.jsonl")
+        await asyncio.sleep(1.5)
+        assert calls(folder) == []
+
+
 async def test_of_two_workers_one_takes_the_inbox_in(redis_url: str, folder: Path, clock: Clock) -> None:
     drop(folder, "a.jsonl")
     async with (

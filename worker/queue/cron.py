@@ -16,11 +16,21 @@ logger = logging.getLogger("sluice.queue")
 class Cron:
     """A job that begins at each slot of a crontab."""
 
-    def __init__(self, name: str, begin: Callable[[], None], crontab: Crontab, *, free: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        name: str,
+        begin: Callable[[], None],
+        crontab: Crontab,
+        *,
+        free: Callable[[], bool],
+        early: Callable[[], bool] = lambda: False,
+    ) -> None:
         """`name`: workers that run the same job have the same one. `begin` starts the job, and returns at once. `free`
-        returns False while this worker should leave the slots to others."""
+        returns False while this worker should leave the slots to others; `early` True if the next slot is not to be
+        waited for."""
         self.name, self._begin = name, begin
         self._crontab, self._free = crontab, free
+        self._early = early
         self.next_run: datetime | None = None  # the slot that is due next; None before the first look
         self.now: datetime | None = None  # when the last look was
 
@@ -29,13 +39,13 @@ class Cron:
         slots that it takes; `now`: by the server's clock, in UTC.
 
         A worker that is not free leaves the slot to others, and tries to take it when it is free. Slots missed while
-        no worker is up are skipped; several slots that pass while this worker is busy count as one. Raises RedisError,
-        OSError.
+        no worker is up are skipped; several slots that pass while this worker is busy count as one. The worker that
+        takes a slot early has it until it has passed. Raises RedisError, OSError.
         """
         self.now = now
         if self.next_run is None:
             self.next_run = self._crontab.after(now)
-        elif self.next_run <= now and self._free():
+        elif self._free() and (self.next_run <= now or self._early()):
             taken = await self._take(redis, worker, self.next_run)
             self.next_run = self._crontab.after(now)
             if taken:
