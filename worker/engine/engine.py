@@ -425,7 +425,7 @@ class Engine:
             outcomes=(*outcomes,),
             rows=step.rows,
             seconds=ended - step.began,
-            decode=(len(self._running), self._running.step_s),
+            decode=self._running.take_measured(),
             num_waiting=len(self._admission),
             num_preempted=self._admission.num_preempted,
             num_preemptions=step.preempted,
