@@ -8,8 +8,6 @@ import typer
 from sluice import __version__
 from sluice.cli import worker_commands
 from sluice.cli.commands.batch import batch
-from sluice.cli.commands.batch_compare import compare_prompts
-from sluice.cli.commands.batch_rerun import rerun_lines
 from sluice.cli.commands.chat import chat
 from sluice.cli.commands.dead import dead
 from sluice.cli.commands.jobs import cancel, submit, tail
@@ -44,8 +42,6 @@ app.add_typer(workers, name="workers")
 app.add_typer(models, name="models")
 for name in ("models.pull", "models.rm"):
     worker_commands.add(models, name)
-batch.command("rerun")(rerun_lines)
-batch.command("compare")(compare_prompts)
 app.add_typer(batch, name="batch")
 app.add_typer(dead, name="dead")
 app.add_typer(keys, name="keys")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from sluice.batch.source import parse_window
-from sluice.cli.commands.batch import stoppable
+from sluice.cli.commands.batch.run import stoppable
 from sluice.cli.errors import CliError, connected, needs_gateway, sentence
 from sluice.cli.options import REDIS_URL, AsJson, RedisUrl
 from sluice.cli.terminal.output import format_duration, print_json, print_table

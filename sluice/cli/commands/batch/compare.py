@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from sluice.cli.commands import batch_tables as tables
-from sluice.cli.commands.batch import run_file_at, stoppable
+from sluice.cli.commands.batch import tables
+from sluice.cli.commands.batch.run import run_file_at, stoppable
 from sluice.cli.options import REDIS_URL, ApiKey, AsJson, GatewayUrl, RedisUrl, server_of
 from sluice.cli.terminal.batch_view import print_problems
 from sluice.cli.terminal.output import print_json

@@ -1,4 +1,4 @@
-"""`sluice batch`: runs files of requests offline, after the interactive jobs."""
+"""`sluice batch run` and `rerun`, and how the commands of runs follow one, show it and end."""
 
 import asyncio
 import logging
@@ -9,19 +9,15 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from sluice.batch.pace import OpenHours
 from sluice.batch.source import WINDOW
 from sluice.batch.table_run import TableRun
-from sluice.cli.commands import batch_tables as tables
-from sluice.cli.commands.batch_runs import cancel_run, list_runs, results, status, unknown_run
-from sluice.cli.commands.batch_schedule import schedule
-from sluice.cli.errors import CliError, connected, needs_worker, sentence
+from sluice.cli.commands.batch import tables
+from sluice.cli.errors import CliError, connected, sentence
 from sluice.cli.options import (
     REDIS_URL,
     ApiKey,
@@ -33,11 +29,10 @@ from sluice.cli.options import (
     Retry,
     integer,
     is_given,
-    moment,
     retry_options,
     server_of,
 )
-from sluice.cli.remote import run_there, submit_there
+from sluice.cli.remote import run_there
 from sluice.cli.terminal.batch_view import ProgressView, print_problems, print_report, read_models
 from sluice.cli.terminal.output import print_json
 from sluice.cli.terminal.view import note
@@ -45,9 +40,7 @@ from sluice.contract.batch import Batch
 from sluice.errors import BatchRefused, UnknownBatch
 
 T = TypeVar("T")
-
 OnProgress = Callable[[Batch], None]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -84,67 +77,6 @@ def _read_stdin(on_input: Callable[[], None], at_eof: Callable[[], None]) -> Non
     threading.Thread(target=read, daemon=True).start()
 
 
-def feed_folder(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder with inbox, running, done and failed.")],
-    take: Annotated[bool, typer.Option("--take", help="Start the files in the inbox too.")] = False,
-    models: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME=SERVED,...",
-            envvar="SLUICE_BATCH_MODELS",
-            help="Served names for the names in the files; `*` stands for all others.",
-        ),
-    ] = "",
-    hours: Annotated[
-        str | None, typer.Option(metavar="FROM-TO", help="Hours of offline jobs, in UTC, for the estimated ends.")
-    ] = None,
-    until_eof: Annotated[
-        bool,
-        typer.Option("--until-eof", help="Stop at the end of stdin, as on Ctrl-C. A line of it is another --take."),
-    ] = False,
-    redis_url: RedisUrl = REDIS_URL,
-) -> None:
-    """Resume the unfinished runs of a folder that no other process feeds, then exit.
-
-    Exit codes: 0 these runs have ended, 3 stopped by a signal; the next feeder resumes unfinished runs.
-
-    \b
-    Example:
-      sluice batch feed /var/lib/sluice --take
-    """
-    stamp = "" if until_eof else "%(asctime)s %(levelname).1s %(name)s: "  # a worker's log adds its own
-    logging.basicConfig(level="WARNING", format=f"{stamp}%(message)s")
-    logging.getLogger("sluice").setLevel("INFO")
-    mapping = read_models(models.split(",") if models else [])
-    takes = asyncio.Event()
-    feeding = _feed(redis_url, folder, take, mapping, hours, takes)
-    finished = asyncio.run(stoppable(feeding, at_eof=until_eof, on_input=takes.set))
-    raise typer.Exit(code=0 if finished else 3)
-
-
-async def _feed(
-    url: str, folder: Path, take: bool, models: dict[str, str], hours: str | None, takes: asyncio.Event
-) -> bool:
-    from sluice.batch.folder import RunFolder, feed_runs  # imported here, since it needs fcntl, which Windows lacks
-
-    offline: OpenHours | None = None
-    if hours:
-        with needs_worker():  # for its crontabs
-            from sluice.batch.times import Hours
-        offline = Hours.read(hours)
-    async with connected(url) as client:
-        await feed_runs(
-            client.redis,
-            RunFolder(folder.absolute()),
-            take=take,
-            models=models,
-            redis_of=lambda model: client.of_model(model).redis,
-            hours=offline,
-            takes=takes,
-        )
-    return True
-
-
 ModelOption = Annotated[
     str | None, typer.Option("--model", metavar="NAME", help="Send all lines to this model, except those of --map.")
 ]
@@ -166,7 +98,7 @@ WindowOption = Annotated[
 ]
 
 
-def _mapping(map: list[str] | None, model: str | None) -> dict[str, str] | None:
+def models_of(map: list[str] | None, model: str | None) -> dict[str, str] | None:
     models = read_models(map or [])
     if model is not None:
         models.setdefault("*", model)
@@ -259,7 +191,7 @@ def run_file(
         return
     options = {
         "errors": errors,
-        "models": _mapping(map, model),
+        "models": models_of(map, model),
         "completion_window": completion_window,
         "served_only": not wait,
         **({"window": window} if is_given(context, "window") else {}),
@@ -269,6 +201,45 @@ def run_file(
     batch = asyncio.run(stoppable(run_file_at(server, requests, answers, options)))
     paused = "the run goes on at the gateway" if isinstance(server, Remote) else "paused"
     finish(batch, file, as_json, on_end, table, paused=paused)
+
+
+def rerun_lines(
+    run: Annotated[str, typer.Argument(metavar="ID|OUT.JSONL", help="Id or output file of a run that has ended.")],
+    failed: Annotated[bool, typer.Option("--failed", help="Run lines again that failed.")] = False,
+    invalid: Annotated[bool, typer.Option("--invalid", help="… whose answer is not the JSON asked for.")] = False,
+    cut: Annotated[bool, typer.Option("--cut", help="… whose answer was cut off; with a higher limit.")] = False,
+    refused: Annotated[bool, typer.Option("--refused", help="… that the model refused to answer.")] = False,
+    retry: Retry = None,
+    retries: Retries = None,
+    redis_url: RedisUrl = REDIS_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Run failed and invalid lines of an ended run again, or others.
+
+    The new outcomes are written to the same files in place of the old ones; an old one that is better is kept. Nothing
+    is lost if the command stops: run it again. A run of the workers' folder is moved back to `running`, and its workers
+    resume it. It has to run on the machine that has the files of the run. Exit codes as for `batch run`.
+
+    \b
+    Examples:
+      sluice batch rerun out.jsonl
+      sluice batch rerun batch_1b9d6bcd4f0a --cut --retry cut --retries 3
+    """
+    named = {"failed": failed, "invalid": invalid, "cut": cut, "refused": refused}
+    kinds = [kind for kind, wanted in named.items() if wanted] or ["failed", "invalid"]
+    options = retry_options(retry, retries)
+
+    async def rerun(on_progress: Callable[[Batch], None]) -> Batch:
+        async with connected(redis_url) as client:
+            return await client.rerun_batch(run, kinds, **options, on_progress=on_progress)
+
+    again = asyncio.run(stoppable(run_shown(rerun, run)))
+    if again is None or again.ended:
+        finish(again, run, as_json, table=tables.of_answers(again.output_file_id) if again else None)
+    elif as_json:
+        print_json(asdict(again))
+    else:
+        note(f"{again.id} waits for the workers of its folder. See: sluice batch status {again.id}")
 
 
 def finish(
@@ -365,123 +336,5 @@ def _log_as_notes(name: str) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-batch = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
-
-@batch.callback()
-def _about() -> None:
-    """Run files of requests offline, in OpenAI's Batch format.
-
-    Interactive jobs go first. Each line of the input is a request, and each line of the output an answer:
-
-    \b
-      {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
-
-    \b
-    Example:
-      sluice batch run in.jsonl -o out.jsonl
-    """
-
-
-batch.command("run")(run_file)
-batch.add_typer(schedule, name="schedule")
-batch.command("feed", hidden=True)(feed_folder)
-
-
-@batch.command("submit")
-def submit_run(
-    context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="IN.JSONL", help="The file of requests.")],
-    folder: Annotated[
-        Path | None,
-        typer.Option("--dir", metavar="DIR", envvar="SLUICE_BATCH_DIR", help="The folder that the workers check."),
-    ] = None,
-    model: ModelOption = None,
-    map: MapOption = None,
-    completion_window: WindowOption = None,
-    metadata: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Metadata for the run's status object; repeatable."),
-    ] = None,
-    retry: Retry = None,
-    retries: Retries = None,
-    not_before: Annotated[
-        float | None,
-        typer.Option(parser=moment, metavar="TIME", help="Start it no earlier: 22:00, 90m, or 2026-12-24T22:00."),
-    ] = None,
-    priority: Annotated[
-        int,
-        typer.Option(
-            parser=integer(-100, 100), metavar="N", help="Lines of runs with a higher one are queued first, by model."
-        ),
-    ] = 0,
-    id: Annotated[str | None, typer.Option("--id", hidden=True, help="Id of the run; one that exists stays.")] = None,
-    redis_url: RedisUrl = REDIS_URL,
-    url: GatewayUrl = None,
-    key: ApiKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """Submit a file to the workers' folder or a gateway; print its id.
-
-    It is copied or uploaded. It is run at a time of the workers' schedule, and its completion window begins then. The
-    answers will be in DIR/done/ID/output.jsonl; those at a gateway are fetched with `sluice batch results`. Model names
-    that neither --map nor --model maps are mapped by the workers' SLUICE_BATCH_MODELS. With --json, print the status
-    object instead of the id.
-
-    \b
-    Examples:
-      sluice batch submit in.jsonl --dir /var/lib/sluice
-      sluice batch submit in.jsonl --dir /var/lib/sluice --model default --metadata team=search
-      sluice batch submit in.jsonl --url http://mac.local:8000
-      sluice batch submit in.jsonl --dir /var/lib/sluice --not-before 22:00 --priority 10
-    """
-    is_here = is_given(context, "folder") and not is_given(context, "url")  # --dir overrides SLUICE_URL
-    server = redis_url if is_here else server_of(context, redis_url, url, key)
-    if isinstance(server, Remote) and is_given(context, "folder"):
-        raise CliError("--dir and --url exclude one another: a gateway has its folder from its own settings.")
-    if not isinstance(server, Remote) and folder is None:
-        raise CliError("there is no folder: give the workers' with --dir, or a gateway with --url.")
-    options = {
-        "models": _mapping(map, model),
-        "completion_window": completion_window,
-        "metadata": _metadata(metadata or []),
-        **retry_options(retry, retries),
-        "not_before": not_before,
-        "priority": priority,
-        "id": id,
-    }
-    submitted = asyncio.run(_submit(server, file, folder, options))
-    if as_json:
-        print_json(asdict(submitted))
-        return
-    print(submitted.id)
-    until = submitted.sluice.not_before
-    waits = "its scheduled time" if until is None else f"{datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
-    note(f"{submitted.id} waits for {waits}. See: sluice batch status {submitted.id}")
-
-
-def _metadata(options: list[str]) -> dict[str, str] | None:
-    pairs = [option.partition("=") for option in options]
-    for key, equals, value in pairs:
-        if not (key and equals):
-            raise CliError(f"{key + equals + value!r} is not metadata: write KEY=VALUE, as in team=search.")
-    return {key: value for key, _, value in pairs} or None
-
-
-async def _submit(server: str | Remote, file: Path, folder: Path | None, options: dict[str, Any]) -> Batch:
-    try:
-        if isinstance(server, Remote):
-            return await submit_there(server, file, options)
-        assert folder is not None
-        async with connected(server) as client:
-            return await client.submit_batch(file, folder, **options)
-    except (BatchRefused, ValueError) as error:
-        raise CliError(sentence(str(error))) from None
-    except OSError as error:
-        raise CliError(f"{error.filename or file}: {error.strerror or error}.") from None
-
-
-batch.command("status")(status)
-batch.command("list")(list_runs)
-batch.command("cancel")(cancel_run)
-batch.command("results")(results)
+def unknown_run(error: UnknownBatch) -> CliError:
+    return CliError(f"{error}, or its last update is more than a week old. List the runs: sluice batch list")
