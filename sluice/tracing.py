@@ -4,11 +4,13 @@ Nothing of OpenTelemetry (the extra `traces`) is imported unless its standard va
 by a thread of its own from a bounded queue. They hold ids, names and numbers, never prompts or answers."""
 
 import os
+import queue
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,7 +82,7 @@ class JobTrace:
             "provider.name": "sluice",
             "request.model": self.requested_model,
             "response.model": self.model,
-            "response.id": self.id,
+            "response.id": self.id[:128].encode("utf-8", "replace").decode(),  # a refused one may be anything
             "usage.input_tokens": self.prompt_tokens,
             "usage.output_tokens": self.completion_tokens,
             "usage.cache_read.input_tokens": self.cached_tokens,
@@ -94,13 +96,26 @@ class JobTrace:
 
 
 class Tracing:
-    """Makes the spans of one process."""
+    """Makes the spans of one process. Those of jobs, a millisecond of work each, on a thread of its own."""
 
     def __init__(self, provider: "TracerProvider") -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("sluice")
+        self._jobs = queue.Queue[JobTrace | None](2_048)  # as many as spans that wait to be sent
+        self._thread = threading.Thread(target=self._make, name="spans", daemon=True)
+        self._thread.start()
 
     def record_job(self, job: JobTrace) -> None:
+        """Make the spans of a job, soon. Does not block: beyond a number of jobs that wait, their spans are dropped."""
+        with suppress(queue.Full):
+            self._jobs.put_nowait(job)
+
+    def _make(self) -> None:
+        while job := self._jobs.get():
+            self._make_spans(job)
+            time.sleep(0.001)  # the event loop and the engine go on between two jobs
+
+    def _make_spans(self, job: JobTrace) -> None:
         """Make the spans of a job: one from its submission to its end, with its moments as events, and one below it for
         each phase of all attempts."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -139,9 +154,14 @@ class Tracing:
 
     def close(self) -> None:
         """Send what is queued, for two seconds at most."""
-        thread = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        thread = threading.Thread(target=self._end, name="last-spans", daemon=True)
         thread.start()
         thread.join(timeout=2.0)
+
+    def _end(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+        self._provider.shutdown()
 
 
 class RequestSpan:

@@ -1,7 +1,9 @@
 """OpenTelemetry's spans, and when there are any."""
 
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -173,10 +175,8 @@ def test_without_a_collector_nothing_of_opentelemetry_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
+@pytest.mark.timing
 def test_a_collector_that_does_not_answer_holds_up_neither_a_job_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-    import time
-
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "600")
@@ -184,7 +184,7 @@ def test_a_collector_that_does_not_answer_holds_up_neither_a_job_nor_the_end(mon
         tracing = open_tracing("sluice-worker")
         assert tracing is not None
         began = time.monotonic()
-        for _ in range(500):  # 5,500 spans: the queue is full, and the rest is dropped
+        for _ in range(5_000):  # more than wait at once: the rest is dropped
             tracing.record_job(job())
         tracing.close()
         assert time.monotonic() - began < 10

@@ -143,8 +143,10 @@ class JobPhases:
 def _read(number: int, worker: str, lapses: int, marks: Sequence[Sequence[object]]) -> _Attempt:
     """Return an attempt as it was stored. Raises TypeError or ValueError for anything else."""
     read = [(str(name), float(at)) for name, at in marks]  # type: ignore[arg-type]
-    if len(read) < 2 or read[0][0] != "queue" or any(not 0 <= at < 1e12 for _, at in read):
+    if len(read) < 2 or read[0][0] != "queue" or any(not 0 <= at < 1e10 for _, at in read):  # until the year 2286
         raise ValueError("no attempt")
     if all(name in ("queue", "load") for name, _ in read):
         raise ValueError("an attempt that has not begun")
-    return _Attempt(int(number), str(worker), int(lapses), read)
+    if not 0 < int(number) < 2**53 or not 0 <= int(lapses) < 2**53:
+        raise ValueError("not the number of an attempt")
+    return _Attempt(int(number), str(worker)[:128].encode("utf-8", "replace").decode(), int(lapses), read)

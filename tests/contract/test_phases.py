@@ -72,6 +72,7 @@ def test_the_record_stays_short() -> None:
     "stored",
     [b"", b"{", b"1", b"[1]", b"[[1]]", b'[[1,"a",0,[]]]', b'[[1,"a",0,[["queue",1],["load",2]]]]', b"\xff",
      b'[[1,"a",0,[["queue",1],["prepare",1e99]]]]', b'[[1,"a",0,[["queue",NaN],["prepare",2]]]]',
+     b'[[1,"a",0,[["queue",1],["prepare",1e11]]]]', b'[[1e300,"a",0,[["queue",1],["prepare",2]]]]',
      b'[["x","a",0,[["queue",1],["prepare",2]]]]', b'{"a":1}', b"[" * 60_000, b"[" + b" " * 70_000 + b"]"],
 )  # fmt: skip
 def test_what_no_worker_wrote_is_nothing(stored: bytes) -> None:
