@@ -30,10 +30,12 @@ from worker.engine.step.cost import Forward, PromptChunk
 from worker.engine.step.planner import GapLimit
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.outcomes import (
+    Admitted,
     CutShort,
     DraftUse,
     NotStored,
     Outcome,
+    Preempted,
     Refused,
     RowFailed,
     Sampled,
@@ -215,6 +217,7 @@ class Engine:
             yield from self._refuse(id, message)
         for id in plan.admit:
             admitted = self._admission.pop(id)
+            yield Admitted(id)
             if saved := admitted.saved_row:
                 saved.row.reserve(plan.reserve[id])
                 self._insert(saved.row)
@@ -249,6 +252,7 @@ class Engine:
         waiting = WaitingRequest(row.resumable_request(), saved_row, preempted=True, age=row.age)
         self._prefills.spill_rows(self._admission.requeue(waiting))
         self._now.preempted += 1
+        yield Preempted(id)
         logger.info("%s: preempted", id, extra={"job": id.rpartition("#")[0]})
 
     # Prefill

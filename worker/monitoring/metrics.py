@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from sluice.contract.events import ErrorType
 from sluice.contract.keys import LANES, Lane
+from sluice.tracing import Tracing
 from worker.monitoring.sink import JOB_S, TOKEN_S, CallFault, Durations, MetricsSink
 from worker.outcomes import MAX_DRAFT, DraftUse, StepReport
 
@@ -32,9 +33,9 @@ _BY_LANE = ("model_name", "lane")
 class Metrics(MetricsSink):
     """Metrics of one worker, and the collector of those that `MetricsSink` counts. Seconds are never negative."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, tracing: Tracing | None = None) -> None:
         self.registry = CollectorRegistry()
-        super().__init__()
+        super().__init__(tracing)
         self._model = model_name
         self.registry.register(self)
         make = _Families(self.registry, model_name)
