@@ -35,6 +35,7 @@ TABLE = {
     "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
     "sluice.batch.tables": May("sluice", "pyarrow"),  # Parquet, an extra
+    "sluice.capture.remote": May("sluice", "httpx"),  # replays at a gateway
     "sluice.log_lines": May(others="pythonjsonlogger"),
     "sluice.batch.remote": May("sluice", "httpx"),  # runs at a gateway
     # HTTP and TLS are httpcore's; which addresses are connected to is decided here.
