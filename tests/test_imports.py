@@ -36,6 +36,7 @@ TABLE = {
     "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
     "sluice.batch.tables": May("sluice", "pyarrow"),  # Parquet, an extra
+    "sluice.capture.remote": May("sluice", "httpx"),  # replays at a gateway
     "sluice.log_lines": May(others="pythonjsonlogger"),
     "sluice.tracing": May("sluice.contract.phases", "opentelemetry"),  # of gateways and workers; an extra
     "sluice.batch.remote": May("sluice", "httpx"),  # runs at a gateway
