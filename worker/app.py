@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sluice.log_lines import set_up_logging
 from sluice.service_status import serving
 from worker.errors import CannotStart
+from worker.host.watch import HostWatch
 from worker.monitoring.health import Health
 from worker.monitoring.sink import MetricsSink
 from worker.process.daemon import (
@@ -121,7 +122,8 @@ async def _serve(
         with parts.image_inputs(settings, model) as images:
             context = parts.worker_context(settings, engine, model, images, metrics, began)
             await context.codec.prepare()
-            worker = parts.queue_worker(server, engine, context, [batches.cron] if batches else [])
+            host = HostWatch(settings, metrics, engine.set_throttle)
+            worker = parts.queue_worker(server, engine, context, [batches.cron] if batches else [], host)
             if await _is_connected(worker, engine, settings, model.fingerprint, health, ending):
                 async with _warming(engine, context, to_warm):
                     await _work(worker, batches, ending)
@@ -193,7 +195,8 @@ async def _serve_embeddings(
     async with _loaded(engine, ending, check_name_early(server.client, settings)) as model:
         from worker import parts
 
-        worker = parts.embedding_worker(server, engine, model, settings, metrics, [batches.cron] if batches else [])
+        crons, host = [batches.cron] if batches else [], HostWatch(settings, metrics, engine.set_throttle)
+        worker = parts.embedding_worker(server, engine, model, settings, metrics, crons, host)
         if await _is_connected(worker, engine, settings, model.fingerprint, health, ending):
             await _work(worker, batches, ending)
     logger.info("stopped")
