@@ -13,9 +13,9 @@ MAX_LINES_OF_A_MODULE = 500
 MAX_LINES_OF_A_FUNCTION = 50
 
 # Ideas that a reader has to hold, of the whole product: lower a limit when there are fewer.
-MAX_MODULES = 378
-MAX_MODULES_WITH_ONE_IMPORTER = 69
-MAX_PUBLIC_CLASSES = 625
+MAX_MODULES = 380
+MAX_MODULES_WITH_ONE_IMPORTER = 70
+MAX_PUBLIC_CLASSES = 627
 MAX_NUMBERS = 152  # that a module names
 
 

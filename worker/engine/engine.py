@@ -7,7 +7,6 @@ report     compare the step's memory with its prediction, and return what has be
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -18,8 +17,7 @@ from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row, StepToken
 from worker.engine.device import memory_limit, runs_ahead
-from worker.engine.isolation import isolate
-from worker.engine.memory import NO_IMAGES, ImageDemand, StepDemand
+from worker.engine.isolation import failures, isolate
 from worker.engine.model.load import Model
 from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
@@ -28,6 +26,7 @@ from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.cost import Forward, PromptChunk
 from worker.engine.step.planner import GapLimit
+from worker.engine.step_counts import StepCounts
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.outcomes import (
     CutShort,
@@ -48,23 +47,6 @@ logger = logging.getLogger("sluice.engine")
 
 class EngineBroken(Exception):
     """Several failures without a decoded token between them: the rows are not the cause."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """Counts of what a step has done so far."""
-
-    began: float = 0.0
-    rows: int = 0  # that decoded at its beginning
-    evicted: int = 0  # prefixes and images evicted before it
-    preempted: int = 0  # rows
-    longest_chunk: int = 0  # tokens
-    images: ImageDemand = NO_IMAGES  # encoded
-    queried_tokens: int = 0  # of prompts whose prefill has finished
-    hit_tokens: int = 0  # of these, from the prefix cache
-    # Of the rows that take memory: by group, each row in prefill being one; and bytes of the decoding groups' buffers.
-    lengths: list[list[int]] = field(default_factory=list)
-    buffers: list[int] = field(default_factory=list)
 
 
 class Engine:
@@ -101,7 +83,8 @@ class Engine:
         self._active: dict[str, Row] = {}  # from admission to their last token, the oldest first
         self._swept = True  # no row was removed since the last sweep
         self._failures = 0  # without a decoded token between them
-        self._now = _Step()
+        self._memory_failures = failures.memory  # that were handled
+        self._now = StepCounts()
         self._computed = 0  # tokens, since MLX's buffer cache was cleared
         self._reported_at = 0.0  # the end of the last step, and with it of its report
         self._pipelined = runs_ahead() if options.pipelined is None else options.pipelined
@@ -149,7 +132,7 @@ class Engine:
         decoded while no answer has begun and more prompts come first. Blocks until the prompt chunks and the decode
         step of the call before are computed, and until its own decode step is computed if its tokens must not wait;
         else that runs on. Raises `EngineBroken` after repeated failures."""
-        self._now = step = _Step(time.perf_counter(), len(self._running), self._caches.evicted)
+        self._now = step = StepCounts(time.perf_counter(), len(self._running), self._caches.evicted)
         mx.reset_peak_memory()
         with mx.stream(generation_stream):
             outcomes = [*self._part(self._admit), *self._part(self._prefill)]
@@ -268,14 +251,17 @@ class Engine:
         if len(forward.chunks) > 1:
             tokens = self._prefills.compute_together(forward, self._admission.longest_chunk)
             self._now.longest_chunk = max(self._now.longest_chunk, tokens)
-        joining = list[ComputedRow]()
+        joining, failed = list[ComputedRow](), list[PromptChunk]()
         for chunk in forward.chunks:
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
                 yield from self._advance(chunk)
                 if chunk.joins and (task := self._prefills.pop_computed(chunk.id)):
                     joining.append(task.finish())
             if attempt.failed:
-                yield self._fail(chunk.id)
+                failed.append(chunk)
+        self._running.excuse_failures()
+        for chunk in failed:
+            yield from self._failed(chunk.id, chunk.tokens)
         yield from self._join(joining)
 
     def _advance(self, chunk: PromptChunk) -> Iterator[Outcome]:
@@ -303,7 +289,7 @@ class Engine:
                 with isolate(f"{row.id}: join") as attempt:
                     self._add([each])
                 if attempt.failed:
-                    yield self._fail(row.id)
+                    yield from self._failed(row.id)
                     continue
             self._now.queried_tokens += each.tokens
             self._now.hit_tokens += each.cached
@@ -360,7 +346,7 @@ class Engine:
             yield Sampled(row.request.id, token, None, logprobs, at, accepted)
         self._sweep()
         for row in failed:
-            yield self._fail(row.id)
+            yield from self._failed(row.id)
         if step_tokens:
             self._failures = 0
 
@@ -405,22 +391,16 @@ class Engine:
 
     def _compare_memory(self) -> tuple[int, int] | None:
         """Compare the step's peak memory with its prediction: see `AdmissionController.compare`."""
-        step = self._now
-        # A decoding row needs as much as one token of a chunk, and as one for each token of a draft.
-        drawn = max(sum(map(len, step.lengths[: len(step.buffers)])), self._running.speculator.tokens)
-        demand = StepDemand(step.lengths, step.buffers, max(step.longest_chunk, drawn), step.images, drawn)
-        return self._admission.compare(demand, self._caches.nbytes)
+        return self._admission.compare(self._now.demand(self._running.speculator.tokens), self._caches.nbytes)
 
     def _report(self, outcomes: Sequence[Outcome], memory: tuple[int, int] | None) -> StepReport:
         """End the step, and return its report."""
-        step = self._now
-        ended = time.perf_counter()
+        step, ended = self._now, time.perf_counter()
         if self._disk:
             self._disk.store.reader.limit_reads(decoding=len(self._running) > 0)
             self._disk.show(ended, idle=not len(self))
         self._prefills.observe_gap(ended - self._reported_at)
         self._reported_at = ended
-        evicted = self._caches.evicted - step.evicted
         return StepReport(
             outcomes=(*outcomes,),
             rows=step.rows,
@@ -429,9 +409,10 @@ class Engine:
             num_waiting=len(self._admission),
             num_preempted=self._admission.num_preempted,
             num_preemptions=step.preempted,
+            num_out_of_memory=step.out_of_memory,
             reserved=self._admission.reserved_bytes,
             memory=memory,
-            prefix=self._caches.use(step.queried_tokens, step.hit_tokens, evicted),
+            prefix=self._caches.use(step.queried_tokens, step.hit_tokens, self._caches.evicted - step.evicted),
             prompt_cost=self._prefills.token_cost,
             drafts=DraftUse.of(outcomes),
         )
@@ -448,7 +429,7 @@ class Engine:
             self._prefills.add(row)
             self._insert(row)
         if attempt.failed:
-            yield self._fail(request.id)
+            yield from self._failed(request.id)
 
     def _insert(self, row: Row) -> None:
         """Add an active row in its place by age."""
@@ -473,11 +454,32 @@ class Engine:
             self._swept = True
             self._running.remove({row for _, row in self._running if row.id not in self._active})
 
-    def _fail(self, id: str) -> RowFailed:
-        """Remove a row that has caused a failure."""
+    def _failed(self, id: str, chunk: int = 0) -> Iterator[Outcome]:
+        """Remove a row that has caused a failure, or let it wait if it was a lack of memory. `chunk`: its tokens."""
+        if failures.memory != self._memory_failures and id in self._active:
+            return self._retreat([self._active[id]], chunk)
         self._end(id)
         self._failures += 1
-        return RowFailed(id)
+        return iter([RowFailed(id)])
+
+    def _retreat(self, failed: Sequence[Row], chunk: int = 0) -> Iterator[Outcome]:
+        """Free memory, since the device had none, and let the rows that have lost their caches wait until admission,
+        which learns from it, has room for them. A row that fails alone once more ends. `chunk`: see `_failed`."""
+        self._memory_failures, prefix_bytes = failures.memory, self._caches.nbytes
+        lost = {*failed, *self._running.pop_lost()}
+        rows = [row for row in self._active.values() if row in lost]
+        alone = rows[0] if rows and len(self._active) == 1 else None
+        self._caches.set_limit(0 if alone else prefix_bytes // 2)
+        refusal = self._admission.run_short(alone, chunk, prefix_bytes)
+        for row in rows:
+            self._drop(row.id)
+            self._admission.requeue(WaitingRequest(row.resumable_request(), preempted=True, age=row.age))
+        mx.clear_cache()
+        self._now.out_of_memory += len(rows)
+        logger.warning("no memory: the caches of %d rows were given up, which wait for room", len(rows))
+        if alone and refusal:
+            self._failures += 1
+            yield from self._refuse(alone.id, refusal)
 
     def _lose_decoding(self) -> None:
         """Give up the caches of all decoding rows, after a failure that any of them may have caused."""
@@ -488,6 +490,8 @@ class Engine:
     def _recover(self) -> Iterator[Outcome]:
         """Recompute the rows that have lost their caches. Each decodes in a group of its own until it has produced a
         token, so a row that causes the failure fails alone."""
+        if failures.memory != self._memory_failures:
+            yield from self._retreat([])
         if not (lost := {*self._running.pop_lost()}):
             return
         rows = [row for row in self._active.values() if row in lost]
