@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 
-async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]], *, within_s: float = 30) -> None:
+async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]], *, within_s: float = 60) -> None:
     deadline = time.monotonic() + within_s
     while True:
         answer = true()
