@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -102,6 +103,11 @@ def _check_command(context: typer.Context, arguments: list[str]) -> None:
         raise CliError("--url: the file goes to the workers' folder; give -o too, and they run it at the gateway.")
     if is_given(made, "key"):
         raise CliError("--key: all users of the folder can read a schedule; set SLUICE_API_KEY for the workers.")
+    if is_given(made, "redis_url") and re.search(r"@|[?&]password=", made.params["redis_url"]):
+        raise CliError(
+            "--redis-url: it has a user or a password, and all users of the folder can read a schedule; set "
+            "SLUICE_REDIS_URL for the workers, and leave it out."
+        )
 
 
 def _in(folder: Path, arguments: list[str]) -> list[str]:
