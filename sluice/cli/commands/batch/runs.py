@@ -276,8 +276,8 @@ def results(
 ) -> None:
     """Fetch the answers of a run, or its table, also before its end.
 
-    It has to run on the machine that has the files of the run. With --url it may run anywhere, and the run has to have
-    ended.
+    It has to run on the machine that has the files of the run. With --url it may run anywhere, the run has to have
+    ended, and of a table there are the lines: repeat its `sluice batch run` for the table.
 
     \b
     Examples:
@@ -285,6 +285,11 @@ def results(
       sluice batch results batch_1b9d6bcd4f0a --errors
     """
     server = server_of(context, redis_url, url, key)
+    if isinstance(server, Remote) and output and tables.is_table(output):
+        raise CliError(
+            f"{output}: a gateway has the lines of a run, and not its table; repeat the `sluice batch run` that wrote "
+            "it, or give -o FILE.jsonl."
+        )
     offline_run = asyncio.run(_read(server, id))
     file = offline_run.error_file_id if errors else offline_run.output_file_id
     if file is None:
