@@ -145,6 +145,7 @@ def test_a_run_at_a_gateway_and_one_of_this_machine_are_never_mixed_up(
         (["results", "batch_9", "-o", "out.csv"], "out.csv: a gateway has the lines of a run, and not its table"),
         (["submit", "in.jsonl", "--dir", "runs"], "--dir and --url exclude one another"),
         (["submit", "missing.jsonl"], "missing.jsonl"),
+        (["submit", "in.csv"], "in.csv is a table: run it with `sluice batch run`"),
         (["submit", "pipe"], "not a regular file"),
     ],
 )

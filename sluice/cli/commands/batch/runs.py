@@ -89,6 +89,10 @@ def submit_run(
       sluice batch submit in.jsonl --url http://mac.local:8000
       sluice batch submit in.jsonl --dir /var/lib/sluice --not-before 22:00 --priority 10
     """
+    if tables.is_table(file):
+        raise CliError(
+            f"{file} is a table: run it with `sluice batch run`, and the prompt of a row with --prompt FILE."
+        )
     is_here = is_given(context, "folder") and not is_given(context, "url")  # --dir overrides SLUICE_URL
     server = redis_url if is_here else server_of(context, redis_url, url, key)
     if isinstance(server, Remote) and is_given(context, "folder"):
