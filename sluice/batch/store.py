@@ -222,6 +222,8 @@ class FileStore:
 
     def sweep(self) -> None:
         """Remove expired files, those of runs whose folders are gone, and what dead processes left."""
+        for gone in (*self._folder.glob("done/.*.gone"), *self._folder.glob("failed/.*.gone")):
+            shutil.rmtree(gone, ignore_errors=True)  # a run that its client has deleted
         for home in self._homes(None):
             for name in _names(home):
                 if name.endswith((".part", ".gone")):
@@ -241,7 +243,7 @@ class FileStore:
             yield
 
     def _is_orphan(self, file: StoredFile) -> bool:
-        parts = ("running", "done", "failed")  # in the order in which a run moves
+        parts = ("running", "done", "failed", "running")  # in the order in which a run moves, and back to be run again
         return file.run is not None and not any((self._folder / part / file.run).exists() for part in parts)
 
     def _remove(self, home: Path, file: StoredFile) -> None:
