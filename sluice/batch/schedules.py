@@ -1,12 +1,11 @@
 """Schedules of a folder: commands of `sluice batch` that its workers start at times of a crontab."""
 
-import fcntl
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Literal, get_args
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from sluice.batch.folder import RunFolder, run_paths
+from sluice.batch.store import tried_lock
 from sluice.batch.times import Crontab
 from sluice.contract.events import parse_as
 
@@ -254,20 +254,9 @@ class Schedules:
             or run_paths(self._runs.running / run_id).input.exists()
         )
 
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[bool]:
-        """Yield True if this process has got the lock of the schedule. The kernel releases it if the process dies."""
-        lock = os.open(self._path(name, "lock"), os.O_RDONLY | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_mine = False
-        else:
-            is_mine = True
-        try:
-            yield is_mine
-        finally:
-            os.close(lock)
+    def _locked(self, name: str) -> AbstractContextManager[bool]:
+        """Return the lock of the schedule."""
+        return tried_lock(self._path(name, "lock"))
 
     def _save(self, name: str, state: ScheduleState) -> None:
         if self._path(name, "json").exists():  # it may have been removed meanwhile

@@ -14,7 +14,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -89,9 +89,9 @@ class Upload:
 
     def new_file(self) -> "NewFile":
         """Return the file that the parts become, to write. Its id is saved first."""
-        new = NewFile(self.folder.parent, _new_id("file-"))
-        replace(self, file=new.id).save()
-        return new
+        file_id = _new_id("file-")
+        replace(self, file=file_id).save()
+        return NewFile(self.folder.parent, file_id)
 
     def join(self, parts: Sequence[StoredFile], new: "NewFile", md5: Any) -> Iterator[bool]:
         """Write the parts to the file and to the digest, some milliseconds' work for each value that is yielded."""
@@ -120,20 +120,9 @@ class Upload:
             os.fsync(file.fileno())
         new.rename(self.folder / "upload.json")
 
-    @contextmanager
-    def locked(self) -> Iterator[bool]:
-        """Yield True if no other process or thread has this lock. Its folder's own is that of the parts."""
-        lock = os.open(self.folder / "lock", os.O_RDONLY | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_mine = False
-        else:
-            is_mine = True
-        try:
-            yield is_mine
-        finally:
-            os.close(lock)
+    def locked(self) -> AbstractContextManager[bool]:
+        """Return the lock of the upload. That of its folder is for the parts."""
+        return tried_lock(self.folder / "lock")
 
 
 class FileStore:
@@ -425,3 +414,19 @@ def locked_folder(folder: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def tried_lock(path: Path) -> Iterator[bool]:
+    """Yield True if this call has got the lock, which is a file. The kernel releases it if the process dies."""
+    lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_mine = False
+    else:
+        is_mine = True
+    try:
+        yield is_mine
+    finally:
+        os.close(lock)

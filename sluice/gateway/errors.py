@@ -1,12 +1,14 @@
 """Errors as HTTP responses, in OpenAI's and in Anthropic's form."""
 
+import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from redis.exceptions import RedisError
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from sluice.contract.refusals import is_full, reason_of
 from sluice.errors import ServerUnreachable, SluiceError
@@ -33,7 +35,12 @@ def log_refusal(error: SluiceError | RedisError) -> None:
 
 def openai_response(error: ApiError) -> Response:
     """Return the HTTP response of an error in OpenAI's form."""
-    return JSONResponse(openai_body(error), error.form.status, error.headers)
+    return _json(openai_body(error), error.form.status, error.headers)
+
+
+def _json(body: Mapping[str, Any], status: int, headers: Mapping[str, str]) -> Response:
+    """Return a JSON response. Half a surrogate pair of a client's text is written as an escape, as all but ASCII is."""
+    return Response(json.dumps(body), status, headers, "application/json")
 
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -60,7 +67,7 @@ ANTHROPIC_ID_PREFIX = "msg_"
 def anthropic_response(error: ApiError, request_id: str) -> Response:
     """Return the HTTP response of an error in Anthropic's form."""
     headers = {**error.headers, **id_headers(request_id)}
-    return JSONResponse(anthropic_body(error, request_id), error.form.anthropic_status, headers)
+    return _json(anthropic_body(error, request_id), error.form.anthropic_status, headers)
 
 
 def new_id() -> str:

@@ -173,8 +173,11 @@ def test_run_of_a_schedule_with_an_output_is_batch_run_with_its_options(sluice: 
         ((NIGHTS, "in.jsonl", "-o", "out.jsonl"), "out-%Y-%m-%d"),
         ((NIGHTS, "--map", "a=b", "in.jsonl"), "--map: write the options of the run after FILE"),
         ((NIGHTS, "in.jsonl", "--dir", "nowhere"), "nowhere: there is no such folder"),
+        ((NIGHTS, "in.csv", "--prompt", "p.txt"), "in.csv is a table: give -o OUTPUT and --prompt"),
         ((NIGHTS, "in.jsonl", "--url", "http://h"), "--url: .* give -o too"),
         ((NIGHTS, "in.jsonl", "-o", "o-%F.jsonl", "--url", "http://h", "--key", "sk"), "--key: .* SLUICE_API_KEY"),
+        ((NIGHTS, "in.jsonl", "--redis-url", "redis://:geheim@h"), "--redis-url: (?!.*geheim).* SLUICE_REDIS_URL"),
+        ((NIGHTS, "in.jsonl", "-o", "o-%F.jsonl", "--redis-url", "redis://h?db=1&password=x"), "--redis-url: it has"),
     ],
 )
 def test_what_cannot_be_scheduled_is_a_sentence(sluice: Command, given: tuple[str, ...], why: str) -> None:

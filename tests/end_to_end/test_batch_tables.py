@@ -35,6 +35,7 @@ def test_the_example_becomes_columns(sluice: Command, tmp_path: Path) -> None:
     command = ("batch", "run", str(table), "-o", "out.csv", *ASKED, "--key-column", "id")
     code, out, err = sluice.process(*command)
     assert (code, "out.csv: 6 rows" in err) == (0, True), err
+    assert ("answers.jsonl" in out, "out.csv" in out) == (False, True), "the report names the table"
     found = rows_of(tmp_path / "out.csv")
     assert [{name: row[name] for name in ("id", "product", "review")} for row in found] == rows_of(table)
     assert list(found[0]) == ["id", "product", "review", "sentiment", "stars", "error"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -92,6 +93,29 @@ def test_ctrl_c_leaves_the_run_to_the_gateway_and_the_same_command_fetches_its_a
     assert (ids(tmp_path / "out.jsonl"), len(server.batches)) == (["a"], 1)
 
 
+def test_a_comparison_that_is_interrupted_goes_on_with_its_runs(
+    remote: Command, server: OpenAIServer, tmp_path: Path
+) -> None:
+    (tmp_path / "in.csv").write_text("word\none\n")
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}: say {{word}}.")
+    command = ("batch", "compare", "in.csv", "--prompt", "a.txt", "--prompt", "b.txt")
+    server.stops_at = "in_progress"
+    with remote.running(*command) as process:
+        deadline = time.monotonic() + 60
+        while server.count("GET /v1/batches/batch_1") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    folder = err.partition("run the same command again with -o ")[2].rstrip(".\n")
+    assert (process.returncode, Path(folder).is_dir()) == (3, True), err
+    server.stops_at = "completed"
+    code, out, err = remote(*command, "-o", folder)
+    assert (code, len(server.batches), "1 of 1" in out) == (0, 2, True), err
+    shutil.rmtree(folder)
+
+
 def test_a_run_at_a_gateway_and_one_of_this_machine_are_never_mixed_up(
     remote: Command, server: OpenAIServer, tmp_path: Path
 ) -> None:
@@ -118,8 +142,10 @@ def test_a_run_at_a_gateway_and_one_of_this_machine_are_never_mixed_up(
         (["run", "in.jsonl", "-o", "nowhere/out.jsonl"], "No such file"),
         (["run", "in.jsonl", "-o", "out.jsonl", "--completion-window", "soon"], "such as 24h"),
         (["run", "in.jsonl", "-o", "out.jsonl", "--model", "other"], "no worker serves other (1 line)"),
+        (["results", "batch_9", "-o", "out.csv"], "out.csv: a gateway has the lines of a run, and not its table"),
         (["submit", "in.jsonl", "--dir", "runs"], "--dir and --url exclude one another"),
         (["submit", "missing.jsonl"], "missing.jsonl"),
+        (["submit", "in.csv"], "in.csv is a table: run it with `sluice batch run`"),
         (["submit", "pipe"], "not a regular file"),
     ],
 )

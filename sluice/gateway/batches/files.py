@@ -9,12 +9,13 @@ from typing import Any
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from sluice.batch.source import MAX_FILE_BYTES
 from sluice.batch.store import FileStore, NewFile, StoredFile
 from sluice.gateway.batches.folder import Shared, limit_of, on_disk, page_of, seconds_of
+from sluice.gateway.body import json_response
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import endpoint
 from sluice.gateway.gateway import Gateway
@@ -37,15 +38,15 @@ def routes(gateway: Gateway, shared: Shared) -> list[Route]:
 
     async def create(request: Request) -> Response:
         caller = await caller_of(request)
-        return JSONResponse(public(await receive(request, caller, _form(caller, shared.store))))
+        return await json_response(public(await receive(request, caller, _form(caller, shared.store))))
 
     async def list_files(request: Request) -> Response:
         caller = await caller_of(request)
-        return JSONResponse(await on_disk(_page, shared.store, caller, request))
+        return await json_response(await on_disk(_page, shared.store, caller, request))
 
     async def retrieve(request: Request) -> Response:
         caller = await caller_of(request)
-        return JSONResponse(public(await on_disk(_find, shared.store, caller, request)))
+        return await json_response(public(await on_disk(_find, shared.store, caller, request)))
 
     async def content(request: Request) -> Response:
         caller = await caller_of(request)
@@ -60,7 +61,7 @@ def routes(gateway: Gateway, shared: Shared) -> list[Route]:
     async def delete(request: Request) -> Response:
         caller = await caller_of(request)
         file_id = (await on_disk(_delete, shared, caller, request)).id
-        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+        return await json_response({"id": file_id, "object": "file", "deleted": True})
 
     one = f"{_PATH}/{{id}}"
     return [
@@ -152,7 +153,7 @@ def _form(caller: Caller, store: FileStore) -> FileForm:
 
 def wrong_purpose(purpose: object) -> ApiError:
     """Return the error for a file of another purpose."""
-    message = f"purpose: it must be batch, not {purpose!r}; files serve as inputs of /v1/batches alone."
+    message = f"purpose: it must be batch, not {purpose!r:.80}; files serve as inputs of /v1/batches alone."
     return ApiError(ErrorForm.INVALID_VALUE, message, param="purpose")
 
 
@@ -305,4 +306,4 @@ def life_s(expires_after: object) -> int:
 
 def plain(filename: str) -> str:
     """Return a name that can be shown: it is stored as text, and never used as a path."""
-    return re.sub(r"[\x00-\x1f\x7f]", "", filename)[:255] or "file"
+    return re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", "", filename[:1_000])[:255] or "file"

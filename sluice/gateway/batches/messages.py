@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from sluice.batch.endpoints import MESSAGES
@@ -25,7 +25,7 @@ from sluice.contract.keys import MAX_REQUEST_BYTES
 from sluice.gateway import idempotency
 from sluice.gateway.batches.folder import Shared, limit_of, on_disk
 from sluice.gateway.batches.runs import NewRun, Runs
-from sluice.gateway.body import in_thread_if_long
+from sluice.gateway.body import in_thread_if_long, json_response
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import anthropic_endpoint
 from sluice.gateway.gateway import Gateway
@@ -71,7 +71,7 @@ class _MessageBatches:
         if (key := idempotency.key_of(request)) is not None:
             run_id = idempotency.job_id(caller, _PATH, key, "batch_")
         await caller.count_request()
-        return JSONResponse(_public(await self._create(caller, run_id, lines), request))
+        return await json_response(_public(await self._create(caller, run_id, lines), request))
 
     async def _create(self, caller: Caller, run_id: str, lines: Sequence[bytes]) -> Batch:
         """Hand a run over to the workers, unless one of this id was, for another request with the same key."""
@@ -108,7 +108,7 @@ class _MessageBatches:
             raise ApiError(ErrorForm.INVALID_VALUE, "before_id: give it or after_id, not both.", param="before_id")
         limit = limit_of(request, 1_000, 20)
         page, has_more = await self._runs.page(caller, limit, after, before=before, url=MESSAGES)
-        return JSONResponse(
+        return await json_response(
             {
                 "data": [_public(batch, request) for batch in page],
                 "has_more": has_more,
@@ -119,7 +119,7 @@ class _MessageBatches:
 
     async def retrieve(self, request: Request) -> Response:
         """Answer `GET /v1/messages/batches/{id}`."""
-        return JSONResponse(_public(await self._find(await self._caller(request), request), request))
+        return await json_response(_public(await self._find(await self._caller(request), request), request))
 
     async def cancel(self, request: Request) -> Response:
         """Answer `POST /v1/messages/batches/{id}/cancel`. A batch that has ended stays as it is."""
@@ -127,7 +127,7 @@ class _MessageBatches:
         batch = await self._find(caller, request)
         if not batch.ended:
             batch = await self._runs.cancel(caller, batch.id)
-        return JSONResponse(_public(batch, request))
+        return await json_response(_public(batch, request))
 
     async def delete(self, request: Request) -> Response:
         """Answer `DELETE /v1/messages/batches/{id}`: its results and requests are removed with it."""
@@ -137,7 +137,7 @@ class _MessageBatches:
             message = f"{batch.id} has not ended; cancel it, or wait for its end."
             raise ApiError(ErrorForm.INVALID_REQUEST, message, param="id")
         await self._runs.delete(caller, batch)
-        return JSONResponse({"id": batch.id, "type": "message_batch_deleted"})
+        return await json_response({"id": batch.id, "type": "message_batch_deleted"})
 
     async def results(self, request: Request) -> Response:
         """Answer `GET /v1/messages/batches/{id}/results`: a line for each request, in any order."""

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from redis.exceptions import RedisError
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from sluice.batch.files import RunState
@@ -26,6 +26,7 @@ from sluice.errors import SluiceError
 from sluice.gateway import idempotency
 from sluice.gateway.batches.files import find_file
 from sluice.gateway.batches.folder import Shared, limit_of, on_disk, page_of, seconds_of
+from sluice.gateway.body import json_response
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import endpoint
 from sluice.gateway.gateway import Gateway
@@ -51,24 +52,24 @@ def routes(gateway: Gateway, shared: Shared, runs: "Runs") -> list[Route]:
         if (key := idempotency.key_of(request)) is not None:
             run_id = idempotency.job_id(caller, _PATH, key, "batch_")
         await caller.count_request()
-        return JSONResponse(public(await runs.create(caller, run_id, asked)))
+        return await json_response(public(await runs.create(caller, run_id, asked)))
 
     async def list_runs(request: Request) -> Response:
         caller = await gateway.authenticate(request)
         await shared.open()
         limit, after = limit_of(request, 100, 20), request.query_params.get("after")
         page, has_more = await runs.page(caller, limit, after)
-        return JSONResponse(page_of([public(batch) for batch in page], has_more=has_more))
+        return await json_response(page_of([public(batch) for batch in page], has_more=has_more))
 
     async def retrieve(request: Request) -> Response:
         caller = await gateway.authenticate(request)
         await shared.open()
-        return JSONResponse(public(await runs.find(caller, request.path_params["id"])))
+        return await json_response(public(await runs.find(caller, request.path_params["id"])))
 
     async def cancel(request: Request) -> Response:
         caller = await gateway.authenticate(request)
         await shared.open()
-        return JSONResponse(public(await runs.cancel(caller, request.path_params["id"])))
+        return await json_response(public(await runs.cancel(caller, request.path_params["id"])))
 
     return [
         Route(_PATH, endpoint(create), methods=["POST"]),

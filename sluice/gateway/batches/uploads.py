@@ -7,13 +7,14 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from sluice.batch.source import MAX_FILE_BYTES
 from sluice.batch.store import FileStore, NewFile, StoredFile, Upload
 from sluice.gateway.batches.files import FileForm, life_s, plain, public, receive, wrong_purpose
 from sluice.gateway.batches.folder import Shared, on_disk
+from sluice.gateway.body import json_response
 from sluice.gateway.caller import Caller
 from sluice.gateway.errors import endpoint
 from sluice.gateway.gateway import Gateway
@@ -39,14 +40,14 @@ def routes(gateway: Gateway, shared: Shared) -> list[Route]:
         asked = _asked(await body_of(request, caller))
         await caller.count_request()
         upload = await on_disk(shared.store.new_upload, caller.tenant, *asked, max_held=caller.batch_bytes)
-        return JSONResponse(_shown(upload))
+        return await json_response(_shown(upload))
 
     async def add(request: Request) -> Response:
         caller = await caller_of(request)
         upload = await on_disk(_find, shared.store, caller, request)
         part = await receive(request, caller, _form(caller, shared.store, upload))
         told = {"id": _part_id(part), "object": "upload.part", "created_at": part.created_at, "upload_id": upload.id}
-        return JSONResponse(told)
+        return await json_response(told)
 
     async def complete(request: Request) -> Response:
         caller = await caller_of(request)
@@ -58,14 +59,14 @@ def routes(gateway: Gateway, shared: Shared) -> list[Route]:
             if upload.status == "pending":
                 file = file or await _join(upload, part_ids, md5, caller.batch_bytes)
                 upload = await on_disk(upload.end, "completed", file.id)
-            return JSONResponse(_shown(upload, file))
+            return await json_response(_shown(upload, file))
 
     async def cancel(request: Request) -> Response:
         caller = await caller_of(request)
         async with _locked(shared.store, caller, request) as upload:
             if upload.status == "completed":
                 raise _has_ended(upload)
-            return JSONResponse(_shown(await on_disk(upload.end, "cancelled")))
+            return await json_response(_shown(await on_disk(upload.end, "cancelled")))
 
     one = f"{_PATH}/{{id}}"
     return [

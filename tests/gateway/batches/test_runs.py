@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import httpx
 import openai as sdk
 import pytest
 from openai import AsyncOpenAI
@@ -61,6 +62,17 @@ async def test_a_batch_runs_from_upload_to_download(openai: AsyncOpenAI, folder:
     await openai.files.delete(listed.id)
     assert not (folder / "done" / batch.id / "output.jsonl").exists()
     assert (await openai.batches.retrieve(batch.id)).status == "completed"
+
+
+@pytest.mark.usefixtures("fake_worker", "feeder")
+async def test_half_a_surrogate_pair_in_metadata_spoils_no_answer(openai: AsyncOpenAI, gateway: HttpGateway) -> None:
+    body = {"input_file_id": await uploaded(openai, "a"), "endpoint": "/v1/chat/completions", "completion_window": "1h"}
+    async with httpx.AsyncClient(base_url=gateway.base_url) as http:
+        made = await http.post("/batches", content=json.dumps({**body, "metadata": {"emoji": "\ud83d"}}))
+        assert (made.status_code, made.json()["metadata"]) == (200, {"emoji": "\ud83d"})
+        assert (await http.post("/batches", content=json.dumps({"\ud83d": 1}))).status_code == 400
+    assert (await ended(openai, made.json()["id"])).status == "completed"
+    assert [each.metadata async for each in openai.batches.list()] == [{"emoji": "\ud83d"}]
 
 
 @pytest.mark.usefixtures("fake_worker", "feeder")

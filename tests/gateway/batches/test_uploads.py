@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import random
 import time
 from dataclasses import replace
@@ -118,6 +119,9 @@ async def test_a_wrong_completion_is_told_and_may_be_mended(
         ({"bytes": "9"}, 400, "bytes"),
         ({"filename": None}, 400, "filename"),
         ({"mime_type": 1}, 400, "mime_type"),
+        ({"purpose": "x" * 9_999}, 400, "purpose"),
+        ({"bytes": 10**30}, 413, "bytes"),
+        ({"bytes": 1.0}, 400, "bytes"),
         ({"expires_after": {"anchor": "created_at", "seconds": 1}}, 400, "expires_after"),
         ({"part_ids": []}, 400, "part_ids"),
     ],
@@ -130,6 +134,26 @@ async def test_a_wrong_upload_is_refused_before_anything_is_sent(
         await openai.post("/uploads", body=body, cast_to=httpx.Response)
     assert (refused.value.status_code, refused.value.param) == (status, param)
     assert on_disk(folder) == []
+
+
+async def test_names_and_ids_of_any_characters_are_answered(openai: AsyncOpenAI, gateway: HttpGateway) -> None:
+    about = {"bytes": 1, "mime_type": "", "purpose": "batch"}
+    async with httpx.AsyncClient(base_url=gateway.base_url) as http:
+        for name in ("../../x", "\\u0000\\n", "\\ud800", "y" * 9_999, "\u00e9\u4e2d"):
+            body = json.dumps({**about, "filename": "NAME"}).replace("NAME", name)
+            made = await http.post("/uploads", content=body.encode())
+            assert made.status_code in (200, 400), (name, made.text)
+            if made.status_code == 200:
+                assert len(made.json()["filename"]) <= 255
+        for wrong in ("upload_" + "0" * 24, "upload_..%2f..", "x" * 5_000, "file-" + "0" * 24):
+            for verb in ("complete", "cancel", "parts"):
+                answer = await http.post(f"/uploads/{wrong}/{verb}", content=b'{"part_ids": ["\\ud800"]}')
+                assert answer.status_code == 404, answer.text
+    upload = await created(openai, 1)
+    async with httpx.AsyncClient(base_url=gateway.base_url) as http:
+        for text in (b'{"part_ids": ["\\ud800"]}', b'{"\\ud800": 1}', b"[]", b"", b"{}", b'{"part_ids": [[]]}'):
+            answer = await http.post(f"/uploads/{upload.id}/complete", content=text)
+            assert answer.status_code == 400, (text, answer.text)
 
 
 async def test_parts_have_no_more_bytes_than_the_upload_and_one_repetition(openai: AsyncOpenAI, folder: Path) -> None:

@@ -66,8 +66,8 @@ def compare_prompts(
         return batch
 
     found = tables.compare(file, prompt, given, model, folder, ask)
-    if found is None:
-        note("interrupted. Run the same command again." + (" The answers so far are kept." if folder else ""))
+    if isinstance(found, Path):
+        note(f"interrupted. To go on, run the same command again{'' if folder else f' with -o {found}'}.")
         raise typer.Exit(3)
     if as_json:
         print_json(asdict(found))

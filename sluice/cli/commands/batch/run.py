@@ -257,9 +257,10 @@ def finish(
         note(f"{paused}. Run the same command again to resume.")
         raise typer.Exit(code=3)
     num_errors = tables.finish(table, batch) if table else 0
-    _print_outcome(file, batch, as_json)
+    shown = replace(batch, output_file_id=str(table.output)) if table else batch
+    _print_outcome(file, batch if as_json else shown, as_json)
     if on_end is not None:
-        _run_at_end(on_end, replace(batch, output_file_id=str(table.output)) if table else batch)
+        _run_at_end(on_end, shown)
     raise typer.Exit(_exit_code(batch) or min(num_errors, 1))
 
 

@@ -89,6 +89,10 @@ def submit_run(
       sluice batch submit in.jsonl --url http://mac.local:8000
       sluice batch submit in.jsonl --dir /var/lib/sluice --not-before 22:00 --priority 10
     """
+    if tables.is_table(file):
+        raise CliError(
+            f"{file} is a table: run it with `sluice batch run`, and the prompt of a row with --prompt FILE."
+        )
     is_here = is_given(context, "folder") and not is_given(context, "url")  # --dir overrides SLUICE_URL
     server = redis_url if is_here else server_of(context, redis_url, url, key)
     if isinstance(server, Remote) and is_given(context, "folder"):
@@ -276,8 +280,8 @@ def results(
 ) -> None:
     """Fetch the answers of a run, or its table, also before its end.
 
-    It has to run on the machine that has the files of the run. With --url it may run anywhere, and the run has to have
-    ended.
+    It has to run on the machine that has the files of the run. With --url it may run anywhere, the run has to have
+    ended, and of a table there are the lines: repeat its `sluice batch run` for the table.
 
     \b
     Examples:
@@ -285,6 +289,11 @@ def results(
       sluice batch results batch_1b9d6bcd4f0a --errors
     """
     server = server_of(context, redis_url, url, key)
+    if isinstance(server, Remote) and output and tables.is_table(output):
+        raise CliError(
+            f"{output}: a gateway has the lines of a run, and not its table; repeat the `sluice batch run` that wrote "
+            "it, or give -o FILE.jsonl."
+        )
     offline_run = asyncio.run(_read(server, id))
     file = offline_run.error_file_id if errors else offline_run.output_file_id
     if file is None:

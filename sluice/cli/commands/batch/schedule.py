@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sluice.cli import worker_commands
+from sluice.cli.commands.batch.tables import is_table
 from sluice.cli.errors import CliError, needs_worker, sentence
 from sluice.cli.options import AsJson, is_given
 from sluice.cli.terminal.output import format_duration, print_json, print_table
@@ -63,7 +65,7 @@ def add_schedule(
     \b
     Examples:
       sluice batch schedule add "0 2 * * *" in.jsonl --dir /srv/batch --tz Europe/Berlin --completion-window 6h
-      sluice batch schedule add "0 2 * * mon-fri" in.jsonl --dir /srv/batch -o out-%Y-%m-%d.jsonl --map "gpt-*=default"
+      sluice batch schedule add "0 2 * * mon-fri" in.csv --dir /srv/batch -o out-%Y-%m-%d.csv --prompt prompt.txt
     """
     if file.startswith("-"):
         raise CliError(f"{file}: write the options of the run after FILE.")
@@ -90,18 +92,25 @@ def add_schedule(
             raise CliError(f"{file}: there is no such file; make it first, or correct the name.")
         schedules.write(name, added)
     print(name)
-    note(f"its first time is {_time(first)}. See: sluice batch schedule list")
+    note(f"its first time is {_time(first)}, if a worker has SLUICE_BATCH_DIR={folder.absolute()}.")
 
 
 def _check_command(context: typer.Context, arguments: list[str]) -> None:
     """Parse the arguments of `sluice batch`; for bad ones click's error tells how to use its command. Raises `CliError`
     for those that a schedule cannot have."""
+    if arguments[0] == "submit" and is_table(Path(arguments[1])):
+        raise CliError(f"{arguments[1]} is a table: give -o OUTPUT and --prompt FILE after it.")
     batch = context.find_root().command.commands["batch"]  # type: ignore[attr-defined]
     made = batch.commands[arguments[0]].make_context(f"sluice batch {arguments[0]}", arguments[1:])
     if arguments[0] == "submit" and is_given(made, "url"):
         raise CliError("--url: the file goes to the workers' folder; give -o too, and they run it at the gateway.")
     if is_given(made, "key"):
         raise CliError("--key: all users of the folder can read a schedule; set SLUICE_API_KEY for the workers.")
+    if is_given(made, "redis_url") and re.search(r"@|[?&]password=", made.params["redis_url"]):
+        raise CliError(
+            "--redis-url: it has a user or a password, and all users of the folder can read a schedule; set "
+            "SLUICE_REDIS_URL for the workers, and leave it out."
+        )
 
 
 def _in(folder: Path, arguments: list[str]) -> list[str]:

@@ -154,10 +154,15 @@ def _refuse_without_prompt(file: Path, given: TableOptions) -> None:
         raise CliError(
             f"--{others[0].replace('_', '-')} is for tables: give the prompt of a row, too, with --prompt FILE."
         )
-    if file.suffix.lower() in (".csv", ".tsv", ".parquet"):
+    if is_table(file):
         raise CliError(
             f"{file} is a table: give the prompt of a row with --prompt FILE, in which {{column}} is a cell."
         )
+
+
+def is_table(file: Path) -> bool:
+    """Return True for the name of a file that is a table and nothing else."""
+    return file.suffix.lower() in (".csv", ".tsv", ".parquet")
 
 
 def _note_sample(run: TableRun, given: TableOptions) -> None:
@@ -329,13 +334,15 @@ async def _tokens_of(server: str | Remote, model: str, bodies: Iterator[dict[str
 
 def compare(
     file: Path, prompts: list[Path], given: TableOptions, model: str | None, folder: Path | None, ask: Ask
-) -> Comparison | None:
-    """Run both prompts over the same rows, and return how the answers differ; None if `ask` was interrupted. `folder`:
-    keeps the runs, so that a prompt that was run before is not run again. Raises `CliError`."""
+) -> Comparison | Path:
+    """Run both prompts over the same rows, and return how the answers differ; the folder with the runs if `ask` was
+    interrupted. `folder`: keeps the runs, so that a prompt that was run before is not run again. Raises `CliError`."""
     if len(prompts) != 2:
         raise CliError(f"--prompt: give it twice, once for each of the two files to compare; there are {len(prompts)}.")
     with ExitStack() as stack:
-        there = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        there = folder or Path(tempfile.mkdtemp(prefix="sluice-compare-"))
+        if folder is None:
+            stack.callback(shutil.rmtree, there, ignore_errors=True)
         chosen = [replace(given, prompt=prompt).chosen(model) for prompt in prompts]
         if chosen[0] == chosen[1]:
             raise CliError(f"--prompt: {prompts[0]} and {prompts[1]} are the same text; there is nothing to compare.")
@@ -347,7 +354,8 @@ def compare(
         for prompt, run in zip(prompts, runs, strict=True):
             note(f"{prompt}:")
             if ask(run.requests, run.answers) is None:
-                return None
+                stack.pop_all()
+                return there
             if folder:
                 run.write_to(run.output)
         return _compared(prompts, runs, chosen[0].asked)
