@@ -57,7 +57,7 @@ def why(
     if as_json:
         print_json({"id": id, **job, "phases": [*map(asdict, phases)], "moments": [*map(asdict, moments)]})
     elif phases:
-        _print(id, job, phases, moments, now)
+        _print(id, job, phases, moments, _seconds(known.get(b"finished_at")) or now)
     else:
         note(f"{id} is {job['state'] or 'queued'}; nothing else is known of it.")
 
