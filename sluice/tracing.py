@@ -170,7 +170,7 @@ class RequestSpan:
         self._span = span
 
     def answered(self, method: str, route: str, status: int, id: str) -> None:
-        """Add how the request was answered. `id`: of its first job, or of the request."""
+        """Add how the request was answered. `id`: its `x-request-id`."""
         from opentelemetry.trace import Status, StatusCode
 
         self._span.update_name(f"{method} {route}")
@@ -179,7 +179,7 @@ class RequestSpan:
                 "http.request.method": method,
                 "http.route": route,
                 "http.response.status_code": status,
-                "gen_ai.response.id": id,
+                "http.response.header.x-request-id": [id],
             }
         )
         if status >= 500:

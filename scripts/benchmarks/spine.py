@@ -12,7 +12,6 @@ from rich.table import Table
 
 from models.random_checkpoints import random_checkpoint
 from sluice import Client, Finished
-from tests.support.collector import collecting
 from tests.support.stack import Server, WorkerProcess
 from worker.engine.engine import Engine
 from worker.engine.model.load import Model, open_model
@@ -75,6 +74,8 @@ async def compare_throughput(url: str, checkpoint: Path, console: Console) -> tu
 async def compare_traced(url: str, checkpoint: Path, console: Console) -> list[float]:
     """Time two workers in turn, of which one logs as JSON and sends traces. Return the ratios of their rates, each of
     neighbours in time, of which either is the first in turn."""
+    from tests.support.collector import collecting  # needs OpenTelemetry, which other benchmarks do not
+
     ratios = list[float]()
     with (
         collecting() as collector,
