@@ -20,6 +20,7 @@ from sluice.service_status import serving
 from sluice.tracing import Tracing, open_tracing
 from worker.environment import opentelemetry_variables
 from worker.errors import CannotStart
+from worker.host.watch import HostWatch
 from worker.monitoring.health import Health
 from worker.monitoring.sink import MetricsSink
 from worker.process.daemon import (
@@ -128,7 +129,8 @@ async def _serve(
         with parts.image_inputs(settings, model) as images:
             context = parts.worker_context(settings, engine, model, images, metrics, began)
             await context.codec.prepare()
-            worker = parts.queue_worker(server, engine, context, [batches.cron] if batches else [])
+            host = HostWatch(settings, metrics, engine.set_throttle)
+            worker = parts.queue_worker(server, engine, context, [batches.cron] if batches else [], host)
             if await _is_connected(worker, engine, settings, model.fingerprint, health, ending):
                 async with _warming(engine, context, to_warm):
                     await _work(worker, batches, ending)
@@ -200,7 +202,8 @@ async def _serve_embeddings(
     async with _loaded(engine, ending, check_name_early(server.client, settings)) as model:
         from worker import parts
 
-        worker = parts.embedding_worker(server, engine, model, settings, metrics, [batches.cron] if batches else [])
+        crons, host = [batches.cron] if batches else [], HostWatch(settings, metrics, engine.set_throttle)
+        worker = parts.embedding_worker(server, engine, model, settings, metrics, crons, host)
         if await _is_connected(worker, engine, settings, model.fingerprint, health, ending):
             await _work(worker, batches, ending)
     logger.info("stopped")

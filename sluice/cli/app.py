@@ -8,6 +8,7 @@ import typer
 from sluice import __version__
 from sluice.cli import worker_commands
 from sluice.cli.commands.batch import batch
+from sluice.cli.commands.capture import capture, replay_jobs
 from sluice.cli.commands.chat import chat
 from sluice.cli.commands.dead import dead
 from sluice.cli.commands.jobs import cancel, submit, tail
@@ -36,8 +37,9 @@ app.command()(up)
 app.command()(serve)
 for name in ("check", "doctor", "prompt", "parse"):
     worker_commands.add(app, name)
-for command in (chat, submit, tail, cancel, why, top):
+for command in (chat, submit, tail, cancel, why, top, capture):
     app.command()(command)
+app.command("replay")(replay_jobs)
 app.add_typer(workers, name="workers")
 app.add_typer(models, name="models")
 for name in ("models.pull", "models.rm"):

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from sluice.contract.events import ErrorType
 from sluice.contract.keys import LANES, Lane
 from sluice.tracing import Tracing
+from worker.host.courtesy import Signals, Throttle
 from worker.monitoring.sink import JOB_S, TOKEN_S, CallFault, Durations, MetricsSink
 from worker.outcomes import MAX_DRAFT, DraftUse, StepReport
 
@@ -42,6 +43,7 @@ class Metrics(MetricsSink):
         self._add_job_metrics(make)
         self._add_engine_metrics(make)
         self._add_fleet_metrics(make)
+        self._add_host_metrics(make)
 
     def _add_job_metrics(self, make: "_Families") -> None:
         self._running = make.by_lane(Gauge, "vllm:num_requests_running", "Jobs that this worker runs.")
@@ -112,6 +114,11 @@ class Metrics(MetricsSink):
             Gauge, "sluice:rows_preempted", "Offline rows preempted now for interactive ones."
         )
         self._preempted = make.by_model(Counter, "vllm:num_preemptions", "Preemptions of rows.")
+        self._out_of_memory = make.by_model(
+            Counter,
+            "sluice:rows_out_of_memory",
+            "Rows that lost their caches because the device had no memory. They are computed again, fewer at once.",
+        )
         self._reserved = make.by_model(Gauge, "vllm:kv_cache_usage_perc", "Share of the rows' memory that is reserved.")
         self._predicted = make.by_model(
             Gauge, "sluice:memory_predicted_bytes", "Predicted peak memory of the rows, without the model."
@@ -148,6 +155,32 @@ class Metrics(MetricsSink):
         )
         self._marks = make.by_model(Gauge, "sluice:prefix_marks", "Known beginnings of prompts in the cache.")
         self._ready_ms = make.by_model(Gauge, "sluice:ready_ms", "Milliseconds until all prompts are computed.")
+
+    def _add_host_metrics(self, make: "_Families") -> None:
+        self._pressure = make.by_model(
+            Gauge,
+            "sluice:memory_pressure",
+            "How short of memory the machine is: 0 (normal), 1 (warning) or 2 (critical).",
+        )
+        self._reclaim = make.by_model(
+            Gauge,
+            "sluice:memory_reclaim",
+            "Memory given back to the machine: 0 (none), half of the prefix cache (1), all of it (2), offline rows too "
+            "(3), and new jobs wait (4).",
+        )
+        self._shares = {
+            "interactive": make.by_model(Gauge, "sluice:step_share", "Share of the time that steps may take."),
+            "batch": make.by_model(
+                Gauge, "sluice:offline_step_share", "Share of the time that steps may take while only offline jobs run."
+            ),
+        }
+        self._states = {
+            "in_use": make.by_model(Gauge, "sluice:machine_in_use", "1 if a person uses the machine."),
+            "hot": make.by_model(Gauge, "sluice:machine_hot", "1 if the machine is hot."),
+            "on_battery": make.by_model(Gauge, "sluice:machine_on_battery", "1 if the machine is on battery."),
+        }
+        self._is_awake = make.by_model(Gauge, "sluice:sleep_held_off", "1 if the worker holds the machine's sleep off.")
+        self.set_host(Signals(), Throttle(), is_awake=False)
 
     # A job's life
 
@@ -213,6 +246,16 @@ class Metrics(MetricsSink):
     def set_waiting(self, lane: Lane, jobs: int) -> None:
         self._waiting[lane].set(jobs)
 
+    def set_host(self, signals: Signals, throttle: Throttle, *, is_awake: bool) -> None:
+        super().set_host(signals, throttle, is_awake=is_awake)
+        self._pressure.set(signals.pressure)
+        self._reclaim.set(throttle.reclaim)
+        self._shares["interactive"].set(throttle.share)
+        self._shares["batch"].set(throttle.offline_share)
+        for name, state in self._states.items():
+            state.set(name in signals.reasons)
+        self._is_awake.set(is_awake)
+
     def record_step(self, step: StepReport) -> None:
         super().record_step(step)
         self._step_rows.observe(step.rows)
@@ -220,6 +263,7 @@ class Metrics(MetricsSink):
         self._awaiting_memory.set(step.num_waiting)
         self._rows_preempted.set(step.num_preempted)
         self._preempted.inc(step.num_preemptions)
+        self._out_of_memory.inc(step.num_out_of_memory)
         if step.reserved:
             used, there = step.reserved
             self._reserved.set(used / there)
