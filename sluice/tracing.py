@@ -226,11 +226,11 @@ def open_tracing(service: str, instance: str = "", more: Mapping[str, str] | Non
         return None
     ours = {"service.name": service, **({"service.instance.id": instance} if instance else {})}
     resource = Resource.create({**ours, **OTELResourceDetector().detect().attributes})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     try:
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     except ValueError as error:
-        logger.warning("no traces are sent: OTEL_BSP_... or OTEL_EXPORTER_OTLP_...: %s", error)
+        logger.warning("no traces are sent: a variable OTEL_... is wrong: %s", error)
         return None
     return Tracing(provider)
 

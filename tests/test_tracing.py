@@ -149,7 +149,8 @@ def test_without_a_collector_there_are_no_spans(given: dict[str, str], monkeypat
             {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
             "OTEL_EXPORTER_OTLP_PROTOCOL: 'grpc' is not supported; use http/protobuf",
         ),
-        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_BSP_MAX_QUEUE_SIZE": "-1"}, "OTEL_BSP_"),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_BSP_MAX_QUEUE_SIZE": "-1"}, "is wrong: "),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SPAN_EVENT_COUNT_LIMIT": "many"}, "is wrong: "),
     ],
 )
 def test_what_cannot_be_sent_is_logged(
