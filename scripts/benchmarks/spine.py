@@ -82,7 +82,7 @@ async def compare_traced(url: str, checkpoint: Path, console: Console) -> list[f
         WorkerProcess(url, model=checkpoint, max_rows=ROWS, step_ms=1000, model_name="plain"),
         WorkerProcess(
             url, model=checkpoint, max_rows=ROWS, step_ms=1000, model_name="traced", log_format="json",
-            more_env=collector.variables,
+            more_env={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.variables["OTEL_EXPORTER_OTLP_ENDPOINT"]},
         ),
     ):  # fmt: skip
         for run in range(PAIRS + 1):
