@@ -11,7 +11,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY schemas schemas
 COPY sluice sluice
 COPY worker worker
-RUN pip install --no-cache-dir --constraint constraints.txt "./sluice[cli,serve]" ".[$EXTRA]" && useradd --create-home sluice
+RUN pip install --no-cache-dir --constraint constraints.txt "./sluice[cli,serve,traces]" ".[$EXTRA]" && useradd --create-home sluice
 USER sluice
 # A volume that is mounted here gets its owner from this folder; without it root owns the volume, and no model is fetched.
 RUN mkdir -p /home/sluice/.cache/huggingface

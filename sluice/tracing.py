@@ -3,6 +3,7 @@
 Nothing of OpenTelemetry (the extra `traces`) is imported unless its standard variables name a collector. Spans are sent
 by a thread of its own from a bounded queue. They hold ids, names and numbers, never prompts or answers."""
 
+import logging
 import os
 import queue
 import re
@@ -21,14 +22,12 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
+logger = logging.getLogger("sluice.tracing")
+
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _OPERATIONS = {"chat": "chat", "embed": "embeddings", "count": "count_tokens"}  # names of GenAI's, as far as it has one
 _received: ContextVar[str] = ContextVar("traceparent", default="")
-
-
-class TracingError(Exception):
-    """The variables of OpenTelemetry ask for what is not there. The message tells an operator what to change."""
 
 
 def read_traceparent(text: str) -> str:
@@ -171,7 +170,7 @@ class RequestSpan:
         self._span = span
 
     def answered(self, method: str, route: str, status: int, id: str) -> None:
-        """Add how the request was answered. `id`: of its first job, or of the request."""
+        """Add how the request was answered. `id`: its `x-request-id`."""
         from opentelemetry.trace import Status, StatusCode
 
         self._span.update_name(f"{method} {route}")
@@ -180,7 +179,7 @@ class RequestSpan:
                 "http.request.method": method,
                 "http.route": route,
                 "http.response.status_code": status,
-                "gen_ai.response.id": id,
+                "http.response.header.x-request-id": [id],
             }
         )
         if status >= 500:
@@ -204,12 +203,17 @@ def request_span(tracing: Tracing | None, traceparent: str) -> "Iterator[Request
 
 
 def open_tracing(service: str, instance: str = "", more: Mapping[str, str] | None = None) -> Tracing | None:
-    """Return what sends spans to the collector that OpenTelemetry's variables name; None if they name none. Those of
-    `more`, of a file, count where the environment has none. `instance`: the process's name. Raises `TracingError`."""
+    """Return what sends spans to the collector that OpenTelemetry's variables name; None if they name none, or one that
+    cannot be sent to, which is logged: a machine may have them for other programs. Those of `more`, of a file, count
+    where the environment has none. `instance`: the process's name."""
     for name, value in (more or {}).items():
         if name.startswith("OTEL_"):
             os.environ.setdefault(name, value)
-    if not (variable := _asking(os.environ)):
+    variable, problem = _asked_by(os.environ)
+    if not variable:
+        return None
+    if problem:
+        logger.warning("no traces are sent: %s", problem)
         return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -217,34 +221,34 @@ def open_tracing(service: str, instance: str = "", more: Mapping[str, str] | Non
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise TracingError(
-            f"{variable} is set, but OpenTelemetry is not installed; install the extra traces (pip install"
-            " 'mlx-sluice[traces]'), or unset it."
-        ) from None
+        remedy = "install the extra traces (pip install 'mlx-sluice[traces]'), or set OTEL_TRACES_EXPORTER=none"
+        logger.warning("no traces are sent: %s is set, but OpenTelemetry is not installed; %s", variable, remedy)
+        return None
     ours = {"service.name": service, **({"service.instance.id": instance} if instance else {})}
     resource = Resource.create({**ours, **OTELResourceDetector().detect().attributes})
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     try:
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     except ValueError as error:
-        raise TracingError(f"OTEL_BSP_... or OTEL_EXPORTER_OTLP_...: {error}") from None
+        logger.warning("no traces are sent: a variable OTEL_... is wrong: %s", error)
+        return None
     return Tracing(provider)
 
 
-def _asking(variables: Mapping[str, str]) -> str:
-    """Return the variable by which traces are wanted; empty if they are not. Raises `TracingError`."""
+def _asked_by(variables: Mapping[str, str]) -> tuple[str, str]:
+    """Return the variable that asks for traces, empty if none does; and why they cannot be sent, empty if they can."""
     exporter = variables.get("OTEL_TRACES_EXPORTER", "").strip().lower()
     if variables.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none":
-        return ""
+        return "", ""
     if exporter not in ("", "otlp"):
-        raise TracingError(f"OTEL_TRACES_EXPORTER: {exporter!r} is not supported; use otlp, or none.")
+        return "OTEL_TRACES_EXPORTER", f"OTEL_TRACES_EXPORTER: {exporter!r} is not supported; use otlp, or none"
     asking = "OTEL_TRACES_EXPORTER" if exporter else next((name for name in _ENDPOINTS if variables.get(name)), "")
-    for name in _PROTOCOLS if asking else ():
-        if (protocol := variables.get(name, "").strip()) not in ("", "http/protobuf"):
-            raise TracingError(
-                f"{name}: {protocol!r} is not supported; use http/protobuf, for which collectors listen on port 4318."
-            )
-    return asking
+    for name in _PROTOCOLS:  # the first counts
+        if protocol := variables.get(name, "").strip():
+            known = protocol == "http/protobuf"
+            remedy = "use http/protobuf, for which collectors listen on port 4318"
+            return asking, "" if known else f"{name}: {protocol!r} is not supported; {remedy}"
+    return asking, ""
 
 
 def _remote(traceparent: str) -> Any:

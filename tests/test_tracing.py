@@ -1,5 +1,6 @@
 """OpenTelemetry's spans, and when there are any."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from sluice.submission import new_job
-from sluice.tracing import JobTrace, Tracing, TracingError, open_tracing, read_traceparent, request_span
+from sluice.tracing import JobTrace, Tracing, open_tracing, read_traceparent, request_span
 from tests.contract.test_phases import two_attempts
 from tests.support.collector import Collector, collecting
 
@@ -148,21 +149,45 @@ def test_without_a_collector_there_are_no_spans(given: dict[str, str], monkeypat
             {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
             "OTEL_EXPORTER_OTLP_PROTOCOL: 'grpc' is not supported; use http/protobuf",
         ),
-        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_BSP_MAX_QUEUE_SIZE": "-1"}, "OTEL_BSP_"),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_BSP_MAX_QUEUE_SIZE": "-1"}, "is wrong: "),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SPAN_EVENT_COUNT_LIMIT": "many"}, "is wrong: "),
     ],
 )
-def test_what_cannot_be_sent_is_refused(given: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_sent_is_logged(
+    given: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(TracingError, match=why):
-        open_tracing("sluice-worker")
+    assert open_tracing("sluice-worker") is None
+    assert why in caplog.text
 
 
-def test_without_the_extra_the_message_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_names_a_collector_where_the_environment_has_none(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    monkeypatch.setitem(collector.variables, "OTEL_TRACES_EXPORTER", "otlp")
+    for name in collector.variables:  # what is set is reset at the end
+        monkeypatch.setenv(name, "none" if name == "OTEL_TRACES_EXPORTER" else "")
+    assert open_tracing("sluice-worker", more=collector.variables) is None
+    for name in collector.variables:
+        monkeypatch.delenv(name)
+    tracing = open_tracing("sluice-worker", more={**collector.variables, "PATH": "/nowhere"})
+    assert tracing is not None
+    tracing.record_job(job())
+    tracing.close()
+    assert collector.spans
+    assert os.environ["PATH"] != "/nowhere"
+
+
+def test_without_the_extra_the_message_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(TracingError, match=r"^OTEL_EXPORTER_OTLP_ENDPOINT is set, .* 'mlx-sluice\[traces\]'"):
-        open_tracing("sluice-worker")
+    assert open_tracing("sluice-worker") is None
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT is set, but OpenTelemetry is not installed" in caplog.text
+    assert "pip install 'mlx-sluice[traces]'" in caplog.text
 
 
 def test_without_a_collector_nothing_of_opentelemetry_is_imported() -> None:

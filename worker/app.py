@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sluice.log_lines import set_up_logging
 from sluice.service_status import serving
-from sluice.tracing import Tracing, TracingError, open_tracing
+from sluice.tracing import Tracing, open_tracing
 from worker.environment import opentelemetry_variables
 from worker.errors import CannotStart
 from worker.host.watch import HostWatch
@@ -341,11 +341,8 @@ def _with_drafts(model: "Model", settings: Settings, memory: int, on_loaded: "On
 
 @contextmanager
 def _tracing(settings: Settings) -> Iterator[Tracing | None]:
-    """Make spans of the jobs while the block runs, if OpenTelemetry's variables ask for them. Raises `CannotStart`."""
-    try:
-        tracing = open_tracing("sluice-worker", settings.worker_name, opentelemetry_variables(Settings))
-    except TracingError as error:
-        raise CannotStart(str(error)) from None
+    """Make spans of the jobs while the block runs, if OpenTelemetry's variables ask for them."""
+    tracing = open_tracing("sluice-worker", settings.worker_name, opentelemetry_variables(Settings))
     try:
         yield tracing
     finally:

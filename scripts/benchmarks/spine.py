@@ -1,4 +1,5 @@
-"""Cost of the path through Redis: tokens per second against the bare engine, and the publisher's own time."""
+"""Cost of the path through Redis: tokens per second against the bare engine, and the publisher's own time; and of the
+log as JSON with traces."""
 
 import asyncio
 import statistics
@@ -25,6 +26,7 @@ from worker.settings import Settings
 ROWS = 8
 TOKENS = 120
 RUNS = 5
+PAIRS = 15
 NO_END = ((2, -100.0),)
 
 
@@ -36,10 +38,15 @@ def main(console: Console) -> bool:
         rates, step_s = asyncio.run(compare_throughput(server.url, checkpoint, console))
         ratio = statistics.median(rates)
         cost_us = asyncio.run(publishing_cost(server.url)) * 1e6
+        traced = statistics.median(asyncio.run(compare_traced(server.url, checkpoint, console)))
     rows = [
         (
             f"tokens/s through Redis / bare engine, {ROWS} rows, step {step_s * 1000:.0f} ms, median of {RUNS}",
             "≥ 0.95", f"{ratio:.3f}", ratio >= 0.95,
+        ),
+        (
+            f"tokens/s with JSON log and traces / without, median of {PAIRS} pairs",
+            "≥ 0.99", f"{traced:.3f}", traced >= 0.99,
         ),
         ("worker time to encode and publish one token, 32 rows a step", "≤ 10 µs", f"{cost_us:.1f} µs", cost_us <= 10),
     ]  # fmt: skip
@@ -64,6 +71,30 @@ async def compare_throughput(url: str, checkpoint: Path, console: Console) -> tu
     return rates[1:], step_s
 
 
+async def compare_traced(url: str, checkpoint: Path, console: Console) -> list[float]:
+    """Time two workers in turn, of which one logs as JSON and sends traces. Return the ratios of their rates, each of
+    neighbours in time, of which either is the first in turn."""
+    from tests.support.collector import collecting  # needs OpenTelemetry, which other benchmarks do not
+
+    ratios = list[float]()
+    with (
+        collecting() as collector,
+        WorkerProcess(url, model=checkpoint, max_rows=ROWS, step_ms=1000, model_name="plain"),
+        WorkerProcess(
+            url, model=checkpoint, max_rows=ROWS, step_ms=1000, model_name="traced", log_format="json",
+            more_env={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.variables["OTEL_EXPORTER_OTLP_ENDPOINT"]},
+        ),
+    ):  # fmt: skip
+        for run in range(PAIRS + 1):
+            order = ("plain", "traced") if run % 2 else ("traced", "plain")
+            seconds = {name: await through_redis(url, name) for name in order}
+            ratios.append(seconds["plain"] / seconds["traced"])
+            console.print(f"[dim]pair {run}: {ratios[-1]:.3f}[/]")
+        jobs = (PAIRS + 1) * (ROWS + 1)
+        collector.wait_for(lambda spans: sum(span.name == "chat traced" for span in spans) == jobs)
+    return ratios[1:]
+
+
 def bare(model: Model) -> tuple[float, float]:
     """Return the seconds from the first token to the last in the bare engine, and the seconds of a step."""
     engine = Engine(model, EngineOptions(1.0))
@@ -80,21 +111,21 @@ def bare(model: Model) -> tuple[float, float]:
     return last - first, (last - first) / max(steps - 1, 1)
 
 
-async def through_redis(url: str) -> float:
+async def through_redis(url: str, model: str = "default") -> float:
     """Return the seconds from the first token to the last of all jobs, by the worker's clock."""
     async with Client(url) as client:
-        await finish(client, 4)  # warm
-        jobs = await asyncio.gather(*(finish(client, TOKENS) for _ in range(ROWS)))
+        await finish(client, 4, model)  # warm
+        jobs = await asyncio.gather(*(finish(client, TOKENS, model) for _ in range(ROWS)))
     return max(end for _, end in jobs) - min(begin for begin, _ in jobs)
 
 
-async def finish(client: Client, tokens: int) -> tuple[float, float]:
+async def finish(client: Client, tokens: int, model: str) -> tuple[float, float]:
     """Run a job, and return the times of its first delta and of its end."""
     request = {
         "messages": [{"role": "user", "content": "a"}], "max_tokens": tokens, "temperature": 0,
         "logit_bias": {"2": -100},
     }  # fmt: skip
-    job, begin = await client.submit(request), 0.0
+    job, begin = await client.submit(request, model=model), 0.0
     async for event in client.stream(job.id):
         if event.type == "delta":
             begin = begin or event.ts

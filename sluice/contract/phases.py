@@ -79,6 +79,8 @@ class JobPhases:
         """Begin an attempt, claimed `now`. Its queue begins when the job was queued, or with the last that is known of
         the attempt before it: its last mark, or `seen_at`, its last event."""
         since = max(self._attempts[-1].at, seen_at) if self._attempts else queued_at
+        if self._attempts and self._attempts[-1].marks[-1][0] == "queue":  # it was requeued
+            self._attempts[-1].marks.pop()
         marks = [("queue", round(min(since, now), 6)), ("prepare", round(now, 6))]
         self._attempts = [*self._attempts, _Attempt(number, worker, lapses, marks)][-16:]
 

@@ -52,7 +52,7 @@ from sluice.interfaces.errors import ApiError
 from sluice.log_lines import set_up_logging
 from sluice.mapped import open_client
 from sluice.service_status import serving
-from sluice.tracing import Tracing, TracingError, open_tracing
+from sluice.tracing import Tracing, open_tracing
 from sluice.webhooks.deliverer import deliver
 from sluice.webhooks.store import Counts, WebhookStore
 
@@ -247,10 +247,7 @@ def run_gateway(redis_url: str, settings: ServeSettings) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))  # uvicorn raises its signal again when it has drained
     set_up_logging("sluice.gateway", "INFO", read_log_format())
-    try:
-        tracing = open_tracing("sluice-gateway", more=read_variables(ENV_FILE))
-    except TracingError as error:
-        raise CannotServe(str(error)) from None
+    tracing = open_tracing("sluice-gateway", more=read_variables(ENV_FILE))
     with listen(settings) as listening, closing(tracing) if tracing else nullcontext():
         asyncio.run(_serve(listening, redis_url, settings, tracing))
 

@@ -4,10 +4,12 @@ import asyncio
 import itertools
 import json
 import signal
+from typing import Any
 
+import pytest
 from openai import AsyncOpenAI
 
-from sluice import Client
+from sluice import Client, Delta
 from tests.end_to_end.test_cli import Command
 from tests.end_to_end.test_crash import KILLED
 from tests.support.collector import Seen, collecting
@@ -53,7 +55,11 @@ async def test_an_answer_over_the_gateway_two_workers_and_a_crash_is_one_trace(
     request, job, *phases = spans
     assert (request.service, request.name, request.parent) == ("sluice-gateway", "POST /v1/chat/completions", PARENT)
     assert request.attributes["http.response.status_code"] == 200
-    assert request.attributes["gen_ai.response.id"] == completion.id
+    assert (request.attributes["gen_ai.operation.name"], request.attributes["gen_ai.request.model"]) == (
+        "chat",
+        "default",
+    )
+    assert job.attributes["gen_ai.response.id"] == completion.id
     assert (job.name, job.parent) == ("chat default", request.id)
     assert phases == below(spans, job)
     computed = [(span.name, span.attributes["sluice.worker"]) for span in phases if span.name != "load"]
@@ -76,3 +82,40 @@ async def test_an_answer_over_the_gateway_two_workers_and_a_crash_is_one_trace(
         (span.name, span.attributes["sluice.worker"]) for span in phases
     ]
     assert [round(each["began"] * 1e6) for each in shown["phases"]] == [round(span.began / 1e3) for span in phases]
+
+
+@pytest.mark.slow
+async def test_a_job_of_a_stopped_worker_waits_in_its_queue_again(
+    redis_url: str, client: Client, sluice: Command
+) -> None:
+    async def why() -> dict[str, Any]:
+        code, out, _ = await asyncio.to_thread(sluice.process, "why", "stopped", "--json")
+        assert code == 0
+        shown: dict[str, Any] = json.loads(out)
+        return shown
+
+    endless = {"logit_bias": {"2": -100}, "max_tokens": 30_000, "loop_guard": False}
+    with WorkerProcess(redis_url, name="first", grace_s=0) as first:
+        await client.submit({"messages": [{"role": "user", "content": SECRET}], **endless}, id="stopped")
+        async for event in client.stream("stopped"):
+            if isinstance(event, Delta):
+                break
+        first.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(first.wait) == 0
+    waiting = await why()
+    assert waiting["state"] == "queued"
+    assert (waiting["phases"][-1]["name"], waiting["phases"][-1]["ended"]) == ("queue", None)
+    with WorkerProcess(redis_url, name="second"):
+        async for event in client.stream("stopped"):
+            if event.type == "resumed":
+                break
+        await client.cancel("stopped")
+        async for _ in client.stream("stopped"):
+            pass
+    ended = await why()
+    assert "requeue" in [moment["name"] for moment in ended["moments"]]
+    bounds = [(phase["began"], phase["ended"]) for phase in ended["phases"]]
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
+    queued = [phase for phase in ended["phases"] if phase["name"] == "queue"]
+    assert [phase["attempt"] for phase in queued] == [1, 2]
+    assert queued[1]["began"] == waiting["phases"][-1]["began"]

@@ -81,6 +81,16 @@ def test_what_another_program_wrote_into_the_state_is_left_out(sluice: Command) 
     code, out, err = sluice("why", "why-5")
     assert (code, out) == (0, "")
     assert "nothing else is known" in err
+    assert "its worker is gone" in err
+    sluice.db.hset("sluice:job:why-5", mapping={"queued_at": "5", "started_at": "inf", "attempt": "inf"})
+    assert names(shown(sluice, "why-5")) == ["queue"]
+
+
+def test_a_job_of_a_plain_producer_waits(sluice: Command) -> None:
+    sluice.db.set("arq:job:why-6", "{}")
+    code, out, err = sluice("why", "why-6")
+    assert (code, out) == (0, "")
+    assert "why-6 is queued" in err
 
 
 @pytest.mark.parametrize("job_id", ["unknown-1", "no id!"])

@@ -1,6 +1,7 @@
 """`sluice why`: where the time of a job went."""
 
 import asyncio
+import math
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from sluice.cli.terminal.view import note
 from sluice.contract import keys
 from sluice.contract.phases import Happened, JobPhases, Phase
 
+_LEASE = b"lease"  # beside the fields of the job's hash
 _HELP = {
     "queue": "waits for a worker with a free row",
     "load": "the worker starts, and loads its model",
@@ -48,32 +50,36 @@ def why(
       sluice why report-7 --json | jq '.phases[] | select(.ended - .began > 1)'
     """
     refuse_bad_id(id)
-    known, now = asyncio.run(_read(redis_url, id))
-    if not known:
+    state, known, now = asyncio.run(_read(redis_url, id))
+    if state is None:
         raise CliError(f"job {id!r} is unknown: never submitted, or it has expired.")
-    job = {name: known.get(name.encode(), b"").decode("utf-8", "replace") for name in ("state", "model", "lane")}
+    named = {name: known.get(name.encode(), b"").decode("utf-8", "replace") for name in ("model", "lane")}
+    job = {"state": state, **named}
     read = JobPhases.read(known.get(b"phases"))
     phases, moments = [*read.phases()] or _told_by(known, job["state"]), [*read.moments()]
     if as_json:
         print_json({"id": id, **job, "phases": [*map(asdict, phases)], "moments": [*map(asdict, moments)]})
     elif phases:
-        _print(id, job, phases, moments, now)
+        _print(id, job, phases, moments, _seconds(known.get(b"finished_at")) or now)
     else:
-        note(f"{id} is {job['state'] or 'queued'}; nothing else is known of it.")
+        note(f"{id} is {state}; nothing else is known of it.")
+    if state == "running" and not known.get(_LEASE):
+        note("its worker is gone; another one of the model takes it over.", style="yellow")
 
 
-async def _read(url: str, job_id: str) -> tuple[dict[bytes, bytes], float]:
-    """Return the job's state, which is empty if there is none, and the server's time."""
+async def _read(url: str, job_id: str) -> tuple[str | None, dict[bytes, bytes], float]:
+    """Return the job's state, None for an unknown job; the fields of its hash and its lease; and the server's time."""
     async with connected(url) as client:
         at = await client.of_job(job_id)
-        read: tuple[dict[bytes, bytes], float] = await at.retries.run(partial(_read_state, at.redis, job_id))
-        return read
+        known, now = await at.retries.run(partial(_read_fields, at.redis, job_id))
+        return await at.state(job_id), known, now
 
 
-async def _read_state(redis: Redis, job_id: str) -> tuple[dict[bytes, bytes], float]:
-    state: dict[bytes, bytes] = await redis.hgetall(keys.job(job_id))  # type: ignore[misc]
+async def _read_fields(redis: Redis, job_id: str) -> tuple[dict[bytes, bytes], float]:
+    fields: dict[bytes, bytes] = await redis.hgetall(keys.job(job_id))  # type: ignore[misc]
+    owner: bytes | None = await redis.get(f"arq:in-progress:{job_id}")
     seconds, microseconds = await redis.time()
-    return state, seconds + microseconds / 1e6
+    return {**fields, _LEASE: owner or b""}, seconds + microseconds / 1e6
 
 
 def _told_by(known: dict[bytes, bytes], state: str) -> list[Phase]:
@@ -90,9 +96,10 @@ def _told_by(known: dict[bytes, bytes], state: str) -> list[Phase]:
 
 def _seconds(stored: bytes | None) -> float | None:
     try:
-        return float(stored) if stored else None
+        seconds = float(stored or b"nan")
     except ValueError:
         return None
+    return seconds if math.isfinite(seconds) else None
 
 
 def _print(id: str, job: dict[str, str], phases: list[Phase], moments: list[Happened], now: float) -> None:

@@ -328,12 +328,12 @@ class Claims:
         moved: int = await self._forward(args=[self._model, JOB_LIFE_MS, int(takeover)])
         return moved > 0
 
-    async def release(self, claim: Claim) -> None:
-        """Return the job to its queue and wake the workers. Does nothing if another attempt owns the job. Raises
-        RedisError, OSError."""
+    async def release(self, claim: Claim, phases: str = "") -> None:
+        """Return the job to its queue and wake the workers. Does nothing if another attempt owns the job. `phases`: to
+        be stored; empty: they stay as they are. Raises RedisError, OSError."""
         await self._release(
             keys=[keys.job(claim.job_id), lease_key(claim.job_id), keys.queue(self._model, claim.lane)],
-            args=[claim.attempt, self._wake_channel],
+            args=[claim.attempt, self._wake_channel, phases],
         )
 
 

@@ -149,6 +149,7 @@ class _Endings:
                     self._trace(job, error="cancelled")
                     self._metrics.cancelled(job.claim.lane)
             case Requeue():
+                job.mark("queue")
                 await _write_ending(job, self._requeue(job))
             case OwnershipLost():
                 _log_lost_lease(job)
@@ -202,7 +203,7 @@ class _Endings:
     async def _requeue(self, job: Job) -> None:
         await self._publisher.until_written(job.log)
         try:
-            await self._claims.release(job.claim)
+            await self._claims.release(job.claim, job.phases.as_json())
         except (RedisError, OSError):
             await asyncio.sleep(0.1)  # retry without a limit: `drain` bounds how long the worker waits
             await self._requeue(job)
