@@ -19,6 +19,7 @@ from sluice.cli.commands.service import service
 from sluice.cli.commands.top import top
 from sluice.cli.commands.up import serve, up
 from sluice.cli.commands.webhooks import webhooks
+from sluice.cli.commands.why import why
 from sluice.cli.commands.workers import workers
 from sluice.cli.errors import CliError
 from sluice.cli.terminal.output import replace_unencodable
@@ -36,7 +37,7 @@ app.command()(up)
 app.command()(serve)
 for name in ("check", "doctor", "prompt", "parse"):
     worker_commands.add(app, name)
-for command in (chat, submit, tail, cancel, top, capture):
+for command in (chat, submit, tail, cancel, why, top, capture):
     app.command()(command)
 app.command("replay")(replay_jobs)
 app.add_typer(workers, name="workers")

@@ -8,17 +8,17 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import mlx.core as mx
 
-from worker.engine.admission.decision import RowEstimate
 from worker.engine.admission.plan import AdmissionPlan
 from worker.engine.admission_controller import AdmissionController, WaitingRequest
 from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row, StepToken
 from worker.engine.device import memory_limit, runs_ahead
-from worker.engine.isolation import isolate
+from worker.engine.isolation import EngineBroken, isolate
 from worker.engine.memory import NO_IMAGES, ImageDemand, StepDemand
 from worker.engine.model.load import Model
 from worker.engine.options import EngineOptions
@@ -29,11 +29,14 @@ from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.cost import Forward, PromptChunk
 from worker.engine.step.planner import GapLimit
 from worker.engine.upstream.mlx_lm import generation_stream
+from worker.host.courtesy import Reclaim, Throttle
 from worker.outcomes import (
+    Admitted,
     CutShort,
     DraftUse,
     NotStored,
     Outcome,
+    Preempted,
     Refused,
     RowFailed,
     Sampled,
@@ -44,10 +47,6 @@ from worker.outcomes import (
 from worker.request import GenerationRequest
 
 logger = logging.getLogger("sluice.engine")
-
-
-class EngineBroken(Exception):
-    """Several failures without a decoded token between them: the rows are not the cause."""
 
 
 @dataclass(slots=True)
@@ -104,6 +103,7 @@ class Engine:
         self._now = _Step()
         self._computed = 0  # tokens, since MLX's buffer cache was cleared
         self._reported_at = 0.0  # the end of the last step, and with it of its report
+        self._throttle = Throttle()
         self._pipelined = runs_ahead() if options.pipelined is None else options.pipelined
 
     def __len__(self) -> int:
@@ -115,7 +115,22 @@ class Engine:
         """True while there are requests, unless all active rows have to wait (see `Stage.ready`), and once more after
         the last request: a step releases and reports its memory."""
         all_wait = 0 < len(self._active) == len(self._prefills) and not self._prefills.has_work
-        return (len(self) > 0 and not all_wait) or self._admission.needs_decision
+        begins = len(self._active) > 0 or (len(self._admission) > 0 and self._admission.may_begin)
+        return (begins and not all_wait) or self._admission.needs_decision
+
+    @property
+    def share(self) -> float:
+        """Share of the time that steps may take now."""
+        return self._throttle.share_for(
+            chain((row.request.lane for row in self._active.values()), self._admission.lanes)
+        )
+
+    def set_throttle(self, throttle: Throttle) -> None:
+        """Set what is left to others. Memory is given back in the next step."""
+        self._throttle = throttle
+        self._caches.give_back(throttle.reclaim)
+        self._admission.give_back(throttle.reclaim)
+        self._computed = 16_384  # so that it clears MLX's buffer cache
 
     def close(self) -> None:
         """Write prefixes to disk, if they have a disk. Blocks. The engine must not be used afterwards."""
@@ -150,6 +165,8 @@ class Engine:
         step of the call before are computed, and until its own decode step is computed if its tokens must not wait;
         else that runs on. Raises `EngineBroken` after repeated failures."""
         self._now = step = _Step(time.perf_counter(), len(self._running), self._caches.evicted)
+        if self.share < 1.0:
+            self._reported_at = step.began  # a rest is no part of a gap
         mx.reset_peak_memory()
         with mx.stream(generation_stream):
             outcomes = [*self._part(self._admit), *self._part(self._prefill)]
@@ -179,17 +196,10 @@ class Engine:
         if any(row.must_grow(self._admission.tokens_ahead) for row in self._active.values()):
             self._admission.mark_dirty()
         if self._admission.needs_decision:
-            plan = self._admission.decide([*self._active_estimates(self._running)], self._running.decoding())
-            yield from self._apply(plan)
-
-    def _active_estimates(self, groups: Iterable[tuple[int, Row]]) -> Iterator[RowEstimate]:
-        """Yield an estimate for each group of each active row; rows in prefill have none. `groups`: with numbers."""
-        numbers: dict[str, list[int]] = {}
-        for number, row in groups:
-            numbers.setdefault(row.id, []).append(number)
-        for row in self._active.values():
-            for group in numbers.get(row.id, (None,)):
-                yield self._admission.estimate(row, group, self._prefills.images(row.id))
+            for id in self._admission.to_preempt(self._active.values()):
+                yield from self._preempt(id)
+            active = self._admission.estimates(self._active.values(), self._running, self._prefills.images)
+            yield from self._apply(self._admission.decide(active, self._running.decoding()))
 
     def _apply(self, plan: AdmissionPlan) -> Iterator[Outcome]:
         prefix_bytes = self._caches.nbytes
@@ -207,7 +217,7 @@ class Engine:
             if id in self._active:
                 self._running.move(self._active[id])
         self._admission.count_prefix(self._caches.nbytes - prefix_bytes)
-        if plan.reservation.must_tighten:
+        if plan.reservation.must_tighten or self._throttle.reclaim >= Reclaim.OFFLINE_ROWS:
             self._running.tighten()
         self._caches.touch(self._admission.requests(plan.admit))
         self._caches.set_limit(self._admission.free_bytes)  # rows have priority over prefixes
@@ -215,6 +225,7 @@ class Engine:
             yield from self._refuse(id, message)
         for id in plan.admit:
             admitted = self._admission.pop(id)
+            yield Admitted(id)
             if saved := admitted.saved_row:
                 saved.row.reserve(plan.reserve[id])
                 self._insert(saved.row)
@@ -249,6 +260,7 @@ class Engine:
         waiting = WaitingRequest(row.resumable_request(), saved_row, preempted=True, age=row.age)
         self._prefills.spill_rows(self._admission.requeue(waiting))
         self._now.preempted += 1
+        yield Preempted(id)
         logger.info("%s: preempted", id, extra={"job": id.rpartition("#")[0]})
 
     # Prefill
@@ -388,7 +400,7 @@ class Engine:
     def _tidy(self) -> tuple[Outcome, ...]:
         """Rebalance the groups, and clear MLX's buffer cache now and then, not often: later steps reuse the buffers."""
         self._running.rebalance()
-        if self._computed >= 16_384:  # tokens
+        if self._computed >= (1_024 if self._throttle.reclaim else 16_384):  # tokens
             self._computed = 0
             mx.clear_cache()
         return ()
@@ -396,7 +408,8 @@ class Engine:
     def _evict_for(self, groups: list[list[Row]]) -> bool:
         """Limit the prefix cache to what all rows leave with these groups, of which one that moves may be in two. May
         evict prefixes. Returns False, and changes nothing, if the rows do not fit."""
-        rows = self._active_estimates((number, row) for number, group in enumerate(groups) for row in group)
+        numbered = ((number, row) for number, group in enumerate(groups) for row in group)
+        rows = self._admission.estimates(self._active.values(), numbered, self._prefills.images)
         headroom = self._admission.headroom(rows, self._running.decoding(groups))
         if headroom < 0:
             return False
@@ -414,27 +427,22 @@ class Engine:
     def _report(self, outcomes: Sequence[Outcome], memory: tuple[int, int] | None) -> StepReport:
         """End the step, and return its report."""
         step = self._now
+        if self.share < 1.0:
+            self._running.wait()  # else it would compute during the rest
         ended = time.perf_counter()
         if self._disk:
             self._disk.store.reader.limit_reads(decoding=len(self._running) > 0)
             self._disk.show(ended, idle=not len(self))
         self._prefills.observe_gap(ended - self._reported_at)
         self._reported_at = ended
-        evicted = self._caches.evicted - step.evicted
         return StepReport(
-            outcomes=(*outcomes,),
-            rows=step.rows,
-            seconds=ended - step.began,
-            decode=(len(self._running), self._running.step_s),
-            num_waiting=len(self._admission),
-            num_preempted=self._admission.num_preempted,
-            num_preemptions=step.preempted,
-            reserved=self._admission.reserved_bytes,
-            memory=memory,
-            prefix=self._caches.use(step.queried_tokens, step.hit_tokens, evicted),
-            prompt_cost=self._prefills.token_cost,
-            drafts=DraftUse.of(outcomes),
-        )
+            outcomes=(*outcomes,), rows=step.rows, seconds=ended - step.began,
+            decode=self._running.take_measured(),
+            num_waiting=len(self._admission), num_preempted=self._admission.num_preempted,
+            num_preemptions=step.preempted, reserved=self._admission.reserved_bytes, memory=memory,
+            prefix=self._caches.use(step.queried_tokens, step.hit_tokens, self._caches.evicted - step.evicted),
+            prompt_cost=self._prefills.token_cost, drafts=DraftUse.of(outcomes),
+        )  # fmt: skip
 
     # Active rows, and what becomes of them after a failure
 

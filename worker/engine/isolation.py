@@ -7,6 +7,10 @@ from types import TracebackType
 logger = logging.getLogger("sluice.engine")
 
 
+class EngineBroken(Exception):
+    """Several failures without a decoded token between them: the rows are not the cause."""
+
+
 class _Isolation:
     """Work that may fail: see `isolate`. A class, since a generator takes three times as long, several times a step."""
 
