@@ -4,6 +4,7 @@ of jobs with `on_disconnect`."""
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -155,7 +156,8 @@ class Recorder:
             while not woken.done():
                 if self.following < room():
                     self._follow(await queues.submitted(), wanted, room())
-                if time.monotonic() - looked_at < max(0.2, self.following / 1000):  # some 2,000 commands a second at most
+                interval_s = max(0.2, self.following / 1000)  # for some 2,000 commands a second at most
+                if time.monotonic() - looked_at < interval_s:
                     await asyncio.wait([woken], timeout=_POLL_S)
                     continue
                 looked_at = time.monotonic()
