@@ -4,6 +4,7 @@ of jobs with `on_disconnect`."""
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from sluice.errors import UnknownJob
 from sluice.streaming import Hub
 from sluice.transport import raise_outage
 
-_POLL_S = 0.2  # for jobs of producers that wake no worker, and for ends
+_POLL_S = 0.05  # for jobs of producers that wake no worker
 _PAGE = 1000  # ids of a lane in one read
 _MAX_JOBS = 1000  # followed at once, whose requests are held
 # Fields of a job's hash that are not in its request, its events or its result.
@@ -150,18 +151,22 @@ class Recorder:
             return _MAX_JOBS if wanted.failed_only else count - recorded
 
         # A task of its own: jobs come and go while ends are read.
-        woken = asyncio.create_task(self._follow_woken(hub, queues, wanted, room))
+        woken, looked_at = asyncio.create_task(self._follow_woken(hub, queues, wanted, room)), 0.0
         try:
             while not woken.done():
                 if self.following < room():
                     self._follow(await queues.submitted(), wanted, room())
+                interval_s = max(0.2, self.following / 1000)  # for some 2,000 commands a second at most
+                if time.monotonic() - looked_at < interval_s:
+                    await asyncio.wait([woken], timeout=_POLL_S)
+                    continue
+                looked_at = time.monotonic()
                 async for job in self._ended():
                     if job.state == "failed" or not wanted.failed_only:
                         recorded += 1
                         yield job
                     if recorded == count:
                         return
-                await asyncio.wait([woken], timeout=_POLL_S)
             woken.result()
         finally:
             woken.cancel()
@@ -183,7 +188,7 @@ class Recorder:
             async for job in self._ended():
                 yield job
             if self._followed:
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(0.2)
 
     async def record_unfinished(self) -> list[CapturedJob]:
         """Return the jobs that have not ended, with their events so far."""

@@ -377,6 +377,7 @@ def test_images_vectors_and_counts_are_replayed(sluice: Command, redis_url: str,
         body = {"t": None, "f": "embed", "a": [{"input": ["Hello there!", "b"]}], "k": {}, "et": 1}
         sluice.db.set("arq:job:embedded", json.dumps(body), ex=600)
         sluice.db.zadd("sluice:queue:vectors:interactive", {"embedded": time.time() * 1000})
+        sluice.db.publish("sluice:wake:vectors", "")
         assert ended(process)[0] == 0
         code, out, err = sluice("replay", "capture.jsonl")
         assert (code, out) == (0, "embedded  equal: 2 vectors, finished (stop)\n"), err

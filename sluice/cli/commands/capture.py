@@ -72,7 +72,7 @@ def capture(
 
     Jobs that are submitted from now on are recorded, each when it ends. Ctrl-C ends the recording; the file keeps what
     there is, also of jobs that run. A worker deletes the request of a job that ends: with --id an ended job is recorded
-    without it, and one that is refused within milliseconds may be missed.
+    without it, and one that takes milliseconds, such as a refused one, may be missed.
 
     Exit codes: 0 something was recorded, 2 nothing was.
 
