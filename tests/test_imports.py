@@ -32,12 +32,15 @@ TABLE = {
     "sluice.contract": May(others="redis"),
     "sluice.contract.keys": May(),
     "sluice.contract.events": May(),
+    "sluice.contract.phases": May(),
     "sluice.contract.batch": May("sluice.contract.events"),
     "sluice.contract.redis_url": May("sluice.contract.keys"),  # a map's models
     "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
     "sluice.batch.tables": May("sluice", "pyarrow"),  # Parquet, an extra
+    "sluice.capture.remote": May("sluice", "httpx"),  # replays at a gateway
     "sluice.log_lines": May(others="pythonjsonlogger"),
+    "sluice.tracing": May("sluice.contract.phases", "opentelemetry"),  # of gateways and workers; an extra
     "sluice.batch.remote": May("sluice", "httpx"),  # runs at a gateway
     # HTTP and TLS are httpcore's; which addresses are connected to is decided here.
     "sluice.network": May(others="httpcore2"),
@@ -69,8 +72,10 @@ TABLE = {
         "sluice.log_lines sluice.wording worker.prefix_store.encryption worker.prefix_store.store",
         "pydantic pydantic_core pydantic_settings",
     ),
+    # Its receiver of measurements has the spans of jobs too.
     "worker.monitoring": May(
-        "sluice.contract worker.errors worker.host.courtesy worker.outcomes worker.request", "prometheus_client"
+        "sluice.contract sluice.tracing worker.errors worker.host.courtesy worker.outcomes worker.request",
+        "prometheus_client",
     ),
     # Decisions depend on their arguments alone: no clock, no I/O, no random numbers, no threads.
     "worker.request": May("sluice.contract.keys", standard=PURE),
@@ -199,7 +204,8 @@ TABLE = {
     ),
     "worker.queue.redis_server": May("sluice.contract sluice.transport worker.errors worker.settings", "redis"),
     "worker.queue.job": May(
-        "sluice.contract sluice.transport worker.bounded_json worker.errors worker.json_bytes worker.monitoring "
+        "sluice.contract sluice.tracing sluice.transport worker.bounded_json worker.errors worker.json_bytes "
+        "worker.monitoring "
         "worker.queue.fleet worker.queue.scripts "
         "worker.queue.redis_server worker.outcomes worker.request sluice.batch.times worker.settings",
         "arq pydantic pydantic_core redis",
@@ -242,9 +248,9 @@ TABLE = {
         "arq",
     ),
     "worker.app": May(
-        "sluice.log_lines sluice.service_status worker.batch_dir worker.chat worker.engine worker.errors "
-        "worker.host.watch worker.monitoring worker.parts worker.prefix_store worker.process worker.queue "
-        "worker.settings"
+        "sluice.log_lines sluice.service_status sluice.tracing worker.batch_dir worker.chat worker.engine "
+        "worker.environment worker.errors worker.host.watch worker.monitoring worker.parts worker.prefix_store "
+        "worker.process worker.queue worker.settings"
     ),
     # Commands of `sluice` that run in the daemon's environment: entry points, which nothing imports by name.
     "worker.cli": May("schemas sluice worker", "rich typer"),

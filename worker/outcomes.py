@@ -34,6 +34,20 @@ class PromptProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request has its memory: its prompt is computed next, or a preempted row goes on."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """The row had to leave for others. It is admitted again later."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SpecPrefillApplied:
     """SpecPrefill has dropped the tokens of a prompt outside `kept_ranges`, by the draft's scores."""
 
@@ -118,7 +132,9 @@ class CutShort:
 
 
 Outcome = (
-    Prefilled
+    Admitted
+    | Preempted
+    | Prefilled
     | PromptProgress
     | SpecPrefillApplied
     | SpecPrefillSkipped
@@ -198,6 +214,7 @@ class StepReport:
     num_waiting: int = 0  # requests that wait for memory
     num_preempted: int = 0  # those of them that were active before
     num_preemptions: int = 0  # in this step
+    num_out_of_memory: int = 0  # rows that have lost their caches in it, since the device had no memory
     reserved: tuple[int, int] | None = None  # bytes in addition to the weights: reserved for active rows, and available
     memory: tuple[int, int] | None = None  # bytes in addition to the weights: predicted, measured; None: not compared
     prefix: PrefixUse = PrefixUse()

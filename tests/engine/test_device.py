@@ -172,6 +172,7 @@ def wired(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Collects the bytes that MLX is told to keep resident. Other limits are restored."""
     before, limits = mx.get_memory_limit(), list[int]()
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
+    monkeypatch.setattr(mx, "set_cache_limit", lambda nbytes: None)
     yield limits
     mx.set_memory_limit(before)
 
@@ -183,10 +184,13 @@ def test_mlx_is_told_how_much_memory_it_may_hold(wired: list[int], monkeypatch: 
     assert not wired
 
 
-def test_memory_of_a_macs_gpu_stays_resident(wired: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_keeps_its_share_of_a_macs_memory_resident_and_no_more_than_metal_allows(
+    wired: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 12 * 10**9})
     set_memory_limits(3 * 10**9)
-    assert wired == [12 * 10**9]
+    set_memory_limits(30 * 10**9)
+    assert wired == [3 * 10**9, 12 * 10**9]
 
 
 @pytest.mark.timing

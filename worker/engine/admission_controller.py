@@ -1,6 +1,7 @@
 """Owns the queue of waiting requests, and the calibration of predicted memory by the measured one. `admission/plan.py`
 decides which requests are admitted."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from worker.engine.admission.plan import (
     in_groups,
     plan_admission,
 )
+from worker.engine.admission.shortage import Shortage
 from worker.engine.admission.tuning import MOST_FACTOR, NOISE_BYTES
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
@@ -144,6 +146,7 @@ class AdmissionController:
         active at once. Resets MLX's peak memory."""
         self._limits = AdmissionLimits(costs, limit, rows)  # with costs before correction
         self.calibration = Calibration()
+        self._shortage = Shortage()
         self._waiting: dict[str, WaitingRequest] = {}
         self.needs_decision = False  # True if a new plan may differ from the last one; set by `mark_dirty`
         self._num_plans = 0  # that were applied
@@ -257,7 +260,7 @@ class AdmissionController:
     @property
     def longest_chunk(self) -> int:
         """Most tokens of a forward of one or several prompts."""
-        return self._shares.longest_chunk
+        return self._shortage.longest_chunk(self._shares.longest_chunk, time.monotonic())
 
     @property
     def reserved_bytes(self) -> tuple[int, int]:
@@ -375,8 +378,27 @@ class AdmissionController:
         return [self.estimate(row, group, images(row.id)) for row in active for group in numbers.get(row.id, (None,))]
 
     def _corrected(self) -> AdmissionLimits:
-        """Return the limits with costs that are corrected by measurements."""
-        return replace(self._limits, costs=replace(self._limits.costs, factor=self.calibration.factor))
+        """Return the limits with what measurements and failures have taught."""
+        limits = replace(self._limits, costs=replace(self._limits.costs, factor=self.calibration.factor))
+        return self._shortage.bounded(limits, time.monotonic())
+
+    def run_short(self, alone: Row | None, chunk: int, prefix_bytes: int) -> str | None:
+        """Learn that the device had no memory, and drop all saved caches. Returns a message for the client of `alone`,
+        the only active row if it has failed, if it has failed in this way before: it is too large. `chunk`: tokens of
+        the prompt's chunk that has failed, or 0. `prefix_bytes`: of the caches that outlive a request."""
+        for each in self._waiting.values():
+            each.drop_cache()
+        self._shortage.record(self.reserved_bytes[0] + prefix_bytes, chunk, time.monotonic())
+        self.mark_dirty()
+        if alone is None:
+            return None
+        row_bytes = self._corrected().costs.peak_bytes([[alone.length]]) - self._limits.costs.resident_bytes
+        if not self._shortage.is_too_large(alone.id, row_bytes):
+            return None
+        return (
+            f"The worker has no memory for this request even alone: it ended at {alone.length:,} tokens. Shorten the "
+            "prompt or max_tokens."
+        )
 
     def _requests_with_caches(self) -> list[WaitingRequest]:
         """Return the waiting requests with saved caches, the youngest last: see `requeue`."""

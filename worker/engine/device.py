@@ -40,12 +40,15 @@ def memory_for_model(wanted_gb: float | None, headroom_gb: float) -> int:
 
 
 def set_memory_limits(nbytes: int) -> None:
-    """Let MLX release the buffers that it keeps for later use before it holds more than `nbytes` in all, and keep the
-    memory of a Mac's GPU resident: macOS may otherwise page out the weights of a worker that is idle, and the next
+    """Let MLX release the buffers that it keeps for later use before it holds more than `nbytes` in all, and keep as
+    much of a Mac's memory resident: macOS may otherwise page out the weights of a worker that is idle, and the next
     answer would be slow (from macOS 15 on). For the whole process, before weights are loaded."""
     mx.set_memory_limit(nbytes)
     if resident := mx.device_info().get("max_recommended_working_set_size"):
-        mx.set_wired_limit(int(resident))
+        # More would be wired for several workers together than a Mac has, which stops it (ml-explore/mlx-lm#1252).
+        mx.set_wired_limit(min(nbytes, int(resident)))
+        # Kept buffers stay wired, and no other program has them: by default as many as the whole memory.
+        mx.set_cache_limit(nbytes // 8)
 
 
 def set_kernel_folder() -> None:

@@ -274,6 +274,7 @@ class EmbeddingEngine:
             self._failures = 0
             yield from map(self._outcome, batch, vectors)
         elif len(batch) > 1:
+            mx.clear_cache()  # it may have been a lack of memory
             for row in batch:
                 yield from self._computed([row])
         else:

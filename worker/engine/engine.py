@@ -7,7 +7,6 @@ report     compare the step's memory with its prediction, and return what has be
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
 import mlx.core as mx
@@ -18,8 +17,7 @@ from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row, StepToken
 from worker.engine.device import memory_limit, runs_ahead
-from worker.engine.isolation import EngineBroken, isolate
-from worker.engine.memory import NO_IMAGES, ImageDemand, StepDemand
+from worker.engine.isolation import EngineBroken, failures, isolate
 from worker.engine.model.load import Model
 from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
@@ -28,13 +26,15 @@ from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.cost import Forward, PromptChunk
 from worker.engine.step.planner import GapLimit
+from worker.engine.step_counts import StepCounts
 from worker.engine.upstream.mlx_lm import generation_stream
 from worker.host.courtesy import Reclaim, Throttle
 from worker.outcomes import (
+    Admitted,
     CutShort,
     DraftUse,
-    NotStored,
     Outcome,
+    Preempted,
     Refused,
     RowFailed,
     Sampled,
@@ -45,23 +45,6 @@ from worker.outcomes import (
 from worker.request import GenerationRequest
 
 logger = logging.getLogger("sluice.engine")
-
-
-@dataclass(slots=True)
-class _Step:
-    """Counts of what a step has done so far."""
-
-    began: float = 0.0
-    rows: int = 0  # that decoded at its beginning
-    evicted: int = 0  # prefixes and images evicted before it
-    preempted: int = 0  # rows
-    longest_chunk: int = 0  # tokens
-    images: ImageDemand = NO_IMAGES  # encoded
-    queried_tokens: int = 0  # of prompts whose prefill has finished
-    hit_tokens: int = 0  # of these, from the prefix cache
-    # Of the rows that take memory: by group, each row in prefill being one; and bytes of the decoding groups' buffers.
-    lengths: list[list[int]] = field(default_factory=list)
-    buffers: list[int] = field(default_factory=list)
 
 
 class Engine:
@@ -87,8 +70,8 @@ class Engine:
         memory = memory_limit() if options.memory is None else options.memory
         self._admission = AdmissionController(costs, memory, options.rows)
         self._disk = open_disk(model) if open_disk else None
-        share = self._admission.free_bytes // 4  # of the memory that the weights leave, by default
-        prefix_bytes = share if options.prefix_bytes is None else options.prefix_bytes
+        prefix_bytes = options.prefix_bytes  # by default, a quarter of the memory that the weights leave
+        prefix_bytes = self._admission.free_bytes // 4 if prefix_bytes is None else prefix_bytes
         self._caches = EngineCaches(model, prefix_bytes, self._disk)
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
         with_head = speculator is not None and speculator.uses_head
@@ -98,7 +81,8 @@ class Engine:
         self._active: dict[str, Row] = {}  # from admission to their last token, the oldest first
         self._swept = True  # no row was removed since the last sweep
         self._failures = 0  # without a decoded token between them
-        self._now = _Step()
+        self._memory_failures = failures.memory  # that were handled
+        self._now = StepCounts()
         self._computed = 0  # tokens, since MLX's buffer cache was cleared
         self._reported_at = 0.0  # the end of the last step, and with it of its report
         self._throttle = Throttle()
@@ -119,9 +103,8 @@ class Engine:
     @property
     def share(self) -> float:
         """Share of the time that steps may take now."""
-        return self._throttle.share_for(
-            chain((row.request.lane for row in self._active.values()), self._admission.lanes)
-        )
+        active = (row.request.lane for row in self._active.values())
+        return self._throttle.share_for(chain(active, self._admission.lanes))
 
     def set_throttle(self, throttle: Throttle) -> None:
         """Set what is left to others. Memory is given back in the next step."""
@@ -138,9 +121,7 @@ class Engine:
         self, namespace: str, tokens: tuple[int, ...], attempt: Storing | None = None
     ) -> StoreResult | Storing:
         """Let the cached prefix of these tokens be written to disk and kept: see `PrefixCache.store`."""
-        if self._caches.prefix is None:
-            return StoreResult(0, missing=NotStored.NOT_CACHED)
-        return self._caches.prefix.store(namespace, tokens, attempt)
+        return self._caches.store(namespace, tokens, attempt)
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request, which a later step admits or refuses. Its id must be new. The engine owns its grammar now."""
@@ -162,7 +143,7 @@ class Engine:
         decoded while no answer has begun and more prompts come first. Blocks until the prompt chunks and the decode
         step of the call before are computed, and until its own decode step is computed if its tokens must not wait;
         else that runs on. Raises `EngineBroken` after repeated failures."""
-        self._now = step = _Step(time.perf_counter(), len(self._running), self._caches.evicted)
+        self._now = step = StepCounts(time.perf_counter(), len(self._running), self._caches.evicted)
         if self.share < 1.0:
             self._reported_at = step.began  # a rest is no part of a gap
         mx.reset_peak_memory()
@@ -172,10 +153,10 @@ class Engine:
             step.lengths = [*self._running.lengths, *([length] for length in self._prefills.lengths)]
             step.buffers = self._running.buffers
             outcomes += [*self._part(self._decode), *self._part(self._tidy)]
-            memory = self._compare_memory()
+            memory = self._admission.compare(step.demand(self._running.speculator.tokens), self._caches.nbytes)
         if self._failures >= 10:  # ten in a row are not the fault of single rows
             raise EngineBroken(f"{self._failures} failures without a decoded token between them")
-        return self._report(outcomes, memory)
+        return self._report(step, outcomes, memory)
 
     def _part(self, work: Callable[[], Iterable[Outcome]]) -> Iterator[Outcome]:
         """Do a part of the step, and yield its outcomes. If it fails, the outcomes so far are delivered, and decoding
@@ -223,6 +204,7 @@ class Engine:
             yield from self._refuse(id, message)
         for id in plan.admit:
             admitted = self._admission.pop(id)
+            yield Admitted(id)
             if saved := admitted.saved_row:
                 saved.row.reserve(plan.reserve[id])
                 self._insert(saved.row)
@@ -239,24 +221,23 @@ class Engine:
             yield Refused(id, message)
             return
         logger.warning("%s: memory holds no row as long; the answer ends where it was resumed", id)
-        yield CutShort(id)
-        yield Sampled(id, None, "length")
+        yield from (CutShort(id), Sampled(id, None, "length"))
 
     def _preempt(self, id: str) -> Iterator[Outcome]:
         """Preempt an active row and requeue it, with its cache if it was decoding and memory allows. The tokens drawn
         so far are delivered first: only then can a state that has read all tokens but the last be used again."""
         if id not in self._prefills:
             yield from self._deliver(*self._running.collect_drawn())
-        if id not in self._active:  # that was its last token
+        if not (row := self._active.get(id)):  # that was its last token
             return
-        row = self._active[id]
-        decodes = any(each is row for _, each in self._running)  # else it is in prefill, or has lost its cache
+        decodes = row in {each for _, each in self._running}  # else it is in prefill, or has lost its cache
         saved_row = self._running.preempt(row) if decodes else None
         self._prefills.spill(id)
         self._drop(id)
         waiting = WaitingRequest(row.resumable_request(), saved_row, preempted=True, age=row.age)
         self._prefills.spill_rows(self._admission.requeue(waiting))
         self._now.preempted += 1
+        yield Preempted(id)
         logger.info("%s: preempted", id, extra={"job": id.rpartition("#")[0]})
 
     # Prefill
@@ -276,25 +257,24 @@ class Engine:
         if len(forward.chunks) > 1:
             tokens = self._prefills.compute_together(forward, self._admission.longest_chunk)
             self._now.longest_chunk = max(self._now.longest_chunk, tokens)
-        joining = list[ComputedRow]()
+        joining, failed = list[ComputedRow](), list[PromptChunk]()
         for chunk in forward.chunks:
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
-                yield from self._advance(chunk)
+                advanced = self._prefills.advance(chunk)
+                yield from advanced.outcomes
+                self._computed += advanced.tokens
+                self._now.images += advanced.images
+                self._now.longest_chunk = max(self._now.longest_chunk, advanced.chunk)
+                if any(map(frees_memory, advanced.outcomes)):
+                    self._admission.mark_dirty()
                 if chunk.joins and (task := self._prefills.pop_computed(chunk.id)):
                     joining.append(task.finish())
             if attempt.failed:
-                yield self._fail(chunk.id)
+                failed.append(chunk)
+        self._running.excuse_failures()
+        for chunk in failed:
+            yield from self._failed(chunk.id, chunk.tokens)
         yield from self._join(joining)
-
-    def _advance(self, chunk: PromptChunk) -> Iterator[Outcome]:
-        """Compute a chunk of one prompt."""
-        advanced = self._prefills.advance(chunk)
-        yield from advanced.outcomes
-        self._computed += advanced.tokens
-        self._now.images += advanced.images
-        self._now.longest_chunk = max(self._now.longest_chunk, advanced.chunk)
-        if any(map(frees_memory, advanced.outcomes)):
-            self._admission.mark_dirty()
 
     def _join(self, computed: list[ComputedRow]) -> Iterator[Outcome]:
         """Let rows join the running ones: together, or one by one if that fails or memory is short. Pops all."""
@@ -311,7 +291,7 @@ class Engine:
                 with isolate(f"{row.id}: join") as attempt:
                     self._add([each])
                 if attempt.failed:
-                    yield self._fail(row.id)
+                    yield from self._failed(row.id)
                     continue
             self._now.queried_tokens += each.tokens
             self._now.hit_tokens += each.cached
@@ -351,9 +331,8 @@ class Engine:
     def _reports_at_once(self) -> bool:
         """Return True if the tokens of the running step must not wait for the prompts of the next one; nor for its
         launch, if that takes as long as the step, and the step draws a first token or is slow."""
-        if self._prefills.has_work or self._pipelined:
-            return self._prefills.has_work
-        return self._running.starting or self._running.step_s > self._options.step_s
+        launch_delays = self._running.starting or self._running.step_s > self._options.step_s
+        return self._prefills.has_work or (launch_delays and not self._pipelined)
 
     def _deliver(self, step_tokens: Sequence[StepToken], failed: Sequence[Row]) -> Iterator[Outcome]:
         """Yield the outcomes of these tokens and of rows that have failed alone, and remove the rows that end."""
@@ -368,7 +347,7 @@ class Engine:
             yield Sampled(row.request.id, token, None, logprobs, at, accepted)
         self._sweep()
         for row in failed:
-            yield self._fail(row.id)
+            yield from self._failed(row.id)
         if step_tokens:
             self._failures = 0
 
@@ -412,17 +391,8 @@ class Engine:
         self._caches.set_limit(min(headroom, self._admission.free_bytes))
         return True
 
-    def _compare_memory(self) -> tuple[int, int] | None:
-        """Compare the step's peak memory with its prediction: see `AdmissionController.compare`."""
-        step = self._now
-        # A decoding row needs as much as one token of a chunk, and as one for each token of a draft.
-        drawn = max(sum(map(len, step.lengths[: len(step.buffers)])), self._running.speculator.tokens)
-        demand = StepDemand(step.lengths, step.buffers, max(step.longest_chunk, drawn), step.images, drawn)
-        return self._admission.compare(demand, self._caches.nbytes)
-
-    def _report(self, outcomes: Sequence[Outcome], memory: tuple[int, int] | None) -> StepReport:
+    def _report(self, step: StepCounts, outcomes: Sequence[Outcome], memory: tuple[int, int] | None) -> StepReport:
         """End the step, and return its report."""
-        step = self._now
         if self.share < 1.0:
             self._running.wait()  # else it would compute during the rest
         ended = time.perf_counter()
@@ -432,18 +402,25 @@ class Engine:
         self._prefills.observe_gap(ended - self._reported_at)
         self._reported_at = ended
         return StepReport(
-            outcomes=(*outcomes,), rows=step.rows, seconds=ended - step.began,
-            decode=(len(self._running), self._running.step_s),
-            num_waiting=len(self._admission), num_preempted=self._admission.num_preempted,
-            num_preemptions=step.preempted, reserved=self._admission.reserved_bytes, memory=memory,
+            outcomes=(*outcomes,),
+            rows=step.rows,
+            seconds=ended - step.began,
+            decode=self._running.take_measured(),
+            num_waiting=len(self._admission),
+            num_preempted=self._admission.num_preempted,
+            num_preemptions=step.preempted,
+            num_out_of_memory=step.out_of_memory,
+            reserved=self._admission.reserved_bytes,
+            memory=memory,
             prefix=self._caches.use(step.queried_tokens, step.hit_tokens, self._caches.evicted - step.evicted),
-            prompt_cost=self._prefills.token_cost, drafts=DraftUse.of(outcomes),
-        )  # fmt: skip
+            prompt_cost=self._prefills.token_cost,
+            drafts=DraftUse.of(outcomes),
+        )
 
     # Active rows, and what becomes of them after a failure
 
     def _begin(
-        self, request: GenerationRequest, reserved: int, age: int, *, recomputed: bool = False
+        self, request: GenerationRequest, reserved: int, age: int, recomputed: bool = False
     ) -> Iterator[Outcome]:
         """Start the prefill of a request. If that fails, no other is affected. `reserved`, `age`: see `Row`."""
         with isolate(f"{request.id}: starting its prefill") as attempt:
@@ -452,7 +429,7 @@ class Engine:
             self._prefills.add(row)
             self._insert(row)
         if attempt.failed:
-            yield self._fail(request.id)
+            yield from self._failed(request.id)
 
     def _insert(self, row: Row) -> None:
         """Add an active row in its place by age."""
@@ -477,11 +454,32 @@ class Engine:
             self._swept = True
             self._running.remove({row for _, row in self._running if row.id not in self._active})
 
-    def _fail(self, id: str) -> RowFailed:
-        """Remove a row that has caused a failure."""
+    def _failed(self, id: str, chunk: int = 0) -> Iterator[Outcome]:
+        """Remove a row that has caused a failure, or let it wait if it was a lack of memory. `chunk`: its tokens."""
+        if failures.memory != self._memory_failures and id in self._active:
+            return self._retreat([self._active[id]], chunk)
         self._end(id)
         self._failures += 1
-        return RowFailed(id)
+        return iter([RowFailed(id)])
+
+    def _retreat(self, failed: Sequence[Row], chunk: int = 0) -> Iterator[Outcome]:
+        """Free memory, since the device had none, and let the rows that have lost their caches wait until admission,
+        which learns from it, has room for them. A row that fails alone once more ends. `chunk`: see `_failed`."""
+        self._memory_failures, prefix_bytes = failures.memory, self._caches.nbytes
+        lost = {*failed, *self._running.pop_lost()}
+        rows = [row for row in self._active.values() if row in lost]
+        alone = rows[0] if rows and len(self._active) == 1 else None
+        self._caches.set_limit(0 if alone else prefix_bytes // 2)
+        refusal = self._admission.run_short(alone, chunk, prefix_bytes)
+        for row in rows:
+            self._drop(row.id)
+            self._admission.requeue(WaitingRequest(row.resumable_request(), preempted=True, age=row.age))
+        mx.clear_cache()
+        self._now.out_of_memory += len(rows)
+        logger.warning("no memory: the caches of %d rows were given up, which wait for room", len(rows))
+        if alone and refusal:
+            self._failures += 1
+            yield from self._refuse(alone.id, refusal)
 
     def _lose_decoding(self) -> None:
         """Give up the caches of all decoding rows, after a failure that any of them may have caused."""
@@ -492,6 +490,8 @@ class Engine:
     def _recover(self) -> Iterator[Outcome]:
         """Recompute the rows that have lost their caches. Each decodes in a group of its own until it has produced a
         token, so a row that causes the failure fails alone."""
+        if failures.memory != self._memory_failures:
+            yield from self._retreat([])
         if not (lost := {*self._running.pop_lost()}):
             return
         rows = [row for row in self._active.values() if row in lost]

@@ -187,7 +187,7 @@ class EngineThread(Generic[M]):
         return lost, emptied
 
     def step_times(self) -> tuple[float, ...]:
-        """Return the mean seconds of the latest decode steps by their rows, as `StepTimes`."""
+        """Return the seconds of decode steps by their rows, as `StepTimes`."""
         return self._step_times.seconds(time.monotonic())
 
     async def store_prefix(self, namespace: str, tokens: tuple[int, ...]) -> StoreResult:

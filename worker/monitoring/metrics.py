@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from sluice.contract.events import ErrorType
 from sluice.contract.keys import LANES, Lane
+from sluice.tracing import Tracing
 from worker.host.courtesy import Signals, Throttle
 from worker.monitoring.sink import JOB_S, TOKEN_S, CallFault, Durations, MetricsSink
 from worker.outcomes import MAX_DRAFT, DraftUse, StepReport
@@ -33,9 +34,9 @@ _BY_LANE = ("model_name", "lane")
 class Metrics(MetricsSink):
     """Metrics of one worker, and the collector of those that `MetricsSink` counts. Seconds are never negative."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, tracing: Tracing | None = None) -> None:
         self.registry = CollectorRegistry()
-        super().__init__()
+        super().__init__(tracing)
         self._model = model_name
         self.registry.register(self)
         make = _Families(self.registry, model_name)
@@ -113,6 +114,11 @@ class Metrics(MetricsSink):
             Gauge, "sluice:rows_preempted", "Offline rows preempted now for interactive ones."
         )
         self._preempted = make.by_model(Counter, "vllm:num_preemptions", "Preemptions of rows.")
+        self._out_of_memory = make.by_model(
+            Counter,
+            "sluice:rows_out_of_memory",
+            "Rows that lost their caches because the device had no memory. They are computed again, fewer at once.",
+        )
         self._reserved = make.by_model(Gauge, "vllm:kv_cache_usage_perc", "Share of the rows' memory that is reserved.")
         self._predicted = make.by_model(
             Gauge, "sluice:memory_predicted_bytes", "Predicted peak memory of the rows, without the model."
@@ -257,6 +263,7 @@ class Metrics(MetricsSink):
         self._awaiting_memory.set(step.num_waiting)
         self._rows_preempted.set(step.num_preempted)
         self._preempted.inc(step.num_preemptions)
+        self._out_of_memory.inc(step.num_out_of_memory)
         if step.reserved:
             used, there = step.reserved
             self._reserved.set(used / there)

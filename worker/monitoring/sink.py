@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from sluice.contract.events import ErrorType
 from sluice.contract.keys import LANES, Lane
+from sluice.tracing import Tracing
 from worker.host.courtesy import Signals, Throttle
 from worker.outcomes import StepReport
 
@@ -71,7 +72,9 @@ class MetricsSink:
     """Receives the measurements of one worker, and keeps what its presence publishes: a worker without a metrics port
     needs no Prometheus. `Metrics` counts all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        """`tracing`: makes spans of the jobs; None: they are not wanted."""
+        self.tracing = tracing
         self._tokens = dict.fromkeys(LANES, 0)
         self._gaps = {lane: Durations(TOKEN_S) for lane in LANES}
         self._ttft_s = {lane: Durations(JOB_S) for lane in LANES}

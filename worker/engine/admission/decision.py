@@ -83,6 +83,12 @@ class AdmissionLimits:
     costs: MemoryModel  # corrected by measurements
     max_bytes: int  # that the model and all rows may take
     max_rows: int = MAX_ROWS  # that may be active at once
+    most_bytes: int = 0  # that the model and a row may take that is active alone, if that is more
+
+    @property
+    def alone_bytes(self) -> int:
+        """Bytes that the model and a single active row may take."""
+        return max(self.max_bytes, self.most_bytes)
 
 
 def admit_in_turn(
@@ -204,20 +210,22 @@ class Admission:
         return self._limits.max_bytes - self._held_bytes + candidate.held_bytes
 
     def _has_room(self, rows: Occupancy, candidate: RowEstimate, free: int) -> bool:
+        if not len(rows):
+            free += self._limits.alone_bytes - self._limits.max_bytes
         return len(rows) < self._limits.max_rows and rows.peak_with(candidate) <= free
 
     def _fits_by_itself(self, candidate: RowEstimate) -> bool:
         has_images = candidate.images is not NO_IMAGES
         if not has_images and candidate.tokens <= self._fits_alone:
             return True
-        fits = self._nothing.peak_with(candidate) <= self._limits.max_bytes
+        fits = self._nothing.peak_with(candidate) <= self._limits.alone_bytes
         if fits and not has_images:
             self._fits_alone = candidate.tokens
         return fits
 
     @cached_property
     def _longest_alone(self) -> int:
-        return self._limits.costs.max_tokens(self._limits.max_bytes)
+        return self._limits.costs.max_tokens(self._limits.alone_bytes)
 
     def _forget_failures(self) -> None:
         self._too_long.clear()
@@ -235,7 +243,8 @@ def victims(row: RowEstimate, active: Sequence[RowEstimate]) -> list[RowEstimate
 def longest_answer(row: RowEstimate, limits: AdmissionLimits) -> int:
     """Return the tokens of the longest answer for which the row fits alone, at most what is likely; 0 if none does."""
     alone = Occupancy(limits.costs)
-    return bisect(range(1, row.likely + 1), limits.max_bytes, key=lambda tokens: alone.peak_with(row.reserving(tokens)))
+    most = limits.alone_bytes
+    return bisect(range(1, row.likely + 1), most, key=lambda tokens: alone.peak_with(row.reserving(tokens)))
 
 
 def _age(row: RowEstimate) -> int:
@@ -280,11 +289,11 @@ def _count_overtaken(decided: list[tuple[RowEstimate, Decision]]) -> list[tuple[
 def _refusal(candidate: RowEstimate, limits: AdmissionLimits, longest: int) -> str:
     """`longest`: tokens of the longest row that fits alone."""
     costs = limits.costs
-    available = limits.max_bytes - costs.resident_bytes
+    available = limits.alone_bytes - costs.resident_bytes
     if not longest:
         return f"This worker has {format_bytes(max(0, available))} for requests, too little for any answer."
     needs = _peak_bytes([candidate], costs) - costs.resident_bytes
-    if fits([_with_images(candidate, 0)], costs, limits.max_bytes):
+    if fits([_with_images(candidate, 0)], costs, limits.alone_bytes):
         percent = _largest_scale(candidate, limits)
         return (
             f"This request needs {format_bytes(needs)} while its images are encoded, of which the largest takes "
@@ -312,7 +321,7 @@ def _largest_scale(candidate: RowEstimate, limits: AdmissionLimits) -> int:
     def peak_bytes(percent: int) -> int:
         return _peak_bytes([_with_images(candidate, percent)], limits.costs)
 
-    return bisect(range(1, 100), limits.max_bytes, key=peak_bytes)
+    return bisect(range(1, 100), limits.alone_bytes, key=peak_bytes)
 
 
 def _with_images(candidate: RowEstimate, percent: int) -> RowEstimate:

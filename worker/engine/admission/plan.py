@@ -118,10 +118,11 @@ def _grown_beside(row: RowEstimate, others: Sequence[RowEstimate], limits: Admis
     occupancy = Occupancy(limits.costs, others)
     groups = {other.group for other in others}
     new_group = [] if row.group not in groups else [max(groups) + 1]
+    most_bytes = limits.max_bytes if others else limits.alone_bytes
     for group in row.group, *new_group:
         for tokens in row.likely, row.least:
             candidate = row.reserving(tokens).in_group(group)
-            if occupancy.peak_with(candidate) <= limits.max_bytes:
+            if occupancy.peak_with(candidate) <= most_bytes:
                 return candidate
     return None
 

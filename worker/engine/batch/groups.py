@@ -11,7 +11,7 @@ from worker.engine.admission.classes import Bounds, Decoding, class_of
 from worker.engine.admission.grouping import MeasuredCost, place, regroup
 from worker.engine.batch.decode_batch import ComputedRow, DecodeBatch, PreemptedRow
 from worker.engine.batch.row import Row, StepToken
-from worker.engine.isolation import isolate
+from worker.engine.isolation import failures, isolate
 from worker.engine.speculation.mtp import Network
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.planner import GapLimit
@@ -66,7 +66,8 @@ _Collect = Callable[[DecodeBatch], list[StepToken]]
 class Groups:
     """All decoding rows, in groups that each decode in one forward. For the engine's thread.
 
-    If a group fails, only its rows are affected: they are removed, and their caches are lost. See `pop_lost`."""
+    If a group fails, only its rows are affected: they are removed, and their caches are lost. See `pop_lost`. If the
+    device fails, the rows of all groups are, unless these were waited for one after the other."""
 
     def __init__(
         self, network: Network, make_room: Callable[[list[list[Row]]], bool], speculator: Speculator | None = None
@@ -80,9 +81,12 @@ class Groups:
         self._cost = MeasuredCost()
         self._stopwatch = Stopwatch()
         self._groups: list[DecodeBatch] = []
+        self._excused = failures.device  # that were not a decode step's
+        self._idle = True  # the device has computed all that the groups have launched
         self._lost: dict[Row, None] = {}  # rows without a cache, because a failure has lost it; an ordered set
         self._bounds: Bounds = ()  # of the length classes, whose rows decode in separate groups
         self._launched_lengths: list[list[int]] = []  # lengths by group in the running step; empty if not measured
+        self._measured: tuple[int, float] = (0, 0.0)  # rows and seconds of a step, until they are taken
         self._steps, self._balanced = 0, True  # balanced: `rebalance` has nothing to do yet
         self._filled_at = 0.0  # the time at which the first of the rows joined
 
@@ -128,7 +132,12 @@ class Groups:
         rows that failed in a group of their own: they cause the failure, and are removed. If a group of several rows
         failed, these are lost. Blocks until the last step has ended, or this one for groups that verify drafts: they
         return its tokens too. `gap`: limit of what drafts may add; None: no limit."""
+        self._lose_doubtful()
+        suspects = any(row.runs_alone for _, row in self)
+        if suspects:
+            self.wait()
         began = time.perf_counter()
+        self._idle = False
         lengths = [] if self.step_copy_bytes else self.lengths  # a step that copies buffers is not usual
         self._steps += 1
         self._balanced = self._balanced and self._steps % 32 > 0  # see `rebalance`
@@ -141,9 +150,15 @@ class Groups:
             if group not in drafted:
                 with self._isolate(group, "the launch of a decode step"):
                     group.launch()
+                    if suspects:  # an error is of this group then
+                        group.wait()
         launched = [group for group in self._groups if group not in drafted]
         tokens, plain = self._verify(drafted, running=bool(launched)) if drafted else ([], [])
         tokens += self._collect(DecodeBatch.collect, launched + plain)
+        if suspects:
+            self._excused = failures.device
+        elif self._lose_doubtful():
+            return [], []
         # A row whose drafts may be the cause is recomputed, and takes none then.
         failed = self._failed_alone([group for group in groups if group not in drafted])
         self._record(self._stopwatch.launched(began) if launched + plain else self._stopwatch.ended())
@@ -170,10 +185,11 @@ class Groups:
     def collect_drawn(self) -> tuple[list[StepToken], list[Row]]:
         """Return the tokens that the running step draws before they are fed, and failed rows as `step` does. Blocks
         until the step has ended."""
+        self._lose_doubtful()
         groups = [*self._groups]
         tokens = self._collect(DecodeBatch.collect_drawn, groups)
         self._record(self._stopwatch.ended())
-        return tokens, self._failed_alone(groups)
+        return ([], []) if self._lose_doubtful() else (tokens, self._failed_alone(groups))
 
     def _collect(self, collect: _Collect, groups: Sequence[DecodeBatch]) -> list[StepToken]:
         tokens = list[StepToken]()
@@ -194,24 +210,40 @@ class Groups:
     def pop_lost(self) -> list[Row]:
         """Return the rows that have lost their caches since the last call. They are in no group, and can only be
         recomputed; rows that were removed meanwhile may be among them."""
+        self._lose_doubtful()
         if not self._lost:  # in nearly every part of a step
             return []
         lost, self._lost = [*self._lost], {}
         return lost
 
     def wait(self) -> None:
-        """Block until the running step has ended, so that it and the next work of the device can be timed."""
+        """Block until the running step has ended, so that it and the next work of the device can be timed, and told
+        apart if the device fails."""
+        for group in [*self._groups]:
+            with self._isolate(group, "waiting for a decode step"):
+                group.wait()
         if self._stopwatch.running:
-            with isolate("waiting for a decode step"):  # its group fails in the next step
-                for group in self._groups:
-                    group.wait()
-                self._record(self._stopwatch.ended())
+            self._record(self._stopwatch.ended())
         self._stopwatch.invalidate()
+        self._idle = not self._lose_doubtful()
+
+    def excuse_failures(self) -> None:
+        """Keep the rows although the device has failed at other work, if nothing of theirs was in progress."""
+        if self._idle:
+            self._excused = failures.device
+
+    def _lose_doubtful(self) -> bool:
+        """Lose all rows, and return True, if the device has failed, and maybe at a decode step: see `isolate`."""
+        doubtful, self._excused = failures.device != self._excused, failures.device
+        if doubtful:
+            self.clear()
+        return doubtful
 
     def _record(self, seconds: float | None) -> None:
         """Record the seconds of the running step, unless they are unknown."""
         if seconds is not None and self._launched_lengths:
             self._cost.observe(self._launched_lengths, seconds)
+            self._measured = sum(map(len, self._launched_lengths)), seconds
             for rows, group_s in self._cost.divided(self._launched_lengths, seconds):
                 self.speculator.observe_plain(rows, group_s)
 
@@ -219,6 +251,12 @@ class Groups:
     def step_s(self) -> float:
         """Expected seconds of the next decode step of the present rows without drafts; 0 before any is measured."""
         return self._cost.expected_s(self.lengths)
+
+    def take_measured(self) -> tuple[int, float]:
+        """Return the rows and the seconds of the last step without drafts if it was measured since the last call;
+        else zeros."""
+        measured, self._measured = self._measured, (0, 0.0)
+        return measured
 
     @property
     def most_measured(self) -> int:
@@ -278,7 +316,7 @@ class Groups:
     def add(self, computed: Sequence[ComputedRow]) -> None:
         """Add rows to groups, or to new ones. Blocks. If it raises, some of them may have been added."""
         self._stopwatch.invalidate()
-        self._balanced = False
+        self._balanced, self._idle = False, False
         self._filled_at = self._filled_at if len(self) else time.perf_counter()
         joining: dict[DecodeBatch, list[ComputedRow]] = {}
         for each in computed:

@@ -8,10 +8,10 @@ from worker.engine.batch.row import Row
 from worker.engine.model.load import Model
 from worker.engine.prefill.scoring import DraftScorer
 from worker.engine.prefix.cache import PrefixCache
-from worker.engine.prefix.disk import DiskPrefixes
+from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.vision.feature_cache import FeatureCache, StoredFeatures
 from worker.host.courtesy import Reclaim
-from worker.outcomes import PrefixUse
+from worker.outcomes import NotStored, PrefixUse, StoreResult
 from worker.prefix_store.policy import LoadLimit
 from worker.prefix_store.reader import ReadAhead
 from worker.request import GenerationRequest
@@ -84,6 +84,12 @@ class EngineCaches:
         if self.prefix and row.request.lane == "interactive" and not row.num_dropped:
             for cache, index in cache_of(row):
                 self.prefix.insert(row.request.namespace, row.cache_key(*ending), cache, index)
+
+    def store(self, namespace: str, tokens: tuple[int, ...], attempt: Storing | None) -> StoreResult | Storing:
+        """Let the cached prefix of these tokens be written to disk and kept: see `PrefixCache.store`."""
+        if self.prefix is None:
+            return StoreResult(0, missing=NotStored.NOT_CACHED)
+        return self.prefix.store(namespace, tokens, attempt)
 
     def mark(self, request: GenerationRequest) -> None:
         """Remember the marks of a request whose prompt is computed, or is given up, as far as its tokens are held."""
