@@ -99,6 +99,7 @@ class HostWatch:
             if not self._failed:
                 logger.exception("the state of the machine cannot be read")
             self._failed = True
+            self._awake.release()
             return Signals(), False
 
 
