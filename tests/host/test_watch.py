@@ -134,8 +134,8 @@ def test_a_system_that_denies_it_is_not_asked_again(caplog: pytest.LogCaptureFix
 
 def test_a_command_that_is_missing_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    awake = _StayAwake("auto")
-    assert [awake.hold(("/no/such/command",), {"batch": 1}, Signals(), now) for now in (0.0, 1.0)] == [False] * 2
+    awake, jobs = _StayAwake("auto"), dict[Lane, int](batch=1)
+    assert [awake.hold(("/no/such/command",), jobs, Signals(), now) for now in (0.0, 1.0)] == [False] * 2
     assert len(caplog.records) == 1
 
 
