@@ -18,6 +18,7 @@ from worker.engine.checkpoint import embeds
 from worker.engine.embedding import EmbeddingCosts, EmbeddingEngine, EmbeddingModel, open_embedding_model
 from worker.engine.isolation import EngineBroken
 from worker.errors import CannotStart
+from worker.host.courtesy import Throttle
 from worker.outcomes import Embedded, Outcome, RowFailed
 from worker.request import EmbeddingInputs
 
@@ -257,3 +258,13 @@ def test_a_model_whose_own_pooling_is_another_is_told_of(tmp_path: Path, caplog:
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
     opened(folder)
     assert "1_Pooling/config.json" in caplog.text
+
+
+def test_offline_jobs_alone_leave_time_to_others(folder_of: Callable[[str], Path]) -> None:
+    engine = EmbeddingEngine(opened(folder_of(next(iter(FAMILIES)))), MEMORY)
+    engine.set_throttle(Throttle(1.0, 0.25))
+    engine.add(job("offline", 5, lane="batch"))
+    assert engine.share == 0.25
+    engine.add(job("reader", 5))
+    assert engine.share == 1.0
+    assert {id for id, _ in vectors(run(engine))} == {"reader", "offline"}

@@ -2,6 +2,7 @@
 
 import random
 
+import mlx.core as mx
 import pytest
 
 from sluice.contract.keys import Lane
@@ -113,6 +114,16 @@ def test_new_jobs_wait_and_the_running_one_ends() -> None:
     assert run.drain()["offline"] == alone(model("llama").network, prompt(33, 4), 20)
 
 
+def test_a_new_job_that_never_fits_keeps_no_other_out() -> None:
+    run = Run(model("llama"), memory=model("llama").costs.peak_bytes([[100]]))
+    run.engine.set_throttle(Throttle(reclaim=Reclaim.NEW_JOBS))
+    for id, tokens in ("large", 1500), ("small", 30), ("larger", 1600), ("smaller", 20):
+        run.add(id, prompt(tokens, 1))
+    run.drain(max_steps=200)
+    assert [run.ended[id] for id in ("large", "larger")] == ["refused"] * 2
+    assert run.generated["small"] == alone(model("llama").network, prompt(30, 1), 20)
+
+
 def test_half_of_the_cache_is_given_back_first_then_all_and_taken_again() -> None:
     run = Run(model("llama"), prefix_bytes=10**9)
     for seed in range(4):
@@ -124,6 +135,7 @@ def test_half_of_the_cache_is_given_back_first_then_all_and_taken_again() -> Non
         run.engine.set_throttle(Throttle(reclaim=level))
         assert run.engine.needs_step
         run.step()
+        assert mx.get_cache_memory() == 0  # MLX keeps no buffers of what is given back
         run.add(f"more-{len(sizes)}", prompt(50, len(sizes)))
         run.drain()
         sizes.append(run.step().prefix.nbytes)

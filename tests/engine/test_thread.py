@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +17,7 @@ from worker.engine.options import EngineOptions
 from worker.engine.step.tuning import CLASSES
 from worker.engine.thread import EngineThread
 from worker.errors import CannotStart
+from worker.host.courtesy import Throttle
 from worker.outcomes import Outcome, Sampled, StepReport
 from worker.request import GenerationRequest, Sampling
 
@@ -143,6 +145,25 @@ async def test_paused_engine_makes_no_token_and_then_continues() -> None:
         while len(recorder.said) < said + 10:
             await asyncio.sleep(0.001)
     engine.remove("a")
+    await engine.stop()
+
+
+@pytest.mark.timing
+async def test_the_engine_rests_after_its_steps_and_not_while_a_reader_waits() -> None:
+    reports, offline, reader = list[StepReport](), Recorder(), Recorder()
+    engine = EngineThread(tiny_chat, EngineOptions(0.1), on_failure=unreached, on_step=reports.append)
+    await engine.start()
+    engine.set_throttle(Throttle(1.0, 0.25))
+    no_end, began = Sampling(logit_bias=((2, -100.0),)), time.monotonic()
+    engine.submit(GenerationRequest("a", prompt(5, 1), 60, no_end, "batch"), offline.on_outcome)
+    await asyncio.wait_for(offline.ended.wait(), 60)
+    computed_s, took_s = sum(report.seconds for report in reports), time.monotonic() - began
+    assert 0.1 * took_s < computed_s < 0.3 * took_s
+    engine.set_throttle(Throttle(1.0, 0.0001))
+    engine.submit(GenerationRequest("b", prompt(5, 2), 60, no_end, "batch"), Recorder().on_outcome)
+    await asyncio.sleep(0.2)  # it has computed a step, and rests for a minute
+    engine.submit(GenerationRequest("c", prompt(5, 3), 20, no_end), reader.on_outcome)
+    await asyncio.wait_for(reader.ended.wait(), 20)
     await engine.stop()
 
 

@@ -132,6 +132,13 @@ def test_a_system_that_denies_it_is_not_asked_again(caplog: pytest.LogCaptureFix
     assert len(caplog.records) == 1
 
 
+def test_a_command_that_is_missing_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    awake, jobs = _StayAwake("auto"), dict[Lane, int](batch=1)
+    assert [awake.hold(("/no/such/command",), jobs, Signals(), now) for now in (0.0, 1.0)] == [False] * 2
+    assert len(caplog.records) == 1
+
+
 def test_a_killed_worker_lets_the_machine_sleep(tmp_path: Path) -> None:
     code = (
         "import time; from worker.host.watch import _StayAwake; from worker.host.courtesy import Signals\n"

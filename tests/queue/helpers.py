@@ -15,6 +15,7 @@ from sluice.contract import keys
 from sluice.contract.events import FINAL
 from sluice.contract.keys import Lane
 from tests.waiting import until
+from worker.host.watch import HostWatch
 from worker.json_bytes import dumps
 from worker.monitoring.metrics import Metrics
 from worker.queue.cron import Cron
@@ -149,6 +150,7 @@ def queue_worker(
     crons: Sequence[Cron] = (),
     clock: ServerClock | None = None,
     abilities: Abilities | None = None,
+    host: HostWatch | None = None,
     **ctx: Any,
 ) -> QueueWorker:
     given_too = {"count": count, "embed": embed}
@@ -159,7 +161,7 @@ def queue_worker(
         settings=given,
         metrics=ctx["context"].metrics if "context" in ctx else Metrics(given.model_name),
         crons=crons,
-        model=ServedModel(abilities=abilities) if abilities else None,
+        model=ServedModel(host=host, **({"abilities": abilities} if abilities else {})),  # type: ignore[arg-type]
     )
 
 

@@ -1,5 +1,6 @@
 """Rows that each lane may take, and the hours of offline jobs."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,7 +15,11 @@ from redis.asyncio import Redis
 from sluice.contract import keys
 from sluice.contract.keys import Lane
 from tests.fakes import FakeChat
+from tests.host.simulated import SimulatedHost
 from tests.queue.helpers import ask, settings, until, working
+from worker.host.courtesy import Courtesy, Pressure, Reclaim
+from worker.host.watch import HostWatch
+from worker.monitoring.sink import MetricsSink
 from worker.queue.job.claims import MAX_COUNTS, Claim, free_rows, offline_rows
 from worker.queue.redis_server import ServerClock
 
@@ -132,3 +137,19 @@ async def test_when_the_hours_end_what_runs_goes_on_and_nothing_more_begins(redi
         await ask(db, "chat-1", {"say": ["soon"]}, at_ms=3)
         await until(lambda: "chat-1" in chat.began)
         assert chat.began == ["file-0", "chat-0", "chat-1"]
+
+
+async def test_jobs_that_would_wait_for_memory_stay_in_the_queue(redis_url: str, db: Redis) -> None:
+    chat, machine, known = FakeChat(), SimulatedHost(), settings(redis_url, max_rows=4, reserved_rows=1, poll_s=0.05)
+    watch = HostWatch(known, MetricsSink(), lambda throttle: None, machine, every_s=0.01)
+    async with working(known, chat.chat, host=watch):
+        machine.press(Pressure.CRITICAL)
+        await until(lambda: watch.reclaim == Reclaim.NEW_JOBS)
+        await ask(db, "file-0", {"say": ["a"]}, lane="batch", at_ms=1)
+        await ask(db, "chat-0", {"then": "hang"}, at_ms=2)
+        await until(lambda: running(chat) == {"chat-0"})  # a worker without a job takes one
+        await ask(db, "chat-1", {"say": ["a"]}, at_ms=3)
+        await asyncio.sleep(0.5)  # several polls
+        assert chat.began == ["chat-0"]
+        watch._courtesy = Courtesy("off")  # as if the pressure was long ago
+        await until(lambda: {*chat.began} == {"chat-0", "chat-1", "file-0"})

@@ -291,7 +291,8 @@ class AdmissionController:
         if (plan.growth.reserve or self._reclaim) and (excess := self._drop_excess()):
             dropped += excess
             self._shares = plan.reservation.shares(self._corrected(), self._held_bytes())
-        if plan.growth.preempt:  # it admits no row
+        # A plan that preempts for growth admits no row, and one that refuses the single request that it considers.
+        if plan.growth.preempt or (plan.refuse and self._reclaim >= Reclaim.NEW_JOBS):
             self.mark_dirty()
         return dropped
 

@@ -28,7 +28,7 @@ class MacOS:
 
     def read(self) -> Signals:
         if time.monotonic() - self._slow_at >= 5.0:  # seconds; each starts two programs, of some 10 ms
-            idle_s, on_battery = _idle_s(_output("/usr/sbin/ioreg", "-c", "IOHIDSystem", "-r", "-d", "1")), False
+            idle_s = _idle_s(_output("/usr/sbin/ioreg", "-c", "IOHIDSystem", "-r", "-d", "1"))
             on_battery = _is_on_battery(_output("/usr/bin/pmset", "-g", "batt"))
             self._slow, self._slow_at = Signals(idle_s=idle_s, on_battery=on_battery), time.monotonic()
         return replace(self._slow, pressure=self._pressure(), hot=self._is_hot())

@@ -78,11 +78,14 @@ class HostWatch:
         self._metrics.set_host(signals, self._throttle, is_awake=is_awake)
         if self._throttle != before:
             self._set_throttle(self._throttle)
-            reclaim, shares = self._throttle.reclaim, (self._throttle.share, self._throttle.offline_share)
             logger.info(
-                "memory pressure %s, reclaim %s; %s: share of the time %g, of offline jobs %g",
-                signals.pressure.name.lower(), reclaim.name.lower(), ", ".join(signals.reasons) or "no reason", *shares,
-            )  # fmt: skip
+                "the machine: %s; memory pressure %s, gives back %s; steps take %d %% of the time, %d %% if offline",
+                ", ".join(signals.reasons) or "all is well",
+                signals.pressure.name.lower(),
+                self._throttle.reclaim.name.lower(),
+                100 * self._throttle.share,
+                100 * self._throttle.offline_share,
+            )
 
     # On the thread
 
@@ -96,6 +99,7 @@ class HostWatch:
             if not self._failed:
                 logger.exception("the state of the machine cannot be read")
             self._failed = True
+            self._awake.release()
             return Signals(), False
 
 
@@ -117,10 +121,7 @@ class _StayAwake:
         if not command or self._setting == "off" or self._denied or now - self._wanted_at >= 60.0:
             self.release()
         elif self._child is None:
-            self._child = subprocess.Popen(
-                [*command, "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
+            self._start([*command, "cat"])
         elif self._child.poll() is not None:
             logger.info(
                 "%s failed with code %d: the machine may sleep while jobs run", command[0], self._child.returncode
@@ -129,9 +130,23 @@ class _StayAwake:
             self.release()
         return self._child is not None
 
+    def _start(self, command: Sequence[str]) -> None:
+        try:
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            logger.info("%s: the machine may sleep while jobs run", error)
+            self._denied = True
+
     def release(self) -> None:
-        """Let the machine sleep."""
-        if self._child is not None and self._child.stdin is not None:
-            self._child.stdin.close()
-            self._child.wait()
+        """Let the machine sleep. Blocks for two seconds at most."""
+        if self._child is None or self._child.stdin is None:
+            return
+        self._child.stdin.close()
+        try:
+            self._child.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
         self._child = None
