@@ -33,8 +33,8 @@ GROUPS = {
     "Who chooses the model": "vision trust_model_code context_tokens tool_grammar loop_guard allow_control_tokens "
     "speculation mtp_model draft_model specprefill_draft_model specprefill_threshold specprefill_max_tokens "
     "specprefill_keep_pct",
-    "Who owns the machine": "reserved_rows memory_headroom_gb idle_unload_s prefix_cache_gb prefix_cache_per_tenant "
-    "prefix_disk_gb prefix_disk_daily_gb prefix_disk_key prefix_disk_bits prefix_warm affinity",
+    "Who owns the machine": "reserved_rows memory_headroom_gb courtesy stay_awake idle_unload_s prefix_cache_gb "
+    "prefix_cache_per_tenant prefix_disk_gb prefix_disk_daily_gb prefix_disk_key prefix_disk_bits prefix_warm affinity",
     "Who answers for the clients": "default_max_tokens max_output_tokens max_content_parts max_request_bytes "
     "queue_limit max_images image_max_pixels image_max_bytes image_urls",
     "Who plans offline batches": "batch_schedule batch_models batch_hours batch_off_hours_rows",

@@ -122,31 +122,32 @@ class Client:
         function: JobFunction = "chat",
         extra_keys: Sequence[ExtraKey] = (),
         webhooks: JobWebhooks = "",
+        traceparent: str | None = None,
     ) -> Submitted:
         """Queue a chat: the body of an OpenAI chat completion, or only its messages. With "count" as `function`, its
         prompt tokens are counted: see `count_tokens`; with "embed" it is a request for embeddings: see `embed`. `model`
-        may be an alias: `Submitted.model` is what it stood for.
-
-        Without a `lane`, the request's `service_tier` decides: "flex" is the batch lane, all else is interactive.
+        may be an alias: `Submitted.model` is what it stood for. Without a `lane`, the request's `service_tier` decides:
+        "flex" is the batch lane, all else is interactive.
 
         A job for a model without a worker waits for one; `Submitted.served` is True if a live worker serves the model.
         With `wait_worker_s` the job is queued only once a worker is alive, and `NoWorker` is raised if none appears
         within that many seconds; 0 does not wait.
 
-        Submitting an id twice queues one job, and the second call returns its state. The worker validates the request;
-        an invalid one ends as `failed` with an explanation.
+        The worker validates the request; an invalid one ends as `failed` with an explanation. A call that is cancelled,
+        or raises `ServerUnreachable`, may have queued its job, or queue it within a few seconds. With an `id` of your
+        own you can submit it again, which queues one job and returns its state, or `cancel` it, which holds for a job
+        that is queued later, too.
 
-        A call that is cancelled, or raises `ServerUnreachable`, may have queued its job, or queue it within a few
-        seconds. Give it an `id` of your own: then you can submit it again, which queues one job, or `cancel` it, which
-        holds for a job that is queued later, too.
+        `extra_keys` are set in the same step as the job is queued: the server has both or neither. `webhooks`: sent at
+        the job's end: "none" instead of `job.finished` and the like, or those of a "response". `traceparent`: of the
+        trace that the job belongs to, in W3C's form; None: that of OpenTelemetry's current span, if there is one.
 
-        `extra_keys` are set in the same step as the job is queued: the server has both or neither. An id that exists
-        already sets none. `webhooks`: sent at the job's end: "none" instead of `job.finished` and the like, or those of
-        a "response".
-
-        Raises `QueueFull`, `ServerFull`, `ServerUnreachable`, or ValueError for a bad id, model or lane.
+        Raises `QueueFull`, `ServerFull`, `ServerUnreachable`, or ValueError for a bad id, model, lane or `traceparent`.
         """
-        job = new_job(request, model, lane, id=id, function=function, extra_keys=extra_keys, webhooks=webhooks)
+        job = new_job(
+            request, model, lane, id=id, function=function, extra_keys=extra_keys, webhooks=webhooks,
+            traceparent=traceparent,
+        )  # fmt: skip
         return await self._submit(job, wait_worker_s)
 
     async def count_tokens(
@@ -484,7 +485,6 @@ class Client:
         on_progress: Callable[[int, int], None] = lambda checked, cancelled: None,
     ) -> int:
         """Cancel the jobs that wait in a queue, but not those that run. Returns the number of jobs cancelled.
-
         `older_than_s`: cancel only jobs that were queued at least this many seconds ago. `on_progress` is called after
         each page of up to 1,000 jobs, with the total numbers of jobs checked and of jobs cancelled so far.
         """

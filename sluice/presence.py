@@ -27,19 +27,31 @@ NUMBERS = (
     "rows", "max_rows", "offline_rows", "jobs_per_s", "tokens_per_s", "load", "ttft_p50_ms", "ttft_p95_ms",
     "gap_p50_ms", "gap_p95_ms", "prefix_hit_rate", "claims_left", "claims_overruled", "prefix_hint_rate",
     "prefix_cache_bytes", "memory_bytes", "memory_limit_bytes", "queue_limit", "started_at", "protocol",
+    "step_share", "offline_step_share",
 )  # fmt: skip
+HOST = "memory_pressure", "memory_reclaim", "machine"
 
 
 def parse_worker(fields: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return what a worker publishes of itself: `NUMBERS`; `name`, `model`, `version` and `state` as text; `images` as
-    a bool. None for a foreign value under its key. A number that an earlier version does not publish, or that no worker
-    wrote, is None."""
+    """Return what a worker publishes of itself: `NUMBERS`; `name`, `model`, `version`, `state` and `HOST` as text;
+    `images` as a bool. None for a foreign value under its key. A number that an earlier version does not publish, or
+    that no worker wrote, is None."""
     if not fields.get("name") or not keys.is_model_name(fields.get("model", "")):
         return None
-    texts = {name: fields.get(name, "")[:128] for name in ("name", "model", "version")}
+    texts = {name: fields.get(name, "")[:128] for name in ("name", "model", "version", *HOST)}
     state = "running" if serves(fields) else keys.DRAINING
     numbers = {name: _number(fields.get(name, "")) for name in NUMBERS}
     return {**texts, "state": state, **numbers, "images": fields.get("images") == "yes"}
+
+
+def host_notes(worker: Mapping[str, Any]) -> str:
+    """Return what a worker leaves to its machine and why, for people; "" if nothing."""
+    words = [each.replace("_", " ") for each in worker["machine"].split() if each != "awake"]
+    if worker["memory_pressure"] not in ("", "normal") or worker["memory_reclaim"] not in ("", "nothing"):
+        given = worker["memory_reclaim"].replace("_", " ")
+        words.append(f"memory {worker['memory_pressure']}, gives back {given}")
+    share = worker["offline_step_share"]
+    return "; ".join([*words, *([f"offline jobs have {share:.0%} of the time"] if share not in (None, 1) else [])])
 
 
 def _number(text: str) -> float | None:

@@ -18,6 +18,7 @@ from sluice.contract.marks import marks_of
 from sluice.contract.refusals import is_full
 from sluice.contract.scripts import source
 from sluice.errors import NoWorker, QueueFull, ServerFull
+from sluice.tracing import current_traceparent, read_traceparent
 from sluice.transport import Retries, RoundTrips, raise_outage, server_full
 
 _FULL, _NO_WORKER = -1, -2  # submit.lua's return codes
@@ -51,7 +52,7 @@ class ExtraKey:
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job to be queued. Raises ValueError for a bad id, model or lane."""
+    """A job to be queued. Raises ValueError for a bad id, model, lane or `traceparent`."""
 
     id: str
     request: dict[str, Any]
@@ -60,6 +61,7 @@ class NewJob:
     function: JobFunction = "chat"
     extra_keys: Sequence[ExtraKey] = ()
     webhooks: JobWebhooks = ""
+    traceparent: str = ""
 
     def __post_init__(self) -> None:
         keys.check_job_id(self.id)
@@ -68,6 +70,8 @@ class NewJob:
             raise ValueError(f"lane must be one of {', '.join(keys.LANES)}, not {self.lane!r}")
         if self.webhooks not in get_args(JobWebhooks):
             raise ValueError(f"webhooks must be response, none, or empty for those of a job, not {self.webhooks!r}")
+        if self.traceparent and not read_traceparent(self.traceparent):
+            raise ValueError(f"traceparent must look like 00-{'1' * 32}-{'2' * 16}-01, not {self.traceparent[:100]!r}")
 
 
 def new_job(
@@ -79,11 +83,14 @@ def new_job(
     function: JobFunction = "chat",
     extra_keys: Sequence[ExtraKey] = (),
     webhooks: JobWebhooks = "",
+    traceparent: str | None = None,
 ) -> NewJob:
-    """Return the job for a request or only its messages, with a random id and the request's lane unless given."""
+    """Return the job for a request or only its messages, with a random id, the request's lane and the trace of the
+    current span unless given."""
     body = dict(request) if isinstance(request, Mapping) else {"messages": list(request)}
     id = uuid.uuid4().hex if id is None else id
-    return NewJob(id, body, model, lane or lane_of(body), function, extra_keys, webhooks)
+    trace = current_traceparent() if traceparent is None else traceparent
+    return NewJob(id, body, model, lane or lane_of(body), function, extra_keys, webhooks, trace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +204,9 @@ def _args(job: NewJob, *, submission: str = "", needs_worker: bool = False) -> l
     extra = [part for key in job.extra_keys for part in (key.value, key.ttl_s * 1000)]
     body = _arq_job(job)
     marks = marks_of(body) if job.function == "chat" else ("", len(body))  # no other job computes a prompt
+    trace = read_traceparent(job.traceparent)
     return [job.id, body, keys.JOB_LIFE_S * 1000, *_hash_fields(job.request, job.lane), submission, int(needs_worker),
-            job.function, _user(job.request), *marks, job.webhooks, *extra]  # fmt: skip
+            job.function, _user(job.request), *marks, job.webhooks, trace, *extra]  # fmt: skip
 
 
 def _read_or_raise(job: NewJob, answer: list[Any] | RedisError) -> Submitted | QueueFull | ServerFull:

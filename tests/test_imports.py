@@ -20,7 +20,9 @@ class May:
 
 
 # What decides in the engine by numbers, and the words between its thread and the event loop.
-NUMBERS = "worker.engine.fitting worker.engine.memory worker.engine.step worker.outcomes worker.request"
+NUMBERS = (
+    "worker.host.courtesy worker.engine.fitting worker.engine.memory worker.engine.step worker.outcomes worker.request"
+)
 
 PURE = "array bisect collections dataclasses enum functools itertools math operator statistics typing"
 
@@ -30,12 +32,15 @@ TABLE = {
     "sluice.contract": May(others="redis"),
     "sluice.contract.keys": May(),
     "sluice.contract.events": May(),
+    "sluice.contract.phases": May(),
     "sluice.contract.batch": May("sluice.contract.events"),
     "sluice.contract.redis_url": May("sluice.contract.keys"),  # a map's models
     "schemas": May("sluice.contract", "pydantic pydantic_core"),
     "sluice": May(others="redis"),
     "sluice.batch.tables": May("sluice", "pyarrow"),  # Parquet, an extra
+    "sluice.capture.remote": May("sluice", "httpx"),  # replays at a gateway
     "sluice.log_lines": May(others="pythonjsonlogger"),
+    "sluice.tracing": May("sluice.contract.phases", "opentelemetry"),  # of gateways and workers; an extra
     "sluice.batch.remote": May("sluice", "httpx"),  # runs at a gateway
     # HTTP and TLS are httpcore's; which addresses are connected to is decided here.
     "sluice.network": May(others="httpcore2"),
@@ -67,12 +72,17 @@ TABLE = {
         "sluice.log_lines sluice.wording worker.prefix_store.encryption worker.prefix_store.store",
         "pydantic pydantic_core pydantic_settings",
     ),
-    "worker.monitoring": May("sluice.contract worker.errors worker.outcomes worker.request", "prometheus_client"),
+    # Its receiver of measurements has the spans of jobs too.
+    "worker.monitoring": May(
+        "sluice.contract sluice.tracing worker.errors worker.host.courtesy worker.outcomes worker.request",
+        "prometheus_client",
+    ),
     # Decisions depend on their arguments alone: no clock, no I/O, no random numbers, no threads.
     "worker.request": May("sluice.contract.keys", standard=PURE),
     "worker.outcomes": May("worker.request", standard=PURE),
     "worker.byte_lru": May(standard=PURE),
     "worker.prefix_store.policy": May("worker.outcomes", standard=PURE),
+    "worker.host.courtesy": May("sluice.contract.keys", standard=PURE),
     "worker.engine.fitting": May(standard=PURE),
     "worker.engine.memory": May(standard=PURE),
     "worker.engine.prefix.tree": May(standard=PURE),
@@ -99,6 +109,9 @@ TABLE = {
     # Files of cached prefixes: bytes on disk, without the engine.
     "worker.prefix_store": May("worker.outcomes"),
     "worker.prefix_store.encryption": May(others="cryptography"),
+    # The machine: how it is doing, and what is left to others on it.
+    "worker.host": May("sluice.contract.keys"),
+    "worker.host.watch": May("sluice.contract.keys worker.host worker.monitoring.sink worker.settings"),
     # Text: words, in the order of their use.
     "worker.text": May(
         "schemas sluice.contract.keys worker.errors worker.process worker.outcomes worker.request worker.turns"
@@ -146,7 +159,9 @@ TABLE = {
         "mlx",
     ),
     "worker.engine.admission_controller": May(
-        "worker.engine.admission worker.engine.batch worker.engine.memory worker.request", "mlx"
+        "sluice.contract.keys worker.engine.admission worker.engine.batch worker.engine.memory worker.host.courtesy "
+        "worker.request",
+        "mlx",
     ),
     "worker.engine.vision": May(
         "worker.byte_lru worker.engine.cache worker.engine.checkpoint worker.engine.isolation worker.engine.prefix "
@@ -178,8 +193,8 @@ TABLE = {
     "worker.images": May("schemas sluice.network worker.errors worker.process worker.settings", "PIL httpcore2"),
     # The queue: the server below the jobs, and the worker above both.
     "worker.queue": May(
-        "schemas worker.bounded_json worker.errors worker.json_bytes worker.monitoring sluice.contract "
-        "sluice.transport "
+        "schemas worker.bounded_json worker.errors worker.host.watch worker.json_bytes worker.monitoring "
+        "sluice.contract sluice.transport "
         "sluice.batch.times worker.settings",
         "redis",
     ),
@@ -189,7 +204,8 @@ TABLE = {
     ),
     "worker.queue.redis_server": May("sluice.contract sluice.transport worker.errors worker.settings", "redis"),
     "worker.queue.job": May(
-        "sluice.contract sluice.transport worker.bounded_json worker.errors worker.json_bytes worker.monitoring "
+        "sluice.contract sluice.tracing sluice.transport worker.bounded_json worker.errors worker.json_bytes "
+        "worker.monitoring "
         "worker.queue.fleet worker.queue.scripts "
         "worker.queue.redis_server worker.outcomes worker.request sluice.batch.times worker.settings",
         "arq pydantic pydantic_core redis",
@@ -227,12 +243,14 @@ TABLE = {
     ),
     # The two places where engine and queue meet: the parts, and their start.
     "worker.parts": May(
-        "worker.chat worker.embed worker.engine worker.jobs worker.monitoring worker.queue worker.settings worker.text",
+        "worker.chat worker.embed worker.engine worker.host.watch worker.jobs worker.monitoring worker.queue "
+        "worker.settings worker.text",
         "arq",
     ),
     "worker.app": May(
-        "sluice.log_lines sluice.service_status worker.batch_dir worker.chat worker.engine worker.errors "
-        "worker.monitoring worker.parts worker.prefix_store worker.process worker.queue worker.settings"
+        "sluice.log_lines sluice.service_status sluice.tracing worker.batch_dir worker.chat worker.engine "
+        "worker.environment worker.errors worker.host.watch worker.monitoring worker.parts worker.prefix_store "
+        "worker.process worker.queue worker.settings"
     ),
     # Commands of `sluice` that run in the daemon's environment: entry points, which nothing imports by name.
     "worker.cli": May("schemas sluice worker", "rich typer"),

@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sluice.log_lines import set_up_logging
 from sluice.service_status import serving
+from sluice.tracing import Tracing, TracingError, open_tracing
+from worker.environment import opentelemetry_variables
 from worker.errors import CannotStart
+from worker.host.watch import HostWatch
 from worker.monitoring.health import Health
 from worker.monitoring.sink import MetricsSink
 from worker.process.daemon import (
@@ -57,7 +60,12 @@ async def serve_jobs(settings: Settings, on_loaded: "OnLoaded | None" = None) ->
     executes itself again instead. Raises `CannotStart`."""
     began = time.monotonic()
     health, ending = Health(settings.watchdog_s), ExitTimer()
-    with ending.after_error(_THREADS_S), served_metrics(settings.model_name, settings.metrics_port, health) as metrics:
+    model, port = settings.model_name, settings.metrics_port
+    with (
+        ending.after_error(_THREADS_S),
+        _tracing(settings) as tracing,
+        served_metrics(model, port, health, tracing) as metrics,
+    ):
         batches = _batch_directory(settings)
         engine_imported = asyncio.create_task(_import("worker.engine.thread"))
         async with redis_from_settings(settings) as redis:
@@ -121,7 +129,8 @@ async def _serve(
         with parts.image_inputs(settings, model) as images:
             context = parts.worker_context(settings, engine, model, images, metrics, began)
             await context.codec.prepare()
-            worker = parts.queue_worker(server, engine, context, [batches.cron] if batches else [])
+            host = HostWatch(settings, metrics, engine.set_throttle)
+            worker = parts.queue_worker(server, engine, context, [batches.cron] if batches else [], host)
             if await _is_connected(worker, engine, settings, model.fingerprint, health, ending):
                 async with _warming(engine, context, to_warm):
                     await _work(worker, batches, ending)
@@ -193,7 +202,8 @@ async def _serve_embeddings(
     async with _loaded(engine, ending, check_name_early(server.client, settings)) as model:
         from worker import parts
 
-        worker = parts.embedding_worker(server, engine, model, settings, metrics, [batches.cron] if batches else [])
+        crons, host = [batches.cron] if batches else [], HostWatch(settings, metrics, engine.set_throttle)
+        worker = parts.embedding_worker(server, engine, model, settings, metrics, crons, host)
         if await _is_connected(worker, engine, settings, model.fingerprint, health, ending):
             await _work(worker, batches, ending)
     logger.info("stopped")
@@ -330,16 +340,32 @@ def _with_drafts(model: "Model", settings: Settings, memory: int, on_loaded: "On
 
 
 @contextmanager
-def served_metrics(model_name: str, port: int | None, health: Health) -> Iterator[MetricsSink]:
+def _tracing(settings: Settings) -> Iterator[Tracing | None]:
+    """Make spans of the jobs while the block runs, if OpenTelemetry's variables ask for them. Raises `CannotStart`."""
+    try:
+        tracing = open_tracing("sluice-worker", settings.worker_name, opentelemetry_variables(Settings))
+    except TracingError as error:
+        raise CannotStart(str(error)) from None
+    try:
+        yield tracing
+    finally:
+        if tracing is not None:
+            tracing.close()
+
+
+@contextmanager
+def served_metrics(
+    model_name: str, port: int | None, health: Health, tracing: Tracing | None = None
+) -> Iterator[MetricsSink]:
     """Count metrics, and serve them and the probes at the port while the block runs. Without a port, count only what
     presence publishes. Raises `CannotStart` if the port cannot be opened."""
     if port is None:
-        yield MetricsSink()
+        yield MetricsSink(tracing)
         return
     from worker.monitoring.metrics import Metrics
     from worker.monitoring.probes import answer_probes
 
-    metrics = Metrics(model_name)
+    metrics = Metrics(model_name, tracing)
     with answer_probes(port, metrics.registry, health):
         yield metrics
 

@@ -160,6 +160,7 @@ async def _vectors(job: Job, context: EmbeddingContext, tokens: tuple[tuple[int,
     claim = job.claim
     # Ids are per attempt, so late outcomes of an old attempt are dropped.
     inputs = EmbeddingInputs(f"{claim.job_id}#{claim.attempt}", tokens, claim.lane, claim.tenant)
+    job.mark("prefill")
     context.engine.submit(inputs, listen)
     try:
         await done

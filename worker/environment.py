@@ -46,6 +46,12 @@ def child_environment(redis_url: str, redis_urls: str | None) -> dict[str, str]:
     return {**inherited, variable("redis_url"): redis_url, variable("redis_urls"): redis_urls or ""}
 
 
+def opentelemetry_variables(settings: type[BaseSettings]) -> dict[str, str]:
+    """Return the variables of OpenTelemetry that `.env` holds."""
+    values = dotenv_values(str(settings.model_config["env_file"]))
+    return {name: value for name, value in values.items() if name.startswith("OTEL_") and value is not None}
+
+
 def refuse_unknown(fields: Iterable[str], env_file: Path) -> None:
     """Refuse variables that belong to no field, since a misspelt setting would be ignored silently. `env_file` may be
     missing. Raises `CannotStart`."""

@@ -19,8 +19,10 @@ from worker.chat.specprefill import specprefill_params
 from worker.chat.speculation import draft_limit
 from worker.errors import JobFailure
 from worker.outcomes import (
+    Admitted,
     CutShort,
     Outcome,
+    Preempted,
     Prefilled,
     PromptProgress,
     Refused,
@@ -204,6 +206,10 @@ class Chat:
                 self._recorder.prefilled(done, total, cached)
             case PromptProgress(phase=phase, done=done, total=total):
                 self._recorder.progress(phase, done, total)
+            case Admitted():
+                self._recorder.admitted()
+            case Preempted():
+                self._recorder.preempted()
             case Speculated():
                 self._recorder.speculated(outcome)
             case SpecPrefillApplied() | SpecPrefillSkipped():

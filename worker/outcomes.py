@@ -34,6 +34,20 @@ class PromptProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request has its memory: its prompt is computed next, or a preempted row goes on."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """The row had to leave for others. It is admitted again later."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class SpecPrefillApplied:
     """SpecPrefill has dropped the tokens of a prompt outside `kept_ranges`, by the draft's scores."""
 
@@ -118,7 +132,9 @@ class CutShort:
 
 
 Outcome = (
-    Prefilled
+    Admitted
+    | Preempted
+    | Prefilled
     | PromptProgress
     | SpecPrefillApplied
     | SpecPrefillSkipped

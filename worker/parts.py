@@ -13,6 +13,7 @@ from worker.embed import EmbeddingContext, embed
 from worker.engine.model.load import Model
 from worker.engine.thread import EngineThread
 from worker.engine.tokenizer import MLXTokenizer
+from worker.host.watch import HostWatch
 from worker.jobs import chat, count
 from worker.monitoring.sink import MetricsSink
 from worker.queue.cron import Cron
@@ -77,9 +78,13 @@ def _needs_boundaries(model: Model) -> bool:
 
 
 def queue_worker(
-    server: RedisServer, engine: EngineThread[Model], context: WorkerContext, crons: Sequence[Cron]
+    server: RedisServer,
+    engine: EngineThread[Model],
+    context: WorkerContext,
+    crons: Sequence[Cron],
+    host: HostWatch | None = None,
 ) -> QueueWorker:
-    """Return the queue worker, which runs the jobs and the `crons`."""
+    """Return the queue worker, which runs the jobs and the `crons`. `host`: see `ServedModel`."""
     known = abilities(
         context_tokens=context.context_tokens,
         max_output_tokens=context.settings.max_output_tokens,
@@ -92,7 +97,7 @@ def queue_worker(
         server=server,
         settings=context.settings,
         metrics=context.metrics,
-        model=ServedModel(engine.set_paused, [engine.heartbeat], known, engine.step_times, engine),
+        model=ServedModel(engine.set_paused, [engine.heartbeat], known, engine.step_times, engine, host),
         crons=crons,
     )
 
@@ -104,6 +109,7 @@ def embedding_worker(
     settings: Settings,
     metrics: MetricsSink,
     crons: Sequence[Cron],
+    host: HostWatch | None = None,
 ) -> QueueWorker:
     """Return the queue worker of an embedding model, which runs its jobs and the `crons`."""
     context = EmbeddingContext(
@@ -117,6 +123,6 @@ def embedding_worker(
         server=server,
         settings=settings,
         metrics=metrics,
-        model=ServedModel(engine.set_paused, [engine.heartbeat], known),
+        model=ServedModel(engine.set_paused, [engine.heartbeat], known, host=host),
         crons=crons,
     )

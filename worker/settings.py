@@ -40,6 +40,17 @@ def _checked_hours(hours: str) -> str:
     return hours
 
 
+def _checked_courtesy(courtesy: str) -> str:
+    """Check a share, or a word."""
+    try:
+        fine = courtesy in ("auto", "off") or 0.05 <= float(courtesy) <= 1
+    except ValueError:
+        fine = False
+    if not fine:
+        raise ValueError("must be auto, off, or a share from 0.05 to 1, such as 0.5")
+    return courtesy
+
+
 def _checked_models(models: str) -> str:
     """Check pairs of a requested and a served model."""
     for pair in models.split(","):
@@ -119,6 +130,17 @@ class Settings(BaseSettings):
         1.0,
         ge=0,
         description="Memory that is kept free, in gigabytes.",
+    )
+    courtesy: Annotated[str, AfterValidator(_checked_courtesy)] = Field(
+        "auto",
+        description="What is left to others while a person uses the machine, it is hot or on battery: with `auto` "
+        "offline jobs alone take a quarter of the time, with a share such as 0.5 all jobs take that, and with `off` "
+        "nothing is left, nor memory given back.",
+    )
+    stay_awake: Literal["auto", "always", "off"] = Field(
+        "auto",
+        description="Hold the machine's sleep off while jobs run: `auto` for offline jobs only on mains power, "
+        "`always` on battery too.",
     )
     idle_unload_s: float | None = Field(
         None,

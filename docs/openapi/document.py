@@ -35,6 +35,7 @@ class Operation:
 _CHAT = "/v1/chat/completions"
 _MESSAGE_BATCHES = "/v1/messages/batches"
 _RESPONSES = "/v1/responses"
+_UPLOADS = "/v1/uploads"
 _MESSAGES = "/v1/messages"
 _ANTHROPIC = ("anthropic-version", "anthropic-beta")
 OPERATIONS = (
@@ -78,6 +79,12 @@ OPERATIONS = (
         media_type="application/octet-stream",
     ),
     Operation("delete", "/v1/files/{id}", "Delete a file", None, "DeletedFile"),
+    Operation("post", _UPLOADS, "Begin a file that comes in parts", "UploadRequest", "Upload"),
+    Operation(
+        "post", f"{_UPLOADS}/{{id}}/parts", "Add a part", "PartForm", "UploadPart", body_type="multipart/form-data"
+    ),
+    Operation("post", f"{_UPLOADS}/{{id}}/complete", "Make the parts one file", "UploadCompletion", "Upload"),
+    Operation("post", f"{_UPLOADS}/{{id}}/cancel", "Cancel an upload", None, "Upload"),
     Operation("post", "/v1/batches", "Create a batch", "BatchRequest", "Batch", parameters=("idempotency-key",)),
     Operation("get", "/v1/batches", "List batches, the newest first", None, "List", parameters=("limit", "after")),
     Operation("get", "/v1/batches/{id}", "Retrieve a batch", None, "Batch"),
@@ -234,6 +241,19 @@ _ANSWERS: dict[str, Schema] = {
     "File": _object({
         "id": _TEXT, "object": {"const": "file"}, "bytes": _COUNT, "created_at": _UNIX, "filename": _TEXT,
         "purpose": {"enum": ["batch", "batch_output"]}, "expires_at": {"type": ["integer", "null"]},
+    }),
+    "UploadRequest": _object(
+        {"purpose": {"const": "batch"}, "filename": _TEXT, "bytes": _COUNT, "mime_type": _TEXT}, expires_after=_EXPIRES
+    ),
+    "PartForm": _object({"data": {"type": "string", "format": "binary"}}),
+    "UploadPart": _object({
+        "id": _TEXT, "object": {"const": "upload.part"}, "created_at": _UNIX, "upload_id": _TEXT,
+    }),
+    "UploadCompletion": _object({"part_ids": {**_LIST, "items": _TEXT}}, md5={"type": ["string", "null"]}),
+    "Upload": _object({
+        "id": _TEXT, "object": {"const": "upload"}, "bytes": _COUNT, "created_at": _UNIX, "expires_at": _UNIX,
+        "filename": _TEXT, "purpose": {"const": "batch"}, "status": {"enum": ["pending", "completed", "cancelled"]},
+        "file": {"anyOf": [{"$ref": "#/components/schemas/File"}, {"type": "null"}]},
     }),
     "BatchRequest": _object(
         {"input_file_id": _TEXT, "endpoint": _TEXT, "completion_window": _TEXT},

@@ -43,8 +43,8 @@ as one would be on machines of its own, but for the order in which its workers g
 found: the share of all prompt tokens that a prefix cache had. The ratios are of the two fleets in the same round, and
 the bars are for their medians, with 4 workers, 32 chats and 8 turns.
 bursts: as in `scripts/chaos burst`, which counts by how many jobs idle workers differ: 4, 8 and 16 jobs in turn, with
-affinity on, prompts of which nobody knows anything, and workers without a model, which all have the same pace. Workers
-of a model that share cores were seen to differ by 2 to 4 jobs in bursts of 8, with affinity on and off.
+affinity on, prompts of which nobody knows anything, and workers without a model, which all have the same pace. A
+worker that is not woken within 8 ms is left nothing more, so workers of a model that share busy cores differ by more.
 """
 
 

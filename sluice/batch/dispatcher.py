@@ -148,6 +148,7 @@ class LineDispatcher:
         """Cancel the queued jobs, and write this error for every unfinished line. A line that finishes within five
         seconds keeps its answer."""
         error = Outcome(LineDetails("failed"), error=LineError(code, message))
+        await self._find_queued()
         await self._store.cancel([(self._job_id(entry), entry.line.model) for entry in self._queued()])
         await self._end_all(error)
         deadline = time.monotonic() + _WORKERS_S
@@ -157,16 +158,34 @@ class LineDispatcher:
         await self._end_all(error)
         rest = (self._entry(line) for lines in self._waiting.values() for line in lines)
         while chunk := list(islice(rest, MAX_CALLS)):
-            await _run_in_thread(self._results.add, [self._result(entry, error) for entry in chunk])
+            # Their custom_ids are read from the input, whose lines may be long.
+            await _run_in_thread(
+                lambda entries: self._results.add([self._result(each, error) for each in entries]), chunk
+            )
         self._waiting.clear()
+
+    async def _find_queued(self) -> None:
+        """Find the jobs that a process which fed the run before had queued: those of the first lines that are left."""
+        self._fill(())
+        while waiting := [entry for entry in self._in_flight.values() if entry.state is LineState.WAITING]:
+            jobs = await self._store.read([(self._job_id(entry), entry.line.model) for entry in waiting])
+            known = [entry for entry, (result, exists) in zip(waiting, jobs, strict=True) if exists or result]
+            made = await asyncio.to_thread(self._new_jobs, known)
+            found = [entry for entry, job in zip(known, made, strict=True) if isinstance(job, NewJob)]
+            if not found:
+                return
+            for entry in found:
+                entry.apply(LineEvent.JOB_QUEUED)
+            await self._collect()  # one that failed may have been queued again, under the id of its retry
 
     def _fill(self, held: Collection[str]) -> None:
         max_bytes = 64_000_000  # of all lines in the window, so that a run does not fill the server
         bytes_queued = sum(entry.line.length for entry in self._in_flight.values())
+        in_flight = Counter(entry.line.model for entry in self._in_flight.values())
         for model, lines in self._waiting.items():
             if model in held:
                 continue
-            free = self._window - sum(entry.line.model == model for entry in self._in_flight.values())
+            free = self._window - in_flight[model]
             while lines and free > 0 and (bytes_queued < max_bytes or not self._in_flight):
                 line = lines.popleft()
                 self._in_flight[line.number] = self._entry(line)

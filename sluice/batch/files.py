@@ -52,7 +52,8 @@ class _AppendOnlyFile:
     def raw_lines(self) -> Iterator[bytes]:
         """Yield the lines, before the first `append`; then truncate a partial line at the end."""
         end = 0
-        with self.path.open("rb") as file:
+        os.lseek(self._file, 0, os.SEEK_SET)
+        with open(self._file, "rb", closefd=False) as file:  # not by its path: the folder of a run moves
             for raw in file:
                 if raw.endswith(b"\n"):
                     end += len(raw)

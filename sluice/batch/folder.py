@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from sluice.batch.files import RunState, StateFile, read_state
 from sluice.batch.pace import OpenHours
-from sluice.batch.registry import BatchRegistry, RedisOf
+from sluice.batch.registry import BatchRegistry, JobStores, RedisOf
 from sluice.batch.run import Held, Run, endless_retries, new_batch, publish
 from sluice.batch.source import WINDOW, RunOptions, RunPaths
 from sluice.batch.store import FileStore, link_or_copy
@@ -139,12 +139,14 @@ def find_run(folder: RunFolder, run_id: str) -> RunState | None:
     """Return the saved state of a run; None if the folder has no such run. Blocks, and raises OSError."""
     if not is_run_id(run_id):
         return None
-    # In the order in which a run moves, so that it is not missed: a run that waits has moved on or is there.
-    paths = [folder.inbox / f"{run_id}.run", *(run_paths(each / run_id).state for each in folder.parts)]
+    # In the order in which a run moves, and back to be run again, so that it is not missed: a run has moved on or is
+    # there.
+    homes = [*folder.parts, folder.running]
+    paths = [folder.inbox / f"{run_id}.run", *(run_paths(each / run_id).state for each in homes)]
     for path in paths:
         with suppress(FileNotFoundError, NotADirectoryError):
             if (path is not paths[0] or path.with_suffix(".jsonl").exists()) and (state := read_state(path)):
-                return _not_ended(state) if state.batch.ended and path is paths[1] else state
+                return _not_ended(state) if state.batch.ended and path == paths[1] else state
     return None
 
 
@@ -330,6 +332,7 @@ async def _feed(
             batch = await run.run_to_end()
         except BatchRefused as error:
             batch = run.fail([_problem(error)])
+            await JobStores(redis_of, endless_retries).delete_run(batch.id, batch.sluice.models)
     await _archive(redis, batch, run_dir, (folder.done if batch.status == "completed" else folder.failed))
 
 

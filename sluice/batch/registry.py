@@ -178,11 +178,13 @@ class JobStores:
         model, so that any worker may take a job."""
         found = TokenLimits()
         for redis in {self._redis_of(model) for model in models}:
-            for worker in await Workers(redis, self._make(redis), waits_out_outages=True).read_all():
+            workers = Workers(redis, self._make(redis), waits_out_outages=True)
+            for worker in await workers.read_all():
                 before = found.get(worker.get("model", ""), (None, None))
                 own = (worker.get("context_tokens", ""), worker.get("max_output_tokens", ""))
                 context, most = (_lower(*pair) for pair in zip(before, own, strict=True))
                 found[worker.get("model", "")] = context, most
+            found |= {alias: found[name] for alias, name in (await workers.aliases()).items() if name in found}
         return found
 
     async def cancel(self, jobs: Sequence[tuple[str, str]]) -> None:

@@ -48,6 +48,12 @@ class FileScan:
     sha256: str = ""
     named_models: set[str] = field(default_factory=set)  # the names in the mapping that lines use
     endpoint: Endpoint | None = None  # of all lines
+    models: set[str] = field(default_factory=set)  # the served names of all lines
+
+    @property
+    def num_requests(self) -> int:
+        """Number of lines so far, good and bad."""
+        return len(self.lines) + len(self.problems) + self.num_unlisted
 
     def add(self, problem: Problem) -> None:
         """Add a problem; after the first thousand they are only counted, to limit the size of the status object."""
@@ -116,11 +122,16 @@ class Source:
             return found
         sha256 = hashlib.sha256()
         for raw in self._raw_lines(sha256):
-            if not raw.text.strip():
-                continue
-            if len(found.lines) == max_lines:
+            is_blank = not raw.text.strip()
+            if found.num_requests == max_lines and not is_blank:
                 found.add(Problem("too_many_lines", f"there are more than {max_lines:,} requests.", raw.number))
                 break
+            if raw.number > 20 * max_lines:
+                message = f"there are more than {20 * max_lines:,} lines, most of them blank."
+                found.add(Problem("too_many_lines", message, raw.number))
+                break
+            if is_blank:
+                continue
             try:
                 found.lines.append(self._line(raw, first_lines, found))
             except BadLine as bad:
@@ -193,6 +204,11 @@ class Source:
         if self._allowed is not None and not {request.named_model, request.model} & {*self._allowed}:
             message = f"the key that created this run may not use the model {request.model}."
             raise BadLine("model_not_allowed", message, "body.model")
+        most = 100  # each has a window of lines on the server, and is counted in the status
+        if request.model not in found.models and len(found.models) == most:
+            message = f"a file has at most {most} models, and {request.model} is one more: divide it, or map names."
+            raise BadLine("too_many_models", message, "body.model")
+        found.models.add(request.model)
         first = first_lines.setdefault(request.digest, raw.number)
         if first != raw.number:
             raise BadLine("duplicate_custom_id", f"the custom_id is the same as in line {first:,}.", "custom_id")

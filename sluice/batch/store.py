@@ -2,6 +2,7 @@
 
 A file is the folder `files/<tenant>/<id>` with `data` and `about.json`. It is built in `.<id>.part`, whose `data` its
 process has locked, and renamed: so it is there whole or not at all, and `sweep` removes what a dead process left.
+A file that comes in parts is the folder `<upload id>` beside them, in which each part is such a file.
 """
 
 import fcntl
@@ -12,11 +13,11 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sluice.batch.files import read_state
 from sluice.contract.batch import Batch
@@ -25,6 +26,7 @@ from sluice.errors import SluiceError
 Purpose = Literal["batch", "batch_output"]
 
 _ID = re.compile(r"file-[0-9a-f]{24}")
+_UPLOAD_ID = re.compile(r"upload_[0-9a-f]{24}")
 
 
 class StoreFull(SluiceError):
@@ -50,6 +52,90 @@ class StoredFile:
         return self.expires_at is not None and time.time() >= self.expires_at
 
 
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A file that comes in parts. Methods block, and raise OSError."""
+
+    folder: Path
+    filename: str
+    bytes: int
+    life_s: int  # of the file
+    status: Literal["pending", "completed", "cancelled"] = "pending"
+    file: str | None = None  # its id, from the moment in which its parts are being joined
+
+    @property
+    def id(self) -> str:
+        """The id of the upload, which is the name of its folder."""
+        return self.folder.name
+
+    @property
+    def created_at(self) -> int:
+        """Unix seconds."""
+        return _created_at(self.id)
+
+    @property
+    def expires_at(self) -> int:
+        """Unix seconds; then the upload is removed, with its parts."""
+        return self.created_at + 3_600  # as OpenAI's
+
+    def parts(self) -> list[StoredFile]:
+        """Return the parts that are there whole, in the order of their ids."""
+        found = (_about(self.folder / name) for name in sorted(_names(self.folder)) if _ID.fullmatch(name))
+        return [part for part in found if part is not None]
+
+    def new_part(self) -> "NewFile":
+        """Return a part to write."""
+        return NewFile(self.folder, _new_id("file-"))
+
+    def new_file(self) -> "NewFile":
+        """Return the file that the parts become, to write. Its id is saved first."""
+        new = NewFile(self.folder.parent, _new_id("file-"))
+        replace(self, file=new.id).save()
+        return new
+
+    def join(self, parts: Sequence[StoredFile], new: "NewFile", md5: Any) -> Iterator[bool]:
+        """Write the parts to the file and to the digest, some milliseconds' work for each value that is yielded."""
+        for part in parts:
+            with (self.folder / part.id / "data").open("rb") as data:
+                while piece := data.read(1 << 22):
+                    new.write(piece)
+                    md5.update(piece)
+                    yield True
+
+    def end(self, status: Literal["completed", "cancelled"], file: str | None = None) -> "Upload":
+        """Save the status, and the id of the file, and remove the parts."""
+        ended = replace(self, status=status, file=file)
+        ended.save()
+        for name in _names(self.folder):
+            if _ID.fullmatch(name):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+        return ended
+
+    def save(self) -> None:
+        """Write what is known of the upload."""
+        content = {name: value for name, value in asdict(self).items() if name != "folder"}
+        with (new := self.folder / ".upload.json").open("w", encoding="utf-8") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(self.folder / "upload.json")
+
+    @contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Yield True if no other process or thread has this lock. Its folder's own is that of the parts."""
+        lock = os.open(self.folder / "lock", os.O_RDONLY | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_mine = False
+        else:
+            is_mine = True
+        try:
+            yield is_mine
+        finally:
+            os.close(lock)
+
+
 class FileStore:
     """The files of a folder of runs. Tenant None is the operator, who has all of them. All methods block, and raise
     OSError."""
@@ -71,8 +157,32 @@ class FileStore:
         """Return a file to write, of at least so many bytes. Raises `StoreFull`, as `NewFile.publish` does."""
         home = self._home(tenant)
         home.mkdir(parents=True, exist_ok=True)
-        _refuse_full(max_held, least_bytes + sum(_length(home / name / "data") for name in _names(home)))
-        return NewFile(home, _file_id(time.time(), uuid.uuid4().hex))
+        self.check_space(tenant, least_bytes, max_held)
+        return NewFile(home, _new_id("file-"))
+
+    def check_space(self, tenant: str | None, more_bytes: int, max_held: int | None) -> None:
+        """Raise `StoreFull` if so many bytes do not fit beside all files and parts, complete or not."""
+        if max_held is not None:
+            home = self._home(tenant)
+            folders = [home, *(home / name for name in _names(home) if _UPLOAD_ID.fullmatch(name))]
+            held = sum(_length(folder / name / "data") for folder in folders for name in _names(folder))
+            _refuse_full(max_held, more_bytes + held)
+
+    def new_upload(self, tenant: str | None, filename: str, bytes: int, life_s: int, *, max_held: int | None) -> Upload:
+        """Begin a file that comes in parts. Raises `StoreFull`."""
+        self.check_space(tenant, bytes, max_held)
+        upload = Upload(self._home(tenant) / _new_id("upload_"), filename, bytes, life_s)
+        upload.folder.mkdir(parents=True)
+        upload.save()
+        return upload
+
+    def find_upload(self, tenant: str | None, upload_id: str) -> Upload | None:
+        """Return an upload; None if the tenant has none of this id, or no longer."""
+        for home in self._homes(tenant) if _UPLOAD_ID.fullmatch(upload_id) else []:
+            with suppress(FileNotFoundError):
+                upload = Upload(home / upload_id, **json.loads((home / upload_id / "upload.json").read_bytes()))
+                return upload if time.time() < upload.expires_at else None
+        return None
 
     def find(self, tenant: str | None, file_id: str) -> StoredFile | None:
         """Return a file; None if the tenant has none of this id."""
@@ -112,10 +222,15 @@ class FileStore:
 
     def sweep(self) -> None:
         """Remove expired files, those of runs whose folders are gone, and what dead processes left."""
+        for gone in (*self._folder.glob("done/.*.gone"), *self._folder.glob("failed/.*.gone")):
+            shutil.rmtree(gone, ignore_errors=True)  # a run that its client has deleted
         for home in self._homes(None):
             for name in _names(home):
                 if name.endswith((".part", ".gone")):
                     _remove_if_dead(home, home / name)
+                elif _UPLOAD_ID.fullmatch(name):
+                    if time.time() >= Upload(home / name, "", 0, 0).expires_at:
+                        shutil.rmtree(home / name, ignore_errors=True)
                 elif (file := _about(home / name)) is not None and (file.has_expired or self._is_orphan(file)):
                     self._remove(home, file)
 
@@ -128,7 +243,7 @@ class FileStore:
             yield
 
     def _is_orphan(self, file: StoredFile) -> bool:
-        parts = ("running", "done", "failed")  # in the order in which a run moves
+        parts = ("running", "done", "failed", "running")  # in the order in which a run moves, and back to be run again
         return file.run is not None and not any((self._folder / part / file.run).exists() for part in parts)
 
     def _remove(self, home: Path, file: StoredFile) -> None:
@@ -255,13 +370,17 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _file_id(created: float, unique: str) -> str:
+def _file_id(created: float, unique: str, prefix: str = "file-") -> str:
     """Return an id. Ids sort by their times of creation."""
-    return f"file-{int(created * 1000):011x}{unique[:13]}"
+    return f"{prefix}{int(created * 1000):011x}{unique[:13]}"
 
 
-def _created_at(file_id: str) -> int:
-    return int(file_id.removeprefix("file-")[:11], 16) // 1000
+def _new_id(prefix: str) -> str:
+    return _file_id(time.time(), uuid.uuid4().hex, prefix)
+
+
+def _created_at(stored_id: str) -> int:
+    return int(stored_id[-24:][:11], 16) // 1000
 
 
 def _about(folder: Path) -> StoredFile | None:

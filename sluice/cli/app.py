@@ -8,6 +8,7 @@ import typer
 from sluice import __version__
 from sluice.cli import worker_commands
 from sluice.cli.commands.batch import batch
+from sluice.cli.commands.capture import capture, replay_jobs
 from sluice.cli.commands.chat import chat
 from sluice.cli.commands.dead import dead
 from sluice.cli.commands.jobs import cancel, submit, tail
@@ -18,6 +19,7 @@ from sluice.cli.commands.service import service
 from sluice.cli.commands.top import top
 from sluice.cli.commands.up import serve, up
 from sluice.cli.commands.webhooks import webhooks
+from sluice.cli.commands.why import why
 from sluice.cli.commands.workers import workers
 from sluice.cli.errors import CliError
 from sluice.cli.terminal.output import replace_unencodable
@@ -35,8 +37,9 @@ app.command()(up)
 app.command()(serve)
 for name in ("check", "doctor", "prompt", "parse"):
     worker_commands.add(app, name)
-for command in (chat, submit, tail, cancel, top):
+for command in (chat, submit, tail, cancel, why, top, capture):
     app.command()(command)
+app.command("replay")(replay_jobs)
 app.add_typer(workers, name="workers")
 app.add_typer(models, name="models")
 for name in ("models.pull", "models.rm"):

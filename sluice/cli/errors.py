@@ -4,6 +4,7 @@ import math
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from ssl import SSLCertVerificationError
 
 import typer
 from redis.exceptions import (
@@ -160,6 +161,8 @@ def _outage_reason(error: RedisError, url: str) -> str:
             return "the socket does not exist."
         case socket.gaierror():
             return "its host name is unknown."
+        case SSLCertVerificationError(verify_message=why):
+            return f"its certificate is refused: {sentence(why)} Check ssl_ca_certs and the host in the URL."
         case OSError() if url.startswith("rediss"):
             return "it accepts no TLS connection. If it has no TLS, begin the URL with redis://."
         case ConnectionResetError():

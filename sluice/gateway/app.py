@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, closing, nullcontext, suppress
 from types import FrameType
 
 import uvicorn
@@ -37,13 +37,22 @@ from sluice.gateway.gateway import Gateway
 from sluice.gateway.key_file import BadKeyFile
 from sluice.gateway.monitoring import REQUEST_ID, AccessLog, WebhookMetrics
 from sluice.gateway.protection import MAX_HEADER_BYTES, MIN_BYTES_PER_S, LocalOnly, at_end, protocol
-from sluice.gateway.settings import REDIS_URL, REDIS_URLS, CannotServe, ServeSettings, read_log_format
+from sluice.gateway.settings import (
+    ENV_FILE,
+    REDIS_URL,
+    REDIS_URLS,
+    CannotServe,
+    ServeSettings,
+    read_log_format,
+    read_variables,
+)
 from sluice.gateway.sse import CONNECTION
 from sluice.http_errors import ErrorForm
 from sluice.interfaces.errors import ApiError
 from sluice.log_lines import set_up_logging
 from sluice.mapped import open_client
 from sluice.service_status import serving
+from sluice.tracing import Tracing, TracingError, open_tracing
 from sluice.webhooks.deliverer import deliver
 from sluice.webhooks.store import Counts, WebhookStore
 
@@ -138,11 +147,12 @@ INTERFACES: Sequence[RoutesOf] = (
 )
 
 
-def app(client: Client, settings: ServeSettings | None = None) -> Starlette:
+def app(client: Client, settings: ServeSettings | None = None, tracing: Tracing | None = None) -> Starlette:
     """Return the application, to be served or mounted. The caller closes the client.
 
-    `settings` are read from the environment if they are not given. `app.state.gateway` is the `Gateway`. Raises
-    `BadKeyFile`.
+    `settings` are read from the environment if they are not given. `tracing` makes a span of each request; without,
+    jobs belong to the current span of the application that this one is mounted in. `app.state.gateway` is the
+    `Gateway`. Raises `BadKeyFile`.
     """
     gateway = Gateway(client, settings or ServeSettings())
     routes = [route for interface in INTERFACES for route in interface(gateway)]
@@ -151,7 +161,7 @@ def app(client: Client, settings: ServeSettings | None = None) -> Starlette:
         routes=routes,
         middleware=[
             Middleware(_ClientPath),
-            Middleware(AccessLog, metrics=gateway.metrics, paths=paths),
+            Middleware(AccessLog, metrics=gateway.metrics, paths=paths, tracing=tracing),
             *_middleware_of(gateway.settings),
         ],
         exception_handlers={HTTPException: _refused, Exception: _failed},
@@ -237,8 +247,12 @@ def run_gateway(redis_url: str, settings: ServeSettings) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit(0))  # uvicorn raises its signal again when it has drained
     set_up_logging("sluice.gateway", "INFO", read_log_format())
-    with listen(settings) as listening:
-        asyncio.run(_serve(listening, redis_url, settings))
+    try:
+        tracing = open_tracing("sluice-gateway", more=read_variables(ENV_FILE))
+    except TracingError as error:
+        raise CannotServe(str(error)) from None
+    with listen(settings) as listening, closing(tracing) if tracing else nullcontext():
+        asyncio.run(_serve(listening, redis_url, settings, tracing))
 
 
 def listen(settings: ServeSettings) -> socket.socket:
@@ -264,14 +278,14 @@ def _reason(error: OSError) -> str:
     return f"{system}; choose another with --host and --port."
 
 
-async def _serve(listening: socket.socket, redis_url: str, settings: ServeSettings) -> None:
+async def _serve(listening: socket.socket, redis_url: str, settings: ServeSettings, tracing: Tracing | None) -> None:
     try:
         client = open_client(redis_url)
     except ValueError as error:
         variable = REDIS_URLS if isinstance(redis_url, MapFile) else REDIS_URL
         raise CannotServe(f"{variable}: {error}") from None
     async with client:
-        application = _application(client, settings)
+        application = _application(client, settings, tracing)
         config = uvicorn.Config(
             application if settings.keys else LocalOnly(application, settings.allowed_origins),
             http=protocol(settings.client_timeout_s),
@@ -333,9 +347,9 @@ def _collect_garbage_rarely() -> None:
     gc.set_threshold(10_000)  # allocated containers between two collections, instead of 700
 
 
-def _application(client: Client, settings: ServeSettings) -> Starlette:
+def _application(client: Client, settings: ServeSettings, tracing: Tracing | None) -> Starlette:
     try:
-        return app(client, settings)
+        return app(client, settings, tracing)
     except BadKeyFile as error:
         raise CannotServe(f"SLUICE_SERVE_KEYS: {error}") from None
 

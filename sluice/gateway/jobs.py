@@ -36,6 +36,7 @@ from sluice.http_errors import ErrorForm
 from sluice.interfaces.errors import ApiError, from_client
 from sluice.interfaces.fields import requested_model
 from sluice.submission import ExtraKey, NewJob, Submitted, lane_of
+from sluice.tracing import describe_request
 
 logger = logging.getLogger("sluice.gateway")
 
@@ -345,6 +346,7 @@ class JobSubmission:
             if body.get("model") is not None:
                 raise
             raise model_missing(await self._usable(caller)) from None
+        describe_request(function, model)
         lane = lane_of(body)
         if lane not in caller.lanes:
             raise ApiError(ErrorForm.LANE_NOT_ALLOWED, f"service_tier: this key may not use the lane {lane}.")

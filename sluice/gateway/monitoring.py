@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from redis.exceptions import RedisError
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +22,7 @@ from sluice.contract.keys import LANES
 from sluice.errors import JobCancelled, JobFailed, SluiceError
 from sluice.presence import serves
 from sluice.queues import QueueHead
+from sluice.tracing import RequestSpan, Tracing, request_span
 from sluice.webhooks.store import Counts
 
 logger = logging.getLogger("sluice.gateway.access")
@@ -303,9 +304,11 @@ def identify(request: Request, job_id: str) -> None:
 class AccessLog:
     """Logs and counts each response, and gives it an `x-request-id` if it has none."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, paths: Mapping[Any, str]) -> None:
-        """`paths`: the path of each route, by its endpoint."""
-        self._app = app
+    def __init__(
+        self, app: ASGIApp, metrics: GatewayMetrics, paths: Mapping[Any, str], tracing: Tracing | None = None
+    ) -> None:
+        """`paths`: the path of each route, by its endpoint. `tracing`: makes a span of each request."""
+        self._app, self._tracing = app, tracing
         self._metrics, self._paths = metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -314,19 +317,23 @@ class AccessLog:
             return await self._app(scope, receive, send)
         response = _Response(send, scope.setdefault("state", {}))
         started = time.monotonic()
-        try:
-            with self._metrics.open.track_inprogress():
-                await self._app(scope, receive, response.send)
-        except Exception:  # the border of a gateway's request: Starlette answers 500 and the server logs the error
-            response.failed()
-            raise
-        finally:
-            self._record(scope, response, time.monotonic() - started)
+        tracing = None if scope["path"] in _QUIET else self._tracing
+        with request_span(tracing, Headers(scope=scope).get("traceparent", "")) as span:
+            try:
+                with self._metrics.open.track_inprogress():
+                    await self._app(scope, receive, response.send)
+            except Exception:  # the border of a gateway's request: Starlette answers 500 and the server logs the error
+                response.failed()
+                raise
+            finally:
+                self._record(scope, response, time.monotonic() - started, span)
 
-    def _record(self, scope: Scope, response: "_Response", seconds: float) -> None:
+    def _record(self, scope: Scope, response: "_Response", seconds: float, span: RequestSpan | None) -> None:
         handler = self._paths.get(scope.get("endpoint"), "other")
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._metrics.ended(method, handler, response.status, seconds)
+        if span is not None:
+            span.answered(method, handler, response.status, response.request_id)
         level = logging.DEBUG if handler in _QUIET else logging.INFO
         path = quote(scope["path"][:200])
         status, request = response.status, response.request_id

@@ -19,6 +19,7 @@ from sluice.wording import unknown_setting, value_problem
 PREFIX = "SLUICE_SERVE_"
 REDIS_URL, REDIS_URLS = "SLUICE_REDIS_URL", "SLUICE_REDIS_URLS"  # shared with the workers
 _LOG_FORMAT = "SLUICE_LOG_FORMAT"  # likewise
+ENV_FILE = Path(".env")
 _NEEDS_KEYS = (
     "without keys the gateway listens on a loopback address only; make a key with `sluice keys create` "
     "and set SLUICE_SERVE_KEYS"
@@ -33,7 +34,12 @@ class ServeSettings(BaseSettings):
     """The settings of a gateway. Each is read from the variable `SLUICE_SERVE_` + its name in capitals."""
 
     model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_file=".env", extra="ignore", frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+        env_prefix=PREFIX,
+        env_file=ENV_FILE,
+        extra="ignore",
+        frozen=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
     )
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on. Without keys, a loopback address.")
@@ -168,8 +174,7 @@ def gateway_variable(field: str) -> str:
 
 def read_serve_settings(**given: object) -> ServeSettings:
     """Read and validate all settings; those given override the environment. Raises `CannotServe`."""
-    env_file = Path(str(ServeSettings.model_config["env_file"]))
-    _refuse_unknown(read_variables(env_file))
+    _refuse_unknown(read_variables(ENV_FILE))
     try:
         return ServeSettings(**given)  # type: ignore[arg-type]
     except ValidationError as error:
@@ -180,7 +185,7 @@ def read_serve_settings(**given: object) -> ServeSettings:
 
 def read_redis_url(default: str) -> str:
     """Return the URL of the server, or the map of several, from the environment or `.env`."""
-    variables = read_variables(Path(str(ServeSettings.model_config["env_file"])))
+    variables = read_variables(ENV_FILE)
     if file := variables.get(REDIS_URLS):
         return MapFile(file)
     return variables.get(REDIS_URL) or default
@@ -188,7 +193,7 @@ def read_redis_url(default: str) -> str:
 
 def read_log_format() -> LogFormat:
     """Return the format of the log, from the environment or `.env`. Raises `CannotServe`."""
-    match read_variables(Path(str(ServeSettings.model_config["env_file"]))).get(_LOG_FORMAT, "text"):
+    match read_variables(ENV_FILE).get(_LOG_FORMAT, "text"):
         case "text" | "json" as log_format:
             return log_format
         case other:

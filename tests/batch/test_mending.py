@@ -172,15 +172,17 @@ async def test_an_answer_without_a_limit_in_its_request_gets_one_and_that_is_sai
     assert "cut off at 100 tokens, and its request has no max_tokens, so it is run again with twice as many" in note
 
 
+@pytest.mark.parametrize("name", ["default", "alias"])
 async def test_a_limit_is_raised_to_what_workers_publish(
-    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path
+    client: Client, db: Redis, chat: Chat, tmp_path: Path, out: Path, name: str
 ) -> None:
+    await db.hset("sluice:aliases", "alias", "default")
     lowest = {"a": ("100", "8"), "b": ("17", ""), "c": ("x", "5" * 40)}
-    for name, (context, most) in lowest.items():
-        fields = {"name": name, "model": "default", "context_tokens": context, "max_output_tokens": most}
-        await db.hset(f"sluice:worker:{name}", mapping=fields)
+    for worker, (context, most) in lowest.items():
+        fields = {"name": worker, "model": "default", "context_tokens": context, "max_output_tokens": most}
+        await db.hset(f"sluice:worker:{worker}", mapping=fields)
     many = write(tmp_path / "in.jsonl", cut("a", 99, 3))
-    batch = await client.batch(many, out, models=ANY, retry={"cut": 9})
+    batch = await client.batch(many, out, models={"*": name}, retry={"cut": 9})
     assert [request["max_tokens"] for request in chat.requests] == [3, 6, 7], "10 of 17 tokens are the prompt's"
     assert kinds(batch) == {"cut": 1, "replaced": 2}
 

@@ -182,7 +182,22 @@ def test_a_line_of_ten_megabytes_is_taken_and_one_that_no_worker_would_take_is_n
 def test_a_file_of_more_lines_or_bytes_than_are_taken_is_refused(tmp_path: Path) -> None:
     assert found(tmp_path, b"\n" + GOOD, max_lines=2) == []
     assert found(tmp_path, b"\n" + GOOD + b"\n{}\n{}\n", max_lines=2) == [(5, "too_many_lines")]
+    assert found(tmp_path, b"{\n" * 9 + GOOD, max_lines=2) == [
+        (1, "invalid_json"), (2, "invalid_json"), (3, "too_many_lines"),
+    ], "bad lines count too, or reading 200 MB of them would take a quarter of an hour"  # fmt: skip
     assert found(tmp_path, GOOD, max_bytes=len(GOOD) - 1) == [(None, "file_too_large")]
+
+
+def test_a_million_lines_are_too_many_if_they_are_blank(tmp_path: Path) -> None:
+    assert found(tmp_path, b"\n" * 40 + GOOD, max_lines=2) == [(41, "too_many_lines")]
+    assert found(tmp_path, b"\n" * 38 + GOOD, max_lines=2) == []
+
+
+def test_a_file_has_a_hundred_models_at_most(tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", *(line(f"r{k}", model=f"m{k % 101}") for k in range(202)))
+    problems = [(problem.line, problem.code) for problem in scan(file, {}).problems]
+    assert problems == [(101, "too_many_models"), (202, "too_many_models")]
+    assert scan(file, {"m100": "m0"}).problems == []
 
 
 def test_the_limits_are_those_of_openai() -> None:

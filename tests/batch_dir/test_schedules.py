@@ -92,7 +92,8 @@ async def test_a_command_whose_worker_dies_is_resumed_by_the_next(redis_url: str
 
 async def test_a_command_is_paused_when_its_worker_stops(redis_url: str, folder: Path) -> None:
     clock, out = Clock(), folder.parent / "out-2026-03-14.jsonl"
-    schedules = nightly(folder, output=str(out).replace("2026-03-14", "%Y-%m-%d"), options=("--model", "none"))
+    unserved = "--model", "none", "--wait"  # without --wait the run is refused, and soon ended
+    schedules = nightly(folder, output=str(out).replace("2026-03-14", "%Y-%m-%d"), options=unserved)
     clock.moment += 15 * HOUR
     async with at_work(redis_url, folder, clock, code=IGNORES, look_s=0.1, grace_s=30):
         await until(lambda: out.with_name(f"{out.name}.run").exists(), within_s=60)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sluice.cli.commands.service import Service, manager
+from sluice.cli.commands.service import service as service_commands
 from sluice.cli.errors import CliError
 from tests.end_to_end.test_cli import run_here
 
@@ -87,7 +88,8 @@ def test_a_service_is_installed_listed_upgraded_and_leaves_nothing_behind(tmp_pa
     assert "no services" in sluice("status")[2]
     asked = [line for line in (tmp_path / "asked").read_text().splitlines() if "is-active" not in line]
     start = ["--user daemon-reload", "--user enable sluice-ada.service", "--user restart --no-block sluice-ada.service"]
-    assert asked == [*start, *start, "--user disable --now sluice-ada.service"]
+    forgotten = ["--user daemon-reload", "--user reset-failed sluice-ada.service"]
+    assert asked == [*start, *start, "--user disable --now sluice-ada.service", *forgotten]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="systemd is Linux's")
@@ -95,8 +97,50 @@ def test_what_the_manager_refuses_is_told(tmp_path: Path) -> None:
     (tmp_path / "systemctl").write_text(SYSTEMCTL)
     (tmp_path / "systemctl").chmod(0o755)
     env = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    code, _, err = run_here("service", "install", "up", "--service-name", "broken", env=env, folder=tmp_path)
+    install = ("service", "install", "up", "--service-name", "broken")
+    code, _, err = run_here(*install, env=env, folder=tmp_path)
     assert (code, "no such unit" in err) == (2, True)
+    unit = tmp_path / ".config" / "systemd" / "user" / "sluice-broken.service"
+    assert not unit.exists()
+    unit.write_text("as it was")
+    assert run_here(*install, env=env, folder=tmp_path)[0] == 2
+    assert unit.read_text() == "as it was"
+
+
+LAUNCHCTL = """#!/bin/sh
+echo "$@" >> "$HOME/asked"
+case "$1" in
+    bootstrap) touch "$HOME/loaded";;
+    bootout) rm "$HOME/loaded";;
+    print) [ -e "$HOME/loaded" ] && echo "	state = running";;
+esac
+"""
+
+
+def test_an_agent_is_installed_upgraded_and_removed_also_if_it_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "launchctl").write_text(LAUNCHCTL)
+    (tmp_path / "launchctl").chmod(0o755)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    agent = tmp_path / "Library" / "LaunchAgents" / "mlx.sluice.ada.plist"
+    changes = [["bootstrap"], ["bootout", "bootstrap"], ["bootout"]]
+    ada = ["--service-name", "ada"]
+    for command, asked in zip(
+        (["install", "up", *ada], ["install", "up", *ada], ["uninstall", "ada"]), changes, strict=True
+    ):
+        (tmp_path / "asked").write_text("")
+        service_commands(command, standalone_mode=False)
+        lines = [line.split()[0] for line in (tmp_path / "asked").read_text().splitlines()]
+        assert [line for line in lines if line != "print"] == asked
+        assert agent.exists() is (command[0] == "install")
+    service_commands(["install", "up", *ada], standalone_mode=False)
+    (tmp_path / "loaded").unlink()
+    service_commands(["uninstall", "ada"], standalone_mode=False)
+    assert not agent.exists()
 
 
 @pytest.mark.parametrize(

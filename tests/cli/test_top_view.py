@@ -10,12 +10,13 @@ from rich.console import Console
 
 from sluice.cli.errors import CliError
 from sluice.cli.terminal.top_view import TopView
+from sluice.presence import HOST
 
 URL = "redis://:secret@127.0.0.1:6379/0"
 _MEASURED = (
     "jobs_per_s", "tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "gap_p50_ms", "gap_p95_ms", "prefix_hit_rate",
     "claims_left", "claims_overruled", "prefix_hint_rate", "prefix_cache_bytes", "memory_bytes",
-    "memory_limit_bytes", "started_at",
+    "memory_limit_bytes", "started_at", "step_share", "offline_step_share",
 )  # fmt: skip
 
 
@@ -26,7 +27,10 @@ def sample(*, workers: int, tenants: int, runs: int, name: str = "mac") -> dict[
     load = {"loading": None, "rows": 1, "max_rows": 4, "tokens_per_s": 0}
     return {
         "at": time.time() - 65,
-        "workers": [{"name": f"{name}-{k}", **known, **dict.fromkeys(_MEASURED)} for k in range(workers)],
+        "workers": [
+            {"name": f"{name}-{k}", **known, **dict.fromkeys(_MEASURED), **dict.fromkeys(HOST, "")}
+            for k in range(workers)
+        ],
         "models": [{"model": "default", "workers": workers, **load, "claims_left": 12, "claims_overruled": 3}],
         "queues": [{**lane, "jobs": 900, "running": 0, "waiting": 300, "oldest_s": 9.0, "complete": False}],
         "tenants": [{**lane, "tenant": f"tenant-{k}", "waiting": 1, "oldest_s": float(k)} for k in range(tenants)],
@@ -94,3 +98,23 @@ def test_decisions_of_claims_are_shown_where_there_is_room(width: int, of_worker
     lines = drawn(live(found), width, 24)
     assert sum(" 96% " in line and " 1,040/7 " in line for line in lines) == of_worker
     assert sum(" 96% " in line and " 12/3 " in line for line in lines) == of_model
+
+
+def test_what_is_left_to_others_on_a_machine_is_noted_for_a_few_workers() -> None:
+    seen = sample(workers=5, tenants=0, runs=0)
+    view = TopView(URL, seen)
+    assert not any("mac-0:" in line for line in drawn(view, 80, 40))
+    seen["workers"][0] |= {
+        "machine": "awake",
+        "memory_pressure": "normal",
+        "memory_reclaim": "nothing",
+        "step_share": 1,
+    }
+    assert not any("mac-0:" in line for line in drawn(view, 80, 40))
+    pressed = {"machine": "in_use on_battery awake", "memory_pressure": "critical", "memory_reclaim": "offline_rows"}
+    for each in seen["workers"]:
+        each |= {**pressed, "offline_step_share": 0.25}
+    lines = drawn(view, 160, 40)
+    notes = "in use; on battery; memory critical, gives back offline rows; offline jobs have 25% of the time"
+    assert [line.strip() for line in lines[1:3]] == [f"mac-{k}: {notes}" for k in range(2)]
+    assert lines[3].strip() == "and 3 more workers leave something to others on their machines"

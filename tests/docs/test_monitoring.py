@@ -84,6 +84,7 @@ FIRES: dict[str, dict[str, tuple[str, str]]] = {
     },
     "SluiceTakeovers": {'sluice:takeovers_total{model_name="m"}': ("1+0x60", "0+1x60")},
     "SluiceMemoryFull": {"sluice:rows_awaiting_memory": ("0+0x60", "1+0x60")},
+    "SluiceMemoryPressure": {"sluice:memory_reclaim": ("2+0x60", "3+0x60")},
     "SluiceOutOfMemory": {"sluice:rows_out_of_memory_total": ("0+0x60", "0+1x60")},
     "SluiceMemoryMispredicted": {
         "sluice:memory_measured_bytes": ("100+0x60", "120+0x60"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sluice.presence import HOST
 from tests.end_to_end.test_cli import Command, last_line
 from tests.support.chaos.harness import chat_request
 from tests.support.stack import Server, WorkerProcess
@@ -110,6 +111,9 @@ def test_workers_as_json_are_one_object_a_line_with_numbers(sluice: Command, ali
     assert 0 <= time.time() - said.pop("started_at") < HOUR_S
     assert said.pop("jobs_per_s") >= 0  # other tests' jobs may have ended in the last minute
     assert (said.pop("tokens_per_s") >= 0, 0 <= said.pop("load") <= 1) == (True, True)
+    host = {name: said.pop(name) for name in (*HOST, "step_share", "offline_step_share")}
+    assert None not in host.values()
+    assert host["step_share"] == 1
     assert (code, err, said) == (0, "", {
         "name": alive.name,
         "model": "default",

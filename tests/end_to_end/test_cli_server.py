@@ -11,6 +11,7 @@ import redis
 from tests.end_to_end.test_cli import Command
 from tests.queue.refusing import disk_full
 from tests.support.stack import TINY_CHAT, Server, free_port
+from tests.support.tls import TlsPort, certificate
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,17 @@ def test_a_server_that_is_not_there_is_named_with_the_reason(sluice: Command, ur
 
 def test_a_server_without_tls_is_told_from_one_that_is_away(sluice: Command, open_server: str) -> None:
     assert "begin the URL with redis://" in refused(sluice, f"rediss://{open_server}/0")
+
+
+def test_a_certificate_that_is_not_trusted_is_told(sluice: Command, open_server: str, tmp_path: Path) -> None:
+    port, file = free_port(), certificate(tmp_path)
+    with TlsPort(port, int(open_server.partition(":")[2]), file):
+        assert "its certificate is refused: self-signed certificate" in refused(sluice, f"rediss://127.0.0.1:{port}/0")
+        trusted = f"ssl_ca_certs={file}&ssl_check_hostname=true"
+        assert "no worker is alive" in sluice("workers", "--redis-url", f"rediss://127.0.0.1:{port}/0?{trusted}")[2]
+        said = refused(sluice, f"rediss://localhost:{port}/0?{trusted}")
+        assert "'localhost'" in said
+        assert said.count("Check ssl_ca_certs and the host in the URL.") == 1
 
 
 def test_a_server_of_another_kind_is_told(sluice: Command) -> None:

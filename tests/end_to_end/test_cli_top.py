@@ -23,6 +23,7 @@ LOAD = {
     "claims_left": "12", "claims_overruled": "3", "prefix_hint_rate": "0.95",
     "memory_limit_bytes": "24000000000", "jobs_per_s": "0.75", "offline_rows": "14", "version": "0.1.0",
 }  # fmt: skip
+PRESSED = {"memory_pressure": "warning", "memory_reclaim": "caches", "machine": "hot", "offline_step_share": "0.25"}
 FOREIGN = ("9" * 5000, "nan", "-1", "1e999", "\x1b[2J", "", "1_000", "٣")
 
 
@@ -51,7 +52,7 @@ def put_run(db: redis.Redis, id: str, **changed: object) -> None:
 @pytest.fixture
 def busy(sluice: Command) -> Command:
     put_worker(sluice.db, "mac-studio-3.office.example", "qwen3-30b-a3b-instruct-4bit")
-    put_worker(sluice.db, "ada", state="draining", images="yes", load="0.5", protocol="1", queue_limit="100")
+    put_worker(sluice.db, "ada", state="draining", images="yes", load="0.5", protocol="1", queue_limit="100", **PRESSED)
     put_jobs(sluice.db, "default", "interactive", 2, tenant="shop", age_s=75, state="running")
     put_jobs(sluice.db, "default", "interactive", 3, tenant="shop", age_s=70, state="queued")
     put_jobs(sluice.db, "default", "interactive", 1, tenant="", age_s=2, state="queued")
@@ -90,7 +91,8 @@ def test_json_is_one_object_with_the_fields_that_the_help_names(busy: Command) -
         "gap_p50_ms": 8.5, "gap_p95_ms": 21.0, "prefix_hit_rate": 0.873, "prefix_cache_bytes": 4_200_000_000,
         "claims_left": 12, "claims_overruled": 3, "prefix_hint_rate": 0.95,
         "memory_bytes": 812_000_000, "memory_limit_bytes": 24_000_000_000, "started_at": None,
-        "images": True, "load": 0.5, "protocol": 1, "queue_limit": 100,
+        "images": True, "load": 0.5, "protocol": 1, "queue_limit": 100, "step_share": None, "offline_step_share": 0.25,
+        "memory_pressure": "warning", "memory_reclaim": "caches", "machine": "hot",
     }  # fmt: skip
     assert said["models"][0] == {
         "model": "default", "workers": 0, "loading": None, "rows": 3, "max_rows": 16, "tokens_per_s": 412.5,
@@ -266,3 +268,5 @@ def test_a_real_worker_publishes_its_load(sluice: Command, alive: WorkerProcess)
     assert 0 < worker["gap_p50_ms"] <= worker["gap_p95_ms"]
     assert 0 < worker["ttft_p50_ms"] <= worker["ttft_p95_ms"]
     assert 0 <= worker["memory_bytes"] < worker["memory_limit_bytes"]
+    assert worker["memory_pressure"] in ("normal", "warning", "critical")  # as this machine says
+    assert (worker["step_share"], worker["offline_step_share"]) == (1, 1)

@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from sluice import Client, Delta, Finished
+from sluice.contract.phases import JobPhases
 from tests.engine.test_memory import WIDE, built
 from tests.engine.tiny import write_checkpoint
 from tests.support.stack import WorkerProcess
@@ -75,7 +76,12 @@ async def test_rows_preempt_each_other_and_all_end_as_alone_the_oldest_first(
         jobs += [await client.submit({"messages": messages(i), **request}) for i in range(1, ROWS)]
         answers = await asyncio.wait_for(asyncio.gather(*(follow(client, job.id) for job in jobs)), 300)
         log = worker.log()
+        records = [JobPhases.read(await client.redis.hget(f"sluice:job:{job.id}", "phases")) for job in jobs]  # type: ignore[misc]
     assert log.count(": preempted") > 0
+    names = [[moment.name for moment in record.moments()] for record in records]
+    assert sum(each.count("preempt") for each in names) == log.count(": preempted")
+    assert all(each.count("preempt") == each.count("resume") for each in names)
+    assert names[0] == ["first_token"]
     for i, (tokens, ending, _) in enumerate(answers):
         assert (ending, tokens) == ("length", alone(folder, i)), f"row {i}"
     times = [at for *_, at in answers]

@@ -16,7 +16,7 @@ from tests.support.stack import TINY_CHAT
 from worker.engine import upstream
 from worker.engine.checkpoint import embeds
 from worker.engine.embedding import EmbeddingCosts, EmbeddingEngine, EmbeddingModel, open_embedding_model
-from worker.engine.engine import EngineBroken
+from worker.engine.isolation import EngineBroken
 from worker.errors import CannotStart
 from worker.outcomes import Embedded, Outcome, RowFailed
 from worker.request import EmbeddingInputs

@@ -22,7 +22,7 @@ from worker.engine.batch.row import Row
 from worker.engine.cache.kv import SlotKVCache
 from worker.engine.cache.recurrent import SlotArraysCache
 from worker.engine.cache.rotating import SlotRotatingKVCache
-from worker.engine.engine import EngineBroken
+from worker.engine.isolation import EngineBroken
 from worker.engine.model.load import open_model
 from worker.engine.options import EngineOptions
 from worker.engine.prefill import spans as prefill_module

@@ -18,6 +18,7 @@ from worker.engine.admission.tuning import MAX_OVERTAKES
 from worker.engine.batch import groups
 from worker.engine.model.calibration import calibrated
 from worker.engine.model.load import Model
+from worker.outcomes import Admitted, Preempted
 
 # Its keys and values take far more than anything else.
 WIDE = {**CONFIGS["llama"], "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
@@ -188,6 +189,8 @@ def test_interactive_row_preempts_the_youngest_offline_row_which_continues_exact
     run.add("interactive", prompt(PROMPT, 7), max_tokens=6)
     report = run.step()
     assert (run.waiting, report.num_preemptions, report.num_preempted) == (["offline 2"], 1, 1)
+    moves = [outcome for outcome in report.outcomes if isinstance(outcome, Preempted | Admitted)]
+    assert moves == [Preempted("offline 2"), Admitted("interactive")]
     assert 0 < len(run.generated["offline 2"]) < ANSWER
     assert run.held_bytes > 0
     if not keep:

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.fakes import Clock
+from worker.host.courtesy import Pressure, Reclaim, Signals, Throttle
 from worker.monitoring import sink
 from worker.monitoring.metrics import Metrics
 from worker.monitoring.sink import Durations, MetricsSink
@@ -12,6 +13,8 @@ NOTHING = {
     "tokens_per_s": 0.0, "load": 0.0, "ttft_p50_ms": "", "ttft_p95_ms": "", "gap_p50_ms": "", "gap_p95_ms": "",
     "prefix_hit_rate": "", "claims_left": 0, "claims_overruled": 0, "prefix_hint_rate": "", "prefix_cache_bytes": 0,
     "memory_bytes": 0, "memory_limit_bytes": "",
+    "memory_pressure": "normal", "memory_reclaim": "nothing", "machine": "",
+    "step_share": 1.0, "offline_step_share": 1.0,
 }  # fmt: skip
 
 
@@ -37,12 +40,16 @@ def test_the_load_is_counted_with_and_without_prometheus(clock: Clock, metrics: 
     metrics.hinted(800, 600)
     prefix = PrefixUse(queried=40, hit=10, nbytes=9)
     metrics.record_step(StepReport((), rows=1, seconds=2.0, reserved=(70, 100), prefix=prefix))
+    throttle = Throttle(1.0, 0.25, Reclaim.NEW_JOBS)
+    metrics.set_host(Signals(Pressure.CRITICAL, idle_s=1.0, hot=True), throttle, is_awake=True)
     clock.now += 10
     assert metrics.measured() == {
         "tokens_per_s": 10.1, "load": 0.2, "ttft_p50_ms": 400.0, "ttft_p95_ms": 490.0, "gap_p50_ms": 27.5,
         "gap_p95_ms": 29.8,
         "prefix_hit_rate": 0.25, "claims_left": 3, "claims_overruled": 1, "prefix_hint_rate": 0.75,
         "prefix_cache_bytes": 9, "memory_bytes": 70, "memory_limit_bytes": 100,
+        "memory_pressure": "critical", "memory_reclaim": "new_jobs", "machine": "in_use hot awake", "step_share": 1.0,
+        "offline_step_share": 0.25,
     }  # fmt: skip
 
 

@@ -146,6 +146,11 @@ class JobRecorder:
         self._cut_short = False  # the worker's memory has ended the answer
         self._warnings = list[str]()  # known before the answer began
         self._state = ResumeState()  # what this attempt leaves for the next one
+        load_began, load_ended = context.loading
+        queued = self._began_monotonic - job.claim.age_s(self._began_at)
+        self._load_s = max(0.0, load_ended - max(load_began, queued))
+        if self._load_s:
+            job.phases.loaded(self._load_s)
 
     def consider_specprefill(self, report: SpecPrefillReport) -> None:
         """Set the report by the request and the settings. The engine's decision may follow."""
@@ -176,6 +181,7 @@ class JobRecorder:
     def begin(self, event: Literal["started", "restarted", "resumed"], state: ResumeState) -> None:
         """Emit the first event of the attempt, and store the state that it leaves."""
         self._leave(state)
+        self._job.mark("admission")
         settings = self._context.settings
         self._job.log.emit(
             event,
@@ -205,6 +211,8 @@ class JobRecorder:
         self._prefilled_at = time.monotonic()
         self._job.prompt.advanced(done, cached)
         if not self._steps:  # else the row is recomputed after a failure, partly from KV state that it computed itself
+            if done >= total and self._job.phases.phase != "decode":
+                self._job.mark("decode")
             self._job.usage.cached_tokens = min(cached, self._job.usage.prompt_tokens)
         self.progress(Prefilled.phase, done, total)
 
@@ -215,6 +223,14 @@ class JobRecorder:
         if done < total and (now >= due_s or phase == "loading"):
             self._progress_at = max(now, due_s)
             self._job.log.emit("progress", phase=phase, done=done, total=total)
+
+    def admitted(self) -> None:
+        """Record that the engine has room for the row, at its beginning or again."""
+        self._job.mark("decode" if self._steps else "prefill")
+
+    def preempted(self) -> None:
+        """Record that the row had to leave for others."""
+        self._job.mark("preempted")
 
     def record_specprefill(self, outcome: SpecPrefillApplied | SpecPrefillSkipped) -> None:
         """Record which prompt tokens are computed. It is written with the next events, so before the first token."""
@@ -248,6 +264,9 @@ class JobRecorder:
 
     def _record_first_token(self, now: float) -> None:
         self._first_at = now
+        if self._job.phases.phase != "decode":  # no outcome has told of the end of the prompt
+            self._job.mark("decode")
+        self._job.mark("first_token")
         claim, seconds = self._job.claim, now - self._began_monotonic
         record = claim.record(queue_s=round(claim.age_s(self._began_at), 3), first_token_s=round(seconds, 3))
         logger.info("%s first token after %.3f s", claim.job_id, seconds, extra=record)
@@ -360,15 +379,13 @@ class JobRecorder:
     def _timings(self) -> dict[str, float]:
         decode_s = self._last_at - self._first_at
         queue_s = self._job.claim.age_s(self._began_at)
-        load_began, load_ended = self._context.loading
-        load_s = load_ended - max(load_began, self._began_monotonic - queue_s)
         timings = {
             "queue_s": queue_s,
             "prefill_s": self._prefilled_at - self._began_monotonic,
             "ttft_s": self._first_at - self._began_monotonic,
             "decode_s": decode_s,
             "tokens_per_s": self._pace.tokens_per_s(),
-            **({"load_s": load_s} if load_s > 0 else {}),
+            **({"load_s": self._load_s} if self._load_s else {}),
         }
         return {name: round(value, 6) for name, value in timings.items()}
 

@@ -2,11 +2,12 @@
 decides which requests are admitted."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from sluice.contract.keys import Lane
 from worker.engine.admission.classes import Bounds, Decoding
 from worker.engine.admission.decision import AdmissionLimits, RowEstimate, group_lengths, image_demand
 from worker.engine.admission.plan import (
@@ -24,6 +25,7 @@ from worker.engine.admission.tuning import MOST_FACTOR, NOISE_BYTES
 from worker.engine.batch.decode_batch import PreemptedRow
 from worker.engine.batch.row import Row
 from worker.engine.memory import BUFFER_TOKENS, MAX_ROWS, NO_IMAGES, ImageDemand, MemoryModel, StepDemand
+from worker.host.courtesy import Reclaim
 from worker.request import GenerationRequest
 
 
@@ -155,6 +157,7 @@ class AdmissionController:
         self._lengths = AnswerLengths()
         self._arrived = 0  # requests
         self._is_planned = True  # a plan is applied in this step, so other caches may be saved
+        self._reclaim = Reclaim.NOTHING
         self._compared: StepDemand | None = None  # of the step whose memory was compared last
         # A step may deliver a token that is drawn, a draft and the token after it. If no more can be reserved then, one
         # more token may be drawn already, and another one can follow as the last.
@@ -169,6 +172,36 @@ class AdmissionController:
     def num_preempted(self) -> int:
         """Number of waiting requests that were active before."""
         return sum(each.preempted for each in self._waiting.values())
+
+    @property
+    def lanes(self) -> Iterator[Lane]:
+        """The lanes of the waiting requests."""
+        return (each.request.lane for each in self._waiting.values())
+
+    @property
+    def may_begin(self) -> bool:
+        """False if none of the waiting requests begins, though none is active: see `give_back`."""
+        return self._reclaim < Reclaim.OFFLINE_ROWS or "interactive" in self.lanes
+
+    def give_back(self, reclaim: Reclaim) -> None:
+        """Let offline rows, or all new ones, wait from the next plan on, or no longer."""
+        self._reclaim = reclaim
+        self.mark_dirty()
+
+    def to_preempt(self, active: Iterable[Row]) -> list[str]:
+        """Return the ids of the active rows that memory is wanted of, the youngest first."""
+        gives = self._reclaim >= Reclaim.OFFLINE_ROWS
+        return [row.id for row in active if gives and row.request.lane == "batch"][::-1]
+
+    def _considered(self, *, is_idle: bool) -> Iterable[WaitingRequest]:
+        """Return the waiting requests that may begin. `is_idle`: no row is active; then an interactive one may."""
+        if self._reclaim < Reclaim.OFFLINE_ROWS:
+            return self._waiting.values()
+        interactive = [each for each in self._waiting.values() if each.request.lane == "interactive"]
+        begun = [each for each in interactive if each.preempted]
+        if self._reclaim < Reclaim.NEW_JOBS:
+            return interactive
+        return interactive[:1] if is_idle and not begun else begun
 
     def add(self, request: GenerationRequest) -> None:
         """Append a request to the waiting ones."""
@@ -191,10 +224,13 @@ class AdmissionController:
         return dropped
 
     def _drop_excess(self) -> list[PreemptedRow]:
-        """Drop saved caches for which the active rows leave no memory, the youngest row's first, and return their
-        rows."""
+        """Drop saved caches for which the active rows leave no memory, the youngest row's first, and those of offline
+        rows while memory is given back. Returns their rows."""
         with_caches, (reserved, available) = self._requests_with_caches(), self.reserved_bytes
         dropped = list[PreemptedRow]()
+        for each in with_caches if self._reclaim >= Reclaim.OFFLINE_ROWS else ():
+            dropped += each.drop_cache() if each.request.lane == "batch" else ()
+        with_caches = [each for each in with_caches if each.saved_row]
         while with_caches and reserved + self._held_bytes() > available:
             dropped += with_caches.pop().drop_cache()
         return dropped
@@ -235,7 +271,7 @@ class AdmissionController:
     def decide(self, active: Sequence[RowEstimate], decoding: Decoding) -> AdmissionPlan:
         """Return the requests to admit or to refuse, and everything that follows; see `apply`. Changes nothing.
         `active`: rows in prefill and decoding rows, the oldest first."""
-        waiting = [each.estimated(self._limits.costs, self._lengths) for each in self._waiting.values()]
+        waiting = [each.estimated(self._limits.costs, self._lengths) for each in self._considered(is_idle=not active)]
         bounds, limits = self._bounds, self._corrected()
         if not active or self._num_plans % 8 == 0:  # choosing takes several times as long as a plan
             bounds = best_bounds(waiting, active, decoding, bounds, limits)
@@ -252,7 +288,7 @@ class AdmissionController:
         self._bounds = plan.bounds
         self._reservation = plan.reservation
         self._shares = plan.shares
-        if plan.growth.reserve and (excess := self._drop_excess()):
+        if (plan.growth.reserve or self._reclaim) and (excess := self._drop_excess()):
             dropped += excess
             self._shares = plan.reservation.shares(self._corrected(), self._held_bytes())
         if plan.growth.preempt:  # it admits no row
@@ -329,6 +365,16 @@ class AdmissionController:
             least=min(most, drawn + BUFFER_TOKENS) if row.must_grow(self.tokens_ahead) else 0,
             likely=min(most, self._lengths.likely(row.request.lane, drawn)),
         )
+
+    def estimates(
+        self, active: Iterable[Row], groups: Iterable[tuple[int, Row]], images: Callable[[str], ImageDemand]
+    ) -> list[RowEstimate]:
+        """Return an estimate for each group of each active row; rows in prefill have none. `groups`: rows with the
+        numbers of their groups. `images` returns those of a row that are still to be computed, by its id."""
+        numbers: dict[str, list[int]] = {}
+        for number, row in groups:
+            numbers.setdefault(row.id, []).append(number)
+        return [self.estimate(row, group, images(row.id)) for row in active for group in numbers.get(row.id, (None,))]
 
     def _corrected(self) -> AdmissionLimits:
         """Return the limits with what measurements and failures have taught."""

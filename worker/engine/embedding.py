@@ -15,8 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from worker.engine.checkpoint import read_config, read_json, refuse_code, told_as
-from worker.engine.engine import EngineBroken
-from worker.engine.isolation import isolate, logger
+from worker.engine.isolation import EngineBroken, isolate, logger
 from worker.engine.memory import format_bytes
 from worker.engine.model.load import (
     EMBEDDING_FILES,
@@ -30,6 +29,7 @@ from worker.engine.model.load import (
 )
 from worker.engine.upstream.hub import TransportError, snapshot_download
 from worker.errors import CannotStart
+from worker.host.courtesy import Throttle
 from worker.outcomes import Embedded, NotStored, Outcome, RowFailed, StepReport, StoreResult
 from worker.request import EmbeddingInputs
 
@@ -198,6 +198,7 @@ class EmbeddingEngine:
         self._jobs: dict[str, _Waiting] = {}
         self._turns: dict[str, int] = {}  # of tenants: the step in which each was served last, or came
         self._steps, self._failures = 0, 0
+        self._throttle = Throttle()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -205,6 +206,16 @@ class EmbeddingEngine:
     @property
     def needs_step(self) -> bool:
         return bool(self._jobs)
+
+    @property
+    def share(self) -> float:
+        """Share of the time that steps may take now."""
+        return self._throttle.share_for(each.job.lane for each in self._jobs.values())
+
+    def set_throttle(self, throttle: Throttle) -> None:
+        """Set what is left to others. It holds no memory between its steps but MLX's buffers, which it gives back."""
+        self._throttle = throttle
+        mx.clear_cache()
 
     def add(self, request: Any) -> None:
         """Add a job."""

@@ -7,17 +7,17 @@ report     compare the step's memory with its prediction, and return what has be
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 import mlx.core as mx
 
-from worker.engine.admission.decision import RowEstimate
 from worker.engine.admission.plan import AdmissionPlan
 from worker.engine.admission_controller import AdmissionController, WaitingRequest
 from worker.engine.batch.decode_batch import ComputedRow
 from worker.engine.batch.groups import Groups
 from worker.engine.batch.row import Row, StepToken
 from worker.engine.device import memory_limit, runs_ahead
-from worker.engine.isolation import failures, isolate
+from worker.engine.isolation import EngineBroken, failures, isolate
 from worker.engine.model.load import Model
 from worker.engine.options import EngineOptions
 from worker.engine.prefill.caches import EngineCaches
@@ -28,11 +28,13 @@ from worker.engine.step.cost import Forward, PromptChunk
 from worker.engine.step.planner import GapLimit
 from worker.engine.step_counts import StepCounts
 from worker.engine.upstream.mlx_lm import generation_stream
+from worker.host.courtesy import Reclaim, Throttle
 from worker.outcomes import (
+    Admitted,
     CutShort,
     DraftUse,
-    NotStored,
     Outcome,
+    Preempted,
     Refused,
     RowFailed,
     Sampled,
@@ -43,10 +45,6 @@ from worker.outcomes import (
 from worker.request import GenerationRequest
 
 logger = logging.getLogger("sluice.engine")
-
-
-class EngineBroken(Exception):
-    """Several failures without a decoded token between them: the rows are not the cause."""
 
 
 class Engine:
@@ -72,8 +70,8 @@ class Engine:
         memory = memory_limit() if options.memory is None else options.memory
         self._admission = AdmissionController(costs, memory, options.rows)
         self._disk = open_disk(model) if open_disk else None
-        share = self._admission.free_bytes // 4  # of the memory that the weights leave, by default
-        prefix_bytes = share if options.prefix_bytes is None else options.prefix_bytes
+        prefix_bytes = options.prefix_bytes  # by default, a quarter of the memory that the weights leave
+        prefix_bytes = self._admission.free_bytes // 4 if prefix_bytes is None else prefix_bytes
         self._caches = EngineCaches(model, prefix_bytes, self._disk)
         self._eos_ids = frozenset(model.tokenizer.eos_token_ids)
         with_head = speculator is not None and speculator.uses_head
@@ -87,6 +85,7 @@ class Engine:
         self._now = StepCounts()
         self._computed = 0  # tokens, since MLX's buffer cache was cleared
         self._reported_at = 0.0  # the end of the last step, and with it of its report
+        self._throttle = Throttle()
         self._pipelined = runs_ahead() if options.pipelined is None else options.pipelined
 
     def __len__(self) -> int:
@@ -98,7 +97,21 @@ class Engine:
         """True while there are requests, unless all active rows have to wait (see `Stage.ready`), and once more after
         the last request: a step releases and reports its memory."""
         all_wait = 0 < len(self._active) == len(self._prefills) and not self._prefills.has_work
-        return (len(self) > 0 and not all_wait) or self._admission.needs_decision
+        begins = len(self._active) > 0 or (len(self._admission) > 0 and self._admission.may_begin)
+        return (begins and not all_wait) or self._admission.needs_decision
+
+    @property
+    def share(self) -> float:
+        """Share of the time that steps may take now."""
+        active = (row.request.lane for row in self._active.values())
+        return self._throttle.share_for(chain(active, self._admission.lanes))
+
+    def set_throttle(self, throttle: Throttle) -> None:
+        """Set what is left to others. Memory is given back in the next step."""
+        self._throttle = throttle
+        self._caches.give_back(throttle.reclaim)
+        self._admission.give_back(throttle.reclaim)
+        self._computed = 16_384  # so that it clears MLX's buffer cache
 
     def close(self) -> None:
         """Write prefixes to disk, if they have a disk. Blocks. The engine must not be used afterwards."""
@@ -108,9 +121,7 @@ class Engine:
         self, namespace: str, tokens: tuple[int, ...], attempt: Storing | None = None
     ) -> StoreResult | Storing:
         """Let the cached prefix of these tokens be written to disk and kept: see `PrefixCache.store`."""
-        if self._caches.prefix is None:
-            return StoreResult(0, missing=NotStored.NOT_CACHED)
-        return self._caches.prefix.store(namespace, tokens, attempt)
+        return self._caches.store(namespace, tokens, attempt)
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request, which a later step admits or refuses. Its id must be new. The engine owns its grammar now."""
@@ -133,6 +144,8 @@ class Engine:
         step of the call before are computed, and until its own decode step is computed if its tokens must not wait;
         else that runs on. Raises `EngineBroken` after repeated failures."""
         self._now = step = StepCounts(time.perf_counter(), len(self._running), self._caches.evicted)
+        if self.share < 1.0:
+            self._reported_at = step.began  # a rest is no part of a gap
         mx.reset_peak_memory()
         with mx.stream(generation_stream):
             outcomes = [*self._part(self._admit), *self._part(self._prefill)]
@@ -140,10 +153,10 @@ class Engine:
             step.lengths = [*self._running.lengths, *([length] for length in self._prefills.lengths)]
             step.buffers = self._running.buffers
             outcomes += [*self._part(self._decode), *self._part(self._tidy)]
-            memory = self._compare_memory()
+            memory = self._admission.compare(step.demand(self._running.speculator.tokens), self._caches.nbytes)
         if self._failures >= 10:  # ten in a row are not the fault of single rows
             raise EngineBroken(f"{self._failures} failures without a decoded token between them")
-        return self._report(outcomes, memory)
+        return self._report(step, outcomes, memory)
 
     def _part(self, work: Callable[[], Iterable[Outcome]]) -> Iterator[Outcome]:
         """Do a part of the step, and yield its outcomes. If it fails, the outcomes so far are delivered, and decoding
@@ -162,17 +175,10 @@ class Engine:
         if any(row.must_grow(self._admission.tokens_ahead) for row in self._active.values()):
             self._admission.mark_dirty()
         if self._admission.needs_decision:
-            plan = self._admission.decide([*self._active_estimates(self._running)], self._running.decoding())
-            yield from self._apply(plan)
-
-    def _active_estimates(self, groups: Iterable[tuple[int, Row]]) -> Iterator[RowEstimate]:
-        """Yield an estimate for each group of each active row; rows in prefill have none. `groups`: with numbers."""
-        numbers: dict[str, list[int]] = {}
-        for number, row in groups:
-            numbers.setdefault(row.id, []).append(number)
-        for row in self._active.values():
-            for group in numbers.get(row.id, (None,)):
-                yield self._admission.estimate(row, group, self._prefills.images(row.id))
+            for id in self._admission.to_preempt(self._active.values()):
+                yield from self._preempt(id)
+            active = self._admission.estimates(self._active.values(), self._running, self._prefills.images)
+            yield from self._apply(self._admission.decide(active, self._running.decoding()))
 
     def _apply(self, plan: AdmissionPlan) -> Iterator[Outcome]:
         prefix_bytes = self._caches.nbytes
@@ -190,7 +196,7 @@ class Engine:
             if id in self._active:
                 self._running.move(self._active[id])
         self._admission.count_prefix(self._caches.nbytes - prefix_bytes)
-        if plan.reservation.must_tighten:
+        if plan.reservation.must_tighten or self._throttle.reclaim >= Reclaim.OFFLINE_ROWS:
             self._running.tighten()
         self._caches.touch(self._admission.requests(plan.admit))
         self._caches.set_limit(self._admission.free_bytes)  # rows have priority over prefixes
@@ -198,6 +204,7 @@ class Engine:
             yield from self._refuse(id, message)
         for id in plan.admit:
             admitted = self._admission.pop(id)
+            yield Admitted(id)
             if saved := admitted.saved_row:
                 saved.row.reserve(plan.reserve[id])
                 self._insert(saved.row)
@@ -214,24 +221,23 @@ class Engine:
             yield Refused(id, message)
             return
         logger.warning("%s: memory holds no row as long; the answer ends where it was resumed", id)
-        yield CutShort(id)
-        yield Sampled(id, None, "length")
+        yield from (CutShort(id), Sampled(id, None, "length"))
 
     def _preempt(self, id: str) -> Iterator[Outcome]:
         """Preempt an active row and requeue it, with its cache if it was decoding and memory allows. The tokens drawn
         so far are delivered first: only then can a state that has read all tokens but the last be used again."""
         if id not in self._prefills:
             yield from self._deliver(*self._running.collect_drawn())
-        if id not in self._active:  # that was its last token
+        if not (row := self._active.get(id)):  # that was its last token
             return
-        row = self._active[id]
-        decodes = any(each is row for _, each in self._running)  # else it is in prefill, or has lost its cache
+        decodes = row in {each for _, each in self._running}  # else it is in prefill, or has lost its cache
         saved_row = self._running.preempt(row) if decodes else None
         self._prefills.spill(id)
         self._drop(id)
         waiting = WaitingRequest(row.resumable_request(), saved_row, preempted=True, age=row.age)
         self._prefills.spill_rows(self._admission.requeue(waiting))
         self._now.preempted += 1
+        yield Preempted(id)
         logger.info("%s: preempted", id, extra={"job": id.rpartition("#")[0]})
 
     # Prefill
@@ -254,7 +260,13 @@ class Engine:
         joining, failed = list[ComputedRow](), list[PromptChunk]()
         for chunk in forward.chunks:
             with isolate(f"{chunk.id}: prefill") as attempt:  # of one prompt, so only this request fails
-                yield from self._advance(chunk)
+                advanced = self._prefills.advance(chunk)
+                yield from advanced.outcomes
+                self._computed += advanced.tokens
+                self._now.images += advanced.images
+                self._now.longest_chunk = max(self._now.longest_chunk, advanced.chunk)
+                if any(map(frees_memory, advanced.outcomes)):
+                    self._admission.mark_dirty()
                 if chunk.joins and (task := self._prefills.pop_computed(chunk.id)):
                     joining.append(task.finish())
             if attempt.failed:
@@ -263,16 +275,6 @@ class Engine:
         for chunk in failed:
             yield from self._failed(chunk.id, chunk.tokens)
         yield from self._join(joining)
-
-    def _advance(self, chunk: PromptChunk) -> Iterator[Outcome]:
-        """Compute a chunk of one prompt."""
-        advanced = self._prefills.advance(chunk)
-        yield from advanced.outcomes
-        self._computed += advanced.tokens
-        self._now.images += advanced.images
-        self._now.longest_chunk = max(self._now.longest_chunk, advanced.chunk)
-        if any(map(frees_memory, advanced.outcomes)):
-            self._admission.mark_dirty()
 
     def _join(self, computed: list[ComputedRow]) -> Iterator[Outcome]:
         """Let rows join the running ones: together, or one by one if that fails or memory is short. Pops all."""
@@ -329,9 +331,8 @@ class Engine:
     def _reports_at_once(self) -> bool:
         """Return True if the tokens of the running step must not wait for the prompts of the next one; nor for its
         launch, if that takes as long as the step, and the step draws a first token or is slow."""
-        if self._prefills.has_work or self._pipelined:
-            return self._prefills.has_work
-        return self._running.starting or self._running.step_s > self._options.step_s
+        launch_delays = self._running.starting or self._running.step_s > self._options.step_s
+        return self._prefills.has_work or (launch_delays and not self._pipelined)
 
     def _deliver(self, step_tokens: Sequence[StepToken], failed: Sequence[Row]) -> Iterator[Outcome]:
         """Yield the outcomes of these tokens and of rows that have failed alone, and remove the rows that end."""
@@ -374,7 +375,7 @@ class Engine:
     def _tidy(self) -> tuple[Outcome, ...]:
         """Rebalance the groups, and clear MLX's buffer cache now and then, not often: later steps reuse the buffers."""
         self._running.rebalance()
-        if self._computed >= 16_384:  # tokens
+        if self._computed >= (1_024 if self._throttle.reclaim else 16_384):  # tokens
             self._computed = 0
             mx.clear_cache()
         return ()
@@ -382,20 +383,19 @@ class Engine:
     def _evict_for(self, groups: list[list[Row]]) -> bool:
         """Limit the prefix cache to what all rows leave with these groups, of which one that moves may be in two. May
         evict prefixes. Returns False, and changes nothing, if the rows do not fit."""
-        rows = self._active_estimates((number, row) for number, group in enumerate(groups) for row in group)
+        numbered = ((number, row) for number, group in enumerate(groups) for row in group)
+        rows = self._admission.estimates(self._active.values(), numbered, self._prefills.images)
         headroom = self._admission.headroom(rows, self._running.decoding(groups))
         if headroom < 0:
             return False
         self._caches.set_limit(min(headroom, self._admission.free_bytes))
         return True
 
-    def _compare_memory(self) -> tuple[int, int] | None:
-        """Compare the step's peak memory with its prediction: see `AdmissionController.compare`."""
-        return self._admission.compare(self._now.demand(self._running.speculator.tokens), self._caches.nbytes)
-
-    def _report(self, outcomes: Sequence[Outcome], memory: tuple[int, int] | None) -> StepReport:
+    def _report(self, step: StepCounts, outcomes: Sequence[Outcome], memory: tuple[int, int] | None) -> StepReport:
         """End the step, and return its report."""
-        step, ended = self._now, time.perf_counter()
+        if self.share < 1.0:
+            self._running.wait()  # else it would compute during the rest
+        ended = time.perf_counter()
         if self._disk:
             self._disk.store.reader.limit_reads(decoding=len(self._running) > 0)
             self._disk.show(ended, idle=not len(self))
@@ -405,7 +405,7 @@ class Engine:
             outcomes=(*outcomes,),
             rows=step.rows,
             seconds=ended - step.began,
-            decode=(len(self._running), self._running.step_s),
+            decode=self._running.take_measured(),
             num_waiting=len(self._admission),
             num_preempted=self._admission.num_preempted,
             num_preemptions=step.preempted,
@@ -420,7 +420,7 @@ class Engine:
     # Active rows, and what becomes of them after a failure
 
     def _begin(
-        self, request: GenerationRequest, reserved: int, age: int, *, recomputed: bool = False
+        self, request: GenerationRequest, reserved: int, age: int, recomputed: bool = False
     ) -> Iterator[Outcome]:
         """Start the prefill of a request. If that fails, no other is affected. `reserved`, `age`: see `Row`."""
         with isolate(f"{request.id}: starting its prefill") as attempt:

@@ -32,6 +32,10 @@ def lacks_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(part in texts for part in _NO_MEMORY)
 
 
+class EngineBroken(Exception):
+    """Several failures without a decoded token between them: the rows are not the cause."""
+
+
 class _Isolation:
     """Work that may fail: see `isolate`. A class, since a generator takes three times as long, several times a step."""
 

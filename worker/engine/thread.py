@@ -25,6 +25,7 @@ from worker.engine.speculation.mtp import HeadProposer
 from worker.engine.speculation.speculator import Speculator
 from worker.engine.step.cost import StepTimes
 from worker.engine.upstream.streams import clear_streams
+from worker.host.courtesy import Throttle
 from worker.monitoring.health import Heartbeat
 from worker.outcomes import OutcomeListener, StepReport, StoreResult
 from worker.prefix_store.store import StoreOptions
@@ -53,6 +54,11 @@ class _SetPaused:
 
 
 @dataclass(frozen=True, slots=True)
+class _SetThrottle:
+    throttle: Throttle
+
+
+@dataclass(frozen=True, slots=True)
 class _StorePrefix:
     namespace: str
     tokens: tuple[int, ...]
@@ -70,7 +76,7 @@ class _Stop:
     """Ends the thread."""
 
 
-_Command = _Add | _Remove | _SetPaused | _StorePrefix | _Wake | _Stop
+_Command = _Add | _Remove | _SetPaused | _SetThrottle | _StorePrefix | _Wake | _Stop
 
 
 class _Computes(Protocol):
@@ -80,6 +86,11 @@ class _Computes(Protocol):
 
     @property
     def needs_step(self) -> bool: ...
+
+    @property
+    def share(self) -> float: ...
+
+    def set_throttle(self, throttle: Throttle) -> None: ...
 
     def add(self, request: Any) -> None: ...
 
@@ -116,6 +127,7 @@ class EngineThread(Generic[M]):
         self._loop = asyncio.get_running_loop()
         self._mailbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._paused = False
+        self._last_step = 0.0, 0.0  # its end, monotonic, and its seconds
         self.heartbeat = Heartbeat("engine")
         self._step_times = StepTimes()
         self._prompt_cost, self._marks = (0.0, 0.0), 0
@@ -150,6 +162,10 @@ class EngineThread(Generic[M]):
         too."""
         self._mailbox.put(_SetPaused(on))
 
+    def set_throttle(self, throttle: Throttle) -> None:
+        """Set what the engine leaves to others on its machine."""
+        self._mailbox.put(_SetThrottle(throttle))
+
     def wake(self) -> None:
         """Let the engine compute a prompt that has become ready: see `Stage.ready`. May be called on any thread."""
         self._mailbox.put(_Wake())
@@ -171,7 +187,7 @@ class EngineThread(Generic[M]):
         return lost, emptied
 
     def step_times(self) -> tuple[float, ...]:
-        """Return the mean seconds of the latest decode steps by their rows, as `StepTimes`."""
+        """Return the seconds of decode steps by their rows, as `StepTimes`."""
         return self._step_times.seconds(time.monotonic())
 
     async def store_prefix(self, namespace: str, tokens: tuple[int, ...]) -> StoreResult:
@@ -217,7 +233,9 @@ class EngineThread(Generic[M]):
         self._post(self._has_loaded, model)
         while self._handle_commands(engine):
             self.heartbeat.beat()
-            self._post(self._deliver, engine.step())
+            report = engine.step()
+            self._post(self._deliver, report)
+            self._last_step = time.monotonic(), report.seconds
         engine.close()
 
     def _generating(self, model: object) -> _Computes:
@@ -233,11 +251,13 @@ class EngineThread(Generic[M]):
     def _handle_commands(self, engine: _Computes) -> bool:
         """Handle the commands in the mailbox; block on it if there is nothing to compute. Returns False to
         end the thread."""
-        while not self._mailbox.empty() or self._paused or not engine.needs_step:
+        while not self._mailbox.empty() or self._paused or not engine.needs_step or self._rest_s(engine) > 0:
             self.heartbeat.pause()
             match self._next_command(engine):
                 case _SetPaused(on):
                     self._paused = on
+                case _SetThrottle(throttle):
+                    engine.set_throttle(throttle)
                 case _Add(request):
                     engine.add(request)
                 case _Remove(id):
@@ -251,12 +271,19 @@ class EngineThread(Generic[M]):
         return True
 
     def _next_command(self, engine: _Computes) -> _Command:
-        """Return the next command, or `_Wake` after a while if active rows wait, which may give up waiting."""
+        """Return the next command, or `_Wake` after a while if active rows wait, which may give up waiting, and after a
+        rest."""
         waits = len(engine) > 0 and not self._paused
+        rest_s = self._rest_s(engine) if waits and engine.needs_step else 0.05  # until they are checked again
         try:
-            return self._mailbox.get(timeout=0.05 if waits else None)  # seconds until they are checked again
+            return self._mailbox.get(timeout=max(0.0, rest_s) if waits else None)
         except queue.Empty:
             return _Wake()
+
+    def _rest_s(self, engine: _Computes) -> float:
+        """Return the seconds that the device still rests after the last step, by the engine's share of the time."""
+        ended, step_s = self._last_step
+        return ended + step_s * (1 / engine.share - 1) - time.monotonic()
 
     def _post(self, call: Callable[[T], object], value: T) -> None:
         self._loop.call_soon_threadsafe(call, value)

@@ -12,6 +12,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from sluice.contract.events import ErrorType
 from sluice.contract.keys import LANES, Lane
+from sluice.tracing import Tracing
+from worker.host.courtesy import Signals, Throttle
 from worker.monitoring.sink import JOB_S, TOKEN_S, CallFault, Durations, MetricsSink
 from worker.outcomes import MAX_DRAFT, DraftUse, StepReport
 
@@ -32,15 +34,16 @@ _BY_LANE = ("model_name", "lane")
 class Metrics(MetricsSink):
     """Metrics of one worker, and the collector of those that `MetricsSink` counts. Seconds are never negative."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, tracing: Tracing | None = None) -> None:
         self.registry = CollectorRegistry()
-        super().__init__()
+        super().__init__(tracing)
         self._model = model_name
         self.registry.register(self)
         make = _Families(self.registry, model_name)
         self._add_job_metrics(make)
         self._add_engine_metrics(make)
         self._add_fleet_metrics(make)
+        self._add_host_metrics(make)
 
     def _add_job_metrics(self, make: "_Families") -> None:
         self._running = make.by_lane(Gauge, "vllm:num_requests_running", "Jobs that this worker runs.")
@@ -153,6 +156,32 @@ class Metrics(MetricsSink):
         self._marks = make.by_model(Gauge, "sluice:prefix_marks", "Known beginnings of prompts in the cache.")
         self._ready_ms = make.by_model(Gauge, "sluice:ready_ms", "Milliseconds until all prompts are computed.")
 
+    def _add_host_metrics(self, make: "_Families") -> None:
+        self._pressure = make.by_model(
+            Gauge,
+            "sluice:memory_pressure",
+            "How short of memory the machine is: 0 (normal), 1 (warning) or 2 (critical).",
+        )
+        self._reclaim = make.by_model(
+            Gauge,
+            "sluice:memory_reclaim",
+            "Memory given back to the machine: 0 (none), half of the prefix cache (1), all of it (2), offline rows too "
+            "(3), and new jobs wait (4).",
+        )
+        self._shares = {
+            "interactive": make.by_model(Gauge, "sluice:step_share", "Share of the time that steps may take."),
+            "batch": make.by_model(
+                Gauge, "sluice:offline_step_share", "Share of the time that steps may take while only offline jobs run."
+            ),
+        }
+        self._states = {
+            "in_use": make.by_model(Gauge, "sluice:machine_in_use", "1 if a person uses the machine."),
+            "hot": make.by_model(Gauge, "sluice:machine_hot", "1 if the machine is hot."),
+            "on_battery": make.by_model(Gauge, "sluice:machine_on_battery", "1 if the machine is on battery."),
+        }
+        self._is_awake = make.by_model(Gauge, "sluice:sleep_held_off", "1 if the worker holds the machine's sleep off.")
+        self.set_host(Signals(), Throttle(), is_awake=False)
+
     # A job's life
 
     def claimed(self, lane: Lane, *, queue_s: float, lease_expirations: int) -> None:
@@ -216,6 +245,16 @@ class Metrics(MetricsSink):
 
     def set_waiting(self, lane: Lane, jobs: int) -> None:
         self._waiting[lane].set(jobs)
+
+    def set_host(self, signals: Signals, throttle: Throttle, *, is_awake: bool) -> None:
+        super().set_host(signals, throttle, is_awake=is_awake)
+        self._pressure.set(signals.pressure)
+        self._reclaim.set(throttle.reclaim)
+        self._shares["interactive"].set(throttle.share)
+        self._shares["batch"].set(throttle.offline_share)
+        for name, state in self._states.items():
+            state.set(name in signals.reasons)
+        self._is_awake.set(is_awake)
 
     def record_step(self, step: StepReport) -> None:
         super().record_step(step)

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 
 from sluice.contract.events import ErrorType
 from sluice.contract.keys import LANES, Lane
+from sluice.tracing import Tracing
+from worker.host.courtesy import Signals, Throttle
 from worker.outcomes import StepReport
 
 # What can be wrong with a call that a model writes. It is delivered all the same.
@@ -70,7 +72,9 @@ class MetricsSink:
     """Receives the measurements of one worker, and keeps what its presence publishes: a worker without a metrics port
     needs no Prometheus. `Metrics` counts all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        """`tracing`: makes spans of the jobs; None: they are not wanted."""
+        self.tracing = tracing
         self._tokens = dict.fromkeys(LANES, 0)
         self._gaps = {lane: Durations(TOKEN_S) for lane in LANES}
         self._ttft_s = {lane: Durations(JOB_S) for lane in LANES}
@@ -82,6 +86,7 @@ class MetricsSink:
         self._hinted, self._hints_found = 0, 0
         self._cache_bytes, self._memory = 0, (0, 0)
         self._past = deque[_Totals]()  # of the last minute
+        self._host = _host_fields(Signals(), Throttle(), is_awake=False)
 
     def measured(self) -> dict[str, float | str]:
         """Return what presence publishes, each field empty if nothing happened: quantiles of interactive jobs and the
@@ -117,7 +122,7 @@ class MetricsSink:
             "memory_bytes": self._memory[0],
             "memory_limit_bytes": self._memory[1] or None,
         }
-        return {name: "" if value is None else value for name, value in measured.items()}
+        return {name: "" if value is None else value for name, value in measured.items()} | self._host
 
     # A job's life
 
@@ -173,6 +178,10 @@ class MetricsSink:
     def set_waiting(self, lane: Lane, jobs: int) -> None:
         """Set the number of jobs that wait in the lane's queue."""
 
+    def set_host(self, signals: Signals, throttle: Throttle, *, is_awake: bool) -> None:
+        """Set the state of the machine, what is left to others on it, and if its sleep is held off."""
+        self._host = _host_fields(signals, throttle, is_awake=is_awake)
+
     def record_step(self, step: StepReport) -> None:
         """Record a step of the engine."""
         self._queried += step.prefix.queried
@@ -180,3 +189,14 @@ class MetricsSink:
         self._stepped_s += step.seconds
         self._cache_bytes = step.prefix.nbytes
         self._memory = step.reserved or self._memory
+
+
+def _host_fields(signals: Signals, throttle: Throttle, *, is_awake: bool) -> dict[str, float | str]:
+    """Return what presence publishes of the machine."""
+    return {
+        "memory_pressure": signals.pressure.name.lower(),
+        "memory_reclaim": throttle.reclaim.name.lower(),
+        "machine": " ".join([*signals.reasons, *(["awake"] if is_awake else [])]),
+        "step_share": throttle.share,
+        "offline_step_share": throttle.offline_share,
+    }

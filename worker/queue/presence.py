@@ -10,8 +10,9 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_origin
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -142,6 +143,8 @@ class Presence:
             "version": __version__,
             "protocol": 1,  # the version of the contract
             "checkpoints": json.dumps(_checkpoints(settings)),
+            "packages": json.dumps(_packages()),
+            "settings": json.dumps(_public_settings(settings)),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started_at": round(time.time(), 3),
@@ -269,6 +272,27 @@ def _checkpoints(settings: Settings) -> list[str]:
     named = (settings.model, settings.mtp_model, settings.draft_model, settings.specprefill_draft_model)
     paths = {each: Path(each).expanduser() for each in named if each}
     return [str(path.resolve()) if path.is_dir() else each for each, path in paths.items()]
+
+
+def _packages() -> dict[str, str]:
+    """Return the versions of the packages that compute answers."""
+    found = dict[str, str]()
+    for name in ("mlx", "mlx-lm", "mlx-vlm", "mlx-embeddings"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _public_settings(settings: Settings) -> dict[str, str | bool | float]:
+    """Return the settings that were given, of those that are numbers, switches or one of a few words: a text may be a
+    password, a key, or the path of somebody's folder."""
+    fields = type(settings).model_fields
+    given = {name: getattr(settings, name) for name in sorted(settings.model_fields_set)}
+    return {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, int | float) or (value and get_origin(fields[name].annotation) is Literal)
+    }
 
 
 class RestartTurn:

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from signal import Signals
 
@@ -18,6 +18,7 @@ from redis.exceptions import NoPermissionError, RedisError
 from sluice.contract import keys
 from sluice.contract.keys import Lane
 from worker.errors import OwnershipLost, Requeue
+from worker.host.watch import HostWatch
 from worker.monitoring.health import Heartbeat
 from worker.monitoring.sink import MetricsSink
 from worker.queue.cron import Cron
@@ -97,6 +98,7 @@ class ServedModel:
     abilities: Abilities = field(default_factory=abilities)
     step_times: Callable[[], Sequence[float]] = tuple  # as `StepTimes.seconds` returns them
     prompts: EnginePrompts | None = None  # for the record of this worker
+    host: HostWatch | None = None  # tells what it leaves to others on its machine
 
 
 class QueueWorker:
@@ -132,6 +134,7 @@ class QueueWorker:
         model = model or ServedModel()
         redis = server.client
         self._server, self._settings = server, settings
+        self._host = model.host
         self._crons, self._step_times = tuple(crons), model.step_times
         self.stopping, self.force_stop = asyncio.Event(), asyncio.Event()
         self.restarts, self._on_terminal = False, _on_terminal()
@@ -188,7 +191,8 @@ class QueueWorker:
             return
         self._leases.start()
         try:
-            await run_with_services(self._run_jobs(), *self._services)
+            watch = [partial(self._host.run, self.jobs.by_lane)] if self._host else []
+            await run_with_services(self._run_jobs(), *self._services, *watch)
         finally:
             self._leases.stop()
         await self._presence.remove()
@@ -252,6 +256,8 @@ class QueueWorker:
         if self.stopping.is_set():  # it may have been set since the poll began
             return
         rows = worker_rows(self.jobs.claims(), self._settings, self._server.clock.utc(), self._step_times())
+        if self._host:
+            rows = replace(rows, free=self._host.reclaim.free_rows(rows.free, rows.in_use))
         limit = rows.free[lane]
         if limit or is_sweep or self._claims.needs_reconcile(lane):
             counts = MAX_COUNTS - sum(claim.is_count for claim in self.jobs.claims())

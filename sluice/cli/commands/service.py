@@ -61,6 +61,10 @@ class Manager(Protocol):
         """Stop a service, and start it no more. Raises `CliError`."""
         ...
 
+    def forget(self, name: str) -> None:
+        """Drop what is known of a stopped service whose file is gone."""
+        ...
+
     def state(self, name: str) -> str:
         """Return a service's state in the manager's word, such as active."""
         ...
@@ -149,6 +153,10 @@ class _Systemd:
     def stop(self, name: str) -> None:
         self._run("disable", "--now", self.file(name).name)
 
+    def forget(self, name: str) -> None:
+        self._run("daemon-reload")
+        _output([*self._command, "reset-failed", self.file(name).name])  # refused unless it has failed
+
     def state(self, name: str) -> str:
         return _output([*self._command, "is-active", self.file(name).name]) or "unknown"
 
@@ -202,12 +210,15 @@ class _Launchd:
 
     def start(self, name: str) -> None:
         self._log(name).parent.mkdir(parents=True, exist_ok=True)
-        if self.state(name) != "not loaded":
-            self.stop(name)
+        self.stop(name)
         _run(["launchctl", "bootstrap", self._domain, str(self.file(name))])
 
     def stop(self, name: str) -> None:
-        _run(["launchctl", "bootout", f"{self._domain}/{_LABEL}{name}"])
+        if self.state(name) != "not loaded":
+            _run(["launchctl", "bootout", f"{self._domain}/{_LABEL}{name}"])
+
+    def forget(self, name: str) -> None:
+        """launchd knows only what is loaded."""
 
     def state(self, name: str) -> str:
         printed = _output(["launchctl", "print", f"{self._domain}/{_LABEL}{name}"]).splitlines()
@@ -299,9 +310,17 @@ def install(
         print(by.text(asked), end="")
         return
     file = by.file(asked.name)
+    before = file.read_text("utf-8") if file.exists() else None
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(by.text(asked), "utf-8")
-    by.start(asked.name)
+    try:
+        by.start(asked.name)
+    except CliError:
+        if before is None:
+            file.unlink()
+        else:
+            file.write_text(before, "utf-8")
+        raise
     note(f"{asked.name} is installed as {file}, and starts. See: sluice service logs {asked.name}")
 
 
@@ -353,6 +372,7 @@ def uninstall(name: Name, boot: AtBoot = False) -> None:
     _refuse_unknown(name, installed(by))
     by.stop(name)
     by.file(name).unlink()
+    by.forget(name)
     note(f"{name} has stopped, and is no service any more.")
 
 
@@ -375,8 +395,9 @@ def execute(
     logger.addHandler(RotatingFileHandler(log, maxBytes=10_000_000, backupCount=5, encoding="utf-8"))
     logger.setLevel("INFO")
     arguments = [sys.executable, "-m", "sluice.cli", *command]
+    # In this process's group, which launchd ends if this process is killed.
     with subprocess.Popen(
-        arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as child:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda received, _: child.send_signal(received))

@@ -50,7 +50,10 @@ def top(
                ttft_p50_ms, ttft_p95_ms, gap_p50_ms, gap_p95_ms,
                prefix_hit_rate (0 to 1), claims_left, claims_overruled,
                prefix_hint_rate (0 to 1), prefix_cache_bytes, memory_bytes,
-               memory_limit_bytes, queue_limit, started_at, protocol
+               memory_limit_bytes, queue_limit, started_at, protocol,
+               step_share, offline_step_share (of the time, 0 to 1);
+               memory_pressure, memory_reclaim (given back) and machine
+               (in_use, hot, on_battery, awake), as text
       models   model, workers (that take jobs), loading (the loaded share of the
                weights, 0 to 1; null: no worker loads it), rows, max_rows,
                tokens_per_s, claims_left, claims_overruled

@@ -14,7 +14,7 @@ from sluice.cli.terminal.output import format_duration, print_json, print_table
 from sluice.cli.terminal.view import note
 from sluice.client import Client
 from sluice.contract.keys import DRAINING, LANES
-from sluice.presence import parse_worker
+from sluice.presence import HOST, host_notes, parse_worker
 from sluice.queues import Queue
 
 workers = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
@@ -29,7 +29,7 @@ Timeout = Annotated[
 
 _SHOWN = (
     "name", "model", "state", "rows", "max_rows", "offline_rows", "jobs_per_s", "started_at", "version", "protocol",
-    "load", "tokens_per_s", "queue_limit", "images",
+    "load", "tokens_per_s", "queue_limit", "images", *HOST, "step_share", "offline_step_share",
 )  # fmt: skip
 
 WorkerFields = dict[str, Any]
@@ -43,9 +43,9 @@ def list_workers(context: typer.Context, redis_url: RedisUrl = REDIS_URL, as_jso
     Queues are listed too, also those without a worker. A worker that is draining has been stopped: it ends its jobs and
     takes no more. A job stays in its queue while it runs, and is counted there. `load` is the share of the last ten
     seconds in which a worker has computed. With --json, print an object for each worker; `queued` has the number of
-    jobs by lane for its model, `images` is true if the model accepts images, and what an earlier version does not
-    publish is null. Exit codes: 0, or 1 if no worker is
-    alive. `sluice queue list` shows all queues.
+    jobs by lane for its model, `images` is true if the model accepts images, `memory_pressure`, `memory_reclaim`,
+    `machine`, `step_share` and `offline_step_share` say what is left to others on its machine, and what an earlier
+    version does not publish is null. Exit codes: 0, or 1 if no worker is alive. `sluice queue list` shows all queues.
 
     \b
     Examples:
@@ -84,6 +84,9 @@ async def _depth(client: Client, model: str) -> dict[str, int]:
 
 
 def _print_workers(alive: list[WorkerFields]) -> None:
+    for worker in alive:
+        if notes := host_notes(worker):
+            note(f"{worker['name']}: {notes}")
     print_table(
         "Workers",
         {

@@ -25,7 +25,7 @@ async def ask(
     """Submit a request and show its events. Return the final one; None if Ctrl-C requested a cancel that no worker has
     confirmed yet. Raises `CliError`."""
     async with connected(url) as client:
-        with _on_interrupt() as interrupted:
+        with on_interrupt() as interrupted:
             job = await submit_job(client, request, model=model, lane=lane)
             with printer as show:
                 return await _answer(client, job.id, show, interrupted)
@@ -122,7 +122,7 @@ async def _answer(client: Client, job_id: str, show: ShowEvent, interrupted: asy
 
 
 @contextmanager
-def _on_interrupt() -> Iterator[asyncio.Event]:
+def on_interrupt() -> Iterator[asyncio.Event]:
     """Yield an event that the first Ctrl-C sets; a second one raises KeyboardInterrupt."""
     interrupted, loop = asyncio.Event(), asyncio.get_running_loop()
 

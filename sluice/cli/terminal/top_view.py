@@ -15,6 +15,7 @@ from sluice.cli.terminal.output import format_duration
 from sluice.cli.terminal.view import printable
 from sluice.contract.keys import LANES
 from sluice.contract.redis_url import MapFile, redacted
+from sluice.presence import host_notes
 from sluice.wording import counted
 
 Sample = dict[str, Any]  # as `sluice top --json` prints it
@@ -69,6 +70,12 @@ class TopView:
             yield Text(printable(f"{self._problem}{age} Trying again."), "yellow")
         for each in sample["absent"] if sample else ():
             yield Text(printable(each), "yellow")
+        noted = (
+            [f"{each['name']}: {notes}" for each in sample["workers"] if (notes := host_notes(each))] if sample else []
+        )
+        if len(noted) > 3:
+            noted[2:] = [f"and {len(noted) - 2} more workers leave something to others on their machines"]
+        yield from (Text(printable(each), "yellow") for each in noted)
         if sample and not sample["workers"]:
             yield Text("No worker is alive. Start one: sluice worker --model FOLDER_OR_HUB_ID", "yellow")
 

@@ -3,8 +3,8 @@
 -- KEYS  body, queue, job, wake channel, workers of the model, and any number of strings to set if the job is queued
 -- ARGV  id, body, life_ms, lane, tenant or '', deadline_s or '', prompt_cache_key or '', submission or '',
 --       1 if a live worker is required (else 0), the function, user or '', the marks of the prompt or '', the
---       bytes that they are of, the webhooks of its end (see notify.lua; '': those of a job), and for each of these
---       strings its value and life_ms
+--       bytes that they are of, the webhooks of its end (see notify.lua; '': those of a job), the traceparent or '',
+--       and for each of these strings its value and life_ms
 -- Returns 1, 'queued', 1 if a worker serves the model (else 0), and the model that an alias stands for ('': no alias);
 -- or 0, the state of the job with this id, and the same two; or -1, the lane's length, its limit, and the estimated
 -- seconds until it has room ('' if no job ended lately); or -2 and that model without a live worker.
@@ -44,7 +44,7 @@ if limit and length >= limit then
 end
 
 redis.call('SET', body, ARGV[2], 'PX', ARGV[3])
-for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[2 * i + 3], 'PX', ARGV[2 * i + 4]) end
+for i = 6, #KEYS do redis.call('SET', KEYS[i], ARGV[2 * i + 4], 'PX', ARGV[2 * i + 5]) end
 redis.call('ZADD', queue, now_ms, id)
 redis.call('HSET', job, 'state', 'queued', 'model', model, 'lane', lane, 'queued_at', now_ms / 1000)
 -- The server would write a number of 17 digits with an exponent.
@@ -56,6 +56,7 @@ if deadline then redis.call('HSET', job, 'deadline', deadline) end
 if ARGV[7] ~= '' then redis.call('HSET', job, 'prompt_cache_key', ARGV[7]) end
 if ARGV[8] ~= '' then redis.call('HSET', job, 'submission', ARGV[8]) end
 if ARGV[14] ~= '' then redis.call('HSET', job, 'webhooks', ARGV[14]) end
+if ARGV[15] ~= '' then redis.call('HSET', job, 'traceparent', ARGV[15]) end
 local is_count = ARGV[10] == 'count'
 if is_count then redis.call('HSET', job, 'function', 'count') end
 redis.call('HSET', job, 'marks', ARGV[12], 'bytes', ARGV[13])

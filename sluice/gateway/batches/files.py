@@ -1,8 +1,9 @@
 """`/v1/files`: a body is parsed and written to disk as it arrives, and is never whole in memory."""
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from python_multipart.exceptions import FormParserError
@@ -36,7 +37,7 @@ def routes(gateway: Gateway, shared: Shared) -> list[Route]:
 
     async def create(request: Request) -> Response:
         caller = await caller_of(request)
-        return JSONResponse(_public(await _upload(request, caller, shared.store)))
+        return JSONResponse(public(await receive(request, caller, _form(caller, shared.store))))
 
     async def list_files(request: Request) -> Response:
         caller = await caller_of(request)
@@ -44,7 +45,7 @@ def routes(gateway: Gateway, shared: Shared) -> list[Route]:
 
     async def retrieve(request: Request) -> Response:
         caller = await caller_of(request)
-        return JSONResponse(_public(await on_disk(_find, shared.store, caller, request)))
+        return JSONResponse(public(await on_disk(_find, shared.store, caller, request)))
 
     async def content(request: Request) -> Response:
         caller = await caller_of(request)
@@ -71,7 +72,7 @@ def routes(gateway: Gateway, shared: Shared) -> list[Route]:
     ]
 
 
-def _public(file: StoredFile) -> dict[str, Any]:
+def public(file: StoredFile) -> dict[str, Any]:
     """Return OpenAI's File object."""
     told = {name: value for name, value in asdict(file).items() if name not in ("sha256", "run")}
     return {**told, "object": "file", "status": "processed", "status_details": None, "sluice": {"sha256": file.sha256}}
@@ -92,7 +93,7 @@ def _page(store: FileStore, caller: Caller, request: Request) -> dict[str, Any]:
             found.append(file)
         if len(found) > limit:
             break
-    return page_of([_public(file) for file in found[:limit]], has_more=len(found) > limit)
+    return page_of([public(file) for file in found[:limit]], has_more=len(found) > limit)
 
 
 def _find(store: FileStore, caller: Caller, request: Request) -> StoredFile:
@@ -122,7 +123,40 @@ def _matches(header: str, etag: str) -> bool:
     return any(each.strip().removeprefix("W/") in (etag, "*") for each in header.split(","))
 
 
-def _boundary(request: Request) -> bytes:
+@dataclass(frozen=True, slots=True)
+class FileForm:
+    """A form with one file. `begin`, with the least bytes that will come, returns the file to write; `end`, with its
+    name and the other parts, puts it among the others. Both block, and raise `ApiError`, `StoreFull`, OSError."""
+
+    file: str  # the part with the file
+    fields: tuple[str, ...]  # the other parts
+    max_bytes: int
+    begin: Callable[[int], NewFile]
+    end: Callable[[NewFile, str, dict[str, str]], StoredFile]
+
+
+def _form(caller: Caller, store: FileStore) -> FileForm:
+    def end(new: NewFile, filename: str, fields: dict[str, str]) -> StoredFile:
+        if (purpose := fields.get("purpose")) != "batch":
+            raise wrong_purpose(purpose)
+        return new.publish(filename, "batch", _life_s(fields), max_held=caller.batch_bytes)
+
+    return FileForm(
+        "file",
+        ("purpose", "expires_after[anchor]", "expires_after[seconds]"),
+        MAX_FILE_BYTES,
+        lambda least_bytes: store.new(caller.tenant, least_bytes, caller.batch_bytes),
+        end,
+    )
+
+
+def wrong_purpose(purpose: object) -> ApiError:
+    """Return the error for a file of another purpose."""
+    message = f"purpose: it must be batch, not {purpose!r}; files serve as inputs of /v1/batches alone."
+    return ApiError(ErrorForm.INVALID_VALUE, message, param="purpose")
+
+
+def _boundary(request: Request, form: FileForm) -> bytes:
     """Return what separates the parts of the body. Raises `ApiError` for a body that is no form or is too long."""
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         message = "Content-Encoding: a form with a file has to be sent plain."
@@ -130,55 +164,55 @@ def _boundary(request: Request) -> bytes:
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not 1 <= len(boundary) <= 200:
-        message = "The body must be multipart/form-data with the parts file and purpose."
+        message = f"The body must be multipart/form-data with the parts {' and '.join([form.file, *form.fields[:1]])}."
         raise ApiError(ErrorForm.INVALID_REQUEST, message)
-    if int(request.headers.get("content-length") or 0) > MAX_FILE_BYTES + _FORM_BYTES:
-        raise _too_long()
+    if int(request.headers.get("content-length") or 0) > form.max_bytes + _FORM_BYTES:
+        raise _too_long(form)
     return boundary
 
 
-def _too_long() -> ApiError:
-    message = f"file: it has more than {MAX_FILE_BYTES:,} bytes (200 MB); send it in several files."
-    return ApiError(ErrorForm.BODY_TOO_LARGE, message, param="file")
+def _too_long(form: FileForm) -> ApiError:
+    message = f"{form.file}: it has more than {form.max_bytes:,} bytes; send it in several."
+    return ApiError(ErrorForm.BODY_TOO_LARGE, message, param=form.file)
 
 
-async def _upload(request: Request, caller: Caller, store: FileStore) -> StoredFile:
+async def receive(request: Request, caller: Caller, form: FileForm) -> StoredFile:
     """Store the file of a form. Raises `ApiError`."""
-    boundary = _boundary(request)
+    boundary = _boundary(request, form)
     await caller.count_request()
     caller.held.add(2 * _PIECE_BYTES)
     announced = int(request.headers.get("content-length") or 0)
-    new = await on_disk(store.new, caller.tenant, max(announced - _FORM_BYTES, 0), caller.batch_bytes)
+    new = await on_disk(form.begin, max(announced - _FORM_BYTES, 0))
     try:
-        form = _Form(boundary, new)
-        await _receive(request, form)
-        return await on_disk(form.publish, caller.batch_bytes)
+        body = _Body(boundary, form, new)
+        await _receive(request, form, body)
+        return await on_disk(body.publish)
     finally:
         await on_disk(new.discard)
 
 
-async def _receive(request: Request, form: "_Form") -> None:
+async def _receive(request: Request, form: FileForm, body: "_Body") -> None:
     """Write the body's file to disk. Raises `ApiError`."""
     piece, received = bytearray(), 0
     try:
         async for part in request.stream():
             received += len(part)
-            if received > MAX_FILE_BYTES + _FORM_BYTES:  # the parser skips any number of bytes around the form
-                raise _too_long()
+            if received > form.max_bytes + _FORM_BYTES:  # the parser skips any number of bytes around the form
+                raise _too_long(form)
             piece += part
             if len(piece) >= _PIECE_BYTES:
-                await on_disk(form.write, bytes(piece))
+                await on_disk(body.write, bytes(piece))
                 piece.clear()
     except ClientDisconnect:
         raise ClientDisconnected from None
-    await on_disk(form.write, bytes(piece))
+    await on_disk(body.write, bytes(piece))
 
 
-class _Form:
+class _Body:
     """A form that is parsed piece by piece: its file goes to disk, and its fields are short."""
 
-    def __init__(self, boundary: bytes, new: NewFile) -> None:
-        self._new = new
+    def __init__(self, boundary: bytes, form: FileForm, new: NewFile) -> None:
+        self._form, self._new = form, new
         self._fields = dict[str, bytearray]()
         self._headers = dict[bytes, bytes]()
         self._header, self._value = bytearray(), bytearray()
@@ -205,18 +239,16 @@ class _Form:
         except FormParserError as error:
             raise ApiError(ErrorForm.INVALID_REQUEST, f"The body is no valid multipart/form-data: {error}.") from None
 
-    def publish(self, max_held: int | None) -> StoredFile:
-        """Check the fields, and put the file among the others. Blocks. Raises `ApiError`, `StoreFull`, OSError."""
+    def publish(self) -> StoredFile:
+        """Check the form, and put the file among the others. Blocks. Raises `ApiError`, `StoreFull`, OSError."""
         if not self._ended:
             raise ApiError(ErrorForm.INVALID_REQUEST, "The body ends before the form does; send it again.")
         if self._filename is None:
-            message = "file: there is no such part with a filename; send the file in it."
-            raise ApiError(ErrorForm.MISSING_PARAMETER, message, param="file")
+            name = self._form.file
+            message = f"{name}: there is no such part with a filename; send the file in it."
+            raise ApiError(ErrorForm.MISSING_PARAMETER, message, param=name)
         fields = {name: bytes(value).decode(errors="replace") for name, value in self._fields.items()}
-        if (purpose := fields.get("purpose")) != "batch":
-            message = f"purpose: it must be batch, not {purpose!r}; files serve as inputs of /v1/batches alone."
-            raise ApiError(ErrorForm.INVALID_VALUE, message, param="purpose")
-        return self._new.publish(self._filename, "batch", _life_s(fields), max_held=max_held)
+        return self._form.end(self._new, self._filename, fields)
 
     def _begin(self) -> None:
         self._headers, self._part = {}, bytearray()
@@ -229,16 +261,15 @@ class _Form:
     def _begin_data(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         name = options.get(b"name", b"").decode(errors="replace")
-        if name == "file" and b"filename" in options:
+        if name == self._form.file and b"filename" in options:
             if self._filename is not None:
-                raise ApiError(ErrorForm.INVALID_VALUE, "file: there are two; send one in a request.", param="file")
-            self._filename = _plain(options[b"filename"].decode(errors="replace"))
+                raise ApiError(ErrorForm.INVALID_VALUE, f"{name}: there are two; send one in a request.", param=name)
+            self._filename = plain(options[b"filename"].decode(errors="replace"))
             self._part = None
             return
-        if name not in ("purpose", "expires_after[anchor]", "expires_after[seconds]") or name in self._fields:
-            message = (
-                f"{name[:80]!r} is not a part of this form, or is there twice; send file, purpose and expires_after."
-            )
+        if name not in self._form.fields or name in self._fields:
+            parts = ", ".join([self._form.file, *self._form.fields])
+            message = f"{name[:80]!r} is not a part of this form, or is there twice; send {parts}."
             raise ApiError(ErrorForm.UNSUPPORTED_PARAMETER, message)
         self._part = self._fields.setdefault(name, bytearray())
 
@@ -249,8 +280,8 @@ class _Form:
                 raise ApiError(ErrorForm.INVALID_VALUE, "A part other than the file has more than 1,000 bytes.")
             return
         self._length += end - start
-        if self._length > MAX_FILE_BYTES:
-            raise _too_long()
+        if self._length > self._form.max_bytes:
+            raise _too_long(self._form)
         self._new.write(data[start:end])
 
     def _end(self) -> None:
@@ -259,14 +290,19 @@ class _Form:
 
 def _life_s(fields: dict[str, str]) -> int:
     name = "expires_after"
-    given = {key: fields[f"{name}[{key}]"] for key in ("anchor", "seconds") if f"{name}[{key}]" in fields}
-    if not given:
-        return 30 * 86_400  # OpenAI's for inputs of batches
+    given: dict[str, object] = {
+        key: fields[f"{name}[{key}]"] for key in ("anchor", "seconds") if f"{name}[{key}]" in fields
+    }
     with suppress(KeyError, ValueError):
-        return seconds_of({**given, "seconds": int(given["seconds"])}, name)
-    return seconds_of(given, name)
+        given["seconds"] = int(str(given["seconds"]))
+    return life_s(given or None)
 
 
-def _plain(filename: str) -> str:
+def life_s(expires_after: object) -> int:
+    """Return the seconds until a file is removed. Raises `ApiError`."""
+    return 30 * 86_400 if expires_after is None else seconds_of(expires_after, "expires_after")  # OpenAI's for batches
+
+
+def plain(filename: str) -> str:
     """Return a name that can be shown: it is stored as text, and never used as a path."""
     return re.sub(r"[\x00-\x1f\x7f]", "", filename)[:255] or "file"

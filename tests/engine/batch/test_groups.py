@@ -217,3 +217,15 @@ def test_the_cost_of_a_plain_step_is_learned_with_several_groups() -> None:
         decoding.groups.step()
     assert len(decoding.groups.lengths) == 2
     assert speculator.costs.measured
+
+
+def test_the_time_of_a_step_is_taken_once_with_its_rows() -> None:
+    rows = DecodingRows(ONE_GROUP)
+    rows.join(5, 1)
+    rows.join(5, 2)
+    assert rows.groups.take_measured() == (0, 0.0)
+    rows.decode(4)
+    number, seconds = rows.groups.take_measured()
+    assert number == 2
+    assert seconds > 0
+    assert rows.groups.take_measured() == (0, 0.0)

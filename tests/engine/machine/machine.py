@@ -9,6 +9,7 @@ from tests.engine.machine.asked import Asked
 from tests.engine.machine.families import images_of, with_other_images
 from tests.engine.machine.remains import check_remains
 from tests.engine.machine.rules import Rules
+from worker.host.courtesy import Throttle
 from worker.request import Sampling
 
 STEPS = 25  # events in a sequence
@@ -77,6 +78,7 @@ class Machine(Rules):
 
     def finish(self) -> None:
         self.run.readmit()
+        self.run.engine.set_throttle(Throttle())
         for _ in range(3000):
             if not len(self.run.engine):
                 break

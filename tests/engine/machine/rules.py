@@ -29,6 +29,7 @@ from worker.engine import admission_controller as admission
 from worker.engine.admission import plan as growth
 from worker.engine.admission.grouping import StepCost
 from worker.engine.memory import MAX_ROWS, ImageDemand
+from worker.host.courtesy import Reclaim, Throttle
 from worker.request import Range
 
 SPARE_IMAGES = ImageDemand(64, 128, 64, 100_000)
@@ -357,6 +358,12 @@ class Rules(RuleBasedStateMachine):
         controller = self.run.engine._admission
         controller._limits = replace(controller._limits, max_bytes=limit)
         controller.mark_dirty()
+
+    @rule(reclaim=st.sampled_from([*Reclaim]))
+    def give_back(self, reclaim: Reclaim) -> None:
+        """Let the machine be short of memory, or no longer."""
+        self.happened["gave memory back"] += reclaim > Reclaim.NOTHING
+        self.run.engine.set_throttle(Throttle(0.9, 0.8, reclaim))
 
     @rule(keep=st.booleans())
     def readmit(self, keep: bool) -> None:

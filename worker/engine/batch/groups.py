@@ -86,6 +86,7 @@ class Groups:
         self._lost: dict[Row, None] = {}  # rows without a cache, because a failure has lost it; an ordered set
         self._bounds: Bounds = ()  # of the length classes, whose rows decode in separate groups
         self._launched_lengths: list[list[int]] = []  # lengths by group in the running step; empty if not measured
+        self._measured: tuple[int, float] = (0, 0.0)  # rows and seconds of a step, until they are taken
         self._steps, self._balanced = 0, True  # balanced: `rebalance` has nothing to do yet
         self._filled_at = 0.0  # the time at which the first of the rows joined
 
@@ -242,6 +243,7 @@ class Groups:
         """Record the seconds of the running step, unless they are unknown."""
         if seconds is not None and self._launched_lengths:
             self._cost.observe(self._launched_lengths, seconds)
+            self._measured = sum(map(len, self._launched_lengths)), seconds
             for rows, group_s in self._cost.divided(self._launched_lengths, seconds):
                 self.speculator.observe_plain(rows, group_s)
 
@@ -249,6 +251,12 @@ class Groups:
     def step_s(self) -> float:
         """Expected seconds of the next decode step of the present rows without drafts; 0 before any is measured."""
         return self._cost.expected_s(self.lengths)
+
+    def take_measured(self) -> tuple[int, float]:
+        """Return the rows and the seconds of the last step without drafts if it was measured since the last call;
+        else zeros."""
+        measured, self._measured = self._measured, (0, 0.0)
+        return measured
 
     @property
     def most_measured(self) -> int:

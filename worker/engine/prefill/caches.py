@@ -8,9 +8,10 @@ from worker.engine.batch.row import Row
 from worker.engine.model.load import Model
 from worker.engine.prefill.scoring import DraftScorer
 from worker.engine.prefix.cache import PrefixCache
-from worker.engine.prefix.disk import DiskPrefixes
+from worker.engine.prefix.disk import DiskPrefixes, Storing
 from worker.engine.vision.feature_cache import FeatureCache, StoredFeatures
-from worker.outcomes import PrefixUse
+from worker.host.courtesy import Reclaim
+from worker.outcomes import NotStored, PrefixUse, StoreResult
 from worker.prefix_store.policy import LoadLimit
 from worker.prefix_store.reader import ReadAhead
 from worker.request import GenerationRequest
@@ -33,6 +34,8 @@ class EngineCaches:
         caches = (self.prefix, self.draft.prefix if self.draft else None, self.features)
         self._lost: list[str] = []  # marks, without a prefix cache
         self._all = [cache for cache in caches if cache is not None]
+        self._max_bytes = max_bytes
+        self._most_now, self._half = max_bytes, max_bytes  # less while memory is given back: see `give_back`
 
     @property
     def nbytes(self) -> int:
@@ -58,9 +61,18 @@ class EngineCaches:
                 for image in request.images:
                     self.features.get(request.namespace, image.digest)
 
+    def give_back(self, reclaim: Reclaim) -> None:
+        """Hold less from the next `set_limit` on, or as much as before. Half is that of what was held at first."""
+        if reclaim == Reclaim.NOTHING:
+            self._half = self._max_bytes
+        elif self._half == self._max_bytes:
+            self._half = self.nbytes // 2
+        self._most_now = self._half if reclaim < Reclaim.CACHES else 0
+
     def set_limit(self, max_bytes: int) -> None:
         """Limit all caches together to `max_bytes`, and evict what exceeds it. Image features come first, then the
         draft's prefixes; the model's prefixes get what is left."""
+        max_bytes = min(max_bytes, self._most_now)
         for cache in reversed(self._all):
             cache.set_limit(max_bytes)
             max_bytes -= cache.nbytes
@@ -72,6 +84,12 @@ class EngineCaches:
         if self.prefix and row.request.lane == "interactive" and not row.num_dropped:
             for cache, index in cache_of(row):
                 self.prefix.insert(row.request.namespace, row.cache_key(*ending), cache, index)
+
+    def store(self, namespace: str, tokens: tuple[int, ...], attempt: Storing | None) -> StoreResult | Storing:
+        """Let the cached prefix of these tokens be written to disk and kept: see `PrefixCache.store`."""
+        if self.prefix is None:
+            return StoreResult(0, missing=NotStored.NOT_CACHED)
+        return self.prefix.store(namespace, tokens, attempt)
 
     def mark(self, request: GenerationRequest) -> None:
         """Remember the marks of a request whose prompt is computed, or is given up, as far as its tokens are held."""

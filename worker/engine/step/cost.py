@@ -1,8 +1,9 @@
 """What a step computes besides decoding, and the measured seconds of it."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf, sqrt
+from math import ceil, sqrt
 
 from worker.engine.fitting import LeastSquares
 from worker.engine.step.tuning import CLASSES, MAX_CHUNK, MIN_CHUNK, PACE_WEIGHT
@@ -158,24 +159,38 @@ def step_kind(forwards: Sequence[Forward]) -> StepKind:
 
 
 class StepTimes:
-    """Mean seconds of the latest decode steps, for each class of rows."""
+    """Shortest decode steps of the last minute, for each class of rows. Other work of a machine makes steps longer, and
+    none shorter, so the shortest compare machines; one that has other work all the time has no short steps."""
 
     def __init__(self) -> None:
-        self._seconds = [0.0] * CLASSES
-        self._valid_until = [-inf] * CLASSES
+        # By class, the steps that are shorter than all after them: seconds, and when they were measured.
+        self._least = tuple(deque[tuple[float, float]]() for _ in range(CLASSES))
+        self._counts = [0] * CLASSES  # steps since the class had none
 
     def observe(self, rows: int, seconds: float, now: float) -> None:
-        """Record the seconds of a decode step of `rows`, unless it has no rows, or unknown seconds: 0.
+        """Record the measured seconds of a decode step of `rows`, unless it has no rows, or unknown seconds: 0.
         `now`: seconds of any clock that never goes back."""
         if not rows or not seconds:
             return
         place = min(rows.bit_length(), CLASSES) - 1
-        weight = 0.05 if now < self._valid_until[place] else 1.0  # an average of some 20
-        self._seconds[place] += weight * (seconds - self._seconds[place])
-        # A machine may get other work, so older times say nothing; a chat takes less than a minute.
-        self._valid_until[place] = now + 60.0
+        least = self._of_last_minute(place, now)
+        self._counts[place] = self._counts[place] + 1 if least else 1
+        while least and least[-1][0] >= seconds:
+            least.pop()
+        least.append((seconds, now))
 
     def seconds(self, now: float) -> tuple[float, ...]:
-        """Return the mean of each class; 0 if it has no step of the last minute."""
-        each = zip(self._seconds, self._valid_until, strict=True)
-        return tuple(seconds if now < valid_until else 0.0 for seconds, valid_until in each)
+        """Return the seconds of each class; 0 if it has too few steps."""
+        each = [self._of_last_minute(place, now) for place in range(CLASSES)]
+        # A few may all be slow: a worker whose first two steps took 44 and 178 ms instead of 5 got none of the bursts
+        # of the next minute, so it measured no others.
+        return tuple(
+            least[0][0] if least and count >= 8 else 0.0 for least, count in zip(each, self._counts, strict=True)
+        )
+
+    def _of_last_minute(self, place: int, now: float) -> deque[tuple[float, float]]:
+        """Forget the steps of a class that are older, since a machine may get other work, and return the others."""
+        least = self._least[place]
+        while least and now - least[0][1] >= 60.0:
+            least.popleft()
+        return least

@@ -51,6 +51,8 @@ class Claim:
     is_count: bool = False  # a token count of our submit, which takes no row
     left_at: float | None = None  # Unix seconds, by the server's clock; None: it was left to no better worker
     alias: str = ""  # the name that it was queued under, if that was an alias of the model
+    traceparent: str = ""  # of the producer's span, in W3C's form, as it came; empty if there is none
+    phases: bytes | None = field(default=None, repr=False)  # of earlier attempts, as `JobPhases` stores them
     # Left by an earlier attempt; None if another program wrote it.
     resume_state: ResumeState | None = field(default_factory=ResumeState)
 
@@ -232,7 +234,7 @@ class Claims:
                     reply_lost=int(lost),
                     running=known,
                     rows=_names(claim for claim in running if not claim.is_count),
-                    resume_fields=(*_RESUME_FIELDS, "alias", "left_at"),
+                    resume_fields=(*_RESUME_FIELDS, "alias", "left_at", "traceparent", "phases"),
                     count_rows=_names(claim for claim in running if claim.is_count),
                     left_at=self._left_at(lane),
                     wake=self._wake_channel if wake else "",
@@ -367,7 +369,7 @@ def _names(claims: Iterable[Claim]) -> list[str]:
 
 
 def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
-    *resume_state, alias, left_at = values["resume_state"]
+    *resume_state, alias, left_at, traceparent, phases = values["resume_state"]
     latest_ms = 1e15  # year 33658: finite, so that it can be compared with any clock
     return Claim(
         job_id=values["job_id"].decode("utf-8", "surrogateescape"),
@@ -386,6 +388,8 @@ def _read_claim(lane: Lane, values: dict[str, Any]) -> Claim:
         is_count=bool(values["is_count"]),
         left_at=float(left_at) if re.fullmatch(rb"\d{1,12}\.\d{3}", left_at or b"") else None,
         alias=(alias or b"").decode("utf-8", "replace"),
+        traceparent=(traceparent or b"").decode("utf-8", "replace"),
+        phases=phases,
         resume_state=ResumeState.load(dict(zip(_RESUME_FIELDS, resume_state, strict=True))),
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sluice.contract.phases import JobPhases, Mark
 from worker.errors import CancelJob, JobFailure, OwnershipLost, Requeue
 from worker.monitoring.sink import CallFault
 from worker.queue.fleet import JobPrompt
@@ -69,6 +70,8 @@ class Job:
     on_probation: bool = False
     prompt: JobPrompt = field(default_factory=JobPrompt)  # what of it is left to compute
     body: bytes = b""  # empty unless the job becomes a dead letter
+    phases: JobPhases = field(default_factory=JobPhases)
+    function: str = "chat"  # of the job, as far as it is known
 
     def start(self, loop: asyncio.AbstractEventLoop, ending: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start the task that brings the job to its ending, and return it."""
@@ -78,6 +81,22 @@ class Job:
     def keep_body(self, body: bytes) -> None:
         """Keep the body for the job's dead letter."""
         self.body = body
+
+    def call_of(self, function: str) -> None:
+        """Note the function that the job calls."""
+        self.function = function
+
+    def begin_phases(self, worker: str, claimed_at: float, seen_at: float) -> None:
+        """Begin the phases of this attempt, after those of earlier attempts. `seen_at`: time of their last event."""
+        claim, self.phases = self.claim, JobPhases.read(self.claim.phases)
+        self.phases.begin(
+            claim.attempt, worker, claim.lease_expirations, queued_at=claim.queued_at, seen_at=seen_at, now=claimed_at
+        )
+
+    def mark(self, name: Mark) -> None:
+        """Record that a phase of the job begins. It is stored with the next events."""
+        self.phases.mark(name, self.log.clock.now())
+        self.log.store({"phases": self.phases.as_json()})
 
     def made_progress(self) -> None:
         """End the probation, since the job generated a token after a crash. After a second expired lease it stays."""

@@ -221,6 +221,7 @@ class Publisher:
                 result_ttl_ms=settings.result_ttl_s * 1000,
                 dead_letter=ending.dead_letter,
                 events=log.events[log.written :],
+                fields=[str(part) for pair in sent[1].items() for part in pair],
             ),
         )
         self._settle_row(log, sent, None if verdict == b"done" else verdict)

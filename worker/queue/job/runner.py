@@ -11,6 +11,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from sluice.contract import keys
+from sluice.contract.events import parse_event
+from sluice.tracing import JobTrace
 from worker.bounded_json.reader import BodyReader
 from worker.errors import CancelJob, JobFailure, OwnershipLost, Requeue
 from worker.json_bytes import dumps, dumps_with_items
@@ -49,6 +51,7 @@ class JobFunctions:
         function = self._function(name)
 
         async def call(job: Job) -> JobResult:
+            job.call_of(function.name)
             answer = await function.coroutine({**self._ctx, "job": job}, request)
             assert isinstance(answer, JobResult), f"{function.name} must return a JobResult"
             return answer
@@ -97,6 +100,7 @@ class _Endings:
     async def finish(self, job: Job, answer: JobResult, result: bytes) -> None:
         """Write the final event of a finished job, and wait for it. `result`: the JSON text to store."""
         job.begin_ending()
+        job.mark("finished")
         warnings: dict[str, Any] = {"warnings": answer.warnings} if answer.warnings else {}
         ending = self._publisher.finish(
             job.log,
@@ -108,7 +112,10 @@ class _Endings:
             timings=answer.timings,
             **warnings,
         )
-        if await _write_ending(job, ending) and answer.is_answer:
+        if not await _write_ending(job, ending):
+            return
+        self._trace(job, finish_reason=answer.finish_reason)
+        if answer.is_answer:
             self._metrics.finished(
                 job.claim.lane,
                 answer.finish_reason,
@@ -129,18 +136,45 @@ class _Endings:
                 field = "" if why.param is None else f", {why.param[:80]!r}"
                 record = job.claim.record(error=why.type, **usage)
                 logger.info("job %s failed: %s%s", job_id, why.type, field, extra=record)
+                job.mark("failed")
                 if await _write_ending(job, self._fail(job, why)):
+                    self._trace(job, error=why.type)
                     self._metrics.failed(job.claim.lane, why.type)
             case CancelJob():
                 record = job.claim.record(reason=why.reason, **usage)
                 logger.info("job %s cancelled: %s", job_id, why.reason, extra=record)
+                job.mark("cancelled")
                 ending = self._publisher.finish(job.log, "cancelled", reason=why.reason, usage=usage)
                 if await _write_ending(job, ending):
+                    self._trace(job, error="cancelled")
                     self._metrics.cancelled(job.claim.lane)
             case Requeue():
                 await _write_ending(job, self._requeue(job))
             case OwnershipLost():
                 _log_lost_lease(job)
+
+    def _trace(self, job: Job, *, finish_reason: str = "", error: str = "") -> None:
+        """Make the spans of a job that this worker has ended, those of its earlier attempts included."""
+        if self._metrics.tracing is None:
+            return
+        claim, usage = job.claim, job.usage
+        self._metrics.tracing.record_job(
+            JobTrace(
+                id=claim.job_id,
+                function=job.function,
+                model=self._model,
+                requested_model=claim.alias or self._model,
+                lane=claim.lane,
+                tenant=claim.tenant,
+                traceparent=claim.traceparent,
+                phases=job.phases,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                finish_reason=finish_reason,
+                error=error,
+            )
+        )
 
     async def _fail(self, job: Job, why: JobFailure) -> None:
         named = {} if why.param is None else {"param": why.param}
@@ -176,6 +210,14 @@ class _Endings:
             logger.info("job %s requeued", job.claim.job_id, extra=job.claim.record())
 
 
+def _last_time(events: Sequence[bytes]) -> float:
+    """Return the time of the last event; 0 without one, and for what another program wrote there."""
+    try:
+        return parse_event(events[-1]).ts if events else 0.0
+    except ValueError:
+        return 0.0
+
+
 async def _write_ending(job: Job, ending: Awaitable[None]) -> bool:
     """Write the ending. Returns False if another attempt owns the job."""
     try:
@@ -209,6 +251,7 @@ class JobRunner:
         self._claims = claims
         self._endings = _Endings(publisher, claims, settings.model_name, metrics)
         self._max_bytes, self._stopping = settings.max_request_bytes, stopping
+        self._worker = settings.worker_name
 
     async def run(self, job: Job) -> None:
         """Run a job to its one ending. Does not raise."""
@@ -229,12 +272,15 @@ class JobRunner:
             await self._endings.finish(job, answer, result)
 
     async def _load_log(self, job: Job) -> None:
+        claimed_at = job.log.clock.now()
+
         async def read() -> None:
             events: list[bytes] = await self._redis.lrange(keys.log(job.claim.job_id), 0, -1)  # type: ignore[misc]
             job.log.load(events)
 
         if job.claim.events and not await until_redis_answers(read, self._stopping):
             raise Requeue
+        job.begin_phases(self._worker, claimed_at, _last_time(job.log.events))
 
     async def _call(self, job: Job) -> JobResult:
         if job.claim.cancelled:

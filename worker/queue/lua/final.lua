@@ -1,10 +1,11 @@
 -- End a job: append its last events, store its result and state, and delete arq's keys.
 -- KEYS  job, log, channel, result, queue, and the keys to delete
--- ARGV  by name: life_ms, attempt, seq, state, result, log_ttl_ms, result_ttl_ms, dead_letter (or ''); a list: events
+-- ARGV  by name: life_ms, attempt, seq, state, result, log_ttl_ms, result_ttl_ms, dead_letter (or ''); lists: events,
+--       and fields, the names and values to set in the job's hash
 -- Returns 'done', 'fenced', or the length of a list that has lost events.
 local DEAD, MAX_DEAD = 'sluice:dead', 1000
 local job, log, channel, result, queue = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local arguments = read_arguments({ events = true })
+local arguments = read_arguments({ events = true, fields = true })
 local events = arguments.events
 
 if not owns(job, arguments.attempt) then
@@ -31,7 +32,7 @@ end
 
 local id = string.sub(job, #'sluice:job:' + 1)
 if arguments.dead_letter ~= '' then store_dead_letter(id, arguments.dead_letter) end
-redis.call('HSET', job, 'state', arguments.state, 'finished_at', milliseconds() / 1000)
+redis.call('HSET', job, 'state', arguments.state, 'finished_at', milliseconds() / 1000, unpack(arguments.fields))
 redis.call('SET', result, arguments.result, 'PX', arguments.result_ttl_ms)
 redis.call('PEXPIRE', job, arguments.result_ttl_ms)
 redis.call('PEXPIRE', log, arguments.log_ttl_ms)

@@ -2,8 +2,8 @@
 --
 -- The workers of a model store their rows in a hash, by name: 'at until rows max_rows interactive batch step_us ...'.
 -- These are the times, in Unix milliseconds, of the worker's last claim and until which it counts as alive; the rows in
--- use, and all rows; the rows that each lane may still take; and the microseconds of its decode steps of 1 row, 2 to 3, 4
--- to 7 and so on, 0 if unknown. They are hints: if they are missing or wrong, a job begins milliseconds later, or on a busier worker.
+-- use, and all rows; the rows that each lane may still take; and the microseconds of its shortest decode steps of 1 row, 2
+-- to 3, 4 to 7 and so on, 0 if unknown. They are hints: if they are missing or wrong, a job begins milliseconds later, or on a busier worker.
 --
 -- The state of a fleet: `key` of the hash; `worker`: the name of this worker; `mine`: its rows, nil if it shares with no
 -- other; `others`: the rows of the others; `lane`; `now`; `lease_ms`.

@@ -226,6 +226,17 @@ check("files: list", async () => {
   equal(found.filter((id) => ids.includes(id)), ids);
 });
 
+check("uploads: parts, cancel", async () => {
+  const content = batchLines();
+  const about = { filename: "in.jsonl", bytes: content.length, mime_type: "text/jsonl", purpose: "batch" };
+  const { id } = await client.uploads.create(about);
+  const add = async (text) => (await client.uploads.parts.create(id, { data: await toFile(Buffer.from(text), "x") })).id;
+  const [last, first] = [await add(content.slice(9)), await add(content.slice(0, 9))];
+  const done = await client.uploads.complete(id, { part_ids: [first, last] });
+  equal([done.status, await (await client.files.content(done.file.id)).text()], ["completed", content]);
+  equal((await client.uploads.cancel((await client.uploads.create(about)).id)).status, "cancelled");
+});
+
 check("batches: run", async () => {
   const batch = await toEnd(await started(undefined, { metadata: { a: "b" } }));
   const { total, completed, failed } = batch.request_counts;

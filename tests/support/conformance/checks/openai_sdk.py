@@ -5,7 +5,7 @@ import time
 from functools import partial
 from typing import Any
 
-from openai import BadRequestError, InvalidWebhookSignatureError, NotFoundError, OpenAI
+from openai import BadRequestError, ConflictError, InvalidWebhookSignatureError, NotFoundError, OpenAI
 
 from tests.support.conformance.checks.checking import (
     CALLED,
@@ -292,6 +292,22 @@ def lists_files() -> None:
 def refuses_other_files() -> None:
     refused_with(400, BadRequestError, lambda: client.files.create(file=("a.bin", b"1"), purpose="assistants"))
     refused_with(404, NotFoundError, lambda: client.files.retrieve("file-absent"))
+
+
+@check("uploads: parts, chunks, cancel")
+def uploads_in_parts() -> None:
+    content = batch_lines()
+    about: Any = {"filename": "in.jsonl", "bytes": len(content), "mime_type": "text/jsonl", "purpose": "batch"}
+    done = client.uploads.upload_file_chunked(file=content, part_size=100, **about)
+    assert done.file is not None
+    equal((done.status, done.file.bytes), ("completed", len(content)))
+    equal(client.files.content(done.file.id).read(), content)
+    upload = client.uploads.create(**about)
+    part = client.uploads.parts.create(upload.id, data=content[:10])
+    equal((part.object, part.upload_id), ("upload.part", upload.id))
+    refused_with(400, BadRequestError, lambda: client.uploads.complete(upload.id, part_ids=[part.id]))
+    equal(client.uploads.cancel(upload.id).status, "cancelled")
+    refused_with(409, ConflictError, lambda: client.uploads.complete(upload.id, part_ids=[part.id]))
 
 
 @check("batches: run")

@@ -1,0 +1,90 @@
+"""`sluice why`: where the time of a job went."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.test_cli import Command
+
+pytestmark = pytest.mark.usefixtures("worker")
+
+
+def shown(sluice: Command, job_id: str) -> dict[str, Any]:
+    code, out, err = sluice("why", job_id, "--json")
+    assert code == 0, err
+    read: dict[str, Any] = json.loads(out)
+    return read
+
+
+def names(read: dict[str, Any]) -> list[str]:
+    return [phase["name"] for phase in read["phases"] if phase["name"] != "load"]
+
+
+def test_the_phases_of_a_finished_job_last_as_long_as_it_did(sluice: Command) -> None:
+    code, out, _ = sluice("submit", "Count to 5.", "--id", "why-1", "--wait", "--json")
+    assert code == 0
+    timings = json.loads(out)["sluice"]["timings"]
+    read = shown(sluice, "why-1")
+    assert names(read) == ["queue", "prepare", "admission", "prefill", "decode"]
+    assert (read["state"], read["model"], read["lane"]) == ("finished", "default", "interactive")
+    (first,) = read["moments"]
+    claimed_at = read["phases"][0]["ended"]
+    assert first["name"] == "first_token"
+    assert first["at"] - claimed_at == pytest.approx(timings["ttft_s"], abs=0.05)
+    seconds = sum(phase["ended"] - phase["began"] for phase in read["phases"])
+    assert seconds == pytest.approx(read["phases"][-1]["ended"] - read["phases"][0]["began"])
+    code, out, _ = sluice("why", "why-1")
+    assert code == 0
+    assert out.startswith("why-1: finished, ")
+    assert out.index("queue") < out.index("prefill") < out.index("decode")
+
+
+def test_a_job_that_waits_shows_its_queue_alone_and_one_that_was_cancelled_there_too(sluice: Command) -> None:
+    assert sluice("submit", "Count to 5.", "--id", "why-2", "--model", "nobody")[0] == 0
+    assert names(shown(sluice, "why-2")) == ["queue"]
+    assert shown(sluice, "why-2")["phases"][0]["ended"] is None
+    assert "queue ..." in sluice("why", "why-2")[1]
+    sluice("cancel", "why-2")
+    assert names(shown(sluice, "why-2")) == ["queue"]
+    assert shown(sluice, "why-2")["phases"][0]["ended"] is not None
+
+
+def test_a_job_that_runs_shows_what_it_does(sluice: Command) -> None:
+    endless = {
+        "messages": [{"role": "user", "content": "Count to 40."}], "max_tokens": 30_000, "logit_bias": {"2": -100},
+        "loop_guard": False,
+    }  # fmt: skip
+    sluice("submit", "--file", "-", "--id", "why-3", stdin=json.dumps(endless))
+    sluice.wait_until_running("why-3")
+    deadline = time.monotonic() + 60
+    while names(shown(sluice, "why-3"))[-1] != "decode":
+        assert time.monotonic() < deadline
+    assert "decode ..." in sluice("why", "why-3")[1]
+    sluice("cancel", "why-3")
+    read = shown(sluice, "why-3")
+    assert (read["state"], names(read)[-1]) == ("cancelled", "decode")
+    assert read["phases"][-1]["ended"] is not None
+
+
+def test_a_refused_job_ends_while_it_is_prepared(sluice: Command) -> None:
+    bad = {"messages": [{"role": "user", "content": "Hello!"}], "temperature": 5}
+    assert sluice("submit", "--file", "-", "--id", "why-4", "--wait", stdin=json.dumps(bad))[0] == 1
+    assert names(shown(sluice, "why-4")) == ["queue", "prepare"]
+
+
+def test_what_another_program_wrote_into_the_state_is_left_out(sluice: Command) -> None:
+    sluice.db.hset(
+        "sluice:job:why-5", mapping={"state": "running", "queued_at": "x", "phases": "[[", "attempt": "many"}
+    )
+    code, out, err = sluice("why", "why-5")
+    assert (code, out) == (0, "")
+    assert "nothing else is known" in err
+
+
+@pytest.mark.parametrize("job_id", ["unknown-1", "no id!"])
+def test_an_unknown_job_is_an_error(sluice: Command, job_id: str) -> None:
+    code, out, err = sluice("why", job_id)
+    assert (code, out) == (2, "")
+    assert "sluice:" in err
